@@ -2,23 +2,26 @@
 PYTHON ?= python3
 PORT ?= 5005
 N ?= 1
+SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 # Bytecode is kept: hundreds of processes of the tests import this package.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadscope
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist loadgroup
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help serve demo demo-redis test test-long test-all test-alone test-pythons faults lint docs release-check yardstick bench-check clean
+.PHONY: help serve demo demo-redis test test-integrations test-long test-all test-alone test-pythons faults walk lint docs release-check yardstick bench-check clean
 
 help:
 	@echo "make serve         serve the shipped model on port $(PORT), with a page to look at"
 	@echo "make demo          start the Flask service with the shipped model on port $(PORT)"
 	@echo "make demo-redis    the same with Redis between gunicorn's processes and the model's"
-	@echo "make test          run the test suite, in about five minutes"
+	@echo "make test          run the test suite, in 10 to 15 minutes"
+	@echo "make test-integrations  run the tests that need a foreign program or a cluster (Ray, uWSGI, chromium)"
 	@echo "make test-all      run it with the long tests: chaos, fuzzing, training"
 	@echo "make test-alone    run each test file in a process of its own"
 	@echo "make test-pythons  run the tests of the core with Python 3.12 to 3.14, as far as they are here"
 	@echo "make faults        run the fault suite alone, N=10 times in a row"
+	@echo "make walk          look for lost calls by random walks, SECONDS=60 from a fresh SEED"
 	@echo "make lint          check types and style"
 	@echo "make docs          build the documentation site into site/, and check its links"
 	@echo "make release-check build wheel and sdist into dist/, install them elsewhere, and try them"
@@ -46,15 +49,18 @@ demo-redis: $(VENV)/.installed-example
 
 # One process more than there are cores: tests wait a lot.
 test: $(VENV)/.installed-test
-	$(PYTEST) -m "not long" $(ARGS)
+	$(PYTEST) -m "not long" --ignore=tests/integrations $(ARGS)
 
-test-long: $(VENV)/.installed-test
+test-integrations: $(VENV)/.installed-integrations
+	$(PYTEST) -m "not long" tests/integrations $(ARGS)
+
+test-long: $(VENV)/.installed-integrations
 	$(PYTEST) -m long $(ARGS)
 
-test-all: $(VENV)/.installed-test
+test-all: $(VENV)/.installed-integrations
 	$(PYTEST) $(ARGS)
 
-test-alone: $(VENV)/.installed-test
+test-alone: $(VENV)/.installed-integrations
 	@failed=; for file in $$(git ls-files 'tests/test_*.py' 'tests/**/test_*.py'); do \
 		echo "$$file"; \
 		$(BIN)/python -m pytest -q --no-header $(ARGS) "$$file" || failed="$$failed $$file"; \
@@ -69,7 +75,10 @@ faults: $(VENV)/.installed-test
 		$(PYTEST) -q tests/faults $(ARGS) || exit 1; \
 	done
 
-lint: $(VENV)/.installed-test $(VENV)/.installed-lint
+walk: $(VENV)/.installed-test
+	@PYTHONPATH=tests $(BIN)/python -m walk --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+lint: $(VENV)/.installed-integrations $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

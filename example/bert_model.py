@@ -164,7 +164,7 @@ class TextInfillingModel:
         self.model = model.to(self.device).eval()
         ids = range(model.config.vocab_size)
         self.words = [self.encoder.tokenizer.id_to_token(number) or "" for number in ids]
-        no_words = [not _is_word(token) for token in self.words]
+        no_words = [not is_word(token) for token in self.words]
         self._no_words = torch.tensor(no_words, device=self.device)
 
     def predict(self, batch: list[str]) -> list[str]:
@@ -277,7 +277,7 @@ def _load_tokenizer(source: str) -> Tokenizer:
         ) from error
 
 
-def _is_word(token: str) -> bool:
+def is_word(token: str) -> bool:
     """Says whether a token may be an answer.
 
     Not special tokens, punctuation, or the empty names past the tokenizer's end (a model's

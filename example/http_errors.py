@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from service_streamer import (
     BrokerUnavailable,
+    InternalError,
     InvalidInput,
     Overloaded,
     PredictTimeout,
@@ -44,6 +45,7 @@ ERRORS: dict[type, tuple[int, str | None]] = {
     WorkerStartTimeout: (503, "the model is being loaded"),
     WorkerStartError: (503, "the model could not be loaded"),
     WorkerLost: (500, "the model's process died of this request"),
+    InternalError: (500, "internal error"),  # a bug in service_streamer; the log says more
     Exception: (500, "internal error"),
 }
 

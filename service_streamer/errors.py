@@ -13,6 +13,7 @@ __all__ = [
     "BadModelOutput",
     "BrokerError",
     "BrokerUnavailable",
+    "InternalError",
     "InvalidInput",
     "InvalidItems",
     "ModelError",
@@ -43,6 +44,13 @@ class StreamerClosed(StreamerError, RuntimeError):
 
 class StreamerForked(StreamerError, RuntimeError):
     """The streamer was built before a ``fork``: build it in the child process instead."""
+
+
+class InternalError(StreamerError):
+    """A bug in service_streamer ended the call. The text names it; the log has its traceback.
+
+    Raised at every call that was open then. The streamer goes on, and so do its workers.
+    """
 
 
 class StreamerBroken(StreamerError):

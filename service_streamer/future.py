@@ -172,18 +172,28 @@ class Future(concurrent.futures.Future[list[Any]], TogetherReply):
     def cancel(self) -> bool:
         """Withdraw the call if none of it is with a worker yet; whether it is cancelled."""
         call = self.call
-        if call is not None and self._backend.cancel(call):
-            with self._condition:
-                is_cancelled = self._state == "PENDING"
-                if is_cancelled:
-                    self.call = None
-                    self._state = "CANCELLED_AND_NOTIFIED"
-                    for waiter in self._own_waiters or ():  # wait() and as_completed()
-                        waiter.add_cancelled(self)
-                    self._notify()
-            if is_cancelled and self._own_callbacks:  # last: they may do, and raise, anything
-                self._invoke_callbacks()  # type: ignore[attr-defined]  # typeshed lacks it
+        if call is not None:
+            try:
+                if self._backend.cancel(call):
+                    self._withdrawn()
+            except BaseException:  # of a signal handler: it may be withdrawn already
+                if call.is_over:
+                    self._withdrawn()
+                raise
         return self.cancelled()
+
+    def _withdrawn(self) -> None:
+        """The call is withdrawn: the future is cancelled, unless it has results by now."""
+        with self._condition:
+            is_cancelled = self._state == "PENDING"
+            if is_cancelled:
+                self.call = None
+                self._state = "CANCELLED_AND_NOTIFIED"
+                for waiter in self._own_waiters or ():  # wait() and as_completed()
+                    waiter.add_cancelled(self)
+                self._notify()
+        if is_cancelled and self._own_callbacks:  # last: they may do, and raise, anything
+            self._invoke_callbacks()  # type: ignore[attr-defined]  # typeshed lacks it
 
     def done(self) -> bool:
         """Whether it has results or an error, or was cancelled. Needs no lock: it stays so."""

@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 from .engine.backend import Backend, predict_blocking, predict_in_loop
 from .engine.build import Length, Model, build_engine
@@ -355,16 +355,14 @@ class PoolStreamer(BaseStreamer):
 
     @property
     def engine(self) -> Engine:
-        """What batches the calls and has them computed. For this package.
-
-        If the workers are shared, it is a client, which has fewer methods.
-        """
-        return cast(Engine, self._engine)
+        """What batches the calls, unless a pool is shared. For this package."""
+        assert isinstance(self._engine, Engine)
+        return self._engine
 
     @property
-    def is_shared(self) -> bool:
-        """Whether it shares a pool with other processes. For this package."""
-        return self._options.shared is not None
+    def pool_client(self) -> PoolClient | None:
+        """The client of the pool that is shared; None with workers of its own. For this package."""
+        return None if isinstance(self._engine, Engine) else self._engine
 
     def stats(self) -> StreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
@@ -523,6 +521,8 @@ class ScaledStreamer(PoolStreamer):
                 other workers compute meanwhile, and with one worker calls wait until the new one
                 has loaded its model. "auto" starts the new one first; if it cannot load for lack of
                 memory, and there are other workers, the rest of the restart goes on as with False.
+                If restarts that differ in this are under way at once, a worker that all of them
+                replace is replaced as False wants, else as "auto" does.
 
         Raises:
             WorkerStartError: a new one could not load its model; the old ones that are left go on.
@@ -563,11 +563,11 @@ class ScaledStreamer(PoolStreamer):
         self._options = options
         self._is_local = False
         self._make_client = make_client
-        self._connect()
+        client = self._connect()
         _sharing.add(self)
-        cast("PoolClient", self._engine).start()
+        client.start()
 
-    def _connect(self) -> None:
+    def _connect(self) -> PoolClient:
         """Have a client of this process; it connects with its first call."""
         options = self._options
         share = make_share(options)
@@ -576,13 +576,16 @@ class ScaledStreamer(PoolStreamer):
         if options.trace is not None:
             self._backend = Recording(client, options.trace, client.lengths)
         if share is not None:
-            self._backend = self._single_flight = share(self._backend, slack=_SLACK)
+            self._backend = self._single_flight = share(
+                self._backend, slack=_SLACK, may_rerun=options.retry
+            )
         self._abandon_when_forgotten(client)
+        return client
 
     def _connect_again(self) -> None:
         """In a forked child: what the parent has is the parent's."""
         self._forget_finalizers()
-        if not cast("PoolClient", self._engine).is_closing:
+        if self.pool_client is not None and not self.pool_client.is_closing:
             self._connect()
 
     @property

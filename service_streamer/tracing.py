@@ -63,7 +63,7 @@ def trace_batches(
     Raises:
         TypeError: the workers are not its own, so that it knows nothing of batches.
     """
-    if not isinstance(streamer, PoolStreamer) or streamer.is_shared:
+    if not isinstance(streamer, PoolStreamer) or streamer.pool_client is not None:
         shared = " with shared=" if isinstance(streamer, PoolStreamer) else ""
         raise TypeError(
             f"a {type(streamer).__name__}{shared} does not see the batches of its calls; "

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from service_streamer.batching.actions import Actions
-from service_streamer.batching.batcher import Batcher
+from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
 
 #: The time in which a worker finds that a batch kills it, as a share of that of the batch.

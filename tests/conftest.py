@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import gc
+import mmap
 import os
 import secrets
 import shutil
@@ -14,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,19 +23,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import models
+from cases import long_cases
 from service_streamer import Streamer, ThreadedStreamer
 from service_streamer.streamer import defaults
 from service_streamer.testing import Gate
-from service_streamer.workers.memory.shared_memory import Memory
-from service_streamer.workers.memory.window import Window
-from wording import pytest_addoption, wording  # noqa: F401  # a hook and a fixture
 
 if TYPE_CHECKING:  # at run time where they are used: workers import this file, too
     import redis
 
+    from redis_peers import Keys, RawClient, Traffic
     from serve_process import Serving
     from service_streamer import RedisStreamer, RedisWorker
-    from service_streamer.redis.scripts import Keys
+
+pytest.register_assert_rewrite("contract")
 
 # Of the standard library's: one process and one pipe to it, for as long as this process lives.
 resource_tracker.ensure_running()
@@ -61,9 +62,12 @@ _CLIENT_OPTIONS = {
 _COMMON_OPTIONS = {"serializer", "secret", "max_message_bytes", "reply_ttl"}
 
 
-@pytest.fixture(params=["thread", "process", "shared", "redis"])
+@pytest.fixture(params=["thread", "process", *long_cases("shared"), "redis"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Runs the test on all kinds of workers; ``pool_only`` leaves out those beyond Redis."""
+    """Runs the test on all kinds of workers; ``pool_only`` leaves out those beyond Redis.
+
+    A shared pool is a process more to start. test_streamers.py has the short tests of it.
+    """
     kind: str = request.param
     return kind
 
@@ -85,39 +89,20 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from sharing import Scheduling
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In CI, a test in ``integrations`` whose program is missing fails.
 
-    return Scheduling(config, log)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the long cases of parametrized tests before ``-m`` chooses."""
-    for item in items:
-        if isinstance(item, pytest.Function) and (_is_long_case(item) or _is_again_shared(item)):
-            item.add_marker(pytest.mark.long)
-
-
-def _is_again_shared(item: pytest.Function) -> bool:
-    """Whether it is on a shared pool what test_streamers.py has of that: the same behind a socket.
-
-    Each has a process more to start.
+    Except for the long ones, which may need more than CI can have.
     """
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    is_shared = "shared" in (params.get("kind"), params.get("build"))
-    return is_shared and item.path.name != "test_streamers.py"
-
-
-def _is_long_case(item: pytest.Function) -> bool:
-    """Whether a parametrized test names its long cases, or its short ones and not this one."""
-    short, long = item.get_closest_marker("short_cases"), item.get_closest_marker("long_cases")
-    if short is not None:
-        case = item.callspec.id
-        if not {case, *case.split("-")} & {*short.args}:
-            return True
-    return long is not None and any(part in item.callspec.id for part in long.args)
+    report = yield
+    is_needed = "integrations" in item.path.parts and item.get_closest_marker("long") is None
+    if report.skipped and is_needed and os.environ.get("CI"):
+        reason: Any = report.longrepr
+        report.outcome, report.longrepr = "failed", f"not skipped in CI: {reason[2]}"
+    return report
 
 
 @pytest.fixture
@@ -180,12 +165,12 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Streamer]]
 
     Each has a pool of its own unless it is given the name of one.
     """
-    from service_streamer.pool import pool_client
-    from service_streamer.pool.visits import ask_pool, pool_names
+    from pools import pool_names, pool_pid
+    from service_streamer.pool.pool_protocol import times
 
     # A pool that is there answers, however busy the machine is.
-    for name in ("_PATIENCE", "_PATIENCE_AT_START"):
-        monkeypatch.setattr(pool_client, name, PATIENCE)
+    for name in ("answer", "answer_at_start"):
+        monkeypatch.setattr(times, name, PATIENCE)
     # Not in a deep folder: the path of a socket has a limit.
     runtime = Path(tempfile.mkdtemp(prefix="pools-"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
@@ -210,7 +195,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Streamer]]
     while (left := pool_names()) or any(runtime.glob("*/*")):
         if time.monotonic() > over:
             for name in left:
-                os.kill(ask_pool(name, "status")["pid"], signal.SIGKILL)
+                os.kill(pool_pid(name), signal.SIGKILL)
             pytest.fail(f"pools are left: {left}")
         time.sleep(0.01)
     shutil.rmtree(runtime)
@@ -317,9 +302,27 @@ def client(redis_server: str, prefix: str) -> Iterator[Callable[..., RedisStream
 
 @pytest.fixture
 def keys(prefix: str) -> Keys:
-    from service_streamer.redis.scripts import Keys
+    from redis_peers import Keys
 
     return Keys(prefix)
+
+
+@pytest.fixture
+def traffic(prefix: str, monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    """What this process sends to Redis, and gets back."""
+    from redis_peers import Traffic
+
+    return Traffic(prefix, monkeypatch)
+
+
+@pytest.fixture
+def raw(ask: redis.Redis, prefix: str) -> Iterator[RawClient]:
+    """A client whose messages the test writes and reads itself."""
+    from redis_peers import RawClient
+
+    raw = RawClient(ask, prefix)
+    yield raw
+    raw.close()
 
 
 @pytest.fixture
@@ -339,6 +342,22 @@ def await_that(holds: Callable[[], Any]) -> None:
     """Return when it does: for what no future and no gate tells."""
     while not holds():
         time.sleep(0.001)
+
+
+def rewrite_call(
+    ask: redis.Redis, keys: Keys, change: Callable[[dict[bytes, Any]], dict[Any, Any]]
+) -> None:
+    """Change the fields of the only call in Redis.
+
+    It keeps its id: otherwise its client, which looks for old calls, may find it lost.
+    """
+    await_that(lambda: ask.xlen(keys.calls) == 1)
+    [(id_, fields)] = ask.xrange(keys.calls)
+    with ask.pipeline(transaction=True) as steps:
+        steps.xdel(keys.calls, id_)
+        steps.execute_command("XSETID", keys.calls, "0-1")  # so that the id may be used again
+        steps.xadd(keys.calls, change(fields), id=id_)
+        steps.execute()
 
 
 #: What a thread or a process that is as good as gone may need to be so on a busy machine, seconds.
@@ -470,14 +489,19 @@ def without_pagemap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers get no mapping. Writers do."""
-    from ends import Unmapped
+    """Readers get no mapping. Writers do.
 
-    original = Window.__init__
+    Of the memory for items, which is made first, the first mapping is the writer's. Of that for
+    results it is the reader's.
+    """
+    original, seen = mmap.mmap, list[int]()
 
-    def unmapped(window: Window, memory: Memory, *, private: bool = False) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(Memory, "mapped", Unmapped.mapped)
-            original(window, memory, private=private)
+    def limited(descriptor: int, *args: Any) -> mmap.mmap:
+        inode = os.fstat(descriptor).st_ino
+        is_first = inode not in seen
+        seen.append(inode)
+        if is_first != (inode == seen[0]):
+            raise OSError(12, "Cannot allocate memory")
+        return original(descriptor, *args)
 
-    monkeypatch.setattr(Window, "__init__", unmapped)
+    monkeypatch.setattr(mmap, "mmap", limited)

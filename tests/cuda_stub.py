@@ -9,6 +9,7 @@ leaves out a wait, or a ``record_stream``, fails with one of them.
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -77,6 +78,10 @@ class Stream:
 
     def run(self, until: Event | None = None, *, may_wait: bool = True) -> None:
         """Do the work that was launched, up to an event."""
+        with self.gpu.lock:
+            self._run(until, may_wait=may_wait)
+
+    def _run(self, until: Event | None, *, may_wait: bool) -> None:
         while self.work and not self.gpu.error and (until is None or until.done_at is None):
             run, after, seconds, launched_at = self.work[0]
             if after is not None and after.stream is not None and after.done_at is None:
@@ -164,6 +169,7 @@ class Tensor:
     layout = "strided"
     is_quantized = False
     shape, dtype = (1,), "float32"
+    _base = None  # it is no view
 
     def __init__(self, storage: Storage, device: Device, *, is_conj: bool = False) -> None:
         self.storage = storage
@@ -257,6 +263,7 @@ class Gpu:
         self.is_eager = is_eager
         self.is_initialized = is_initialized
         self.error: Exception | None = None
+        self.lock = threading.RLock()  # two threads may wait at the same time
         self.pools: dict[Any, list[tuple[Memory, list[Event]]]] = {}
         self.streams = [Stream(self, device, is_default=True) for device in range(count)]
         self.current = list(self.streams)
@@ -338,7 +345,8 @@ class Gpu:
         torch.Tensor, torch.device, torch.strided = Tensor, Device, Tensor.layout
         torch.empty = lambda _, dtype, pin_memory: gpu.on_host(is_pinned=pin_memory)
         torch._C = types.SimpleNamespace(_cuda_hasPrimaryContext=lambda _: True)
-        torch.cuda = types.SimpleNamespace(
+        torch.cuda = types.ModuleType("torch.cuda")
+        vars(torch.cuda).update(
             is_initialized=lambda: gpu.is_initialized,
             device_count=lambda: len([each for each in gpu.streams if each.is_default]),
             current_device=lambda: 0,

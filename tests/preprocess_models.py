@@ -27,9 +27,9 @@ class Where(ManagedModel):
     def preprocess(self, items: list[Any]) -> list[Any]:
         if self.folder is not None:
             (self.folder / str(os.getpid())).touch()
-        return [(item, self._prepared(item), os.getpid()) for item in items]
+        return [(item, self.prepared_item(item), os.getpid()) for item in items]
 
-    def _prepared(self, item: Any) -> Any:
+    def prepared_item(self, item: Any) -> Any:
         if item == "raise":
             raise ValueError("no such image")
         if item == "crash":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -18,6 +19,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
+
+from service_streamer.testing import Gate
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,6 +44,10 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "PYTHONWARNINGS": "default", **more}
 
 
+#: ``serve`` for which a second signal need not come a second later.
+IMPATIENT = (sys.executable, "-m", "impatient_serve", "serve", "--port", "0")
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "service_streamer", *arguments]
 
@@ -51,6 +58,11 @@ def run(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.Comp
         command(*arguments), capture_output=True, text=True, check=False, cwd=cwd,
         env=environment(**env), stdin=subprocess.DEVNULL,
     )  # fmt: skip
+
+
+def table(name: str, model: str = "served_models:Obedient", more: str = "") -> str:
+    """A model in the file of ``--config``; ``more`` has further lines."""
+    return f'\n[[model]]\nname = "{name}"\nmodel = "{model}"\ndevices = "cpu"\n{more}'
 
 
 def figures_in(metrics: str) -> dict[str, float]:
@@ -114,6 +126,12 @@ class Serving:
                 return found[1]
         self.process.wait()
         raise AssertionError(f"the service did not come up:\n{self.log()}")
+
+    def of(self, model: str) -> Self:
+        """The same service, as clients see it at the paths of one of its models."""
+        view = copy.copy(self)
+        view._clients, view.url = threading.local(), f"{self.url}/models/{model}/"
+        return view
 
     def log(self) -> str:
         """What it has logged so far."""
@@ -199,3 +217,51 @@ class Serving:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class GatedServing(Serving):
+    """A service whose models wait at a gate, and record what they compute.
+
+    Tests may share one if each begins with ``reset()``.
+
+    Attributes:
+        folder: has the gate and the record.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, **options: Any) -> None:
+        self.gate = Gate(folder / "gate")
+        self.folder = folder
+        env = {"TEST_GATE": str(folder / "gate"), "TEST_RECORD": str(folder / "record")}
+        super().__init__(*arguments, **env, **options)
+
+    def computed(self) -> list[Any]:
+        """The record: all batches, or the number of items of each step."""
+        record = self.folder / "record"
+        return [*map(json.loads, record.read_text().splitlines())] if record.exists() else []
+
+    def reset(self) -> None:
+        """Let the models finish, and empty the gate and the record."""
+        self.gate.let_through(100)
+        models = [self.of(name) for name in self.client.get("/info").json()["models"]]
+        until(lambda: not any(count for each in models for count in each.queue().values()))
+        self.empty_gate()
+        (self.folder / "record").unlink(missing_ok=True)
+
+    def empty_gate(self) -> None:
+        """Forget arrivals and permits; no model may be waiting."""
+        for pipe in ("arrivals", "permits"):
+            with open(self.folder / "gate" / pipe, "rb", opener=_without_waiting) as unread:
+                unread.read()
+
+    def queue(self) -> dict[str, int]:
+        """How many inputs are pending, and how many in flight."""
+        found = self.stats()["queue"]
+        return {name: found[name] for name in ("pending", "in_flight")}
+
+    def close(self) -> None:
+        super().close()
+        self.gate.close()
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -133,6 +133,11 @@ class SimulatedGPU(ManagedModel):
         return batch
 
 
+def environment_of(batch: list[str]) -> list[str | None]:
+    """The variables of its worker's environment."""
+    return [os.environ.get(name) for name in batch]
+
+
 def kinds(batch: list[Any]) -> list[str]:
     """Says what each item is."""
     return [f"{type(item).__name__} {item!r}" for item in batch]

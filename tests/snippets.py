@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -70,15 +73,56 @@ def for_small_machines(text: str) -> str:
     return text
 
 
-def check(snippet: str, folder: Path, environment: dict[str, str] = ENVIRONMENT) -> None:
-    """Run a snippet, and compare what it prints with the comments behind its ``print``."""
+#: Runs programs one after the other. A line with a form feed begins what each prints.
+RUNNER = """
+import runpy, sys, traceback
+for path in sys.argv[1:]:
+    for stream in (sys.stdout, sys.stderr):
+        print("\f", file=stream, flush=True)
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        print("failed, see the errors")
+"""
+
+
+@functools.cache
+def printed_by(programs: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """Run snippets in one interpreter, and those that show the real model in another one.
+
+    Returns what each has printed: to its standard output, and as errors.
+    """
+    printed = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for environment in (ENVIRONMENT, REAL_MODEL):
+            paths = {}
+            for number, snippet in enumerate(programs):
+                if (REAL_MODEL if "'universe'" in snippet else ENVIRONMENT) is environment:
+                    paths[snippet] = Path(folder, f"snippet_{number}.py")
+                    paths[snippet].write_text(as_program(snippet))
+            command = [sys.executable, "-c", RUNNER, *map(str, paths.values())]
+            run = subprocess.run(command, capture_output=True, text=True, env=environment)
+            assert run.returncode == 0, run.stderr
+            told = (text.split("\f\n")[1:] for text in (run.stdout, run.stderr))
+            printed.update(zip(paths, zip(*told, strict=True), strict=True))
+    return printed
+
+
+def as_program(snippet: str) -> str:
+    """A snippet with what it takes from the text before it, and with what checks it."""
     before = [text for part, text in BEFORE.items() if part in snippet]
     after = [text for part, text in AFTER.items() if part in snippet]
-    program = folder / "snippet.py"
-    program.write_text(for_small_machines("\n".join([*before, snippet, *after])))
-    run = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, env=environment
-    )
-    assert run.returncode == 0, run.stderr
+    return for_small_machines("\n".join([*before, snippet, *after]))
+
+
+def check(snippet: str, programs: Sequence[str]) -> None:
+    """Compare what a snippet prints with the comments behind its ``print``.
+
+    Args:
+        snippet: one of ``programs``.
+        programs: all snippets of its page that run alone.
+    """
+    output, errors = printed_by(tuple(programs))[snippet]
     promised = re.findall(r"print\(.*\)\s+# (.*?)(?:;.*)?$", snippet, re.MULTILINE)
-    assert run.stdout.splitlines() == promised
+    assert output.splitlines() == promised, errors

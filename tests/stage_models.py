@@ -6,13 +6,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
 
 from service_streamer import ManagedModel
 from service_streamer.testing import Gate
-from service_streamer.workers import runner
 
 STAGES = ("preprocess", "forward", "postprocess")
 
@@ -40,16 +40,16 @@ class Staged(ManagedModel):
         self.running = dict.fromkeys(STAGES, 0)
 
     def preprocess(self, items: list[Any]) -> list[Any]:
-        return self._stage("preprocess", items)
+        return self.stage("preprocess", items)
 
     def forward(self, batch: list[Any]) -> list[Any]:
-        return self._stage("forward", batch)
+        return self.stage("forward", batch)
 
     def postprocess(self, outputs: list[Any]) -> list[Any]:
-        results = self._stage("postprocess", outputs)
+        results = self.stage("postprocess", outputs)
         return [2 * item if isinstance(item, int) else item for item in results]
 
-    def _stage(self, stage: str, items: list[Any]) -> list[Any]:
+    def stage(self, stage: str, items: list[Any]) -> list[Any]:
         self.running[stage] += 1
         assert self.running[stage] == 1, "a stage runs once at a time"
         self.sizes[stage].append(len(items))
@@ -82,12 +82,12 @@ class Staged(ManagedModel):
         return 0
 
 
-class OverlapsAlways(Staged):
-    """In a worker process: its batches overlap, although its stages take no time."""
+class SlowStages(Staged):
+    """Its batches overlap, since each stage takes a millisecond."""
 
-    def init_model(self, *args: Any) -> None:
-        super().init_model(*args)
-        runner._WORTH = -1.0
+    def stage(self, stage: str, items: list[Any]) -> list[Any]:
+        time.sleep(0.001)
+        return super().stage(stage, items)
 
 
 class StackedStages(ManagedModel):

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from service_streamer import InvalidInput, InvalidItems, ManagedModel
-from service_streamer.observe.record import BatchReport, StepReport
-from service_streamer.workers import runner
 from service_streamer.workers.model_spec import LoadedModel, ModelSpec
 from service_streamer.workers.protocol import DROP, HOLD, RESUME, Failure
-from service_streamer.workers.stepper import serve_steps
+from service_streamer.workers.runner import Channel
+from service_streamer.workers.transport import BatchReport, StepReport
+from worker_loop import Clock, run
 
 
 class NoRoomError(Exception):
@@ -113,7 +113,7 @@ class JoinedCertain(Joined):
     deterministic_steps = True
 
 
-class Turns(runner.Channel):
+class Turns(Channel):
     """Hands out messages, turn by turn: one turn before each step. Ends when nothing is left.
 
     A message is an item, for its whole result; an item in a list, for a stream; a tuple of ids to
@@ -202,9 +202,12 @@ def loaded(
     return ModelSpec(model, args, batch_size=places, **options).load(None)
 
 
-def served(model: LoadedModel, *turns: Sequence[Any], **options: Any) -> Turns:
+def served(
+    model: LoadedModel, *turns: Sequence[Any], clock: Clock | None = None, **options: Any
+) -> Turns:
+    """Have the model take its steps. If time stands still, starts take none, and all do start."""
     channel = Turns(*turns)
-    serve_steps(channel, model, **options)
+    run(channel, model, clock or Clock(), **options)
     return channel
 
 

@@ -6,10 +6,12 @@ They leave threads and descriptors behind, which the tests' guard would take for
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,11 @@ def run_client(name: str, *arguments: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_clients(*calls: tuple[str, ...]) -> list[str]:
+    """Run clients one after the other in one process; returns all lines that they printed."""
+    return run_client(*[word for call in calls for word in ("--", *call)][1:]).splitlines()
 
 
 def numbers(client: Any, array: Any = ARRAY, datatype: str = "FP32", **options: Any) -> Any:
@@ -152,6 +159,26 @@ async def http_aio(address: str, model: str) -> None:
 # -- gRPC
 
 
+@contextlib.contextmanager
+def inference(address: str) -> Iterator[Any]:
+    """The service's methods."""
+    import grpc
+    from tritonclient.grpc import service_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+def words_message(model: str, text: str) -> Any:
+    """A request with a text."""
+    from tritonclient.grpc import service_pb2
+
+    asked = service_pb2.ModelInferRequest(model_name=model)
+    given = asked.inputs.add(name="x", datatype="BYTES", shape=[1])
+    given.contents.bytes_contents.append(text.encode())
+    return asked
+
+
 def grpc(address: str, model: str) -> None:
     import tritonclient.grpc as client
     from tritonclient.utils import InferenceServerException
@@ -240,10 +267,9 @@ async def grpc_aio(address: str, model: str) -> None:
 def contents(address: str, model: str) -> None:
     """Tensors in typed contents, as kserve's client sends them."""
     import grpc
-    from tritonclient.grpc import service_pb2, service_pb2_grpc
+    from tritonclient.grpc import service_pb2
 
-    with grpc.insecure_channel(address) as channel:
-        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    with inference(address) as service:
         for datatype, field, value in (
             ("BOOL", "bool_contents", True),
             ("INT8", "int_contents", 3),
@@ -264,6 +290,7 @@ def contents(address: str, model: str) -> None:
             with pytest.raises(grpc.RpcError, match="its 2 elements are not the 3") as raised:
                 service.ModelInfer(asked)
             assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    with grpc.insecure_channel(address) as channel:
         raw = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         with pytest.raises(grpc.RpcError, match=r"no inference\.ModelInferRequest"):
             raw(b"\xff\xff")
@@ -272,14 +299,10 @@ def contents(address: str, model: str) -> None:
 def call(address: str, model: str, text: str, *more: str) -> None:
     """Send a text; print the answer, or the status. Behind it: seconds, and a key."""
     import grpc
-    from tritonclient.grpc import service_pb2, service_pb2_grpc
 
     seconds, key = [*more, "240", ""][:2]
-    with grpc.insecure_channel(address) as channel:
-        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        asked = service_pb2.ModelInferRequest(model_name=model)
-        given = asked.inputs.add(name="x", datatype="BYTES", shape=[1])
-        given.contents.bytes_contents.append(text.encode())
+    with inference(address) as service:
+        asked = words_message(model, text)
         metadata = [("authorization", f"Bearer {key}")] if key else []
         try:
             answer = service.ModelInfer(asked, timeout=float(seconds), metadata=metadata)
@@ -292,10 +315,9 @@ def call(address: str, model: str, text: str, *more: str) -> None:
 def told(address: str, model: str, key: str) -> None:
     """Whether the model is ready, and its versions; or the status."""
     import grpc
-    from tritonclient.grpc import service_pb2, service_pb2_grpc
+    from tritonclient.grpc import service_pb2
 
-    with grpc.insecure_channel(address) as channel:
-        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    with inference(address) as service:
         metadata = [("authorization", f"Bearer {key}")]
         try:
             ready = service.ModelReady(service_pb2.ModelReadyRequest(name=model), metadata=metadata)
@@ -305,18 +327,12 @@ def told(address: str, model: str, key: str) -> None:
             say(error.code().name)
 
 
-def leave(address: str, model: str, text: str, key: str = "") -> None:
+def leave(address: str, model: str, text: str) -> None:
     """Send a text and cancel the call when told to."""
-    import grpc
-    from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-    with grpc.insecure_channel(address) as channel:
-        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        asked = service_pb2.ModelInferRequest(model_name=model)
-        given = asked.inputs.add(name="x", datatype="BYTES", shape=[1])
-        given.contents.bytes_contents.append(text.encode())
-        metadata = [("authorization", f"Bearer {key}")] if key else []
-        call = service.ModelInfer.future(asked, metadata=metadata)
+    with inference(address) as service:
+        asked = words_message(model, text)
+        call = service.ModelInfer.future(asked)
         sys.stdin.readline()
         call.cancel()
         call.exception() if not call.cancelled() else None
@@ -342,22 +358,6 @@ def steps(address: str, model: str) -> None:
         server.stop_stream()
 
 
-def outputs(address: str, model: str, number: str, key: str) -> None:
-    """How many outputs of a model of steps come for a number, then the error of its answer."""
-    import grpc
-    from tritonclient.grpc import service_pb2, service_pb2_grpc
-
-    with grpc.insecure_channel(address) as channel:
-        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        asked = service_pb2.ModelInferRequest(model_name=model)
-        given = asked.inputs.add(name="x", datatype="INT64", shape=[1])
-        given.contents.int64_contents.append(int(number))
-        metadata = [("authorization", f"Bearer {key}")]
-        answers = [*service.ModelStreamInfer(iter([asked]), metadata=metadata)]
-        errors = [each.error_message for each in answers if each.error_message]
-        say(len(answers) - len(errors), *errors)
-
-
 def unsent(address: str, model: str, key: str) -> None:
     """The status of calls of which no message is sent."""
     import grpc
@@ -374,16 +374,22 @@ def unsent(address: str, model: str, key: str) -> None:
         never.set()
 
 
-def crowd(address: str, model: str, number: str, key: str) -> None:
-    """The errors of so many requests in one stream."""
+def foreign(address: str, path: str) -> None:
+    """The status of a call of another service than ours."""
     import grpc
-    from tritonclient.grpc import service_pb2, service_pb2_grpc
 
     with grpc.insecure_channel(address) as channel:
-        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        asked = service_pb2.ModelInferRequest(model_name=model)
-        given = asked.inputs.add(name="x", datatype="BYTES", shape=[1])
-        given.contents.bytes_contents.append(b"a")
+        try:
+            channel.unary_unary(path)(b"")
+        except grpc.RpcError as error:
+            say(error.code().name)
+
+
+def crowd(address: str, model: str, number: str, key: str) -> None:
+    """The errors of so many requests in one stream."""
+
+    with inference(address) as service:
+        asked = words_message(model, "a")
         metadata = [("authorization", f"Bearer {key}")]
         requests = iter([asked] * int(number))
         answers = [*service.ModelStreamInfer(requests, metadata=metadata)]
@@ -392,14 +398,9 @@ def crowd(address: str, model: str, number: str, key: str) -> None:
 
 def flood(address: str, model: str, text: str = "flood", number: str = "1000") -> None:
     """Send a stream of requests, and read no answer; cancel it when told to."""
-    import grpc
-    from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-    with grpc.insecure_channel(address) as channel:
-        service = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        asked = service_pb2.ModelInferRequest(model_name=model)
-        given = asked.inputs.add(name="x", datatype="BYTES", shape=[1])
-        given.contents.bytes_contents.append(text.encode())
+    with inference(address) as service:
+        asked = words_message(model, text)
         answers = service.ModelStreamInfer(asked for _ in range(int(number)))
         sys.stdin.readline()
         answers.cancel()
@@ -439,11 +440,56 @@ def watch_health(address: str) -> None:
             pass
 
 
-def descriptors() -> None:
-    """Compare our messages with those of Triton's client, field by field."""
+def many_parts(address: str, model: str) -> None:
+    """The status of requests with more inputs, outputs and parameters than one may have."""
     from tritonclient.grpc import service_pb2
 
-    from service_streamer.serve.rpc.inference_messages import POOL, SERVICE
+    many = [str(number) for number in range(1025)]
+    tensors = [{"name": name, "datatype": "BOOL", "shape": [1]} for name in many]
+    for parts in (
+        {"inputs": tensors, "raw_input_contents": [b"\1"] * len(many)},
+        {"outputs": [{"name": name} for name in many]},
+        {"parameters": {name: service_pb2.InferParameter(bool_param=True) for name in many}},
+    ):
+        infer(address, service_pb2.ModelInferRequest(model_name=model, **parts))
+
+
+def many_numbers(address: str, model: str) -> None:
+    """The answer to many numbers, and the status of as many of which the last is too large."""
+    import numpy as np
+    from tritonclient.grpc import service_pb2
+
+    asked = service_pb2.ModelInferRequest(model_name=model)
+    values = np.arange(70_000, dtype=np.int32) % 50
+    given = asked.inputs.add(name="x", datatype="INT8", shape=[1, len(values)])
+    given.contents.int_contents.extend(values)
+    answer = infer(address, asked)
+    [output], [raw] = answer.outputs, answer.raw_output_contents
+    np.testing.assert_array_equal(np.frombuffer(raw, "i1"), 2 * values)
+    say(output.shape[1], output.datatype)
+    given.contents.int_contents[-1] = 128
+    infer(address, asked)
+
+
+def infer(address: str, message: Any) -> Any:
+    """The answer; or None, and the status is printed."""
+    import grpc
+
+    with inference(address) as service:
+        try:
+            return service.ModelInfer(message)
+        except grpc.RpcError as error:
+            say(error.code().name, error.details())
+
+
+def descriptors(address: str) -> None:
+    """Compare the messages that reflection shows with those of Triton's client, by their fields."""
+    import grpc
+    from google.protobuf.descriptor_pool import DescriptorPool
+    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+        ProtoReflectionDescriptorDatabase,
+    )
+    from tritonclient.grpc import service_pb2
 
     def fields(message: Any) -> dict[str, Any]:
         return {
@@ -465,7 +511,9 @@ def descriptors() -> None:
             compare(inner, theirs.nested_types_by_name[inner.name])
 
     theirs = service_pb2.DESCRIPTOR
-    service = POOL.FindServiceByName(SERVICE)
+    with grpc.insecure_channel(address) as channel:
+        pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
+        service = pool.FindServiceByName("inference.GRPCInferenceService")
     for name, message in service.file.message_types_by_name.items():
         compare(message, theirs.message_types_by_name[name])
     for method in service.methods:
@@ -483,7 +531,8 @@ def say(*words: object) -> None:
 
 
 if __name__ == "__main__":
-    name, *arguments = sys.argv[1:]
-    found = globals()[name](*arguments)
-    if asyncio.iscoroutine(found):
-        asyncio.run(found)
+    for call_ in "\0".join(sys.argv[1:]).split("\0--\0"):
+        name, *arguments = call_.split("\0")
+        found = globals()[name](*arguments)
+        if asyncio.iscoroutine(found):
+            asyncio.run(found)

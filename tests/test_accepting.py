@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import functools
+import select
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
-from service_streamer.serve.http.accepting import Acceptor, Turns
+from http_in_process import HTTPServer, Turns, await_that, in_still_time, pass_time, settled
+
+pytestmark = pytest.mark.no_gevent
 
 
 @pytest.fixture
@@ -32,11 +35,13 @@ def listener() -> Iterator[socket.socket]:
         ([-2, -2], True),
     ],
 )
-def test_it_is_the_turn_of_who_has_the_fewest(counts: list[int], is_ours: bool) -> None:
+def test_turn_is_of_the_process_with_the_fewest_connections(
+    counts: list[int], is_ours: bool
+) -> None:
     assert Turns(counts, 0).is_ours == is_ours
 
 
-def test_who_has_closed_does_not_count() -> None:
+def test_closed_process_does_not_count() -> None:
     counts = [-1, -1]
     turns = Turns(counts, 0)
     turns.open()
@@ -56,9 +61,7 @@ def test_who_has_closed_does_not_count() -> None:
         ([0, -2, 3], True),
     ],
 )
-def test_who_is_about_to_end_leaves_new_connections_to_others(
-    counts: list[int], leaves: bool
-) -> None:
+def test_ending_process_leaves_new_connections_to_others(counts: list[int], leaves: bool) -> None:
     turns, left = Turns(counts, 0), [False]
     turns.on_ending = lambda: left.append(True)
     turns.end()
@@ -66,100 +69,96 @@ def test_who_is_about_to_end_leaves_new_connections_to_others(
     assert (left[-1], counts[0]) == (leaves, -2)
 
 
-class Counted(asyncio.Protocol):
-    def __init__(self, turns: Turns, made: list[int], number: int, new: asyncio.Event) -> None:
-        self._turns, self._made, self._number, self._new = turns, made, number, new
+@asynccontextmanager
+async def accepting(
+    listener: Any, counts: list[int], number: int = 0, most: int | None = None
+) -> AsyncIterator[tuple[HTTPServer, Turns]]:
+    """One of several processes that accept connections of a socket, and its turns."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._turns.changed(1)
-        self._made[self._number] += 1
-        self._new.set()
+    async def answers(_: Any) -> None:
+        """No request comes."""
 
-
-async def connect(listener: socket.socket, new: asyncio.Event) -> asyncio.StreamWriter:
-    """Connect, and wait until that was accepted."""
-    new.clear()
-    _, writer = await asyncio.open_connection(*listener.getsockname())
-    await new.wait()
-    return writer
-
-
-def test_connections_are_shared_evenly(listener: socket.socket) -> None:
-    async def main() -> list[int]:
-        counts, made, new = [-1, -1], [0, 0], asyncio.Event()
-        with listener.dup() as one, listener.dup() as other:
-            acceptors = []
-            for number, sock in enumerate((one, other)):
-                turns = Turns(counts, number)
-                protocol = functools.partial(Counted, turns, made, number, new)
-                acceptors.append(Acceptor(sock, protocol, turns))
-            writers = [await connect(listener, new) for _ in range(20)]
-            for acceptor in acceptors:
-                acceptor.close()
-                await acceptor.wait_closed()
-            for writer in writers:
-                writer.close()
-                await writer.wait_closed()
-        assert counts == [-1, -1]
-        return made
-
-    assert asyncio.run(main()) == [10, 10]
+    turns = Turns(counts, number)
+    server = HTTPServer(answers, listener.dup(), turns=turns)
+    server.listeners.most = server.listeners.most if most is None else most
+    serving = asyncio.create_task(server.serve())
+    await settled()
+    yield server, turns
+    server.stop(in_a_hurry=True)
+    await serving
 
 
-def test_a_process_that_does_not_take_its_turn_holds_up_nobody(listener: socket.socket) -> None:
-    async def main() -> None:
-        made, new = [0], asyncio.Event()
-        turns = Turns([7, 0], 0)
-        acceptor = Acceptor(listener, functools.partial(Counted, turns, made, 0, new), turns)
+def accepted(*servers: HTTPServer) -> list[int]:
+    """The connections of each, with those that it only tells that it is full."""
+    return [len(server.listeners.open) + len(server.listeners.refused) for server in servers]
+
+
+def connect(listener: socket.socket, count: int, stack: ExitStack) -> None:
+    for _ in range(count):
+        stack.enter_context(socket.create_connection(listener.getsockname()))
+
+
+async def pauses_until(holds: Callable[[], bool]) -> int:
+    """Let the pauses of processes pass until something holds; how many that took."""
+    count = 0
+    while not holds():
+        await pass_time(0.002)
+        count += 1
+    return count
+
+
+@in_still_time
+async def test_connections_are_shared_evenly(listener: socket.socket) -> None:
+    counts = [-1, -1]
+    async with accepting(listener, counts) as (one, _), accepting(listener, counts, 1) as (two, _):
+        with ExitStack() as stack:
+            for number in range(1, 21):
+                connect(listener, 1, stack)
+                await pauses_until(lambda number=number: sum(accepted(one, two)) == number)
+            assert accepted(one, two) == [10, 10]
+    assert counts == [-1, -1]
+
+
+@in_still_time
+async def test_process_that_hangs_costs_others_one_pause(listener: socket.socket) -> None:
+    """And not one for each connection."""
+    async with accepting(listener, [7, 0]) as (server, turns):
         turns.changed(7)
-        writer = await connect(listener, new)
-        assert made == [1]
-        acceptor.close()
-        writer.close()
-        await writer.wait_closed()
+        with ExitStack() as stack:
+            connect(listener, 10, stack)
+            select.select([listener], [], [])
+            await settled()
+            assert accepted(server) == [0], "it is the turn of the other process"
+            assert await pauses_until(lambda: accepted(server) == [10]) < 5
 
-    asyncio.run(main())
 
-
-def test_a_process_that_hangs_costs_others_no_pause_for_each_connection(
-    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+@in_still_time
+async def test_full_process_leaves_connections_to_one_that_has_room(
+    listener: socket.socket,
 ) -> None:
-    pauses: list[float] = []
-    pause = Acceptor._pause
-    monkeypatch.setattr(
-        Acceptor, "_pause", lambda self, *given: (pauses.append(given[0]), pause(self, *given))
-    )
-
-    async def main() -> None:
-        made, new = [0], asyncio.Event()
-        turns = Turns([7, 0], 0)
-        clients = [socket.create_connection(listener.getsockname()) for _ in range(10)]
-        acceptor = Acceptor(listener, functools.partial(Counted, turns, made, 0, new), turns)
-        turns.changed(7)
-        while made != [10]:
-            new.clear()
-            await new.wait()
-        assert len(pauses) == 1
-        acceptor.close()
-        await acceptor.wait_closed()
-        for client in clients:
-            client.close()
-
-    asyncio.run(main())
+    counts = [-1, 1]
+    async with accepting(listener, counts, most=3) as (server, _):
+        with ExitStack() as stack:
+            connect(listener, 4, stack)
+            await pauses_until(lambda: accepted(server) == [3])
+            for _ in range(5):
+                await pass_time(0.002)
+            assert accepted(server) == [3]
+            counts[1] = 3  # the other one is as full
+            await pauses_until(lambda: accepted(server) == [4])
 
 
-def test_an_acceptor_that_is_about_to_end_accepts_no_more(listener: socket.socket) -> None:
-    async def main() -> None:
-        made, new = [0], asyncio.Event()
-        turns = Turns([0, 0], 0)
-        acceptor = Acceptor(listener, functools.partial(Counted, turns, made, 0, new), turns)
-        (await connect(listener, new)).close()
-        turns.end()
-        assert not asyncio.get_running_loop().remove_reader(listener)
-        acceptor.close()
-        await acceptor.wait_closed()
-
-    asyncio.run(main())
+@in_still_time
+async def test_ending_process_accepts_no_more(listener: socket.socket) -> None:
+    async with accepting(listener, [0, 0]) as (server, turns):
+        with ExitStack() as stack:
+            connect(listener, 1, stack)
+            await await_that(lambda: accepted(server) == [1])
+            turns.end()
+            connect(listener, 1, stack)
+            for _ in range(5):
+                await pass_time(0.002)
+            assert accepted(server) == [1]
 
 
 class Refusing(socket.socket):
@@ -174,28 +173,20 @@ class Refusing(socket.socket):
         super().setsockopt(*arguments)
 
 
-class Listener:
+class Listener(socket.socket):
     """Accepts such sockets."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
-        self.fileno, self.setblocking = listener.fileno, listener.setblocking
-
-    def accept(self) -> tuple[socket.socket, object]:
-        connection, address = self._listener.accept()
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
         return Refusing(fileno=connection.detach()), address
 
+    def dup(self) -> socket.socket:
+        return Listener(fileno=super().dup().detach())
 
-def test_an_option_that_a_connection_refuses_is_no_failure(listener: socket.socket) -> None:
-    async def main() -> list[int]:
-        made, new, turns = [0], asyncio.Event(), Turns([-1], 0)
-        protocol = functools.partial(Counted, turns, made, 0, new)
-        acceptor = Acceptor(Listener(listener), protocol, turns)  # type: ignore[arg-type]
-        writer = await connect(listener, new)
-        acceptor.close()
-        await acceptor.wait_closed()
-        writer.close()
-        await writer.wait_closed()
-        return made
 
-    assert asyncio.run(main()) == [1]
+@in_still_time
+async def test_option_that_a_connection_refuses_is_no_failure(listener: socket.socket) -> None:
+    with Listener(fileno=listener.dup().detach()) as refusing, ExitStack() as stack:
+        async with accepting(refusing, [-1]) as (server, _):
+            connect(listener, 1, stack)
+            await await_that(lambda: accepted(server) == [1])

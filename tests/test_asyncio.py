@@ -10,43 +10,15 @@ import pytest
 
 import models
 from conftest import AnyStreamer
-from service_streamer import PredictTimeout, Streamer, StreamerClosed, UnpicklableItem
+from contract.calls import AsyncCalls
+from service_streamer import PredictTimeout, Streamer
 from service_streamer.testing import Gate
 
 Build = Callable[..., AnyStreamer]
 
 
-def test_many_tasks_share_batches_and_get_their_own_results(build: Build) -> None:
-    streamer = build(models.double, 16)
-
-    async def main() -> list[list[int]]:
-        return await asyncio.gather(*(streamer.apredict([i, i + 1]) for i in range(500)))
-
-    assert asyncio.run(main()) == [[2 * i, 2 * i + 2] for i in range(500)]
-
-
-def test_a_streamer_serves_one_loop_after_another(build: Build) -> None:
-    streamer = build(models.double)
-    for i in range(3):
-        assert asyncio.run(streamer.apredict([i])) == [2 * i]
-    assert asyncio.run(streamer.apredict([])) == []
-
-
-def test_errors_are_those_of_predict(build: Build, kind: str) -> None:
-    streamer = build(models.misbehave)
-    with pytest.raises(models.DetailedError):
-        asyncio.run(streamer.apredict(["raise"]))
-    with pytest.raises(TimeoutError, match="the model's own") as caught:
-        asyncio.run(streamer.apredict(["raise timeout"]))
-    assert not isinstance(caught.value, PredictTimeout)
-    with pytest.raises(TypeError, match="a batch must be a list"):
-        asyncio.run(streamer.apredict("text"))
-    if kind != "thread":
-        with pytest.raises(UnpicklableItem):
-            asyncio.run(streamer.apredict([lambda: None]))
-    streamer.close()
-    with pytest.raises(StreamerClosed):
-        asyncio.run(streamer.apredict([1]))
+class TestAsyncCalls(AsyncCalls):
+    """With workers of every kind."""
 
 
 def test_its_time_ends_and_leaves_nothing_behind(gate: Gate) -> None:
@@ -118,12 +90,3 @@ def test_a_batch_s_results_cross_into_the_loop_at_once(gate: Gate) -> None:
             return len(crossings)
 
         assert asyncio.run(main()) == 1
-
-
-def test_a_future_may_be_awaited_as_any_other(build: Build) -> None:
-    streamer = build(models.double)
-
-    async def main() -> list[int]:
-        return await asyncio.wrap_future(streamer.submit([1, 2]))
-
-    assert asyncio.run(main()) == [2, 4]

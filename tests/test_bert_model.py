@@ -5,45 +5,30 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tqdm import tqdm
 
 import bert_model
+import quiet_torch  # noqa: F401
 import train_text_infilling as training
 from bert_model import DEFAULT_MODEL, ManagedBertModel, SentenceEncoder, TextInfillingModel
 from fill_mask_model import TOP, ManagedFillMask
 from service_streamer.managed_model import has_stages
+
+pytestmark = pytest.mark.xdist_group("bert-model")
 
 THREE = {
     "twinkle twinkle [MASK] star.": "little",
     "Happy birthday to [MASK].": "you",
     "the answer to life, the [MASK], and everything.": "universe",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_monitor_threads() -> Iterator[None]:
-    """Loading and training show progress bars, each kind with a thread that never ends."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tqdm, "monitor_interval", 0)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads that wait for each other are many times slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +77,9 @@ def test_the_first_of_several_masks_is_answered(model: TextInfillingModel) -> No
     assert model.predict(["Happy birthday to [MASK], [MASK] birthday to you,"]) == ["you"]
 
 
-def test_an_empty_batch(model: TextInfillingModel) -> None:
+def test_empty_batch_has_no_results_and_no_scores(model: TextInfillingModel) -> None:
     assert model.predict([]) == []
-    with pytest.raises(ValueError, match="the batch is empty"):
+    with pytest.raises(ValueError, match="empty"):
         model.scores([])
 
 
@@ -104,34 +89,17 @@ def test_answers_are_words(model: TextInfillingModel) -> None:
         assert answer.isalnum()
 
 
-@pytest.mark.parametrize(
-    ("token", "word"),
-    [
-        ("star", True),
-        ("a", True),
-        ("I", True),
-        ("1984", True),
-        ("7", True),
-        ("星", True),
-        ("हिन्दी", True),
-        ("t", False),
-        ("Q", False),
-        ("##ing", False),
-        (".", False),
-        ("[CLS]", False),
-        ("[unused7]", False),
-        ("", False),
-    ],
-)
-def test_what_may_be_an_answer(token: str, word: bool) -> None:
-    assert bert_model._is_word(token) is word
+def test_words_may_be_answers_and_other_tokens_may_not() -> None:
+    words = ["star", "a", "I", "1984", "7", "星", "हिन्दी"]
+    others = ["t", "Q", "##ing", ".", "[CLS]", "[unused7]", ""]
+    assert [token for token in (*words, *others) if bert_model.is_word(token)] == words
 
 
-def test_the_managed_model() -> None:
+def test_managed_model_has_the_bound_of_its_init_arguments() -> None:
     managed = ManagedBertModel()
     managed.init_model(max_sent_len=12)
     assert managed.predict(["Happy birthday to [MASK]."]) == ["you"]
-    with pytest.raises(ValueError, match="the limit is 12"):
+    with pytest.raises(ValueError, match="12"):
         managed.predict(["star " * 12 + "[MASK]"])
 
 
@@ -181,56 +149,49 @@ def test_a_written_pad_token_is_not_padding(model: TextInfillingModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "sentence",
+    ("sentence", "word"),
     [
-        7,
-        None,
-        ["a [MASK]"],
-        "",
-        " \n\t",
-        "hello world",
-        "hello [mask]",
-        "hello [MASK] \ud83d",
-        "star " * 14 + "[MASK]",
+        (7, "int"),
+        (None, "NoneType"),
+        (["a [MASK]"], "list"),
+        ("", "empty"),
+        (" \n\t", "empty"),
+        ("hello [mask]", "[MASK]"),
+        ("hello [MASK] \ud83d", "Unicode"),
+        ("star " * 14 + "[MASK]", "16"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_bad_sentence(
-    model: TextInfillingModel,
-    encoder: SentenceEncoder,
-    sentence: str,
-    wording: Callable[..., None],
+def test_both_halves_refuse_invalid_sentences(
+    model: TextInfillingModel, encoder: SentenceEncoder, sentence: str, word: str
 ) -> None:
     good = "Happy birthday to [MASK]."
-    with pytest.raises(ValueError, match=r"sentence|MASK|Unicode|tokens") as web:
+    with pytest.raises(ValueError, match=re.escape(word)) as web:
         encoder.check([good, sentence, "another bad one"])
-    with pytest.raises(ValueError, match=r"sentence|MASK|Unicode|tokens") as worker:
+    with pytest.raises(ValueError, match=re.escape(word)) as worker:
         model.predict([good, sentence])
     assert str(worker.value) == str(web.value)
-    wording(web.value)
 
 
-def test_a_sentence_of_just_the_limit(encoder: SentenceEncoder) -> None:
+def test_sentence_of_just_the_limit_is_taken_and_quotes_are_short(
+    encoder: SentenceEncoder,
+) -> None:
     encoder.check(["star " * 13 + "[MASK]", "[MASK]"])
     assert len(encoder.encode("star " * 13 + "[MASK]")) == 16
-
-
-def test_a_quoted_sentence_is_shortened(encoder: SentenceEncoder) -> None:
-    with pytest.raises(ValueError, match=r"'x{57}\.\.\.' has no") as error:
+    with pytest.raises(ValueError, match=r"'x{57}\.\.\.'") as error:
         encoder.encode("x" * 100_000)
     assert len(str(error.value)) < 200
 
 
 @pytest.mark.parametrize("wrong", [2, 0, -1, True, 16.0, "16", None])
-def test_a_wrong_max_sent_len(wrong: int) -> None:
-    with pytest.raises(ValueError, match="max_sent_len must be an int of 3 or more"):
-        SentenceEncoder(wrong)
-    with pytest.raises(ValueError, match="max_sent_len must be an int of 3 or more"):
-        TextInfillingModel(wrong)
+def test_invalid_max_sent_len_is_refused(wrong: int) -> None:
+    for half in (SentenceEncoder, TextInfillingModel):
+        with pytest.raises(ValueError, match="max_sent_len"):
+            half(wrong)
 
 
-def test_a_max_sent_len_that_the_model_cannot_take() -> None:
-    with pytest.raises(ValueError, match=r"max_sent_len is 65, but the model .* takes 64 tokens"):
+def test_max_sent_len_may_be_the_limit_of_the_model() -> None:
+    with pytest.raises(ValueError, match="64"):
         TextInfillingModel(65)
     assert TextInfillingModel(64, device="cpu").predict(["star " * 61 + "[MASK]"])
 
@@ -238,7 +199,7 @@ def test_a_max_sent_len_that_the_model_cannot_take() -> None:
 # Where the model comes from
 
 
-def test_a_folder_of_ones_own(tmp_path: Path) -> None:
+def test_own_folder_is_loaded_from_a_path(tmp_path: Path) -> None:
     folder = tmp_path / "fine tuned"
     shutil.copytree(DEFAULT_MODEL, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
@@ -260,45 +221,33 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     "path",
     ["./no/such", "no/such/folder", "/no/such", "../x", "~/nope", "", Path("nope"), __file__],
 )
-def test_a_wrong_path(path: str | Path) -> None:
+def test_missing_model_folder_is_named(path: str | Path) -> None:
     for half in (SentenceEncoder, TextInfillingModel):
-        with pytest.raises(FileNotFoundError, match="there is no model folder") as error:
+        with pytest.raises(FileNotFoundError, match=re.escape(repr(str(path)))):
             half(model_path=path)
-        assert str(path) in str(error.value)
 
 
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json; write one with"):
+def test_missing_tokenizer_and_mask_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         SentenceEncoder(model_path=tmp_path)
-
-
-def test_a_tokenizer_without_a_mask(tmp_path: Path) -> None:
     text = (DEFAULT_MODEL / "tokenizer.json").read_text("utf-8").replace("[MASK]", "<mask>")
     (tmp_path / "tokenizer.json").write_text(text, "utf-8")
-    with pytest.raises(ValueError, match=r"has no \[MASK\] token; use a BERT model"):
+    with pytest.raises(ValueError, match=r"\[MASK\]"):
         SentenceEncoder(model_path=tmp_path)
 
 
-def test_an_unreachable_hub_name(tmp_path: Path) -> None:
+def test_the_web_half_loads_neither_torch_nor_the_hub(tmp_path: Path) -> None:
     code = (
+        "import sys\n"
         "from bert_model import SentenceEncoder\n"
+        "SentenceEncoder().check(['Happy birthday to [MASK].'])\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
         "try:\n    SentenceEncoder(model_path='nobody/nothing')\n"
         "except FileNotFoundError as error:\n    print(error)\n"
     )
-    output = run_python(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
-    assert output.startswith("'nobody/nothing' is no folder here, and the model hub gave no")
-
-
-# The files
-
-
-def test_importing_loads_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys, bert_model\n"
-        "bert_model.SentenceEncoder().check(['Happy birthday to [MASK].'])\n"
-        "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
-    )
-    assert run_python(code).strip() == "[]"
+    loaded, error = run_python(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)).split("\n", 1)
+    assert loaded == "[]"
+    assert "nobody/nothing" in error
 
 
 @pytest.mark.long
@@ -349,13 +298,13 @@ def test_training_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[
     flags = ["--text", str(text), "--output", str(output), "--epochs", "2"]
 
     assert training.main([*flags, "--bar", "1.1"]) == 1
-    assert "below the bar: nothing was written" in capsys.readouterr().err
+    assert "below" in capsys.readouterr().err
     assert not output.exists()
 
     answers = []
     for _ in range(2):
         assert training.main([*flags, "--bar", "0"]) == 0
-        assert "accuracy on sentences of the text" in capsys.readouterr().out
+        assert "accuracy" in capsys.readouterr().out
         own = TextInfillingModel(model_path=output, device="cpu")
         answers.append(own.scores(["red fish swim [MASK]."]))
     assert torch.equal(*answers)

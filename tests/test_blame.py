@@ -1,56 +1,47 @@
-"""What those are told of whom it is not known whether they are at fault: nothing of the others."""
+"""Errors of calls that may not be at fault: nothing of the other calls is in them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from service_streamer import ModelError, PredictTimeout, SharedBatchError, WorkerLost
-from service_streamer.engine.build import EXPIRED_SUSPECT, not_blamed, of_shared_call
+from service_streamer import ModelError, SharedBatchError, ThreadedStreamer
 from service_streamer.serve.http.refusals import refusal
-from service_streamer.workers.protocol import Failure
+from service_streamer.testing import Gate
 
 
-def raised(text: str) -> Failure:
-    """As it comes from a worker."""
-    try:
+def error_of_a_shared_batch(text: str, gate: Gate) -> Any:
+    """Of a call in a batch on which the model raises, and that is not computed again."""
+
+    def predict(batch: list[Any]) -> list[Any]:
+        gate.go_through()
+        if "busy" in batch:
+            return batch
         raise ValueError(text)
-    except ValueError as error:
-        return Failure.caught(error)
+
+    with ThreadedStreamer(predict, retry=False) as streamer:
+        streamer.submit(["busy"])
+        gate.await_arrival()
+        futures = [streamer.submit([number]) for number in range(2)]
+        gate.let_through(2)
+        return futures[0].exception()
 
 
 @pytest.mark.parametrize("text", ["", "secret", "secret: of : several", "secret\nlines"])
-def test_the_kind_of_the_exception_is_told_and_not_its_text(text: str) -> None:
-    for failure in (not_blamed(raised(text), False), of_shared_call(raised(text))):
-        error = failure.exception()
-        assert isinstance(error, SharedBatchError)
-        assert isinstance(error, ModelError)
-        assert "ValueError" in str(error)
-        assert "secret" not in str(error)
-        assert "lines" not in str(error)
-        assert error.__cause__ is None
-        assert error.__context__ is None
-        assert failure.remote_traceback is None
-
-
-def test_of_a_worker_that_died_it_is_told_how() -> None:
-    lost = Failure(WorkerLost("worker 0 (pid 7) died: killed by SIGSEGV"))
-    error = not_blamed(lost, True).exception()
-    assert isinstance(error, WorkerLost)
-    assert str(error).startswith("worker 0 (pid 7) died: killed by SIGSEGV; ")
-    assert "may not be" in str(error)
-
-
-def test_an_innocent_request_is_asked_to_try_again() -> None:
-    error = not_blamed(raised("secret"), False).exception()
+def test_error_tells_the_kind_of_the_exception_and_not_its_text(text: str, gate: Gate) -> None:
+    error = error_of_a_shared_batch(text, gate)
     assert isinstance(error, SharedBatchError)
-    told = refusal(error, debug=False)
+    assert isinstance(error, ModelError)
+    assert "ValueError" in str(error)
+    assert "secret" not in str(error)
+    assert "lines" not in str(error)
+    assert error.__cause__ is None
+    assert error.__context__ is None
+
+
+def test_innocent_request_is_asked_to_try_again(gate: Gate) -> None:
+    told = refusal(error_of_a_shared_batch("secret", gate), debug=False)
     assert told.status == 503
     assert (b"retry-after", b"1") in told.headers
-    assert b"shared with other requests" in told.body
     assert b"ValueError" not in told.body
-
-
-def test_whose_time_ends_among_suspects_is_told_why() -> None:
-    error = EXPIRED_SUSPECT.exception()
-    assert isinstance(error, PredictTimeout)
-    assert "worker died" in str(error)

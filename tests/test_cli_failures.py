@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import service_streamer
+from command_line import error_of, launched
 from service_streamer import WorkerStartError
 from service_streamer.errors import RemoteTraceback
-from service_streamer.serve.cli.failures import explain_name, reason, users_traceback
 
 OURS = Path(service_streamer.__file__).parent
 
@@ -26,21 +26,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("model", "word"),
     [
-        *("mine.Echo", "mine.echo", "pack.models.echo", "other.Echo", "mine.py", "./pack/a.py"),
-        *("mine.py:Echo", "./mine.py:Echo", "pack/a.py:Echo", "mine:", ":Echo", "a:b:c"),
+        ("mine.Echo", "mine:Echo"),
+        ("pack.models.echo", "pack.models:echo"),
+        ("other.Echo", "other:Echo"),
+        ("mine.py", "mine:"),
+        ("./pack/a.py", "pack.a:"),
+        ("mine.py:Echo", "mine:Echo"),
+        ("./mine.py:Echo", "mine:Echo"),
+        ("pack/a.py:Echo", "pack.a:Echo"),
+        ("mine:", "'mine:'"),
+        (":Echo", "':Echo'"),
+        ("a:b:c", "'a:b:c'"),
     ],
 )
-def test_names_that_mean_nothing(folder: Path, model: str, wording: Callable[..., None]) -> None:
-    wording(explain_name(model))
+def test_a_name_that_means_nothing_is_explained(folder: Path, model: str, word: str) -> None:
+    assert word in error_of("serve", model)
 
 
 @pytest.mark.parametrize(
     "model", ["mine:Echo", "pack.models:Echo", "gpt2", "org/name.Model", "t5-v1.1", "v1.1", "é.ü"]
 )
-def test_names_that_may_be_right(folder: Path, model: str) -> None:
-    assert explain_name(model) is None
+def test_a_name_that_may_be_right_is_tried(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    assert launched(monkeypatch, "serve", model).options.model == model
 
 
 def started(text: str, error: Exception) -> WorkerStartError:
@@ -56,8 +67,25 @@ FRAME = '  File "/home/me/service_streamer/mine.py", line 2, in init_model\n    
 END = "ZeroDivisionError: division by zero\n"
 
 
+@pytest.fixture
+def shown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Callable[..., tuple[str, str]]:
+    """The traceback and the last line of a service whose model cannot be loaded."""
+
+    def shown(failure: Exception, model: str = "mine:Echo") -> tuple[str, str]:
+        caplog.clear()
+        result = launched(monkeypatch, "serve", model, failure=failure).result
+        assert result.exit_code == 3
+        [*_, line] = result.output.splitlines()
+        traceback = "".join(f"{text}\n" for text in caplog.messages)
+        return traceback.partition("the model raised\n")[2], line
+
+    return shown
+
+
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "expected"),
     [
         (HEAD + OUR_FRAME + OUR_FRAME + FRAME + END, HEAD + FRAME + END),
         (HEAD + FRAME + OUR_FRAME + END, HEAD + FRAME + OUR_FRAME + END),
@@ -66,21 +94,26 @@ END = "ZeroDivisionError: division by zero\n"
         ("", ""),
     ],
 )
-def test_a_traceback_begins_with_the_users_code(text: str, shown: str) -> None:
-    assert users_traceback(started(text, ZeroDivisionError()), is_own=True) == shown
+def test_a_traceback_begins_with_the_users_code(
+    shown: Callable[..., tuple[str, str]], text: str, expected: str
+) -> None:
+    assert shown(started(text, ZeroDivisionError()))[0] == expected
 
 
-def test_what_a_pipeline_is_expected_to_raise_says_all() -> None:
+def test_an_expected_error_of_a_pipeline_has_no_traceback(
+    shown: Callable[..., tuple[str, str]],
+) -> None:
     text = HEAD + FRAME + END
-    assert not users_traceback(started(text, FileNotFoundError()), is_own=False)
-    assert users_traceback(started(text, RuntimeError()), is_own=False)
-    assert not users_traceback(WorkerStartError("killed"), is_own=True)
+    assert not shown(started(text, FileNotFoundError()), "bert")[0]
+    assert shown(started(text, RuntimeError()), "bert")[0]
+    assert not shown(WorkerStartError("killed"))[0]
 
 
-def test_a_reason_is_one_line_without_the_traceback() -> None:
-    assert reason(started(END, ZeroDivisionError("why"))) == (
-        "worker 0 could not load the model: why"
-    )
+def test_the_reason_is_one_line_without_the_traceback(
+    shown: Callable[..., tuple[str, str]],
+) -> None:
+    _, line = shown(started(END, ZeroDivisionError("why")))
+    assert line.endswith("worker 0 could not load the model: why")
     alone = WorkerStartError("killed")
     alone.__cause__ = RemoteTraceback(END)
-    assert reason(alone) == "killed"
+    assert shown(alone)[1].endswith(": killed")

@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from service_streamer import Overloaded, PredictTimeout, StreamerError
-from service_streamer.observe.record import ORDINARY, Call, Precedence, Timing
-from service_streamer.share.callers import Caller, Computation
-from service_streamer.share.computations import Computations
+from service_streamer import Overloaded, PredictTimeout, StreamerError, Timing
+from service_streamer.observe.record import ORDINARY, Call, Precedence
+from service_streamer.share.computations import Caller, Computation, Computations, Ending
 from service_streamer.share.single_flight import SingleFlight
 from service_streamer.testing import ManualClock
 from service_streamer.workers.protocol import Failure
@@ -150,12 +149,12 @@ def test_what_is_too_late_for_the_first_caller_starts_again_for_the_others() -> 
     second, none = walk.join("a", 3.0, URGENT)
     third, none = walk.join("a", 2.0, URGENT)
     assert none is None
-    failed, (again,) = walk.fail(computation, is_late=True)
+    failed, (again,) = walk.fail(computation, ending=Ending.LATE)
     assert failed == [first]
     assert (again.due, again.until, again.precedence) == (2.0, 2.0, URGENT)
-    failed, (last,) = walk.fail(again, is_late=True)
+    failed, (last,) = walk.fail(again, ending=Ending.LATE)
     assert failed == [third]
-    assert walk.fail(last, is_late=True) == ([second], [])
+    assert walk.fail(last, ending=Ending.LATE) == ([second], [])
 
 
 def test_one_flight_for_all_whose_time_is_no_order() -> None:
@@ -163,7 +162,7 @@ def test_one_flight_for_all_whose_time_is_no_order() -> None:
     _, computation = lead(walk, "a", 1.0)
     walk.join("a", 3.0)
     walk.join("a", 2.0)
-    _, (again,) = walk.fail(computation, is_late=True)
+    _, (again,) = walk.fail(computation, ending=Ending.LATE)
     assert again.until == 3.0
 
 
@@ -556,7 +555,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_twice_or_in_vain(self) -> None:
-        self.single._computations.check_invariants()
+        self.single.computations.check_invariants()
         assert all(outcome.times == 1 for outcome in self.ended)
         assert not self.backend.unflushed
         for call in self.backend.open:
@@ -576,7 +575,7 @@ class AnyOrder(RuleBasedStateMachine):
             call.reply.complete([f"result of {item}" for item in call.items])
         self.settle()
         assert self.waiting == []
-        assert not len(self.single._computations)
+        assert not len(self.single.computations)
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -2,41 +2,56 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import gzip
 import json
-import socket
 import zlib
-from collections.abc import Callable, Iterator
 
-import httpx
 import pytest
 
-from serve_process import Serving
-from service_streamer.serve.http.content_coding import decompressed
-from service_streamer.serve.http.refusals import Refusal
+from http_in_process import StubClient, StubStreamer, in_still_time, post, run, serving
 
 pytestmark = pytest.mark.no_gevent
 
-TEXT = b"hello " * 50
 MOST = 1 << 20
-
-
-def result(body: bytes, coding: bytes, most: int = MOST) -> bytes | int:
-    """What comes out, or the status of the refusal."""
-    try:
-        return asyncio.run(decompressed(body, coding, most))
-    except Refusal as refusal:
-        return refusal.status
-
+BAD = (400, "invalid_content_encoding")
+TOO_LARGE = (413, "request_too_large")
+UNKNOWN = (415, "unsupported_content_encoding")
 
 packed = functools.partial(gzip.compress, mtime=0)
+#: As long as what is in it, and 23 bytes more.
+stored = functools.partial(packed, compresslevel=0)
 
 
 def raw_deflate(data: bytes) -> bytes:
     stream = zlib.compressobj(wbits=-15)
     return stream.compress(data) + stream.flush()
+
+
+def sized(size: int) -> bytes:
+    """A request for the model that has so many bytes."""
+    empty = len(b'{"inputs": ""}')
+    return b'{"inputs": "%b"}' % (b"a" * (size - empty))
+
+
+TEXT = b'{"inputs": "%b"}' % (b"hello " * 50)
+HALVES = packed(TEXT[:99]) + packed(TEXT[99:])
+
+
+def result(body: bytes, coding: bytes, most: int = MOST) -> bytes | tuple[int, str]:
+    """The request that the model got, or status and code of the refusal."""
+
+    async def main() -> tuple[int, bytes]:
+        async with serving(StubStreamer(), max_body=most) as application:
+            client = StubClient(application.site)
+            answer = await client.ask(post(body, b"content-encoding:%b\r\n" % coding, b"/predict"))
+            client.leave()
+            return answer
+
+    status, answer = run(main())
+    if status == 200:
+        return b'{"inputs": %b}' % answer
+    return status, json.loads(answer)["error"]["code"]
 
 
 def str_of_coding(value: object) -> str:
@@ -50,76 +65,75 @@ def str_of_coding(value: object) -> str:
         (packed(TEXT), b"gzip", TEXT),
         (packed(TEXT), b" X-GZIP ", TEXT),
         (zlib.compress(TEXT), b"deflate", TEXT),
-        (packed(b""), b"gzip", b""),
+        (packed(b""), b"gzip", (400, "invalid_json")),
         (TEXT, b"identity", TEXT),
-        (packed(b"a" * MOST), b"gzip", b"a" * MOST),
-        (packed(b"a" * (MOST + 1)), b"gzip", 413),
-        (packed(b"a" * (100 * MOST)), b"gzip", 413),
-        (packed(TEXT), b"br", 415),
-        (packed(packed(TEXT)), b"gzip, gzip", 415),
-        (packed(TEXT), b"gzip, identity", 415),
-        (TEXT, b"gzip", 400),
-        (TEXT, b"deflate", 400),
-        (b"", b"gzip", 400),
-        (packed(TEXT)[:-1], b"gzip", 400),
-        (packed(TEXT) + b"x", b"gzip", 400),
-        (packed(TEXT) * 2, b"gzip", 400),
-        (packed(TEXT), b"deflate", 400),
-        (raw_deflate(TEXT), b"deflate", 400),
-        (packed(bytes(range(256)) * 1000)[:-9] + b"x" * 9, b"gzip", 400),
+        (packed(sized(MOST)), b"gzip", sized(MOST)),
+        (packed(sized(MOST + 1)), b"gzip", TOO_LARGE),
+        (packed(sized(100 * MOST)), b"gzip", TOO_LARGE),
+        (packed(TEXT), b"br", UNKNOWN),
+        (packed(packed(TEXT)), b"gzip, gzip", UNKNOWN),
+        (packed(TEXT), b"gzip, identity", UNKNOWN),
+        (TEXT, b"gzip", BAD),
+        (TEXT, b"deflate", BAD),
+        (b"", b"gzip", BAD),
+        (packed(TEXT)[:-1], b"gzip", BAD),
+        (packed(TEXT) + b"x", b"gzip", BAD),
+        (HALVES, b"gzip", TEXT),
+        (packed(b"") + packed(TEXT) + packed(b""), b"gzip", TEXT),
+        (packed(sized(MOST)[:-1]) + packed(b"}"), b"gzip", sized(MOST)),
+        (packed(sized(MOST)) + packed(b" "), b"gzip", TOO_LARGE),
+        (packed(b"") * 999 + packed(TEXT), b"gzip", TEXT),
+        (packed(b"") * 1000 + packed(TEXT), b"gzip", BAD),
+        (HALVES[:-1], b"gzip", BAD),
+        (packed(TEXT) + zlib.compress(TEXT), b"gzip", BAD),
+        (zlib.compress(TEXT) * 2, b"deflate", BAD),
+        (packed(TEXT), b"deflate", BAD),
+        (raw_deflate(TEXT), b"deflate", BAD),
+        (packed(bytes(range(256)) * 1000)[:-9] + b"x" * 9, b"gzip", BAD),
     ],
     ids=str_of_coding,
 )
-def test_bodies(body: bytes, coding: bytes, expected: bytes | int) -> None:
+def test_compressed_body_is_read_or_refused(
+    body: bytes, coding: bytes, expected: bytes | tuple[int, str]
+) -> None:
     assert result(body, coding) == expected
 
 
-@pytest.mark.parametrize("size", [0, 1, (64 << 10) - 1, 64 << 10, (64 << 10) + 1, 300_000])
+@pytest.mark.parametrize("size", [(64 << 10) - 1, 64 << 10, (64 << 10) + 1, 300_000])
 @pytest.mark.parametrize("over", [0, 1])
-def test_the_bound_is_exact(size: int, over: int) -> None:
-    body = packed(bytes(size + over))
-    assert result(body, b"gzip", size) == (413 if over else bytes(size))
+def test_bound_of_what_comes_out_is_exact(size: int, over: int) -> None:
+    body = sized(size + over)
+    assert result(packed(body), b"gzip", size) == (TOO_LARGE if over else body)
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Serving]:
-    with Serving("served_models:kinds", "--max-body", "100k") as service:
-        yield service
+@pytest.mark.parametrize("size", [4000, 4068, 4070, 4072, 4074, 4076, 4078, 8192, 100_000])
+def test_members_of_gzip_may_end_anywhere(size: int) -> None:
+    body = sized(2 * size + 300)
+    members = (body[:size], body[size : size + 300], body[size + 300 :])
+    assert result(b"".join(map(stored, members)), b"gzip") == body
 
 
-def test_a_service_takes_compressed_bodies(service: Serving, wording: Callable[..., None]) -> None:
-    body = json.dumps({"inputs": "a"}).encode()
-    for coding, compressed in (("gzip", packed(body)), ("deflate", zlib.compress(body))):
-        answer = service.post("/predict", compressed, content_encoding=coding)
-        assert answer.json() == "str 'a'"
-    bomb = packed(b" " * (64 << 20))
-    assert len(bomb) < 100 << 10
-    assert service.post("/predict", bomb, content_encoding="gzip").status_code == 413
-    answer = service.post("/predict", body, content_encoding="br")
-    assert answer.status_code == 415
-    assert answer.headers["accept-encoding"] == "gzip, deflate, identity"
-    assert answer.json()["error"]["code"] == "unsupported_content_encoding"
-    malformed = service.post("/predict", body, content_encoding="gzip")
-    assert malformed.status_code == 400
-    wording(*(each.json()["error"]["message"] for each in (answer, malformed)))
-    twice = httpx.Headers([("content-encoding", "gzip"), ("content-encoding", "gzip")])
-    answer = service.client.post("/predict", content=packed(body), headers=twice)
-    assert answer.status_code == 415
+@in_still_time
+async def test_unsupported_coding_is_named_with_those_that_are_supported() -> None:
+    twice = b"content-encoding: gzip\r\ncontent-encoding: gzip\r\n"
+    async with serving(StubStreamer()) as application:
+        client = StubClient(application.site)
+        for headers, name in ((b"content-encoding: br\r\n", "'br'"), (twice, "'gzip, gzip'")):
+            status, answer = await client.ask(post(packed(TEXT), headers, b"/predict"))
+            assert status == 415
+            assert name in json.loads(answer)["error"]["message"]
+            assert b"accept-encoding: gzip, deflate, identity\r\n" in client.received
+        client.leave()
 
 
 @pytest.mark.parametrize(
-    ("coding", "status"), [(b"gzip, chunked", b"501"), (b"chunked", b"200"), (b" Chunked", b"200")]
+    ("coding", "status"), [(b"gzip, chunked", 501), (b"chunked", 200), (b" Chunked", 200)]
 )
-def test_transfer_codings(service: Serving, coding: bytes, status: bytes) -> None:
-    url = httpx.URL(service.url)
-    assert url.port is not None
-    with socket.create_connection((url.host, url.port)) as sock:
-        body = b'{"inputs": 1}'
-        sock.sendall(
-            b"POST /predict HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding:%b"
-            b"\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (coding, len(body), body)
-        )
-        answer = b""
-        while part := sock.recv(1 << 16):
-            answer += part
-    assert answer.startswith(b"HTTP/1.1 " + status)
+@in_still_time
+async def test_transfer_coding_is_chunked_or_refused(coding: bytes, status: int) -> None:
+    head = b"POST /predict HTTP/1.1\r\nhost: a\r\ntransfer-encoding:%b\r\n\r\n" % coding
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(TEXT), TEXT)
+    async with serving(StubStreamer()) as application:
+        client = StubClient(application.site)
+        assert (await client.ask(head + chunks))[0] == status
+        client.leave()

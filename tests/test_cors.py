@@ -2,148 +2,134 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from serve_process import Serving, run
-from service_streamer.options.kinds import Origin
-from service_streamer.serve.http.cors import CrossOrigin
-from stub_exchange import StubClient
+from command_line import error_of
+from serve_process import Serving
 
-pytestmark = pytest.mark.no_gevent
+pytestmark = [pytest.mark.no_gevent, pytest.mark.xdist_group("cors")]
 
-HOME = "https://app.test"
+HOME, OTHER = "https://app.test", "http://b.test:8000"
 EXPOSED = "X-Request-ID, Server-Timing, Retry-After, Inference-Header-Content-Length"
-
-
-def headers_of(origins: tuple[str, ...], request: bytes) -> dict[str, list[str]]:
-    """Those of the answer, with its status as "status"."""
-
-    async def site(exchange: Any) -> None:
-        exchange.answer(200, (), b"")
-
-    async def talk() -> bytes:
-        client = StubClient(CrossOrigin(site, origins))
-        client.send(request)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        client.leave()
-        return client.received
-
-    first, *rest = asyncio.run(talk()).partition(b"\r\n\r\n")[0].decode().split("\r\n")
-    found: dict[str, list[str]] = {"status": [first.split()[1]]}
-    for line in rest:
-        name, _, value = line.partition(": ")
-        found.setdefault(name, []).append(value)
-    return found
-
-
-def asked(origin: str | None = HOME, method: str = "GET", *more: str) -> bytes:
-    lines = [f"{method} / HTTP/1.1", "host: a", *more]
-    if origin is not None:
-        lines.append(f"origin: {origin}")
-    return "\r\n".join([*lines, "", ""]).encode()
-
-
-WANTS = ("access-control-request-method: POST", "access-control-request-headers: authorization")
-
-
-@pytest.mark.parametrize(
-    ("origins", "origin", "allowed", "vary"),
-    [
-        ((HOME,), HOME, [HOME], ["Origin"]),
-        ((HOME, "http://b.test:8000"), "http://b.test:8000", ["http://b.test:8000"], ["Origin"]),
-        ((HOME,), "https://app.test.evil", None, ["Origin"]),
-        ((HOME,), "https://app.test:444", None, ["Origin"]),
-        ((HOME,), "http://app.test", None, ["Origin"]),
-        ((HOME,), "null", None, ["Origin"]),
-        ((HOME,), None, None, ["Origin"]),
-        (("*",), "https://any.test", ["*"], None),
-        (("*",), None, ["*"], None),
-    ],
-)
-def test_answers(
-    origins: tuple[str, ...], origin: str | None, allowed: Any, vary: list[str] | None
-) -> None:
-    found = headers_of(origins, asked(origin))
-    assert found["status"] == ["200"]
-    assert found.get("access-control-allow-origin") == allowed
-    assert found.get("access-control-expose-headers") == (None if allowed is None else [EXPOSED])
-    assert found.get("vary") == vary
-    assert "access-control-allow-credentials" not in found
-
-
-def test_a_preflight() -> None:
-    found = headers_of((HOME,), asked(HOME, "OPTIONS", *WANTS))
-    assert found["status"] == ["204"]
-    assert found["access-control-allow-origin"] == [HOME]
-    assert "POST" in found["access-control-allow-methods"][0]
-    assert found["access-control-allow-headers"] == ["authorization"]
-    assert found["access-control-max-age"] == ["3600"]
-    assert any("Origin" in each for each in found["vary"])
-
-
-def test_a_preflight_from_elsewhere() -> None:
-    found = headers_of((HOME,), asked("https://evil.test", "OPTIONS", *WANTS))
-    assert found["status"] == ["403"]
-    assert "access-control-allow-origin" not in found
-
-
-def test_names_that_are_no_headers_are_not_repeated() -> None:
-    wants = (WANTS[0], 'access-control-request-headers: a"b')
-    found = headers_of((HOME,), asked(HOME, "OPTIONS", *wants))
-    assert "access-control-allow-headers" not in found
-
-
-def test_options_of_another_kind_reach_the_site() -> None:
-    assert headers_of((HOME,), asked(HOME, "OPTIONS"))["status"] == ["200"]
-
-
-@pytest.mark.parametrize(
-    "origin", ["*", "https://a.test", "http://localhost:3000", "http://[::1]:80", "HTTPS://A.test"]
-)
-def test_origins(origin: str) -> None:
-    assert Origin().parse(origin) == origin.lower()
-
-
-@pytest.mark.parametrize("origin", ["", "a.test", "https://a.test/", "https://*.a.test", "null"])
-def test_what_is_no_origin(origin: str) -> None:
-    done = run("serve", "served_models:kinds", "--port", "0", "--cors-origin", origin)
-    assert done.returncode == 2
-    assert "an origin without a path" in done.stderr
+WANTS = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization",
+}
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Serving]:
-    arguments = ("--cors-origin", HOME, "--api-key", "k", "--max-body", "1k")
+    origins = ("--cors-origin", HOME.upper(), "--cors-origin", OTHER)
+    arguments = (*origins, "--api-key", "k", "--max-body", "1k")
     with Serving("served_models:Obedient", *arguments) as service:
         yield service
 
 
-def test_a_browser_asks_the_service(service: Serving) -> None:
+@pytest.fixture(scope="module")
+def open_to_all() -> Iterator[Serving]:
+    with Serving("served_models:double", "--cors-origin", "*") as service:
+        yield service
+
+
+def asked(service: Serving, origin: str | None, method: str = "GET", **more: str) -> httpx.Response:
+    headers = {name.replace("_", "-"): value for name, value in more.items()}
+    if origin is not None:
+        headers["origin"] = origin
+    return service.client.request(method, "/health/live", headers=headers)
+
+
+def check_allowed(response: httpx.Response, allowed: str | None) -> None:
+    """Whether scripts of an origin may read the answer."""
+    headers = response.headers
+    exposed = None if allowed is None else EXPOSED
+    assert headers.get("access-control-allow-origin") == allowed
+    assert headers.get("access-control-expose-headers") == exposed
+    assert "access-control-allow-credentials" not in headers
+
+
+@pytest.mark.parametrize(
+    ("origin", "is_allowed"),
+    [
+        (HOME, True),
+        (OTHER, True),
+        ("https://app.test.evil", False),
+        ("https://app.test:444", False),
+        ("http://app.test", False),
+        ("null", False),
+        (None, False),
+    ],
+)
+def test_answer_names_the_origin_when_it_is_allowed(
+    service: Serving, origin: str | None, is_allowed: bool
+) -> None:
+    response = asked(service, origin)
+    assert response.status_code == 200
+    assert response.headers["vary"] == "Origin"
+    check_allowed(response, origin if is_allowed else None)
+
+
+@pytest.mark.parametrize("origin", ["https://any.test", None])
+def test_answer_allows_any_origin_when_all_are_allowed(
+    open_to_all: Serving, origin: str | None
+) -> None:
+    response = asked(open_to_all, origin)
+    assert "vary" not in response.headers
+    check_allowed(response, "*")
+
+
+def test_preflight_says_what_is_allowed(service: Serving) -> None:
+    response = asked(service, HOME, "OPTIONS", **WANTS)
+    assert response.status_code == 204, "without a key, which browsers do not send with it"
+    assert response.headers["access-control-allow-origin"] == HOME
+    assert response.headers["access-control-allow-methods"] == "GET, HEAD, POST"
+    assert response.headers["access-control-allow-headers"] == "authorization"
+    assert response.headers["access-control-max-age"] == "3600"
+    assert "Origin" in response.headers.get_list("vary")
+
+
+def test_preflight_of_another_origin_is_403(service: Serving) -> None:
+    response = asked(service, "https://evil.test", "OPTIONS", **WANTS)
+    assert response.status_code == 403
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_preflight_does_not_repeat_names_that_are_not_headers(service: Serving) -> None:
+    wants: Any = {**WANTS, "access-control-request-headers": 'a"b'}
+    response = asked(service, HOME, "OPTIONS", **wants)
+    assert "access-control-allow-headers" not in response.headers
+
+
+def test_options_request_that_is_no_preflight_reaches_the_service(service: Serving) -> None:
+    assert asked(service, HOME, "OPTIONS").status_code == 405
+
+
+@pytest.mark.parametrize("origin", ["", "a.test", "https://a.test/", "https://*.a.test", "null"])
+def test_value_that_is_no_origin_is_refused(origin: str) -> None:
+    assert "an origin without a path" in error_of("serve", "--cors-origin", origin)
+
+
+@pytest.mark.parametrize("origin", ["*", "http://localhost:3000", "http://[::1]:80"])
+def test_origin_is_accepted(origin: str) -> None:
+    """The next option is the wrong one."""
+    assert "--timeout" in error_of("serve", "--cors-origin", origin, "--timeout", "0")
+
+
+def test_all_answers_may_be_read_by_pages_of_an_allowed_origin(service: Serving) -> None:
     origin = {"origin": HOME}
-    wants = dict(line.split(": ") for line in WANTS)
-    preflight = service.client.options("/predict", headers={**origin, **wants})
-    assert preflight.status_code == 204, "without a key, which browsers do not send with it"
     answers: list[httpx.Response] = [
-        preflight,
         service.predict(1, **origin, x_api_key="k"),
         service.predict(1, **origin),
         service.predict("invalid", **origin, x_api_key="k"),
         service.predict("x" * 2000, **origin, x_api_key="k"),
         service.post("/predict", {"inputs": 1, "stream": True}, **origin, x_api_key="k"),
-        service.client.get("/health/live", headers=origin),
         service.client.get("/nothing", headers=origin),
     ]
-    statuses = [204, 200, 401, 422, 413, 200, 200, 404]
-    assert [each.status_code for each in answers] == statuses
+    assert [each.status_code for each in answers] == [200, 401, 422, 413, 200, 404]
     for answer in answers:
-        assert answer.headers["access-control-allow-origin"] == HOME
+        check_allowed(answer, HOME)
         assert answer.headers["x-request-id"]
-    assert "event-stream" in answers[5].headers["content-type"]
-    elsewhere = service.client.get("/health/live", headers={"origin": "https://evil.test"})
-    assert "access-control-allow-origin" not in elsewhere.headers
+    assert "event-stream" in answers[4].headers["content-type"]

@@ -14,7 +14,10 @@ import torch
 
 import minilm
 from bert_model import TextInfillingModel
+from cases import long_cases
 from service_streamer import ManagedModel, Streamer, ThreadedStreamer
+
+pytestmark = pytest.mark.xdist_group("cost-aware-answers")
 
 # Sums over more padding are rounded in another way; a wrong sentence's answer is far from this.
 TOLERANCE = 1e-4
@@ -60,7 +63,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=[Infilling, pytest.param(MiniLM, marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[Infilling, *long_cases(MiniLM)])
 def model(request: pytest.FixtureRequest) -> ManagedModel:
     made: ManagedModel = request.param()
     made.init_model()

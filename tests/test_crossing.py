@@ -15,18 +15,15 @@ from typing import Any
 import pytest
 
 import models
+from http_in_process import StubClient, post, serving
 from service_streamer import Streamer, ThreadedStreamer
-from service_streamer.serve.http.admission import ServiceOptions
-from service_streamer.serve.http.app import create_site
-from service_streamer.serve.http.models import Models
-from service_streamer.serve.http.service import Service
-from stub_exchange import StubClient
 
 #: The most modules that one ``predict`` may cross, and one request. Three of the latter decide
-#: which of several models it is for, and check what it asks of that one. Five are the batcher's:
-#: what happens, when to cut, making the batch, counting it, and how late it may be. One is the
+#: which of several models it is for, and check what it asks of that one. Six are the batcher's:
+#: what happens, when to cut, making the batch, counting it, how late it may be, and the states of
+#: calls. One is the
 #: core, which puts each worker's batches in its lane in the order in which they were cut.
-PREDICT = 16
+PREDICT = 17
 REQUEST = 32
 #: Until the streamer takes its worker for warm.
 WARM = 20
@@ -59,7 +56,7 @@ def crossing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crossing]:
 
 
 @pytest.mark.parametrize("kind", [ThreadedStreamer, Streamer])
-def test_a_predict_crosses_few_modules(crossing: Crossing, kind: Callable[..., Any]) -> None:
+def test_predict_crosses_few_modules(crossing: Crossing, kind: Callable[..., Any]) -> None:
     with kind(models.double) as streamer:
         for number in range(WARM):
             assert streamer.predict([number]) == [2 * number]
@@ -69,29 +66,19 @@ def test_a_predict_crosses_few_modules(crossing: Crossing, kind: Callable[..., A
     assert 5 < len(crossing.modules) <= PREDICT, sorted(crossing.modules)
 
 
-def test_a_request_crosses_few_modules(crossing: Crossing) -> None:
-    async def ask(client: StubClient) -> bytes:
-        client.received = b""
-        head = b"POST /predict HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 13\r\n"
-        client.send(head + b'\r\n{"inputs": 3}')
-        while not client.received:
-            await asyncio.sleep(0)
-        return client.received.partition(b"\r\n\r\n")[2]
+def test_request_crosses_few_modules(crossing: Crossing) -> None:
+    asked = post(b'{"inputs": 3}', b"content-type: application/json\r\n", b"/predict")
 
-    async def run() -> None:
+    async def main() -> None:
         with Streamer(models.double) as streamer:
-            service = Service(streamer, ServiceOptions("double"))
-            service.start()
-            client = StubClient(create_site(Models([service])))
-            while not service.is_known:
-                await asyncio.sleep(0.01)
-            for _ in range(WARM):
-                assert await ask(client) == b"6"
-            crossing.is_on = True
-            assert await ask(client) == b"6"
-            crossing.is_on = False
-            client.leave()
-            service.stop()
+            async with serving(streamer, "double") as application:
+                client = StubClient(application.site)
+                for _ in range(WARM):
+                    assert await client.ask(asked) == (200, b"6")
+                crossing.is_on = True
+                assert await client.ask(asked) == (200, b"6")
+                crossing.is_on = False
+                client.leave()
 
-    asyncio.run(run())
+    asyncio.run(main())
     assert 10 < len(crossing.modules) <= REQUEST, sorted(crossing.modules)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,38 +12,17 @@ import pytest
 
 from limited_models import STUB_AT_IMPORT, CudaMemory, MemoryLimits
 from service_streamer import Streamer
-from service_streamer.options.table import WorkerOptions
-from service_streamer.workers import device_memory
-from service_streamer.workers.batch_ceiling import is_out_of_memory
-from service_streamer.workers.device_memory import limit_device_memory, share_of_memory
-from service_streamer.workers.placement import COUNT, Placement
+from service_streamer.workers.device_memory import (
+    allocator_variables,
+    limit_device_memory,
+    share_of_memory,
+)
 from service_streamer.workers.visibility import Gpu, Inventory, places, sharers, visible
 
 GB = 1 << 30
 
 
 # -- growing segments
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
-    """Names a GPU as the driver's files do."""
-    monkeypatch.setattr(device_memory, "_GPUS", tmp_path)
-    monkeypatch.setattr(device_memory, "_JETSON", tmp_path / "nvhost-gpu")
-    device_memory._name.cache_clear()
-
-    def add(model: str) -> Path:
-        folder = tmp_path / f"0000:{len(list(tmp_path.iterdir())):02d}:00.0"
-        folder.mkdir()
-        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 17\n")
-        return tmp_path
-
-    return add
-
-
-def set_variables(inherited: dict[str, str] | None = None) -> dict[str, Any]:
-    placement = Placement(WorkerOptions(cpu_threads=None))
-    return placement.variables(0, 1, cores=1, inherited=inherited or {})
 
 
 @pytest.mark.parametrize(
@@ -56,32 +34,38 @@ def set_variables(inherited: dict[str, str] | None = None) -> dict[str, Any]:
         ("main", "PYTORCH_CUDA_ALLOC_CONF"),
     ],
 )
-def test_the_variable_is_the_one_that_torch_reads(
-    monkeypatch: pytest.MonkeyPatch, driver: Callable[[str], Path], version: str, name: str
+@pytest.mark.parametrize(
+    ("models", "inherited", "is_set"),
+    [
+        (["NVIDIA H100 80GB HBM3"], {}, True),
+        (["NVIDIA A100-SXM4-40GB"] * 2, {"PATH": "/bin"}, True),
+        (["NVIDIA A100-PCIE-40GB"], {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, False),
+        (["NVIDIA A100-PCIE-40GB"], {"PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:512"}, False),
+        (["NVIDIA A100-PCIE-40GB"], {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, False),
+        (["NVIDIA A100-PCIE-40GB", "NVIDIA A40-48C"], {}, False),  # a virtual GPU
+        (["GRID V100D-32Q"], {}, False),
+        (["NVIDIA A100-4-20C"], {}, False),
+        ([], {}, False),
+        (["Orin"], {}, False),  # a Jetson
+    ],
+)
+def test_segments_grow_unless_the_user_or_the_gpu_says_otherwise(
+    version: str,
+    name: str,
+    models: list[str],
+    inherited: dict[str, str],
+    is_set: bool,
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
-    driver("NVIDIA H100 80GB HBM3")
-    assert set_variables() == {name: "expandable_segments:True"}
-
-
-@pytest.mark.parametrize("name", device_memory._NAMES)
-def test_what_the_user_has_set_stays(driver: Callable[[str], Path], name: str) -> None:
-    driver("NVIDIA A100-SXM4-40GB")
-    assert set_variables() != {}
-    assert set_variables({name: "max_split_size_mb:512"}) == {}
-
-
-@pytest.mark.parametrize("model", ["NVIDIA A40-48C", "GRID V100D-32Q", "NVIDIA A100-4-20C"])
-def test_a_virtual_gpu_has_none(driver: Callable[[str], Path], model: str) -> None:
-    driver("NVIDIA A100-PCIE-40GB")
-    driver(model)
-    assert set_variables() == {}
-
-
-def test_nor_has_another_platform(driver: Callable[[str], Path]) -> None:
-    assert set_variables() == {}
-    (driver("Orin") / "nvhost-gpu").touch()
-    assert set_variables() == {}
+    gpus, jetson = tmp_path / "gpus", tmp_path / "nvhost-gpu"
+    for number, model in enumerate(models):
+        folder = gpus / f"0000:{number:02d}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 17\n")
+    if models == ["Orin"]:
+        jetson.touch()
+    found = allocator_variables(inherited, gpus=gpus, jetson=jetson, torch_version=version)
+    assert found == ({name: "expandable_segments:True"} if is_set else {})
 
 
 # -- a share of a shared GPU
@@ -117,7 +101,7 @@ NVIDIA = Inventory(tuple(Gpu(i, f"GPU-{i}{i}{i}{i}") for i in range(8)), "nvidia
         (None, 2, "4,5", [(), ()]),  # the model may spread itself
     ],
 )
-def test_those_that_share_a_gpu_are_counted(
+def test_workers_that_share_a_gpu_are_counted(
     devices: Any, worker_num: int, shown: str, expected: list[tuple[int, ...]]
 ) -> None:
     inherited = {"CUDA_VISIBLE_DEVICES": shown}
@@ -178,7 +162,7 @@ def test_a_single_worker_has_no_limit(loaded: Callable[[CudaMemory], CudaMemory]
     assert cuda.queued == []
 
 
-def test_without_torch_there_is_nothing_to_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_not_limited_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert not limit_device_memory((2,))
     assert sys.modules["torch"] is None
@@ -195,19 +179,10 @@ def test_a_gpu_that_fails_does_not_fail_the_start(
     assert cuda.limits == {0: 1.0}
 
 
-def test_running_out_of_a_share_is_running_out_of_memory() -> None:
-    text = (
-        "CUDA out of memory. Tried to allocate 76.00 MiB. GPU 0 has a total capacity of 8.00 GiB "
-        "of which 6.97 GiB is free. 3.50 GiB allowed; Of the allocated memory ..."
-    )
-    error: Any = type("OutOfMemoryError", (RuntimeError,), {"__module__": "torch"})(text)
-    assert is_out_of_memory(error, ())
-
-
 @pytest.mark.parametrize("is_old", [False, True])
 def test_workers_of_one_gpu_are_limited(monkeypatch: pytest.MonkeyPatch, is_old: bool) -> None:
     """An old torch if it is imported by the model's module, a new one also by ``init_model``."""
-    monkeypatch.setenv(COUNT, "2")
+    monkeypatch.setenv("SERVICE_STREAMER_GPU_COUNT", "2")
     if is_old:
         monkeypatch.setenv(STUB_AT_IMPORT, "1")
     with Streamer(MemoryLimits, 1, worker_num=3, cuda_devices=[0, 1]) as streamer:

@@ -15,12 +15,15 @@ import pytest
 
 import models
 import serve_process
-from service_streamer import Streamer
-from service_streamer.errors import WorkerStartError
+from service_streamer import Streamer, WorkerStartError
 from service_streamer.options.table import WorkerOptions
-from service_streamer.pipelines import PipelineModel
-from service_streamer.workers import placement
-from service_streamer.workers.placement import Placement, check_loaded_torch, find_gpus
+from service_streamer.workers.placement import (
+    COUNT,
+    Placement,
+    check_loaded_torch,
+    find_gpus,
+    gpus_by_kfd,
+)
 from service_streamer.workers.visibility import Gpu, Inventory, Place, missing, places, visible
 
 CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
@@ -98,7 +101,7 @@ def test_the_gpus_that_a_process_sees(
     assert (None if entries is None else [entry.value for entry in entries]) == values
 
 
-def test_rocr_s_list_is_numbered_anew() -> None:
+def test_gpus_of_rocr_s_list_are_numbered_anew() -> None:
     (entry,) = visible(AMD, {ROCR: "2,3", HIP: "1"}) or ()
     assert entry.gpu == Gpu(1, "GPU-0000000000000003", "AMD gfx942 no. 3")
 
@@ -205,7 +208,7 @@ TWO = "0 (NVIDIA H100 no. 4), 1 (NVIDIA H100 no. 5)"
         ),
     ],
 )  # fmt: skip
-def test_a_gpu_that_is_not_there_is_said_with_what_is(
+def test_a_missing_gpu_is_reported_with_those_that_are_visible(
     device: int | str, inventory: Inventory, inherited: dict[str, str], problem: str
 ) -> None:
     (place,) = places([device], 1, inventory, inherited)
@@ -271,7 +274,7 @@ def test_a_worker_gets_several_devices(
         ("auto", 2, UNKNOWN, {}, "it is unknown; name the devices to use in cuda_devices"),
     ],
 )
-def test_devices_that_cannot_be_divided_among_workers(
+def test_devices_that_cannot_be_divided_among_workers_are_refused(
     devices: Any, per_worker: int, inventory: Inventory, inherited: dict[str, str], problem: str
 ) -> None:
     def placed() -> None:
@@ -283,7 +286,7 @@ def test_devices_that_cannot_be_divided_among_workers(
     assert f"devices_per_worker={per_worker} " in str(refused.value)
 
 
-def test_one_of_a_workers_devices_is_gone() -> None:
+def test_a_worker_finds_out_that_one_of_its_devices_is_gone() -> None:
     gone = Inventory((NVIDIA.gpus or ())[:1], "nvidia")
     text = missing("0,1", gone, {CUDA: "0,1"})
     assert text == (
@@ -325,14 +328,14 @@ def test_a_worker_finds_out_that_its_gpu_is_gone(
 
 @pytest.fixture
 def no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in (CUDA, HIP, ROCR, placement.COUNT):
+    for name in (CUDA, HIP, ROCR, COUNT):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(placement, "_NVML", str(tmp_path / "none.so"))
+    monkeypatch.setattr("service_streamer.workers.placement._NVML", str(tmp_path / "none.so"))
 
 
 @pytest.fixture
 def stub(nvml: Path, no_gpus: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(placement, "_NVML", str(nvml / "libnvidia-ml.so.1"))
+    monkeypatch.setattr("service_streamer.workers.placement._NVML", str(nvml / "libnvidia-ml.so.1"))
     return monkeypatch
 
 
@@ -378,8 +381,9 @@ def test_nvml_says_which_gpus_there_are(
 ) -> None:
     for name, value in stubbed.items():
         stub.setenv(f"NVML_STUB_{name}", value)
-    assert find_gpus()._replace(why="") == inventory
-    assert find_gpus().why or inventory.gpus is None
+    found = find_gpus()
+    assert (found.gpus, found.vendor) == (inventory.gpus, inventory.vendor)
+    assert found.why or inventory.gpus is None
 
 
 def test_amd_s_gpus_are_read_from_the_kernel_s_files(tmp_path: Path) -> None:
@@ -390,17 +394,19 @@ def test_amd_s_gpus_are_read_from_the_kernel_s_files(tmp_path: Path) -> None:
         (folder / "properties").write_text(f"cpu_cores_count 0\nunique_id {unique}\n")
         (folder / "name").write_text("gfx942\n")
     (tmp_path / "3").mkdir()  # of another container's: its files cannot be read
-    assert placement._by_kfd(tmp_path) == [
+    assert gpus_by_kfd(tmp_path) == [
         Gpu(0, "GPU-00000000000000ff", "AMD gfx942"), Gpu(1, "", "AMD gfx942")
     ]  # fmt: skip
-    assert placement._by_kfd(tmp_path / "none") == []
+    assert gpus_by_kfd(tmp_path / "none") == []
 
 
 @pytest.mark.usefixtures("no_gpus")
-def test_the_user_may_say_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(placement.COUNT, "2")
+def test_the_number_of_gpus_may_be_set_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(COUNT, "2")
     assert find_gpus().gpus == (Gpu(0), Gpu(1))
-    monkeypatch.setenv(placement.COUNT, "0")
+    monkeypatch.setenv(COUNT, "0")
     assert find_gpus().gpus == ()
 
 
@@ -419,7 +425,9 @@ def test_a_worker_s_device_is_one_of_its_parent_s(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("no_forkserver_is_left", "eight_gpus")
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_a_managed_model_does_not_undo_it(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_a_managed_model_sees_the_device_of_its_parent_s_list(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     """Its constructor sets CUDA_VISIBLE_DEVICES, to what the parent's list makes of its number."""
     monkeypatch.setenv(CUDA, "4,5")
     monkeypatch.setenv(HIP, "0")
@@ -462,7 +470,7 @@ def test_auto_spreads_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"worker_num": 2, "cuda_devices": ["cpu"]}, False),
     ],
 )
-def test_workers_that_share_a_gpu_by_accident_are_said(
+def test_workers_that_share_a_gpu_by_accident_are_reported(
     caplog: pytest.LogCaptureFixture, options: dict[str, Any], is_warned: bool
 ) -> None:
     Placement(WorkerOptions(**options))
@@ -482,7 +490,7 @@ def test_the_benchmark_names_devices_as_they_are_visible(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("no_gpus")
 def test_a_gpu_that_is_not_there_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(placement.COUNT, "0")
+    monkeypatch.setenv(COUNT, "0")
     with Streamer(models.double, cuda_devices=(0,)) as streamer:
         with pytest.raises(WorkerStartError, match="device 0 was requested, but no GPU is visible"):
             streamer.wait_ready()
@@ -491,7 +499,7 @@ def test_a_gpu_that_is_not_there_fails_the_start(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_the_other_workers_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_workers_serve_when_one_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with Streamer(models.double, worker_num=2, cuda_devices=(0, 8)) as streamer:
         with pytest.raises(WorkerStartError, match="device 8 was requested, but 8 GPUs are"):
             streamer.wait_ready()
@@ -502,7 +510,7 @@ def test_the_other_workers_serve(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_that_is_lost_fails_the_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     with Streamer(models.double, cuda_devices=(1,)) as streamer:
         assert streamer.predict([1]) == [2]
-        monkeypatch.setenv(placement.COUNT, "1")
+        monkeypatch.setenv(COUNT, "1")
         with pytest.raises(WorkerStartError, match="CUDA_VISIBLE_DEVICES=1 leaves none; this mach"):
             streamer.restart_workers()
         assert streamer.predict([2]) == [4], "the old one goes on"
@@ -512,7 +520,7 @@ def test_a_gpu_that_is_lost_fails_the_restart(monkeypatch: pytest.MonkeyPatch) -
 def test_a_single_worker_does_not_move_to_the_cpu_either(monkeypatch: pytest.MonkeyPatch) -> None:
     with Streamer(models.double, cuda_devices="auto") as streamer:
         assert streamer.predict([1]) == [2]
-        monkeypatch.setenv(placement.COUNT, "0")
+        monkeypatch.setenv(COUNT, "0")
         with pytest.raises(WorkerStartError, match="a GPU was visible when the streamer was built"):
             streamer.restart_workers()
         assert streamer.predict([2]) == [4]
@@ -551,7 +559,7 @@ if __name__ == "__main__":
         ([1], {"NVML_STUB_LOST": "1"}, "it cannot be used: NVML says 'GPU is lost'"),
     ],
 )  # fmt: skip
-def test_with_the_driver_s_library(
+def test_workers_see_the_gpus_that_the_driver_s_library_finds(
     nvml: Path, tmp_path: Path, devices: Any, variables: dict[str, str], said: str
 ) -> None:
     script = tmp_path / "script.py"
@@ -571,7 +579,7 @@ def test_with_the_driver_s_library(
 # -- torch has the last word
 
 
-def torch_stub(*, is_available: bool, is_built: bool) -> Any:
+def torch_stub(*, is_available: bool, is_built: bool = True) -> Any:
     return SimpleNamespace(
         __version__="2.9.0+cu128",
         cuda=SimpleNamespace(is_available=lambda: is_available),
@@ -581,51 +589,42 @@ def torch_stub(*, is_available: bool, is_built: bool) -> Any:
 
 NAMED = Place(0, 0, {})
 CHOSEN = Place(0, None, {})
+SEES_ALL = torch_stub(is_available=True)
+SEES_NONE = torch_stub(is_available=False)
+FOR_THE_CPU = torch_stub(is_available=False, is_built=False)
 
 
-@pytest.mark.parametrize("place", [NAMED, CHOSEN, Place("cpu", "cpu", {}), Place(None, None, {})])
-def test_a_torch_that_sees_its_gpu_or_needs_none_is_content(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: Place
+@pytest.mark.parametrize(
+    ("place", "torch", "refused", "logged"),
+    [
+        *(
+            (place, torch, "", "")
+            for place in (NAMED, CHOSEN, Place("cpu", "cpu", {}), Place(None, None, {}))
+            for torch in (SEES_ALL, SimpleNamespace(), None)
+        ),
+        (NAMED, SEES_NONE, "torch 2.9.0+cu128 sees no GPU in the worker", ""),
+        (CHOSEN, SEES_NONE, "", "runs on the CPU"),
+        # The model may use the GPU by another library.
+        (NAMED, FOR_THE_CPU, "", "torch 2.9.0+cu128 in the worker cannot use device 0"),
+    ],
+)
+def test_a_loaded_torch_that_cannot_use_the_gpu_is_refused_or_reported(
+    place: Place,
+    torch: Any,
+    refused: str,
+    logged: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch", torch_stub(is_available=True, is_built=True))
-    check_loaded_torch(place)
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
-    check_loaded_torch(place)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    check_loaded_torch(place)
-    assert not caplog.records
-
-
-def test_a_torch_for_gpus_that_sees_none_fails_the_start(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch", torch_stub(is_available=False, is_built=True))
-    with pytest.raises(RuntimeError, match=r"torch 2\.9\.0\+cu128 sees no GPU in the worker"):
-        check_loaded_torch(NAMED)
-    check_loaded_torch(CHOSEN)
-    assert "runs on the CPU" in caplog.text
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    if refused:
+        with pytest.raises(RuntimeError, match=re.escape(refused)):
+            check_loaded_torch(place)
+    else:
+        check_loaded_torch(place)
+    assert logged in caplog.text
+    assert bool(caplog.records) == bool(logged)
     caplog.clear()
-
-
-def test_a_torch_for_the_cpu_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The model may use the GPU by another library."""
-    monkeypatch.setitem(sys.modules, "torch", torch_stub(is_available=False, is_built=False))
-    check_loaded_torch(NAMED)
-    assert "torch 2.9.0+cu128 in the worker cannot use device 0" in caplog.text
-    caplog.clear()
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_a_pipeline_does_not_fall_back_to_the_cpu() -> None:
-    pytest.importorskip("torch")
-    model = PipelineModel.__new__(PipelineModel)
-    model.gpu_id = 0
-    with pytest.raises(RuntimeError, match=r"torch .*\+cpu cannot use it: it is built for the CPU"):
-        model._device()
-    model.gpu_id = None
-    assert model._device() == "cpu"
 
 
 # -- the command line
@@ -640,7 +639,7 @@ def test_serve_with_a_gpu_that_is_not_there_ends_with_3_and_says_so() -> None:
     assert "device 0 was requested, but no GPU is visible" in done.stderr
 
 
-def test_a_pipeline_that_is_served_fails_so_too() -> None:
+def test_serve_ends_with_3_when_a_pipeline_s_torch_is_built_for_the_cpu() -> None:
     done = serve_process.run(
         "serve", "--devices", "0", "--port", "0", SERVICE_STREAMER_GPU_COUNT="1"
     )

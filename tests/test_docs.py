@@ -24,16 +24,16 @@ _FOLDERS = ("service_streamer", "example", "scripts", "benchmarks", "tests", "do
 @pytest.mark.parametrize(
     ("page", "number"),
     [
-        pytest.param(page, number, id=f"{page.stem}-{number}")
+        pytest.param(
+            page, number, id=f"{page.stem}-{number}", marks=pytest.mark.xdist_group(page.stem)
+        )
         for page in RUN
         for number in range(len(snippets.snippets(page)))
     ],
 )
-def test_snippet(page: Path, number: int, tmp_path: Path) -> None:
-    snippet = snippets.snippets(page)[number]
-    needs_the_model = "'universe'" in snippet
-    environment = snippets.REAL_MODEL if needs_the_model else snippets.ENVIRONMENT
-    snippets.check(snippet, tmp_path, environment)
+def test_a_snippet_prints_what_it_promises(page: Path, number: int) -> None:
+    programs = snippets.snippets(page)
+    snippets.check(programs[number], programs)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -50,6 +50,17 @@ def test_the_modules_that_a_page_names_exist(page: Path) -> None:
         if name.endswith((".service_streamer", ".md")) or name.split(".")[-1].isupper():
             continue
         assert _exists(name), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_tests_that_a_page_names_exist(page: Path) -> None:
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    functions = set(re.findall(r"def (test_\w+)", "".join(tests.values())))
+    text = page.read_text()
+    assert {*re.findall(r"\btest_\w+\.py\b", text)} <= {*tests}
+    for name, star in re.findall(r"(?:::|`)(test_\w+)(\*?)(?=`)", text):
+        found = [each for each in functions if each == name or (star and each.startswith(name))]
+        assert found, name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

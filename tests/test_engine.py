@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from conftest import await_that
 from service_streamer import (
+    Future,
+    InternalError,
     Overloaded,
     PredictTimeout,
     StreamerBroken,
@@ -21,13 +24,10 @@ from service_streamer import (
     WorkerStartTimeout,
 )
 from service_streamer.batching.batcher import Batcher
-from service_streamer.batching.tuning import MOST_RETURNED
 from service_streamer.engine.backend import BlockingReply
 from service_streamer.engine.engine import Engine, EngineState
-from service_streamer.engine.loop import _ANSWERED_FIRST
-from service_streamer.future import Future
 from service_streamer.observe.record import Call
-from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor, WorkerState
+from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers import transport as events
 from service_streamer.workers.protocol import Failure
@@ -38,12 +38,13 @@ class Setup:
         self.clock = ManualClock()
         self.transport = StubTransport(self.clock)
         expired = Failure(PredictTimeout("expired"))
-        batcher = Batcher(batch_size=batch_size, max_latency=0.1, expired=expired, **options)
-        supervisor = Supervisor(worker_num, RestartPolicy(max_restarts=1))
+        options = {"max_latency": 0.1, **options}
+        self.batcher = Batcher(batch_size=batch_size, expired=expired, **options)
+        self.supervisor = Supervisor(worker_num, RestartPolicy(max_restarts=1))
         self.engine = Engine(
             self.transport,
-            batcher,
-            supervisor,
+            self.batcher,
+            self.supervisor,
             max_pending=options.get("max_pending"),
             clock=self.clock,
             jitter=lambda: 0.0,
@@ -59,17 +60,12 @@ class Setup:
         failure = Failure(WorkerStartError(text))
         self.transport.deliver(events.WorkerDied(slot, failure, Loss.START_FAILED))
 
-    def await_timer(self) -> None:
+    def await_timer(self, drain_deadline: float = math.inf) -> None:
         """Return when the loop waits for what is due next: only then may time pass.
 
         Between its look at the clock and its wait it would take the new time for the old one.
         """
-        core = self.engine._core
-        with core.lock:
-            due = [core.batcher.deadline, core.supervisor.due]
-            if core.state is EngineState.DRAINING:
-                due.append(core.drain_deadline)
-        left = min(due) - self.clock()
+        left = min(self.batcher.deadline, self.supervisor.due, drain_deadline) - self.clock()
         self.transport.await_that(lambda: self.transport.timeouts[-1:] == [left])
 
     def advance(self, seconds: float) -> None:
@@ -174,8 +170,8 @@ def test_not_while_something_waits_for_the_worker(
 
 
 def test_not_if_there_are_many_of_them(when_learned: list[Callable[[], None]]) -> None:
-    setup = Setup(batch_size=2 * _ANSWERED_FIRST)
-    calls = [blocked(setup, number) for number in range(_ANSWERED_FIRST + 1)]
+    setup = Setup(batch_size=64)
+    calls = [blocked(setup, number) for number in range(64)]
     setup.transport.ready(0)
     seen: list[bool] = []
     when_learned.append(lambda: seen.append(calls[0][1].wait(0)))
@@ -214,28 +210,42 @@ def test_a_bug_of_ours_answers_nobody_twice(
     _, reply = blocked(one, "a")
 
     def fail() -> None:
+        when_learned.remove(fail)
         raise RuntimeError("a bug")
 
     when_learned.append(fail)
     one.transport.echo()
     assert reply.wait(0)
     assert reply.result() == ["a"]
-    assert one.engine.state is EngineState.CLOSED
+    assert one.engine.state is EngineState.RUNNING
     assert [record.levelname for record in caplog.records if record.exc_info] == ["CRITICAL"]
 
 
-def test_the_loop_wakes_when_the_wait_for_expected_arrivals_ends(one: Setup) -> None:
-    # Given four callers who always came back, and who have been answered just now
-    one.transport.ready(0)
-    policy = one.engine._core.batcher._cutter.policy
-    policy.cost.observe(4, 0.2)
-    arrivals = policy._arrivals
+def callers_who_come_back(setup: Setup, count: int) -> None:
+    """So many always come back, as is known, and have been answered just now."""
+    setup.transport.ready(0)
     for _ in range(20):
-        arrivals.answered(4, 0.2, one.clock())
-        for _ in range(4):
-            one.clock.advance(0.001)
-            arrivals.arrived(1, one.clock())
-    arrivals.answered(4, 0.2, one.clock())
+        for _ in range(count):
+            setup.clock.advance(0.001)
+            setup.engine.submit(Call([None], Future(setup.engine), more=True))
+        setup.engine.flush()
+        setup.clock.advance(0.2)
+        setup.transport.echo(duration=0.2)
+    assert len(setup.transport.sent) == 20
+    setup.transport.sent.clear()
+
+
+def until_most_have_returned(setup: Setup) -> None:
+    """Let the loop look, as it does by itself when most of them should have called again."""
+    waits = setup.transport.waits
+    setup.clock.advance(0.055)
+    setup.transport.await_that(lambda: setup.transport.waits > waits)
+
+
+def test_the_loop_wakes_when_the_wait_for_expected_arrivals_ends() -> None:
+    one = Setup(batch_size=8, max_latency=10.0)
+    callers_who_come_back(one, 4)
+    until_most_have_returned(one)
     # When one comes back alone, and no other event happens than that time passes
     future = one.submit("lone")
     assert not one.transport.sent
@@ -244,24 +254,18 @@ def test_the_loop_wakes_when_the_wait_for_expected_arrivals_ends(one: Setup) -> 
     assert one.transport.sent
     one.transport.echo()
     assert future.result(0) == ["lone"]
+    one.engine.close(drain=False, timeout=None)
 
 
 @pytest.mark.parametrize("how", ["submit", "submit_all"])
 def test_a_refusal_does_not_keep_the_loop_from_a_call_that_waits(how: str) -> None:
-    # Given four callers who always come back, and room for one of them
-    setup = Setup(max_pending=1)
+    # Given four callers who always come back, and room for four items
+    setup = Setup(batch_size=64, max_pending=4, max_latency=10.0)
     engine, transport = setup.engine, setup.transport
     try:
-        transport.ready(0)
-        policy = engine._core.batcher._cutter.policy
-        policy.cost.observe(4, 0.2)
-        for _ in range(20):
-            policy._arrivals.answered(4, 0.2, setup.clock())
-            for _ in range(4):
-                setup.clock.advance(0.001)
-                policy._arrivals.arrived(1, setup.clock())
-        policy._arrivals.answered(4, 0.2, setup.clock())
-        first, second = (Call([n], Future(engine), more=True) for n in range(2))
+        callers_who_come_back(setup, 4)
+        until_most_have_returned(setup)
+        first, second = (Call([n] * 4, Future(engine), more=True) for n in range(2))
         reply, woken, wakeup = first.reply, [], transport.wakeup
         transport.wakeup = lambda: (woken.append(True), wakeup())  # type: ignore
         # When the second one is refused, after it was decided until when the first one waits
@@ -273,38 +277,28 @@ def test_a_refusal_does_not_keep_the_loop_from_a_call_that_waits(how: str) -> No
             with pytest.raises(Overloaded):
                 engine.submit(second)
         assert not transport.sent
-        assert engine._core.batcher.deadline < math.inf
+        assert setup.batcher.deadline < math.inf
         # Then the loop is woken, and looks when that is
         assert woken
         setup.advance(0.1)
         transport.echo()
-        assert reply.result(0) == [0]
+        assert reply.result(0) == [0] * 4
     finally:
         engine.close(drain=False, timeout=None)
 
 
 def test_callers_who_call_again_do_not_wake_the_loop(one: Setup) -> None:
     """Their threads and the loop's would be in each other's way just then."""
-    # Given three callers who always come back
-    for _ in range(3):
-        blocked(one, "a")
-    one.transport.ready(0)
-    arrivals = one.engine._core.batcher._cutter.policy._arrivals
-    for _ in range(20):
-        arrivals.answered(3, 0.1, one.clock())
-        for _ in range(3):
-            one.clock.advance(0.001)
-            arrivals.arrived(1, one.clock())
-    # When they are answered, and two of them have called again
-    one.transport.echo(duration=0.1)
+    callers_who_come_back(one, 3)
+    # When two of them have called again
     looked = one.transport.waits
     blocked(one, "a")
     blocked(one, "a")
     # Then they are waited for, and the loop need not be told until when
-    assert one.clock() < one.engine._core.batcher.deadline < math.inf
-    assert len(one.transport.sent) == 1
+    assert one.clock() < one.batcher.deadline < math.inf
+    assert not one.transport.sent
     assert one.transport.waits == looked
-    assert one.transport.timeouts[-1] == pytest.approx(MOST_RETURNED * 0.1)
+    assert one.transport.timeouts[-1] == pytest.approx(0.25 * 0.2)
     blocked(one, "a")
     assert one.transport.sent[-1][2] == ["a"] * 3
 
@@ -352,6 +346,17 @@ def test_results_that_come_back_after_a_withdrawal_are_dropped(one: Setup) -> No
 
 
 # -- starting
+
+
+def test_batch_sizes_that_a_model_pads_to_are_those_of_its_description_if_they_are_right() -> None:
+    for said, sizes in [
+        ([1, 2, 4], (1, 2, 4)), (None, ()), ([2, 1], ()), ([0, 1], ()), ([1, 1], ()), ("12", ()),
+        ([1.0], ()), ([True], ()), ([], ()),
+    ]:  # fmt: skip
+        setup = Setup()
+        setup.transport.deliver(events.WorkerReady(0, {"batch_sizes": said}))
+        assert setup.batcher.sizes == sizes, said
+        setup.engine.close(drain=False, timeout=None)
 
 
 def test_wait_ready_waits_for_every_worker(two: Setup) -> None:
@@ -420,6 +425,32 @@ def test_a_lost_worker_is_started_again_and_runs_what_it_held(one: Setup) -> Non
     assert future.result(0) == ["a"]
     stats = one.engine.stats()
     assert (stats.restarts, stats.retries, stats.workers["idle"]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("loading", "parts"),
+    [(1.0, [[n] for n in range(8)]), (0.0, [[0, 1, 2, 3], [4, 5, 6, 7]])],
+)
+def test_items_run_one_by_one_after_a_death_when_the_model_loads_for_long(
+    loading: float, parts: list[list[int]]
+) -> None:
+    setup = Setup(batch_size=8)
+    try:
+        transport = setup.transport
+        futures = [setup.submit(number) for number in range(8)]
+        transport.await_that(lambda: transport.started)
+        setup.clock.advance(loading)
+        transport.ready(0)
+        assert transport.sent == [(0, 0, [*range(8)])]
+        setup.clock.advance(0.01)
+        transport.lose(0)
+        setup.clock.advance(loading)
+        transport.ready(1)
+        while not all(future.done() for future in futures):
+            transport.echo()
+        assert [payloads for _, _, payloads in transport.sent[1:]] == parts
+    finally:
+        setup.engine.close(drain=False, timeout=None)
 
 
 def test_a_worker_waits_for_its_time_to_be_started_again(one: Setup) -> None:
@@ -510,11 +541,8 @@ def test_scaling_starts_and_stops_workers(one: Setup) -> None:
 
 
 def test_a_worker_that_retires_goes_on_if_more_are_wanted_again(two: Setup) -> None:
-    core = two.engine._core
-
     def await_retiring(count: int) -> None:
-        with core.changed:
-            core.changed.wait_for(lambda: core.supervisor.states()[WorkerState.RETIRING] == count)
+        await_that(lambda: two.engine.stats().workers["retiring"] == count)
 
     two.transport.ready(0, 1)
     two.submit("a")
@@ -626,24 +654,33 @@ def test_a_drain_ends_at_its_deadline(one: Setup) -> None:
     closing.start()
     while one.engine.state is not EngineState.DRAINING:
         threading.Event().wait(0.001)
-    one.await_timer()
+    one.await_timer(one.clock() + 5.0)
     one.clock.advance(5.0)
     closing.join()
     with pytest.raises(StreamerClosed):
         future.result(0)
 
 
-def test_a_bug_in_the_loop_fails_every_call_instead_of_hanging(
+def test_a_bug_in_the_loop_fails_the_open_calls_and_the_streamer_goes_on(
     one: Setup, caplog: pytest.LogCaptureFixture
 ) -> None:
     one.transport.ready(0)
-    future = one.submit("a")
+    future, waiting = one.submit("a"), one.submit("b")
     one.transport.report(0, 99)
-    with pytest.raises(StreamerBroken, match="our bug"):
-        future.result(0)
-    with pytest.raises(StreamerBroken, match="our bug"):
-        one.submit("b")
-    assert "this is a bug in it" in caplog.text
+    for each in (future, waiting):
+        with pytest.raises(InternalError, match=r"a bug in it, and goes on: .*our bug"):
+            each.result(0)
+    assert "2 calls failed" in caplog.text
+    assert [record.levelname for record in caplog.records if record.exc_info] == ["CRITICAL"]
+    # The worker is at its batch still, which has no caller any more; then it takes the next
+    later = one.submit("c")
+    assert len(one.transport.sent) == 1
+    one.transport.echo()
+    one.transport.echo()
+    assert later.result(0) == ["c"]
+    stats = one.engine.stats()
+    assert (stats.accepted, stats.answered, stats.failed) == (3, 1, 2)
+    assert (stats.pending, stats.in_flight) == (0, 0)
 
 
 # -- events that come together, or too late

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +23,7 @@ import pytest
 from flask.testing import FlaskClient
 
 import flask_multigpu_example
+from cases import long_cases
 from flask_example import Server, create_app
 from service_streamer import (
     ManagedModel,
@@ -36,6 +36,8 @@ from service_streamer import (
     WorkerStartTimeout,
 )
 from service_streamer.testing import Gate
+
+pytestmark = pytest.mark.xdist_group("examples")
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 300  # seconds, for whatever never takes so long, many imports of torch included
@@ -181,7 +183,7 @@ COMMANDS = {
 
 
 #: The application is the same in each of them.
-MODES = ["streamer", *(pytest.param(m, marks=pytest.mark.long) for m in ("threaded", "multigpu"))]
+MODES = ["streamer", *long_cases("threaded", "multigpu")]
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -264,24 +266,7 @@ def test_connections_are_kept(service: Service) -> None:
         assert ask(connection, "POST", "/stream", s=BIRTHDAY) == (200, ["you"])
 
 
-@pytest.mark.short_cases("scripts/streamer.lua")
-@pytest.mark.parametrize("script", ["example/benchmark.lua", "scripts/streamer.lua"])
-def test_wrk(service: Service, script: str) -> None:
-    if shutil.which("wrk") is None:
-        assert not os.environ.get("CI"), "CI must have wrk"
-        pytest.skip("wrk is not installed")
-    url = f"http://127.0.0.1:{service.port}/stream"
-    command = ["wrk", "-t2", "-c8", "-d3s", "--timeout=10s", "-s", script, url]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
-    assert run.returncode == 0, run.stderr
-    assert re.search(r"^ +[1-9]\d* requests in", run.stdout, re.MULTILINE), run.stdout
-    assert not re.search(r"Non-2xx|Socket errors", run.stdout), run.stdout
-    if "streamer" in script:
-        assert re.search(r"answers: [1-9]\d*, not 2xx: 0, socket errors: 0", run.stdout)
-
-
-@pytest.mark.short_cases("15")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *long_cases(signal.SIGINT)])
 def test_a_stopped_service_finishes_what_it_accepted(gate: Gate, number: signal.Signals) -> None:
     command = (*COMMANDS["multigpu"], "--model", "test_examples:Echo", "--max-latency", "0")
     service = Service(*command, TEST_GATE=pickle.dumps(gate).hex())

@@ -7,11 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from command_line import invoke
 from service_streamer.extras import PACKAGES, missing
-from service_streamer.serve.cli.main import _need
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,18 +53,16 @@ def test_a_folder_of_its_name_is_not_the_package(
     assert f"ImportError: {missing(name, package, extra)}" in done.stderr
 
 
-def test_a_command_says_what_to_install_in_place_of_such_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("module", [None, ModuleType("grpc_health")], ids=["nothing", "a folder"])
+def test_a_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType | None
 ) -> None:
-    (tmp_path / "only_a_folder").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("only_a_folder", "not_even_that"):
-        with pytest.raises(SystemExit) as ended:
-            _need(name, extra="ray")
-        assert ended.value.code == 5
-        assert f"this needs {name}: pip install" in capsys.readouterr().err
-    _need("click", extra="web")
-    sys.modules.pop("only_a_folder")
+    """A folder of that name, as in the working directory, is no package."""
+    monkeypatch.setattr("service_streamer.serve.cli.main.hold_signals", lambda: None)
+    monkeypatch.setitem(sys.modules, "grpc_health", module)
+    done = invoke("serve", "m:Model", "--grpc-port", "0")
+    assert done.exit_code == 5
+    assert "grpc_health: pip install" in done.output
 
 
 def test_nothing_tells_users_to_install_the_original_of_2019() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-import subprocess
 import sys
 import threading
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from service_streamer import Future
-from service_streamer import future as future_module
 from service_streamer.observe.record import Call
 
 
@@ -38,20 +36,17 @@ def test_futures_that_nobody_waits_for_are_completed_together() -> None:
     assert Future.complete_all(calls) == []
     assert [future.result() for future in futures] == [[0], [1], [2]]
     assert all(future.done() and future.call is None for future in futures)
-    assert [future._answered for future in futures] == calls
     assert [call.reply for call in calls] == [None] * 3
     assert [call.outputs for call in calls] == [[]] * 3
 
 
-def test_those_with_a_callback_or_a_waiter_are_left_to_be_completed_one_by_one() -> None:
+def test_futures_with_a_callback_or_a_waiter_are_left_to_be_completed_one_by_one() -> None:
     heard: list[object] = []
-    plain, called, waited = (Future(Plain()) for _ in range(3))  # type: ignore[arg-type]
+    plain, called, waited, done = (Future(Plain()) for _ in range(4))  # type: ignore[arg-type]
     called.add_done_callback(heard.append)
-    completed = concurrent.futures.as_completed([waited])
-    waiting = threading.Thread(target=lambda: heard.append(next(completed)))
-    waiting.start()
-    while waited._own_lock is None:
-        waiting.join(1e-3)
+    done.complete([0])
+    completed = concurrent.futures.as_completed([done, waited])
+    assert next(completed) is done  # and so it waits for the other one
     calls = answered(plain, called, waited)
     left = Future.complete_all(calls)
     assert left == calls[1:]
@@ -59,20 +54,8 @@ def test_those_with_a_callback_or_a_waiter_are_left_to_be_completed_one_by_one()
     assert not called.done()
     for call in left:
         call.reply.complete(call.outputs)
-    waiting.join()
-    assert heard == [called, waited]
-
-
-def test_a_lock_is_made_before_anything_depends_on_it() -> None:
-    """A future is finished without a lock only while nothing has made one."""
-    for use in (
-        lambda future: future.add_done_callback(print),
-        lambda future: concurrent.futures.wait([future], timeout=0),
-    ):
-        future = Future(Plain())  # type: ignore[arg-type]
-        use(future)
-        assert future._own_lock is not None
-        assert Future.complete_all(answered(future))
+    assert next(completed) is waited
+    assert heard == [called]
 
 
 def test_to_ask_whether_it_is_done_makes_nothing() -> None:
@@ -80,7 +63,6 @@ def test_to_ask_whether_it_is_done_makes_nothing() -> None:
     assert not future.done()
     assert not future.cancelled()
     assert not future.running()
-    assert future._own_lock is None
     assert Future.complete_all(answered(future)) == []
     assert future.done()
     assert not future.cancelled()
@@ -110,7 +92,7 @@ def test_the_lock_for_all_is_a_new_one_in_a_forked_child() -> None:
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with future_module._making:
+        with sys.modules[Future.__module__]._making:  # type: ignore[attr-defined]
             held.set()
             release.wait()
 
@@ -126,24 +108,3 @@ def test_the_lock_for_all_is_a_new_one_in_a_forked_child() -> None:
     release.set()
     holding.join()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-
-
-def test_a_future_has_no_dict() -> None:
-    """Python makes one for what it has no room for in the keys that all instances share.
-
-    In a process of its own, since what other tests set first has its room there.
-    """
-    code = """
-import gc
-from service_streamer import Future
-from service_streamer.observe.record import Call
-
-futures = [Future(None) for _ in range(100)]
-calls = [Call([1], each) for each in futures]
-for call in calls:
-    call.reply.call, call.outputs = call, [1]
-assert Future.complete_all(calls) == []
-assert all(future.done() for future in futures)
-assert not [each for each in gc.get_referents(*futures) if type(each) is dict]
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,95 +1,65 @@
-"""How requests of one pass of the event loop are submitted: together, and each with its outcome."""
+"""How calls of one pass of the event loop are submitted: together, and each with its outcome."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
+import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from service_streamer import Overloaded, ThreadedStreamer
-from service_streamer.engine.backend import LoopReply, mailbox_of, predict_in_loop
-from service_streamer.observe.record import ORDINARY, Call, Precedence
-from service_streamer.serve.http.admission import ServiceOptions
-from service_streamer.serve.http.cycle import Cycle
-from service_streamer.serve.http.exchange import Disconnected
-from service_streamer.serve.http.keyring import Keyring
-from service_streamer.serve.http.refusals import Refusal
-from service_streamer.workers.protocol import Failure
-from stub_exchange import StubExchange
+from http_in_process import (
+    StubClient,
+    StubStreamer,
+    await_that,
+    in_still_time,
+    pass_time,
+    post,
+    run,
+    serving,
+    settled,
+)
+from service_streamer import InvalidInput, ThreadedStreamer
+from service_streamer.testing import Gate
+
+pytestmark = pytest.mark.no_gevent
 
 
-class Recording:
-    """A backend that answers when it is flushed, and refuses the item "refuse"."""
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-        self.accepted: list[tuple[LoopReply, list[Any]]] = []
-        self.precedence = ORDINARY
-
-    def decode(self, outputs: list[Any]) -> list[Any]:
-        return outputs
-
-    def submit(self, call: Call) -> None:
-        items, reply = call.payloads, call.reply
-        self.told.append((*items, call.more))
-        self.precedence = call.precedence
-        if items == ["refuse"]:
-            raise Overloaded("full")
-        if items == ["fail"]:
-            raise RuntimeError("a bug")
-        reply.call = object()
-        self.accepted.append((reply, list(items)))
-
-    def flush(self) -> None:
-        self.told.append("flush")
-        for reply, outputs in self.accepted:
-            reply.complete(outputs)
-        self.accepted.clear()
+def request(item: Any, *headers: tuple[bytes, bytes]) -> bytes:
+    lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+    return post(json.dumps({"inputs": item}).encode(), lines, b"/predict")
 
 
-async def outcomes(backend: Any, *items: Any) -> list[Any]:
-    """What callers in one pass of the loop get; of each."""
-    calls = (predict_in_loop(backend, [item], 10) for item in items)
-    return await asyncio.gather(*calls, return_exceptions=True)
+async def answers(site: Any, *items: Any) -> list[tuple[int, Any]]:
+    """Status and answer of requests that come in one pass of the loop, from a client each."""
+    clients = [StubClient(site) for _ in items]
+    for client, item in zip(clients, items, strict=True):
+        client.send(request(item))
+    await await_that(lambda: all(client.received for client in clients))
+    for client in clients:
+        client.leave()
+    parts = [client.received.partition(b"\r\n\r\n") for client in clients]
+    return [(int(head.split()[1]), json.loads(body)) for head, _, body in parts]
 
 
-def cycle_of(backend: Any, exchange: StubExchange, **options: Any) -> Cycle:
-    loop = asyncio.get_running_loop()
-    about = ServiceOptions(model="m", **options)
-    keyring = Keyring(about.api_keys) if about.needs_key else None
-    return Cycle(about, backend, exchange, loop, mailbox_of(loop), keyring)
+async def by_apredict(streamer: ThreadedStreamer, *items: Any) -> list[Any]:
+    calls = await asyncio.gather(*(streamer.apredict([item]) for item in items))
+    return [output for [output] in calls]
 
 
-async def through_exchanges(backend: Any, *items: Any) -> list[Any]:
-    """The same of requests."""
-
-    async def ask(item: Any) -> list[Any]:
-        cycle = cycle_of(backend, StubExchange(), timeout=10)
-        cycle.check()
-        await cycle.read()
-        return await cycle.submit([item])
-
-    return await asyncio.gather(*map(ask, items), return_exceptions=True)
+async def by_requests(streamer: ThreadedStreamer, *items: Any) -> list[Any]:
+    async with serving(streamer) as application:
+        return [output for _, output in await answers(application.site, *items)]
 
 
-WAYS = pytest.mark.parametrize("ask", [outcomes, through_exchanges])
+Ask = Callable[..., Awaitable[list[Any]]]
+WAYS = pytest.mark.parametrize("ask", [by_apredict, by_requests])
 
 
 @WAYS
-def test_each_has_its_outcome_and_they_are_flushed_whatever_happens(ask: Any) -> None:
-    backend = Recording()
-    got = asyncio.run(ask(backend, 1, "refuse", 2, "fail"))
-    assert got[::2] == [[1], [2]]
-    assert list(map(type, got[1::2])) == [Overloaded, RuntimeError]
-    told = [(1, True), ("refuse", True), (2, True), ("fail", True), "flush"]
-    assert backend.told == told
-
-
-@WAYS
-def test_what_comes_together_is_computed_together(ask: Any) -> None:
+def test_calls_of_one_pass_are_computed_together(ask: Ask) -> None:
     batches: list[list[Any]] = []
 
     def model(batch: list[Any]) -> list[Any]:
@@ -98,123 +68,122 @@ def test_what_comes_together_is_computed_together(ask: Any) -> None:
 
     with ThreadedStreamer(model) as streamer:
         streamer.wait_ready()
-        got = asyncio.run(ask(streamer.backend, *range(10)))
-    assert got == [[number] for number in range(10)]
+        assert run(ask(streamer, *range(10))) == [*range(10)]
     assert batches == [[*range(10)]]
 
 
 @WAYS
-def test_what_a_free_worker_can_take_does_not_count_as_waiting(ask: Any) -> None:
+def test_calls_that_a_free_worker_takes_do_not_count_as_waiting(ask: Ask) -> None:
     with ThreadedStreamer(lambda batch: batch, max_pending=1) as streamer:
         streamer.wait_ready()
-        assert asyncio.run(ask(streamer.backend, 1, 2)) == [[1], [2]]
+        assert run(ask(streamer, 1, 2)) == [1, 2]
 
 
-def test_a_loop_that_calls_two_streamers_flushes_both() -> None:
-    one, other = Recording(), Recording()
-
-    async def run() -> None:
-        calls = [outcomes(backend, 1, 2) for backend in (one, other)]
-        assert await asyncio.gather(*calls) == [[[1], [2]], [[1], [2]]]
-
-    asyncio.run(run())
-    assert one.told == other.told == [(1, True), (2, True), "flush"]
-
-
-def test_what_reading_took_is_no_time_for_computing() -> None:
-    given: list[float] = []
-
-    class Timing(Recording):
-        def submit(self, call: Call) -> None:
-            assert call.timeout is not None
-            given.append(call.timeout)
-            call.reply.complete(list(call.payloads))
-
-    async def run() -> None:
-        backend: Any = Timing()
-
-        cycle = cycle_of(backend, StubExchange(), timeout=10)
-        cycle._began -= 4  # as if it had been begun so long ago
-        cycle.check()
-        await cycle.read()
-        assert await cycle.submit([1]) == [1]
-
-    asyncio.run(run())
-    assert 0 < given[0] <= 6
+@in_still_time
+async def test_requests_have_their_outcomes_and_one_flush_when_some_are_refused() -> None:
+    streamer = StubStreamer()
+    async with serving(streamer) as application:
+        got = await answers(application.site, 1, "refuse", 2, "fail")
+    assert got[::2] == [(200, 1), (200, 2)]
+    assert [(status, told["error"]["code"]) for status, told in got[1::2]] == [
+        (503, "overloaded"), (500, "model_failed"),
+    ]  # fmt: skip
+    assert streamer.told == [[1], ["refuse"], [2], ["fail"], "flush"]
 
 
-class Odd(Exception):
+@in_still_time
+async def test_loop_flushes_both_streamers_when_requests_go_to_two() -> None:
+    one, other = StubStreamer(), StubStreamer()
+    async with serving(one) as first, serving(other) as second:
+        await asyncio.gather(*(answers(each.site, 1, 2) for each in (first, second)))
+    assert one.told == other.told == [[1], [2], "flush"]
+
+
+@in_still_time
+async def test_time_to_read_a_request_counts_against_its_timeout() -> None:
+    streamer = StubStreamer()
+    async with serving(streamer, timeout=10) as application:
+        client, sent = StubClient(application.site), request(1)
+        client.send(sent[:-1])
+        await settled()
+        await pass_time(4)
+        client.send(sent[-1:])
+        await settled()
+        client.leave()
+    assert [call.timeout for call in streamer.calls] == [6]
+
+
+class Odd(InvalidInput):
     """One that cannot be copied, so that the same one is raised again."""
 
     def __init__(self, one: int, other: int) -> None:
         super().__init__(f"{one} and {other}")
 
 
-@pytest.mark.parametrize("ending", ["served", "failed", "failed oddly", "gone"])
-def test_a_request_leaves_no_cycle(ending: str) -> None:
+@pytest.mark.parametrize("ending", ["served", "failed", "gone"])
+def test_ended_request_leaves_no_cycle(ending: str, gate: Gate) -> None:
     """Or the service stands still, from time to time, while thousands of them are collected."""
 
-    async def run() -> None:
-        backend: Any = Recording()
-        exchange = StubExchange()
+    def model(batch: list[Any]) -> list[Any]:
+        gate.go_through()
+        if ending == "failed":
+            raise Odd(1, 2)
+        return batch
 
-        async def ask() -> None:
-            cycle = cycle_of(backend, exchange, timeout=10)
-            try:
-                cycle.check()
-                await cycle.read()
-                await cycle.submit([1])
-            except (Overloaded, Odd, Disconnected):
-                pass
+    def left() -> list[Any]:
+        return [each for each in gc.get_objects() if type(each).__name__ == "ServiceCycle"]
 
-        backend.flush = lambda: None
-        backend.withdraw = lambda call: None
-        asking = asyncio.create_task(ask())
-        while not backend.accepted:
-            await asyncio.sleep(0)
-        [(reply, outputs)] = backend.accepted
-        if ending == "served":
-            reply.complete(outputs)
-        elif ending == "failed":
-            reply.fail(Failure(Overloaded("full")))
-        elif ending == "failed oddly":
-            reply.fail(Failure(Odd(1, 2)))
-        else:
-            exchange.leave()
-        del reply
-        backend.accepted.clear()
-        await asking
+    async def main() -> None:
+        gc.collect()  # what earlier tests have left
+        async with serving(streamer) as application:
+            client = StubClient(application.site)
+            client.send(request(1))
+            await asyncio.to_thread(gate.await_arrival)
+            assert len(left()) == 1
+            if ending == "gone":
+                client.leave()
+                await settled()
+                gate.let_through(1)
+            else:
+                gate.let_through(1)
+                await await_that(lambda: client.received)
+                client.leave()
 
     gc.collect()
     gc.disable()
     try:
-        asyncio.run(run())
-        assert [each for each in gc.get_objects() if type(each) is Cycle] == []
+        with ThreadedStreamer(model) as streamer:  # its thread holds the last error
+            run(main())
+        assert left() == []
     finally:
         gc.enable()
 
 
 # -- who goes first
 
+#: Priority, tenant, and whether the call has a deadline of its own.
+Precedence = tuple[int, str, bool]
+
+ORDINARY = (0, "", False)
 KEYS = ("one", "two")
 LATE = (b"x-request-timeout", b"5")
 HEADERS: dict[str, Any] = {"priority_header": b"x-rank", "tenant_header": b"x-user"}
 
 
-def exchanged(headers: list[tuple[bytes, bytes]], **options: Any) -> Precedence:
-    """With what precedence a request with these headers is submitted."""
-    backend: Any = Recording()
+def exchanged(
+    headers: list[tuple[bytes, bytes]], **options: Any
+) -> tuple[int, bytes, list[Precedence]]:
+    """Status and body of a request with these headers, and the precedence of its call."""
+    streamer = StubStreamer()
 
-    async def run() -> None:
-        exchange = StubExchange(headers)
-        cycle = cycle_of(backend, exchange, **options)
-        cycle.check()
-        await cycle.read()
-        await cycle.submit([1])
+    async def main() -> tuple[int, bytes]:
+        async with serving(streamer, **options) as application:
+            client = StubClient(application.site)
+            answer = await client.ask(request(1, *headers))
+            client.leave()
+            return answer
 
-    asyncio.run(run())
-    precedence: Precedence = backend.precedence
-    return precedence
+    return *run(main()), [call.precedence for call in streamer.calls]
 
 
 @pytest.mark.parametrize(
@@ -222,28 +191,28 @@ def exchanged(headers: list[tuple[bytes, bytes]], **options: Any) -> Precedence:
     [
         ([], {}, ORDINARY),
         ([LATE, (b"x-rank", b"9"), (b"x-user", b"a")], {}, ORDINARY),  # a stranger's
-        ([(b"x-rank", b"-9"), (b"x-user", b"a")], HEADERS, Precedence(-9, "a")),
-        ([LATE], HEADERS, Precedence(has_deadline=True)),
-        ([(b"x-rank", b"7")], {"priority_header": b"x-rank"}, Precedence(7)),
-        ([(b"x-api-key", b"two")], {"api_keys": KEYS}, Precedence(tenant="key 2")),
-        ([(b"x-api-key", b"one"), LATE], {"api_keys": KEYS}, Precedence(0, "key 1", True)),
+        ([(b"x-rank", b"-9"), (b"x-user", b"a")], HEADERS, (-9, "a", False)),
+        ([LATE], HEADERS, (0, "", True)),
+        ([(b"x-rank", b"7")], {"priority_header": b"x-rank"}, (7, "", False)),
+        ([(b"x-api-key", b"two")], {"api_keys": KEYS}, (0, "key 2", False)),
+        ([(b"x-api-key", b"one"), LATE], {"api_keys": KEYS}, (0, "key 1", True)),
         ([(b"x-api-key", b"one")], {"api_keys": KEYS[:1]}, ORDINARY),  # there is but one
         (
             [(b"x-user", "Zoë".encode("latin-1")), (b"x-api-key", b"one")],
             {"api_keys": KEYS, **HEADERS},
-            Precedence(tenant="key 1: Zoë"),
+            (0, "key 1: Zoë", False),
         ),
         (
             [(b"x-user", b""), (b"x-api-key", b"one")],
             {"api_keys": KEYS, **HEADERS},
-            Precedence(tenant="key 1"),
+            (0, "key 1", False),
         ),
     ],
 )
-def test_who_goes_first_is_said_by_those_who_may(
+def test_precedence_comes_from_headers_of_clients_that_may_say_it(
     headers: list[tuple[bytes, bytes]], options: dict[str, Any], precedence: Precedence
 ) -> None:
-    assert exchanged(headers, **options) == precedence
+    assert exchanged(headers, **options) == (200, b"1", [precedence])
 
 
 @pytest.mark.parametrize(
@@ -258,8 +227,10 @@ def test_who_goes_first_is_said_by_those_who_may(
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_none_is_refused(header: tuple[bytes, bytes], wording: Callable[..., None]) -> None:
-    with pytest.raises(Refusal) as caught:
-        exchanged([header], **HEADERS)
-    wording(caught.value)
-    assert caught.value.status == 422
+def test_bad_header_of_precedence_is_refused_and_a_long_value_is_not_repeated(
+    header: tuple[bytes, bytes],
+) -> None:
+    status, body, calls = exchanged([header], **HEADERS)
+    error = json.loads(body)["error"]
+    assert (status, error["param"], calls) == (422, header[0].decode().title(), [])
+    assert len(error["message"]) < 200

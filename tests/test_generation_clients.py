@@ -17,6 +17,8 @@ from huggingface_hub.errors import HfHubHTTPError
 import tiny_models
 from serve_process import Serving, until
 
+pytestmark = pytest.mark.xdist_group("generation-clients")
+
 ASKED: dict[str, Any] = {"model": "any", "max_tokens": 8, "temperature": 1.5, "seed": 5}
 CHAT: Any = [{"role": "user", "content": "a"}]
 
@@ -112,7 +114,9 @@ def test_log_probabilities_of_chats(client: Any) -> None:
         ({"type": "text"}, ".*"),
     ],
 )  # fmt: skip
-def test_the_form_of_an_answer(client: Any, wanted: dict[str, Any], pattern: str) -> None:
+def test_answer_has_the_form_that_was_asked_for(
+    client: Any, wanted: dict[str, Any], pattern: str
+) -> None:
     asked = {**ASKED, "max_tokens": 40}
     more = {"response_format": wanted}
     [choice] = client.chat.completions.create(**asked, messages=CHAT, extra_body=more).choices
@@ -142,7 +146,7 @@ def test_penalties_and_biases(client: Any, folder: Path) -> None:
     ).choices[0].text == usual  # fmt: skip
 
 
-def test_the_best_of_several(client: Any) -> None:
+def test_best_of_gives_the_likeliest_texts(client: Any) -> None:
     asked = {**ASKED, "prompt": "the sun", "logprobs": 0, "temperature": 2.0}
     made = client.completions.create(**asked, n=4)
     best = client.completions.create(**asked, n=2, best_of=4)
@@ -163,24 +167,6 @@ def test_the_best_of_several(client: Any) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(**{**asked, **more})
         assert caught.value.param == param
-
-
-def test_several_chats_stream_side_by_side(client: Any) -> None:
-    create = client.chat.completions.create
-    asked = {**ASKED, "messages": CHAT, "n": 3, "stop": ["e"]}
-    whole = create(**asked)
-    texts, reasons, order = ["", "", ""], {}, []
-    *chunks, last = create(**asked, stream=True, stream_options={"include_usage": True})
-    for chunk in chunks:
-        [choice] = chunk.choices
-        order.append(choice.index)
-        texts[choice.index] += choice.delta.content or ""
-        if choice.finish_reason:
-            reasons[choice.index] = choice.finish_reason
-    assert texts == [choice.message.content for choice in whole.choices]
-    assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
-    assert order != sorted(order), "none waits for another"
-    assert last.usage == whole.usage
 
 
 def test_fields_without_effect(client: Any) -> None:
@@ -225,14 +211,16 @@ def test_fields_without_effect(client: Any) -> None:
         ({"response_format": {"type": "json_object", "a": 1}}, "response_format", "unknown field"),
     ],
 )  # fmt: skip
-def test_what_is_refused(client: Any, more: dict[str, Any], param: str, says: str) -> None:
+def test_wrong_field_of_a_chat_is_refused(
+    client: Any, more: dict[str, Any], param: str, says: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**ASKED, messages=CHAT, extra_body=more)
     assert caught.value.param == param
     assert says in caught.value.message
 
 
-def test_an_empty_answer_may_be_part_of_a_chat(client: Any) -> None:
+def test_chat_may_have_an_empty_answer(client: Any) -> None:
     said = [*CHAT, {"role": "assistant", "content": ""}, *CHAT]
     assert client.chat.completions.create(**ASKED, messages=said).choices
     with pytest.raises(openai.BadRequestError) as caught:
@@ -241,7 +229,7 @@ def test_an_empty_answer_may_be_part_of_a_chat(client: Any) -> None:
 
 
 @pytest.mark.parametrize("depth", [300, 900, 5000, 100_000])
-def test_a_form_that_is_nested_too_deeply(service: Serving, depth: int) -> None:
+def test_deeply_nested_form_is_refused(service: Serving, depth: int) -> None:
     form = b'{"type":"json_object","value":%b1%b}' % (b'{"a":' * depth, b"}" * depth)
     body = b'{"messages":[{"role":"user","content":"a"}],"response_format":%b}' % form
     assert service.post("/v1/chat/completions", body).status_code == 400
@@ -313,7 +301,7 @@ def test_log_probabilities_of_a_prompt(service: Serving, client: Any, kind: str)
         assert joined == getattr(told, name)
 
 
-def test_an_echo_without_new_tokens(service: Serving, client: Any) -> None:
+def test_echo_without_new_tokens(service: Serving, client: Any) -> None:
     texts = ["the sun", "a moon"]
     count = sum(len(tokens_of(service, text)) for text in texts)
     made = client.completions.create(model="any", prompt=texts, echo=True, max_tokens=0)
@@ -353,7 +341,7 @@ def test_several_prompts_stream_side_by_side(client: Any) -> None:
     assert (last.choices, last.usage) == ([], whole.usage)
 
 
-def test_a_client_that_leaves_frees_the_places_of_all_its_prompts(service: Serving) -> None:
+def test_places_of_all_prompts_are_free_when_their_client_has_left(service: Serving) -> None:
     most = service.client.get("/info").json()["max_tokens"] - 10
     body = {"prompt": ["the sun", "a moon", "a"], "n": 16, "max_tokens": most, "stream": True}
     before = service.stats()["totals"]["disconnected"]
@@ -368,13 +356,13 @@ def test_a_client_that_leaves_frees_the_places_of_all_its_prompts(service: Servi
     assert "Traceback" not in service.log()
 
 
-def test_a_wrong_prompt_among_several_ends_their_stream(client: Any) -> None:
+def test_stream_ends_when_one_of_its_prompts_is_wrong(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="prompt: '' is empty"):
         client.completions.create(**ASKED, prompt=["", ""], stream=True)
     assert client.completions.create(**ASKED, prompt="a").choices
 
 
-def test_a_form_without_the_package_for_it(folder: Path, tmp_path: Path) -> None:
+def test_form_names_the_package_that_it_needs(folder: Path, tmp_path: Path) -> None:
     """The extra is named, and other requests are served."""
     (tmp_path / "llguidance.py").write_text(
         "raise ModuleNotFoundError('No module', name='llguidance')"
@@ -453,7 +441,7 @@ def test_grammar_and_penalties(hub: Any) -> None:
     assert hub.text_generation("a", **greedy, repetition_penalty=1.5) != usual
 
 
-def test_the_best_of_hugging_faces(hub: Any) -> None:
+def test_best_of_hugging_faces_client_gives_the_likeliest_text(hub: Any) -> None:
     asked: dict[str, Any] = {"max_new_tokens": 6, "temperature": 2.0, "seed": 3, "best_of": 3}
     told = hub.text_generation("the sun", **asked, details=True)
     others = told.details.best_of_sequences
@@ -482,13 +470,15 @@ def test_the_best_of_hugging_faces(hub: Any) -> None:
         ({"grammar": "json"}, "parameters.grammar.type: must be one of"),
     ],
 )
-def test_what_hugging_faces_client_is_refused(hub: Any, more: dict[str, Any], says: str) -> None:
+def test_wrong_parameter_of_hugging_faces_client_is_refused(
+    hub: Any, more: dict[str, Any], says: str
+) -> None:
     with pytest.raises(HfHubHTTPError) as caught:
         [*hub.text_generation("the sun", max_new_tokens=3, **more)]
     assert says in str(caught.value)
 
 
-def test_the_schema_names_all_forms(service: Serving) -> None:
+def test_schema_names_all_forms(service: Serving) -> None:
     requests = service.client.get("/openapi.json").json()["components"]["schemas"]
     parameters = requests["GenerateRequest"]["properties"]["parameters"]["properties"]
     offered = parameters["grammar"]["properties"]["type"]["enum"]
@@ -517,7 +507,7 @@ def test_two_names_of_the_same_are_refused_together(
     assert f"is sent with {other}; leave one of them out" in error["message"]
 
 
-def test_a_chat_with_everything(hub: Any) -> None:
+def test_hugging_faces_chat_takes_all_parameters_together(hub: Any) -> None:
     made = hub.chat_completion(
         CHAT, max_tokens=30, seed=1, temperature=1.5, logprobs=True, top_logprobs=1,
         frequency_penalty=0.5, presence_penalty=0.5, stop=["zz"],
@@ -596,7 +586,9 @@ def test_chats_are_inputs(service: Serving, path: str) -> None:
         (None, "inputs"),
     ],
 )  # fmt: skip
-def test_what_is_neither_text_nor_chat(service: Serving, inputs: Any, param: str) -> None:
+def test_input_that_is_neither_text_nor_chat_is_refused(
+    service: Serving, inputs: Any, param: str
+) -> None:
     told = service.post("/predict", {"inputs": inputs})
     assert told.status_code == 422, told.text
     assert told.json()["error"]["param"] == param

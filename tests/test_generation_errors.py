@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,11 +12,8 @@ import httpx
 import openai
 import pytest
 
+from http_in_process import serving
 from service_streamer import InvalidInput, InvalidItems, ManagedModel, ThreadedStreamer
-from service_streamer.serve.http.admission import ServiceOptions
-from service_streamer.serve.http.app import create_app
-from service_streamer.serve.http.models import Models
-from service_streamer.serve.http.service import Service
 from service_streamer.testing import Gate
 
 pytestmark = pytest.mark.no_gevent  # an event loop of its own
@@ -71,24 +68,20 @@ class Parrot(ManagedModel):
 
 
 @asynccontextmanager
-async def serving(gate: Gate | None = None, **options: Any) -> AsyncIterator[Any]:
+async def parrot(gate: Gate | None = None, **options: Any) -> AsyncIterator[Any]:
     """A service in this process, its client, and OpenAI's."""
-    ready = asyncio.Event()
     model = type("Parrot", (Parrot,), {"gate": gate})
     most = options.get("max_pending")
     with ThreadedStreamer(model, batch_size=1, max_pending=most) as streamer:
-        service = Service(streamer, ServiceOptions("parrot", **options), on_ready=ready.set)
-        service.start()
-        await ready.wait()
-        transport = httpx.ASGITransport(create_app(Models([service])))
-        async with (
-            httpx.AsyncClient(transport=transport, base_url="http://parrot") as client,
-            openai.AsyncOpenAI(
-                base_url="http://parrot/v1", api_key="any", max_retries=0, http_client=client
-            ) as other,
-        ):
-            yield service, client, other.completions
-        service.stop()
+        async with serving(streamer, "parrot", **options) as application:
+            transport = httpx.ASGITransport(application.app)
+            async with (
+                httpx.AsyncClient(transport=transport, base_url="http://parrot") as client,
+                openai.AsyncOpenAI(
+                    base_url="http://parrot/v1", api_key="any", max_retries=0, http_client=client
+                ) as other,
+            ):
+                yield application.service, client, other.completions
         if gate is not None:
             gate.let_through(100)
 
@@ -100,13 +93,9 @@ async def read(completions: Any, prompt: str, texts: list[str], **more: Any) -> 
         texts.append(chunk.choices[0].text)
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(test())
-
-
-def test_an_error_in_mid_stream_is_raised_by_openais_client() -> None:
+def test_error_in_mid_stream_is_raised_by_openais_client() -> None:
     async def main() -> None:
-        async with serving() as (service, _, completions):
+        async with parrot() as (service, _, completions):
             texts: list[str] = []
             with pytest.raises(openai.APIError, match="the model failed on this request") as caught:
                 await read(completions, "a b FAIL", texts)
@@ -120,12 +109,12 @@ def test_an_error_in_mid_stream_is_raised_by_openais_client() -> None:
                 "invalid_value", "invalid_request_error",
             )  # fmt: skip
 
-    run(main)
+    asyncio.run(main())
 
 
-def test_an_error_before_the_first_token_has_its_status() -> None:
+def test_error_before_the_first_token_has_its_status() -> None:
     async def main() -> None:
-        async with serving() as (_, client, completions):
+        async with parrot() as (_, client, completions):
             with pytest.raises(openai.InternalServerError) as caught:
                 await completions.create(model="any", prompt="FAIL", stream=True)
             assert caught.value.code == "model_failed"
@@ -138,57 +127,23 @@ def test_an_error_before_the_first_token_has_its_status() -> None:
             assert "error" in json.loads(events[-1].removeprefix("data: "))
             assert "[DONE]" not in answer.text
 
-    run(main)
+    asyncio.run(main())
 
 
-def test_an_error_names_what_was_sent() -> None:
+def test_error_names_the_field_that_was_sent() -> None:
     async def main() -> None:
-        async with serving() as (_, client, _):
+        async with parrot() as (_, client, _):
             for sent, name in (({"best_of": 2}, "best_of"), ({"logprobs": 0}, "logprobs")):
                 answer = await client.post("/v1/completions", json={"prompt": "a", **sent})
                 assert answer.json()["error"]["param"] == name
                 assert answer.json()["error"]["message"].startswith(f"{name}: this worker")
 
-    run(main)
+    asyncio.run(main())
 
 
-def test_the_time_is_over(tmp_path: Any) -> None:
-    """Before the first token it is a status, and behind it an event."""
-
+def test_overload_and_the_end_of_the_service_are_503(gate: Gate) -> None:
     async def main() -> None:
-        gate = Gate(tmp_path / "gate")
-        async with serving(gate) as (service, _, completions):
-            other = asyncio.create_task(completions.create(model="any", prompt="WAIT"))
-            await asyncio.to_thread(gate.await_arrival)  # it has the only place
-            for stream in (False, True):
-                with pytest.raises(openai.InternalServerError) as caught:
-                    await completions.create(
-                        model="any", prompt="a", stream=stream,
-                        extra_headers={"X-Request-Timeout": "0.1"},
-                    )  # fmt: skip
-                assert caught.value.status_code == 504
-                assert caught.value.code == "timeout"
-            gate.let_through(1)
-            await other
-            texts: list[str] = []
-            tries = 0
-            while not texts:  # until the first token comes in that time
-                tries += 1
-                limit = {"X-Request-Timeout": f"{0.03 * 10**tries}"}
-                with pytest.raises(openai.APIError) as late:
-                    await read(completions, "a" + 20 * " WAIT", texts, extra_headers=limit)
-                gate.let_through(1)
-            assert late.value.code == "timeout"
-            assert service.requests.answers["/v1/completions", 504] == 2 + tries
-        gate.close()
-
-    run(main)
-
-
-def test_an_overload_and_the_end_of_the_service(tmp_path: Any) -> None:
-    async def main() -> None:
-        gate = Gate(tmp_path / "gate")
-        async with serving(gate, max_pending=1) as (service, _, completions):
+        async with parrot(gate, max_pending=1) as (service, _, completions):
             asked: dict[str, Any] = {"model": "any", "prompt": "WAIT"}
             running = [asyncio.create_task(completions.create(**asked)) for _ in range(40)]
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -203,6 +158,5 @@ def test_an_overload_and_the_end_of_the_service(tmp_path: Any) -> None:
             assert (caught.value.status_code, caught.value.code) == (503, "unavailable")
             gate.let_through(100)
             await asyncio.gather(*running, return_exceptions=True)
-        gate.close()
 
-    run(main)
+    asyncio.run(main())

@@ -5,35 +5,17 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from jinja2 import TemplateError
-from tqdm import tqdm
-from transformers import ContinuousBatchingConfig, GenerationConfig
 
+import quiet_torch  # noqa: F401
 import train_text_generation as training
 from generation_model import DEFAULT_MODEL, ManagedGenerationModel, TextGenerationModel
 from service_streamer import InvalidInput, ThreadedStreamer
 
-
-@pytest.fixture(scope="module", autouse=True)
-def no_monitor_threads() -> Iterator[None]:
-    """Loading and training show progress bars, each kind with a thread that never ends."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tqdm, "monitor_interval", 0)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads that wait for each other are many times slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.xdist_group("generation-model")
 
 
 @pytest.fixture(scope="module")
@@ -89,24 +71,20 @@ def test_an_answer_begins_with_the_text_and_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "word"),
     [
-        5,
-        None,
-        "",
-        " \n",
-        "\ud83d",
-        "word " * 500,
+        (5, "int"),
+        (None, "NoneType"),
+        ("", "empty"),
+        (" \n", "empty"),
+        ("\ud83d", "Unicode"),
+        ("word " * 500, "472"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_bad_text_is_refused(
-    model: TextGenerationModel, text: str, wording: Callable[..., None]
-) -> None:
-    with pytest.raises(InvalidInput) as error:
+def test_invalid_texts_are_refused(model: TextGenerationModel, text: str, word: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"^text: .*\b{word}\b") as error:
         model.predict(["Mary had a", text])
-    wording(error.value)
-    assert str(error.value).startswith("text: ")
     assert len(str(error.value)) < 200
 
 
@@ -139,12 +117,12 @@ def ids_of(model: TextGenerationModel, chat: list[dict[str, str]]) -> list[int]:
     return ids
 
 
-def test_a_chat_is_written_as_it_was_learnt(model: TextGenerationModel) -> None:
+def test_chats_are_written_as_they_were_learnt(model: TextGenerationModel) -> None:
     chat = [{"role": "user", "content": "One,"}, {"role": "assistant", "content": "two."}]
     written = model.tokenizer.apply_chat_template(chat, tokenize=False)
     given, learnt = training.turn(training.Exchange("One,", "two."), random.Random(0))
     assert written == training.BOS + given + learnt + training.EOS
-    with pytest.raises(TemplateError, match="unknown role: tool"):
+    with pytest.raises(TemplateError, match="tool"):
         model.tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
 
 
@@ -154,8 +132,8 @@ def test_a_wrong_number_of_tokens_is_refused(count: int) -> None:
         TextGenerationModel(count)
 
 
-def test_a_model_that_is_not_there() -> None:
-    with pytest.raises(FileNotFoundError, match="no model folder 'no/such/folder'"):
+def test_missing_model_folder_is_named() -> None:
+    with pytest.raises(FileNotFoundError, match="no/such/folder"):
         TextGenerationModel(model_path="no/such/folder")
 
 
@@ -213,26 +191,6 @@ def test_the_pipeline_of_transformers_takes_it(model: TextGenerationModel) -> No
     assert answer["generated_text"][-1]["content"].startswith("Its fleece was white")
 
 
-def test_paged_attention_answers_as_generate_does(
-    model: TextGenerationModel, examples: list[training.Example]
-) -> None:
-    prompts = [example.prompt for example in examples[:6]] + ["Quite another text,", "Mary"]
-    rows = [model.encode(prompt) for prompt in prompts]
-    assert len(set(map(len, rows))) > 2
-    eos = model.tokenizer.eos_token_id
-    options = GenerationConfig(
-        max_new_tokens=12, do_sample=False, eos_token_id=eos, pad_token_id=eos
-    )
-    small = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64)  # or it takes all memory
-    outputs = model.model.generate_batch(rows, options, small)
-    assert len(outputs) == 8
-    for output in outputs.values():
-        [row] = model.model.generate(
-            torch.tensor([output.prompt_ids]), generation_config=options
-        ).tolist()
-        assert row == [*output.prompt_ids, *output.generated_tokens]
-
-
 def test_it_can_spell_any_text(model: TextGenerationModel) -> None:
     text = "Zoë's naïve 42% of\t「你好」 🙂"
     ids = model.tokenizer(text)["input_ids"]
@@ -270,13 +228,13 @@ def test_training_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[
     flags = ["--text", str(text), "--output", str(output), "--epochs", "2"]
 
     assert training.main([*flags, "--bar", "1.1"]) == 1
-    assert "below the bar: nothing was written" in capsys.readouterr().err
+    assert "below" in capsys.readouterr().err
     assert not output.exists()
 
     weights = []
     for _ in range(2):
         assert training.main([*flags, "--bar", "0"]) == 0
-        assert "completed right" in capsys.readouterr().out
+        assert "completed" in capsys.readouterr().out
         weights.append((output / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
     assert TextGenerationModel(model_path=output, device="cpu").predict(["Red fish"])

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cases import long_cases
+
 pytest.importorskip("gevent")
 
 TESTS = Path(__file__).parent
@@ -26,9 +28,8 @@ def run(*arguments: str, **variables: str) -> str:
 
 
 @pytest.mark.timeout(1200)  # of all its tests: each of them has the usual alarm
-@pytest.mark.short_cases("compatibility")
 @pytest.mark.parametrize(
-    "suite", ["streamers", "compatibility", "live", "single_flight", "streams"]
+    "suite", ["compatibility", *long_cases("streamers", "live", "single_flight", "streams")]
 )
 def test_the_behaviour_suites_hold(redis_server: str, suite: str) -> None:
     file = f"tests/test_{suite}.py"
@@ -68,8 +69,7 @@ SERVICE = """
 """
 
 
-@pytest.mark.short_cases("Streamer")
-@pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
+@pytest.mark.parametrize("kind", ["Streamer", *long_cases("ThreadedStreamer")])
 def test_greenlets_of_pywsgi_wait_side_by_side_and_share_batches(tmp_path: Path, kind: str) -> None:
     program = tmp_path / "service.py"
     program.write_text(textwrap.dedent(SERVICE.format(kind=kind)))
@@ -198,7 +198,7 @@ STREAMS = """
             print([*stream])
             forever = streamer.stream(10**9)
             job = gevent.spawn(next, forever)
-            while not forever._outputs._is_waiting:
+            while not forever._outputs.is_waiting:
                 gevent.sleep(0)
             job.kill()
             gate.let_through(3)
@@ -244,8 +244,8 @@ SHARED = """
     import os, signal
     import gevent
     import models
+    from pools import pool_pid
     from service_streamer import Streamer
-    from service_streamer.pool.visits import ask_pool
 
     if __name__ == "__main__":
         streamer = Streamer(models.double, shared="gevent", linger=0)
@@ -257,7 +257,7 @@ SHARED = """
             streamer.close()
             os._exit(0)
         assert os.wait()[1] == 0
-        os.kill(ask_pool("gevent", "status")["pid"], signal.SIGKILL)
+        os.kill(pool_pid("gevent"), signal.SIGKILL)
         assert streamer.submit([3]).result() == [6]
         streamer.close()
         print("done")

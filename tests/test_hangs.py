@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from cases import long_cases
 from service_streamer import Streamer, ThreadedStreamer
-from service_streamer.batching.slots import Slots
-from service_streamer.observe.record import BatchRecord, Call
+from service_streamer.batching.batcher import Batcher
+from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from service_streamer.options.table import FaultOptions
 from service_streamer.serve.cli.main import main
 from service_streamer.supervision import health
@@ -79,49 +80,59 @@ def test_what_is_normal_is_known_from_the_start() -> None:
     assert warmed(bound, 30.0).normal == 300.0
 
 
-# -- slots
+# -- workers
 
 
 class Walk:
-    """Slots that compute batches of one item."""
+    """Workers that compute batches of one item, one after the other."""
 
     def __init__(self, count: int = 1, bound: BatchBound | None = None) -> None:
-        self.slots = Slots(bound or BatchBound(20.0), sends_ahead=False)
+        self.batcher = Batcher(
+            batch_size=1,
+            max_latency=0.0,
+            max_attempts=1,
+            batch_timeout=bound or BatchBound(20.0),
+        )
         for slot in range(count):
-            self.slots.add(slot)
-        self.next_id = 0
+            self.batcher.worker_ready(slot, 0.0)
         self.patience = 20.0
 
-    def give(self, slot: int, now: float) -> int:
+    def give(self, now: float) -> BatchRecord:
         call = Call([None], None)
-        call.arrived_at, call.deadline = now, now + self.patience
-        batch = BatchRecord(self.next_id, slot, [(call, 0, 1)], [None])
-        self.slots.give(batch, now, is_ahead=False)
-        self.next_id += 1
-        return batch.id
+        call.deadline = now + self.patience
+        [batch] = self.batcher.call_submitted(call, now).batches
+        return batch
 
-    def warm(self, slot: int = 0, took: float = 0.1) -> float:
+    def back(self, batch: BatchRecord, now: float, failure: object = None) -> None:
+        outputs = [] if failure else [None]
+        report = BatchReport(batch.id, outputs, failure=failure, slot=batch.slot)
+        self.batcher.batch_returned(report, now)
+
+    def warm(self, took: float = 0.1) -> float:
         """Compute ten batches; when they are over."""
         for number in range(WARM):
-            batch_id = self.give(slot, number * took)
+            batch = self.give(number * took)
             assert all(not hung for _, hung in self.looks_until((number + 1) * took))
-            self.slots.take_back(slot, batch_id, (number + 1) * took)
+            self.back(batch, (number + 1) * took)
         return WARM * took
 
     def looks_until(self, end: float) -> list[tuple[float, list[int]]]:
         """What hangs, at each look until then."""
         told = []
-        while (now := self.slots.next_look) <= end:
-            told.append((now, self.slots.hung(now)))
+        while (now := self.batcher.deadline) <= end:
+            told.append((now, self.hung(now)))
         return told
+
+    def hung(self, now: float) -> list[int]:
+        return [*self.batcher.time_passed(now).hung]
 
 
 def test_a_warm_worker_is_hung_after_a_minute_and_takes_no_more() -> None:
     walk = Walk()
     now = walk.warm()
-    walk.give(0, now)
+    walk.give(now)
     assert walk.looks_until(1e6)[-1] == (now + 60.0, [0])
-    assert not walk.slots.taking
+    assert not walk.batcher.call_submitted(Call(["next"], None), now + 60.0).batches
 
 
 @pytest.mark.parametrize(
@@ -131,44 +142,43 @@ def test_callers_that_wait_for_long_may_have_sent_long_work(patience: float, lim
     walk = Walk()
     now = walk.warm()
     walk.patience = patience
-    walk.give(0, now)
+    walk.give(now)
     assert walk.looks_until(1e6)[-1] == (now + limit, [0])
 
 
 def test_a_cold_one_has_more_time() -> None:
     walk = Walk()
-    walk.give(0, 0.0)
+    walk.give(0.0)
     assert walk.looks_until(1e6) == [(60.0, []), (600.0, [0])]
 
 
 def test_a_new_worker_is_measured_by_those_before_it() -> None:
-    walk = Walk(2)
-    now = walk.warm(0, took=20.0)
-    walk.give(1, now)
+    walk = Walk()
+    now = walk.warm(took=20.0)
+    walk.batcher.worker_lost(0, "died", now)
+    walk.batcher.worker_ready(1, now)
+    walk.give(now)
     assert walk.looks_until(1e6)[-1] == (now + 200.0, [1])
 
 
 def test_one_that_is_not_ended_is_told_once_for_each_batch_and_goes_on() -> None:
     walk = Walk(bound=BatchBound(20.0, ends=False))
     now = walk.warm()
-    number = walk.give(0, now)
+    batch = walk.give(now)
     assert walk.looks_until(1e6)[-1] == (now + 60.0, [0])
-    walk.slots.take_back(0, number, now + 70.0)
-    assert walk.slots.taking == 1
-    assert 0 in walk.slots.idle
-    walk.give(0, now + 80.0)
+    walk.back(batch, now + 70.0)
+    walk.give(now + 80.0)
     assert walk.looks_until(1e6)[-1] == (now + 80.0 + 700.0, [0]), "it takes longer now, it seems"
 
 
 def test_a_process_that_was_stopped_learns_nothing_and_ends_no_worker() -> None:
     walk = Walk()
     now = walk.warm()
-    number = walk.give(0, now)
-    walk.slots.take_back(0, number, now + 1e4)
-    number = walk.give(0, now + 1e4)
-    assert walk.slots.hung(now + 2e4) == []
-    assert walk.slots.hung(now + 2e4 + 59.0) == []
-    assert walk.slots.hung(now + 2e4 + 60.0) == [0]
+    walk.back(walk.give(now), now + 1e4)
+    walk.give(now + 1e4)
+    assert walk.hung(now + 2e4) == []
+    assert walk.hung(now + 2e4 + 59.0) == []
+    assert walk.hung(now + 2e4 + 60.0) == [0]
 
 
 @pytest.mark.parametrize(
@@ -185,17 +195,17 @@ def test_a_streamer_is_stuck_when_no_worker_may_soon_be_free(
     busy_since: list[float | None], now: float, expected: float | None
 ) -> None:
     walk = Walk(len(busy_since))
-    for slot, since in enumerate(busy_since):
+    for since in busy_since:
         if since is not None:
-            walk.give(slot, since)
-    assert walk.slots.stuck(now) == expected
+            walk.give(since)
+    assert walk.batcher.figures.stuck(now) == expected
 
 
 def test_a_batch_that_failed_is_no_measure() -> None:
     walk = Walk()
     for number in range(2 * WARM):
-        walk.slots.take_back(0, walk.give(0, number), number + 0.5, is_done=False)
-    assert walk.slots.limit(0) == 600.0
+        walk.back(walk.give(number), number + 0.5, failure="why")
+    assert walk.batcher.limit(0) == 600.0
 
 
 # -- the engine, and streamers
@@ -242,9 +252,8 @@ def test_a_hang_is_healed_without_any_option() -> None:
     assert 'at one batch for more than batch_timeout of 0.5 s ("auto")' in str(error)
 
 
-@pytest.mark.short_cases("process")
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("kind", ["process", *long_cases("thread")])
 def test_a_hung_worker_that_is_not_ended_is_reported_and_goes_on(
     kind: str, build: Callable[..., Any], gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:

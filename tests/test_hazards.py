@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import concurrent.futures
 import errno
 import gc
 import logging
@@ -22,9 +21,9 @@ import pytest
 
 import models
 from conftest import AnyStreamer
+from contract.hazards import Hazards
 from service_streamer import (
     Future,
-    ModelError,
     PredictTimeout,
     Streamer,
     StreamerError,
@@ -77,30 +76,6 @@ def test_predict_in_a_callback_is_refused_and_not_waited_for(gate: Gate) -> None
         streamer.submit([0]).add_done_callback(predict)
         gate.let_through()
         refused.wait()
-
-
-def test_a_sender_that_is_interrupted_leaves_nothing_unsent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Given an interrupt between the decision to send a batch and its being sent
-    clock = ManualClock()
-    transport = StubTransport(clock)
-    batcher = Batcher(batch_size=4, max_latency=0.1)
-    engine = Engine(transport, batcher, Supervisor(2, RestartPolicy()), clock=clock)
-    engine.start()
-    transport.ready(0, 1)
-    future = Future(engine)
-    with monkeypatch.context() as patch:
-        patch.setattr("service_streamer.engine.engine.send", _raise_keyboard_interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            engine.submit(Call(["a"], future))
-    # When anything else happens
-    engine.submit(Call(["b"], Future(engine)))
-    # Then it is sent with that
-    assert [payloads for _, _, payloads in transport.sent] == [["a"], ["b"]]
-    transport.echo(0)
-    assert future.result(0) == ["a"]
-    engine.close(drain=False, timeout=None)
 
 
 class Interrupted(collections.deque[Any]):
@@ -164,7 +139,7 @@ def test_a_thread_that_is_stopped_before_it_sends_is_not_overtaken(
         other.start()
         other.join()
 
-    engine._core.unsent = Interrupted(after=run_other)
+    engine.core.unsent = Interrupted(after=run_other)
     engine.submit(Call(["first"], Future(engine)))
     assert [payloads for _, _, payloads in transport.sent] == [["first"], ["second"]]
 
@@ -174,7 +149,7 @@ def test_a_thread_that_is_stopped_while_it_sends_is_not_overtaken(
 ) -> None:
     engine, transport = sending
     engine.submit(Call(["zeroth"], Future(engine)))
-    [lane] = engine._core._lanes.values()
+    [lane] = engine.core.lanes.values()
     transport.echo(0)
     lock: Any = Watched(lane.lock)
     lane.lock = lock
@@ -200,7 +175,7 @@ def test_a_finalizer_may_submit_while_its_thread_sends(
 ) -> None:
     engine, transport = sending
     engine.submit(Call(["zeroth"], Future(engine)))
-    [lane] = engine._core._lanes.values()
+    [lane] = engine.core.lanes.values()
     transport.echo(0)
     finalizers = Call(["second"], Future(engine))
     lane.batches = Interrupted(before=lambda: engine.submit(finalizers))
@@ -213,7 +188,7 @@ def test_two_finalizers_do_not_wait_for_each_other_s_locks(
     sending: tuple[Engine, StubTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, transport = sending
-    core, send = engine._core, transport.send
+    core, send = engine.core, transport.send
     has_lock = threading.Event()
 
     def submit_within() -> None:  # as a finalizer that interrupts this thread in a change
@@ -238,37 +213,6 @@ def test_two_finalizers_do_not_wait_for_each_other_s_locks(
     assert [payloads for _, _, payloads in transport.sent] == [["first"], ["second"]]
 
 
-@pytest.mark.parametrize("where", ["queued", "found", "cut"])
-def test_what_a_thread_leaves_behind_that_is_interrupted_the_loop_does(
-    sending: tuple[Engine, StubTransport], monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    engine, transport = sending
-    core = engine._core
-    engine.submit(Call(["zeroth"], Future(engine)))
-    transport.echo(0)
-    if where == "queued":  # in the lane, and the lane is not among those that have something
-        [lane] = core._lanes.values()
-        lane.batches = InterruptedAfterAppend()
-    elif where == "found":
-        core.unsent = Interrupted(after=_raise_keyboard_interrupt)
-    else:
-        monkeypatch.setattr(engine, "_send", _raise_keyboard_interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        engine.submit(Call(["first"], Future(engine)))
-    transport.await_that(lambda: len(transport.sent) == 2)
-    assert transport.sent[1][2] == ["first"]
-
-
-class InterruptedAfterAppend(collections.deque[Any]):
-    def append(self, item: Any) -> None:
-        super().append(item)
-        raise KeyboardInterrupt
-
-
-def _raise_keyboard_interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def test_a_worker_whose_message_was_interrupted_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -283,24 +227,30 @@ def test_a_worker_whose_message_was_interrupted_is_given_up(
         assert streamer.predict([2]) == [2]
 
 
-def test_a_finalizer_may_write_to_a_worker_that_is_being_written_to(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_finalizer_may_submit_while_a_message_is_written(
+    when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = WorkerProcess(0, 0)
     write = FrameWriter.write
+    seconds: list[Future] = []
 
     def interrupted(writer: FrameWriter, frame: bytes) -> bool:
-        if frame == b"first":  # as the garbage collector may do, in this thread
-            assert worker.write(b"second")
-        return write(writer, frame)
+        is_first = not seconds
+        if is_first and when == "before":  # as the garbage collector may do, in this thread
+            seconds.append(Future(None))  # type: ignore[arg-type]  # one only
+            seconds[0] = streamer.submit(["second"])
+        has_written = write(writer, frame)
+        if is_first and when == "after":
+            seconds.append(Future(None))  # type: ignore[arg-type]
+            seconds[0] = streamer.submit(["second"])
+        return has_written
 
-    monkeypatch.setattr(FrameWriter, "write", interrupted)
-    assert worker.write(b"first")
-    frames = FrameReader(worker._requests.fileno()).read()
-    assert [bytes(frame) for frame in frames] == [b"first", b"second"]
-    worker._release()
-    for end in (worker._requests, worker._responses, worker._stacks):
-        end.close()
+    with Streamer(models.echo, 1) as streamer:
+        streamer.wait_ready()
+        monkeypatch.setattr(FrameWriter, "write", interrupted)
+        assert streamer.submit(["first"]).result() == ["first"]
+        monkeypatch.undo()
+        assert seconds[0].result() == ["second"]
 
 
 def test_what_a_finalizer_writes_at_the_end_of_a_write_is_not_left_behind() -> None:
@@ -398,70 +348,11 @@ def test_init_arguments_for_a_function_are_refused() -> None:
         Streamer(models.echo, model_init_args=[1])
 
 
-# -- errors of the model
-
-
-def test_odd_exceptions_of_the_model(build: Build) -> None:
-    streamer = build(models.misbehave)
-    # It does not unpickle, so from a process it is stood in for; the worker goes on all the same.
-    with pytest.raises((models.FrozenError, ModelError), match="3"):
-        streamer.predict(["raise frozen"])
-    with pytest.raises(models.WordedError) as worded:
-        streamer.predict(["raise worded"])
-    assert str(worded.value) == "error 5", "as it was, and not worded again for each crossing"
-    with pytest.raises(StopIteration):
-        streamer.predict(["raise stop"])
-    assert streamer.predict(["fine"]) == ["fine"]
-
-
-def test_stop_iteration_is_told_in_asyncio_too(build: Build) -> None:
-    streamer = build(models.misbehave)
-
-    async def main() -> list[Any]:
-        calls = [streamer.apredict([item]) for item in ("raise stop", "fine")]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    first, second = asyncio.run(main())
-    assert isinstance(first, RuntimeError)
-    assert "StopIteration" in str(first)
-    assert second == ["fine"] or isinstance(second, RuntimeError), "they may share the batch"
+class TestHazards(Hazards):
+    """With workers of every kind."""
 
 
 # -- leaving
-
-
-class Keyed:
-    """A sequence with keys of its own, as a pandas Series is."""
-
-    def __init__(self, **items: Any) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __iter__(self) -> Any:
-        return iter(self.items.values())
-
-    def __getitem__(self, key: str) -> Any:
-        return self.items[key]
-
-
-def test_a_batch_is_read_in_its_order_whatever_its_keys(build: Build) -> None:
-    streamer = build(models.double)
-    assert streamer.predict(Keyed(seven=1)) == [2]  # type: ignore[arg-type]
-    assert streamer.predict(Keyed(seven=1, nine=2)) == [2, 4]  # type: ignore[arg-type]
-
-
-def test_a_closed_loop_is_not_kept(build: Build) -> None:
-    streamer = build(models.echo)
-    loop = asyncio.new_event_loop()
-    assert loop.run_until_complete(streamer.apredict([1])) == [1]
-    streamer.predict([1])  # the threads have let go of the former call by now
-    reference = weakref.ref(loop)
-    loop.close()
-    del loop
-    gc.collect()
-    assert reference() is None
 
 
 def test_an_item_that_was_refused_is_not_kept() -> None:
@@ -484,14 +375,6 @@ def test_an_item_that_was_refused_is_not_kept() -> None:
 def test_times_that_no_system_can_wait_are_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match=r"worker_timeout .* at most 1e\+09"):
         ThreadedStreamer(models.echo, worker_timeout=seconds)
-
-
-def test_a_long_time_is_not_too_long(build: Build) -> None:
-    streamer = build(models.echo, worker_timeout=3e7)
-    assert streamer.predict([1]) == [1]
-    future = streamer.submit([2])
-    streamer.close(timeout=3e7)
-    assert future.result() == [2]
 
 
 # -- code of users in the web process
@@ -526,26 +409,6 @@ def _caught(ask: Callable[[], list[Any]]) -> Any:
         return ask()[0]
     except models.TellsWhere as error:
         return error
-
-
-def test_a_future_s_error_is_the_same_each_time(build: Callable[..., Streamer]) -> None:
-    future = build(models.misbehave).submit(["raise"])
-    assert future.exception() is future.exception()
-    with pytest.raises(models.DetailedError) as caught:
-        future.result()
-    assert caught.value is future.exception()
-
-
-def test_waiters_hear_of_an_error(build: Callable[..., Streamer], gate: Gate) -> None:
-    with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
-        never = streamer.submit([1])
-        gate.await_arrival()
-        failed = build(models.misbehave).submit(["raise"])
-        done, _ = concurrent.futures.wait(
-            [never, failed], return_when=concurrent.futures.FIRST_EXCEPTION
-        )
-        assert done == {failed}
-        gate.let_through()
 
 
 def test_a_log_handler_that_raises_costs_nobody_an_answer(

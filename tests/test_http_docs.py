@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from command_line import invoke
 from serve_process import Serving
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +37,8 @@ def rounded(text: str) -> list[dict[str, object]]:
     return [{**each, "score": round(each["score"], 3)} for each in json.loads(text)]
 
 
-def test_the_curl_line_answers_what_it_says(infilling: Serving) -> None:
+@pytest.mark.xdist_group("infilling")
+def test_curl_line_answers_what_the_page_says(infilling: Serving) -> None:
     [line] = [
         block
         for block in blocks(TEXT, "bash")
@@ -46,7 +48,7 @@ def test_the_curl_line_answers_what_it_says(infilling: Serving) -> None:
     assert rounded(curl(line, infilling)) == json.loads(said)
 
 
-def test_the_stream_is_as_it_says(tmp_path: Path) -> None:
+def test_stream_is_as_the_page_says(tmp_path: Path) -> None:
     [program] = [block for block in blocks(TEXT, "python") if "class Collatz" in block]
     [line] = [
         block for block in blocks(TEXT, "bash") if '"stream"' in block and "/predict" in block
@@ -57,14 +59,15 @@ def test_the_stream_is_as_it_says(tmp_path: Path) -> None:
         assert curl(line, service) == said + "\n"
 
 
-def test_the_readmes_curl_line_answers_what_it_says(infilling: Serving) -> None:
+@pytest.mark.xdist_group("infilling")
+def test_curl_line_of_the_readme_answers_what_it_says(infilling: Serving) -> None:
     [line] = [block for block in blocks(README, "bash") if "inputs" in block]
     said = next(block for block in blocks(README, "json") if "token_str" in block)
     assert rounded(curl(line, infilling)) == rounded(said)
 
 
 @pytest.mark.long
-def test_openais_client() -> None:
+def test_program_with_openais_client_answers_what_the_page_says() -> None:
     [program] = [block for block in blocks(TEXT, "python") if "openai" in block]
     [line] = [block for block in blocks(TEXT, "bash") if "response_format" in block]
     with Serving(str(ROOT / "example" / "models" / "text_generation")) as service:
@@ -75,13 +78,14 @@ def test_openais_client() -> None:
         assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
 
 
-def test_hugging_faces_client(infilling: Serving) -> None:
+@pytest.mark.xdist_group("infilling")
+def test_program_with_hugging_faces_client_answers_what_the_page_says(infilling: Serving) -> None:
     [program] = [block for block in blocks(TEXT, "python") if "InferenceClient" in block]
     assert run(program.replace("http://127.0.0.1:8000", infilling.url)) == "you\n"
 
 
 @pytest.mark.long
-def test_the_curl_lines_that_send_files(tmp_path: Path) -> None:
+def test_curl_lines_send_files(tmp_path: Path) -> None:
     [lines] = [block for block in blocks(TEXT, "bash") if "@cat.png" in block]
     Image.new("RGB", (8, 8)).save(tmp_path / "cat.png")
     with Serving("served_models:kinds") as service:
@@ -91,7 +95,7 @@ def test_the_curl_lines_that_send_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_pipelines_alone(tmp_path: Path) -> None:
+def test_program_with_a_pipeline_alone_answers_what_the_page_says(tmp_path: Path) -> None:
     [program] = [block for block in blocks(TEXT, "python") if "PipelineModel" in block]
     (tmp_path / "program.py").write_text(program)
     done = subprocess.run(
@@ -109,25 +113,21 @@ def run(program: str) -> str:
     return done.stdout
 
 
-def test_the_file_of_options() -> None:
+def help_of(command: str) -> str:
+    done = invoke(command, "--help")
+    assert done.exit_code == 0
+    return done.output
+
+
+def test_options_of_the_example_file_are_those_of_serve() -> None:
     [table] = blocks(TEXT, "toml")
-    given = tomllib.loads(table)["serve"]
-    done = subprocess.run(
-        [sys.executable, "-m", "service_streamer", "serve", "--help"],
-        capture_output=True, text=True, check=True, cwd=ROOT,
-    )  # fmt: skip
-    for name in given.keys() - {"model"}:
-        assert f"--{name} " in done.stdout
+    text = help_of("serve")
+    for name in tomllib.loads(table)["serve"].keys() - {"model"}:
+        assert f"--{name} " in text
 
 
-def test_every_option_that_is_named_is_there() -> None:
-    done = [
-        subprocess.run(
-            [sys.executable, "-m", "service_streamer", command, "--help"],
-            capture_output=True, text=True, check=True, cwd=ROOT,
-        ).stdout
-        for command in ("serve", "worker")
-    ]  # fmt: skip
+def test_options_that_are_named_are_there() -> None:
+    texts = help_of("serve"), help_of("worker")
     ours = re.sub(r"^curl .*", "", TEXT, flags=re.MULTILINE)
     for option in set(re.findall(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*", ours)):
-        assert any(option in text for text in done), option
+        assert any(option in text for text in texts), option

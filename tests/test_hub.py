@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ import pytest
 
 import serve_process
 from hub_stub import Hub
-from service_streamer import Streamer
-from service_streamer.errors import WorkerStartError
-from service_streamer.pipelines import PipelineModel, hub
+from service_streamer import Streamer, ThreadedStreamer, WorkerStartError
+from service_streamer.pipelines import PipelineModel
 from service_streamer.pipelines.hub import HubModel, name_and_revision, remember, resolve
-from service_streamer.pipelines.loading import DEFAULT_MODEL, locate_model
+from tiny_models import DEFAULT_MODEL
 
 constants: Any = pytest.importorskip("huggingface_hub.constants")
 
@@ -48,7 +46,6 @@ def server(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             server.url + "/{repo_id}/resolve/{revision}/{filename}",
         )
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.url)
-        monkeypatch.setattr(hub, "_BRIEFLY", 0.5)
         yield server
 
 
@@ -87,7 +84,6 @@ def test_a_name_may_have_its_revision(
     model: str, revision: str | None, expected: tuple[str, str | None]
 ) -> None:
     assert name_and_revision(model, revision) == expected
-    assert locate_model(model) == model
 
 
 @pytest.mark.parametrize(("model", "revision"), [("a@", None), ("@v1", None), ("a@v1", "v2")])
@@ -106,7 +102,7 @@ def test_the_hub_says_what_a_branch_means(server: Hub, changed: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["hang", "503", "refuse", "offline"])
-def test_without_the_hub_the_cache_says_it_at_once(
+def test_the_cache_says_the_commit_at_once_without_the_hub(
     server: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     commit = "0123456789" * 4
@@ -117,7 +113,7 @@ def test_without_the_hub_the_cache_says_it_at_once(
     if mode == "offline":
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for revision in (None, commit):
-        found = resolve(NAME, revision)
+        found = resolve(NAME, revision, briefly=0.5)
         assert found.commit == commit
         assert found.options == {"revision": commit, "local_files_only": True}
         # On a busy machine the client may notice first that nothing comes.
@@ -127,10 +123,9 @@ def test_without_the_hub_the_cache_says_it_at_once(
 
 
 @pytest.mark.parametrize("mode", ["hang", "503", "refuse", "offline"])
-def test_without_the_hub_and_a_cache_it_is_said_who_was_asked(
+def test_a_model_that_neither_hub_nor_cache_has_is_named_with_both(
     server: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    monkeypatch.setattr(hub, "_PATIENTLY", 0.5)
     server.mode = mode
     if mode == "refuse":
         server.close()
@@ -138,16 +133,13 @@ def test_without_the_hub_and_a_cache_it_is_said_who_was_asked(
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     store(cache, NAME, "0" * 40, DEFAULT_MODEL, "v1")
     with pytest.raises(FileNotFoundError) as error:
-        resolve(NAME)
-    text = str(error.value)
-    assert text.startswith(
-        f"the model 'org/infilling' cannot be loaded: the hub {server.url} cannot be reached ("
-    )
-    assert f"revision 'main' is not in the cache {cache}" in text
+        resolve(NAME, patiently=0.5)
+    for word in ("'org/infilling'", server.url, "'main'", str(cache)):
+        assert word in str(error.value)
     server.released.set()
 
 
-def test_what_the_hub_refuses_is_said(server: Hub) -> None:
+def test_a_model_that_the_hub_refuses_is_named(server: Hub) -> None:
     server.publish(NAME, DEFAULT_MODEL)
     with pytest.raises(FileNotFoundError, match=f"no model 'org/none' at {server.url}, nor a fold"):
         resolve("org/none")
@@ -157,7 +149,7 @@ def test_what_the_hub_refuses_is_said(server: Hub) -> None:
         resolve("no..name")
 
 
-def test_what_is_cached_is_served_when_the_hub_refuses_it(server: Hub, cache: Path) -> None:
+def test_a_cached_model_is_served_when_the_hub_refuses_it(server: Hub, cache: Path) -> None:
     store(cache, NAME, "0" * 40, DEFAULT_MODEL)
     found = resolve(NAME)  # a token that is not valid any more, say
     assert (found.commit, "RepositoryNotFoundError" in found.away) == ("0" * 40, True)
@@ -180,14 +172,14 @@ def test_the_cache_learns_what_a_branch_means(cache: Path) -> None:
     assert sorted(path.name for path in reference.parent.iterdir()) == ["main", "refs"]
 
 
-def test_a_cache_that_cannot_be_written_to_does_not_matter(cache: Path) -> None:
+def test_a_cache_that_cannot_be_written_to_does_not_matter(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache.write_text("no folder")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     remember(HubModel(NAME, "main", "0" * 40))
-    assert resolve_or_none(NAME) is None
-
-
-def resolve_or_none(name: str) -> Any:
-    return hub._cached_commit(Path(constants.HF_HUB_CACHE), name, "main")
+    with pytest.raises(FileNotFoundError, match="cache"):
+        resolve(NAME)
 
 
 # -- in workers
@@ -216,10 +208,8 @@ def test_a_gated_model_says_what_to_do(server: Hub) -> None:
     server.gated.add(NAME)
     with pytest.raises(FileNotFoundError) as error:
         PipelineModel().init_model(NAME)
-    assert str(error.value) == (
-        f"the model 'org/infilling' is gated: accept its licence at {server.url}/{NAME}, and set "
-        "HF_TOKEN to a token of that account (or run 'hf auth login')"
-    )
+    for word in ("gated", f"{server.url}/{NAME}", "HF_TOKEN"):
+        assert word in str(error.value)
 
 
 def test_a_cache_with_a_part_of_the_model_says_which_is_missing(server: Hub, cache: Path) -> None:
@@ -245,7 +235,12 @@ def test_a_folder_has_no_revision() -> None:
 @pytest.fixture
 def run(server: Hub, cache: Path) -> Callable[..., Any]:
     variables = {name: os.environ[name] for name in ("HF_ENDPOINT", "HF_HUB_CACHE", "HF_HOME")}
-    return lambda *arguments: serve_process.run(*arguments, "--port", "0", **variables)
+
+    def run(role: str, *arguments: str) -> Any:
+        port = ("--port", "0") if role == "serve" else ()
+        return serve_process.run(role, *arguments, *port, **variables)
+
+    return run
 
 
 @pytest.mark.long
@@ -264,23 +259,22 @@ def test_serve_pins_the_commit_and_shows_it(server: Hub, cache: Path, changed: P
 
 @pytest.mark.long
 def test_serve_starts_from_the_cache_while_the_hub_hangs(server: Hub, cache: Path) -> None:
-    """61 s it took. It is compared with a start from a folder, since machines differ."""
-    began = time.monotonic()
-    with serve_process.Serving(str(DEFAULT_MODEL)):
-        usual = time.monotonic() - began
+    """It took 61 s before."""
     store(cache, NAME, "0" * 40, DEFAULT_MODEL)
     server.mode = "hang"
-    began = time.monotonic()
     with serve_process.Serving(NAME) as service:
-        longer = time.monotonic() - began - usual
         assert service.client.get("/info").json()["revision"] == "0" * 40
         assert "no answer within 3 s" in service.log()
-    assert longer < usual + 10, "twice 3 s: in this process and in its worker"
+    asked = [path for _, path in server.asked if path.startswith("/api/models/")]
+    assert len(asked) <= 3, "each may take 3 s"
     server.released.set()
 
 
-def test_serve_of_what_the_hub_has_not_ends_with_3(run: Callable[..., Any], server: Hub) -> None:
-    done = run("serve", "org/none")
+@pytest.mark.parametrize("role", ["serve", "worker"])
+def test_serving_a_model_that_the_hub_lacks_ends_with_3(
+    run: Callable[..., Any], server: Hub, role: str
+) -> None:
+    done = run(role, "org/none")
     assert done.returncode == 3
     assert f"there is no model 'org/none' at {server.url}" in done.stderr
 
@@ -302,20 +296,13 @@ def test_a_revision_is_for_models_on_the_hub(
     assert "--revision" in done.stderr
 
 
-def test_a_worker_host_pins_the_commit_too(
-    run: Callable[..., Any], server: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variables = {name: os.environ[name] for name in ("HF_ENDPOINT", "HF_HUB_CACHE", "HF_HOME")}
-    done = serve_process.run("worker", "org/none", **variables)
-    assert done.returncode == 3
-    assert f"there is no model 'org/none' at {server.url}" in done.stderr
-
-
 def test_the_message_of_a_worker_names_the_hub(server: Hub) -> None:
+    class OfHub(PipelineModel):
+        def init_model(self) -> None:  # type: ignore[override]
+            super().init_model("org/none")
+
     with (
-        Streamer(
-            PipelineModel, cuda_devices=("cpu",), model_init_kwargs={"model": "org/none"}
-        ) as streamer,
+        ThreadedStreamer(OfHub) as streamer,
         pytest.raises(WorkerStartError, match=f"no model 'org/none' at {server.url}"),
     ):
         streamer.wait_ready()

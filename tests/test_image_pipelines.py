@@ -5,131 +5,94 @@ from __future__ import annotations
 import base64
 import io
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 
-import tiny_models
+from pipeline_cases import (
+    assert_close,
+    compiles_to_itself,
+    count_calls,
+    folder,
+    image,
+    in_threads,
+    item,
+    loaded,
+    plain,
+    reference,
+    samples,
+    saved,
+    served,
+    sound,
+    variant,
+)
 from service_streamer import InvalidInput
 from service_streamer.pipelines import PipelineModel
-from service_streamer.pipelines.buckets import make_buckets
-from service_streamer.pipelines.inputs import read_audio
-from service_streamer.pipelines.labels import rank
-from service_streamer.pipelines.requests import plain
-from test_pipelines import assert_close, count_calls, item, sound
+
+pytestmark = pytest.mark.xdist_group("image-pipelines")
 
 SIZES = ((40, 30), (30, 40), (64, 64), (300, 200), (9, 80))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads that wait for each other are many times slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module")
+def model() -> PipelineModel:
+    return served("pictures")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.build("pictures", tmp_path_factory.mktemp("models") / "pictures")
-
-
-def loaded(folder: Path, task: str | None = None) -> PipelineModel:
-    model = PipelineModel("cpu")
-    model.init_model(folder, task)
-    return model
+def detector() -> PipelineModel:
+    return served("detector")
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> PipelineModel:
-    return loaded(folder)
+def sounds() -> PipelineModel:
+    return served("sounds")
 
 
-@pytest.fixture(scope="module")
-def detector(tmp_path_factory: pytest.TempPathFactory) -> PipelineModel:
-    return loaded(tiny_models.build("detector", tmp_path_factory.mktemp("models") / "detector"))
-
-
-@pytest.fixture(scope="module")
-def sounds(tmp_path_factory: pytest.TempPathFactory) -> PipelineModel:
-    return loaded(tiny_models.build("sounds", tmp_path_factory.mktemp("models") / "sounds"))
-
-
-def image(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    noise = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(noise).convert(mode)
-
-
-def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> str:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def in_threads(model: PipelineModel, items: list[Any]) -> list[Any]:
-    """Results of the stages, each in a thread of its own, as a worker runs them."""
-    batch: Any = items
-    for stage in (model.preprocess, model.forward, model.postprocess):
-        with ThreadPoolExecutor(1) as thread:
-            batch = thread.submit(stage, batch).result()
-    results: list[Any] = batch
-    return results
+def with_one_label(name: str, target: Path, label: str) -> Path:
+    """A tiny classifier whose last layer gives one label only."""
+    config: Any = transformers.AutoConfig.from_pretrained(folder(name))
+    config.id2label, config.label2id = {0: label}, {label: 0}
+    kind = getattr(transformers, config.architectures[0])
+    kind.from_pretrained(folder(name), config=config, ignore_mismatched_sizes=True).save_pretrained(
+        target
+    )
+    (target / "preprocessor_config.json").write_bytes(
+        (folder(name) / "preprocessor_config.json").read_bytes()
+    )
+    return target
 
 
 @pytest.mark.parametrize("kind", ["single_label", "multi_label", "regression", "one label"])
-@pytest.mark.parametrize(
-    "parameters",
-    [{}, {"top_k": 1}, {"top_k": 3}, {"top_k": 99}]
-    + [{"function_to_apply": name, "top_k": 2} for name in ("softmax", "sigmoid", "none")],
-    ids=str,
-)
-def test_labels_are_those_of_the_pipeline(
-    model: PipelineModel, monkeypatch: pytest.MonkeyPatch, kind: str, parameters: dict[str, Any]
-) -> None:
-    from service_streamer.pipelines.images import ImageClassifier
-
-    pipeline = model.model
-    config = pipeline.model.config
+def test_labels_are_those_of_the_pipeline(tmp_path: Path, kind: str) -> None:
     if kind == "one label":
-        monkeypatch.setitem(pipeline.model._modules, "classifier", torch.nn.Linear(16, 1))
-        monkeypatch.setattr(config, "id2label", {0: "cat"})
+        source = with_one_label("pictures", tmp_path, "cat")
     else:
         named = kind if kind == "regression" else f"{kind}_classification"
-        monkeypatch.setattr(config, "problem_type", named)
-    monkeypatch.setitem(model.handlers, "predict", ImageClassifier(pipeline))
+        source = variant("pictures", tmp_path, problem_type=named)
+    model, alone = loaded(source), reference(source, "image-classification")
+    functions = [{"function_to_apply": name, "top_k": 2} for name in ("softmax", "sigmoid", "none")]
     images = [image(*size) for size in SIZES]
-    wanted = [plain(pipeline(each, **parameters)) for each in images]
-    assert_close(in_threads(model, [item(saved(each), **parameters) for each in images]), wanted)
-
-
-def test_of_equal_scores_the_first_label_is_first() -> None:
-    """float32 has no score between 0 and its smallest: many labels of a sure model have 0."""
-    logits = torch.full((1, 200), -1000.0).index_fill(1, torch.tensor([150]), 0)
-    for scores in (logits, -logits * 0):
-        _, numbers = rank(scores, ["softmax"], None)
-        rest = [number for number in numbers[0].tolist() if number != 150]
-        assert rest == sorted(rest)
+    for parameters in ({}, {"top_k": 1}, {"top_k": 3}, {"top_k": 99}, *functions):
+        wanted = [plain(alone(each, **parameters)) for each in images]
+        items = [item(saved(each), **parameters) for each in images]
+        assert_close(in_threads(model, items), wanted)
 
 
 def test_images_of_all_sizes_and_parameters_share_a_forward_pass(
     model: PipelineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = [item(saved(image(*size)), top_k=at) for at, size in enumerate(SIZES, 1)]
+    items.append(item(items[0]["inputs"], function_to_apply="sigmoid"))
     wanted = [model.predict([each])[0] for each in items]
     calls = count_calls(monkeypatch, model.model.model, "forward")
     assert_close(model.predict(items), wanted)
-    assert calls == [len(SIZES)]
-    other = item(items[0]["inputs"], function_to_apply="sigmoid")
-    wanted += model.predict([other])
-    assert_close(model.predict([*items, other]), wanted)
-    assert calls[1:] == [1, len(SIZES) + 1]
+    assert calls == [len(items)]
 
 
 def test_pixels_go_to_the_device_as_bytes_and_answers_come_back(model: PipelineModel) -> None:
@@ -155,51 +118,35 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", PROCESSORS)
-def test_image_processors_of_every_kind(
-    model: PipelineModel, monkeypatch: pytest.MonkeyPatch, case: str
+def test_image_processors_of_every_kind_give_their_own_pixels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    import transformers
-
-    from service_streamer.pipelines.images import ImageFeatures
-
     options = {"size": {"height": 32, "width": 32}, **PROCESSORS[case]}
     processor = getattr(transformers, f"{options.pop('name')}ImageProcessor")(**options)
-    monkeypatch.setattr(model.model, "image_processor", processor)
-    handler = ImageFeatures(model.model)
-    assert (handler.arithmetic is None) == (case == "padded")
+    processor.save_pretrained(variant("pictures", tmp_path))
+    task = "image-feature-extraction"
+    model, alone = loaded(tmp_path, task), reference(tmp_path, task)
     images = [image(*size) for size in SIZES]
-    from service_streamer.pipelines.requests import Request
-
-    requests = [Request("predict", saved(each), {}) for each in images]
-    handler.encode(requests)
-    assert len({request.key for request in requests}) == 1
-    outputs = handler.forward(handler.collate(requests)).wait()
-    with torch.inference_mode():
-        pixels = [processor(images=each, return_tensors="pt") for each in images]
-        wanted = torch.cat([model.model.model(**each)[0] for each in pixels])
-    assert torch.allclose(outputs, wanted, atol=1e-4)
+    wanted = [plain(alone(each)) for each in images]
+    calls = count_calls(monkeypatch, model.model.model, "forward")
+    assert_close(in_threads(model, [saved(each) for each in images]), wanted, 1e-4)
+    assert calls == [len(SIZES)]
 
 
 def test_a_processor_that_does_something_else_makes_its_own_pixels(
     model: PipelineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from service_streamer.pipelines.images import ImageClassifier
-
     processor = type(model.model.image_processor)
     usual = processor.normalize
     monkeypatch.setattr(processor, "normalize", lambda *args: usual(*args) ** 2)
-    handler = ImageClassifier(model.model)
-    assert handler.arithmetic is None
-    monkeypatch.setitem(model.handlers, "predict", handler)
-    wanted = plain(model.model(image(40, 30)))
-    assert_close(in_threads(model, [saved(image(40, 30))]), [wanted])
+    other = loaded(folder("pictures"))
+    wanted = plain(other.model(image(40, 30)))
+    assert_close(in_threads(other, [saved(image(40, 30))]), [wanted])
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "LA", "RGBA", "P", "CMYK", "1"])
 def test_colours_are_those_of_the_pipeline(model: PipelineModel, mode: str) -> None:
-    colours = image(40, 30, mode)
-    kind = "TIFF" if mode == "CMYK" else "PNG"
-    sent = saved(colours, "JPEG" if mode == "CMYK" else kind)
+    sent = saved(image(40, 30, mode), "JPEG" if mode == "CMYK" else "PNG")
     decoded = Image.open(io.BytesIO(base64.b64decode(sent)))
     assert_close(model.predict([sent]), [plain(model.model(decoded))])
 
@@ -240,79 +187,80 @@ def test_objects_are_those_of_the_pipeline(
     assert_close(in_threads(detector, items), wanted)
 
 
-def test_features_are_those_of_the_pipeline(folder: Path) -> None:
-    model = loaded(folder, "image-feature-extraction")
-    images = [image(*size) for size in SIZES]
-    wanted = [plain(model.model(each)) for each in images]
-    assert_close(in_threads(model, [saved(each) for each in images]), wanted)
-
-
 def test_images_are_decoded_in_as_many_threads_as_torch_may_use(
-    model: PipelineModel, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from service_streamer.pipelines import images
-
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    handler = images.ImageClassifier(model.model)
-    monkeypatch.setitem(model.handlers, "predict", handler)
-    meet = threading.Barrier(2, timeout=60)  # two at once, or it breaks
-    usual = images.read_image
-
-    def read(value: object) -> Any:
-        meet.wait()
-        return usual(value)
-
+    model = loaded(folder("pictures"))
     sent = [saved(image(*size)) for size in SIZES[:4]]
     wanted = model.predict(sent)
-    monkeypatch.setattr(images, "read_image", read)
+    meet = threading.Barrier(2, timeout=60)  # two at once, or it breaks
+    usual = Image.open
+
+    def open_image(*args: Any, **options: Any) -> Any:
+        meet.wait()
+        return usual(*args, **options)
+
+    monkeypatch.setattr(Image, "open", open_image)
     assert_close(model.predict(sent), wanted)
+    monkeypatch.undo()
     with pytest.raises(InvalidInput, match="'first' is not base64"):
         model.predict([sent[0], "first", sent[1], "second"])
 
 
-@pytest.mark.parametrize("parameters", [{}, {"top_k": 1}, {"function_to_apply": "none"}], ids=str)
-def test_sounds_are_those_of_the_pipeline(
-    sounds: PipelineModel, parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_sounds_are_those_of_the_pipeline_and_share_a_pass_if_as_long(
+    sounds: PipelineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent = [sound(1600), sound(2400), sound(1600, width=1)]
-    wanted = [plain(sounds.model(read_audio(each, 16_000), **parameters)) for each in sent]
-    calls = count_calls(monkeypatch, sounds.model.model, "forward")
-    assert_close(in_threads(sounds, [item(each, **parameters) for each in sent]), wanted)
-    assert calls == [2, 1]
+    sent = [sound(1600), sound(2400), sound(1600)]
+    raw = [np.array(samples(count), np.float32) for count in (1600, 2400, 1600)]
+    for parameters in ({}, {"top_k": 1}, {"function_to_apply": "none"}):
+        wanted = [plain(sounds.model(each, **parameters)) for each in raw]
+        with monkeypatch.context() as patch:
+            calls = count_calls(patch, sounds.model.model, "forward")
+            items = [item(each, **parameters) for each in sent]
+            assert_close(in_threads(sounds, items), wanted, 1e-3)
+        assert calls == [2, 1]
 
 
-def test_the_one_label_of_a_sound(sounds: PipelineModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unlike that of an image or a text it is certain."""
-    from service_streamer.pipelines.sounds import SoundClassifier
+@pytest.mark.parametrize(
+    "sent",
+    [*(sound(1600, width=width) for width in (1, 2, 3, 4)), sound(1600, channels=2)],
+    ids=["8 bits", "16 bits", "24 bits", "32 bits", "stereo"],
+)
+def test_samples_of_every_width_are_heard_as_they_are(sounds: PipelineModel, sent: str) -> None:
+    raw = {"sampling_rate": 16_000, "raw": samples(1600)}
+    assert_close(sounds.predict([sent]), sounds.predict([raw]), 0.02)
+    [[group], [other]] = sounds.preprocess([sent]), sounds.preprocess([raw])
+    [heard], [wanted] = ([*each.batch[0].values()] for each in (group, other))
+    assert torch.allclose(heard, wanted, atol=0.05)
 
-    network = sounds.model.model
-    size = network.classifier.in_features
-    monkeypatch.setitem(network._modules, "classifier", torch.nn.Linear(size, 1))
-    monkeypatch.setattr(network.config, "id2label", {0: "yes"})
-    monkeypatch.setitem(sounds.handlers, "predict", SoundClassifier(sounds.model))
-    wanted = plain(sounds.model(read_audio(sound(1600), 16_000)))
-    assert sounds.predict([sound(1600)]) == [wanted] == [[{"score": 1.0, "label": "yes"}]]
+
+def test_the_one_label_of_a_sound_is_certain(tmp_path: Path) -> None:
+    """Unlike that of an image or a text."""
+    source = with_one_label("sounds", tmp_path, "yes")
+    [answer] = loaded(source).predict([sound(1600)])
+    assert answer == [{"score": 1.0, "label": "yes"}]
+    alone = reference(source, "audio-classification")
+    assert answer == plain(alone(np.array(samples(1600), np.float32)))
 
 
 def test_a_batch_is_padded_to_the_rows_that_a_model_is_compiled_for(
-    model: PipelineModel, detector: PipelineModel, monkeypatch: pytest.MonkeyPatch
+    model: PipelineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handler = model.handlers["predict"]
-    assert handler.has_buckets
-    assert not detector.handlers["predict"].has_buckets  # each form is a shape of its own
     items = [saved(image(*size)) for size in SIZES[:3]]
     wanted = model.predict(items)
-    monkeypatch.setattr(handler, "buckets", make_buckets(8, 0))
-    calls = count_calls(monkeypatch, model.model.model, "forward")
-    assert_close(model.predict(items), wanted)
+    compiles_to_itself(monkeypatch)
+    compiled = loaded(folder("pictures"), compile=True, batch_size=8)
+    assert compiled.description["batch_sizes"] == [1, 2, 4, 8]
+    calls = count_calls(monkeypatch, compiled.model.model, "forward")
+    assert_close(compiled.predict(items), wanted)
     assert calls == [4]
+    with pytest.raises(ValueError, match="compile"):  # each form of an image is a shape
+        loaded(folder("detector"), compile=True)
 
 
-def test_half_precision(folder: Path) -> None:
-    model = PipelineModel("cpu")
-    model.init_model(folder, dtype="bfloat16")
-    [answer] = in_threads(model, [saved(image(40, 30))])
-    [wanted] = [plain(model.model(image(40, 30)))]
-    assert [each["label"] for each in answer] == [each["label"] for each in wanted]
-    scores = [each["score"] for each in answer]
-    assert scores == pytest.approx([each["score"] for each in wanted], abs=0.02)
+def test_images_in_half_precision_get_nearly_the_scores_of_the_pipeline() -> None:
+    half = loaded(folder("pictures"), dtype="bfloat16")
+    [answer] = in_threads(half, [saved(image(40, 30))])
+    [wanted] = [plain(half.model(image(40, 30)))]
+    assert_close(answer, wanted, 0.02)

@@ -11,45 +11,18 @@ import numpy as np
 import pytest
 
 from preprocess_models import NamesInvalid
-from service_streamer import InvalidInput, InvalidItems, ManagedModel, Streamer, ThreadedStreamer
+from service_streamer import (
+    BadModelOutput,
+    InvalidInput,
+    InvalidItems,
+    ManagedModel,
+    Streamer,
+    ThreadedStreamer,
+)
 from service_streamer.batching.policy import LearnedPolicy
-from service_streamer.errors import BadModelOutput
-from service_streamer.observe.record import BatchRecord, BatchReport
+from service_streamer.observe.record import BatchRecord
 from service_streamer.testing import Gate
-from service_streamer.workers import runner
-from service_streamer.workers.model_spec import LoadedModel, ModelSpec
-
-
-class Channel(runner.Channel):
-    """Hands out batches, and keeps the answers."""
-
-    def __init__(self, *batches: tuple[list[Any], dict[int, Any]]) -> None:
-        self._batches = list(enumerate(batches))
-        self.reports: list[BatchReport] = []
-
-    def receive(self) -> tuple[Any, ...] | None:
-        if not self._batches:
-            return None
-        number, (items, failures) = self._batches.pop(0)
-        return number, items, failures
-
-    def send(self, report: BatchReport) -> None:
-        self.reports.append(report)
-
-
-def served(model: LoadedModel, items: list[Any], failures: dict[int, Any] | None = None) -> Any:
-    channel = Channel((items, failures or {}))
-    runner.serve(channel, model)
-    (report,) = channel.reports
-    return report
-
-
-def loaded(model: Any, *args: Any) -> LoadedModel:
-    return ModelSpec(model, args).load(None)
-
-
-def texts(report: BatchReport) -> dict[int, str]:
-    return {position: str(each.exception()) for position, each in report.failures.items()}
+from worker_loop import loaded, model_of, raised, served, texts
 
 
 def refuse(items: Sequence[Any]) -> None:
@@ -82,51 +55,45 @@ class Whole(ManagedModel):
 
 
 @pytest.mark.parametrize("model", [Staged, Whole])
-def test_the_others_are_computed_once_without_them(model: type[Staged]) -> None:
-    spec = loaded(model)
-    report = served(spec, [1, -2, 3, -4])
+@pytest.mark.parametrize(
+    ("items", "sizes"), [([1, -2, 3, -4], [2]), ([-1, -2], []), ([-1, 2, 3], [2])]
+)
+def test_the_valid_items_of_a_batch_are_computed_once_without_the_others(
+    model: type[Staged], items: list[int], sizes: list[int]
+) -> None:
+    worker = loaded(model)
+    (report,) = served(worker, items)
     assert report.failure is None
-    assert report.outputs == [10, None, 30, None]
-    assert texts(report) == {1: "-2 < 0", 3: "-4 < 0"}
-    managed: Any = spec.managed
-    assert managed.sizes == [2]
-
-
-@pytest.mark.parametrize("model", [Staged, Whole])
-def test_a_batch_of_invalid_items_only_is_not_computed(model: type[Staged]) -> None:
-    spec = loaded(model)
-    report = served(spec, [-1, -2])
-    assert (report.failure, report.outputs) == (None, [None, None])
-    assert texts(report) == {0: "-1 < 0", 1: "-2 < 0"}
-    managed: Any = spec.managed
-    assert managed.sizes == []
+    assert report.outputs == [None if item < 0 else 10 * item for item in items]
+    assert texts(report) == {i: f"{item} < 0" for i, item in enumerate(items) if item < 0}
+    assert model_of(worker).sizes == sizes
 
 
 def test_positions_are_those_of_the_batch_where_items_are_missing_already() -> None:
     lost = object()
-    report = served(loaded(Staged), [1, -2, 3], {0: lost, 2: lost})
+    (report,) = served(loaded(Staged), [1, -2, 3], failures={0: lost, 2: lost})
     assert report.outputs == [None, 10, None, None, 30]
     assert report.failures.pop(0) is report.failures.pop(2) is lost
     assert texts(report) == {3: "-2 < 0"}
 
 
-def test_below_a_ceiling_too() -> None:
-    spec = loaded(Staged)
-    spec.ceiling.limit = 2
-    report = served(spec, [1, 2, 3, -4, 5, -6])
+def test_invalid_items_fail_alone_below_a_ceiling() -> None:
+    worker = loaded(Staged)
+    worker.ceiling.limit = 2
+    (report,) = served(worker, [1, 2, 3, -4, 5, -6])
     assert report.outputs == [10, 20, 30, None, 50, None]
     assert texts(report) == {3: "-4 < 0", 5: "-6 < 0"}
 
 
 @pytest.mark.parametrize("model", [Staged, Whole])
-def test_of_rows_too(model: type[ManagedModel]) -> None:
+def test_invalid_rows_of_a_stacked_batch_fail_alone(model: type[ManagedModel]) -> None:
     """Rows of one shape are a batch for the model, so it counts among those only."""
 
     class Stacks(model):  # type: ignore[misc,valid-type]
         stack = True
 
     items = [np.array(row) for row in ([1, 1], [2], [-3, 1], [4, 4], [-5], [6])]
-    report = served(loaded(Stacks), items)
+    (report,) = served(loaded(Stacks), items)
     assert sorted(report.failures) == [2, 4]
     done = [None if each is None else each.tolist() for each in report.outputs]
     assert done == [[10, 10], [20], None, [40, 40], None, [60]]
@@ -146,14 +113,14 @@ class Wrong(Staged):
 def test_an_item_that_is_not_there_is_an_error_of_the_model(
     position: Any, shown: str, limit: int
 ) -> None:
-    spec = loaded(Wrong, position)
-    spec.ceiling.limit = limit
-    error = served(spec, [1, 2, 3, 4]).failure.exception()
+    worker = loaded(Wrong, position)
+    worker.ceiling.limit = limit
+    error = raised(served(worker, [1, 2, 3, 4])[0])
     assert isinstance(error, BadModelOutput)
-    assert str(error).startswith(f"InvalidItems names item {shown}, but the model was called with")
+    assert f"names item {shown}," in str(error)
 
 
-def test_later_than_in_preprocess_it_is_an_error_of_the_batch() -> None:
+def test_invalid_items_are_an_error_of_the_batch_later_than_in_preprocess() -> None:
     class Late(Staged):
         def preprocess(self, items: list[Any]) -> list[Any]:
             return items
@@ -162,13 +129,8 @@ def test_later_than_in_preprocess_it_is_an_error_of_the_batch() -> None:
             refuse(batch)
             return batch
 
-    error = served(loaded(Late), [1, -2]).failure.exception()
+    error = raised(served(loaded(Late), [1, -2])[0])
     assert (type(error), str(error)) == (InvalidInput, "-2 < 0")
-
-
-class UnpicklableError(Exception):
-    def __init__(self, text: str, size: int) -> None:
-        super().__init__(text)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -198,7 +160,7 @@ def test_each_caller_gets_the_error_of_its_own_item(gate: Gate, size: int) -> No
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_that_holds_across_processes(workers: int) -> None:
+def test_each_caller_gets_the_error_of_its_own_item_across_processes(workers: int) -> None:
     with Streamer(NamesInvalid, batch_size=64, preprocess_workers=workers) as streamer:
         batch = [1, -2, 3, 4, 5, -6, 7]
         futures = [streamer.submit([item]) for item in batch]
@@ -213,7 +175,7 @@ def test_that_holds_across_processes(workers: int) -> None:
         assert streamer.stats().isolated == 0
 
 
-def test_the_exception_itself() -> None:
+def test_invalid_items_are_copied_and_pickled_with_their_errors() -> None:
     errors = {3: InvalidInput("no"), 1: ValueError("two")}
     invalid = InvalidItems(errors)
     for each in (invalid, pickle.loads(pickle.dumps(invalid)), copy.copy(invalid)):

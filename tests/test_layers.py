@@ -6,13 +6,13 @@ The layers are the folders, top to bottom. Nothing is listed by module, so nothi
 from __future__ import annotations
 
 import ast
+import functools
+import os
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).parent.parent / "service_streamer"
 
@@ -69,6 +69,7 @@ MODULES = sorted(
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
     for path in PACKAGE.rglob("*.py")
 )
+KNOWN = frozenset(MODULES)
 
 
 def source(module: str) -> Path:
@@ -76,6 +77,7 @@ def source(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+@functools.cache
 def room(module: str) -> str:
     """The folder of a module; a module at the top level is a room of its own."""
     if source(module).name == "__init__.py":
@@ -83,16 +85,21 @@ def room(module: str) -> str:
     return module.rpartition(".")[0] or module
 
 
-def imports(module: str, *, nested: bool = True) -> Iterator[str]:
+@functools.cache
+def imports(module: str, *, nested: bool = True) -> frozenset[str]:
     """The modules that a module imports at run time: ours as ".name", others by their top name.
 
     Without ``nested`` only those that are imported when the module is.
     """
+    return frozenset(_imports(module, nested=nested))
+
+
+def _imports(module: str, *, nested: bool) -> Iterator[str]:
     tree = ast.parse(source(module).read_text())
     skipped = {
         node
         for block in ast.walk(tree)
-        if (isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING")
+        if (isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING")
         or (not nested and isinstance(block, ast.FunctionDef | ast.AsyncFunctionDef))
         for node in ast.walk(block)
     }
@@ -110,7 +117,7 @@ def imports(module: str, *, nested: bool = True) -> Iterator[str]:
             base = base.strip(".")
             for alias in node.names:
                 name = f"{base}.{alias.name}".strip(".")
-                yield "." + (name if name in MODULES else base)
+                yield "." + (name if name in KNOWN else base)
         elif isinstance(node, ast.ImportFrom):
             yield str(node.module).partition(".")[0]
 
@@ -119,12 +126,15 @@ def ours(module: str, *, nested: bool = True) -> set[str]:
     return {name[1:] for name in imports(module, nested=nested) if name.startswith(".")}
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name])
-def test_imports_run_downward(module: str) -> None:
-    here = room(module)
-    for imported in ours(module):
-        there = room(imported)
-        assert there == here or LAYER[there] < LAYER[here], f"{module} imports {imported}"
+def test_imports_run_downward() -> None:
+    wrong = [
+        f"{module} imports {imported}"
+        for module in MODULES
+        if module
+        for imported in ours(module)
+        if room(imported) != room(module) and LAYER[room(imported)] >= LAYER[room(module)]
+    ]
+    assert not wrong
 
 
 def test_no_module_is_in_a_circle() -> None:
@@ -156,30 +166,53 @@ def test_few_modules_are_loose() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 10
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if room(name) in PURE])
-def test_decisions_do_no_io_and_read_no_clock(module: str) -> None:
-    assert not IMPURE & set(imports(module))
+def test_decisions_do_no_io_and_read_no_clock() -> None:
+    pure = [module for module in MODULES if room(module) in PURE]
+    assert len(pure) > 20
+    assert not {module: found for module in pure if (found := IMPURE & imports(module))}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_the_core_needs_the_standard_library_only(module: str) -> None:
-    foreign = {name for name in imports(module) if not name.startswith(".")}
-    foreign -= {*sys.stdlib_module_names, "service_streamer"}
-    assert foreign <= OPTIONAL.get(room(module), set())
+def test_the_core_needs_the_standard_library_only() -> None:
+    wrong = {}
+    for module in MODULES:
+        foreign = {name for name in imports(module) if not name.startswith(".")}
+        foreign -= {*sys.stdlib_module_names, "service_streamer"}
+        wrong[module] = foreign - OPTIONAL.get(room(module), set())
+    assert not {module: foreign for module, foreign in wrong.items() if foreign}
 
 
-def loaded_by(statement: str) -> set[str]:
-    """The modules that a fresh interpreter has after a statement."""
-    command = [sys.executable, "-c", f"import sys; {statement}; print(*sys.modules)"]
-    return set(
-        subprocess.run(command, check=True, capture_output=True, text=True, cwd=PACKAGE.parent)
-        .stdout.split()
+def loaded_by(*command: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded, as it prints them."""
+    done = subprocess.run(
+        [sys.executable, *command], check=True, capture_output=True, text=True, cwd=PACKAGE.parent,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
     )  # fmt: skip
+    return set(done.stdout.split())
 
 
-def test_a_worker_does_not_load_the_web_process_s_half() -> None:
-    loaded = loaded_by("import service_streamer.workers.child")
+#: A model that answers with the modules that its worker has loaded.
+WORKER = """
+import sys
+
+
+def loaded(batch):
+    return [[*sys.modules] for _ in batch]
+
+
+if __name__ == "__main__":
+    from service_streamer import Streamer
+
+    with Streamer(loaded) as streamer:
+        print(*streamer.predict([1])[0])
+"""
+
+
+def test_a_worker_does_not_load_the_web_process_s_half(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(WORKER)
+    loaded = loaded_by(str(program))
     rooms = ("engine", "streamer", "share", "redis", "serve", "simulate")
+    assert any(name.startswith(f"{PACKAGE.name}.workers") for name in loaded)
     assert not {f"service_streamer.{name}" for name in rooms} & loaded
     assert "asyncio" not in loaded
     assert "service_streamer.options.table" not in loaded, "a fifth of a worker's own imports"
@@ -187,7 +220,10 @@ def test_a_worker_does_not_load_the_web_process_s_half() -> None:
 
 def test_a_web_process_does_not_load_the_simulator() -> None:
     loaded = loaded_by(
-        "import service_streamer.streamer, service_streamer.redis.redis_streamer, "
-        "service_streamer.serve.http.app"
+        "-c",
+        "import sys, service_streamer.serve.http.app\n"
+        "from service_streamer import RedisStreamer, Streamer\n"
+        "print(*sys.modules)",
     )
+    assert "service_streamer.serve.http.app" in loaded
     assert not {name for name in loaded if name.startswith("service_streamer.simulate")}

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import models
+from cases import long_cases
 from service_streamer import Streamer, StreamerClosed, StreamerError, ThreadedStreamer
 from service_streamer.testing import Gate
 
@@ -81,7 +82,7 @@ def test_a_streamer_at_import_time_of_main_gives_one_clear_sentence(start: Start
     assert err.count("Traceback") == 1
     last = err.strip().splitlines()[-1]
     assert "build it under `if __name__ == '__main__':`" in last
-    assert last.startswith("service_streamer.errors.WorkerStartError: the Streamer is built while")
+    assert "WorkerStartError" in last.partition(":")[0]
 
 
 def test_the_same_with_a_model_larger_than_a_pipe(start: Start) -> None:
@@ -231,8 +232,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(start: Sta
 # -- ends
 
 
-@pytest.mark.short_cases("spawn")
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", *long_cases("fork", "forkserver")])
 def test_workers_end_by_themselves_when_their_parent_is_killed(start: Start, method: str) -> None:
     program = start(f"""
         import os, signal
@@ -275,8 +275,7 @@ def test_a_worker_that_computes_ends_when_its_parent_is_killed(
     await_end(int(program.stdout.readline()))
 
 
-@pytest.mark.short_cases("Streamer")
-@pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
+@pytest.mark.parametrize("kind", ["Streamer", *long_cases("ThreadedStreamer")])
 @pytest.mark.parametrize("ending", ["", "sys.exit(0)", "streamer = None"])
 def test_the_interpreter_ends_with_work_in_flight(start: Start, kind: str, ending: str) -> None:
     program = start(f"""
@@ -339,13 +338,14 @@ def test_one_worker_that_does_not_read_does_not_hold_up_the_others(gate: Gate) -
     ) as streamer:
         streamer.wait_ready()
         payload = bytes(2_000_000)
-        # One runs on worker 0 and waits at the gate, and one goes ahead to it.
+        # One runs on worker 0 and waits at the gate. Up to three go ahead to it: they are decoded
+        # meanwhile, which takes longer than this model does.
         futures = [streamer.submit([payload]) for _ in range(20)]
         gate.await_arrival()
-        done = list(itertools.islice(concurrent.futures.as_completed(futures), 18))
+        done = list(itertools.islice(concurrent.futures.as_completed(futures), 16))
         assert {future.result()[0] for future in done} == {1}
         gate.let_through()
-        assert sum(future.result() == [0] for future in futures) in (1, 2)
+        assert sum(future.result() == [0] for future in futures) in range(1, 5)
 
 
 # -- idling
@@ -405,7 +405,7 @@ def test_streamers_do_not_wear_out() -> None:
 def test_a_closed_streamer_is_closed_to_the_heir_of_its_threads_number() -> None:
     """Such a thread was taken for the streamer's own, which must not wait for itself."""
     streamer = ThreadedStreamer(models.double)
-    number = streamer.engine._loop.thread.ident
+    number = streamer.engine.thread.ident
     streamer.close()
     raised: list[BaseException] = []
     heirs: list[int | None] = []

@@ -12,14 +12,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import models
-from conftest import AnyStreamer, pool_only
+from conftest import AnyStreamer, await_that, pool_only
 from service_streamer import (
+    ManagedModel,
     Overloaded,
     PredictTimeout,
     Streamer,
@@ -120,6 +122,36 @@ def test_beyond_max_pending_every_kind_of_call_is_refused(held: Streamer) -> Non
     assert waiting.cancel()
     assert held.stats().cancelled == 1
     assert held.submit(["d"]).cancel()
+
+
+class LoadsAtGate(ManagedModel):
+    def init_model(self, gate: Gate) -> None:
+        gate.go_through()
+        self.gate = gate
+
+    def predict(self, batch: list[Any]) -> list[int]:
+        self.gate.go_through()
+        return [os.getpid()] * len(batch)
+
+
+def test_a_refusal_counts_the_items_that_max_pending_counts(gate: Gate) -> None:
+    with Streamer(
+        LoadsAtGate, batch_size=4, max_pending=4, model_init_args=(gate,), worker_timeout=None
+    ) as streamer:
+        gate.await_arrival()  # it loads
+        gate.let_through(2)
+        (pid,) = streamer.predict(["which process"])
+        gate.await_arrival()
+        running = streamer.submit([*range(4)])
+        gate.await_arrival()
+        os.kill(pid, signal.SIGKILL)
+        gate.await_arrival()  # another one loads, and those four items wait to be computed again
+        waiting = streamer.submit([*range(4)])
+        with pytest.raises(Overloaded, match=r"^4 items wait, and 1 more would be"):
+            streamer.submit(["too many"])
+        assert streamer.stats().pending == 8
+        gate.let_through(9)
+        assert running.result() == waiting.result() != [pid] * 4
 
 
 # -- being seen
@@ -246,6 +278,41 @@ def test_a_rolling_restart_may_outlast_its_caller_s_patience(tmp_path: Path, gat
         gate.let_through()
         while streamer.stats().workers["idle"] != 1 or streamer.stats().workers["starting"]:
             time.sleep(0)
+
+
+class RoomForTwo(ManagedModel):
+    """Has memory for two of its kind; their processes leave files in a folder."""
+
+    def init_model(self, folder: Path, gate: Gate) -> None:
+        (folder / str(os.getpid())).touch()
+        if sum(Path(f"/proc/{each.name}/exe").exists() for each in folder.iterdir()) > 2:
+            raise MemoryError("two fit, and this is the third")
+        self.gate = gate
+
+    def predict(self, batch: list[Any]) -> list[int]:
+        if batch == ["held"]:
+            self.gate.go_through()
+        return [os.getpid()] * len(batch)
+
+
+def test_a_restart_is_not_spoiled_by_another_one_that_takes_more_memory(
+    gate: Gate, tmp_path: Path
+) -> None:
+    args = (tmp_path, gate)
+    with Streamer(RoomForTwo, batch_size=1, worker_num=2, model_init_args=args) as streamer:
+        streamer.wait_ready()
+        held = [streamer.submit(["held"]) for _ in range(2)]
+        gate.await_arrival()
+        gate.await_arrival()
+        with ThreadPoolExecutor(1) as pool:
+            careful = pool.submit(streamer.restart_workers, overlap=False)
+            await_that(lambda: streamer.stats().workers["retiring"] == 1)
+            with pytest.raises(WorkerStartTimeout):
+                streamer.restart_workers(timeout=0, overlap=True)
+            gate.let_through(2)
+            before = {*held[0].result(), *held[1].result()}
+            assert careful.exception() is None
+        assert not before & {*streamer.predict(["which process"] * 8)}
 
 
 def test_scaling_up_and_down_under_load(tmp_path: Path) -> None:

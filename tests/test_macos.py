@@ -11,15 +11,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from command_line import have_cores, launched
 from serve_process import ROOT, Serving, command
-from service_streamer.options.table import ServeOptions
-from service_streamer.pool.support import why_unsupported
-from service_streamer.serve import web_processes
-from service_streamer.serve.configuration import NamedModel
 
 MODELS = """
 import os
@@ -146,16 +142,14 @@ def test_several_web_processes_are_refused(path: str) -> None:
     assert "--web-workers 1" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("given", "count"), [({"redis_broker": None}, 1), ({"redis_broker": "redis://a"}, 8)]
-)
+@pytest.mark.parametrize(("more", "count"), [((), 1), (("--redis", "redis://a"), 8)])
 def test_auto_is_one_web_process_where_no_pool_can_be_shared(
-    given: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
+    more: tuple[str, ...], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert why_unsupported() == ""
+    have_cores(monkeypatch, 64)
+    monkeypatch.setenv("SERVICE_STREAMER_GPU_COUNT", "2")
+    on_linux = launched(monkeypatch, "serve", "--web-workers", "auto", *more)
+    assert on_linux.options.web_workers == 8
     monkeypatch.delattr(socket, "SO_PEERCRED")
-    assert "has no SO_PEERCRED;" in why_unsupported()
-    monkeypatch.setattr(web_processes, "available_cores", lambda: 64)
-    options = ServeOptions(web_workers="auto", cuda_devices=[0, 1], worker_num=2, **given)
-    found, _ = web_processes.with_count(options, [NamedModel("a", options)])
-    assert found.web_workers == count
+    elsewhere = launched(monkeypatch, "serve", "--web-workers", "auto", *more)
+    assert elsewhere.options.web_workers == count

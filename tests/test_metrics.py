@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import models
-from conftest import AnyStreamer, await_that, pool_only
-from service_streamer import ManagedModel, Streamer, ThreadedStreamer
-from service_streamer.batching.batcher import Batcher
-from service_streamer.engine.engine import Engine
-from service_streamer.future import Future
-from service_streamer.observe.metrics import (
-    PADDING,
-    SECONDS,
-    SIZES,
+from conftest import await_that
+from contract.figures import Figures, told
+from service_streamer import (
     BatchMetrics,
+    Future,
     Histogram,
+    ManagedModel,
+    Reason,
+    Streamer,
+    ThreadedStreamer,
     WorkerStats,
 )
-from service_streamer.observe.record import BatchRecord, BatchReport, Call, Reason
+from service_streamer.batching.batcher import Batcher
+from service_streamer.engine.engine import Engine
+from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.testing import Gate, ManualClock, StubTransport
 from service_streamer.workers.protocol import Failure
@@ -130,11 +133,11 @@ def test_what_was_added_since_a_copy() -> None:
 
 
 def test_the_buckets_are_those_that_the_documentation_names() -> None:
-    assert list(SIZES) == [2.0**n for n in range(10)]
-    assert (SECONDS[0], SECONDS[-1]) == (0.0005, 60)
-    assert (PADDING[0], PADDING[-1]) == (0, 0.9)
-    for bounds in (SIZES, SECONDS, PADDING):
-        Histogram(bounds)  # raises if they do not ascend
+    with ThreadedStreamer(models.echo) as streamer:
+        metrics = streamer.metrics
+    assert [*metrics.sizes.bounds] == [2.0**n for n in range(10)]
+    assert (metrics.inference.bounds[0], metrics.inference.bounds[-1]) == (0.0005, 60)
+    assert (metrics.padding.bounds[0], metrics.padding.bounds[-1]) == (0, 0.9)
 
 
 # -- walks of batches; all times are sums of powers of two, and so exact
@@ -176,14 +179,6 @@ class Walk:
             of.accepted_calls, of.answered_calls, of.failed_calls, of.expired_calls,
             of.cancelled_calls,
         )  # fmt: skip
-
-
-def told(histogram: Histogram) -> dict[float, int]:
-    """How many by the bound of their bucket, without the empty ones."""
-    bounds = [*histogram.bounds, math.inf]
-    return {
-        bound: count for bound, count in zip(bounds, histogram.counts, strict=True) if count
-    }  # fmt: skip
 
 
 def test_a_lone_call_waits_for_nothing() -> None:
@@ -308,6 +303,25 @@ def test_every_call_is_counted_once_by_how_it_ended() -> None:
     walk.submit("cut off")
     walk.batcher.fail_all("closed")
     assert walk.ended() == (6, 2, 2, 1, 1)
+
+
+class MoreMetrics(BatchMetrics):
+    def __init__(self) -> None:
+        super().__init__()
+        self.waste = Histogram((1.0,))
+        self.zeal = [0.0]
+
+
+def test_a_metric_that_is_added_is_copied_and_taken_away_as_well() -> None:
+    metrics = MoreMetrics()
+    metrics.waste.add(0.5)
+    metrics.zeal[0] += 1.0
+    before = metrics.copy()
+    metrics.waste.add(2.0)
+    metrics.zeal[0] += 2.0
+    assert (before.waste.counts, before.zeal) == ([1, 0], [1.0])
+    since = metrics - before
+    assert (since.waste.counts, since.zeal) == ([0, 1], [2.0])
 
 
 def test_a_copy_stays_as_it_was_and_can_be_taken_away() -> None:
@@ -441,50 +455,33 @@ def test_the_log_says_of_every_batch_why_it_was_cut(
     assert text.partition(": ")[2] in {reason.value for reason in Reason}
 
 
+class Item:
+    """Something that can be referred to weakly."""
+
+
 def test_a_streamer_that_nobody_watches_keeps_no_records(
     stub: tuple[Engine, StubTransport, ManualClock],
 ) -> None:
     engine, transport, _ = stub
-    engine.submit(Call(["a"], Future(engine)))
+    item = Item()
+    released = weakref.ref(item)
+    engine.submit(Call([item], Future(engine)))
     transport.echo()
-    assert engine._core.records == []
+    transport.sent.clear()
+    del item
+    gc.collect()
+    assert released() is None
 
 
 # -- streamers
 
 
-class Padded(ManagedModel):
-    """Tells the padding of batches of texts, and what it is told to for "tell" items."""
+class TestFigures(Figures):
+    """Not over Redis, where batches belong to the worker host."""
 
-    def init_model(self) -> None:
-        self.padding = "longest"  # type: ignore[assignment]  # of a model that means another thing
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        if isinstance(batch[0], str):
-            longest = max(map(len, batch))
-            self.padding = 1 - sum(map(len, batch)) / (longest * len(batch))
-        elif batch[0] is not Ellipsis:
-            self.padding = batch[0]
-        return batch
-
-
-@pool_only("it stays in the worker host")
-def test_the_padding_that_a_model_tells_comes_with_its_batches(
-    build: Callable[..., AnyStreamer],
-) -> None:
-    streamer = build(Padded)
-    streamer.predict([...])
-    assert streamer.metrics.padding.count == 0
-    streamer.predict(["a", "abcd", "abcd"])
-    streamer.predict(["abcd", "abcd"])
-    padding = streamer.metrics.padding
-    assert (told(padding), padding.total) == ({0: 1, 0.3: 1}, 0.25)
-    for no_share in (1, True, 1.5, -0.5, math.nan, b"1.0", None, [0.5]):
-        streamer.predict([no_share])
-    assert streamer.metrics.padding.count == 2
-    streamer.predict([1.0])
-    assert streamer.metrics.padding.count == 3
-    assert streamer.metrics.sizes.count == 12
+    @pytest.fixture(params=["thread", "process"])
+    def kind(self, request: pytest.FixtureRequest) -> Any:
+        return request.param
 
 
 class Treacherous(ManagedModel):
@@ -505,36 +502,6 @@ def test_an_attribute_that_cannot_be_looked_at_ends_no_worker() -> None:
     with ThreadedStreamer(Treacherous) as streamer:
         assert streamer.predict([1]) == [1]
         assert streamer.metrics.padding.count == 0
-
-
-@pool_only("a client knows nothing of batches")
-def test_the_metrics_of_a_streamer_are_a_copy(build: Callable[..., AnyStreamer]) -> None:
-    streamer = build(models.echo, 4)
-    before = streamer.metrics
-    assert before.sizes.count == 0
-    streamer.predict(list(range(4)))
-    assert before.sizes.count == 0
-    now = streamer.metrics
-    assert told(now.sizes) == {4: 1}
-    assert now.queued.count == now.inference.count == now.batch.count == 1
-    assert 0 <= now.inference.total <= now.batch.total
-
-
-def bad(batch: list[Any]) -> list[Any]:
-    raise ValueError("bad")
-
-
-@pool_only("a client knows nothing of batches")
-def test_a_batch_on_which_the_model_raised_counts(build: Callable[..., AnyStreamer]) -> None:
-    streamer = build(bad)
-    with pytest.raises(ValueError, match="bad"):
-        streamer.predict([1, 2])
-    metrics = streamer.metrics
-    assert told(metrics.sizes) == {2: 1}
-    assert metrics.inference.total > 0
-    stats = streamer.stats()
-    assert (stats.accepted, stats.answered, stats.failed) == (1, 0, 1)
-    assert "failed 1" in repr(streamer)
 
 
 def states(streamer: Streamer | ThreadedStreamer) -> list[tuple[int, str]]:

@@ -11,19 +11,17 @@ import pytest
 from redis import Redis
 
 import models
+import redis_peers
 from conftest import await_that
 from service_streamer import (
+    BadMessage,
     RedisStreamer,
     RedisWorker,
     Streamer,
     ThreadedStreamer,
     WorkerStartError,
 )
-from service_streamer.errors import BadMessage
-from service_streamer.redis.codec import MsgpackCodec
-from service_streamer.redis.scripts import Keys
 from service_streamer.redis.wire import Wire
-from service_streamer.workers.model_spec import ModelSpec
 
 SECRET = b"a secret of sixteen bytes"
 
@@ -51,9 +49,17 @@ def test_a_worker_says_what_its_model_is_when_it_is_ready(
             changed.clear()
         assert streamer.backend.model_description() == description
         assert streamer.stats().accepted == 0, "no call was made for it"
-        core: Any = streamer.engine._core
-        assert core.batcher.sizes == tuple(description.get("batch_sizes", ()))
         assert streamer.predict([1]) == [1]
+
+
+def describing(said: Any) -> type[models.Describes]:
+    """A model that says that of itself, or raises it."""
+
+    class Model(models.Describes):
+        def init_model(self, *_: Any) -> None:
+            super().init_model(said)
+
+    return Model
 
 
 @pytest.mark.parametrize(
@@ -63,21 +69,25 @@ def test_a_worker_says_what_its_model_is_when_it_is_ready(
 def test_a_model_that_cannot_describe_itself_is_served(
     said: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert ModelSpec(models.Describes, (said,)).load(None).description is None
-    text = "models.Describes.describe() failed; the model is served without a description"
-    assert text in caplog.text
+    with ThreadedStreamer(describing(said)) as streamer:
+        assert streamer.predict([1]) == [1]
+        assert streamer.backend.model_description() == {}
+    assert "Model.describe()" in caplog.text
 
 
 def test_a_model_without_a_description_is_served_without_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert ModelSpec(models.Describes, (None,)).load(None).description is None
-    assert not caplog.text
+    with ThreadedStreamer(describing(None)) as streamer:
+        assert streamer.predict([1]) == [1]
+        assert streamer.backend.model_description() == {}
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 
 def test_a_description_may_be_any_mapping() -> None:
-    said = MappingProxyType({"task": "custom"})
-    assert ModelSpec(models.Describes, (said,)).load(None).description == {"task": "custom"}
+    with ThreadedStreamer(describing(MappingProxyType({"task": "custom"}))) as streamer:
+        streamer.wait_ready()
+        assert streamer.backend.model_description() == {"task": "custom"}
 
 
 def test_a_worker_whose_model_cannot_describe_itself_is_served(
@@ -106,7 +116,7 @@ def test_a_worker_host_announces_what_its_model_says(
     host: Callable[..., RedisWorker],
     client: Callable[..., RedisStreamer],
     ask: Redis,
-    keys: Keys,
+    keys: Any,
     secret: bytes | None,
 ) -> None:
     said = {"task": "custom", "operations": ["predict"]}
@@ -133,7 +143,7 @@ def test_a_worker_host_whose_model_says_nothing_announces_that(
 
 def test_an_announcement_is_signed_for_its_prefix_and_is_no_reply() -> None:
     def wire(prefix: str = "a", secret: bytes | None = SECRET, most: int = 1000) -> Wire:
-        return Wire(MsgpackCodec(), secret=secret, prefix=prefix, max_bytes=most)
+        return Wire(redis_peers.wire().codec, secret=secret, prefix=prefix, max_bytes=most)
 
     message = wire().announcement({"model": "a"})
     assert wire().read_announcement(message) == ({"model": "a"}, False)

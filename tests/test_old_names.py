@@ -20,8 +20,6 @@ from service_streamer import (
     ThreadedStreamer,
     run_redis_workers_forever,
 )
-from service_streamer.redis import redis_worker
-from service_streamer.streamer import Defaults
 
 #: As the module of 0.1.2 has them, in its order of arguments.
 ARGUMENTS = {
@@ -43,7 +41,7 @@ ARGUMENTS = {
 @pytest.fixture(autouse=True)
 def _as_in_applications() -> None:
     """With the timeout of the library, and not with that of its tests."""
-    service_streamer.service_streamer.WORKER_TIMEOUT = Defaults().worker_timeout
+    service_streamer.service_streamer.WORKER_TIMEOUT = 20
 
 
 @pytest.mark.parametrize("function", ARGUMENTS)
@@ -85,12 +83,11 @@ def test_importing_the_package_is_enough_to_reach_the_module() -> None:
     program = (
         "import service_streamer\n"
         "service_streamer.service_streamer.WORKER_TIMEOUT = 7200\n"
-        "print(service_streamer.ThreadedStreamer(len)._worker_timeout)\n"
         "from service_streamer.service_streamer import WORKER_TIMEOUT\n"
         "print(WORKER_TIMEOUT)\n"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (run.stdout, run.stderr) == ("7200.0\n7200.0\n", "")
+    assert (run.stdout, run.stderr) == ("7200.0\n", "")
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["set, then built", "built, then set"])
@@ -112,16 +109,23 @@ def test_worker_timeout_is_how_long_predict_waits(is_first: bool) -> None:
 
 
 def test_a_streamers_own_timeout_counts_more() -> None:
+    def slow(batch: list[int]) -> list[int]:
+        threading.Event().wait(0.05)
+        return batch
+
     service_streamer.service_streamer.WORKER_TIMEOUT = 0.01
-    for timeout in (5, None):
-        with ThreadedStreamer(models.echo, worker_timeout=timeout) as streamer:
-            assert streamer._worker_timeout == timeout
+    for timeout in (600, None):
+        with ThreadedStreamer(slow, worker_timeout=timeout) as streamer:
+            assert streamer.predict([1]) == [1]
 
 
-def test_redis_streamers_have_it_too() -> None:
-    service_streamer.service_streamer.WORKER_TIMEOUT = None
-    with RedisStreamer() as streamer:  # connects with its first call
-        assert streamer._worker_timeout is None
+def test_redis_streamers_have_the_timeout_of_the_module_too(redis_server: str, prefix: str) -> None:
+    service_streamer.service_streamer.WORKER_TIMEOUT = 0.01
+    with (
+        RedisStreamer(redis_server, prefix) as streamer,
+        pytest.raises(PredictTimeout, match=r"0\.01"),
+    ):
+        streamer.predict([1])
 
 
 @pytest.mark.parametrize("wrong", ["7200", -1, 0, float("nan")])
@@ -143,17 +147,18 @@ def test_arguments_of_run_redis_workers_forever(
     arguments: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[dict[str, Any]] = []
+    signature = inspect.signature(RedisWorker)
 
-    class Recorder(RedisWorker):
-        def run_forever(self, gpu_id: Any = None) -> None:
-            made.append({"model": self._model, **vars(self._pool_options)})
+    def record(_: RedisWorker, *args: Any, **kwargs: Any) -> None:
+        made.append({**signature.bind(*args, **kwargs).arguments})
 
-    monkeypatch.setattr(redis_worker, "RedisWorker", Recorder)
+    monkeypatch.setattr(RedisWorker, "__init__", record)
+    monkeypatch.setattr(RedisWorker, "run_forever", lambda _, __=None: None)
     if isinstance(arguments, dict):
         run_redis_workers_forever(**arguments)
     else:
         run_redis_workers_forever(*arguments)
     (host,) = made
-    assert host["model"] is models.Multiplier
+    assert host["model_class"] is models.Multiplier
     assert (host["model_init_args"], host["model_init_kwargs"]) == ([3], {"x": 1})
-    assert host["mp_start_method"] == "spawn"
+    assert host.get("mp_start_method", "spawn") == "spawn"

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 import tiny_models
-from serve_process import Serving
-from service_streamer.pipelines.tasks import TASKS
+from cases import long_cases
+from command_line import error_of
+from serve_process import Serving, table
 from tensor_clients import run_client
 from test_serve_clients import fuzz
+
+pytestmark = pytest.mark.xdist_group("open-inference")
 
 TWICE = "tensor_models:twice"
 INFER = f"/v2/models/{TWICE}/infer"
@@ -28,8 +31,14 @@ def service() -> Iterator[Serving]:
 
 
 @pytest.fixture(scope="module")
-def rows() -> Iterator[Serving]:
-    with Serving("tensor_models:Rows") as service:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """Models that declare their tensors, one of them wrongly."""
+    config = tmp_path_factory.mktemp("models") / "service.toml"
+    names = ("Rows", "Viewed", "Added", "Lying", "Undeclarable")
+    config.write_text(
+        "".join(table(name, f"tensor_models:{name}", "batch-size = 8\n") for name in names)
+    )
+    with Serving("--config", str(config)) as service:
         yield service
 
 
@@ -103,43 +112,45 @@ def test_names_of_a_model(service: Serving, path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "status", "text"),
     [
-        ("/v2/models/other/infer", 404, "no model 'other'; this service runs"),
-        (f"/v2/models/{TWICE}x/infer", 404, "no model"),
-        (f"/v2/models/{TWICE}/versions/2/infer", 404, "has the version 1 only; not '2'"),
-        (f"/v2/models/{TWICE}/versions/10/infer", 404, "has the version 1 only; not '10'"),
-        (f"/v2/models/{TWICE}/infers", 404, "no such path"),
-        (f"/v2/models/{TWICE}", 405, "POST is not allowed at a model"),
-        ("/v2/models/{model}/infer", 404, "no model '{model}'"),
-        ("/v2", 405, "POST is not allowed"),
+        ("/v2/models/other/infer", 404, "'other'"),
+        (f"/v2/models/{TWICE}x/infer", 404, "twicex"),
+        (f"/v2/models/{TWICE}/versions/2/infer", 404, "'2'"),
+        (f"/v2/models/{TWICE}/versions/10/infer", 404, "'10'"),
+        (f"/v2/models/{TWICE}/infers", 404, "infers"),
+        (f"/v2/models/{TWICE}", 405, "POST"),
+        ("/v2/models/{model}/infer", 404, "{model}"),
+        ("/v2", 405, "POST"),
     ],
 )
-def test_paths_that_are_none(service: Serving, path: str, status: int, text: str) -> None:
+def test_a_path_without_a_model_is_refused(
+    service: Serving, path: str, status: int, text: str
+) -> None:
     assert text in told(service.post(path, PREDICTING), status)
 
 
 def test_methods_that_are_not_allowed(service: Serving) -> None:
     response = service.client.get(INFER)
-    assert "GET is not allowed at /infer" in told(response, 405)
+    assert "GET" in told(response, 405)
     assert response.headers["allow"] == "POST"
 
 
 def test_errors_have_the_protocols_form(service: Serving) -> None:
     many = {"inputs": [{"name": "x", "shape": [65], "datatype": "INT8", "data": [1] * 65}]}
     for body, status, text in (
-        (b"", 400, "the body is not valid JSON"),
-        (b"[]", 400, "the body: expected"),
-        ({}, 400, "missing field `inputs`"),
-        (many, 413, "65 inputs exceed the queue's limit of 64"),
-        (b" " * (2 << 20), 413, "exceeds the limit"),
-        (PREDICTING | {"parameters": {"top_k": 1}}, 400, "this model takes none"),
+        (b"", 400, "JSON"),
+        (b"[]", 400, "array"),
+        ({}, 400, "`inputs`"),
+        (many, 413, "64"),
+        (b" " * (2 << 20), 413, "1048576"),
+        (PREDICTING | {"parameters": {"top_k": 1}}, 400, "parameters"),
     ):
         assert text in told(service.post(INFER, body), status)
 
 
 @pytest.mark.parametrize("length", ["0", "-1", "1e3", "99999", "9" * 30, "x"])
-def test_a_length_of_the_header_that_is_none(service: Serving, length: str) -> None:
+def test_a_wrong_length_of_the_json_is_refused(service: Serving, length: str) -> None:
     response = service.post(INFER, PREDICTING, inference_header_content_length=length)
-    assert "Inference-Header-Content-Length: must be the bytes of JSON" in told(response, 400)
+    assert "Inference-Header-Content-Length" in told(response, 400)
 
 
 def test_binary_data_only_where_it_is_asked_for(service: Serving) -> None:
@@ -153,20 +164,18 @@ def test_binary_data_only_where_it_is_asked_for(service: Serving) -> None:
     }
 
 
-def test_a_models_error_is_told_to_the_log_only() -> None:
-    with Serving("tensor_models:Lying") as service:
-        response = service.post("/v2/models/tensor_models:Lying/infer", PREDICTING)
-        assert "the model failed on this request" in told(response, 500)
-        assert "declared with shape [-1, 2], but the results have shape [1, 3]" in service.log()
+def test_an_error_of_a_model_is_shown_in_the_log_only(models: Serving) -> None:
+    response = models.post("/v2/models/Lying/infer", PREDICTING)
+    assert "shape" not in told(response, 500)
+    assert "declared with shape [-1, 2], but the results have shape [1, 3]" in models.log()
 
 
-def test_what_a_model_declares(rows: Serving) -> None:
-    name = "tensor_models:Rows"
-    about = rows.client.get(f"/v2/models/{name}").json()
+def test_a_model_is_described_by_its_declaration(models: Serving) -> None:
+    about = models.client.get("/v2/models/Rows").json()
     assert about["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 3, -1]}]
     assert [each["name"] for each in about["outputs"]] == ["rows", "sum"]
     wrong = {"inputs": [{"name": "x", "shape": [1, 2, 1], "datatype": "FP32", "data": [1, 2]}]}
-    assert "must be [-1, 3, -1]" in told(rows.post(f"/v2/models/{name}/infer", wrong), 400)
+    assert "[-1, 3, -1]" in told(models.post("/v2/models/Rows/infer", wrong), 400)
 
 
 def post_array(service: Serving, model: str, shape: list[int]) -> Any:
@@ -184,56 +193,42 @@ def post_array(service: Serving, model: str, shape: list[int]) -> Any:
     )
 
 
-def test_rows_lie_side_by_side_and_are_not_copied() -> None:
-    with Serving("tensor_models:Viewed", "--batch-size", "8") as service:
-        for _ in range(10):  # some batches are assembled, the first one among them
-            response = post_array(service, "tensor_models:Viewed", [8, 20_000])
-            if response.json()["outputs"][0]["data"] == [True] * 8:
-                return
-        raise AssertionError("each batch was copied")
+def test_rows_lie_side_by_side_and_are_not_copied(models: Serving) -> None:
+    for _ in range(10):  # some batches are assembled, the first one among them
+        response = post_array(models, "Viewed", [8, 20_000])
+        if response.json()["outputs"][0]["data"] == [True] * 8:
+            return
+    raise AssertionError("each batch was copied")
 
 
-def test_a_batch_that_is_one_array_and_larger_than_the_models() -> None:
-    with Serving("tensor_models:Rows", "--batch-size", "8") as service:
-        response = post_array(service, "tensor_models:Rows", [20, 3, 4000])
-        outputs = {each["name"]: each["data"] for each in response.json()["outputs"]}
-        assert outputs["sum"] == [12000.0] * 20
-        assert len(outputs["rows"]) == 20
-        assert max(outputs["rows"]) == 8
+def test_a_batch_that_is_one_array_may_be_larger_than_the_models(models: Serving) -> None:
+    response = post_array(models, "Rows", [20, 3, 4000])
+    outputs = {each["name"]: each["data"] for each in response.json()["outputs"]}
+    assert outputs["sum"] == [12000.0] * 20
+    assert len(outputs["rows"]) == 20
+    assert max(outputs["rows"]) == 8
 
 
-def test_several_inputs() -> None:
-    with Serving("tensor_models:Added") as service:
-        tensors = [
-            {"name": name, "shape": [2, 2], "datatype": "INT64", "data": [[1, 2], [3, 4]]}
-            for name in "ab"
-        ]
-        response = service.post("/v2/models/tensor_models:Added/infer", {"inputs": tensors})
-        assert response.json()["outputs"] == [
-            {"name": "sum", "datatype": "INT64", "shape": [2, 2], "data": [2, 4, 6, 8]},
-            {"name": "names", "datatype": "BYTES", "shape": [2], "data": ["[1 2]", "[3 4]"]},
-        ]
+def test_a_model_may_have_several_inputs(models: Serving) -> None:
+    tensors = [
+        {"name": name, "shape": [2, 2], "datatype": "INT64", "data": [[1, 2], [3, 4]]}
+        for name in "ab"
+    ]
+    response = models.post("/v2/models/Added/infer", {"inputs": tensors})
+    assert response.json()["outputs"] == [
+        {"name": "sum", "datatype": "INT64", "shape": [2, 2], "data": [2, 4, 6, 8]},
+        {"name": "names", "datatype": "BYTES", "shape": [2], "data": ["[1 2]", "[3 4]"]},
+    ]
 
 
-def test_a_declaration_that_is_none_ends_the_service() -> None:
-    with Serving("tensor_models:Undeclarable", ready=False) as service:
-        assert service.process.wait() != 0
-        assert "Undeclarable.inputs[0]: the datatype must be one of" in service.log()
+def test_a_model_with_a_wrong_declaration_is_not_served(models: Serving) -> None:
+    assert "serving 4 of 5 models" in models.line
+    assert "Undeclarable.inputs[0]: the datatype" in models.log()
 
 
 def test_the_deadline_of_a_request(service: Serving) -> None:
     asked = PREDICTING | {"parameters": {"timeout": 1}}
     assert "was not ready within" in told(service.post(INFER, asked), 504)
-
-
-def test_keys() -> None:
-    with Serving(TWICE, "--api-key", "secret") as service:
-        assert "missing API key" in told(service.post(INFER, PREDICTING), 401)
-        for name in (TWICE, "other"):
-            assert "missing API key" in told(service.client.get(f"/v2/models/{name}"), 401)
-        for path in ("/v2", "/v2/health/live", "/v2/health/ready"):
-            assert service.client.get(path).status_code == 200
-        assert service.post(INFER, PREDICTING, x_api_key="secret").status_code == 200
 
 
 def test_metrics_count_a_request(service: Serving) -> None:
@@ -250,7 +245,7 @@ def test_a_web_process_without_numpy_says_what_to_install(tmp_path: Path) -> Non
         "served_models:double", PYTHONPATH=f"{path}:{Path(__file__).parent.parent}"
     ) as one:
         response = one.post("/v2/models/served_models:double/infer", PREDICTING)
-        assert "needs numpy: pip install numpy" in told(response, 501)
+        assert "pip install numpy" in told(response, 501)
 
 
 # -- tasks
@@ -284,8 +279,14 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return [*model, "--task", request.param]
 
 
-@pytest.mark.short_cases("fill-mask", "token-classification", "feature-extraction")
-@pytest.mark.parametrize("tiny", TASK_MODELS, indirect=True)
+SHORT = ("fill-mask", "token-classification", "feature-extraction")
+
+
+@pytest.mark.parametrize(
+    "tiny",
+    [*SHORT, *long_cases(*(task for task in TASK_MODELS if task not in SHORT))],
+    indirect=True,
+)
 def test_tasks_of_texts(tiny: list[str]) -> None:
     task = tiny[-1]
     _, text = TASK_MODELS[task]
@@ -316,8 +317,14 @@ FILES: dict[str, tuple[str | None, str]] = {
 }
 
 
-@pytest.mark.short_cases("image-classification")
-@pytest.mark.parametrize("tiny", FILES, indirect=True)
+SHORT_FILE = "image-classification"
+
+
+@pytest.mark.parametrize(
+    "tiny",
+    [SHORT_FILE, *long_cases(*(task for task in FILES if task != SHORT_FILE))],
+    indirect=True,
+)
 def test_tasks_of_files(tiny: list[str]) -> None:
     _, kind = FILES[tiny[-1]]
     file = _image() if kind == "image" else _sound()
@@ -364,14 +371,14 @@ def _sound() -> bytes:
 
 
 def test_every_task_is_tried() -> None:
-    assert {*TASK_MODELS, *FILES, "image-feature-extraction"} == {*TASKS}
+    tasks = error_of("serve", "bert", "--task", "nonsense").partition("one of ")[2]
+    assert {*TASK_MODELS, *FILES, "image-feature-extraction"} == {*tasks.split(", ")}
 
 
 # -- a fuzzer
 
 
-@pytest.mark.short_cases("echo")
-@pytest.mark.parametrize("model", ["echo", "Rows", "Added"])
+@pytest.mark.parametrize("model", ["echo", *long_cases("Rows", "Added")])
 def test_nothing_that_the_schema_allows_or_not_brings_it_down(model: str) -> None:
     with Serving(f"tensor_models:{model}") as service:
         fuzz(service, {}, path_regex="^/v2")

@@ -13,6 +13,8 @@ import pytest
 from serve_process import Serving, environment
 from test_http_docs import blocks
 
+pytestmark = pytest.mark.xdist_group("open-inference-docs")
+
 TEXT = (Path(__file__).parent.parent / "docs" / "open-inference-protocol.md").read_text()
 
 

@@ -5,35 +5,26 @@ from __future__ import annotations
 import copy
 import logging
 import random
-from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
-import tiny_models
-from service_streamer.pipelines.cached_rows import GeneratedRow
-from service_streamer.pipelines.loop_check import fastest_loop, fault_of
-from service_streamer.pipelines.paged import PagedLoop
+from pipeline_cases import folder, item, outputs_of
+from service_streamer.pipelines import SteppedPipeline
+from service_streamer.pipelines.loop_check import fastest_loop
 from service_streamer.pipelines.row_sampling import Sampling, choose
-from service_streamer.pipelines.step_loop import StepLoop
-from service_streamer.pipelines.stepped_pipeline import SteppedPipeline
+from service_streamer.pipelines.step_loop import GeneratedRow, StepLoop
 from tiny_generators import VOCABULARY, model_of
 
 PAGED = ["gpt2", "llama", "mistral", "gemma3", "opt"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads that wait for each other are many times slower on a busy machine."""
-    transformers.utils.logging.disable_progress_bar()  # it starts a thread
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def paged_loop(model: Any, places: int, limit: int | None = None) -> Any:
+    """A loop that keeps caches in pages."""
+    loop = fastest_loop(model, places, limit, paged=True)
+    assert not isinstance(loop, StepLoop)
+    return loop
 
 
 def tokens_of(logits: torch.Tensor, rows: list[GeneratedRow]) -> list[int]:
@@ -53,7 +44,7 @@ def generated(model: Any, row: GeneratedRow) -> list[int]:
 @pytest.mark.parametrize("name", PAGED)
 def test_rows_that_come_and_go_get_the_tokens_of_generate(name: str) -> None:
     model = model_of(name)
-    loop, source = PagedLoop(model, places=6, limit=256), random.Random(name)
+    loop, source = paged_loop(model, 6, 256), random.Random(name)
     running: list[GeneratedRow] = []
     over: list[GeneratedRow] = []
     shared = [source.randrange(2, VOCABULARY) for _ in range(70)]  # pages that rows may share
@@ -75,8 +66,11 @@ def test_rows_that_come_and_go_get_the_tokens_of_generate(name: str) -> None:
         over += going
         running = [row for row in running if row not in going]
     loop.drop(running)
-    assert not loop._names
-    assert not loop._processor.has_pending_requests()
+    # All pages are free again: as many rows begin at once as if they were the first.
+    fresh = [GeneratedRow([2 + at] * 5) for at in range(6)]
+    assert len(loop.advance(fresh, tokens_of)) == 6
+    loop.drop(fresh)
+    over += fresh
     over = [row for row in (*over, *running) if len(row.tokens) > len(row.prompt)]
     assert max(len(row.tokens) - len(row.prompt) for row in over) > 5
     for row in over:
@@ -90,7 +84,7 @@ def test_a_row_chooses_as_it_does_in_a_padded_batch() -> None:
         Sampling(samples=True, top_k=7),
     ]
     found = []
-    for loop in (PagedLoop(model_of("llama"), places=3), StepLoop(model_of("llama"))):
+    for loop in (paged_loop(model_of("llama"), 3), StepLoop(model_of("llama"))):
         rows = [GeneratedRow([5, 6, 7], plan, seed=at) for at, plan in enumerate(plans)]
         while any(len(row.tokens) < 15 for row in rows):
             loop.advance(rows, tokens_of)
@@ -100,13 +94,13 @@ def test_a_row_chooses_as_it_does_in_a_padded_batch() -> None:
 
 @pytest.mark.parametrize("limit", [256, 64])
 def test_long_prompts_wait_for_their_parts_and_for_pages(limit: int) -> None:
-    """With a limit of 64 there are pages for 192 tokens, and two rows want 210."""
+    """With a limit of 64 there are pages for 256 tokens, and three rows want 315."""
     model = model_of("llama")
-    loop = PagedLoop(model, places=2, limit=limit)
-    size = 200 if limit == 256 else 90
-    rows = [GeneratedRow([3 + at] * size) for at in range(4)]
+    loop = paged_loop(model, 2, limit)
+    size, count = (200, 4) if limit == 256 else (90, 8)
+    rows = [GeneratedRow([3 + at] * size) for at in range(count)]
     first: dict[int, int] = {}
-    for step in range(90):
+    for step in range(200):
         running = [row for row in rows if len(row.tokens) < size + 15]
         if not running:
             break
@@ -120,7 +114,7 @@ def test_long_prompts_wait_for_their_parts_and_for_pages(limit: int) -> None:
 
 
 def test_a_step_that_failed_can_be_taken_again() -> None:
-    loop = PagedLoop(model_of("llama"), places=4)
+    loop = paged_loop(model_of("llama"), 4)
     rows = [GeneratedRow([2, 3, 4 + at]) for at in range(3)]
     loop.advance(rows, tokens_of)
 
@@ -159,8 +153,6 @@ def without_positions(model: Any) -> Any:
 
 def test_wrong_answers_are_found_out(caplog: pytest.LogCaptureFixture) -> None:
     wrong = without_positions(model_of("gpt2"))
-    wrong._supports_logits_to_keep = partial(bool, False)
-    assert "logits differ by" in fault_of(PagedLoop(wrong, places=8), wrong)
     with caplog.at_level(logging.WARNING, "service_streamer"):
         assert isinstance(fastest_loop(wrong, 8, 256, paged=True), StepLoop)
     [record] = [each for each in caplog.records if each.name.startswith("service_streamer")]
@@ -173,34 +165,23 @@ def test_models_whose_attention_takes_no_pages(name: str, caplog: pytest.LogCapt
         loop = fastest_loop(model_of(name), 8, 256, paged=True)
     assert isinstance(loop, StepLoop)
     assert "in pages: ValueError" in caplog.text
-    attention = model_of(name).config._attn_implementation
-    assert not attention.startswith("paged")
+    row = GeneratedRow([3, 4, 5], encoded=[6, 7])  # the model computes without pages again
+    loop.advance([row], tokens_of)
+    assert len(row.tokens) == 4
 
 
 def test_pages_are_for_kernels_that_read_them() -> None:
-    assert isinstance(fastest_loop(model_of("llama"), 8, 256, paged=True), PagedLoop)
+    assert not isinstance(fastest_loop(model_of("llama"), 8, 256, paged=True), StepLoop)
     assert isinstance(fastest_loop(model_of("llama"), 8, 256, paged=None), StepLoop)
 
 
-def test_the_pipeline_in_pages(tmp_path: Path) -> None:
+def test_texts_of_a_pipeline_in_pages_are_those_of_whole_texts() -> None:
     model = SteppedPipeline("cpu")
-    model.init_model(tiny_models.build("gpt2", tmp_path / "gpt2"), paged=True, batch_size=3)
-    assert isinstance(model.loop, PagedLoop)
-    texts = ["the quick fox", "it", "once upon a time"]
+    model.init_model(folder("gpt2"), paged=True, batch_size=3)
+    assert not isinstance(model.loop, StepLoop)
     items = [
-        {
-            "do": "generate",
-            "inputs": text,
-            "parameters": {"temperature": 0, "max_new_tokens": count},
-        }
-        for text, count in zip(texts, (20, 3, 12), strict=True)
+        item(text, "generate", temperature=0, max_new_tokens=count)
+        for text, count in (("the quick fox", 20), ("it", 3), ("once upon a time", 12))
     ]
-    running = dict(enumerate(model.start(items)))
-    outputs: list[list[Any]] = [[] for _ in items]
-    while running:
-        steps = model.step(list(running.values()))
-        for at, (output, is_done) in zip(list(running), steps, strict=True):
-            outputs[at] += [] if output is None else [output]
-            if is_done:
-                model.release(running.pop(at))
-    assert [model.join_outputs(each) for each in outputs] == model.whole.predict(items)
+    found = [model.join_outputs(each) for each in outputs_of(model, items)]
+    assert found == model.whole.predict(items)

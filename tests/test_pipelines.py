@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import base64
-import contextlib
-import functools
-import io
 import json
 import math
+import os
 import re
-import shutil
 import struct
 import subprocess
 import sys
 import threading
-import wave
 import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,142 +21,33 @@ import pytest
 import torch
 
 import minilm
-import tiny_models
+from pipeline_cases import (
+    assert_close,
+    count_calls,
+    folder,
+    image,
+    in_threads,
+    item,
+    loaded,
+    plain,
+    reference,
+    refusal,
+    samples,
+    saved,
+    served,
+    sound,
+    variant,
+)
 from service_streamer import (
     BadModelOutput,
     InvalidInput,
     InvalidItems,
     ManagedModel,
     Streamer,
-    WorkerStartError,
 )
-from service_streamer.engine.build import make_lengths
 from service_streamer.pipelines import TASKS, CustomModel, PipelineModel, parameter_schemas
-from service_streamer.pipelines.loading import DEFAULT_MODEL, locate_model
-from service_streamer.pipelines.requests import plain
-from service_streamer.pipelines.sizes import item_length, length_of_inputs
-from service_streamer.workers.model_spec import ModelSpec
 
-
-@pytest.fixture(scope="module", autouse=True)
-def no_monitor_threads() -> Iterator[None]:
-    """What shows progress bars, or could, leaves a thread that never ends."""
-    from tqdm import tqdm
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tqdm, "monitor_interval", 0)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads that wait for each other are many times slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny model, by its name; "" is the shipped one."""
-
-    @functools.cache
-    def folder(name: str) -> Path:
-        if not name:
-            return DEFAULT_MODEL
-        if name in ("pictures", "detector"):
-            pytest.importorskip("PIL")
-        return tiny_models.build(name, tmp_path_factory.mktemp("models") / name)
-
-    return folder
-
-
-@pytest.fixture(scope="session")
-def served(folder: Callable[[str], Path]) -> Callable[..., PipelineModel]:
-    """A loaded model, by its name and task."""
-
-    @functools.cache
-    def served(name: str, task: str | None = None) -> PipelineModel:
-        model = PipelineModel()
-        model.init_model(folder(name), task)
-        return model
-
-    return served
-
-
-@pytest.fixture(scope="session")
-def reference(folder: Callable[[str], Path]) -> Callable[..., Any]:
-    """transformers' own pipeline, to compare with."""
-    import transformers
-
-    @functools.cache
-    def reference(name: str, task: str) -> Any:
-        build: Any = transformers.pipeline
-        return build(task, model=str(folder(name)), device="cpu")
-
-    return reference
-
-
-def item(inputs: Any, do: str = "predict", **parameters: Any) -> dict[str, Any]:
-    return {"do": do, "inputs": inputs, "parameters": parameters}
-
-
-def of_caller(invalid: InvalidItems) -> Exception:
-    """What the caller of the only item gets."""
-    (error,) = invalid.errors.values()
-    return error
-
-
-def assert_close(got: Any, wanted: Any) -> None:
-    """The same data, but for the last digits of floats."""
-    if isinstance(wanted, float):
-        assert got == pytest.approx(wanted, abs=2e-5, rel=1e-4)
-    elif isinstance(wanted, (list, tuple)):
-        assert len(got) == len(wanted)
-        for pair in zip(got, wanted, strict=True):
-            assert_close(*pair)
-    elif isinstance(wanted, dict):
-        assert got.keys() == wanted.keys()
-        for key in wanted:
-            assert_close(got[key], wanted[key])
-    else:
-        assert got == wanted
-
-
-def count_calls(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
-    """Counts calls: a list with the size of each one's first tensor."""
-    function, calls = getattr(owner, name), []
-
-    @functools.wraps(function)
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-        calls.append(len(tensors[0]))
-        return function(*args, **kwargs)
-
-    patch.setattr(owner, name, counting)
-    return calls
-
-
-def picture(width: int, height: int, shift: int = 0, kind: str = "PNG") -> str:
-    from PIL import Image
-
-    numbers = np.arange(width * height * 3, dtype=np.int64) * 7 + shift
-    image = Image.fromarray((numbers % 256).astype(np.uint8).reshape(height, width, 3))
-    file = io.BytesIO()
-    image.save(file, kind)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def sound(samples: int, rate: int = 16_000, channels: int = 1, width: int = 2) -> str:
-    file = io.BytesIO()
-    top = 2 ** (8 * width - 1) - 1
-    with wave.open(file, "wb") as writer:
-        writer.setparams((channels, width, rate, 0, "NONE", ""))
-        for at in range(samples):
-            value = round(top * 0.5 * math.sin(at * at / 900)) + (128 if width == 1 else 0)
-            writer.writeframes(value.to_bytes(width, "little", signed=width > 1) * channels)
-    return base64.b64encode(file.getvalue()).decode()
+pytestmark = pytest.mark.xdist_group("pipelines")
 
 
 # What it answers: as the pipeline does to one input, whatever else is in the batch
@@ -170,27 +56,12 @@ SHORT, LONG = "the fox", "once upon a time there was a king who had three daught
 MASKED = ["Happy birthday to [MASK].", "[MASK] [MASK] little star, how I [MASK] what you are"]
 
 SAME: list[tuple[str, str, list[Any], dict[str, Any]]] = [
-    ("", "fill-mask", [*MASKED, "the [MASK]"], {}),
-    ("", "fill-mask", MASKED, {"top_k": 2}),
-    ("", "fill-mask", MASKED, {"targets": ["you", "star", "wonder"]}),
-    ("roberta", "fill-mask", ["the quick <mask> fox", "a <mask>", "it <mask> the <mask>"], {}),
     ("", "fill-mask", ["[MASK] " + "star " * 70, "the [MASK]"], {"truncation": True}),
-    ("classifier", "text-classification", [SHORT, LONG, "it"], {}),
-    ("classifier", "text-classification", [SHORT, {"text": LONG, "text_pair": SHORT}], {}),
-    ("classifier", "text-classification", [SHORT, {"text": LONG}], {"top_k": 1}),
-    ("classifier", "text-classification", [LONG, SHORT], {"top_k": None}),
-    ("classifier", "text-classification", [LONG, SHORT], {"function_to_apply": "none", "top_k": 2}),
     ("classifier", "text-classification", [3 * LONG, SHORT], {"truncation": True}),
     ("last_token", "text-classification", [SHORT, LONG[:40], "it"], {"top_k": None}),
-    ("tagger", "token-classification", [LONG, SHORT, "it was"], {}),
-    ("tagger", "token-classification", [LONG, SHORT], {"aggregation_strategy": "simple"}),
+    ("xlnet", "text-classification", [SHORT, LONG, "it"], {"top_k": None}),
+    ("xlnet", "feature-extraction", [SHORT, LONG, "it"], {}),
     ("tagger", "token-classification", [3 * LONG, SHORT], {"truncation": True}),
-    ("tagger", "token-classification", [LONG, SHORT], {"aggregation_strategy": "first"}),
-    ("tagger", "token-classification", [LONG, SHORT], {"aggregation_strategy": "max"}),
-    ("tagger", "token-classification", [LONG, SHORT], {"aggregation_strategy": "average"}),
-    ("tagger", "token-classification", [LONG, SHORT], {"ignore_labels": ["B-PER", "I-LOC"]}),
-    ("features", "feature-extraction", [SHORT, LONG, "it"], {}),
-    ("features", "feature-extraction", [3 * LONG, SHORT], {"truncation": True}),
     ("gpt2", "feature-extraction", [SHORT, LONG[:40], "it"], {}),
     (
         "entailment", "zero-shot-classification", [SHORT, LONG, "it"],
@@ -222,15 +93,10 @@ SAME: list[tuple[str, str, list[Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "task", "inputs", "parameters"), SAME)
-def test_as_one_by_one(
-    served: Callable[..., PipelineModel],
-    reference: Callable[..., Any],
-    name: str,
-    task: str,
-    inputs: list[Any],
-    parameters: dict[str, Any],
+def test_a_batch_is_answered_as_one_by_one(
+    name: str, task: str, inputs: list[Any], parameters: dict[str, Any]
 ) -> None:
-    model, alone = served(name, task), reference(name, task)
+    model, alone = served(name, task), reference(folder(name), task)
     wanted = [plain(alone(each, **_for_transformers(task, parameters))) for each in inputs]
     items = [item(each, **parameters) for each in inputs]
     together = model.predict(items)
@@ -249,10 +115,10 @@ def _for_transformers(task: str, parameters: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-def test_an_item_without_parameters_is_an_input(served: Callable[..., PipelineModel]) -> None:
+def test_item_without_parameters_is_an_input() -> None:
     model = served("")
     assert model.predict(MASKED) == model.predict([item(each) for each in MASKED])
-    with pytest.raises(InvalidInput, match="inputs: must be a string"):
+    with pytest.raises(InvalidInput, match=r"^inputs: "):
         model.predict([{"inputs": "the [MASK]"}])
     assert model.predict([]) == []
 
@@ -268,7 +134,6 @@ def test_an_item_without_parameters_is_an_input(served: Callable[..., PipelineMo
     ],
 )
 def test_a_group_is_one_forward_pass(
-    served: Callable[..., PipelineModel],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     task: str,
@@ -282,7 +147,7 @@ def test_a_group_is_one_forward_pass(
 
 
 def test_an_operation_is_one_forward_pass_whatever_its_parameters(
-    served: Callable[..., PipelineModel], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = served("features")
     calls = count_calls(monkeypatch, model.model.model, "forward")
@@ -296,11 +161,8 @@ def test_an_operation_is_one_forward_pass_whatever_its_parameters(
         assert_close(output, model.predict([one])[0])
 
 
-def test_many_labels_are_computed_in_parts(
-    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = PipelineModel()
-    model.init_model(folder("entailment"), "zero-shot-classification", batch_size=4)
+def test_many_labels_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded(folder("entailment"), "zero-shot-classification", batch_size=4)
     calls = count_calls(monkeypatch, model.model.model, "forward")
     model.predict([item(SHORT, candidate_labels=["a", "b", "c"]) for _ in range(3)])
     assert calls == [4, 4, 1]
@@ -308,98 +170,51 @@ def test_many_labels_are_computed_in_parts(
 
 # Images and sounds
 
-
-def test_images(served: Callable[..., PipelineModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = served("pictures")
-    from PIL import Image
-
-    sent = [picture(40, 30), picture(64, 64, 9), picture(16, 48, 5)]
-    images = [Image.open(io.BytesIO(base64.b64decode(each))) for each in sent]
-    wanted = [plain(model.model(image)) for image in images]
-    forms = [sent[0], f"data:image/png;base64,{sent[1]}", base64.b64decode(sent[2])]
-    calls = count_calls(monkeypatch, model.model.model, "forward")
-    assert_close(model.predict(forms), wanted)
-    assert calls == [3]
-    assert_close(model.predict([item(forms[0], top_k=1)]), [wanted[0][:1]])
-    assert {row["label"] for row in wanted[0]} == {"cat", "dog", "house"}
-    for kind in ("JPEG", "GIF", "BMP", "WEBP"):
-        assert len(model.predict([picture(40, 30, kind=kind)])[0]) == 3
+KINDS = ("PNG", "JPEG", "GIF", "BMP", "WEBP")
 
 
-def test_images_of_one_size_share_a_batch_where_sizes_matter(
-    served: Callable[..., PipelineModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = served("detector")
-    items = [item(picture(*size), threshold=0.1) for size in ((40, 40), (40, 64), (40, 40))]
-    wanted = [model.predict([each])[0] for each in items]
-    assert any(wanted)
-    calls = count_calls(monkeypatch, model.model.model, "forward")
-    assert_close(model.predict(items), wanted)
-    assert calls == [2, 1]
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("pictures", [saved(image(40, 30), kind) for kind in KINDS]),
+        ("sounds", [sound(1600)]),
+    ],
+)
+def test_a_file_is_taken_in_every_form(name: str, sent: list[str]) -> None:
+    for text in sent:
+        content = base64.b64decode(text)
+        lines = base64.encodebytes(content).decode()
+        forms = [text, f"data:image/png;base64,{text}", content, lines, item(text)]
+        [first, *others] = served(name).predict(forms)
+        assert first
+        assert others == [first] * 4
 
 
-def test_image_features(served: Callable[..., PipelineModel]) -> None:
-    model = served("pictures", "image-feature-extraction")
-    [[rows]] = model.predict([picture(20, 20)])
-    assert (len(rows), len(rows[0])) == (17, 16)
-
-
-def test_sounds(served: Callable[..., PipelineModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = served("sounds")
-    items = [sound(1600), f"data:audio/wav;base64,{sound(2400)}", sound(1600, channels=2)]
-    wanted = [model.predict([each])[0] for each in items]
-    calls = count_calls(monkeypatch, model.model.model, "forward")
-    assert_close(model.predict(items), wanted)
-    assert_close(wanted[2], wanted[0])
-    assert calls == [2, 1]
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_samples_of_every_width(width: int) -> None:
-    from service_streamer.pipelines.inputs import read_audio
-
-    samples = read_audio(sound(400, width=width), 16_000)
-    wanted = [0.5 * math.sin(at * at / 900) for at in range(400)]
-    assert samples.dtype == np.float32
-    assert np.allclose(samples, wanted, atol=0.01)
-
-
-def test_speech(served: Callable[..., PipelineModel]) -> None:
+def test_speech_becomes_text_and_words_with_times() -> None:
     model = served("speech")
-    raw = [0.3 * math.sin(at * at / 900) for at in range(1600)]
-    outputs = model.predict(
-        [
-            sound(1600),
-            {"sampling_rate": 16_000, "raw": raw},
-            item(sound(2400), return_timestamps="word"),
-        ]
-    )
+    raw = {"sampling_rate": 16_000, "raw": samples(1600)}
+    outputs = model.predict([sound(1600), raw, item(sound(2400), return_timestamps="word")])
     assert [sorted(output) for output in outputs] == [["text"], ["text"], ["chunks", "text"]]
     assert all(output["text"] for output in outputs)
     json.dumps(outputs)
 
 
-SECRET = "the secret of this server"
+ADDRESSES = [
+    "http://127.0.0.1:{port}/x.png", "https://127.0.0.1:{port}/x", "HTTP://127.0.0.1:{port}/x",
+    " http://127.0.0.1:{port}/", "file://{path}", "ftp://127.0.0.1:{port}/x", "{path}",
+    "{path}.", "./x.wav", "data:text/plain,{path}", "data:image/png;base64,{path}",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["pictures", "detector", "sounds", "speech"])
-@pytest.mark.parametrize(
-    "address",
-    [
-        "http://127.0.0.1:{port}/x.png", "https://127.0.0.1:{port}/x", "HTTP://127.0.0.1:{port}/x",
-        " http://127.0.0.1:{port}/", "file://{path}", "ftp://127.0.0.1:{port}/x", "{path}",
-        "{path}.", "./x.wav", "data:text/plain,{path}", "data:image/png;base64,{path}",
-    ],
-)  # fmt: skip
 def test_nothing_is_opened_or_fetched(
-    served: Callable[..., PipelineModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    name: str, address: str,
-) -> None:  # fmt: skip
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     import socket
 
     model = served(name)
     file = tmp_path / "x.wav"
-    good = sound(1600) if name in ("sounds", "speech") else picture(8, 8)
+    good = sound(1600) if name in ("sounds", "speech") else saved(image(8, 8))
     file.write_bytes(base64.b64decode(good))  # which would be answered, if it were opened
     opened: list[Any] = []
     with socket.socket() as listener:
@@ -408,10 +223,11 @@ def test_nothing_is_opened_or_fetched(
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("builtins.open", lambda *args, **_: opened.append(args))
         monkeypatch.setattr(subprocess, "Popen", lambda *args, **_: opened.append(args))
-        sent = address.format(port=listener.getsockname()[1], path=file)
-        for inputs in (sent, {"path": sent, "sampling_rate": 16_000}, [sent]):
-            with pytest.raises(InvalidInput, match=r"^inputs: "):
-                model.predict([inputs])
+        for address in ADDRESSES:
+            sent = address.format(port=listener.getsockname()[1], path=file)
+            for inputs in (sent, {"path": sent, "sampling_rate": 16_000}, [sent]):
+                with pytest.raises(InvalidInput, match=r"^inputs: "):
+                    model.predict([inputs])
         monkeypatch.undo()
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -419,69 +235,51 @@ def test_nothing_is_opened_or_fetched(
     assert opened == []
 
 
-def test_a_chat_may_name_no_files(served: Callable[..., PipelineModel]) -> None:
+def test_chats_may_name_no_files() -> None:
     image = [{"type": "image", "url": "http://127.0.0.1/x.png"}]
-    with pytest.raises(InvalidInput, match=r"^inputs\[0\]\.content: must be a string"):
+    with pytest.raises(InvalidInput, match=r"^inputs\[0\]\.content: "):
         served("chat").predict([[{"role": "user", "content": image}]])
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        "x y",
-        base64.b64encode(b"%!PS-Adobe-3.0 EPSF-3.0").decode(),
-        b"",
-        7,
-        None,
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_bad_image(
-    served: Callable[..., PipelineModel], sent: Any, wording: Callable[..., None]
-) -> None:
-    with pytest.raises(InvalidItems) as error:
-        served("pictures").predict([sent])
-    wording(of_caller(error.value))
-
-
-def test_a_small_file_of_a_huge_image(served: Callable[..., PipelineModel]) -> None:
-    content = base64.b64decode(picture(1, 1))
+def test_huge_image_is_refused_when_its_file_is_small() -> None:
+    content = base64.b64decode(saved(image(1, 1)))
     for side in (8_100, 20_000):  # beyond ours, and beyond Pillow's own limit
         head = content[12:16] + struct.pack(">II", side, side) + content[24:29]
         huge = content[:12] + head + struct.pack(">I", zlib.crc32(head)) + content[33:]
-        with pytest.raises(InvalidInput, match="too large; send one of at most 64,000,000 pixels"):
+        with pytest.raises(InvalidInput, match="64,000,000"):
             served("pictures").predict([huge])
 
 
 @pytest.mark.parametrize(
-    "sent",
+    ("name", "sent", "word"),
     [
-        sound(800, rate=8000),
-        sound(0),
-        sound(4),
-        base64.b64encode(b"#EXTM3U\nfile:///etc/passwd").decode(),
-        base64.b64encode(base64.b64decode(sound(9))[:30]).decode(),
-        {"raw": [0.1], "sampling_rate": 16_000, "path": "x"},
-        {"raw": ["x"], "sampling_rate": 16_000},
-        {"raw": [math.nan], "sampling_rate": 16_000},
-        {"raw": "xx", "sampling_rate": 16_000},
+        ("pictures", "x y", "'x y'"),
+        ("pictures", base64.b64encode(b"%!PS-Adobe-3.0 EPSF-3.0").decode(), "PNG"),
+        ("pictures", b"", "b''"),
+        ("pictures", 7, "7"),
+        ("pictures", None, "None"),
+        ("sounds", sound(800, rate=8000), "16000"),
+        ("sounds", sound(0), "empty"),
+        ("sounds", sound(4), " 4 "),
+        ("sounds", base64.b64encode(b"#EXTM3U\nfile:///etc/passwd").decode(), "WAV"),
+        ("sounds", base64.b64encode(base64.b64decode(sound(9))[:30]).decode(), "WAV"),
+        ("sounds", {"raw": [0.1], "sampling_rate": 16_000, "path": "x"}, "'path'"),
+        ("sounds", {"raw": ["x"], "sampling_rate": 16_000}, "numbers"),
+        ("sounds", {"raw": [math.nan], "sampling_rate": 16_000}, "range"),
+        ("sounds", {"raw": "xx", "sampling_rate": 16_000}, "numbers"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_bad_sound(
-    served: Callable[..., PipelineModel], sent: Any, wording: Callable[..., None]
-) -> None:
-    with pytest.raises(InvalidItems) as error:
-        served("sounds").predict([sent])
-    wording(of_caller(error.value))
+def test_invalid_images_and_sounds_are_refused(name: str, sent: Any, word: str) -> None:
+    message = refusal(served(name), sent)
+    assert message.startswith("inputs: ")
+    assert word in message
 
 
 # Generation
 
 
-def test_generated_texts_are_as_one_by_one(
-    served: Callable[..., PipelineModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generated_texts_are_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = served("gpt2")
     prompts = [SHORT, LONG[:40], "it", "once upon"]
     items = [item(each, "generate", max_new_tokens=12, temperature=0) for each in prompts]
@@ -499,9 +297,7 @@ def test_generated_texts_are_as_one_by_one(
         assert (row["completion_tokens"], row["finish_reason"]) == (12, "length")
 
 
-def test_a_text_ends_with_the_end_token(
-    served: Callable[..., PipelineModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_ends_with_the_end_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model = served("gpt2")
     [[row]] = model.predict([item(SHORT, "generate", max_new_tokens=8, temperature=0)])
     tokens = model.model.tokenizer(row["text"])["input_ids"]
@@ -520,7 +316,7 @@ def test_a_text_ends_with_the_end_token(
     assert outputs[0][0]["text"] == pipe.tokenizer.decode(ids[:at])
 
 
-def test_stop_strings(served: Callable[..., PipelineModel]) -> None:
+def test_stop_strings() -> None:
     model = served("gpt2")
     settings = {"max_new_tokens": 24, "temperature": 0}
     prompts = [SHORT, "it"]
@@ -543,7 +339,7 @@ def test_stop_strings(served: Callable[..., PipelineModel]) -> None:
     assert row["generated_text"].startswith(SHORT + stop)
 
 
-def test_seeds(served: Callable[..., PipelineModel]) -> None:
+def test_seeds() -> None:
     model = served("gpt2")
     seeded = item(SHORT, "generate", max_new_tokens=10, temperature=1.5, seed=7)
     other = item(SHORT, "generate", max_new_tokens=10, temperature=1.5)
@@ -560,7 +356,7 @@ def test_seeds(served: Callable[..., PipelineModel]) -> None:
     assert model.predict([other, in_form])[1] == [record]
 
 
-def test_several_sequences(served: Callable[..., PipelineModel]) -> None:
+def test_several_sequences() -> None:
     model = served("gpt2")
     settings = {
         "max_new_tokens": 6,
@@ -573,13 +369,11 @@ def test_several_sequences(served: Callable[..., PipelineModel]) -> None:
     assert len({row["text"] for row in outputs[0]}) > 1
     assert [len(rows) for rows in model.predict([item(SHORT, **settings), "it"])] == [3, 1]
     for do in ("generate", "predict"):
-        with pytest.raises(
-            InvalidInput, match=r"^parameters\.num_return_sequences: must be 1 without sampl"
-        ):
+        with pytest.raises(InvalidInput, match=r"^parameters\.num_return_sequences: "):
             model.predict([item(SHORT, do, num_return_sequences=2, temperature=0)])
 
 
-def test_the_context_is_never_left(served: Callable[..., PipelineModel]) -> None:
+def test_generation_never_leaves_the_context() -> None:
     model = served("gpt2")
     ids = model.model.tokenizer(3 * LONG)["input_ids"][:47]
     prompts = [model.model.tokenizer.decode(ids[:length]) for length in (3, 40, 46)]
@@ -588,30 +382,28 @@ def test_the_context_is_never_left(served: Callable[..., PipelineModel]) -> None
         model.predict([item(each, "generate") for each in prompts]), lengths, strict=True
     ):
         assert rows[0]["completion_tokens"] <= 48 - length
-    with pytest.raises(InvalidInput, match=r"^parameters\.max_new_tokens: the text has \d+ tokens"):
+    with pytest.raises(InvalidInput, match=r"^parameters\.max_new_tokens: "):
         model.predict([item(prompts[1], "generate", max_new_tokens=40)])
-    with pytest.raises(InvalidInput, match="the limit is 48 including generated tokens"):
+    with pytest.raises(InvalidInput, match="48"):
         model.predict([item(3 * LONG)])
 
 
-def test_chats(served: Callable[..., PipelineModel]) -> None:
+def test_chats() -> None:
     model = served("chat")
     chat = [{"role": "user", "content": "hello"}]
     settings = {"do_sample": False, "max_new_tokens": 5}
     outputs = model.predict([item(chat, **settings), item("hello", **settings)])
     assert outputs[0][0]["generated_text"][-1]["role"] == "assistant"
     assert isinstance(outputs[1][0]["generated_text"], str)
-    for bad, message in (
-        ([{"role": "king", "content": "x"}], "refuses the chat: there is no role king"),
-        ([{"role": "user"}], 'must be {"role": ..., "content": ...}'),
-        ([], "a chat must have 1 to 256 messages"),
+    for bad, word in (
+        ([{"role": "king", "content": "x"}], "king"),
+        ([{"role": "user"}], "content"),
+        ([], "256"),
     ):
-        with pytest.raises(InvalidInput, match=re.escape(message)):
-            model.predict([item(bad)])
-    with pytest.raises(InvalidInput, match="does not support chats; send a string"):
-        served("gpt2").predict([item(chat)])
-    with pytest.raises(InvalidInput, match="does not support chats; send a string"):
-        served("gpt2").predict([item(chat, "generate")])
+        assert word in refusal(model, bad)
+    for do in ("predict", "generate"):
+        with pytest.raises(InvalidInput, match="chats"):
+            served("gpt2").predict([item(chat, do)])
     generated = model.predict([item(chat, "generate", **settings), item("hello", **settings)])[0]
     assert generated[0]["text"] == outputs[0][0]["generated_text"][-1]["content"]
     assert generated[0]["prompt_tokens"] == len(
@@ -622,7 +414,7 @@ def test_chats(served: Callable[..., PipelineModel]) -> None:
 # Embeddings
 
 
-def test_embeddings_by_hand(served: Callable[..., PipelineModel]) -> None:
+def test_embeddings_by_hand() -> None:
     model = served("features")
     texts = [SHORT, LONG, "it"]
     outputs = model.predict([item(each, "embed") for each in texts])
@@ -639,32 +431,25 @@ def test_embeddings_by_hand(served: Callable[..., PipelineModel]) -> None:
      ("max_tokens", lambda rows: np.max(rows, axis=0))],
 )  # fmt: skip
 def test_embeddings_are_pooled_as_the_files_say(
-    folder: Callable[[str], Path], tmp_path: Path, mode: str, pick: Callable[[Any], Any]
+    tmp_path: Path, mode: str, pick: Callable[[Any], Any]
 ) -> None:
-    own = _with_modules(folder("features"), tmp_path, f"pooling_mode_{mode}")
-    model = PipelineModel()
-    model.init_model(own)
+    model = loaded(_with_modules(tmp_path, f"pooling_mode_{mode}"))
     outputs = model.predict([item(each, "embed") for each in (SHORT, LONG)])
     for text, output in zip((SHORT, LONG), outputs, strict=True):
         wanted = pick(np.array(model.predict([text])[0][0]))
         assert np.allclose(output["embedding"], wanted / np.linalg.norm(wanted), atol=1e-5)
 
 
-def test_embeddings_that_would_be_others_are_not_offered(
-    folder: Callable[[str], Path], tmp_path: Path
-) -> None:
-    own = _with_modules(folder("features"), tmp_path, "pooling_mode_mean_tokens", "Dense")
-    model = PipelineModel()
-    model.init_model(own)
+def test_embeddings_that_would_be_others_are_not_offered(tmp_path: Path) -> None:
+    model = loaded(_with_modules(tmp_path, "pooling_mode_mean_tokens", "Dense"))
     assert "embed" not in model.description["operations"]
-    with pytest.raises(InvalidInput, match=r"cannot embed, since it has modules of .* Dense"):
+    with pytest.raises(InvalidInput, match="Dense"):
         model.predict([item(SHORT, "embed")])
 
 
-def _with_modules(source: Path, target: Path, mode: str, *more: str) -> Path:
+def _with_modules(target: Path, mode: str, *more: str) -> Path:
     """A copy with the files of sentence-transformers."""
-    own = target / "sentences"
-    shutil.copytree(source, own)
+    own = variant("features", target)
     (own / "1_Pooling").mkdir()
     (own / "1_Pooling" / "config.json").write_text(json.dumps({mode: True, "other": False}))
     modules = [
@@ -680,8 +465,7 @@ def test_embeddings_of_sentence_transformers() -> None:
     import sentence_transformers
 
     path = minilm.find()
-    model = PipelineModel()
-    model.init_model(path)
+    model = loaded(path)
     assert model.description["task"] == "feature-extraction"
     assert model.description["max_tokens"] == 256
     texts = [SHORT, LONG, "it", 30 * LONG, "Ähnliche Sätze, 相似的句子!"]
@@ -691,9 +475,7 @@ def test_embeddings_of_sentence_transformers() -> None:
     outputs = model.predict([item(text, "embed", truncation=True) for text in texts])
     assert np.allclose([output["embedding"] for output in outputs], wanted, atol=1e-4)
     assert outputs[3]["tokens"] == 256
-    with pytest.raises(
-        InvalidInput, match=r"^inputs: the text has \d+ tokens, and the limit is 256"
-    ):
+    with pytest.raises(InvalidInput, match=r"^inputs: .*256"):
         model.predict([item(texts[3], "embed")])
 
 
@@ -701,146 +483,130 @@ def test_embeddings_of_sentence_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "task", "inputs"),
+    ("name", "inputs", "word"),
     [
-        ("", None, 7),
-        ("", None, None),
-        ("", None, ["the [MASK]"]),
-        ("", None, ""),
-        ("", None, " \n"),
-        ("", None, "the [MASK] \ud83d"),
-        ("", None, "the [mask]"),
-        ("", None, "star " * 70 + "[MASK]"),
-        ("roberta", None, "the [MASK]"),
-        ("roberta", None, "<mask> " + "q " * 40),
-        ("classifier", None, {"text": 7}),
-        ("classifier", None, {"text": "x", "url": "y"}),
-        ("classifier", None, {"text_pair": "x"}),
-        ("classifier", None, 4 * LONG),
-        ("tagger", None, 4 * LONG),
-        ("features", None, 4 * LONG),
-        ("entailment", "zero-shot-classification", 2 * LONG),
-        ("gpt2", None, ""),
-        ("gpt2", None, {"text": "x"}),
+        ("", 7, "7"),
+        ("", None, "None"),
+        ("", ["the [MASK]"], "['the [MASK]']"),
+        ("", "", "empty"),
+        ("", " \n", "empty"),
+        ("", "the [MASK] \ud83d", "Unicode"),
+        ("", "the [mask]", "[MASK]"),
+        ("", "star " * 70 + "[MASK]", "64"),
+        ("roberta", "the [MASK]", "<mask>"),
+        ("roberta", "<mask> " + "q " * 40, "32"),
+        ("classifier", {"text": 7}, "inputs.text"),
+        ("classifier", {"text": "x", "url": "y"}, "'url'"),
+        ("classifier", {"text_pair": "x"}, "'text_pair'"),
+        ("classifier", 4 * LONG, "32"),
+        ("tagger", 4 * LONG, "32"),
+        ("features", 4 * LONG, "32"),
+        ("entailment", 2 * LONG, "32"),
+        ("gpt2", "", "empty"),
+        ("gpt2", {"text": "x"}, "'text'"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_bad_input(
-    served: Callable[..., PipelineModel],
-    name: str,
-    task: str | None,
-    inputs: Any,
-    wording: Callable[..., None],
-) -> None:
-    model = served(name, task)
-    parameters = {"candidate_labels": ["a"]} if task else {}
-    with pytest.raises(InvalidItems) as error:
-        model.predict([item(inputs, **parameters)])
-    wording(of_caller(error.value))
-    assert len(str(error.value)) < 300
-    str(error.value).encode()  # the message can be sent
+def test_invalid_inputs_are_refused(name: str, inputs: Any, word: str) -> None:
+    is_zero_shot = name == "entailment"
+    model = served(name, "zero-shot-classification" if is_zero_shot else None)
+    more = {"candidate_labels": ["a"]} if is_zero_shot else {}
+    message = refusal(model, item(inputs, **more))
+    assert re.match(r"inputs(\.text)?: ", message)
+    assert word in message
 
 
-def test_a_bad_item_is_found_before_anything_is_computed(
-    served: Callable[..., PipelineModel], monkeypatch: pytest.MonkeyPatch
+def test_invalid_items_are_found_before_anything_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = served("")
     calls = count_calls(monkeypatch, model.model.model, "forward")
-    with pytest.raises(InvalidInput, match=r"no \[MASK\]"):
+    with pytest.raises(InvalidInput, match=r"\[MASK\]"):
         model.predict([*MASKED, "no mask", item("x", "describe")])
     assert calls == []
 
 
-def test_a_mask_that_would_be_cut_off(served: Callable[..., PipelineModel]) -> None:
-    with pytest.raises(InvalidInput, match=r"no \[MASK\] before the cut"):
+def test_truncation_is_refused_when_it_would_cut_off_the_mask() -> None:
+    with pytest.raises(InvalidInput, match="cut"):
         served("").predict([item("star " * 70 + "[MASK]", truncation=True)])
     [rows] = served("").predict([item("[MASK] " + "star " * 70, truncation=True)])
     assert len(rows) == 5
 
 
 @pytest.mark.parametrize(
-    ('name', 'parameters'),
+    ("name", "parameters", "word"),
     [
-        ("", {"top_k": "3"}),
-        ("", {"top_k": 0}),
-        ("", {"top_k": 1001}),
-        ("", {"top_k": True}),
-        ("", {"top_k": 2.0}),
-        ("roberta", {"top_k": 900}),
-        ("", {"targets": []}),
-        ("", {"targets": ["a", 7]}),
-        ("", {"targets": ["\ud83d"]}),
-        ("", {"model": "x"}),
-        ("", {"tokenizer": "x"}),
-        ("", {"device": 1}),
-        ("", {"batch_size": 1}),
-        ("", {"tokenizer_kwargs": {}}),
-        ("gpt2", {"prefix": "x"}),
-        ("gpt2", {"assistant_model": "x/y"}),
-        ("gpt2", {"max_new_tokens": 5000}),
-        ("gpt2", {"temperature": -1}),
-        ("gpt2", {"temperature": math.nan}),
-        ("gpt2", {"temperature": 10**400}),
-        ("gpt2", {"top_p": 0}),
-        ("gpt2", {"num_return_sequences": 17}),
-        ("gpt2", {"seed": -1}),
-        ("gpt2", {"stop": [""]}),
-        ("gpt2", {"do_sample": "yes"}),
-        ("tagger", {"aggregation_strategy": "all"}),
-        ("classifier", {"function_to_apply": 7}),
-        ("entailment", {}),
-        ("entailment", {"candidate_labels": " , "}),
-        ("entailment", {"candidate_labels": [LONG * 9]}),
+        ("", {"top_k": "3"}, "'3'"),
+        ("", {"top_k": 0}, "1000"),
+        ("", {"top_k": 1001}, "1001"),
+        ("", {"top_k": True}, "True"),
+        ("", {"top_k": 2.0}, "2.0"),
+        ("roberta", {"top_k": 900}, "320"),
+        ("", {"targets": []}, "256"),
+        ("", {"targets": ["a", 7]}, "7"),
+        ("", {"targets": ["\ud83d"]}, "Unicode"),
+        ("", {"model": "x"}, "unknown"),
+        ("", {"tokenizer": "x"}, "unknown"),
+        ("", {"device": 1}, "unknown"),
+        ("", {"batch_size": 1}, "unknown"),
+        ("", {"tokenizer_kwargs": {}}, "unknown"),
+        ("gpt2", {"prefix": "x"}, "unknown"),
+        ("gpt2", {"assistant_model": "x/y"}, "unknown"),
+        ("gpt2", {"max_new_tokens": 5000}, "4096"),
+        ("gpt2", {"temperature": -1}, "-1"),
+        ("gpt2", {"temperature": math.nan}, "nan"),
+        ("gpt2", {"temperature": 10**400}, "100"),
+        ("gpt2", {"top_p": 0}, "1"),
+        ("gpt2", {"num_return_sequences": 17}, "16"),
+        ("gpt2", {"seed": -1}, "-1"),
+        ("gpt2", {"stop": [""]}, "['']"),
+        ("gpt2", {"do_sample": "yes"}, "'yes'"),
+        ("tagger", {"aggregation_strategy": "all"}, "'all'"),
+        ("classifier", {"function_to_apply": 7}, "'softmax'"),
+        ("entailment", {}, "labels"),
+        ("entailment", {"candidate_labels": " , "}, "labels"),
+        ("entailment", {"candidate_labels": [LONG * 9]}, "32"),
     ], ids=lambda value: str(value)[:40],
 )  # fmt: skip
-def test_a_bad_parameter(
-    served: Callable[..., PipelineModel],
-    name: str,
-    parameters: dict[str, Any],
-    wording: Callable[..., None],
-) -> None:
-    model = served(name, "zero-shot-classification" if name == "entailment" else None)
+def test_invalid_parameters_are_refused(name: str, parameters: dict[str, Any], word: str) -> None:
+    is_zero_shot = name == "entailment"
+    model = served(name, "zero-shot-classification" if is_zero_shot else None)
     inputs = {"": "the [MASK]", "roberta": "the <mask>"}.get(name, SHORT)
-    parameters = {"truncation": True, **parameters} if name == "entailment" else parameters
-    with pytest.raises(InvalidItems) as error:
-        model.predict([item(inputs, **parameters)])
-    wording(of_caller(error.value))
+    more = {"truncation": True} if is_zero_shot else {}
+    message = refusal(model, item(inputs, **more, **parameters))
+    assert message.startswith(f"parameters.{next(iter(parameters), 'candidate_labels')}: ")
+    assert word in message
 
 
-def test_all_invalid_items_of_a_batch_are_named(served: Callable[..., PipelineModel]) -> None:
+def test_all_invalid_items_of_a_batch_are_named() -> None:
     batch = [item("a [MASK]"), item("none"), item(7), item("b [MASK]"), item("c [MASK]", top_k=-1)]
     with pytest.raises(InvalidItems) as error:
         served("").predict(batch)
-    assert {position: str(each)[:20] for position, each in error.value.errors.items()} == {
-        1: "inputs: the text has",
-        2: "inputs: must be a st",
-        4: "parameters.top_k: mu",
-    }
+    fields = {at: str(each).partition(":")[0] for at, each in error.value.errors.items()}
+    assert fields == {1: "inputs", 2: "inputs", 4: "parameters.top_k"}
 
 
 @pytest.mark.parametrize(
     "template",
     ["no place", "{} and {}", "{0}", "{:>9999999999}", "{.__class__} {}", "{{}} {}", "{"],
 )
-def test_a_template_is_no_program(served: Callable[..., PipelineModel], template: str) -> None:
+def test_templates_are_no_programs(template: str) -> None:
     model = served("entailment", "zero-shot-classification")
-    with pytest.raises(
-        InvalidInput, match=r"^parameters\.hypothesis_template: must have \{\} once"
-    ):
+    with pytest.raises(InvalidInput, match=r"^parameters\.hypothesis_template: "):
         model.predict([item(SHORT, candidate_labels="a,b", hypothesis_template=template)])
 
 
-def test_null_is_a_parameter_left_out(served: Callable[..., PipelineModel]) -> None:
+def test_null_is_a_parameter_left_out() -> None:
     model = served("")
     with_null = item(MASKED[0], top_k=None, targets=None, truncation=None)
     assert model.predict([with_null]) == model.predict([item(MASKED[0])])
     assert model.predict([{**with_null, "parameters": None}]) == model.predict([MASKED[0]])
-    with pytest.raises(InvalidInput, match="parameters: must be an object; not 7"):
+    with pytest.raises(InvalidInput, match=r"^parameters: .*7"):
         model.predict([{**with_null, "parameters": 7}])
 
 
-def test_an_operation_that_it_cannot_do(served: Callable[..., PipelineModel]) -> None:
-    with pytest.raises(InvalidInput, match="of the task fill-mask, cannot 'embed'; it can predict"):
+def test_operations_are_refused_when_the_task_lacks_them() -> None:
+    with pytest.raises(InvalidInput, match="'embed'"):
         served("").predict([item(SHORT, "embed")])
 
 
@@ -858,9 +624,7 @@ def test_the_tables_are_schemas() -> None:
     }  # fmt: skip
 
 
-def test_a_transformers_error_does_not_cross(
-    served: Callable[..., PipelineModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transformers_error_does_not_cross(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.pipelines.base import PipelineException
 
     class StrangeError(Exception):
@@ -886,7 +650,7 @@ def test_a_transformers_error_does_not_cross(
 # What it says of itself
 
 
-def test_it_describes_itself(served: Callable[..., PipelineModel]) -> None:
+def test_it_describes_itself() -> None:
     [said] = served("").predict([item(None, "describe")])
     assert said == {
         "task": "fill-mask", "model": "text_infilling", "mask_token": "[MASK]",
@@ -905,13 +669,6 @@ def test_it_describes_itself(served: Callable[..., PipelineModel]) -> None:
     assert said["candidate_labels_required"] is True
 
 
-@pytest.mark.parametrize("name", ["", *tiny_models.MODELS])
-def test_the_example_can_be_tried(served: Callable[..., PipelineModel], name: str) -> None:
-    model = served(name)
-    assert json.loads(json.dumps(model.description)) == model.description
-    assert model.predict([model.description["example"]])[0] is not None
-
-
 # Loading
 
 
@@ -923,200 +680,160 @@ def test_the_example_can_be_tried(served: Callable[..., PipelineModel], name: st
         ("gpt2", "text-generation"), ("chat", "text-generation"),
         ("pictures", "image-classification"), ("detector", "object-detection"),
         ("sounds", "audio-classification"), ("speech", "automatic-speech-recognition"),
+        ("captions", "image-to-text"), ("bart", "text2text-generation"),
+        ("whisper", "automatic-speech-recognition"),
     ],
 )  # fmt: skip
-def test_the_task_is_inferred(served: Callable[..., PipelineModel], name: str, task: str) -> None:
-    assert served(name).task == task
+def test_the_task_is_inferred_and_its_example_can_be_tried(name: str, task: str) -> None:
+    model = served(name)
+    assert model.task == task
+    assert json.loads(json.dumps(model.description)) == model.description
+    assert model.predict([model.description["example"]])[0] is not None
 
 
 @pytest.mark.parametrize(
     "path",
     ["./no/such", "no/such/folder", "/no/such", "../x", "~/nope", "", Path("nope"), __file__],
 )
-def test_a_wrong_path(path: str | Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no model folder") as error:
-        PipelineModel().init_model(path)
-    assert str(path) in str(error.value)
+def test_missing_model_folder_is_named(path: str | Path) -> None:
+    with pytest.raises(FileNotFoundError, match=re.escape(repr(str(path)))):
+        loaded(path)
 
 
-def test_names_of_models() -> None:
-    assert locate_model(None) == str(DEFAULT_MODEL)
-    assert locate_model("bert-base-uncased") == "bert-base-uncased"
-    assert locate_model("someone/bert.v2") == "someone/bert.v2"
-
-
-def test_a_wrong_task(folder: Callable[[str], Path]) -> None:
+def test_unknown_task_and_data_type_are_refused() -> None:
     for task in ("no-such-task", "depth-estimation", "question-answering", ""):
-        with pytest.raises(ValueError, match=f"unknown task '{task}'; must be one of audio"):
-            PipelineModel().init_model(folder(""), task)
-    with pytest.raises(
-        ValueError, match="dtype must be one of auto, float32, float16, bfloat16; n"
-    ):
-        PipelineModel().init_model(folder(""), dtype="int8")
+        with pytest.raises(ValueError, match=f"'{task}'"):
+            loaded(folder(""), task)
+    with pytest.raises(ValueError, match="int8"):
+        loaded(folder(""), dtype="int8")
 
 
 @pytest.mark.parametrize(
-    ("name", "task"),
+    ("name", "task", "word"),
     [
-        ("", "text-classification"),
-        ("features", "fill-mask"),
-        ("classifier", "zero-shot-classification"),
-        ("classifier", "token-classification"),
-        ("gpt2", "fill-mask"),
-        ("gpt2", "automatic-speech-recognition"),
+        ("", "text-classification", "fill-mask"),
+        ("features", "fill-mask", "feature-extraction"),
+        ("classifier", "zero-shot-classification", "'entailment'"),
+        ("classifier", "token-classification", "text-classification"),
+        ("gpt2", "fill-mask", "text-generation"),
+        ("gpt2", "automatic-speech-recognition", "text-generation"),
     ],
 )
-def test_a_task_that_the_model_cannot_do(
-    folder: Callable[[str], Path], name: str, task: str, wording: Callable[..., None]
-) -> None:
-    with pytest.raises(ValueError, match=r"cannot do|no label") as error:
-        PipelineModel().init_model(folder(name), task)
+def test_task_is_refused_when_the_model_cannot_do_it(name: str, task: str, word: str) -> None:
+    with pytest.raises(ValueError, match=task) as error:
+        loaded(folder(name), task)
+    assert word in str(error.value)
+    assert str(folder(name)) in str(error.value)
     assert "\n" not in str(error.value)
-    wording(error.value, hide={r"[^ ']*/models\d*/": "MODELS/"})
 
 
-def test_a_folder_without_its_files(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json; give a folder that save"):
-        PipelineModel().init_model(tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json; it holds an adapter"):
-        PipelineModel().init_model(tmp_path)
+def test_missing_files_of_a_folder_are_named(tmp_path: Path) -> None:
     own = tmp_path / "own"
-    shutil.copytree(folder("classifier"), own)
-    for file in own.glob("tokenizer*"):
+    own.mkdir()
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        loaded(own)
+    (own / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="adapter"):
+        loaded(own)
+    for file in variant("classifier", own).glob("tokenizer*"):
         file.unlink()
     (own / "vocab.txt").unlink(missing_ok=True)
-    with pytest.raises(FileNotFoundError, match="has no tokenizer that transformers can load; sa"):
-        PipelineModel().init_model(own)
+    with pytest.raises(FileNotFoundError, match="tokenizer"):
+        loaded(own)
     (own / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"weights of the model .* cannot be loaded: "):
-        PipelineModel().init_model(own)
+    with pytest.raises(FileNotFoundError, match="weights"):
+        loaded(own)
     (own / "config.json").write_text('{"model_type": "no-such-type"}')
-    with pytest.raises(FileNotFoundError, match="has no config that transformers can load"):
-        PipelineModel().init_model(own)
+    with pytest.raises(FileNotFoundError, match="config"):
+        loaded(own)
 
 
-def test_weights_that_are_missing(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    shutil.copytree(folder("features"), own)
-    config = json.loads((own / "config.json").read_text())
-    (own / "config.json").write_text(json.dumps({**config, "architectures": None}))
-    with pytest.raises(
-        ValueError, match=r"its weights lack 'classifier.bias' and 1 more\); name a"
-    ):
-        PipelineModel().init_model(own, "text-classification")
-    with pytest.raises(ValueError, match="which is BertConfig, is unknown; set task"):
-        PipelineModel().init_model(own)
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    own = variant("features", tmp_path, architectures=None)
+    with pytest.raises(ValueError, match=r"classifier\.bias"):
+        loaded(own, "text-classification")
+    with pytest.raises(ValueError, match="BertConfig"):
+        loaded(own)
 
 
-def test_an_unreachable_hub_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_model_is_named_when_the_hub_is_unreachable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for task in (None, "fill-mask"):
         with pytest.raises(FileNotFoundError) as error:
-            PipelineModel().init_model("nobody/nothing", task)
+            loaded("nobody/nothing", task)
         text = str(error.value)
-        assert text.startswith("the model 'nobody/nothing' cannot be loaded: the hub https://")
-        assert "cannot be reached (HF_HUB_OFFLINE is set)" in text
+        assert "nobody/nothing" in text
+        assert "HF_HUB_OFFLINE" in text
         assert "\n" not in text
 
 
-def test_code_of_a_model_is_not_run(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    shutil.copytree(folder("features"), own)
+def test_code_of_a_model_is_not_run(tmp_path: Path) -> None:
+    own = variant("features", tmp_path / "own")
     (own / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     code = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
     (own / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": code}))
-    with pytest.raises(FileNotFoundError, match="has no config that transformers can load"):
-        PipelineModel().init_model(own)
+    with pytest.raises(FileNotFoundError, match="config"):
+        loaded(own)
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_model_that_cannot_be_run(
-    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_fails_when_the_model_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import BertForMaskedLM
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError("odd weights")
 
     monkeypatch.setattr(BertForMaskedLM, "forward", fail)
-    with pytest.raises(
-        RuntimeError, match="loaded, but its first 'predict' of 1 failed: ZeroDivis"
-    ):
-        PipelineModel().init_model()
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        loaded(None)
 
 
-@pytest.mark.parametrize(("dtype", "wanted"), [("bfloat16", "bfloat16"), ("auto", "float32")])
-def test_dtypes(folder: Callable[[str], Path], dtype: str, wanted: str) -> None:
-    for name in ("", "classifier", "gpt2", "features"):
-        model = PipelineModel()
-        model.init_model(folder(name), dtype=dtype)
-        assert model.description["dtype"] == wanted
-        json.dumps(model.predict([model.description["example"]] * 2))
-
-
-def test_every_operation_is_warmed_up(
-    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_operation_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import BertModel
 
     calls = count_calls(monkeypatch, BertModel, "forward")
-    PipelineModel().init_model(folder("features"))
+    loaded(folder("features"))
     assert calls == [1, 1]
 
 
 # In a worker
 
 
-def run_python(code: str, **environment: str) -> str:
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
-
-
-def test_importing_loads_neither_torch_nor_transformers() -> None:
+def test_lengths_are_known_without_torch() -> None:
     code = (
         "import sys, service_streamer.pipelines as pipelines\n"
         "pipelines.parameter_schemas('fill-mask')\n"
+        "print(pipelines.PipelineModel.length('abc'))\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'PIL'} & set(sys.modules)))\n"
     )
-    assert run_python(code).strip() == "[]"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("3\n[]\n", "")
 
 
 def test_through_a_streamer(capfd: pytest.CaptureFixture[str]) -> None:
     with Streamer(PipelineModel, batch_size=8, max_latency=0.01, cuda_devices=("cpu",)) as streamer:
-        streamer.wait_ready(100)
+        streamer.wait_ready()
         good = streamer.predict([item(MASKED[0], top_k=1), item(None, "describe"), "the [MASK]"])
         assert good[0][0]["token_str"] == "you"
         assert good[1]["task"] == "fill-mask"
         calls = [
             streamer.submit([each]) for each in ("no mask", MASKED[0], item("x", top_k=7, z=1))
         ]
-        with pytest.raises(InvalidInput, match=r"^inputs: the text has no \[MASK\]"):
+        with pytest.raises(InvalidInput, match=r"^inputs: "):
             calls[0].result()
         assert calls[1].result()[0][0]["token_str"] == "you"
-        with pytest.raises(InvalidInput, match=r"^parameters\.z: unknown parameter"):
+        with pytest.raises(InvalidInput, match=r"^parameters\.z: "):
             calls[2].result()
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "")  # no bars, no advice
-
-
-def test_a_load_error_through_a_streamer() -> None:
-    options: dict[str, Any] = {"model_init_kwargs": {"model": "no/such/folder"}}
-    with (
-        Streamer(PipelineModel, cuda_devices=("cpu",), **options) as streamer,
-        pytest.raises(WorkerStartError, match="there is no model folder"),
-    ):
-        streamer.wait_ready(100)
 
 
 # What items cost
@@ -1143,14 +860,14 @@ TEXT = "x" * 100
         (item(TEXT, "generate", max_new_tokens=2), 100 + 40 * 2),
         (item(TEXT, max_new_tokens=1, num_return_sequences=3), 3 * 140),
         (item(None, "describe"), 1),
-        (picture(64, 48), 1),
-        (picture(64, 48, kind="JPEG"), 1),
-        (picture(64, 48, kind="BMP"), 1),
-        (picture(64, 48, kind="GIF"), 1),
-        (picture(64, 48, kind="WEBP"), 1),
-        ("data:image/png;base64," + picture(64, 48), 1),
-        (item(picture(64, 48)), 1),
-        (base64.b64decode(picture(64, 48)), 1),
+        (saved(image(64, 48)), 1),
+        (saved(image(64, 48), "JPEG"), 1),
+        (saved(image(64, 48), "BMP"), 1),
+        (saved(image(64, 48), "GIF"), 1),
+        (saved(image(64, 48), "WEBP"), 1),
+        ("data:image/png;base64," + saved(image(64, 48)), 1),
+        (item(saved(image(64, 48))), 1),
+        (base64.b64decode(saved(image(64, 48))), 1),
         ({"sampling_rate": 16_000, "raw": [0.0] * 500}, 500),
         ([5, 6, 7], 12),
         (item([5, 6, 7], "generate", max_new_tokens=1), 12 + 40),
@@ -1160,14 +877,13 @@ TEXT = "x" * 100
         (item([5, 6, 7], "decode"), 1),
     ],
 )
-def test_what_an_item_costs(value: Any, length: float) -> None:
-    assert item_length(value) == length
+def test_an_item_costs_its_tokens_or_samples(value: Any, length: float) -> None:
     assert PipelineModel.length(value) == length
 
 
 @pytest.mark.parametrize("wrap", [str, "data:audio/wav;base64,{}".format, base64.b64decode, item])
 def test_a_sound_costs_what_it_has_samples(wrap: Callable[[str], Any]) -> None:
-    assert item_length(wrap(sound(4000))) == pytest.approx(4000, rel=0.01)
+    assert PipelineModel.length(wrap(sound(4000))) == pytest.approx(4000, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -1181,36 +897,19 @@ def test_a_sound_costs_what_it_has_samples(wrap: Callable[[str], Any]) -> None:
         item("a", num_return_sequences=True),
     ],
 )  # fmt: skip
-def test_what_is_odd_costs_little_and_is_refused_later(value: Any) -> None:
-    assert item_length(value) == 1
+def test_an_odd_item_costs_little_and_is_refused_later(value: Any) -> None:
+    assert PipelineModel.length(value) == 1
 
 
-def test_no_item_costs_more_than_is_allowed() -> None:
+def test_no_item_costs_more_than_a_streamer_allows() -> None:
     value = item(TEXT, max_new_tokens=10**30, num_return_sequences=10**30)
-    lengths = make_lengths(item_length, PipelineModel)
-    assert lengths is not None
-    assert lengths([value]) == [256 * (100 + 40 * 4096)]
-
-
-def test_costs_are_known_without_torch() -> None:
-    program = (
-        "import sys; from service_streamer.engine.build import make_lengths; "
-        "lengths = make_lengths('service_streamer.pipelines.sizes:item_length', 'some:Model'); "
-        "print(lengths(['abc']), {'torch', 'transformers', 'numpy', 'PIL'} & sys.modules.keys())"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "[3] set()\n", done.stderr
-
-
-def test_costs_of_ones_own_are_those_of_the_inputs() -> None:
-    length = length_of_inputs(len)
-    assert [length("ab"), length(item([1, 2, 3])), length(item(None, "describe"))] == [2, 3, 1]
+    assert PipelineModel.length(value) == 256 * (100 + 40 * 4096) < 1e15
 
 
 # One's own model
 
 
-def test_a_function_of_ones_own() -> None:
+def test_own_function_is_served() -> None:
     model = CustomModel()
     model.init_model("models:double")
     items = [item([1]), "x", item(None, "describe"), item(2)]
@@ -1220,9 +919,9 @@ def test_a_function_of_ones_own() -> None:
     assert outputs[2]["model"] == "models:double"
     assert outputs[2]["takes_parameters"] is False
     assert model.predict([item(None, "describe")]) == [outputs[2]]
-    with pytest.raises(InvalidInput, match=r"^parameters: this model takes none"):
+    with pytest.raises(InvalidInput, match=r"^parameters: "):
         model.predict([item(1, top_k=3)])
-    with pytest.raises(InvalidInput, match="cannot 'generate'; it can predict"):
+    with pytest.raises(InvalidInput, match="'generate'"):
         model.predict([item(1, "generate")])
 
 
@@ -1255,15 +954,6 @@ class Staged(ManagedModel):
         return np.array(outputs)
 
 
-def in_threads(model: ManagedModel, items: list[Any]) -> list[Any]:
-    """The results of a model with each stage in a thread of its own, as a worker has them."""
-    with contextlib.ExitStack() as stack:
-        ahead, behind = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
-        outputs = model.forward(ahead.submit(model.preprocess, items).result())
-        results: list[Any] = behind.submit(model.postprocess, outputs).result()
-        return results
-
-
 def test_stages_of_ones_own() -> None:
     model = CustomModel()
     model.init_model("test_pipelines:Staged")
@@ -1271,35 +961,35 @@ def test_stages_of_ones_own() -> None:
     assert in_threads(model, items) == [model.description, 20, 30] == model.predict(items)
     assert len(set(model.model.threads[:3])) == 3
     assert model.predict([item(None, "describe")]) == [model.description]
-    with pytest.raises(InvalidInput, match=r"^parameters: this model takes none"):
+    with pytest.raises(InvalidInput, match=r"^parameters: "):
         model.preprocess([item(1, top_k=3)])
 
 
-def test_steps_of_ones_own() -> None:
+def test_steps_of_ones_own_are_those_of_the_worker() -> None:
     """The worker steps with the model itself, and the service shows it as any other."""
-    loaded = ModelSpec(CustomModel, ("stream_models:Countdown",), batch_size=4).load(None)
-    assert type(loaded.managed).__name__ == "Countdown"
-    assert loaded.places == 4
-    assert loaded.description is not None
-    assert (loaded.description["task"], loaded.description["bare_items"]) == ("custom", True)
-    other = ModelSpec(CustomModel, ("models:double",), batch_size=4).load(None)
-    assert isinstance(other.managed, CustomModel)
-    assert other.places == 0
-
-
-def test_errors_of_ones_own() -> None:
     model = CustomModel()
-    with pytest.raises(ValueError, match=r"must be .package\.module:Name.; not 'models'"):
+    model.init_model("stream_models:Countdown")
+    own = model.unwrapped()
+    assert type(own).__name__ == "Countdown"
+    described = own.describe()
+    assert (described["task"], described["bare_items"]) == ("custom", True)
+    model.init_model("models:double")
+    assert model.unwrapped() is model
+
+
+def test_own_models_are_refused_when_they_are_wrong() -> None:
+    model = CustomModel()
+    with pytest.raises(ValueError, match="'models'"):
         model.init_model("models")
     with pytest.raises(ModuleNotFoundError):
         model.init_model("no_such_module:x")
-    with pytest.raises(TypeError, match="is a function: init arguments are for a ManagedModel"):
+    with pytest.raises(TypeError, match="function"):
         model.init_model("models:double", kwargs={"x": 1})
     model.init_model("test_pipelines:fails")
     with pytest.raises(ZeroDivisionError):
         model.predict([item(1)])
     model.init_model("test_pipelines:forgets")
-    with pytest.raises(BadModelOutput, match=r"must return a sequence of 2 results, .* list of 1"):
+    with pytest.raises(BadModelOutput, match="2"):
         model.predict([item(1), item(2)])
 
 
@@ -1311,23 +1001,21 @@ def forgets(batch: list[Any]) -> list[Any]:
     return batch[1:]
 
 
-def test_results_are_plain() -> None:
-    results = [
-        np.float32(0.5),
-        np.float64(1.5),
-        torch.tensor([1, 2]),
-        np.int64(3),
-        (1, np.bool_(True)),
-    ]
-    got = plain({"a": results, "b": None, 3: "x"})
+def odd(batch: list[Any]) -> list[Any]:
+    numbers = [np.float32(0.5), np.float64(1.5), torch.tensor([1, 2]), np.int64(3)]
+    return [{"a": [*numbers, (1, np.bool_(True))], "b": None, 3: "x"} for _ in batch]
+
+
+def test_results_of_ones_own_are_plain() -> None:
+    model = CustomModel()
+    model.init_model("test_pipelines:odd")
+    [got] = model.predict(["a"])
     assert got == {"a": [0.5, 1.5, [1, 2], 3, [1, True]], "b": None, 3: "x"}
     assert json.loads(json.dumps(got))["a"] == got["a"]
 
 
-def test_padding_is_told(tmp_path: Path) -> None:
-    """To the longest text of those that are computed together."""
-    model = PipelineModel()
-    model.init_model()
+def test_padding_is_to_the_longest_text_of_a_batch() -> None:
+    model = served("")
     model.predict(["a [MASK]", "a [MASK]"])
     assert model.padding == 0
     model.predict(["[MASK] a a a a a", "[MASK]"])  # 8 tokens, and 3, with [CLS] and [SEP]

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import tiny_models
+from pipeline_cases import assert_close, folder, image, item, saved, served, sound
 from service_streamer import InvalidInput, Streamer
 from service_streamer.pipelines import PipelineModel
-from test_image_pipelines import image, one_thread, saved  # noqa: F401  # a fixture
-from test_pipelines import assert_close, item, sound
 
-NAMES = ("pictures", "detector", "sounds", "speech", "classifier")
+pytestmark = pytest.mark.xdist_group("pipelines-apart")
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: tiny_models.build(name, root / name) for name in NAMES}
-
-
-def apart(folder: Path) -> PipelineModel:
+def apart(name: str) -> PipelineModel:
     """A model as a preprocess process has it."""
     model = PipelineModel("cpu")
     model.preprocesses_only = True
-    model.init_preprocess(folder)
+    model.init_preprocess(folder(name))
     return model
 
 
@@ -40,12 +30,8 @@ SOUNDS = [item(sound(samples)) for samples in (8000, 8000, 11200)]
     ("name", "items"),
     [("pictures", PICTURES), ("detector", PICTURES), ("sounds", SOUNDS), ("speech", SOUNDS)],
 )
-def test_answers_are_those_of_one_process(
-    name: str, items: list[Any], folders: dict[str, Path]
-) -> None:
-    folder = folders[name]
-    whole, without_weights = PipelineModel("cpu"), apart(folder)
-    whole.init_model(folder)
+def test_answers_are_those_of_one_process(name: str, items: list[Any]) -> None:
+    whole, without_weights = served(name), apart(name)
     items = [*items, item(None, "describe")]
     assert {each.device.type for each in without_weights.model.model.parameters()} == {"meta"}
     parts = [without_weights.preprocess(part) for part in (items[:1], items[1:])]
@@ -53,23 +39,20 @@ def test_answers_are_those_of_one_process(
     assert whole.postprocess(whole.forward(batch)) == whole.predict(items)
 
 
-def test_invalid_items_are_found_there(folders: dict[str, Path]) -> None:
+def test_invalid_items_are_found_where_they_are_decoded() -> None:
     with pytest.raises(InvalidInput, match="inputs"):
-        apart(folders["pictures"]).preprocess([*PICTURES, item("no image")])
+        apart("pictures").preprocess([*PICTURES, item("no image")])
 
 
-def test_texts_are_refused(folders: dict[str, Path], wording: Callable[..., None]) -> None:
-    with pytest.raises(ValueError, match="leave preprocess_workers out") as raised:
-        apart(folders["classifier"])
-    wording(raised.value)
+def test_preprocess_workers_are_refused_when_the_task_is_of_texts() -> None:
+    with pytest.raises(ValueError, match="preprocess_workers"):
+        apart("classifier")
 
 
 @pytest.mark.long
-def test_images_are_decoded_in_other_processes(folders: dict[str, Path]) -> None:
-    folder = folders["pictures"]
-    model = PipelineModel("cpu")
-    model.init_model(folder)
+def test_images_are_decoded_in_other_processes() -> None:
     with Streamer(
-        PipelineModel, model_init_args=(folder,), preprocess_workers=2, worker_timeout=None
-    ) as streamer:
-        assert_close(streamer.predict(PICTURES), model.predict(PICTURES))
+        PipelineModel, model_init_args=(folder("pictures"),), preprocess_workers=2,
+        worker_timeout=None,
+    ) as streamer:  # fmt: skip
+        assert_close(streamer.predict(PICTURES), served("pictures").predict(PICTURES))

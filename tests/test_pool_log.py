@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import signal
@@ -15,10 +14,9 @@ import pytest
 
 import models
 from conftest import await_that
-from service_streamer import Streamer
-from service_streamer.errors import StreamerBroken
-from service_streamer.pool.directory import paths_of, private_directory
-from service_streamer.pool.visits import ask_pool
+from pools import folder, pool_pid
+from service_streamer import Streamer, StreamerBroken
+from service_streamer.pool.pool_protocol import times
 
 Shared = Callable[..., Streamer]
 
@@ -46,40 +44,13 @@ def read_until(reader: int, what: bytes) -> bytes:
 
 def send_nonsense(name: str) -> None:
     """Have the pool log a line."""
-    paths = paths_of(name, private_directory(os.environ, os.geteuid()))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(paths.socket)
+        connection.connect(str(folder() / f"{name}.sock"))
         connection.settimeout(20)
         connection.sendall(b"x" * 100)
         with contextlib.suppress(ConnectionResetError):
             while connection.recv(100):  # until the pool has logged it, and closed it
                 pass
-
-
-def test_a_log_that_nobody_reads_holds_up_nobody(
-    shared: Shared, unread: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from service_streamer.pool import pool_process
-
-    reader, writer = unread
-    monkeypatch.setattr(pool_process, "_log_descriptor", lambda: writer)
-    streamer = shared(models.double, shared="a")
-    streamer.predict([1])
-    send_nonsense("a")
-    assert streamer.predict([2], timeout=20) == [4]
-    read_until(reader, b"sent a message that cannot be read")
-
-
-def test_lines_without_room_are_counted(unread: tuple[int, int]) -> None:
-    from service_streamer.pool.pool_log import PoolLog
-
-    reader, writer = unread
-    log = PoolLog(writer, "%(message)s")
-    for n in range(1010):  # the thread has taken one of them, or has not yet
-        log.handle(logging.makeLogRecord({"msg": f"line {n}"}))
-    found = read_until(reader, b"line 999\n")
-    assert re.search(rb"line 0\n(9|10) log lines were dropped", found)
-    log.end(60)
 
 
 def loud(batch: list[int]) -> list[int]:
@@ -89,17 +60,24 @@ def loud(batch: list[int]) -> list[int]:
     return batch
 
 
-def test_what_a_worker_prints_holds_up_nobody_and_is_in_the_log(
-    shared: Shared, unread: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+def test_a_log_that_nobody_reads_holds_up_nobody_and_has_what_workers_print(
+    shared: Shared, unread: tuple[int, int]
 ) -> None:
-    from service_streamer.pool import pool_process
-
     reader, writer = unread
-    monkeypatch.setattr(pool_process, "_log_descriptor", lambda: writer)
+    stderr = os.dup(2)
+    os.dup2(writer, 2)  # where the log of a pool goes that starts now
     streamer = shared(loud, shared="a")
+    streamer.wait_ready()
+    os.dup2(stderr, 2)
+    os.close(stderr)
+    send_nonsense("a")
     assert streamer.predict([300_000], timeout=60) == [300_000]
     assert streamer.predict([10], timeout=60) == [10]
-    read_until(reader, b"." * 300_000 + b"\nworker" + b"." * 10 + b"\n")
+    found = read_until(reader, b"." * 300_000 + b"\nworker" + b"." * 10 + b"\n")
+    assert b"sent a message that cannot be read" in found
+    assert streamer.predict([5_000_000], timeout=60) == [5_000_000]  # more than is kept
+    found = read_until(reader, b" log lines were dropped: the log's reader was too slow\n")
+    assert re.search(rb"\D[1-9]\d* log lines were dropped", found)
 
 
 def test_a_file_has_the_log_and_what_workers_print(shared: Shared, tmp_path: Path) -> None:
@@ -129,23 +107,17 @@ def test_a_file_that_was_renamed_is_begun_again(shared: Shared, tmp_path: Path) 
 
 def fail() -> None:
     """In the pool's process."""
-    from service_streamer.pool import pool_process
-
-    pool_process._LOG_GRACE = 600.0  # or its last words were lost on a busy machine
     raise FileNotFoundError("no room for the model")
 
 
-def test_what_a_process_prints_at_its_end_is_in_its_log(
+def test_the_log_has_what_the_process_of_a_pool_prints_at_its_end(
     shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from service_streamer.pool import client_loop, pool_process
-
-    monkeypatch.setattr(client_loop, "_FAILING", 0.0)
-    monkeypatch.setattr(client_loop, "_MOST_FAILURES", 1)
-    monkeypatch.setattr(pool_process, "preparation", fail)
+    monkeypatch.setattr("service_streamer.pool.pool_protocol.preparation", fail)
+    monkeypatch.setattr(times, "last_log", 600.0)  # the machine may be busy
     path = tmp_path / "pool.log"
     streamer = shared(models.double, shared="a", pool_log=path)
-    with pytest.raises(StreamerBroken):
+    with pytest.raises(StreamerBroken, match="no room for the model"):
         streamer.predict([1])
     await_that(lambda: "FileNotFoundError: no room for the model\n" in path.read_text())
 
@@ -168,7 +140,7 @@ def test_a_file_that_can_be_written_no_more_is_said_to_be(shared: Shared, tmp_pa
     folder.rmdir()
     send_nonsense("a")
     assert streamer.predict([2]) == [4]
-    os.kill(ask_pool("a", "status")["pid"], signal.SIGKILL)
+    os.kill(pool_pid(), signal.SIGKILL)
     with pytest.raises(StreamerBroken, match=r"the pool has no log: .* see pool_log"):
         streamer.predict([3])
     folder.mkdir()

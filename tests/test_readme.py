@@ -22,8 +22,9 @@ ALONE = [snippet for snippet in SNIPPETS if snippet not in OVER_REDIS]
 
 
 @pytest.mark.parametrize("number", range(len(ALONE)))
-def test_snippet(number: int, tmp_path: Path) -> None:
-    snippets.check(ALONE[number], tmp_path)
+@pytest.mark.xdist_group("readme")
+def test_a_snippet_prints_what_it_promises(number: int) -> None:
+    snippets.check(ALONE[number], ALONE)
 
 
 @pytest.mark.long

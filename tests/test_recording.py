@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import io
 import json
-import logging
 import multiprocessing
 import os
 import subprocess
@@ -17,54 +17,15 @@ from typing import Any
 import pytest
 
 import models
-from service_streamer import Overloaded, RedisStreamer, Streamer, ThreadedStreamer
-from service_streamer.engine.backend import Backend, PassThrough, Reply
-from service_streamer.engine.trace_file import Recording
-from service_streamer.observe.record import Call
-from service_streamer.simulate import Replay, read_trace, simulate
-from service_streamer.simulate.model_cost import CostModel
-from service_streamer.testing import ManualClock
-from service_streamer.workers.protocol import Failure
-
-
-class Accepting(PassThrough):
-    """The end of a chain of backends: accepts calls and answers none, or refuses them."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.submitted = 0
-        self.is_closed = False
-
-    def submit(self, call: Call) -> None:
-        if self.error is not None:
-            raise self.error
-        self.submitted += 1
-
-    def close(self, *, drain: bool, timeout: float | None) -> None:
-        self.is_closed = True
-
-
-class NoReply:
-    """Nobody waits."""
-
-    call: Any = None
-
-    def complete(self, outputs: list[Any]) -> None:
-        """Nobody is told."""
-
-    def fail(self, failure: Failure) -> None:
-        """Nobody is told."""
-
-
-REPLY: Reply = NoReply()
-
-
-def recording(path: Path, inner: Backend | None = None, **options: Any) -> Recording:
-    return Recording(inner or Accepting(), path, **options)
-
-
-def close(backend: Backend) -> None:
-    backend.close(drain=True, timeout=None)
+from service_streamer import (
+    Overloaded,
+    RedisStreamer,
+    Streamer,
+    StreamerClosed,
+    ThreadedStreamer,
+)
+from service_streamer.simulate import CostModel, Replay, read_trace, simulate
+from service_streamer.testing import Gate
 
 
 @pytest.fixture
@@ -169,153 +130,98 @@ def test_bad_paths_are_refused_at_once(kind: Any, tmp_path: Path) -> None:
     models.await_worker_threads()
 
 
-# -- the wrapper itself
+# -- what is written, and what is not
 
 
-def test_times_are_since_the_start(path: Path) -> None:
-    clock = ManualClock(1000.0)
-    backend = recording(path, clock=clock)
-    for seconds in (0.25, 0.0000014, 2):
-        clock.advance(seconds)
-        backend.submit(Call([0], REPLY))
-    close(backend)
-    assert [arrival.at for arrival in read_trace(path)] == [0.25, 0.250001, 2.250001]
+def test_trace_has_a_line_of_json_for_each_call(path: Path) -> None:
+    with ThreadedStreamer(models.echo, trace=path) as streamer:
+        streamer.predict([0])
+    assert json.loads(path.read_text()) == {"at": pytest.approx(0, abs=60), "items": 1}
 
 
-def test_a_call_that_is_refused_is_not_recorded(path: Path) -> None:
-    inner = Accepting()
-    backend = recording(path, inner)
-    backend.submit(Call([0], REPLY))
-    inner.error = Overloaded("full")
-    with pytest.raises(Overloaded):
-        backend.submit(Call([0, 0], REPLY))
-    close(backend)
-    assert inner.is_closed
+def test_call_that_is_refused_is_not_recorded(path: Path, gate: Gate) -> None:
+    with ThreadedStreamer(models.gated(gate), max_pending=1, trace=path) as streamer:
+        streamer.submit([0])
+        gate.await_arrival()
+        with pytest.raises(Overloaded):
+            streamer.submit([0, 0])
+        gate.let_through()
     assert [arrival.items for arrival in read_trace(path)] == [1]
 
 
-def test_lengths_of_a_call_that_is_over_already(path: Path) -> None:
-    backend = recording(path, lengths=lambda items: [float(item) for item in items])
-    backend.submit(Call([3, 0.12345], REPLY))
-    close(backend)
-    assert read_trace(path)[0].lengths == [3.0, 0.12345]
-
-
-def test_a_trace_is_made_anew(path: Path) -> None:
+def test_trace_is_made_anew_and_written_once(path: Path) -> None:
     path.write_text("of the last time\n" * 50)
-    backend = recording(path)
-    backend.submit(Call([0], REPLY))
-    close(backend)
-    assert len(read_trace(path)) == 1
-    close(backend)
-    assert len(read_trace(path)) == 1
+    streamer = ThreadedStreamer(models.echo, trace=path)
+    streamer.predict([0])
+    for _ in range(2):
+        streamer.close()
+        assert len(read_trace(path)) == 1
 
 
-def test_it_is_written_in_pieces(path: Path) -> None:
-    backend = recording(path)
-    for _ in range(10_000):
-        backend.submit(Call([0], REPLY))
-    written = len(read_trace(path))
-    assert 9000 < written <= 10_000
-    close(backend)
-    assert len(read_trace(path)) == 10_000
+def test_trace_is_written_in_pieces(path: Path) -> None:
+    with ThreadedStreamer(models.echo, trace=path) as streamer:
+        for _ in range(2_000):
+            streamer.submit([0])
+        assert 1_000 < len(read_trace(path)) <= 2_000
+    assert len(read_trace(path)) == 2_000
 
 
-def test_a_full_disk_fails_no_call(caplog: pytest.LogCaptureFixture) -> None:
-    inner = Accepting()
-    backend = recording(Path("/dev/full"), inner)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2000):
-            backend.submit(Call([0], REPLY))
-        close(backend)
-    assert inner.submitted == 2000
-    [warning] = caplog.messages
-    assert warning.startswith("calls are not recorded any more in /dev/full: ")
-    assert "No space left" in warning
-
-
-def test_a_file_that_cannot_be_opened_fails_no_call(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("where", ["/dev/full", "folder"])
+def test_trace_that_cannot_be_written_fails_no_call(
+    where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "folder").mkdir()
-    inner = Accepting()
-    backend = recording(tmp_path / "folder", inner)
-    backend.submit(Call([0], REPLY))
-    close(backend)
-    assert inner.submitted == 1
-    assert len(caplog.messages) == 1
+    with ThreadedStreamer(models.echo, trace=tmp_path / where) as streamer:
+        if where == "folder":  # in place of the file, before that is opened
+            (tmp_path / where).mkdir()
+        futures = [streamer.submit([0]) for _ in range(1_000)]
+    assert all(future.result() == [0] for future in futures)
+    [warning] = caplog.messages
+    assert str(tmp_path / where) in warning
 
 
 def test_two_streamers_do_not_write_into_one_file(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = recording(path), recording(path)
-    for backend in (first, second):
-        for _ in range(1000):
-            backend.submit(Call([0], REPLY))
-    close(first)
-    close(second)
-    assert len(read_trace(path)) == 1000
+    for_both = [ThreadedStreamer(models.echo, trace=path) for _ in range(2)]
+    for streamer in for_both:
+        for _ in range(500):
+            streamer.submit([0])
+    for streamer in for_both:
+        streamer.close()
+    assert len(read_trace(path)) == 500
     [warning] = caplog.messages
-    assert "put {pid} into the path" in warning
+    assert "{pid}" in warning
 
 
-def test_a_finalizer_may_close_while_lines_are_written(
+def test_finalizer_may_close_while_lines_are_written(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = recording(path)
-    open_ = backend._writer._open
+    streamer = ThreadedStreamer(models.echo, trace=path)
+    open_file = io.FileIO
 
-    def interrupted() -> Any:  # as the garbage collector may do, in this thread
-        close(backend)
-        backend.submit(Call([0], REPLY))
-        return open_()
+    def interrupted(*arguments: Any) -> io.FileIO:  # as by the garbage collector, in this thread
+        streamer.close()
+        return open_file(*arguments)
 
-    monkeypatch.setattr(backend._writer, "_open", interrupted)
-    for _ in range(1000):
-        backend.submit(Call([0], REPLY))
-    assert backend._writer.is_closed
-    written = len(read_trace(path))
-    assert 256 <= written <= 258
-    close(backend)
-    assert len(read_trace(path)) == written
+    def submit(count: int) -> None:
+        for _ in range(count):
+            streamer.submit([0])
 
-
-@pytest.fixture
-def forked() -> Callable[[Callable[[], None]], None]:
-    """Runs something in a fork of this process."""
-
-    def run(what: Callable[[], None]) -> None:
-        process = multiprocessing.get_context("fork").Process(target=what)
-        process.start()
-        process.join()
-        assert process.exitcode == 0
-
-    return run
+    monkeypatch.setattr(io, "FileIO", interrupted)
+    with pytest.raises(StreamerClosed):
+        submit(1_000)
+    monkeypatch.undo()
+    assert 256 <= len(read_trace(path)) <= 258
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_each_process_has_its_own_file(
-    tmp_path: Path, forked: Callable[[Callable[[], None]], None]
-) -> None:
-    """As with a pre-fork server: built before the fork, called after it."""
-    backend = recording(tmp_path / "trace-{pid}.jsonl")
-    backend.submit(Call([0], REPLY))
-
-    def call() -> None:
-        backend.submit(Call([0, 0], REPLY))
-        close(backend)
-
-    forked(call)
-    forked(lambda: close(backend))  # one that made no call
-    close(backend)
-    traces = sorted(tmp_path.iterdir(), key=lambda each: f"{os.getpid()}" not in each.name)
-    assert [[arrival.items for arrival in read_trace(each)] for each in traces] == [[1], [2]]
-    assert f"{os.getpid()}" in traces[0].name
-
-
-def test_the_lines_are_json(path: Path) -> None:
-    backend = recording(path)
-    backend.submit(Call([0], REPLY))
-    close(backend)
-    assert json.loads(path.read_text()) == {"at": pytest.approx(0, abs=60), "items": 1}
+def test_fork_of_a_process_leaves_its_trace_alone(tmp_path: Path) -> None:
+    with ThreadedStreamer(models.echo, trace=tmp_path / "trace-{pid}") as streamer:
+        streamer.predict([0])
+        process = multiprocessing.get_context("fork").Process(target=streamer.close)
+        process.start()
+        process.join()
+        streamer.predict([0, 0])
+    [path] = tmp_path.iterdir()
+    assert path.name == f"trace-{os.getpid()}"
+    assert [arrival.items for arrival in read_trace(path)] == [1, 2]

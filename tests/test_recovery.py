@@ -181,7 +181,6 @@ def test_auto_ends_the_old_ones_first_when_two_do_not_fit() -> None:
     walk.lose(1)
     walk.ready(4)
     assert walk.supervisor.is_renewed(generation)
-    assert walk.supervisor.overlap is False
 
 
 @pytest.mark.parametrize(("worker_num", "overlap"), [(1, "auto"), (2, True)])

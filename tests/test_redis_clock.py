@@ -23,7 +23,7 @@ def test_a_deadline_is_as_far_as_the_clock_says(clock: RedisClock) -> None:
     assert clock.expected(NOW + 2) == REDIS + 2
 
 
-def test_whether_it_was_read_since(clock: RedisClock) -> None:
+def test_clock_knows_whether_it_was_read_since(clock: RedisClock) -> None:
     assert not RedisClock().was_read_since(NOW)
     assert clock.was_read_since(NOW)
     assert not clock.was_read_since(NOW + 0.1)

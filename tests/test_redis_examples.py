@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,11 +20,14 @@ import redis
 
 import demo_redis
 import flask_example
+from cases import long_cases
 from conftest import await_that
 from service_streamer import BrokerUnavailable, ModelError
 from service_streamer.redis.local import LocalRedis
 from test_examples import BAD_FIELDS, BIRTHDAY, ROOT, TIMEOUT, TWINKLE, alarm, ask, client
 from test_examples import environment as common_environment
+
+pytestmark = pytest.mark.xdist_group("redis-examples")
 
 DEMO = ("scripts/demo_redis.py", "--port", "0")
 HOST = ("example/redis_worker_example.py", "--workers", "1", "--devices", "cpu")
@@ -180,35 +182,10 @@ def test_four_workers_import_the_application_and_none_loads_torch(web: Program) 
     assert "hiredis" not in Path(f"/proc/{master}/maps").read_text()
 
 
-@pytest.mark.long
-def test_a_kept_connection_costs_no_delay(web: Program) -> None:
-    with web.connect() as connection:
-        times = []
-        for _ in range(20):
-            started = time.perf_counter()
-            connection.request("GET", "/")
-            connection.getresponse().read()
-            times.append(time.perf_counter() - started)
-    # Acknowledgements that are delayed cost 0.04, each time; a busy machine not each time.
-    assert min(times[5:]) < 0.03
-
-
-@pytest.mark.long
-def test_wrk(web: Program) -> None:
-    if shutil.which("wrk") is None:
-        assert not os.environ.get("CI"), "CI must have wrk"
-        pytest.skip("wrk is not installed")
-    url = f"http://127.0.0.1:{web.port}/stream"
-    command = ["wrk", "-t2", "-c32", "-d3s", "--timeout=10s", "-s", "scripts/streamer.lua", url]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
-    assert run.returncode == 0, run.stderr
-    good = r"answers: [1-9]\d*, not 2xx: 0, socket errors: 0, timeouts: 0"
-    assert re.search(good, run.stdout), run.stdout
-
-
-@pytest.mark.short_cases("True")
-@pytest.mark.parametrize("is_redis_there", [True, False])
-def test_without_models_it_says_so_in_time(redis_url: str, is_redis_there: bool) -> None:
+@pytest.mark.parametrize("is_redis_there", [True, *long_cases(False)])
+def test_service_says_in_time_that_there_are_no_models(
+    redis_url: str, is_redis_there: bool
+) -> None:
     with contextlib.closing(socket.socket()) as nobody:
         nobody.bind(("127.0.0.1", 0))
         url = redis_url if is_redis_there else f"redis://127.0.0.1:{nobody.getsockname()[1]}"
@@ -274,10 +251,9 @@ def test_the_demo_finds_a_redis(
         assert re.fullmatch(url, demo_redis.find_redis(stack))
 
 
-@pytest.mark.parametrize("arguments", [("--redis", "nonsense"), ("--workers", "-1")])
-def test_a_bad_option_of_the_worker_host_is_said_in_a_line(arguments: tuple[str, ...]) -> None:
+def test_a_bad_option_of_the_worker_host_is_said_in_a_line() -> None:
     run = subprocess.run(
-        [sys.executable, *HOST, *arguments],
+        [sys.executable, *HOST, "--redis", "nonsense"],
         cwd=ROOT,
         env=environment(""),
         capture_output=True,
@@ -286,7 +262,7 @@ def test_a_bad_option_of_the_worker_host_is_said_in_a_line(arguments: tuple[str,
     )
     assert run.returncode == 1
     assert "Traceback" not in run.stderr
-    assert ("redis_broker" if "--redis" in arguments else "worker_num") in run.stderr
+    assert "redis_broker" in run.stderr
 
 
 def test_the_application_needs_a_streamer(caplog: pytest.LogCaptureFixture) -> None:

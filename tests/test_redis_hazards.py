@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import redis
 
 import models
 from conftest import await_that
-from service_streamer import Overloaded, RedisStreamer, RedisWorker, WorkerLost
-from service_streamer.redis.link import Address, Link
+from redis_peers import Keys, Traffic
+from service_streamer import (
+    BrokerUnavailable,
+    Overloaded,
+    RedisStreamer,
+    RedisWorker,
+    WorkerLost,
+)
 from service_streamer.redis.local import LocalRedis
-from service_streamer.redis.scripts import REFRESH, Keys
 from service_streamer.testing import Gate
+from walk.interrupts import Interrupted, interrupted_at
 
 Host = Callable[..., RedisWorker]
 Client = Callable[..., RedisStreamer]
 
 
-def test_however_many_calls_are_given_up_none_of_them_stays(
+def test_calls_of_a_client_that_closes_are_withdrawn_however_many(
     client: Client, ask: redis.Redis, keys: Keys
 ) -> None:
     streamer = client()
@@ -40,14 +49,81 @@ def test_calls_that_are_cancelled_are_withdrawn_however_many(
     await_that(lambda: ask.xlen(keys.calls) == 0)
 
 
-def test_an_answer_that_nobody_has_read_is_not_that_to_the_next_command(
-    redis_server: str, keys: Keys
+def test_call_is_answered_after_an_interrupt_at_any_place_in_the_one_before(
+    host: Host, client: Client
 ) -> None:
-    link = Link(Address(redis_server))
-    # As after an interrupt, which came before it was noted that it was sent.
-    link.send(REFRESH, (keys.calls, keys.client("web"), keys.model), 1000, keys.inboxes)
-    assert link.call("ECHO", "mine") == b"mine"
-    link.close()
+    """An answer that the interrupted call has not read is not that to the next command."""
+    host(models.echo)
+    streamer = client()
+    assert streamer.predict(["first"]) == ["first"]
+    place, was_interrupted = 0, True
+    while was_interrupted:
+        was_interrupted = False
+        try:
+            with interrupted_at(place):
+                streamer.submit(["interrupted"])
+        except Interrupted:
+            was_interrupted = True
+        streamer.submit(["given up"]).cancel()  # so that another command comes before the next call
+        assert streamer.predict([place]) == [place]
+        place += 1
+    assert place > 20
+    await_that(lambda: streamer.stats().pending == 0)
+
+
+@pytest.fixture
+def held_up(client: Client, traffic: Traffic) -> Iterator[tuple[RedisStreamer, threading.Event]]:
+    """A client whose first call is so large that a thread sends it, which waits for the event.
+
+    What it is given meanwhile goes in one batch.
+    """
+    streamer, goes_on = client(max_pending=13), threading.Event()
+    is_sending = threading.Event()
+
+    def wait() -> None:
+        is_sending.set()
+        goes_on.wait()
+
+    traffic.at_command("send calls", wait, thread="sender")
+    streamer.submit(["x" * 100_000])
+    is_sending.wait()
+    yield streamer, goes_on
+    goes_on.set()
+
+
+def test_call_that_is_given_up_before_it_is_sent_is_not_sent(
+    held_up: tuple[RedisStreamer, threading.Event], ask: redis.Redis, keys: Keys
+) -> None:
+    streamer, goes_on = held_up
+    futures = [streamer.submit([number]) for number in range(3)]
+    assert futures[0].cancel()
+    assert futures[2].cancel()
+    goes_on.set()
+    await_that(lambda: ask.xlen(keys.calls) == 2)
+    [key] = ask.keys(keys.client("*"))
+    await_that(lambda: ask.get(key).split()[0] == b"2")  # type: ignore[union-attr]  # ever sent
+    assert streamer.stats().pending == 2
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_calls_of_a_batch_for_which_there_is_no_room_are_refused(
+    held_up: tuple[RedisStreamer, threading.Event], host: Host, client: Client,
+    ask: redis.Redis, keys: Keys, room: int,
+) -> None:  # fmt: skip
+    streamer, goes_on = held_up
+    other = client()
+    for number in range(12 - room):
+        other.submit([number])
+    await_that(lambda: ask.xlen(keys.calls) == 12 - room)
+    futures = [streamer.submit([number]) for number in range(3)]
+    goes_on.set()
+    for refused in futures[room:]:
+        assert isinstance(refused.exception(), Overloaded)
+    other.close(drain=False)
+    host(models.echo)
+    assert [future.result() for future in futures[:room]] == [[number] for number in range(room)]
+    assert streamer.predict(["next"]) == ["next"]
+    assert streamer.stats().pending == 0
 
 
 def test_a_streamer_may_be_closed_in_a_callback_of_a_call_that_was_refused(
@@ -60,12 +136,9 @@ def test_a_streamer_may_be_closed_in_a_callback_of_a_call_that_was_refused(
     refused.add_done_callback(lambda _: streamer.close())
     assert isinstance(refused.exception(), Overloaded)
     await_that(lambda: streamer.stats().state == "closed")
-    sender = streamer._client._sending
-    assert sender is not None
-    sender.join()  # which goes on closing
 
 
-def test_what_a_dead_host_held_is_claimed_by_one_that_has_no_room(
+def test_calls_of_a_dead_host_are_claimed_by_a_host_without_room(
     host: Host, client: Client, ask: redis.Redis, keys: Keys, gate: Gate
 ) -> None:
     # Given a host at the gate, which holds all that it has room for
@@ -100,22 +173,22 @@ def test_a_redis_that_is_full_can_be_emptied() -> None:
         ask.config_set("maxmemory", 0)
 
 
-def test_reads_do_not_block_for_longer_than_a_connection_lives() -> None:
-    assert Address("localhost:6379").longest_block == 5
-    assert Address("redis://localhost:6379?socket_timeout=2").longest_block == 1
-    with redis.Redis(socket_timeout=3) as own:
-        assert Address(own).longest_block == 1.5
-    with redis.Redis.from_url("redis://localhost:6379") as own:  # redis-py has a default, too
-        made = own.connection_pool.make_connection()
-        assert made.socket_timeout is None or Address(own).longest_block < made.socket_timeout
+@pytest.mark.parametrize(
+    ("timeout", "milliseconds"), [(None, 5000), (2, 1000), (3, 1500), (60, 5000)]
+)
+def test_reads_do_not_block_for_longer_than_a_connection_lives(
+    client: Client, redis_server: str, traffic: Traffic, timeout: float | None, milliseconds: int
+) -> None:
+    with redis.Redis.from_url(redis_server, socket_timeout=timeout) as own:
+        streamer = client(redis_broker=own)
+        streamer.submit([1])
+        await_that(lambda: traffic.last("XREAD"))
+        command = traffic.last("XREAD")
+        streamer.close(drain=False)
+    assert int(command[command.index("BLOCK") + 1]) == milliseconds
 
 
-def test_an_address_that_decodes_is_refused() -> None:
-    with pytest.raises(ValueError, match="decode_responses=False"):
-        Address("redis://localhost:6379?decode_responses=true")
-
-
-def test_without_retry_what_a_stopped_host_was_at_is_not_handed_back(
+def test_call_in_hand_is_not_handed_back_without_retry(
     host: Host, client: Client, gate: Gate
 ) -> None:
     worker = host(models.Gated, 1, model_init_args=(gate,), retry=False)
@@ -130,3 +203,123 @@ def test_without_retry_what_a_stopped_host_was_at_is_not_handed_back(
     gate.let_through(1)
     host(models.Gated, 1, model_init_args=(gate,), retry=False)
     assert waiting.result() == [1]
+
+
+# -- an answer of Redis that is lost
+
+
+class Lossy:
+    """A way to Redis on which one answer is lost, and with it the connection.
+
+    Attributes:
+        url: of this way.
+        lose: what the command contains whose answer is to be lost; empty for none.
+        lost: that has happened.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._redis = host, port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._server.getsockname()[1]}/0"
+        self.lose = b""
+        self.lost = threading.Event()
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self._server.accept()[0]
+                far = socket.create_connection(self._redis)
+                self._sockets += near, far
+                loses = threading.Event()
+                for one, other in ((near, far), (far, near)):
+                    thread = threading.Thread(
+                        target=self._pass_on, args=(one, other, loses, one is near)
+                    )
+                    self._threads.append(thread)
+                    thread.start()
+
+    def _pass_on(
+        self, one: socket.socket, other: socket.socket, loses: threading.Event, is_near: bool
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                if is_near and self.lose and self.lose in data:
+                    self.lose = b""
+                    loses.set()
+                if not is_near and loses.is_set():
+                    break
+                other.sendall(data)
+        for each in (one, other):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        if not is_near and loses.is_set():
+            self.lost.set()
+
+    def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self._threads[0].join()
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for each in self._sockets:
+            each.close()
+
+
+@pytest.fixture
+def lossy(ask: redis.Redis) -> Iterator[Lossy]:
+    place = ask.connection_pool.connection_kwargs
+    if "host" not in place or place.get("password") or place.get("db"):
+        pytest.skip("the Redis of REDIS_URL cannot be addressed so")
+    lossy = Lossy(place["host"], place["port"])
+    yield lossy
+    lossy.close()
+
+
+@pytest.fixture
+def unheard(lossy: Lossy, client: Client, ask: redis.Redis, keys: Keys) -> RedisStreamer:
+    """A client that has not heard that Redis accepted the item "unheard" the next time."""
+    streamer = client(redis_broker=lossy.url)
+    streamer.submit(["first"])  # it may be that Redis does not know the script yet
+    await_that(lambda: ask.xlen(keys.calls) == 1)
+    lossy.lose = b"unheard"
+    return streamer
+
+
+@pytest.mark.parametrize("kind", ["call", "stream"])
+def test_a_call_is_withdrawn_whose_acceptance_was_not_heard(
+    unheard: RedisStreamer, lossy: Lossy, ask: redis.Redis, keys: Keys, kind: str
+) -> None:
+    if kind == "call":
+        future = unheard.submit(["unheard"])
+        lossy.lost.wait()
+        assert ask.xlen(keys.calls) == 2
+        assert future.cancel()
+    else:
+        stream = unheard.stream("unheard")
+        lossy.lost.wait()
+        assert ask.xlen(keys.calls) == 2
+        stream.close()
+    await_that(lambda: ask.xlen(keys.calls) == 1)
+    [(_, fields)] = ask.xrange(keys.calls)
+    assert b"first" in fields[b"m"]
+
+
+def test_a_call_is_looked_for_whose_acceptance_was_not_heard(
+    unheard: RedisStreamer, lossy: Lossy, host: Host, ask: redis.Redis, keys: Keys
+) -> None:
+    lost = unheard.submit(["unheard"])
+    lossy.lost.wait()
+    kept = unheard.submit(["later"])
+    await_that(lambda: ask.xlen(keys.calls) == 3)
+    [(id_, _)] = [entry for entry in ask.xrange(keys.calls) if b"unheard" in entry[1][b"m"]]
+    ask.xdel(keys.calls, id_)
+    host(models.echo)
+    assert kept.result() == ["later"]
+    with pytest.raises(BrokerUnavailable, match="no longer in Redis and has no reply"):
+        lost.result()

@@ -9,9 +9,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import gc
 import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -24,14 +26,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import msgpack
 import pytest
 import redis
 
 import models
+from cases import long_cases
 from conftest import ERROR_TYPES, PATIENCE, await_that
+from redis_peers import Keys, wire
 from service_streamer import (
-    BadMessage,
     BrokerUnavailable,
     Future,
     ModelError,
@@ -46,11 +48,8 @@ from service_streamer import (
     WorkerStartError,
     WorkerStartTimeout,
 )
-from service_streamer.observe.record import Call, Precedence
-from service_streamer.redis.codec import MsgpackCodec
+from service_streamer.engine.engine import Engine
 from service_streamer.redis.local import LocalRedis
-from service_streamer.redis.scripts import Keys
-from service_streamer.redis.wire import Wire
 from service_streamer.testing import Gate
 
 ROOT = Path(__file__).parent.parent
@@ -162,32 +161,8 @@ def test_prefixes_keep_models_apart(host: Host, client: Client, prefix: str) -> 
     one, two = client(prefix=f"{prefix}:a"), client(prefix=f"{prefix}:a:b")
     futures = [(one.submit([i]), two.submit([i])) for i in range(50)]
     assert [(a.result(), b.result()) for a, b in futures] == [([2 * i], [i]) for i in range(50)]
-    with pytest.raises(WorkerStartTimeout, match=r"no worker host within 0\.01 s"):
+    with pytest.raises(WorkerStartTimeout, match=r"0\.01 s"):
         client().wait_ready(0.01)
-
-
-@pytest.mark.parametrize("prefix", ["a{b", "a}b", "a\0b", 5, None])
-def test_prefixes_that_are_none_are_refused(prefix: Any) -> None:
-    for build in (
-        lambda: RedisStreamer(prefix=prefix),
-        lambda: RedisWorker(models.echo, prefix=prefix),
-    ):
-        with pytest.raises((ValueError, TypeError), match="prefix must"):
-            build()
-
-
-def test_thousands_of_items_from_many_threads_keep_their_order(host: Host, client: Client) -> None:
-    host(models.double, worker_num=2)
-    streamer = client()
-
-    def call(thread: int) -> None:
-        for i in range(0, 200, 8):
-            items = list(range(thread * 1000 + i, thread * 1000 + i + 8))
-            assert streamer.predict(items) == [2 * item for item in items]
-
-    with concurrent.futures.ThreadPoolExecutor(20) as pool:
-        for done in [pool.submit(call, thread) for thread in range(20)]:
-            done.result()
 
 
 def test_callers_share_batches(host: Host, client: Client, gate: Gate) -> None:
@@ -221,17 +196,15 @@ def test_first_come_first_served(
 def test_the_order_of_a_call_travels_with_it(
     host: Host, client: Client, monkeypatch: pytest.MonkeyPatch, secret: str | None
 ) -> None:
-    worker = host(models.echo, secret=secret)
-    worker.wait_ready()
-    engine: Any = worker._pool.engine  # type: ignore[union-attr]
-    told: list[Precedence] = []
+    host(models.echo, secret=secret)
+    told: list[tuple[int, str, bool]] = []
+    submit = Engine.submit
 
-    def submit(call: Call) -> None:
+    def watched_submit(engine: Engine, call: Any) -> None:
         told.append(call.precedence)
-        engine_submit(call)
+        submit(engine, call)
 
-    engine_submit = engine.submit
-    monkeypatch.setattr(engine, "submit", submit)
+    monkeypatch.setattr(Engine, "submit", watched_submit)
     streamer = client(secret=secret)
     assert streamer.predict([1]) == [1]
     assert streamer.predict([2], priority=-3, tenant="Zoë") == [2]
@@ -239,15 +212,11 @@ def test_the_order_of_a_call_travels_with_it(
     assert streamer.submit([4], timeout=PATIENCE, priority=1).result() == [4]
     assert asyncio.run(streamer.apredict([5], tenant="b")) == [5]
     assert told == [
-        Precedence(),
-        Precedence(-3, "Zoë"),
-        Precedence(has_deadline=True),
-        Precedence(1, has_deadline=True),
-        Precedence(tenant="b"),
-    ]
+        (0, "", False), (-3, "Zoë", False), (0, "", True), (1, "", True), (0, "b", False)
+    ]  # fmt: skip
 
 
-def test_what_is_handed_back_keeps_its_order(
+def test_calls_that_are_handed_back_keep_their_order(
     host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
 ) -> None:
     worker = host(models.Gated, 4, model_init_args=(gate,))
@@ -258,13 +227,13 @@ def test_what_is_handed_back_keeps_its_order(
     await_that(lambda: worker.stats().held == 4)  # type: ignore[union-attr]
     worker.close(drain=False)
     entries = [fields for _, fields in ask.xrange(keys.calls)]
-    read = Wire(MsgpackCodec(), secret=None, prefix="", max_bytes=10_000).read_order
-    assert [read(fields.get(b"o"), fields[b"m"]).priority for fields in entries] == [0, 0, 1, 2]
+    read = wire().read_call
+    assert [read(fields[b"m"])[3].priority for fields in entries] == [0, 0, 1, 2]
     host(models.echo)
     assert [future.result() for future in (first, *futures)] == [["first"], [0], [1], [2]]
 
 
-def test_one_call_of_many_items_is_one_message_each_way(
+def test_call_of_many_items_is_one_message_each_way(
     host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
 ) -> None:
     host(models.Gated, 64, model_init_args=(gate,))
@@ -291,23 +260,28 @@ def guarded(tmp_path: Path) -> Iterator[LocalRedis]:
         yield server
 
 
-@pytest.mark.parametrize("form", ["redis", "with a user", "unix"])
-def test_forms_of_an_address(guarded: LocalRedis, tmp_path: Path, form: str) -> None:
+def test_forms_of_an_address(guarded: LocalRedis, tmp_path: Path) -> None:
     password = quote(PASSWORD, safe="")
-    address = {
-        "redis": f"redis://:{password}@localhost:{guarded.port}/3",
-        "with a user": f"redis://default:{password}@127.0.0.1:{guarded.port}/3",
-        "unix": f"unix://:{password}@{tmp_path / 'socket'}?db=3",
-    }[form]
+    addresses = [
+        f"redis://:{password}@localhost:{guarded.port}/3",
+        f"redis://default:{password}@127.0.0.1:{guarded.port}/3",
+        f"unix://:{password}@{tmp_path / 'socket'}?db=3",
+    ]
     with (
         redis.Redis(port=guarded.port, password=PASSWORD, db=3) as own,
         RedisWorker(models.double, redis_broker=own),
-        RedisStreamer(address, worker_timeout=PATIENCE) as streamer,
     ):
-        assert streamer.predict([1]) == [2]
-        for text in (repr(streamer), str(streamer._client.late(1))):
-            assert password not in text
-            assert PASSWORD not in text
+        for address in addresses:
+            with (
+                RedisStreamer(address, worker_timeout=PATIENCE) as streamer,
+                RedisStreamer(address, "nobody serves it") as lonely,
+            ):
+                assert streamer.predict([1]) == [2]
+                with pytest.raises(PredictTimeout) as late:
+                    lonely.predict([1], timeout=0.01)
+                for text in (repr(streamer), str(late.value)):
+                    assert password not in text
+                    assert PASSWORD not in text
 
 
 def test_connections_of_a_client_of_one_s_own_are_used_and_stay(guarded: LocalRedis) -> None:
@@ -318,7 +292,6 @@ def test_connections_of_a_client_of_one_s_own_are_used_and_stay(guarded: LocalRe
         ):
             assert streamer.predict([1]) == [2]
             assert {each["name"] for each in own.client_list()} == {"mine"}
-        assert own.connection_pool._available_connections, "it is not ours to close"
         assert own.keys() == []
 
 
@@ -336,6 +309,7 @@ def test_host_and_port_are_enough(
 @pytest.mark.parametrize(
     "broker",
     [
+        redis.Redis(decode_responses=True), "redis://localhost:6379?decode_responses=true",
         "", "localhost", "localhost:", "localhost:port", ":6379", "local host:6379",
         "localhost:6379/0", "http://localhost:6379", "user:hunter2@localhost:6379",
         "redis://user:hunter2@localhost:port", "redis://user:hunter2@localhost:6379/?db=one",
@@ -346,7 +320,7 @@ def test_host_and_port_are_enough(
         6379, None,
     ],
 )  # fmt: skip
-def test_what_is_no_address_is_refused_and_no_password_repeated(broker: Any) -> None:
+def test_bad_address_is_refused_and_no_password_repeated(broker: Any) -> None:
     for build in (
         lambda: RedisStreamer(broker),
         lambda: RedisWorker(models.echo, redis_broker=broker),
@@ -359,24 +333,14 @@ def test_what_is_no_address_is_refused_and_no_password_repeated(broker: Any) -> 
             told = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
 
 
-def test_a_client_that_decodes_is_refused(redis_server: str) -> None:
-    own = redis.Redis.from_url(redis_server, decode_responses=True)
-    with own, pytest.raises(ValueError, match="decode_responses=False"):
-        RedisStreamer(own)
-
-
-def test_a_wrong_password_is_told_and_not_repeated(
+def test_wrong_password_of_redis_is_reported_and_not_repeated(
     guarded: LocalRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RedisStreamer(f"redis://:hunter2@127.0.0.1:{guarded.port}") as streamer:
-        with pytest.raises(
-            BrokerUnavailable, match=r"unreachable for 0\.0 s.*(invalid|WRONG)"
-        ) as one:
+        with pytest.raises(BrokerUnavailable, match=r"invalid|WRONG") as one:
             streamer.wait_ready(0)
         await_that(lambda: "disconnected" in repr(streamer))
-        with pytest.raises(
-            BrokerUnavailable, match=r"no result within 0\.01 s.*(invalid|WRONG)"
-        ) as two:
+        with pytest.raises(BrokerUnavailable, match=r"invalid|WRONG") as two:
             streamer.predict([1], timeout=0.01)
         told = [
             str(one.value),
@@ -389,19 +353,17 @@ def test_a_wrong_password_is_told_and_not_repeated(
         assert "disconnected" in repr(streamer)
 
 
-def test_nobody_there(client: Client) -> None:
+def test_streamer_times_out_without_a_host_or_redis(client: Client) -> None:
     streamer = client(worker_timeout=0.01)
-    with pytest.raises(WorkerStartTimeout, match=r"no worker host within 0\.01 s"):
+    with pytest.raises(WorkerStartTimeout, match=r"0\.01 s"):
         streamer.wait_ready(0.01)
-    with pytest.raises(PredictTimeout, match=r"no result within 0\.01 s"):
+    with pytest.raises(PredictTimeout, match=r"0\.01 s"):
         streamer.predict([1])
     with RedisStreamer(LocalRedis().url, worker_timeout=0.01) as streamer:  # it is not started
-        with pytest.raises(BrokerUnavailable, match=r"unreachable for 0\.0 s"):
+        with pytest.raises(BrokerUnavailable, match=r"0\.0 s"):
             streamer.wait_ready(0)
         await_that(lambda: "disconnected" in repr(streamer))
-        with pytest.raises(
-            BrokerUnavailable, match=r"within 0\.01 s: Redis at 127.0.0.1:\d+ is unavailable"
-        ) as e:
+        with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:\d+") as e:
             streamer.predict([1])
     assert not isinstance(e.value, TimeoutError), "nobody knows whether it is computed"
 
@@ -409,17 +371,17 @@ def test_nobody_there(client: Client) -> None:
 # -- what travels
 
 
-def test_a_host_that_cannot_load_its_model_says_so_and_the_client_waits(
+def test_host_that_cannot_load_its_model_raises_and_the_client_waits(
     host: Host, client: Client
 ) -> None:
     worker = host(models.NamesNoErrors)
-    with pytest.raises(WorkerStartError, match="out_of_memory_errors must be a tuple"):
+    with pytest.raises(WorkerStartError, match="out_of_memory_errors"):
         worker.wait_ready()
-    with pytest.raises(WorkerStartError, match="out_of_memory_errors must be a tuple"):
+    with pytest.raises(WorkerStartError, match="out_of_memory_errors"):
         worker.run_forever()
     # Another host may come, so to the client there is none yet.
     streamer = client()
-    with pytest.raises(WorkerStartTimeout, match="no worker host within"):
+    with pytest.raises(WorkerStartTimeout):
         streamer.wait_ready(0)
     future = streamer.submit([1])
     host(models.double)
@@ -436,46 +398,19 @@ class Custom:
     __hash__ = None  # type: ignore[assignment]
 
 
-UNSENDABLE = {"lambda": lambda: None, "object": Custom(1), "set": {len}, "in a list": [[Custom(1)]]}
-
-
-@pytest.mark.parametrize("name", UNSENDABLE)
-def test_what_does_not_travel_fails_its_own_call_only(
-    host: Host, client: Client, name: str
-) -> None:
+def test_unpicklable_item_fails_its_own_call_only(host: Host, client: Client) -> None:
     host(models.echo)
     streamer = client()
-    before = streamer.submit([1])
-    item = UNSENDABLE[name]
-    message = rf"item 1 of the call, of type {type(item).__name__}, cannot be sent.*pickle"
-    future = streamer.submit([1, item])
-    after = streamer.submit([2])
-    assert isinstance(future.exception(), UnpicklableItem)
-    for use in (streamer.predict, lambda batch: asyncio.run(streamer.apredict(batch))):
-        with pytest.raises(UnpicklableItem, match=message):
-            use([1, item])
-    assert (before.result(), after.result()) == ([1], [2])
+    for item in (lambda: None, Custom(1), {len}, [[Custom(1)]]):
+        before = streamer.submit([1])
+        future = streamer.submit([1, item])
+        after = streamer.submit([2])
+        assert isinstance(future.exception(), UnpicklableItem)
+        for use in (streamer.predict, lambda batch: asyncio.run(streamer.apredict(batch))):
+            with pytest.raises(UnpicklableItem, match="item 1"):
+                use([1, item])
+        assert (before.result(), after.result()) == ([1], [2])
     assert streamer.stats().pending == 0
-
-
-def test_what_does_not_travel_in_a_sequence_with_keys_of_its_own(client: Client) -> None:
-    class Series:
-        """As that of pandas: no item has the key 1."""
-
-        def __init__(self, **items: Any) -> None:
-            self.items = items
-
-        def __len__(self) -> int:
-            return len(self.items)
-
-        def __iter__(self) -> Any:
-            return iter(self.items.values())
-
-        def __getitem__(self, key: str) -> Any:
-            return self.items[key]
-
-    with pytest.raises(UnpicklableItem, match="item 1 of the call, of type Custom"):
-        client().predict(Series(one=1, two=Custom(2)))
 
 
 def test_an_item_that_was_refused_is_not_kept(client: Client) -> None:
@@ -509,122 +444,65 @@ def test_plain_data_arrays_and_dates_come_back_as_they_were(host: Host, client: 
     result[0, 0] = 5  # it is the caller's own
 
 
-def test_with_a_secret_and_pickle_any_object_travels(host: Host, client: Client) -> None:
+def test_any_object_is_sent_with_a_secret_and_pickle(host: Host, client: Client) -> None:
     options = {"serializer": "pickle", "secret": SECRET}
     host(models.echo, **options)
     streamer = client(**options)
     items = [Custom({1, 2}), {3}, len, models.Doubler]
     assert streamer.predict(items) == items
-    with pytest.raises(UnpicklableItem, match="item 0 of the call, of type function"):
+    with pytest.raises(UnpicklableItem, match="item 0"):
         streamer.predict([lambda: None])
 
 
-def test_with_a_secret_and_pickle_exceptions_need_not_be_known(host: Host, client: Client) -> None:
-    options = {"serializer": "pickle", "secret": SECRET}
-    host(models.misbehave, **options)
-    with pytest.raises(models.DetailedError, match="bad luck") as caught:
-        client(**options).predict(["raise"])
-    assert caught.value.code == 7
+def build_streamer(**options: Any) -> None:
+    RedisStreamer(**options)
+
+
+def build_worker(**options: Any) -> None:
+    RedisWorker(models.echo, **options)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("option", "value", "error", "builds"),
     [
-        {"serializer": "pickle"},
-        {"serializer": "pickle", "secret": None},
-        {"serializer": "json"},
-        {"secret": "hunter2"},
-        {"secret": b""},
-        {"secret": ["hunter2"] * 2},
-        {"max_message_bytes": 10},
-        {"reply_ttl": 0},
-    ],
-    ids=str,
-)
-def test_bad_options_are_refused_by_both_sides_and_no_secret_repeated(
-    options: dict[str, Any], wording: Callable[..., None]
-) -> None:
-    for build in (lambda: RedisStreamer(**options), lambda: RedisWorker(models.echo, **options)):
-        with pytest.raises((TypeError, ValueError)) as caught:
-            build()
-        assert "hunter2" not in str(caught.value)
-        wording(caught.value)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"worker_timeout": 0},
-        {"max_pending": 0},
-        {"max_pending": None},
-        {"error_types": KeyError},
-        {"error_types": [int]},
-    ],
-    ids=str,
-)
-def test_bad_options_of_a_streamer(options: dict[str, Any], wording: Callable[..., None]) -> None:
-    with pytest.raises((TypeError, ValueError)) as caught:
-        RedisStreamer(**options)
-    wording(caught.value)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"claim_timeout": 0}, {"max_pending": 5}, {"worker_timeout": 5}, {"error_types": ()}],
-    ids=str,
-)
-def test_bad_options_of_a_worker_host(
-    options: dict[str, Any], wording: Callable[..., None]
-) -> None:
-    with pytest.raises((TypeError, ValueError)) as caught:
-        RedisWorker(models.echo, **options)
-    wording(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours", "reason"),
-    [
-        ({"secret": SECRET}, {"secret": SECRET[::-1]}, "signature is wrong"),
-        ({"secret": SECRET}, {}, "this side has no secret"),
-        ({}, {"secret": SECRET}, "signature is wrong"),
-        ({"secret": SECRET}, {"secret": SECRET, "serializer": "pickle"}, "serializer 'msgpack'"),
+        *(("prefix", bad, ValueError, "both") for bad in ("a{b", "a}b", "a\0b")),
+        *(("prefix", bad, TypeError, "both") for bad in (5, None)),
+        ("serializer", "pickle", ValueError, "both"),  # without a secret
+        ("serializer", "json", ValueError, "both"),
+        ("secret", "hunter2", ValueError, "both"),
+        ("secret", b"", ValueError, "both"),
+        ("secret", ["hunter2"] * 2, TypeError, "both"),
+        ("max_message_bytes", 10, ValueError, "both"),
+        ("reply_ttl", 0, ValueError, "both"),
+        ("worker_timeout", 0, ValueError, "streamer"),
+        ("max_pending", 0, ValueError, "streamer"),
+        ("max_pending", None, TypeError, "streamer"),
+        ("error_types", KeyError, TypeError, "streamer"),
+        ("error_types", [int], TypeError, "streamer"),
+        ("drain_timeout", 0, ValueError, "streamer"),
+        ("drain_timeout", float("nan"), ValueError, "streamer"),
+        ("drain_timeout", "soon", TypeError, "streamer"),
+        ("claim_timeout", 0, ValueError, "worker"),
+        ("model_name", 5, TypeError, "worker"),
+        # which only the streamer has
+        ("max_pending", 5, TypeError, "worker"),
+        ("worker_timeout", 5, TypeError, "worker"),
+        ("error_types", (), TypeError, "worker"),
     ],
 )
-def test_what_a_host_cannot_read_is_set_aside(
-    host: Host, client: Client, ask: redis.Redis, keys: Keys,
-    theirs: dict[str, Any], ours: dict[str, Any], reason: str,
-) -> None:  # fmt: skip
-    worker = host(models.echo, **ours)
-    streamer = client(**theirs)
-    future = streamer.submit(["a stranger's"])
-    await_that(lambda: ask.xlen(keys.dead) == 1 and ask.xlen(keys.calls) == 0)
-    [(_, letter)] = ask.xrange(keys.dead)
-    assert reason in letter[b"reason"].decode()
-    assert ask.pttl(keys.dead) > 0
-    assert worker.stats().set_aside == 1  # type: ignore[union-attr]
-    with pytest.raises(BadMessage, match=r"a worker host could not read this call: .*same"):
-        future.result()
-    assert streamer.stats().unreadable == 1
-    assert client(**ours).predict([1]) == [1], "the others go on"
-    ask.delete(keys.dead)
-
-
-def test_an_order_that_cannot_be_read_is_set_aside_with_its_call(
-    host: Host, client: Client, ask: redis.Redis, keys: Keys, prefix: str
+def test_option_with_a_bad_value_is_refused_by_its_name_and_no_secret_repeated(
+    option: str, value: Any, error: type[Exception], builds: str
 ) -> None:
-    worker = host(models.echo)
-    wire = Wire(MsgpackCodec(), secret=None, prefix=prefix, max_bytes=10_000)
-    message = wire.call("a-stranger", 1, [MsgpackCodec().encode("first of all")])
-    ask.xadd(keys.calls, {"d": 0, "m": message, "o": msgpack.packb([10**12, "", False])})
-    await_that(lambda: worker.stats().set_aside == 1)  # type: ignore[union-attr]
-    assert ask.xlen(keys.dead) == 1
-    assert client().predict([1]) == [1], "the others go on"
-    ask.delete(keys.dead)
+    for name, build in {"streamer": build_streamer, "worker": build_worker}.items():
+        if builds in (name, "both"):
+            with pytest.raises(error, match=option) as caught:
+                build(**{option: value})
+            assert "hunter2" not in str(caught.value)
 
 
-def test_exceptions_of_models_are_believed_if_they_are_known(host: Host, client: Client) -> None:
+def test_exception_of_a_model_keeps_its_type_when_it_is_known(host: Host, client: Client) -> None:
     host(models.misbehave)
-    with pytest.raises(ModelError, match=r"bad luck.*stands in for models\.DetailedError") as one:
+    with pytest.raises(ModelError, match=r"models\.DetailedError") as one:
         client().predict(["raise"])
     with pytest.raises(models.DetailedError, match="bad luck") as two:
         client(error_types=[models.DetailedError]).predict(["raise"])
@@ -632,24 +510,19 @@ def test_exceptions_of_models_are_believed_if_they_are_known(host: Host, client:
         assert "in misbehave" in str(caught.value.__cause__)
     assert (two.value.code, two.value.detail) == (7, {"why": "bad luck"})
     streamer = client(error_types=ERROR_TYPES)
-    with pytest.raises(ModelError, match=r"holds a lock.*stands in for"):
+    with pytest.raises(ModelError, match="lock"):
         streamer.predict(["raise unpicklable"])
-    with pytest.raises(ModelError, match=r"oddly.*stands in for"):
+    with pytest.raises(ModelError, match="oddly"):
         streamer.predict(["raise odd"])
-
-
-def test_a_result_that_cannot_travel_fails_its_own_call_only(host: Host, client: Client) -> None:
-    host(models.misbehave)
-    streamer = client()
-    with pytest.raises(ModelError, match="the result, of type lock, cannot be sent"):
+    with pytest.raises(ModelError, match="lock"):
         streamer.predict(["unpicklable result", "neighbour"])
     assert streamer.predict(["fine"]) == ["fine"]
 
 
-def test_calls_and_results_that_are_too_large_are_told_so(host: Host, client: Client) -> None:
+def test_call_above_max_message_bytes_is_refused(host: Host, client: Client) -> None:
     host(models.echo, max_message_bytes=20_000)
     small, large = client(max_message_bytes=10_000), client()
-    with pytest.raises(UnpicklableItem, match=r"the call is too large: .*max_message_bytes"):
+    with pytest.raises(UnpicklableItem, match="max_message_bytes"):
         small.predict(["x" * 20_000])
     assert small.predict(["x" * 9_000]) == ["x" * 9_000]
     assert large.predict([1]) == [1]
@@ -658,7 +531,7 @@ def test_calls_and_results_that_are_too_large_are_told_so(host: Host, client: Cl
 # -- room
 
 
-def test_beyond_max_pending_calls_are_refused(
+def test_call_beyond_max_pending_is_refused(
     host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
 ) -> None:
     host(models.Gated, 1, model_init_args=(gate,))
@@ -672,16 +545,16 @@ def test_beyond_max_pending_calls_are_refused(
         lambda: streamer.predict([3]),
         lambda: asyncio.run(streamer.apredict([3])),
     ):
-        with pytest.raises(Overloaded, match="3 calls of this process are pending"):
+        with pytest.raises(Overloaded, match="process"):
             call()
     assert streamer.stats().rejected == 3
     # ... and by that of all clients when Redis is asked.
     error = other.submit([4]).exception()
     assert isinstance(error, Overloaded)
-    assert "3 calls of all clients are pending" in str(error)
-    with pytest.raises(Overloaded, match="of all clients"):
+    assert "clients" in str(error)
+    with pytest.raises(Overloaded, match="clients"):
         other.predict([4])
-    with pytest.raises(Overloaded, match="of all clients"):
+    with pytest.raises(Overloaded, match="clients"):
         asyncio.run(other.apredict([4]))
     assert other.stats().rejected == 3
     assert other.stats().pending == 0
@@ -712,13 +585,11 @@ def test_predict_times_out_and_leaves_nothing_behind(
     streamer = client(worker_timeout=0.005)
     futures = fill(streamer, busy, gate)
     for _ in range(30):
-        with pytest.raises(
-            PredictTimeout, match=r"no result within 0\.005 s.*\(Redis at .*pending 2"
-        ):
+        with pytest.raises(PredictTimeout, match=r"0\.005 s.*pending 2"):
             streamer.predict(["late"])
-    with pytest.raises(PredictTimeout, match=r"no result within 0\.01 s"):
+    with pytest.raises(PredictTimeout, match=r"0\.01 s"):
         asyncio.run(streamer.apredict(["late"], timeout=0.01))
-    with pytest.raises(PredictTimeout, match=r"no result within 0\.01 s"):
+    with pytest.raises(PredictTimeout, match=r"0\.01 s"):
         streamer.submit(["late"], timeout=0.01).result()
     assert streamer.stats().expired == 32
     assert streamer.stats().pending == 2
@@ -728,39 +599,7 @@ def test_predict_times_out_and_leaves_nothing_behind(
     assert busy.stats().claimed == 2  # type: ignore[union-attr]
 
 
-def test_a_future_goes_on_after_a_timeout(busy: RedisWorker, client: Client, gate: Gate) -> None:
-    future = client().submit(["x"])
-    with pytest.raises(PredictTimeout):
-        future.result(timeout=0.001)
-    with pytest.raises(PredictTimeout):
-        future.exception(timeout=0)
-    assert not future.done()
-    gate.let_through()
-    assert future.result() == future.result() == [1]
-    assert future.done()
-
-
-def test_what_is_expired_when_it_is_claimed_is_finished_and_not_computed(
-    host: Host, client: Client, ask: redis.Redis, keys: Keys, prefix: str, tmp_path: Path
-) -> None:
-    # Given a call of a client that died, so that nobody has withdrawn it
-    wire = Wire(MsgpackCodec(), secret=None, prefix=prefix, max_bytes=10_000)
-    seconds, _ = ask.time()
-    for number, deadline in ((1, 1), (2, (seconds - 60) * 1000)):
-        message = wire.call("a-dead-client", number, [MsgpackCodec().encode("late")])
-        ask.xadd(keys.calls, {"d": deadline, "m": message})
-    worker = host(models.Remembering, model_init_args=(tmp_path / "computed",))
-    assert client().predict(["in time"]) == ["in time"]
-    await_that(lambda: ask.xlen(keys.calls) == 0)
-    assert ask.xpending(keys.calls, "hosts")["pending"] == 0
-    assert (tmp_path / "computed").read_text() == "['in time']\n"
-    stats = worker.stats()
-    assert stats is not None
-    assert (stats.claimed, stats.expired) == (3, 2)
-    await_that(lambda: worker.stats().held == 0)  # type: ignore[union-attr]
-
-
-def test_what_expires_at_a_host_is_not_computed(
+def test_call_that_expires_at_a_host_is_not_computed(
     host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys, tmp_path: Path
 ) -> None:
     # Without retries no batch waits at the worker behind another.
@@ -821,14 +660,6 @@ def test_a_claimed_call_may_be_cancelled_and_its_result_is_dropped(
     assert not streamer.submit([]).cancel()
 
 
-def test_a_call_that_is_over_cannot_be_cancelled(host: Host, client: Client) -> None:
-    host(models.double)
-    future = client().submit([1])
-    assert future.result() == [2]
-    assert not future.cancel()
-    assert not future.running()
-
-
 def test_cancelling_a_task_withdraws_its_call(
     busy: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
 ) -> None:
@@ -852,38 +683,21 @@ def test_cancelling_a_task_withdraws_its_call(
     assert streamer.stats().cancelled == 1
 
 
-def test_a_result_for_a_loop_that_is_gone_hurts_nobody(
-    busy: RedisWorker, client: Client, gate: Gate
-) -> None:
-    streamer = client()
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(streamer.apredict([1]))
-    loop.run_until_complete(asyncio.sleep(0))
-    gate.await_arrival()
-    task._log_destroy_pending = False  # type: ignore[attr-defined]
-    loop.close()
-    gate.let_through(2)
-    assert streamer.predict([2]) == [1]
-    task.get_coro().close()  # type: ignore[union-attr]
-
-
 # -- callbacks, memory
 
 
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
-def test_a_callback_may_raise_anything(
-    host: Host, client: Client, gate: Gate, error: type[BaseException]
-) -> None:
-    def raise_it(_: Any) -> None:
+def test_a_callback_may_raise_anything(host: Host, client: Client, gate: Gate) -> None:
+    def raise_it(error: type[BaseException], _: Any) -> None:
         raise error
 
     host(models.Gated, model_init_args=(gate,))
     streamer = client()
-    futures = [streamer.submit([i]) for i in range(4)]
-    futures[1].add_done_callback(raise_it)
-    gate.let_through(9)
-    for future in futures:
-        future.result()
+    for error in (SystemExit, KeyboardInterrupt, asyncio.CancelledError):
+        futures = [streamer.submit([i]) for i in range(4)]
+        futures[1].add_done_callback(functools.partial(raise_it, error))
+        gate.let_through(9)
+        for future in futures:
+            future.result()
     assert len(streamer.predict([1])) == 1
 
 
@@ -895,28 +709,37 @@ def test_predict_in_a_callback_is_refused_and_not_waited_for(
     refused = threading.Event()
 
     def predict(_: Any) -> None:
-        with pytest.raises(StreamerError, match="callback runs in this streamer's thread"):
+        with pytest.raises(StreamerError, match="callback"):
             streamer.predict([1])
-        with pytest.raises(StreamerError, match="callback runs in this streamer's thread"):
+        with pytest.raises(StreamerError, match="callback"):
             streamer.wait_ready()
         refused.set()
 
     streamer.submit([0]).add_done_callback(predict)
     gate.let_through()
     refused.wait()
-    # Also in the thread that watches the time
     refused.clear()
-    watched = Future(streamer._client)  # as of ``submit``, with the callback from the start
-    watched.add_done_callback(predict)
-    streamer._client.submit(Call([0], watched, 0.01, is_watched=True))
-    refused.wait()
-    gate.let_through()
+    # Also in the thread that watches the time
+    ours = threading.current_thread()
+    threads: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+
+    def predict_elsewhere(future: Any) -> None:
+        if threading.current_thread() is not ours:
+            predict(future)
+        threads.put(threading.current_thread())
+
+    for seconds in (0.1, 1, 10, 100):  # until it is there before the time has ended
+        streamer.submit([0], timeout=seconds).add_done_callback(predict_elsewhere)
+        if threads.get() is not ours:
+            break
+    assert refused.is_set()
+    gate.let_through(9)
 
 
 def test_a_finalizer_may_close_in_the_middle_of_a_call(client: Client) -> None:
     streamer = client()
     future = streamer.submit([1], timeout=PATIENCE)
-    with streamer._client._timer._lock:  # as where the garbage collector interrupts a call
+    with streamer._client._timer.lock:  # as where the garbage collector interrupts a call
         streamer.close(drain=False)
     with pytest.raises(StreamerClosed):
         future.result()
@@ -980,23 +803,14 @@ def test_stats_are_a_frozen_record_and_repr_shows_the_gist(
 # -- the end
 
 
-def test_close_finishes_what_was_accepted(host: Host, client: Client, gate: Gate) -> None:
-    host(models.Gated, 1, model_init_args=(gate,))
-    streamer = client()
-    futures = [streamer.submit([i]) for i in range(5)]
-    gate.let_through(5)
-    streamer.close()
-    assert [future.result(0) for future in futures] == [[1]] * 5
-
-
-def test_a_drain_ends_with_its_time(
+def test_drain_ends_with_its_timeout(
     busy: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
 ) -> None:
     streamer = client()
     futures = [*fill(streamer, busy, gate), streamer.submit(["waiting"])]
     streamer.close(timeout=0.01)
     for future in futures:
-        with pytest.raises(StreamerClosed, match="closed before the call was served"):
+        with pytest.raises(StreamerClosed):
             future.result()
     assert ask.keys(keys.client("*")) == ask.keys(keys.replies("*")) == []
     assert ask.xlen(keys.calls) == 0, "also what a host had claimed"
@@ -1005,15 +819,13 @@ def test_a_drain_ends_with_its_time(
     await_that(lambda: ask.xlen(keys.calls) == 0)
 
 
-def test_a_drain_is_cut_short_by_a_close_that_does_not(
-    busy: RedisWorker, client: Client, gate: Gate
-) -> None:
+def test_drain_ends_at_a_close_without_drain(busy: RedisWorker, client: Client, gate: Gate) -> None:
     streamer = client()
     futures = fill(streamer, busy, gate)
     closing = threading.Thread(target=streamer.close, daemon=True)
     closing.start()
     await_that(lambda: streamer.stats().state == "draining")
-    with pytest.raises(StreamerClosed, match="the streamer is closed"):
+    with pytest.raises(StreamerClosed):
         streamer.submit(["more"])
     streamer.close(drain=False)
     for future in futures:
@@ -1023,7 +835,7 @@ def test_a_drain_is_cut_short_by_a_close_that_does_not(
     gate.let_through(2)
 
 
-def test_the_same_when_redis_is_away() -> None:
+def test_drain_ends_at_a_close_without_drain_while_redis_is_away() -> None:
     with LocalRedis() as server:
         streamer = RedisStreamer(server.url)
         future = streamer.submit([1])
@@ -1093,7 +905,7 @@ def test_a_host_that_leaves_hands_back_what_it_has_not_computed(
     assert [future.result() for future in futures] == [["being computed"], ["claimed"]]
 
 
-def test_what_a_host_hands_back_for_nobody_does_not_stay(
+def test_call_that_is_handed_back_after_its_client_left_does_not_stay(
     busy: RedisWorker, client: Client, gate: Gate, ask: redis.Redis, prefix: str
 ) -> None:
     streamer = client()
@@ -1125,7 +937,7 @@ def test_a_host_that_drains_finishes_what_it_has_claimed(
     assert waiting.result() == ["waiting"]
 
 
-def test_what_others_have_answered_leaves_room_for_more(
+def test_calls_that_other_hosts_have_answered_leave_room_for_more(
     host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
 ) -> None:
     worker = host(models.Gated, 1, claim_timeout=0.3, model_init_args=(gate,))
@@ -1174,7 +986,7 @@ def test_a_fork_before_the_first_call_works(start: Start, host: Host) -> None:
     assert program.communicate() == ("[10]\n[0, 0, 0]\n", "")
 
 
-def test_a_fork_after_the_first_call_is_told_at_once_and_its_end_hurts_nobody(
+def test_streamer_used_in_a_fork_after_its_first_call_raises_at_once(
     start: Start, host: Host
 ) -> None:
     host(models.echo)
@@ -1195,7 +1007,7 @@ def test_a_fork_after_the_first_call_is_told_at_once_and_its_end_hurts_nobody(
                     try:
                         use([1])
                     except StreamerForked as error:
-                        print(str(error).split(";")[1].split(",")[0], flush=True)
+                        print("fork" in str(error), flush=True)
                 repr(streamer)
                 streamer.close()
                 sys.exit(0)  # with everything that runs at exit
@@ -1203,11 +1015,10 @@ def test_a_fork_after_the_first_call_is_told_at_once_and_its_end_hurts_nobody(
             print(streamer.predict([1]))
             streamer.close()
     """)
-    assert program.communicate() == (" build it after the fork\n" * 6 + "0\n[1]\n", "")
+    assert program.communicate() == ("True\n" * 6 + "0\n[1]\n", "")
 
 
-@pytest.mark.short_cases("sys.exit(0)")
-@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "streamer = None"])
+@pytest.mark.parametrize("ending", ["sys.exit(0)", *long_cases("", "streamer = None")])
 def test_the_interpreter_ends_with_calls_on_their_way(start: Start, ending: str) -> None:
     program = start(f"""
         import sys
@@ -1222,7 +1033,7 @@ def test_the_interpreter_ends_with_calls_on_their_way(start: Start, ending: str)
     assert (program.returncode, err) == (0, "")
 
 
-def test_what_a_killed_client_leaves_expires(
+def test_keys_of_a_killed_client_expire(
     start: Start, host: Host, client: Client, ask: redis.Redis, keys: Keys
 ) -> None:
     program = start("""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, TopPLogitsWarper
 
-from service_streamer.pipelines.cached_rows import GeneratedRow
 from service_streamer.pipelines.row_sampling import (
     Sampling,
     TokenChoice,
@@ -17,38 +16,34 @@ from service_streamer.pipelines.row_sampling import (
     process,
     sampling_of,
 )
-from service_streamer.pipelines.token_counts import TokenCounts
+from service_streamer.pipelines.step_loop import GeneratedRow
+
+pytestmark = pytest.mark.xdist_group("row-sampling")
 
 VOCABULARY = 61
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=1, n_head=2,
+        initializer_range=0.5, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VOCABULARY,
-                n_positions=64,
-                n_embd=16,
-                n_layer=1,
-                n_head=2,
-                initializer_range=0.5,
-                bos_token_id=0,
-                eos_token_id=1,
-            )
-        ).eval()
+        return GPT2LMHeadModel(config).eval()
 
 
-class Row(NamedTuple):
-    prompt: list[int]
-    tokens: list[int]
-    sampling: Sampling
-    random: random.Random
-
-    @property
-    def counts(self) -> TokenCounts:
-        return TokenCounts(len(self.prompt))
+def new_row(
+    prompt: list[int],
+    sampling: Sampling | None = None,
+    seed: int | None = None,
+    made: list[int] | None = None,
+) -> GeneratedRow:
+    """A row that has made these tokens already."""
+    row = GeneratedRow(prompt, sampling, seed)
+    row.tokens += made or []
+    return row
 
 
 def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
@@ -56,23 +51,14 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(rows, VOCABULARY, generator=made)
 
 
-def plan(model: Any, tokens: list[int], **options: Any) -> Sampling:
+def plan(
+    model: Any, tokens: list[int], fields: dict[str, Any] | None = None, **options: Any
+) -> Sampling:
+    """As ``generate`` would choose tokens with these options, and with further fields."""
     config, _ = model._prepare_generation_config(None, **options)
-    found = sampling_of(model, config, len(tokens))
+    found = sampling_of(model, config, len(tokens), **(fields or {}))
     assert found is not None
     return found
-
-
-def reference(model: Any, tokens: list[int], logits: torch.Tensor, options: Any) -> torch.Tensor:
-    config, _ = model._prepare_generation_config(None, **options)
-    model._prepare_special_tokens(config, True)
-    if config.min_new_tokens:
-        config.min_length = len(tokens) + config.min_new_tokens
-    processors = model._get_logits_processor(
-        config, input_ids_seq_length=len(tokens), device="cpu", model_kwargs={}
-    )
-    scores: torch.Tensor = processors(torch.tensor([tokens]), logits[None].clone())[0]
-    return scores
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -99,18 +85,24 @@ def test_scores_are_those_of_generate(model: Any) -> None:
     prompts = [[source.randrange(VOCABULARY) for _ in range(9)] for _ in OPTIONS]
     prompts[12] = [3, 4, 3, 4, 3]  # a pair that may not come again
     rows = [
-        Row([], tokens, plan(model, tokens, **options), random.Random())
+        new_row(tokens, plan(model, tokens, **options))
         for tokens, options in zip(prompts, OPTIONS, strict=True)
     ]
     own = [at for at, row in enumerate(rows) if row.sampling.processors is not None]
     assert own == [12, 13, 14]
-    logits = logits_of(len(rows))
+    wanted = [
+        model.generate(
+            torch.tensor([tokens]), max_new_tokens=6, **options,
+            return_dict_in_generate=True, output_scores=True, output_logits=True,
+        )
+        for tokens, options in zip(prompts, OPTIONS, strict=True)
+    ]  # fmt: skip
+    logits = torch.cat([each.logits[0] for each in wanted])
     before = logits.clone()
     scores = process(logits, rows)
     assert torch.equal(logits, before)
-    for at, (tokens, options) in enumerate(zip(prompts, OPTIONS, strict=True)):
-        wanted = reference(model, tokens, logits[at], options)
-        torch.testing.assert_close(scores[at], wanted, msg=lambda text: f"{options}: {text}")  # noqa: B023
+    for found, each, options in zip(scores, wanted, OPTIONS, strict=True):
+        torch.testing.assert_close(found, each.scores[0][0], msg=lambda text: f"{options}: {text}")  # noqa: B023
 
 
 def test_penalties_are_openais(model: Any) -> None:
@@ -121,12 +113,12 @@ def test_penalties_are_openais(model: Any) -> None:
         Sampling(presence_penalty=-1.5),
         Sampling(frequency_penalty=2.0, presence_penalty=0.25, penalty=1.3),
         Sampling(),
-        plan(model, prompt, no_repeat_ngram_size=9)._replace(frequency_penalty=1.0),
+        plan(model, prompt, {"frequency_penalty": 1.0}, no_repeat_ngram_size=9),
         Sampling(frequency_penalty=1.0),
         Sampling(frequency_penalty=1.0, logit_bias=((3, -100.0), (9, 5.0))),
     ]
-    rows = [Row(prompt, prompt + made, each, random.Random()) for each in plans]
-    rows[5] = Row(prompt, prompt, plans[5], random.Random())  # nothing was generated yet
+    rows = [new_row(prompt, each, made=made) for each in plans]
+    rows[5] = new_row(prompt, plans[5])  # nothing was generated yet
     logits = logits_of(len(rows))
     before = logits.clone()
     scores = process(logits, rows)
@@ -146,27 +138,25 @@ def test_penalties_are_openais(model: Any) -> None:
 
 def test_few_rows_of_a_large_vocabulary_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are unsure; of the others the most likely tokens are enough."""
-    from transformers import TopPLogitsWarper
-
-    from service_streamer.pipelines import row_sampling
-
-    usual, sizes = row_sampling._sorted_out, []
-
-    def counted(scores: Any, shares: Any) -> Any:
-        sizes.append(len(scores))
-        return usual(scores, shares)
-
-    monkeypatch.setattr(row_sampling, "_sorted_out", counted)
     made = torch.Generator().manual_seed(0)
     spread = torch.tensor([[9.0], [0.5], [6.0], [0.01], [5.0]])
     logits = spread * torch.randn(5, 5000, generator=made)
     shares = [0.9, 0.8, 0.999, 0.95, 0.3]
-    rows = [Row([1], [1], Sampling(samples=True, top_p=share), random.Random()) for share in shares]
+    rows = [new_row([1], Sampling(samples=True, top_p=share)) for share in shares]
+    wanted = [
+        TopPLogitsWarper(share)(torch.tensor([[1]]), each[None])  # type: ignore[arg-type]
+        for share, each in zip(shares, logits, strict=True)
+    ]
+    usual, sizes = torch.Tensor.sort, []
+
+    def counted(scores: Any, *args: Any, **options: Any) -> Any:
+        sizes.append(len(scores))
+        return usual(scores, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "sort", counted)
     scores = process(logits, rows)
     assert sizes == [2]
-    for at, share in enumerate(shares):
-        wanted: Any = TopPLogitsWarper(share)(torch.tensor([[1]]), logits[at : at + 1])
-        torch.testing.assert_close(scores[at], wanted[0])
+    torch.testing.assert_close(scores, torch.cat(wanted))
 
 
 @pytest.mark.parametrize(
@@ -181,9 +171,9 @@ def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
     plans = [Sampling(samples=True, temperature=2.0, top_p=0.9), Sampling(samples=True), Sampling()]
 
     def tokens_of(company: list[int]) -> list[int]:
-        row, found = Row([], [5], plans[0], random.Random(7)), []
+        row, found = new_row([5], plans[0], 7), []
         for step in range(12):
-            others = [Row([], [9], plans[at], random.Random(step)) for at in company]
+            others = [new_row([9], plans[at], step) for at in company]
             rows = [*others, row]
             logits = torch.cat([logits_of(len(others), 99), logits_of(1, step)])
             found.append(choose(logits, rows)[-1].token)
@@ -196,8 +186,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
 
 def test_tokens_are_drawn_by_their_probabilities() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, -float("inf")]]).expand(4000, 4)
-    source = random.Random(3)
-    rows = [Row([], [0], Sampling(samples=True), source)] * 4000
+    rows = [new_row([0], Sampling(samples=True), 3)] * 4000
     counts = torch.bincount(
         torch.tensor([each.token for each in choose(logits, rows)]), minlength=4
     )
@@ -213,7 +202,8 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
             return self.number
 
     for number, token in ((0.0, 0), (1 - 2**-53, 2)):  # never one that has no probability
-        row = Row([], [0], Sampling(samples=True), Edge(number))
+        row = new_row([0], Sampling(samples=True))
+        row.random = Edge(number)
         assert choose(logits[:1], [row])[0].token == token
 
 
@@ -221,35 +211,16 @@ def test_log_probabilities_are_the_models_own() -> None:
     logits = logits_of(4)
     shares = logits.log_softmax(-1)
     rows = [
-        Row([], [0], Sampling(alternatives=count, temperature=9.0, penalty=3.0), random.Random())
+        new_row([0], Sampling(alternatives=count, temperature=9.0, penalty=3.0))
         for count in (3, 0, 1)
     ]
-    choices = choose(logits, [*rows, Row([], [0], Sampling(), random.Random())])
+    choices = choose(logits, [*rows, new_row([0])])
     assert choices[3] == TokenChoice(int(logits[3].argmax()))
     for at, count in enumerate((3, 0, 1)):
         assert choices[at].logprob == pytest.approx(float(shares[at, choices[at].token]))
         best = shares[at].topk(count)
         assert [token for token, _ in choices[at].top] == best.indices.tolist()
         assert [value for _, value in choices[at].top] == pytest.approx(best.values.tolist())
-
-
-def test_a_constraint_removes_tokens() -> None:
-    class Even:
-        accepted: ClassVar[list[int]] = []
-
-        def mask(self, scores: torch.Tensor) -> None:
-            scores[1::2] = -float("inf")
-
-        def accept(self, token: int) -> None:
-            self.accepted.append(token)
-
-    rows = [
-        Row([], [0], Sampling(samples=True, constraint=Even()), random.Random(at))
-        for at in range(9)
-    ]
-    tokens = [each.token for each in choose(logits_of(9), rows)]
-    assert all(token % 2 == 0 for token in tokens)
-    assert Even.accepted == tokens
 
 
 class Only:
@@ -272,17 +243,17 @@ class Only:
         self.failures.append(why)
 
 
-@pytest.mark.parametrize("setting", [{"no_repeat_ngram_size": 2}, {"min_new_tokens": 9}])
+@pytest.mark.parametrize("setting", [{}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 9}])
 def test_a_constraint_comes_before_what_leaves_likely_tokens(model: Any, setting: Any) -> None:
     logits = logits_of(8)
     unlikely = logits.sum(dim=0).argsort()[:2].tolist()
     options = {"do_sample": True, "top_k": 1, **setting}
     forms = [Only(*unlikely) for _ in range(8)]
     rows = [
-        Row([], [5], plan(model, [5], **options)._replace(constraint=form), random.Random(at))
+        new_row([5], plan(model, [5], {"constraint": form}, **options), at)
         for at, form in enumerate(forms)
     ]
-    assert all(row.sampling.processors is not None for row in rows)
+    assert all((row.sampling.processors is not None) == bool(setting) for row in rows)
     tokens = [each.token for each in choose(logits, rows)]
     assert [form.taken for form in forms] == [[token] for token in tokens]
     wanted = [max(unlikely, key=lambda token: row[token].item()) for row in logits]
@@ -292,10 +263,9 @@ def test_a_constraint_comes_before_what_leaves_likely_tokens(model: Any, setting
 @pytest.mark.parametrize("samples", [True, False])
 def test_a_text_fails_alone_if_all_that_fits_is_forbidden(model: Any, samples: bool) -> None:
     ends, fits = Only(1), Only(1)  # the token that ends texts, which comes too early
-    options = {"do_sample": samples, "min_new_tokens": 3}
-    early = plan(model, [5], **options)._replace(constraint=ends)
-    good = plan(model, [5], do_sample=samples)._replace(constraint=fits)
-    choose(logits_of(2), [Row([], [5], each, random.Random(0)) for each in (early, good)])
+    early = plan(model, [5], {"constraint": ends}, do_sample=samples, min_new_tokens=3)
+    good = plan(model, [5], {"constraint": fits}, do_sample=samples)
+    choose(logits_of(2), [new_row([5], each, 0) for each in (early, good)])
     assert (ends.taken, len(ends.failures)) == ([], 1)
     assert (fits.taken, fits.failures) == ([1], [])
 
@@ -318,7 +288,7 @@ def test_tokens_are_counted_once() -> None:
         {"penalty": 1.3},
         {"frequency_penalty": 0.5, "presence_penalty": 0.25, "logit_bias": biases},
     ]
-    rows = [GeneratedRow(prompt, Sampling(**each)) for each in kinds]
+    rows = [new_row(prompt, Sampling(**each)) for each in kinds]
     tokens = [random.Random(1).randrange(VOCABULARY) for _ in range(50)]
     for row in rows:
         row.tokens = Watched(prompt)
@@ -328,7 +298,7 @@ def test_tokens_are_counted_once() -> None:
         logits = logits_of(2, token)
         scores = process(logits, rows)
         count = Watched.reads
-        fresh = [Row(prompt, [*row.tokens], row.sampling, row.random) for row in rows]
+        fresh = [new_row(prompt, row.sampling, made=row.tokens[len(prompt) :]) for row in rows]
         Watched.reads = count
         assert torch.equal(scores, process(logits, fresh))
     assert Watched.reads <= 2 * (len(prompt) + len(tokens))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -21,7 +20,10 @@ from schemathesis.specs.openapi.checks import (
 )
 
 import tiny_models
+from cases import long_cases
 from serve_process import Serving
+
+pytestmark = pytest.mark.xdist_group("serve-clients")
 
 SHIPPED = Path(__file__).parent.parent / "service_streamer" / "models" / "text_infilling"
 
@@ -76,7 +78,7 @@ def test_completions(completions: Any) -> None:
     assert again.choices[0].text == choice.text
 
 
-def test_several_prompts_and_several_answers_each(completions: Any) -> None:
+def test_completions_of_several_prompts_have_several_answers_each(completions: Any) -> None:
     made = completions.create(
         model="any", prompt=["the sun", "a moon"], n=2, max_tokens=3, seed=1, echo=True
     )
@@ -87,26 +89,6 @@ def test_several_prompts_and_several_answers_each(completions: Any) -> None:
         model="any", prompt=["the sun", "a moon"], n=2, max_tokens=3, seed=1, echo=True
     )
     assert [choice.text for choice in again.choices] == [choice.text for choice in made.choices]
-
-
-def test_completions_stream(completions: Any) -> None:
-    asked = {"model": "any", "prompt": "the sun", "max_tokens": 6, "temperature": 0}
-    whole = completions.create(**asked)
-    *chunks, last = completions.create(**asked, stream=True, stream_options={"include_usage": True})
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
-    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
-    assert len({chunk.id for chunk in [*chunks, last]}) == 1
-    assert (last.choices, last.usage) == ([], whole.usage)
-    assert len(chunks) > 1
-
-
-def test_several_answers_stream_side_by_side(completions: Any) -> None:
-    asked = {"model": "any", "prompt": "the sun", "max_tokens": 4, "n": 2, "seed": 3, "echo": True}
-    whole = completions.create(**asked)
-    texts = ["", ""]
-    for chunk in completions.create(**asked, stream=True):
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == [choice.text for choice in whole.choices]
 
 
 CHAT = [
@@ -153,7 +135,7 @@ def test_hugging_faces_client_chats(chatting: Serving) -> None:
     huggingface_hub.close_session()
 
 
-def test_a_model_without_a_template(generating: Serving) -> None:
+def test_chat_is_refused_by_a_model_without_a_template(generating: Serving) -> None:
     body = {"messages": [{"role": "user", "content": "a"}]}
     told = generating.post("/v1/chat/completions", body)
     assert told.status_code == 400
@@ -167,7 +149,7 @@ def test_a_model_without_a_template(generating: Serving) -> None:
         {"suffix": "x"},
     ],
 )
-def test_what_is_not_offered_is_refused_and_not_ignored(
+def test_unsupported_field_is_refused_and_not_ignored(
     completions: Any, what: dict[str, Any]
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -193,7 +175,7 @@ def test_advice_fits_what_is_asked(completions: Any) -> None:
 
 
 @pytest.mark.long
-def test_what_has_no_effect_is_taken(completions: Any, embeddings: Any) -> None:
+def test_field_without_effect_is_accepted(completions: Any, embeddings: Any) -> None:
     more = {"metadata": {"a": "b"}}
     nothing = {
         "stream": False, "logprobs": None, "suffix": "", "presence_penalty": 0,
@@ -203,24 +185,6 @@ def test_what_has_no_effect_is_taken(completions: Any, embeddings: Any) -> None:
         model="any", prompt="the sun", max_tokens=1, user="me", extra_body=more | nothing
     ).choices
     assert embeddings.create(model="any", input="a", user="me", extra_body=more).data
-
-
-def test_generate_streams_tokens(generating: Serving) -> None:
-    asked = {"text": "the sun", "parameters": {"max_new_tokens": 4}}
-    whole = generating.post("/generate", asked).json()["text"]
-    *events, done = generating.post("/generate", {**asked, "stream": True}).text.split("\n\n")[:-1]
-    assert done == "data: [DONE]"
-    told = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert "the sun" + "".join(each["token"]["text"] for each in told) == whole
-    assert "the sun" + told[-1]["generated_text"] == whole
-    assert told[-1]["details"]["generated_tokens"] <= 4
-
-
-def test_generate(generating: Serving) -> None:
-    told = generating.post("/generate", {"text": "the sun", "parameters": {"max_new_tokens": 3}})
-    assert told.json()["text"].startswith("the sun")
-    refused = generating.post("/generate", {"text": ""})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "text")
 
 
 def test_embeddings(embeddings: Any) -> None:
@@ -268,7 +232,7 @@ def test_bad_inputs_of_embeddings_are_named(embeddings: Any) -> None:
         embeddings.create(model="any", input="a", dimensions=100_000)
 
 
-def test_a_text_that_is_too_long_is_cut_if_that_is_asked_for(embeddings: Any) -> None:
+def test_long_text_is_cut_when_truncation_is_asked_for(embeddings: Any) -> None:
     text = "happy birthday " * 500
     with pytest.raises(openai.BadRequestError, match="set the parameter truncation"):
         embeddings.create(model="any", input=text)
@@ -276,7 +240,7 @@ def test_a_text_that_is_too_long_is_cut_if_that_is_asked_for(embeddings: Any) ->
     assert cut.usage.prompt_tokens < 600
 
 
-def test_the_key(embedding: Serving) -> None:
+def test_openais_client_needs_the_right_key(embedding: Serving) -> None:
     with (
         openai.OpenAI(base_url=f"{embedding.url}/v1", api_key="wrong") as client,
         pytest.raises(openai.AuthenticationError),
@@ -290,10 +254,11 @@ def test_the_key(embedding: Serving) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        "fill-mask", "text-generation", "feature-extraction", "reranking", "image-classification",
         "custom",
+        *long_cases("fill-mask", "text-generation", "feature-extraction", "reranking"),
+        *long_cases("image-classification"),
     ],
-)  # fmt: skip
+)
 def fuzzed(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Serving, Any]]:
     """A service of each kind, and the headers that it needs."""
     if request.param == "text-generation":
@@ -313,8 +278,9 @@ def fuzzed(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Servi
         yield service, {}
 
 
-@pytest.mark.short_cases("custom")
-def test_nothing_that_the_schema_allows_or_not_brings_it_down(fuzzed: tuple[Serving, Any]) -> None:
+def test_service_survives_requests_that_the_schema_allows_or_not(
+    fuzzed: tuple[Serving, Any],
+) -> None:
     fuzz(*fuzzed)
 
 

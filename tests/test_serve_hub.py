@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import huggingface_hub
 import numpy as np
 import pytest
@@ -19,10 +20,12 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 
+import served_models
 import tiny_models
 from serve_process import Serving
+from web_application import WebApplication
 
-KEY = "secret"
+pytestmark = pytest.mark.xdist_group("infilling")
 
 
 def served(name: str, *arguments: str) -> Any:
@@ -51,10 +54,14 @@ def session() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def own() -> Iterator[Serving]:
+def own() -> Iterator[WebApplication]:
     """A model of its own, which answers each input with what it is."""
-    with Serving("served_models:kinds", "--max-body", "1M", "--max-pending", "64") as service:
-        yield service
+    with WebApplication(served_models.kinds, max_pending=64) as application:
+        yield application
+
+
+def post(own: WebApplication, path: str, **sent: Any) -> httpx.Response:
+    return own.run(own.client.post(path, **sent))
 
 
 def client(service: Serving, **options: Any) -> InferenceClient:
@@ -267,15 +274,8 @@ def test_tasks_that_the_model_does_not_have(
     assert says in str(caught.value)
 
 
-def test_a_key() -> None:
-    with Serving("served_models:kinds", "--api-key", KEY) as service:
-        with pytest.raises(HfHubHTTPError, match="401"):
-            client(service, token="wrong").fill_mask("a")
-        assert service.post("/", {"inputs": 1}, authorization=f"Bearer {KEY}").json() == "int 1"
-
-
-def test_the_page_is_still_there(own: Serving) -> None:
-    page = own.client.get("/")
+def test_the_page_is_still_there(own: WebApplication) -> None:
+    page = own.get("/")
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/html")
 
@@ -287,8 +287,8 @@ def test_the_page_is_still_there(own: Serving) -> None:
 @pytest.mark.parametrize(
     "kind", ["image/png", "IMAGE/PNG; q=1", "audio/x-wav", "application/octet-stream", "video/mp4"]
 )
-def test_a_file_is_the_input(own: Serving, path: str, kind: str) -> None:
-    response = own.client.post(path, content=b'{"\xff', headers={"content-type": kind})
+def test_a_file_is_the_input(own: WebApplication, path: str, kind: str) -> None:
+    response = post(own, path, content=b'{"\xff', headers={"content-type": kind})
     assert response.json() == "bytes b'{\"\\xff'"
 
 
@@ -351,17 +351,17 @@ def test_a_form_with_texts(infilling: Serving) -> None:
     ],
 )  # fmt: skip
 def test_forms_that_cannot_be_read(
-    own: Serving, kind: str, body: bytes, status: int, param: str | None, code: str
+    own: WebApplication, kind: str, body: bytes, status: int, param: str | None, code: str
 ) -> None:
-    response = own.client.post("/predict", content=body, headers={"content-type": kind})
+    response = post(own, "/predict", content=body, headers={"content-type": kind})
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert (error["param"], error["code"]) == (param, code)
 
 
-def test_more_files_than_may_wait(own: Serving) -> None:
+def test_more_files_than_may_wait(own: WebApplication) -> None:
     files = [("inputs", (str(number), b"x")) for number in range(65)]
-    response = own.client.post("/predict", files=files)
+    response = post(own, "/predict", files=files)
     assert (response.status_code, response.json()["error"]["code"]) == (413, "too_many_inputs")
 
 

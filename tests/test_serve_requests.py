@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
 import subprocess
 from collections.abc import Iterator
-from http.client import parse_headers
-from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from serve_process import Serving, run, until
-from service_streamer.serve.http.headers import is_allowed_host
-from service_streamer.serve.http.http_exchange import find_request_id
-from service_streamer.serve.http.refusals import undecodable
+from command_line import error_of
+from http_in_process import serving
+from serve_process import Serving, until
+from service_streamer import ThreadedStreamer
+
+pytestmark = pytest.mark.xdist_group("serve-requests")
 
 KINDS = "served_models:kinds"
 
@@ -31,7 +32,7 @@ def service() -> Iterator[Serving]:
 # -- X-Request-ID
 
 
-def test_an_id_is_in_every_answer(service: Serving) -> None:
+def test_request_id_is_in_every_answer(service: Serving) -> None:
     named = {"x-request-id": "a-1"}
     asked = [
         service.predict("a", x_request_id="a-1"),
@@ -48,7 +49,7 @@ def test_an_id_is_in_every_answer(service: Serving) -> None:
     assert [each.headers.get_list("x-request-id") for each in asked] == [["a-1"]] * len(asked)
 
 
-def test_a_failure_is_logged_under_the_id(service: Serving) -> None:
+def test_failure_is_logged_with_the_request_id(service: Serving) -> None:
     response = service.predict("raise", x_request_id="mine/7")
     assert response.json()["error"]["id"] == "mine/7"
     until(lambda: "request mine/7 failed" in service.log())
@@ -60,7 +61,7 @@ def test_a_failure_is_logged_under_the_id(service: Serving) -> None:
     assert unnamed.headers["x-request-id"] == unnamed.json()["error"]["id"]
 
 
-def test_an_id_is_made_for_a_request_without_one(service: Serving) -> None:
+def test_request_id_is_made_when_the_request_has_none(service: Serving) -> None:
     asked = [
         service.predict("a"),
         service.predict("invalid"),
@@ -73,9 +74,8 @@ def test_an_id_is_made_for_a_request_without_one(service: Serving) -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"a b", b"\xff", b"a\tb", b"x" * 129])
-def test_an_id_that_may_not_be_repeated_is_ignored(service: Serving, value: bytes) -> None:
+def test_request_id_is_ignored_when_it_is_unsafe_to_repeat(service: Serving, value: bytes) -> None:
     headers = [(b"x-request-id", value)]
-    assert find_request_id(headers) is None
     for response in (
         service.client.post("/predict", content=b'{"inputs": 1}', headers=headers),
         service.client.get("/health/live", headers=headers),
@@ -87,72 +87,67 @@ def test_an_id_that_may_not_be_repeated_is_ignored(service: Serving, value: byte
 # -- hosts
 
 
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Serving]:
+    """A service that answers some hosts only: they come from the environment."""
+    with Serving(KINDS, SERVICE_STREAMER_ALLOWED_HOST="api.test *.b.test ::1") as service:
+        yield service
+
+
 @pytest.mark.parametrize(
-    ("host", "is_allowed"),
+    ("host", "status"),
     [
-        ("api.test", True),
-        ("API.Test:8000", True),
-        ("api.test.", True),
-        ("a.b.test", True),
-        ("b.test", False),
-        ("xb.test", False),
-        ("api.test.evil", False),
-        ("[::1]:80", True),
-        ("127.0.0.1:1", True),
-        ("", False),
-        (":80", False),
-        ("api.test@evil", False),
+        ("api.test", 200),
+        ("API.Test:8000", 200),
+        ("api.test.", 200),
+        ("a.b.test", 200),
+        ("b.test", 400),
+        ("xb.test", 400),
+        ("api.test.evil", 400),
+        ("[::1]:80", 200),
+        ("127.0.0.1:1", 400),
+        ("", 400),
+        (":80", 400),
+        ("api.test@evil", 400),
     ],
 )
-def test_hosts(host: str, is_allowed: bool) -> None:
-    allowed = ("api.test", "*.b.test", "::1", "127.0.0.1")
-    headers = [(b"accept", b"*/*"), (b"host", host.encode())]
-    assert is_allowed_host(allowed, headers) is is_allowed
-    assert not is_allowed_host(allowed, headers[:1])
-    assert not is_allowed_host(allowed, [*headers, headers[1]])
+def test_request_is_answered_when_its_host_is_allowed(
+    guarded: Serving, host: str, status: int
+) -> None:
+    assert guarded.predict(1, host=host).status_code == status
+    assert guarded.client.get("/info", headers={"host": host}).status_code == status
 
 
-def test_other_hosts_are_refused() -> None:
-    with Serving(KINDS, "--allowed-host", "api.test", "--allowed-host", "*.b.test") as service:
-        asked = [
-            service.predict(1, host="evil.test"),
-            service.client.get("/", headers={"host": "evil.test"}),
-            service.client.get("/metrics", headers={"host": "evil.test", "x-request-id": "1"}),
-        ]
-        for response in asked:
-            assert response.status_code == 400
-            assert response.json()["error"]["code"] == "host_not_allowed"
-        assert asked[2].headers["x-request-id"] == "1"
-        assert service.predict(1, host="api.test:80").json() == "int 1"
-        assert service.predict(1, host="a.b.test").json() == "int 1"
-        assert service.ready() == 200, "a probe names an address"
-        assert service.client.get("/v2/health/ready").status_code == 200
-        assert service.client.get("/v2").status_code == 400
+@pytest.mark.parametrize("lines", [b"", b"host: api.test\r\nhost: api.test\r\n"])
+def test_request_without_one_host_is_refused(guarded: Serving, lines: bytes) -> None:
+    with connection(guarded) as sock:
+        sock.sendall(b"GET /info HTTP/1.1\r\n%bconnection: close\r\n\r\n" % lines)
+        assert answer(sock).startswith(b"HTTP/1.1 400 ")
+
+
+def test_refusal_of_a_host_has_a_code_and_probes_are_answered(guarded: Serving) -> None:
+    asked = [
+        guarded.predict(1, host="evil.test"),
+        guarded.client.get("/metrics", headers={"host": "evil.test", "x-request-id": "1"}),
+    ]
+    assert [each.json()["error"]["code"] for each in asked] == ["host_not_allowed"] * 2
+    assert asked[1].headers["x-request-id"] == "1"
+    assert guarded.ready() == 200, "a probe names an address"
+    assert guarded.client.get("/v2/health/ready").status_code == 200
+    assert guarded.client.get("/v2").status_code == 400
 
 
 @pytest.mark.parametrize("host", ["", "http://a", "a:80", "*", "*.", "a b"])
-def test_what_is_no_host(host: str) -> None:
-    done = run("serve", KINDS, "--port", "0", "--allowed-host", host)
-    assert done.returncode == 2
-    assert "must be a host name without scheme and port" in done.stderr
+def test_value_that_is_no_host_is_refused(host: str) -> None:
+    assert "host name without scheme and port" in error_of("serve", "--allowed-host", host)
 
 
 @pytest.mark.parametrize("value", ["", " "])
-def test_an_unset_variable_does_not_allow_any_host(value: str) -> None:
-    done = run("serve", KINDS, "--port", "0", SERVICE_STREAMER_ALLOWED_HOST=value)
-    assert (done.returncode, "--allowed-host is empty" in done.stderr) == (2, True)
-
-
-def test_hosts_from_the_environment() -> None:
-    with Serving(KINDS, SERVICE_STREAMER_ALLOWED_HOST="a.test *.b.test") as service:
-        assert service.predict(1, host="x.b.test").status_code == 200
-        assert service.predict(1, host="127.0.0.1").status_code == 400
+def test_unset_variable_does_not_allow_any_host(value: str) -> None:
+    assert "--allowed-host is empty" in error_of("serve", ALLOWED_HOST=value)
 
 
 # -- offers of another protocol
-
-
-H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
 
 
 def connection(service: Serving) -> socket.socket:
@@ -175,128 +170,58 @@ def test_curl_with_http2(service: Serving, size: int) -> None:
     assert json.loads(done.stdout) == "x" * size
 
 
-def test_a_body_behind_an_offer_wherever_it_is_cut(service: Serving) -> None:
-    head = b"POST /predict HTTP/1.1\r\nhost: a\r\n" + H2C
-    chunks = (
-        b'transfer-encoding: chunked\r\n\r\n5\r\n{"inp\r\n9\r\nuts": "a"\r\n1\r\n}\r\n0\r\n\r\n'
-    )
-    behind = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\n\r\nxyz"
-    sent = head + chunks + behind
-    for cut in range(0, len(sent), 5):
-        with connection(service) as sock:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.sendall(sent[:cut])
-            sock.sendall(sent[cut:])
-            told = answer(sock)
-        assert told.startswith(b"HTTP/1.1 200 ")
-        assert told.endswith(b'\r\n\r\n"a"')
-
-
-CHUNKED = b"POST /predict HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n"
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"POST /predict HTTP/1.1\r\nhost: a\r\nx-a: ",
-        b"POST /predict HTTP/1.1\r\nhost: a\r\nx-a",
-        CHUNKED + b"\r\n0\r\nx-a: ",
-        CHUNKED + b"\r\n1;",
-        CHUNKED + H2C + b"\r\n0\r\nx-a: ",
-        CHUNKED.replace(b"predict", b"nothing") + b"\r\n0\r\nx-a: ",
-    ],
-    ids=["value", "name", "trailer", "extension", "trailer behind an offer", "of no page"],
-)
-def test_a_header_without_an_end_is_cut_off(service: Serving, head: bytes) -> None:
-    """What has no end must not be kept: the next part of it would be copied with all before."""
+def test_large_body_behind_an_upgrade_is_refused(service: Serving) -> None:
     with connection(service) as sock:
-        sock.sendall(head)
-        with pytest.raises(ConnectionError):
-            sock.sendall(b"x" * (64 << 20))
-    assert service.predict("a").json() == "a"
-
-
-def test_a_body_that_nobody_reads_is_no_header(service: Serving) -> None:
-    """Its sender gets the answer, and may go on with the connection."""
-    size = 8 << 20
-    with connection(service) as sock:
-        sock.sendall(b"POST /nothing HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size)
-        with sock.makefile("rb") as reader:  # head and body may come apart
-            assert reader.readline().startswith(b"HTTP/1.1 404 ")
-            headers = parse_headers(reader)
-            assert json.loads(reader.read(int(headers["content-length"])))["error"]
-        sock.sendall(b"x" * size)
-        sock.sendall(b"GET /health/live HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
-        assert answer(sock).startswith(b"HTTP/1.1 200 ")
-
-
-def test_an_offer_without_a_body(service: Serving) -> None:
-    for offer in (H2C, b"connection: upgrade\r\nupgrade: websocket\r\n"):
-        with connection(service) as sock:
-            sock.sendall(b"GET /health/live HTTP/1.1\r\nhost: a\r\n" + offer + b"\r\n")
-            assert answer(sock).endswith(b'{"status":"live"}')
-
-
-def test_an_offer_with_a_body_that_is_too_large_or_broken(service: Serving) -> None:
-    head = b"POST /predict HTTP/1.1\r\nhost: a\r\n" + H2C
-    with connection(service) as sock:
-        sock.sendall(head + b"content-length: 70000\r\n\r\n" + b" " * 70_000)
+        sock.sendall(
+            b"POST /predict HTTP/1.1\r\nhost: a\r\nconnection: Upgrade\r\nupgrade: h2c\r\n"
+        )
+        sock.sendall(b"content-length: 70000\r\n\r\n" + b" " * 70_000)
         assert answer(sock).startswith(b"HTTP/1.1 413 ")
-    with connection(service) as sock:
-        sock.sendall(head + b"transfer-encoding: chunked\r\n\r\nxx\r\n")
-        assert answer(sock).startswith(b"HTTP/1.1 400 ")
-    assert service.predict("a").json() == "a"
 
 
 # -- OpenAI's
 
 
-def test_models() -> None:
-    with (
-        Serving("served_models:kinds", "--api-key", "right") as service,
-        openai.OpenAI(base_url=f"{service.url}/v1", api_key="right") as client,
-    ):
-        [model] = client.models.list().data
-        assert client.models.retrieve(model.id) == model
-        with pytest.raises(openai.NotFoundError) as caught:
-            client.models.retrieve("org/other")
-        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-        assert "model: no model 'org/other'" in caught.value.message
-        with pytest.raises(openai.AuthenticationError) as wrong:
-            client.with_options(api_key="wrong").models.retrieve("org/other")
-        assert wrong.value.code == "invalid_api_key"
-        metrics = client.get("/../metrics", cast_to=httpx.Response).text
-        assert 'path="/v1/models/{model}",status="401"' in metrics
-        assert "org" not in metrics
+@pytest.mark.no_gevent
+def test_openais_client_lists_models() -> None:
+    async def main() -> None:
+        async with (
+            serving(streamer, "m", api_keys=("right",)) as application,
+            httpx.AsyncClient(
+                transport=httpx.ASGITransport(application.app),
+                base_url="http://m",
+                headers={"x-api-key": "right"},
+            ) as http,
+            openai.AsyncOpenAI(base_url="http://m/v1", api_key="right", http_client=http) as client,
+        ):
+            [model] = (await client.models.list()).data
+            assert await client.models.retrieve(model.id) == model
+            with pytest.raises(openai.NotFoundError) as caught:
+                await client.models.retrieve("org/other")
+            assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+            assert "'org/other'" in caught.value.message
+            wrong = await http.get("/v1/models/org/other", headers={"x-api-key": "wrong"})
+            assert wrong.json()["error"]["code"] == "invalid_api_key"
+            metrics = (await http.get("/metrics")).text
+            assert 'path="/v1/models/{model}",status="401"' in metrics
+            assert "org" not in metrics
+
+    with ThreadedStreamer(lambda batch: batch) as streamer:
+        asyncio.run(main())
 
 
-# -- words
+# -- codes
 
 
-@pytest.mark.parametrize(
-    ("sent", "code", "says"),
-    [
-        (
-            {"input": "a"},
-            "unknown_parameter",
-            "unknown field `input`; did you mean `inputs`?",
-        ),
-        ({"inputs": "a", "zzz": 1}, "unknown_parameter", "unknown field `zzz`"),
-        ({}, "missing_required_parameter", "missing field `inputs`"),
-        ({"inputs": 1, "parameters": 1}, "invalid_type", "parameters: expected object, got int"),
-        ([], "invalid_type", "the body: expected object, got array"),
-    ],
-)
-def test_codes_of_wrong_bodies(service: Serving, sent: Any, code: str, says: str) -> None:
-    error = service.post("/predict", sent).json()["error"]
-    assert (error["code"], error["message"]) == (code, says)
-
-
-def test_every_other_error_has_a_code(service: Serving) -> None:
-    assert undecodable(UnicodeDecodeError("utf-8", b"", 0, 1, "")).body.count(b'"invalid_json"')
+def test_every_error_has_a_code(service: Serving) -> None:
     for response, code in (
+        (service.post("/predict", {"input": "a"}), "unknown_parameter"),
+        (service.post("/predict", {}), "missing_required_parameter"),
+        (service.post("/predict", {"inputs": 1, "parameters": 1}), "invalid_type"),
+        (service.post("/predict", []), "invalid_type"),
         (service.post("/predict", b"{"), "invalid_json"),
         (service.post("/predict", b""), "invalid_json"),
+        (service.post("/predict", b'{"inputs": "\xff"}'), "invalid_json"),
         (service.predict("invalid"), "invalid_value"),
         (service.predict("raise"), "model_failed"),
         (service.predict(["a"] * 2000), "too_many_inputs"),

@@ -8,25 +8,20 @@ from typing import Any
 
 import pytest
 
+import service_streamer.serve.http.service as module
+from http_in_process import pass_time, run, settled
 from service_streamer import (
+    BadMessage,
+    BrokerUnavailable,
     InvalidInput,
     Overloaded,
+    PoolMismatch,
     PredictTimeout,
+    RedisStreamerStats,
     StreamerBroken,
     WorkerStartError,
 )
-from service_streamer.errors import (
-    BadMessage,
-    BrokerUnavailable,
-    PoolMismatch,
-    RemoteTraceback,
-)
-from service_streamer.redis.redis_stats import RedisStreamerStats
-from service_streamer.serve.hosted_model import OpenedModel
-from service_streamer.serve.http import service as module
-from service_streamer.serve.http.admission import ServiceOptions
-from service_streamer.serve.http.service import Service
-from service_streamer.serve.running import _Running
+from service_streamer.serve.http.service import RemoteTraceback, Service, ServiceOptions
 
 OURS = {"operations": ["predict"], "model": "a"}
 
@@ -71,22 +66,21 @@ def remote(error: Exception) -> Exception:
     return error
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ASK_AGAIN", 0.0)
+def standing(streamer: Broker, *, debug: bool = False) -> tuple[tuple[str, str], Service]:
+    """How a service stands when it has asked again, several times if it has to."""
 
-
-def standing(streamer: Broker, turns: int = 20) -> tuple[tuple[str, str], Service]:
     async def main() -> tuple[tuple[str, str], Service]:
-        service = Service(streamer, ServiceOptions(model=None))  # type: ignore[arg-type]
+        options = ServiceOptions(model=None, debug=debug)
+        service = Service(streamer, options)  # type: ignore[arg-type]
         service.start()
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        for _ in range(3):
+            await settled()
+            await pass_time(1.0)
         found = service.standing()
         service.stop()
         return found, service
 
-    return asyncio.run(main())
+    return run(main())
 
 
 @pytest.mark.parametrize(
@@ -96,24 +90,32 @@ def standing(streamer: Broker, turns: int = 20) -> tuple[tuple[str, str], Servic
         (Broker([], hosts=0), "there is no worker host"),
         (Broker([]), "1 worker host has not answered yet: the model is loading"),
         (Broker([], hosts=2), "2 worker hosts have not answered"),
-        (Broker([BadMessage("differ"), Overloaded("256 wait")]), "do not answer: 256 wait"),
-        (Broker([Overloaded("256 wait")]), "do not answer: 256 wait"),
+        (Broker([BadMessage("differ"), Overloaded("256 wait")]), "do not answer; the service's"),
+        (Broker([Overloaded("256 wait")]), "do not answer; the service's log says why"),
     ],
 )
-def test_why_nobody_answers(streamer: Broker, says: str) -> None:
+def test_standing_says_why_no_host_answers(streamer: Broker, says: str) -> None:
     (state, text), service = standing(streamer)
     assert state == "starting"
     assert says in text
     assert not service.is_known
 
 
-def test_sides_that_cannot_read_each_other() -> None:
+def test_error_of_hosts_is_shown_to_the_operator_only(caplog: pytest.LogCaptureFixture) -> None:
+    (_, text), _ = standing(Broker([Overloaded("256 wait")]))
+    assert "256" not in text
+    assert "the worker hosts do not answer: 256 wait" in caplog.text
+    (_, text), _ = standing(Broker([Overloaded("256 wait")]), debug=True)
+    assert text == "the worker hosts do not answer: 256 wait"
+
+
+def test_service_is_failing_when_hosts_cannot_read_its_messages() -> None:
     (state, text), service = standing(Broker([Overloaded("a"), BadMessage("the secrets differ")]))
     assert (state, text) == ("failing", "the secrets differ")
     assert not service.is_known
 
 
-def test_what_hosts_announce_is_not_asked_for() -> None:
+def test_description_is_not_asked_for_when_hosts_announce_it() -> None:
     streamer = Broker([], announced=OURS)
     (state, _), service = standing(streamer)
     assert (state, service.model, streamer.asked) == ("ready", "a", 0)
@@ -121,28 +123,28 @@ def test_what_hosts_announce_is_not_asked_for() -> None:
     assert service.model == "a", "until it is refreshed"
 
 
-def test_another_description_is_taken_over_when_hosts_announce_it() -> None:
+def test_description_is_taken_over_when_hosts_announce_another() -> None:
     """After a restart the hosts announce it later than the web processes refresh."""
     streamer = Broker([], announced=OURS)
 
     async def main() -> list[str]:
         service = Service(streamer, ServiceOptions(model=None))  # type: ignore[arg-type]
         service.start()
-        await asyncio.sleep(0)
+        await settled()
         names = [service.model]
         for announced in ({**OURS, "model": "b"}, None, {}):
             streamer.announced = announced
             streamer.callback()
-            await asyncio.sleep(0)
+            await settled()
             names.append(service.model)
         service.stop()
         return names
 
-    assert asyncio.run(main()) == ["a", "b", "b", "b"]
+    assert run(main()) == ["a", "b", "b", "b"]
     assert not streamer.asked
 
 
-def test_a_host_is_asked_only_when_it_is_there() -> None:
+def test_description_is_not_asked_for_without_a_host() -> None:
     streamer = Broker([OURS], hosts=0)
     (state, _), service = standing(streamer)
     assert (state, service.is_known, streamer.asked) == ("starting", False, 0)
@@ -151,7 +153,7 @@ def test_a_host_is_asked_only_when_it_is_there() -> None:
 @pytest.mark.parametrize(
     "error", [BadMessage("the signatures differ"), BrokerUnavailable("lost"), Overloaded("full")]
 )
-def test_it_asks_again(error: Exception) -> None:
+def test_description_is_asked_for_again_after_an_error(error: Exception) -> None:
     streamer = Broker([error, error, OURS])
     (state, _), service = standing(streamer)
     assert (state, service.model, streamer.asked) == ("ready", "a", 3)
@@ -181,12 +183,12 @@ LATE = PredictTimeout("the pool did not answer within 5 s")
         ([], "the model is loading", 0),
         ([None], "the model is loading", 0),
         ([LATE, None], "the model is loading", 1),
-        ([LATE, LATE], "the workers cannot be asked for the model: the pool did not answer", 1),
+        ([LATE, LATE], f"the workers cannot be asked for the model: {LATE}", 1),
         # The parent ends the service, and says why.
-        ([WorkerStartError("no weights")], "no weights", 0),
+        ([WorkerStartError("no file")], "the workers cannot be asked for the model: no file", 0),
     ],
 )
-def test_why_a_shared_pool_has_not_answered(
+def test_standing_says_why_a_shared_pool_has_not_answered(
     answers: list[Any],
     says: str,
     logged: int,
@@ -194,19 +196,33 @@ def test_why_a_shared_pool_has_not_answered(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(module, "view_of", lambda _: Shared(*answers))
-    (state, text), service = standing(Broker([]))
-    assert state == "starting"
-    assert says in text
+    state_and_text, service = standing(Broker([]), debug=True)
+    assert state_and_text == ("starting", says)
     assert len(caplog.records) == logged
     assert not service.is_known
 
 
-def test_a_process_that_the_pool_refuses_does_not_wait_for_it(
+def test_service_is_broken_when_its_pool_refuses_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "view_of", lambda _: Shared(PoolMismatch("code is a here")))
-    (state, text), _ = standing(Broker([]))
-    assert (state, text) == ("broken", "the model is not running: code is a here")
+    found, _ = standing(Broker([]), debug=True)
+    assert found == ("broken", "the model is not running: code is a here")
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "says"),
+    [
+        (PoolMismatch("a secret"), "broken", "the model is not running"),
+        (WorkerStartError("a secret"), "starting", "the workers cannot be asked for the model"),
+    ],
+)
+def test_exception_is_shown_with_debug_only(
+    answer: Exception, state: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "view_of", lambda _: Shared(answer))
+    found, _ = standing(Broker([]))
+    assert found == (state, f"{says}; the service's log says why")
 
 
 @pytest.mark.parametrize(
@@ -218,24 +234,26 @@ def test_a_process_that_the_pool_refuses_does_not_wait_for_it(
         remote(StreamerBroken("the model's own")),
     ],
 )
-def test_a_model_that_does_not_know_the_question_is_served(error: Exception) -> None:
+def test_model_is_served_when_it_cannot_describe_itself(error: Exception) -> None:
     (state, _), service = standing(Broker([error]))
     assert (state, dict(service.description)) == ("ready", {})
 
 
-def test_a_report_that_fails_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async def fail() -> None:
-        raise ValueError("no figures")
+def test_failure_to_take_over_a_description_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "view_of", lambda _: Shared(OURS, ValueError("a bug")))
+    streamer = Broker([])
 
     async def main() -> None:
-        nothing: Any = None
-        options = ServiceOptions(model=None)
-        opened = [OpenedModel(nothing, options)]
-        running = _Running(nothing, opened, *[nothing] * 4)
-        task = asyncio.create_task(fail())
-        await asyncio.wait([task])
-        running._reported(task)
+        service = Service(streamer, ServiceOptions(model=None))  # type: ignore[arg-type]
+        service.start()
+        await settled()
+        assert service.is_known
+        streamer.callback()
+        await settled()
+        service.stop()
 
-    caplog.set_level("INFO")
-    asyncio.run(main())
-    assert "the report failed: ValueError('no figures')" in caplog.text
+    run(main())
+    assert "model a: reading its new description failed" in caplog.text
+    assert "ValueError: a bug" in caplog.text

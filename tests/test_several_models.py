@@ -13,6 +13,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +21,26 @@ import httpx
 import openai
 import pytest
 
-import minilm
-from serve_process import Serving, run, until
-from service_streamer.testing import Gate
+from serve_process import GatedServing, Serving, run, table, until
 from tensor_clients import run_client
+
+pytestmark = pytest.mark.xdist_group("several-models")
 
 #: May do everything.
 KEY = {"authorization": "Bearer secret"}
+HASHES = {key: hashlib.sha256(key.encode()).hexdigest() for key in ("secret", "user")}
 HASHED = f"""
 [operator]
-hash = "sha256:{hashlib.sha256(b"secret").hexdigest()}"
+hash = "sha256:{HASHES["secret"]}"
 scopes = ["compute", "metrics", "admin"]
+[user]
+hash = "sha256:{HASHES["user"]}"
 """
 
 FLEET = ("--web-workers", "2")
 
-TABLE = """
-[[model]]
-name = "{name}"
-model = "{target}"
-devices = "cpu"
-"""
-
-
-def table(name: str, target: str = "served_models:Obedient", more: str = "") -> str:
-    return TABLE.format(name=name, target=target) + more
+#: What two models are that a test may replace.
+ECHO, DOUBLE = table("a", "tensor_models:echo"), table("b", "served_models:double")
 
 
 @pytest.fixture
@@ -60,23 +56,111 @@ def keys_beside(path: Path) -> str:
 
 
 @pytest.fixture
-def serve(path: Path) -> Iterator[Callable[..., Serving]]:
-    """Starts services of a file with these tables."""
+def serve(path: Path) -> Iterator[Callable[..., GatedServing]]:
+    """Starts services of a file with these tables; models wait at the gate if it is asked for."""
     with contextlib.ExitStack() as stack:
 
         def start(
-            *tables: str, arguments: tuple[str, ...] = (), keys: bool = False, **env: str
-        ) -> Serving:
+            *tables: str, arguments: tuple[str, ...] = (), keys: bool = False, gated: bool = False
+        ) -> Any:
             path.write_text("".join(tables))
-            if keys:
-                env["SERVICE_STREAMER_API_KEY_FILE"] = keys_beside(path)
-            service = Serving("--config", str(path), *arguments, **env)
+            env = {"SERVICE_STREAMER_API_KEY_FILE": keys_beside(path)} if keys else {}
+            options = ("--config", str(path), *arguments)
+            service = (
+                GatedServing(path.parent, *options, **env) if gated else Serving(*options, **env)
+            )
             stack.enter_context(service)
-            if arguments == FLEET:  # the first one is there
-                until(lambda: "web process 1 is ready" in service.log())
+            if arguments == FLEET:
+                service.await_web_processes(2)
             return service
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """Three models, and keys."""
+    path = tmp_path_factory.mktemp("several") / "service.toml"
+    path.write_text(
+        table("a")
+        + table("org/double", "served_models:double", "batch-size = 7\n")
+        + '[[model]]\nname = "embed"\ntask = "feature-extraction"\ndevices = "cpu"\n'
+    )
+    keys = keys_beside(path)
+    with Serving("--config", str(path), SERVICE_STREAMER_API_KEY_FILE=keys) as service:
+        yield service
+
+
+@pytest.fixture(scope="module", params=[(), ("--debug",)], ids=["", "debug"])
+def partial(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
+    """One of its two models cannot be loaded."""
+    path = tmp_path_factory.mktemp("partial") / "service.toml"
+    path.write_text(table("a") + table("bad", "served_models:NoSuch"))
+    with Serving("--config", str(path), *request.param) as service:
+        yield service
+
+
+@pytest.fixture(scope="module", params=[(), FLEET], ids=["", "fleet"])
+def started(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatedServing]:
+    """A service whose log is JSON."""
+    path = tmp_path_factory.mktemp("changing") / "service.toml"
+    path.write_text(ECHO + DOUBLE)
+    arguments = ("--config", str(path), *request.param, "--log-format", "json")
+    keys = keys_beside(path)
+    with GatedServing(path.parent, *arguments, SERVICE_STREAMER_API_KEY_FILE=keys) as service:
+        if request.param == FLEET:
+            service.await_web_processes(2)
+        yield service
+
+
+@pytest.fixture
+def changing(started: GatedServing) -> Iterator[GatedServing]:
+    """A service whose models, ECHO and DOUBLE, the test may change, and the file that has them."""
+    yield started
+    started.gate.let_through(100)
+    changed = (started.folder / "service.toml").read_text()
+    write(started, ECHO, DOUBLE)
+    ready = {name for name, state in states(started).items() if state == "READY"}
+    if changed.startswith(ECHO + DOUBLE) and {"a", "b"} <= ready:
+        for name in ready - {"a", "b"}:
+            control(started, f"models/{name}/unload")
+    else:
+        follow(started)
+    started.empty_gate()
+
+
+def write(service: GatedServing, *tables: str) -> None:
+    """Change the file of ``changing``."""
+    (service.folder / "service.toml").write_text("".join(tables))
+
+
+in_one_process = pytest.mark.parametrize("started", [()], ids=[""], indirect=True, scope="module")
+in_a_fleet = pytest.mark.parametrize(
+    "started", [FLEET], ids=["fleet"], indirect=True, scope="module"
+)
+
+
+def follow(service: Serving) -> None:
+    """Have the service read its file again, and wait until it has followed it."""
+    before = service.log().count("every worker has been replaced")
+    service.process.send_signal(signal.SIGHUP)
+    until(lambda: service.log().count("every worker has been replaced") > before)
+
+
+def restart_web_process(service: Serving) -> None:
+    """Kill a web process of a fleet, and wait until another has taken its place."""
+    before = service.log().count("web process 0 is ready")
+    victim, other = (
+        re.findall(rf"web process {each} runs \(pid (\d+)\)", service.log())[-1] for each in "01"
+    )
+    os.kill(int(victim), signal.SIGKILL)
+    until(lambda: service.log().count("web process 0 is ready") > before)
+    assert f"web process 0 (pid {victim}) died" in service.log()
+    assert Path(f"/proc/{other}").exists()
 
 
 def of(model: str, path: str = "/predict") -> str:
@@ -84,127 +168,144 @@ def of(model: str, path: str = "/predict") -> str:
 
 
 def asked(service: Serving, model: str, item: Any) -> tuple[int, Any]:
-    answer = service.post(of(model), {"inputs": item})
+    answer = service.post(of(model), {"inputs": item}, **KEY)
     return answer.status_code, answer.json()
+
+
+def get(service: Serving, path: str) -> Any:
+    return service.client.get(path, headers=KEY).json()
 
 
 def code(answer: httpx.Response) -> str:
     return str(answer.json()["error"]["code"])
 
 
-def test_each_model_has_the_paths_of_a_service_of_its_own(serve: Callable[..., Serving]) -> None:
-    service = serve(
-        table("a"), table("org/double", "served_models:double", "batch-size = 7\n"),
-        '[[model]]\nname = "fill"\ndevices = "cpu"\n',
-    )  # fmt: skip
-    client = service.client
-    assert service.predict("x").json() == "x"
+def message(answer: httpx.Response) -> str:
+    """Of an error in Triton's form."""
+    return str(answer.json()["error"])
+
+
+def test_each_model_has_the_paths_of_a_service_of_its_own(service: Serving) -> None:
+    def requests(model: str) -> int:
+        return int(get(service, of(model, "/stats"))["totals"]["requests"])
+
+    client, names = service.client, ["a", "org/double", "embed"]
+    before = {name: requests(name) for name in names}
+    assert service.predict("x", **KEY).json() == "x"
     assert asked(service, "a", "x") == (200, "x")
+    assert {name: requests(name) for name in names} == before | {"a": before["a"] + 2}
     assert asked(service, "org/double", 21) == (200, 42)
     assert asked(service, "org%2Fdouble", 21) == (200, 42)
     ready = client.get("/health/ready").json()
     assert ready["detail"] == "3 models answer"
-    assert ready["models"] == dict.fromkeys(("a", "org/double", "fill"), "ready")
-    assert client.get(of("fill", "/health/ready")).json()["detail"] == "the model answers"
+    assert ready["models"] == dict.fromkeys(names, "ready")
+    assert client.get(of("embed", "/health/ready")).json()["detail"] == "the model answers"
     info = client.get(of("org/double", "/info")).json()
-    assert (info["model"], info["batch_size"]) == ("org/double", 7)
-    assert info["models"] == ["a", "org/double", "fill"]
+    assert (info["model"], info["batch_size"], info["models"]) == ("org/double", 7, names)
     assert client.get("/info").json()["model"] == "a"
-    assert client.get(of("fill", "/openapi.json")).json()["info"]["title"] == "fill"
-    assert client.get(of("fill", "/stats")).json()["totals"]["requests"] == 0
-    assert client.get(of("a", "/stats")).json()["totals"]["requests"] == 2
-    moved = client.get(of("fill", ""))
-    assert (moved.status_code, moved.headers["location"]) == (307, "fill/")
+    assert client.get(of("embed", "/openapi.json")).json()["info"]["title"] == "embed"
+    moved = client.get(of("embed", ""))
+    assert (moved.status_code, moved.headers["location"]) == (307, "./embed/")
     assert client.get(of("org/double", "/")).headers["content-type"].startswith("text/html")
     assert client.get(of("org/double", "/static/app.js")).status_code == 200
-    metrics = client.get("/metrics").text
-    for name in ("a", "org/double", "fill"):
+    metrics = client.get("/metrics", headers=KEY).text
+    for name in names:
         assert f'service_streamer_ready{{model="{name}"}} 1.0' in metrics
         assert re.search(rf'service_streamer_workers{{model="{name}",state="idle"}} 1\.0', metrics)
 
 
-@pytest.mark.parametrize("arguments", [(), FLEET])
-def test_lines_about_workers_name_their_model(
-    serve: Callable[..., Serving], arguments: tuple[str, ...]
-) -> None:
-    service = serve(table("a"), table("org/b"), arguments=arguments)
-    until(lambda: service.log().count("worker 0 is ready") == 2)
-    [line] = re.findall("INFO .*/b: worker.*", service.log())
-    assert line == "INFO model org/b: worker 0 is ready"
-    assert service.terminate() == 0
-    until(lambda: service.log().count("the workers have ended") == 2)
-    for name in ("a", "org/b"):
-        assert f" INFO model {name}: worker 0 is ready\n" in service.log()
-        assert f" INFO model {name}: the workers have ended\n" in service.log()
-        assert not arguments or f" model {name}: the web processes share pool " in service.log()
+def test_lines_as_json_have_the_model_in_a_field(changing: GatedServing) -> None:
+    until(lambda: changing.log().count("worker 0 is ready") >= 2)
+    lines = [*map(json.loads, changing.log().splitlines())]
+    assert all({"time", "level", "logger"} <= line.keys() for line in lines)
+    models = {(line["message"], line.get("model")) for line in lines}
+    assert {("worker 0 is ready", "a"), ("worker 0 is ready", "b")} <= models
+    assert {model for text, model in models if text.startswith("waiting for")} <= {None}
 
 
-@pytest.mark.parametrize("arguments", [(), ("--web-workers", "2")])
-def test_as_json_they_have_its_name_in_a_field(
-    serve: Callable[..., Serving], arguments: tuple[str, ...]
-) -> None:
-    service = serve(table("a"), arguments=(*arguments, "--log-format", "json"))
-    until(lambda: "worker 0 is ready" in service.log())
-    models = {
-        each["message"]: each.get("model") for each in map(json.loads, service.log().splitlines())
-    }
-    assert models["worker 0 is ready"] == "a"
-    assert [each for each in models if each.startswith("waiting for") and models[each]] == []
-
-
-@pytest.mark.parametrize("arguments", [(), FLEET])
-def test_lines_of_the_only_model_do_not_name_it(arguments: tuple[str, ...]) -> None:
-    with Serving("served_models:Obedient", *arguments) as service:
-        until(lambda: " INFO worker 0 is ready\n" in service.log())
-
-
-def test_an_unknown_model_is_404_wherever_it_is_named(serve: Callable[..., Serving]) -> None:
-    service = serve(table("a"), table("b"))
+def test_an_unknown_model_is_404_wherever_it_is_named(service: Serving) -> None:
     for path in (of("nope"), of("nope", "/v1/embeddings"), of("ab", "/"), "/models//predict"):
-        answer = service.post(path, {"inputs": "x"})
+        answer = service.post(path, {"inputs": "x"}, **KEY)
         assert (answer.status_code, code(answer)) == (404, "model_not_found"), path
-    assert code(service.client.get(of("nope", "/info"))) == "model_not_found"
-    assert code(service.client.get("/v1/models/nope")) == "model_not_found"
-    assert code(service.client.get(of("a", "/nowhere"))) == "not_found"
-    assert code(service.client.get(of("a"))) == "method_not_allowed"
-    assert service.client.get("/v1/models/b").json()["id"] == "b"
-    unknown = service.post("/v1/completions", {"model": "nope", "prompt": "x"})
-    assert (unknown.status_code, code(unknown)) == (404, "model_not_found")
-    unnamed = service.post("/v1/completions", {"prompt": "x"})
-    assert (unnamed.status_code, code(unnamed)) == (400, "missing_required_parameter")
-    other = service.post("/v1/completions", {"model": "b", "prompt": "x"})
-    assert (other.status_code, code(other)) == (404, "unsupported_operation")
+    for path, expected in (
+        (of("nope", "/info"), "model_not_found"),
+        ("/v1/models/nope", "model_not_found"),
+        (of("a", "/nowhere"), "not_found"),
+        (of("a"), "method_not_allowed"),
+    ):
+        assert get(service, path)["error"]["code"] == expected, path
+    assert get(service, "/v1/models/org/double")["id"] == "org/double"
+    for body, status, expected in (
+        ({"model": "nope"}, 404, "model_not_found"),
+        ({}, 400, "missing_required_parameter"),
+        ({"model": "org/double"}, 404, "unsupported_operation"),
+    ):
+        answer = service.post("/v1/completions", {"prompt": "x", **body}, **KEY)
+        assert (answer.status_code, code(answer)) == (status, expected)
 
 
-def test_openais_client_chooses_by_name(serve: Callable[..., Serving]) -> None:
-    service = serve(
-        table("a"), f'[[model]]\nname = "embed"\nmodel = "{minilm.find()}"\ndevices = "cpu"\n',
-        keys=True,
-    )  # fmt: skip
+def test_openais_client_chooses_a_model_by_its_name(service: Serving) -> None:
+    def requests(model: str, status: int) -> float:
+        series = f'requests_total{{model="{model}",path="/v1/embeddings",status="{status}"}} '
+        _, _, rest = service.client.get("/metrics", headers=KEY).text.partition(series)
+        return float(rest.partition("\n")[0] or 0)
+
+    before = requests("embed", 200), requests("a", 404)
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="secret", max_retries=0) as client:
-        assert {each.id for each in client.models.list()} == {"a", "embed"}
+        assert {each.id for each in client.models.list()} == {"a", "org/double", "embed"}
         answer = client.embeddings.create(model="embed", input="a text")
-        assert (answer.model, len(answer.data[0].embedding)) == ("embed", 384)
-        with pytest.raises(openai.NotFoundError, match="no model 'nope'"):
+        assert (answer.model, len(answer.data)) == ("embed", 1)
+        with pytest.raises(openai.NotFoundError, match="'nope'"):
             client.embeddings.create(model="nope", input="a text")
+    assert (requests("embed", 200), requests("a", 404)) == (before[0] + 1, before[1] + 1)
     text = service.client.get("/metrics", headers=KEY).text
-    assert 'requests_total{model="embed",path="/v1/embeddings",status="200"} 1.0' in text
-    assert 'requests_total{model="a",path="/v1/embeddings",status="404"} 1.0' in text
     assert 'open_requests{model="a"} 0.0' in text
 
 
-def test_a_model_that_cannot_be_loaded_takes_nobody_with_it(serve: Callable[..., Serving]) -> None:
-    service = serve(table("a"), table("bad", "served_models:NoSuch"))
-    assert "serving 1 of 2 models" in service.line
-    assert asked(service, "a", "x") == (200, "x")
-    status, answer = asked(service, "bad", "x")
+def test_a_model_that_cannot_be_loaded_leaves_the_others(
+    partial: Serving, request: pytest.FixtureRequest
+) -> None:
+    assert "serving 1 of 2 models" in partial.line
+    assert asked(partial, "a", "x") == (200, "x")
+    status, answer = asked(partial, "bad", "x")
     assert (status, answer["error"]["code"]) == (503, "unavailable")
-    ready = service.client.get("/health/ready")
+    ready = partial.client.get("/health/ready")
     assert ready.status_code == 200
     assert ready.json()["models"] == {"a": "ready", "bad": "broken"}
-    assert "NoSuch" in ready.json()["detail"]
-    assert service.client.get(of("bad", "/health/ready")).status_code == 503
-    assert "model bad is not served: " in service.log()
+    assert partial.client.get(of("bad", "/health/ready")).status_code == 503
+    assert re.search("model bad is not served: .*NoSuch", partial.log())
+    places = ("/health/ready", "/stats", "/predict", "/v2/models/bad", "/v2/models/bad/ready")
+    texts = [partial.client.get(of("bad", each) if each[1] != "v" else each) for each in places]
+    texts += [ready, partial.post(of("bad"), {"inputs": "x"})]
+    shown = {"NoSuch" in each.text for each in texts if each.status_code != 405}
+    assert shown == {"debug" in request.node.name}, "only with --debug"
+    partial.process.send_signal(signal.SIGUSR1)
+    until(lambda: re.search("bad: broken: .*NoSuch", partial.log()))
+
+
+def test_a_body_is_read_within_the_timeout_of_the_model_that_it_names(
+    serve: Callable[..., Serving],
+) -> None:
+    service = serve(table("a", more="timeout = 0.2\n"), table("b", more="timeout = 200\n"))
+    url = httpx.URL(service.url)
+
+    def begin(path: bytes) -> socket.socket:
+        """Send the head of a request, and wait until its body is waited for."""
+        connection = stack.enter_context(socket.create_connection((url.host, url.port)))
+        connection.sendall(
+            b"POST %b HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nConnection: close\r\n"
+            b"Content-Length: 28\r\n\r\n" % path
+        )
+        assert connection.recv(100).startswith(b"HTTP/1.1 100")
+        return connection
+
+    with contextlib.ExitStack() as stack:
+        named, late = begin(b"/v1/completions"), begin(b"/models/a/predict")
+        assert late.recv(1 << 16).startswith(b"HTTP/1.1 408"), "so the time of model a is over"
+        named.sendall(b'{"model": "b", "prompt": ""}')
+        answer = named.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 404")
+    assert b"unsupported_operation" in answer
 
 
 def test_without_any_model_the_service_ends(path: Path) -> None:
@@ -222,61 +323,56 @@ def states(service: Serving) -> dict[str, str]:
     return {each["name"]: each["state"] for each in control(service, "index").json()}
 
 
-def test_models_are_loaded_and_unloaded_by_who_has_a_key(
-    serve: Callable[..., Serving], path: Path
-) -> None:
-    service = serve(table("a"), table("b"), keys=True)
-    assert states(service) == {"a": "READY", "b": "READY"}
+@in_one_process
+def test_models_are_loaded_and_unloaded_with_a_key(changing: GatedServing) -> None:
+    assert states(changing) == {"a": "READY", "b": "READY"}
     for what in ("index", "models/a/load", "models/a/unload"):
-        answer = control(service, what, authorization="Bearer wrong")
-        assert (answer.status_code, answer.json()["error"]) == (
-            401, "wrong API key; send the service's key in the header Authorization: Bearer KEY"
-        )  # fmt: skip
-    assert control(service, "models/b/unload").status_code == 200
-    assert states(service) == {"a": "READY", "b": "UNAVAILABLE"}
-    assert [each["name"] for each in control(service, "index", {"ready": True}).json()] == ["a"]
-    assert service.post(of("b"), {"inputs": 1}, **KEY).status_code == 404
-    last = control(service, "models/a/unload")
-    assert (last.status_code, "stop the service instead" in last.json()["error"]) == (409, True)
-    assert control(service, "models/b/load").status_code == 200
-    path.write_text(path.read_text() + table("c", "served_models:double"))
-    assert control(service, "models/c/load", b"").status_code == 200
-    assert service.post(of("c"), {"inputs": 4}, **KEY).json() == 8
-    assert states(service) == dict.fromkeys("abc", "READY")
+        answer = control(changing, what, authorization="Bearer wrong")
+        assert (answer.status_code, message(answer).startswith("wrong API key")) == (401, True)
+    assert control(changing, "models/b/unload").status_code == 200
+    assert states(changing) == {"a": "READY", "b": "UNAVAILABLE"}
+    assert [each["name"] for each in control(changing, "index", {"ready": True}).json()] == ["a"]
+    assert asked(changing, "b", 1)[0] == 404
+    assert control(changing, "models/a/unload").status_code == 409, "the last one"
+    assert control(changing, "models/b/load").status_code == 200
+    write(changing, ECHO, DOUBLE, table("c", "served_models:double"))
+    assert control(changing, "models/c/load", b"").status_code == 200
+    assert asked(changing, "c", 4) == (200, 8)
+    assert states(changing) == dict.fromkeys("abc", "READY")
 
 
-def test_tritons_client_loads_and_unloads(serve: Callable[..., Serving]) -> None:
-    service = serve(table("a"), table("b"), keys=True)
-    address = service.url.removeprefix("http://")
+@in_one_process
+def test_tritons_client_loads_and_unloads(changing: GatedServing) -> None:
+    address = changing.url.removeprefix("http://")
     assert run_client("repository", address, "secret") == "a b\na False\na b True\n"
 
 
 @pytest.mark.parametrize(
     ("what", "body", "status", "text"),
     [
-        ("models/nope/load", {}, 404, "no model 'nope'"),
-        ("models/nope/unload", {}, 404, "no model 'nope'"),
-        ("models/a/load", b"{", 400, "not valid JSON"),
-        ("models/a/load", b" " * 70_000, 413, "exceeds 65536 bytes"),
-        ("models/a/load", {"parameters": {"config": "{}"}}, 400, "'config' is not supported"),
-        ("models/a/load", {"what": 1}, 400, "unknown field `what`"),
-        ("index", {"ready": "yes"}, 400, "ready: expected bool"),
+        ("models/nope/load", {}, 404, "'nope'"),
+        ("models/nope/unload", {}, 404, "'nope'"),
+        ("models/a/load", b"{", 400, "JSON"),
+        ("models/a/load", b" " * 70_000, 413, "65536"),
+        ("models/a/load", {"parameters": {"config": "{}"}}, 400, "'config'"),
+        ("models/a/load", {"what": 1}, 400, "`what`"),
+        ("index", {"ready": "yes"}, 400, "ready"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_tritons_form(
-    one: Serving, what: str, body: Any, status: int, text: str
+def test_a_wrong_change_is_refused_in_tritons_form(
+    service: Serving, what: str, body: Any, status: int, text: str
 ) -> None:
-    answer = control(one, what, body)
+    answer = control(service, what, body)
     assert (answer.status_code, list(answer.json())) == (status, ["error"])
-    assert text in answer.json()["error"]
+    assert text in message(answer)
 
 
-def test_who_leaves_within_a_request_is_no_bug_of_ours(one: Serving) -> None:
+def test_a_client_that_leaves_within_a_request_is_no_error(service: Serving) -> None:
     def left() -> int:
-        return int(one.client.get("/stats", headers=KEY).json()["totals"]["disconnected"])
+        return int(get(service, "/stats")["totals"]["disconnected"])
 
-    before = left()
-    url = httpx.URL(one.url)
+    before, logged = left(), len(service.log())
+    url = httpx.URL(service.url)
     with socket.create_connection((url.host, url.port)) as connection:
         connection.sendall(
             b"POST /v2/repository/index HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\n"
@@ -284,108 +380,69 @@ def test_who_leaves_within_a_request_is_no_bug_of_ours(one: Serving) -> None:
         )
         assert connection.recv(100).startswith(b"HTTP/1.1 100"), "it is waited for"
     until(lambda: left() == before + 1)
-    assert "Traceback" not in one.log()
+    assert "Traceback" not in service.log()[logged:]
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    path = tmp_path_factory.mktemp("one") / "service.toml"
-    path.write_text(table("a"))
-    keys = keys_beside(path)
-    with Serving("--config", str(path), SERVICE_STREAMER_API_KEY_FILE=keys) as service:
-        yield service
+def test_a_key_without_the_scope_changes_no_model(service: Serving) -> None:
+    answer = control(service, "models/org/double/unload", authorization="Bearer user")
+    assert (answer.status_code, "scope" in message(answer)) == (403, True)
+    assert asked(service, "org/double", 1) == (200, 2)
 
 
-def test_a_key_without_the_scope_neither_loads_nor_unloads(serve: Callable[..., Serving]) -> None:
-    service = serve(table("a"), table("b"), SERVICE_STREAMER_API_KEY="secret")
-    answer = control(service, "models/b/unload")
-    assert (answer.status_code, "scope" in answer.json()["error"]) == (403, True)
-    assert service.post(of("b"), {"inputs": 1}, **KEY).json() == 1
+@pytest.mark.parametrize("partial", [()], ids=[""], indirect=True, scope="module")
+def test_a_service_without_keys_changes_no_model(partial: Serving) -> None:
+    answer = control(partial, "models/a/unload")
+    assert (answer.status_code, "SIGHUP" in message(answer)) == (403, True)
+    assert asked(partial, "a", 1) == (200, 1)
 
 
-def test_without_keys_nobody_loads_or_unloads(serve: Callable[..., Serving]) -> None:
-    service = serve(table("a"), table("b"))
-    answer = control(service, "models/b/unload")
-    assert answer.status_code == 403
-    assert "change the file of --config and send SIGHUP" in answer.json()["error"]
-    assert asked(service, "b", 1) == (200, 1)
+@in_one_process
+def test_a_load_that_fails_leaves_the_old_model(changing: GatedServing) -> None:
+    write(changing, table("a", "served_models:NoSuch"), DOUBLE)
+    failed = control(changing, "models/a/load")
+    assert (failed.status_code, "NoSuch" in message(failed)) == (400, True)
+    write(changing, "[[model]")
+    unreadable = control(changing, "models/a/load")
+    assert (unreadable.status_code, "service.toml" in message(unreadable)) == (400, True)
+    assert asked(changing, "a", 1) == (200, 1)
 
 
-def test_a_load_that_fails_leaves_the_old_model(serve: Callable[..., Serving], path: Path) -> None:
-    service = serve(table("a"), table("b"), keys=True)
-    path.write_text(table("a", "served_models:NoSuch") + table("b"))
-    failed = control(service, "models/a/load")
-    assert failed.status_code == 400
-    assert "model 'a' cannot be loaded: " in failed.json()["error"]
-    assert "NoSuch" in failed.json()["error"]
-    path.write_text("[[model]")
-    unreadable = control(service, "models/a/load")
-    assert (unreadable.status_code, "cannot be read" in unreadable.json()["error"]) == (400, True)
-    assert service.post(of("a"), {"inputs": 1}, **KEY).json() == 1
+@in_one_process
+def test_open_requests_of_a_replaced_model_are_answered(changing: GatedServing) -> None:
+    write(changing, table("a"), DOUBLE)  # whose "a" waits at the gate
+    assert control(changing, "models/a/load").status_code == 200
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(asked, changing, "a", 1)
+        changing.gate.await_arrival()
+        assert control(changing, "models/a/load").status_code == 200
+        assert control(changing, "models/b/unload").status_code == 200
+        changing.gate.let_through(2)
+        assert waits.result() == (200, 1)
+    assert asked(changing, "a", 1) == (200, 1)
+    until(lambda: len(changing.children()) <= 2)  # a worker, and the resource tracker
 
 
-def test_open_requests_of_a_replaced_model_are_answered(
-    serve: Callable[..., Serving], tmp_path: Path
-) -> None:
-    with contextlib.closing(Gate(tmp_path / "gate")) as gate:
-        service = serve(
-            table("a"),
-            table("b"),
-            keys=True,
-            TEST_GATE=str(tmp_path / "gate"),
-        )
-        answers: list[int] = []
-
-        def ask() -> None:
-            answers.append(service.post(of("a"), {"inputs": 1}, **KEY).status_code)
-
-        waits = threading.Thread(target=ask)
-        waits.start()
-        gate.await_arrival()
-        assert control(service, "models/a/load").status_code == 200
-        assert control(service, "models/b/unload").status_code == 200
-        gate.let_through(2)
-        waits.join()
-        assert answers == [200]
-        assert service.post(of("a"), {"inputs": 1}, **KEY).status_code == 200
-        until(lambda: len(service.children()) <= 2)  # a worker, and the resource tracker
-
-
-@pytest.mark.parametrize("arguments", [(), FLEET])
-def test_a_load_that_hangs_is_given_up(
-    serve: Callable[..., Serving], path: Path, tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
-    with contextlib.closing(Gate(tmp_path / "gate")) as gate:
-        service = serve(
-            table("a", "served_models:double"), arguments=arguments, keys=True,
-            TEST_GATE=str(tmp_path / "gate"),
-        )  # fmt: skip
-        path.write_text(path.read_text() + table("late", "served_models:Late") + table("c"))
-        failed: list[httpx.Response] = []
-        hangs = threading.Thread(target=lambda: failed.append(control(service, "models/late/load")))
-        hangs.start()
-        until(lambda: "loading model late" in service.log())
-        until(lambda: control(service, "models/late/unload").status_code == 200)
-        hangs.join()
-        assert failed[0].status_code == 400
-        assert "it was unloaded while it was being loaded" in failed[0].json()["error"]
-        assert control(service, "models/c/load").status_code == 200
-        gate.let_through(9)
+def test_a_load_that_hangs_is_given_up(changing: GatedServing) -> None:
+    write(changing, ECHO, DOUBLE, table("late", "served_models:Late") + table("c"))
+    logged = len(changing.log())
+    with ThreadPoolExecutor(1) as threads:
+        hangs = threads.submit(control, changing, "models/late/load")
+        until(lambda: "loading model late" in changing.log()[logged:])
+        until(lambda: control(changing, "models/late/unload").status_code == 200)
+        failed = hangs.result()
+    assert (failed.status_code, "unloaded" in message(failed)) == (400, True)
+    assert control(changing, "models/c/load").status_code == 200
 
 
 @pytest.mark.parametrize("arguments", [(), FLEET])
 def test_a_model_that_hangs_at_the_start_is_not_waited_for_once_it_is_unloaded(
-    path: Path, tmp_path: Path, arguments: tuple[str, ...]
+    path: Path, arguments: tuple[str, ...]
 ) -> None:
     first, last = (table(name, "served_models:double") for name in "ac")
     path.write_text(first + table("late", "served_models:Late") + last)
-    with (
-        contextlib.closing(Gate(tmp_path / "gate")) as gate,
-        Serving(
-            "--config", str(path), *arguments, ready=False, TEST_GATE=str(tmp_path / "gate")
-        ) as service,
-    ):
-        gate.await_arrival()
+    options = ("--config", str(path), *arguments)
+    with GatedServing(path.parent, *options, ready=False) as service:
+        service.gate.await_arrival()
         until(lambda: service.log().count("worker 0 is ready") == 2)
         path.write_text(first + last)
         service.process.send_signal(signal.SIGHUP)
@@ -395,82 +452,140 @@ def test_a_model_that_hangs_at_the_start_is_not_waited_for_once_it_is_unloaded(
         assert asked(service, "c", 4) == (200, 8)
 
 
-def test_sighup_follows_the_file(serve: Callable[..., Serving], path: Path) -> None:
-    service = serve(table("a"), table("b"), table("c", "served_models:NoSuch"))
-    path.write_text(
-        table("d", "served_models:double") + table("a", more="batch-size = 3\n") + table("e", "x:Y")
-    )
-    service.process.send_signal(signal.SIGHUP)
-    until(lambda: asked(service, "b", 1)[0] == 404)
-    assert asked(service, "d", 4) == (200, 8)
-    assert service.predict(4).json() == 8  # the first one of the file
-    assert service.client.get(of("a", "/info")).json()["batch_size"] == 3
-    assert service.client.get("/info").json()["models"] == ["d", "a"]
-    assert "model e cannot be loaded: " in service.log()
-    path.write_text("[serve]\nport = 1\n")
-    service.process.send_signal(signal.SIGHUP)
-    until(lambda: "SIGHUP: the models stay as they are: " in service.log())
-    assert asked(service, "a", 1) == (200, 1)
+@in_one_process
+def test_sighup_follows_the_file(changing: GatedServing) -> None:
+    another = table("d", "served_models:double")
+    tables = another, table("a", "tensor_models:echo", "batch-size = 3\n"), table("e", "x:Y")
+    write(changing, *tables)
+    follow(changing)
+    assert asked(changing, "b", 1)[0] == 404
+    assert asked(changing, "d", 4) == (200, 8)
+    assert changing.predict(4, **KEY).json() == 8  # the first one of the file
+    assert changing.client.get(of("a", "/info")).json()["batch_size"] == 3
+    assert changing.client.get("/info").json()["models"] == ["d", "a"]
+    failed = changing.log().count("model e cannot be loaded: ")
+    assert failed
+    write(changing, "[serve]\nport = 1\n")
+    changing.process.send_signal(signal.SIGHUP)
+    until(lambda: "SIGHUP: the models stay as they are: " in changing.log())
+    assert asked(changing, "a", 1) == (200, 1)
+    write(changing, *tables)
+    follow(changing)
+    assert changing.log().count("model e cannot be loaded: ") > failed, "it is tried again"
 
 
-def test_web_processes_share_the_workers_of_each_model(serve: Callable[..., Serving]) -> None:
-    service = serve(table("a"), table("b", "served_models:double"), arguments=FLEET)
-    for _ in range(20):
-        assert asked(service, "b", 3) == (200, 6)
-        assert asked(service, "a", 3) == (200, 3)
-
-    def counted() -> float:
+@in_a_fleet
+def test_web_processes_share_the_workers_of_each_model(changing: GatedServing) -> None:
+    def counted() -> tuple[float, int]:
         counts = re.findall(
             r'service_streamer_requests_total\{model="b",path="/predict",process="\d",'
-            r'status="200"\} (\S+)', service.client.get("/metrics").text,
+            r'status="200"\} (\S+)', changing.client.get("/metrics", headers=KEY).text,
         )  # fmt: skip
-        return sum(map(float, counts))
+        return sum(map(float, counts)), get(changing, of("b", "/stats"))["totals"]["answered"]
 
-    until(lambda: counted() == 20)
-    assert service.client.get(of("b", "/stats")).json()["totals"]["answered"] == 20
-
-
-def test_all_web_processes_follow_a_change(serve: Callable[..., Serving], path: Path) -> None:
-    service = serve(table("a"), table("b"), arguments=FLEET, keys=True)
-
-    def by_all(model: str, item: Any) -> set[Any]:
-        answers = [service.post(of(model), {"inputs": item}, **KEY) for _ in range(20)]
-        return {each.json() if each.status_code == 200 else each.status_code for each in answers}
-
-    first = service.pool()
-    assert len(first) == 2
-    path.write_text(table("a", "served_models:double") + table("b") + table("c", "x:Y"))
-    assert control(service, "models/a/load").status_code == 200
-    assert by_all("a", 4) == {8}
-    assert control(service, "models/b/unload").status_code == 200
-    assert by_all("b", 4) == {404}
-    assert states(service) == {"a": "READY", "b": "UNAVAILABLE", "c": "UNAVAILABLE"}
-    assert set(service.pool()).isdisjoint(first)
-    assert len(service.pool()) == 1
-    failed = control(service, "models/c/load")
-    assert (failed.status_code, "model 'c' cannot be loaded" in failed.text) == (400, True)
-    assert control(service, "models/nope/load").status_code == 404
-    assert control(service, "models/a/unload").status_code == 409
-    path.write_text(table("b", "served_models:double") + table("a"))
-    service.process.send_signal(signal.SIGHUP)
-    until(lambda: "every worker has been replaced" in service.log())
-    assert (by_all("a", 4), by_all("b", 4)) == ({4}, {8})
-    assert service.post("/predict", {"inputs": 4}, **KEY).json() == 8  # b is the first one now
-    assert len(service.pool()) == 2
-    assert service.terminate() == 0
-
-
-def test_a_web_process_that_is_restarted_has_the_models_of_now(
-    serve: Callable[..., Serving], path: Path
-) -> None:
-    service = serve(table("a"), table("b"), arguments=FLEET, keys=True)
-    path.write_text(path.read_text() + table("c", "served_models:double"))
-    assert control(service, "models/c/load").status_code == 200
-    [victim] = re.findall(r"web process 0 runs \(pid (\d+)\)", service.log())
-    os.kill(int(victim), signal.SIGKILL)
-    until(lambda: service.log().count("web process 0 is ready") == 2)
+    requests, answered = counted()
     for _ in range(20):
-        assert service.post(of("c"), {"inputs": 4}, **KEY).json() == 8
+        assert asked(changing, "b", 3) == (200, 6)
+        assert asked(changing, "a", 3) == (200, 3)
+    until(lambda: counted() == (requests + 20, answered + 20))
+
+
+@in_a_fleet
+def test_all_web_processes_follow_a_change(changing: GatedServing) -> None:
+    def by_all(model: str, item: Any) -> set[Any]:
+        answers = [asked(changing, model, item) for _ in range(20)]
+        return {answer if status == 200 else status for status, answer in answers}
+
+    until(lambda: len(changing.pool()) == 2)  # those of an earlier test may be ending
+    first = changing.pool()
+    write(changing, table("a", "served_models:double"), DOUBLE, table("c", "x:Y"))
+    assert control(changing, "models/a/load").status_code == 200
+    assert by_all("a", 4) == {8}
+    assert control(changing, "models/b/unload").status_code == 200
+    assert by_all("b", 4) == {404}
+    assert states(changing) == {"a": "READY", "b": "UNAVAILABLE", "c": "UNAVAILABLE"}
+    assert set(changing.pool()).isdisjoint(first)
+    assert len(changing.pool()) == 1
+    failed = control(changing, "models/c/load")
+    assert (failed.status_code, "'c'" in message(failed)) == (400, True)
+    assert control(changing, "models/nope/load").status_code == 404
+    assert control(changing, "models/a/unload").status_code == 409
+    write(changing, DOUBLE, ECHO)
+    follow(changing)
+    assert (by_all("a", 4), by_all("b", 4)) == ({4}, {8})
+    assert changing.predict(4, **KEY).json() == 8  # b is the first one now
+    assert len(changing.pool()) == 2
+
+
+@in_a_fleet
+def test_a_web_process_that_is_restarted_has_the_models_of_now(changing: GatedServing) -> None:
+    write(changing, ECHO, DOUBLE, table("c", "served_models:double"))
+    assert control(changing, "models/c/load").status_code == 200
+    restart_web_process(changing)
+    assert {asked(changing, "c", 4) for _ in range(20)} == {(200, 8)}
+
+
+@in_a_fleet
+def test_a_restarted_web_process_gets_no_answer_to_a_wish_of_the_one_before(
+    changing: GatedServing,
+) -> None:
+    """Its own wishes have the same numbers."""
+    write(changing, ECHO, DOUBLE, table("late", "served_models:Late"))
+    stopped = int(re.findall(r"web process 1 runs \(pid (\d+)\)", changing.log())[-1])
+    os.kill(stopped, signal.SIGSTOP)  # so web process 0 has the wishes
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            loads = threads.submit(control, changing, "models/late/load")
+            changing.gate.await_arrival()
+            restart_web_process(changing)
+            unloads = threads.submit(control, changing, "models/nope/unload")
+            os.kill(stopped, signal.SIGCONT)
+            changing.gate.let_through(1)
+            assert unloads.result().status_code == 404
+            assert isinstance(loads.exception(), httpx.HTTPError)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+
+
+#: Paths of the root that are not those of one model.
+SHARED = re.compile("/health|/metrics$|/v[12](/|$)")
+
+
+def test_no_other_model_answers_for_the_first_one_while_that_is_unloaded(
+    changing: GatedServing, request: pytest.FixtureRequest
+) -> None:
+    document = changing.client.get("/openapi.json").json()
+    calls = [(way, place) for place, ways in document["paths"].items() for way in ways]
+    of_one = [("get", "/"), ("get", "/docs"), ("get", "/openapi.json")]
+    of_one += [(way, place) for way, place in calls if not SHARED.match(place)]
+    assert {("post", "/predict"), ("post", "/"), ("get", "/info"), ("get", "/stats")} < {*of_one}
+
+    def refuses(way: str, place: str) -> bool:
+        answer = changing.client.request(way, place, json={"inputs": 4}, headers=KEY)
+        return answer.status_code == 404 and f"{place} is for the model 'a'" in answer.text
+
+    def answers() -> set[int]:
+        return {changing.predict(4, **KEY).json() for _ in range(20)}
+
+    assert control(changing, "models/a/unload").status_code == 200
+    assert [each for each in of_one if not refuses(*each)] == []
+    assert all(refuses("post", "/predict") for _ in range(20))
+    assert asked(changing, "b", 4) == (200, 8)
+    assert changing.client.get("/health/ready").status_code == 200
+    named = changing.post("/v1/completions", {"model": "b", "prompt": "x"}, **KEY)
+    assert code(named) == "unsupported_operation"
+    write(changing, table("new", "x:Y"), ECHO, DOUBLE)
+    assert control(changing, "models/new/load").status_code == 400
+    assert control(changing, "models/b/load").status_code == 200
+    assert refuses("post", "/predict"), "it is still the first one that was ever loaded"
+    if "fleet" in request.node.name:
+        restart_web_process(changing)
+    assert all(refuses("post", "/predict") for _ in range(20))
+    assert control(changing, "models/a/load").status_code == 200
+    assert answers() == {4}
+    write(changing, DOUBLE)
+    follow(changing)
+    assert answers() == {8}
 
 
 # -- under load
@@ -547,82 +662,57 @@ def test_one_is_replaced_and_one_killed_and_no_request_fails(
 
 
 def test_a_service_ends_while_the_workers_of_a_replaced_model_end(
-    serve: Callable[..., Serving], tmp_path: Path
+    serve: Callable[..., GatedServing],
 ) -> None:
     """SIGTERM comes when the old model has an open request: its pool has an owner to end, too."""
-    with contextlib.closing(Gate(tmp_path / "gate")) as gate:
-        service = serve(
-            table("a"), table("b"), arguments=FLEET,
-            keys=True, TEST_GATE=str(tmp_path / "gate"),
-        )  # fmt: skip
-        answers: list[int] = []
-
-        def ask() -> None:
-            answers.append(service.post(of("a"), {"inputs": 1}, **KEY).status_code)
-
-        def load() -> None:
-            with contextlib.suppress(httpx.HTTPError):
-                control(service, "models/a/load")
-
-        threads = [threading.Thread(target=ask), threading.Thread(target=load)]
-        threads[0].start()
-        gate.await_arrival()
-        threads[1].start()
+    service = serve(table("a"), table("b"), arguments=FLEET, keys=True, gated=True)
+    with ThreadPoolExecutor(2) as threads:
+        asks = threads.submit(asked, service, "a", 1)
+        service.gate.await_arrival()
+        loads = threads.submit(control, service, "models/a/load")
         until(lambda: service.log().count("model a is loaded") == 2)  # by the web processes
         service.process.send_signal(signal.SIGTERM)
         until(lambda: "still open" in service.log())
-        gate.let_through(1)
+        service.gate.let_through(1)
         assert service.process.wait() == 0
-        for each in threads:
-            each.join()
-        assert answers == [200]
-        assert service.pool() == []
+        assert asks.result() == (200, 1)
+        with contextlib.suppress(httpx.HTTPError):
+            loads.result()
+    assert service.pool() == []
 
 
 def test_a_load_that_is_cut_off_by_the_end_is_answered(
-    serve: Callable[..., Serving], path: Path, tmp_path: Path
+    serve: Callable[..., GatedServing], path: Path
 ) -> None:
-    with contextlib.closing(Gate(tmp_path / "gate")) as gate:
-        service = serve(table("a"), keys=True, TEST_GATE=str(tmp_path / "gate"))
-        path.write_text(table("a") + table("late", "served_models:Late"))
-        answers: list[httpx.Response] = []
-        loads = threading.Thread(
-            target=lambda: answers.append(control(service, "models/late/load"))
-        )
-        loads.start()
-        gate.await_arrival()
+    service = serve(table("a"), keys=True, gated=True)
+    path.write_text(table("a") + table("late", "served_models:Late"))
+    with ThreadPoolExecutor(1) as threads:
+        loads = threads.submit(control, service, "models/late/load")
+        service.gate.await_arrival()
         assert service.terminate() == 0
-        loads.join()
-        assert [(each.status_code, each.json()) for each in answers] == [
-            (503, {"error": "the service is stopping"})
-        ]
+        answer = loads.result()
+    assert (answer.status_code, "stopping" in message(answer)) == (503, True)
 
 
 def test_a_change_by_sighup_that_is_cut_off_by_the_end_is_no_failure(
-    serve: Callable[..., Serving], path: Path, tmp_path: Path
+    serve: Callable[..., GatedServing], path: Path
 ) -> None:
-    with contextlib.closing(Gate(tmp_path / "gate")) as gate:
-        service = serve(table("a"), TEST_GATE=str(tmp_path / "gate"))
-        path.write_text(table("a") + table("late", "served_models:Late"))
-        service.process.send_signal(signal.SIGHUP)
-        gate.await_arrival()
-        assert service.terminate() == 0
-        assert "Traceback" not in service.log()
-
-
-@pytest.mark.parametrize("arguments", [(), FLEET])
-def test_sighup_follows_the_order_of_the_file(
-    serve: Callable[..., Serving], path: Path, arguments: tuple[str, ...]
-) -> None:
-    a, double = table("a"), table("double", "served_models:double")
-    service = serve(a, double, arguments=arguments)
-    assert service.predict(4).json() == 4
-    path.write_text(double + a)
+    service = serve(table("a"), gated=True)
+    path.write_text(table("a") + table("late", "served_models:Late"))
     service.process.send_signal(signal.SIGHUP)
-    until(lambda: "every worker has been replaced" in service.log())
-    assert {service.predict(4).json() for _ in range(20)} == {8}
-    assert service.client.get("/info").json()["models"] == ["double", "a"]
-    assert service.log().count("loading model") == 0
+    service.gate.await_arrival()
+    assert service.terminate() == 0
+    assert "Traceback" not in service.log()
+
+
+def test_sighup_follows_the_order_of_the_file(changing: GatedServing) -> None:
+    assert changing.predict(4, **KEY).json() == 4
+    write(changing, DOUBLE, ECHO)
+    logged = len(changing.log())
+    follow(changing)
+    assert {changing.predict(4, **KEY).json() for _ in range(20)} == {8}
+    assert changing.client.get("/info").json()["models"] == ["b", "a"]
+    assert "loading model" not in changing.log()[logged:]
 
 
 @pytest.mark.parametrize("arguments", [(), FLEET])
@@ -635,12 +725,14 @@ def test_models_of_worker_hosts_follow_the_file_too(
         lines = (f'name = "{name}"', f'redis = "{redis_server}"', f'prefix = "{name}"')
         return "\n".join(("[[model]]", *lines, "timeout = 0.1\n"))
 
-    service = serve(away("a"), table("here"), arguments=arguments)
-    assert asked(service, "here", 1) == (200, 1)
-    path.write_text(away("a") + away("b") + table("here"))
+    service = serve(away("a"), table("org/here"), arguments=arguments)
+    assert asked(service, "org/here", 1) == (200, 1)
+    assert " INFO model org/here: worker 0 is ready\n" in service.log()
+    assert not arguments or " model org/here: the web processes share pool " in service.log()
+    path.write_text(away("a") + away("b") + table("org/here"))
     service.process.send_signal(signal.SIGHUP)
     until(lambda: "every worker has been replaced" in service.log())
-    assert service.client.get("/info").json()["models"] == ["a", "b", "here"]
+    assert service.client.get("/info").json()["models"] == ["a", "b", "org/here"]
     path.write_text(away("a") + away("b"))
     service.process.send_signal(signal.SIGHUP)
     until(lambda: service.log().count("every worker has been replaced") == 2)
@@ -648,3 +740,4 @@ def test_models_of_worker_hosts_follow_the_file_too(
     service.process.send_signal(signal.SIGHUP)
     until(lambda: service.client.get("/info").json()["models"] == ["b"])
     assert service.terminate() == 0
+    assert " INFO model org/here: the workers have ended\n" in service.log()

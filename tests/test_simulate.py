@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from service_streamer.observe.record import ORDINARY, Precedence, Reason
+from service_streamer import Reason
+from service_streamer.observe.record import ORDINARY, Precedence
 from service_streamer.serve.cli.main import main
 from service_streamer.simulate import (
     Arrival,
@@ -247,20 +247,20 @@ def test_lengths_have_their_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "word"),
     [
-        (lambda: CostModel(0), "takes no time"),
-        (lambda: CostModel(-1), "base must be a finite number"),
+        (lambda: CostModel(0), "time"),
+        (lambda: CostModel(-1), "base"),
         (lambda: CostModel(1, math.inf), "per_item"),
         (lambda: Overheads(transport=-1), "transport"),
         (lambda: LogNormal(0), "mean"),
-        (lambda: Observed([]), "no lengths"),
+        (lambda: Observed([]), "lengths"),
         (lambda: ClosedLoop(0), "callers"),
         (lambda: ClosedLoop(1, think_time=-1), "think_time"),
         (lambda: Poisson(0), "rate"),
         (lambda: Bursts(0, 1), "size"),
-        (lambda: Bursts(10, 1, gap=0.2), "take longer"),
-        (lambda: Replay([]), "no calls"),
+        (lambda: Bursts(10, 1, gap=0.2), "longer"),
+        (lambda: Replay([]), "calls"),
         (lambda: Replay([Arrival(0)], speed=0), "speed"),
         (lambda: Phases([]), "increase"),
         (lambda: Phases([(2, Poisson(1)), (1, Poisson(1))]), "increase"),
@@ -273,13 +273,13 @@ def test_lengths_have_their_mean() -> None:
         (lambda: simulate(Poisson(1), STEEP, fixed_wait=-1), "fixed_wait"),
     ],
 )
-def test_what_is_out_of_range_is_refused(make: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_simulation_refuses_a_value_out_of_range(make: Any, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
         make()
 
 
 @pytest.mark.parametrize("make", [lambda: CostModel("5ms"), lambda: Poisson(True)])
-def test_what_is_no_number_is_refused(make: Any) -> None:
+def test_simulation_refuses_a_value_that_is_no_number(make: Any) -> None:
     with pytest.raises(TypeError, match="number"):
         make()
 
@@ -299,30 +299,28 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "word"),
     [
-        "{",
-        "[1]",
-        '{"items": 1}',
-        '{"at": -1}',
-        '{"at": true}',
-        '{"at": NaN}',
-        '{"at": 1, "items": 0}',
-        '{"at": 1, "items": 1.5}',
-        '{"at": 1, "items": 2, "lengths": [1]}',
-        '{"at": 1, "lengths": ["a"]}',
-        '{"at": 1, "priority": "high"}',
-        '{"at": 1, "tenant": 7}',
-        "\udcff",
+        ("{", "JSON"),
+        ("[1]", "object"),
+        ('{"items": 1}', '"at"'),
+        ('{"at": -1}', '"at"'),
+        ('{"at": true}', '"at"'),
+        ('{"at": NaN}', '"at"'),
+        ('{"at": 1, "items": 0}', '"items"'),
+        ('{"at": 1, "items": 1.5}', '"items"'),
+        ('{"at": 1, "items": 2, "lengths": [1]}', '"lengths"'),
+        ('{"at": 1, "lengths": ["a"]}', "'a'"),
+        ('{"at": 1, "priority": "high"}', '"priority"'),
+        ('{"at": 1, "tenant": 7}', '"tenant"'),
+        ("\udcff", "utf-8"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, wording: Callable[..., None]) -> None:
+def test_read_trace_names_the_line_that_is_wrong(tmp_path: Path, line: str, word: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(b'{"at": 0}\n' + line.encode("utf-8", "surrogateescape") + b"\n")
-    with pytest.raises(ValueError, match="line 2: ") as caught:
+    with pytest.raises(ValueError, match=rf"trace\.jsonl.*line 2.*{word}"):
         read_trace(path)
-    assert str(caught.value).startswith(f"{path}, line 2: ")
-    wording(caught.value)
 
 
 # -- the command
@@ -431,45 +429,47 @@ def test_settings_of_a_simulation_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "word"),
     [
-        "",
-        "--rate 1 --closed-loop 1",
-        "--sweep --rate 1",
-        "--bursts many",
-        "--bursts 4/0",
-        "--base fast",
-        "--base 5m",
-        "--load 3",
-        "--load 0:60s",
-        "--load 1:60s,3:",
-        "--load 1:60s --rate 1",
-        "--load 1:60s --sweep",
-        "--lengths 0",
-        "--lengths x",
-        "--rate 1 --base 0 --per-item 0",
-        "--trace /nowhere",
-        "--sweep --plot /nowhere/x.svg --requests 100",
+        ("", "--closed-loop"),
+        ("--rate 1 --closed-loop 1", "--closed-loop"),
+        ("--load 1:60s --rate 1", "--closed-loop"),
+        ("--sweep --rate 1", "--sweep"),
+        ("--sweep --load 1:60s", "--sweep"),
+        ("--bursts many", "'many'"),
+        ("--bursts 4/0", "'4/0'"),
+        ("--base 5m", "'5m'"),
+        ("--load 3", "'3'"),
+        ("--load 0:60s", "'0:60s'"),
+        ("--load 1:60s,3:", "'1:60s,3:'"),
+        ("--lengths 0", "'0'"),
+        ("--lengths x", "'x'"),
+        ("--rate 1 --base 0 --per-item 0", "time"),
+        ("--trace /nowhere", "'/nowhere'"),
+        ("--sweep --plot /nowhere/x.svg --requests 100", "'/nowhere'"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(line: str, wording: Callable[..., None]) -> None:
+def test_simulate_command_refuses_wrong_options(line: str, word: str) -> None:
     result = command(*line.split())
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
-    wording(" ".join(result.output.split()).partition("Error: ")[2])
+    assert word in result.output
 
 
-def test_a_bad_trace_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_simulate_command_refuses_a_trace_that_it_cannot_use(tmp_path: Path) -> None:
     path = tmp_path / "t"
-    path.write_text("{}\n")
-    assert "t, line 1: " in command("--trace", path).output
-    path.write_text("")
-    assert "the trace has no calls" in command("--trace", path).output
-    path.write_text('{"at": 1}\n{"at": 1}\n')
-    assert "all at once" in command("--trace", path, "--sweep").output
+    for text, more, word in (
+        ("{}\n", (), "t, line 1"),
+        ("", (), "calls"),
+        ('{"at": 1}\n{"at": 1}\n', ("--sweep",), "once"),
+    ):
+        path.write_text(text)
+        result = command("--trace", path, *more)
+        assert result.exit_code == 2
+        assert word in result.output.partition("Error")[2]
 
 
-def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path) -> None:
+def test_simulate_command_names_matplotlib_when_it_is_missing(tmp_path: Path) -> None:
     (tmp_path / "matplotlib.py").write_text(
         "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')\n"
     )
@@ -478,7 +478,7 @@ def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path) -> None:
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 2
-    assert "pip install matplotlib" in done.stderr
+    assert "matplotlib" in done.stderr
     assert "Traceback" not in done.stderr
 
 

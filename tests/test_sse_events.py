@@ -1,40 +1,122 @@
-"""The events of answers that come in parts, form by form: outputs in, bytes out."""
+"""The events of answers that come in parts, form by form: outputs of a model in, bytes out."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import httpx
 import pytest
 from huggingface_hub import TextGenerationStreamOutput
 
-from service_streamer.serve.http.events import (
-    DONE,
-    ChatEvents,
-    CompletionEvents,
-    Form,
-    Numbered,
-    OutputEvents,
-    TokenEvents,
-)
-from service_streamer.serve.http.logprobs import Echo, LegacyLogprobs
-from service_streamer.serve.http.operations import encode
+from http_in_process import run, serving
+from service_streamer import ManagedModel, ThreadedStreamer
 
-HEAD = {"id": "x-1", "object": "kind", "created": 5, "model": "m"}
+pytestmark = pytest.mark.no_gevent
+
+
+class Scripted(ManagedModel):
+    """A model of texts whose outputs are written down: by the prompt.
+
+    Attributes:
+        outputs: one for each step.
+        scores: the prompt's tokens with their log probabilities.
+    """
+
+    outputs: dict[str, list[Any]]
+    scores: dict[str, list[Any]]
+
+    def init_model(self) -> None:
+        """Nothing to load."""
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "task": "text-generation", "operations": ["predict", "generate", "chat", "score"],
+            "model": "m", "takes_parameters": True,
+        }  # fmt: skip
+
+    def start(self, items: list[dict[str, Any]]) -> list[list[Any]]:
+        return [
+            [self.scores[item["inputs"]]] if item["do"] == "score"
+            else [*self.outputs[self._prompt(item["inputs"])]]
+            for item in items
+        ]  # fmt: skip
+
+    def _prompt(self, inputs: Any) -> str:
+        return inputs if isinstance(inputs, str) else inputs[-1]["content"]
+
+    def step(self, states: list[list[Any]]) -> list[tuple[Any, bool]]:
+        return [(state.pop(0), not state) for state in states]
+
+    def join_outputs(self, outputs: list[Any]) -> Any:
+        return outputs[-1]
+
+
+def events_of(
+    path: str,
+    request: dict[str, Any],
+    outputs: list[Any] | dict[str, list[Any]],
+    scores: list[Any] | None = None,
+) -> list[Any]:
+    """The data of all events of a stream, the last of which must be the end.
+
+    Args:
+        outputs: of the prompt "> ", or by prompt.
+        scores: of that prompt's tokens.
+    """
+    by_prompt = outputs if isinstance(outputs, dict) else {"> ": outputs}
+    scripted = {"outputs": by_prompt, "scores": dict.fromkeys(by_prompt, scores)}
+    model = type("Script", (Scripted,), scripted)
+
+    async def main() -> bytes:
+        async with (
+            serving(streamer) as application,
+            httpx.AsyncClient(
+                transport=httpx.ASGITransport(application.app), base_url="http://m"
+            ) as client,
+        ):
+            response = await client.post(path, json={**request, "stream": True})
+            assert response.status_code == 200, response.text
+            return response.content
+
+    with ThreadedStreamer(model) as streamer:
+        sent = run(main())
+    *events, done, end = sent.split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
+    assert all(each.startswith(b"data: ") and b"\n" not in each for each in events)
+    return [json.loads(each.removeprefix(b"data: ")) for each in events]
+
+
+def completions(outputs: Any, scores: Any = None, **request: Any) -> list[Any]:
+    """The chunks of OpenAI's completions, without what all of them have."""
+    prompts = [*outputs] if isinstance(outputs, dict) else "> "
+    return chunks_of("/v1/completions", {"prompt": prompts, **request}, outputs, scores)
+
+
+def chats(outputs: list[Any], **request: Any) -> list[Any]:
+    said = [{"role": "user", "content": "> "}]
+    return chunks_of("/v1/chat/completions", {"messages": said, **request}, outputs)
+
+
+def chunks_of(path: str, request: dict[str, Any], outputs: Any, scores: Any = None) -> list[Any]:
+    chunks = events_of(path, request, outputs, scores)
+    kind = "chat.completion.chunk" if "chat" in path else "text_completion"
+    heads = [[each.pop(name) for name in ("id", "created", "model", "object")] for each in chunks]
+    assert all(head == heads[0] for head in heads)
+    assert heads[0][2:] == ["m", kind]
+    return chunks
+
+
+def tokens(outputs: list[Any], **parameters: Any) -> list[TextGenerationStreamOutput]:
+    """The events of text-generation-inference, as Hugging Face's client reads them."""
+    request = {"inputs": "> ", "parameters": parameters}
+    events = events_of("/generate", request, outputs)
+    return [TextGenerationStreamOutput.parse_obj_as_instance(each) for each in events]
 
 
 def piece(text: str, made: int = 0, reason: str | None = None, index: int = 0) -> dict[str, Any]:
     end = {"finish_reason": reason, "prompt_tokens": 3, "completion_tokens": made}
     return {"index": index, "text": text, "tokens": 1, "ids": [7], **(end if reason else {})}
-
-
-def read(form: Form, outputs: list[Any]) -> list[Any]:
-    """The data of all events, the last of which must be the end."""
-    sent = b"".join(map(form.output, outputs)) + form.end()
-    assert sent.endswith(DONE)
-    events = sent.decode().removesuffix("\n\n").split("\n\n")
-    assert all(each.startswith("data: ") and "\n" not in each for each in events)
-    return [json.loads(each.removeprefix("data: ")) for each in events[:-1]]
 
 
 TWO = [
@@ -45,35 +127,38 @@ TWO = [
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
 
 
+def with_usage(wanted: bool) -> dict[str, Any]:
+    return {"stream_options": {"include_usage": True}} if wanted else {}
+
+
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_completions(include_usage: bool) -> None:
-    chunks = read(CompletionEvents(HEAD, include_usage=include_usage), TWO)
+def test_completions_have_a_chunk_for_each_piece(include_usage: bool) -> None:
+    chunks = completions(TWO, n=2, **with_usage(include_usage))
     if include_usage:
-        assert chunks.pop() == {**HEAD, "choices": [], "usage": USAGE}
+        assert chunks.pop() == {"choices": [], "usage": USAGE}
     assert [chunk.pop("choices") for chunk in chunks] == [
         [{"text": text, "index": index, "logprobs": None, "finish_reason": reason}]
         for text, index, reason in [
             ("a\nb", 0, None), ("", 1, None), ("c", 0, "length"), ("d", 1, "stop"),
         ]
     ]  # fmt: skip
-    assert chunks == [HEAD | ({"usage": None} if include_usage else {})] * 4
+    assert chunks == [{"usage": None} if include_usage else {}] * 4
 
 
-def test_the_prompt_begins_each_sequence_if_it_is_wanted() -> None:
-    chunks = read(CompletionEvents(HEAD, include_usage=False, echoes=[Echo("> ")]), TWO)
+def test_prompt_begins_each_sequence_with_echo() -> None:
+    chunks = completions(TWO, n=2, echo=True)
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["> a\nb", "> ", "c", "d"]
 
 
 def test_texts_of_several_prompts_are_numbered_through() -> None:
-    sent = [
-        Numbered(1, {"choices": [piece("d", index=1), piece("c")]}),
-        Numbered(0, {"choices": [piece("b", 2, "stop", 1)]}),
-        Numbered(0, {"choices": [piece("a", 3, "stop")]}),
-        Numbered(1, {"choices": [piece("!", 4, "stop", at) for at in (0, 1)]}),
-    ]
-    echoes = [Echo("first "), Echo("second ")]
-    form = CompletionEvents(HEAD, include_usage=True, texts=2, echoes=echoes)
-    *chunks, last = read(form, sent)
+    outputs = {
+        "first ": [{"choices": [piece("b", 2, "stop", 1)]}, {"choices": [piece("a", 3, "stop")]}],
+        "second ": [
+            {"choices": [piece("d", index=1), piece("c")]},
+            {"choices": [piece("!", 4, "stop", at) for at in (0, 1)]},
+        ],
+    }
+    *chunks, last = completions(outputs, n=2, echo=True, **with_usage(True))
     texts: dict[int, str] = {}
     for chunk in chunks:
         [choice] = chunk["choices"]
@@ -81,11 +166,15 @@ def test_texts_of_several_prompts_are_numbered_through() -> None:
     assert texts == {0: "first a", 1: "first b", 2: "second c!", 3: "second d!"}
     made = 2 + 3 + 4 + 4
     usage = {"prompt_tokens": 6, "completion_tokens": made, "total_tokens": 6 + made}
-    assert last == {**HEAD, "choices": [], "usage": usage}
+    assert last == {"choices": [], "usage": usage}
 
 
 def token(text: str, logprob: float | None = -1.0, **more: Any) -> dict[str, Any]:
-    return {"token": text, "id": 1, "logprob": logprob, "top": [], **more}
+    return {"token": text, "id": 5, "logprob": logprob, "top": [], **more}
+
+
+def ended_by(*tokens: dict[str, Any]) -> list[Any]:
+    return [{**piece("", 1, "stop"), "logprobs": [*tokens]}]
 
 
 @pytest.mark.parametrize(
@@ -100,28 +189,31 @@ def token(text: str, logprob: float | None = -1.0, **more: Any) -> dict[str, Any
         ("", [], []),
     ],
 )
-def test_places_of_a_prompts_tokens(
+def test_echoed_tokens_have_their_places_in_the_prompt(
     text: str, tokens: list[dict[str, Any]], offsets: list[int]
 ) -> None:
-    part = LegacyLogprobs(with_special=True).of([token("!")], Echo(text, tokens))
+    [chunk] = completions({text: ended_by(token("!"))}, tokens, echo=True, logprobs=0)
+    part = chunk["choices"][0]["logprobs"]
     assert part["text_offset"] == [*offsets, len(text)]
     assert len(part["tokens"]) == len(tokens) + 1
 
 
-def test_the_first_token_of_a_prompt_has_no_log_probability() -> None:
-    echo = Echo("ab", [token("a", None), token("b", -2.0)])
-    part = LegacyLogprobs(with_special=True).of([token("</s>", special=True)], echo)
-    assert part["tokens"] == ["a", "b", "</s>"]
+def test_first_token_of_a_prompt_has_no_log_probability() -> None:
+    prompt, end = [token(">", None), token(" ", -2.0)], token("</s>", special=True)
+    [chunk] = completions(ended_by(end), prompt, echo=True, logprobs=0)
+    part = chunk["choices"][0]["logprobs"]
+    assert part["tokens"] == [">", " ", "</s>"]
     assert part["token_logprobs"] == [None, -2.0, -1.0]
-    assert part["top_logprobs"] == [None, {"b": -2.0}, {"</s>": -1.0}]
-    assert LegacyLogprobs().of([token("</s>", special=True)])["tokens"] == []
+    assert part["top_logprobs"] == [None, {" ": -2.0}, {"</s>": -1.0}]
+    [chunk] = completions(ended_by(end), logprobs=0)
+    assert chunk["choices"][0]["logprobs"]["tokens"] == []
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_chat_says_the_role_first(include_usage: bool) -> None:
-    chunks = read(ChatEvents(HEAD, include_usage=include_usage), TWO)
+    chunks = chats(TWO, n=2, **with_usage(include_usage))
     if include_usage:
-        assert chunks.pop() == {**HEAD, "choices": [], "usage": USAGE}
+        assert chunks.pop() == {"choices": [], "usage": USAGE}
     role = {"role": "assistant", "content": ""}
     assert [
         (choice["index"], choice["delta"], choice["finish_reason"])
@@ -137,8 +229,7 @@ def test_chat_says_the_role_first(include_usage: bool) -> None:
 
 @pytest.mark.parametrize(("reason", "tgis"), [("stop", "eos_token"), ("length", "length")])
 def test_hugging_faces_client_reads_tokens(reason: str, tgis: str) -> None:
-    sent = read(TokenEvents(seed=4), [piece("a "), piece("b", 2, reason)])
-    first, last = map(TextGenerationStreamOutput.parse_obj_as_instance, sent)
+    first, last = tokens([piece("a "), piece("b", 2, reason)], seed=4)
     assert (first.index, first.token.text, first.generated_text) == (1, "a ", None)
     assert first.details is None
     assert (last.index, last.token.text, last.generated_text) == (2, "b", "a b")
@@ -148,21 +239,17 @@ def test_hugging_faces_client_reads_tokens(reason: str, tgis: str) -> None:
     assert (last.details.seed, last.token.id) == (4, 7)
 
 
-def likely(token: str, value: float, **more: Any) -> dict[str, Any]:
-    return {"token": token, "id": 5, "logprob": value, **more}
-
-
 #: Of "a", of an e with an accent in two tokens, and of the end.
 WITH_LOGPROBS = [
-    {**piece("a"), "logprobs": [{**likely("a", -1.0), "top": [likely("b", -0.5)]}]},
-    {**piece(""), "logprobs": [{**likely("\ufffd", -2.0, bytes=[195]), "top": []}]},
-    {**piece("\xe9"), "logprobs": [{**likely("\ufffd", -float("inf"), bytes=[169]), "top": []}]},
-    {**piece("", 4, "stop"), "logprobs": [{**likely("</s>", -3.0, special=True), "top": []}]},
+    {**piece("a"), "logprobs": [{**token("a", -1.0), "top": [token("b", -0.5)]}]},
+    {**piece(""), "logprobs": [{**token("\ufffd", -2.0, bytes=[195]), "top": []}]},
+    {**piece("\xe9"), "logprobs": [{**token("\ufffd", -float("inf"), bytes=[169]), "top": []}]},
+    {**piece("", 4, "stop"), "logprobs": [{**token("</s>", -3.0, special=True), "top": []}]},
 ]
 
 
-def test_log_probabilities_of_completions() -> None:
-    chunks = read(CompletionEvents(HEAD, include_usage=False), WITH_LOGPROBS)
+def test_completions_have_log_probabilities() -> None:
+    chunks = completions(WITH_LOGPROBS, logprobs=1)
     parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert parts[0] == {
         "tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"b": -0.5, "a": -1}],
@@ -173,8 +260,8 @@ def test_log_probabilities_of_completions() -> None:
     assert parts[2]["token_logprobs"] == [-9999]
 
 
-def test_log_probabilities_of_chats() -> None:
-    chunks = read(ChatEvents(HEAD, include_usage=False), WITH_LOGPROBS)
+def test_chats_have_log_probabilities() -> None:
+    chunks = chats(WITH_LOGPROBS, logprobs=True, top_logprobs=1)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [choice["delta"] for choice in choices] == [
         {"role": "assistant", "content": ""},
@@ -190,9 +277,8 @@ def test_log_probabilities_of_chats() -> None:
     ]  # fmt: skip
 
 
-def test_details_of_hugging_faces_tokens() -> None:
-    sent = read(TokenEvents(prompt="> ", with_top=True), WITH_LOGPROBS)
-    told = [TextGenerationStreamOutput.parse_obj_as_instance(each) for each in sent]
+def test_hugging_faces_tokens_have_details() -> None:
+    told = tokens(WITH_LOGPROBS, return_full_text=True, top_n_tokens=1)
     assert [each.token.text for each in told] == ["a", "", "\xe9", ""]
     assert [each.token.logprob for each in told] == [-1, -2, -9999, -3]
     assert told[0].top_tokens is not None
@@ -203,20 +289,19 @@ def test_details_of_hugging_faces_tokens() -> None:
 
 def test_text_that_comes_with_the_end_token_is_not_special() -> None:
     """Clients that skip special tokens get it, too."""
-    end = {**likely("</s>", -3.0, special=True), "top": []}
-    [sent] = read(TokenEvents(), [{**piece("held back", 1, "stop"), "logprobs": [end]}])
-    assert (sent["token"]["text"], sent["token"]["special"]) == ("held back", False)
+    end = token("</s>", -3.0, special=True)
+    [sent] = tokens([{**piece("held back", 1, "stop"), "logprobs": [end]}])
+    assert (sent.token.text, sent.token.special) == ("held back", False)
 
 
-def test_a_text_that_was_computed_as_a_whole() -> None:
-    [sent] = read(TokenEvents(), [{"result": [{"generated_text": "a b"}]}])
-    only = TextGenerationStreamOutput.parse_obj_as_instance(sent)
+def test_text_that_was_computed_as_a_whole_is_one_event() -> None:
+    [only] = tokens([{"result": [{"generated_text": "a b"}]}])
     assert (only.index, only.token.text, only.generated_text) == (1, "a b", "a b")
 
 
-def test_any_output() -> None:
+def test_any_output_is_an_event() -> None:
     numpy = pytest.importorskip("numpy")
-    outputs = [1, "a\n\nb", None, {"a": numpy.arange(2)}]
-    assert read(OutputEvents(encode), outputs) == [
-        {"output": 1}, {"output": "a\n\nb"}, {"output": None}, {"output": {"a": [0, 1]}},
+    outputs = [1, "a\n\nb", {"a": numpy.arange(2)}]
+    assert events_of("/predict", {"inputs": "> ", "parameters": {"top_k": 1}}, outputs) == [
+        {"output": 1}, {"output": "a\n\nb"}, {"output": {"a": [0, 1]}},
     ]  # fmt: skip

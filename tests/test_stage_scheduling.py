@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from service_streamer.batching.actions import Actions
-from service_streamer.batching.batcher import Batcher
+from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchReport, Call
 
 BATCH_SIZE = 64

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,97 +16,46 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import models
 from service_streamer import ManagedModel, Streamer, ThreadedStreamer, WorkerLost
-from service_streamer.batching.slots import room_for
-from service_streamer.managed_model import has_stages
-from service_streamer.observe.record import BatchReport
+from service_streamer.batching.batcher import Batcher
+from service_streamer.observe.record import Call
 from service_streamer.testing import Gate
-from service_streamer.workers import runner, stages
-from service_streamer.workers.model_spec import LoadedModel, ModelSpec
-from service_streamer.workers.protocol import Failure
-from service_streamer.workers.sticky_errors import DeviceFailed, Guard
-from service_streamer.workers.transport import ThreadTransport, WorkerDied
+from service_streamer.workers.model_spec import ModelSpec
+from service_streamer.workers.runner import DeviceFailed
+from service_streamer.workers.transport import BatchReport, ThreadTransport, WorkerDied
 from stage_models import (
     STAGES,
     DeviceFullError,
     ForwardOnly,
-    OverlapsAlways,
     PredictWins,
+    SlowStages,
     StackedStages,
     Staged,
 )
+from worker_loop import Batches, Clock, loaded, raised, served, ticking, with_guard
+
+FAULT = "CUDA error: unspecified launch failure"
 
 
-class Channel(runner.Channel):
-    """Hands out batches, and keeps the answers."""
-
-    def __init__(self, *batches: list[Any], together: bool = True) -> None:
-        self._batches = list(enumerate(batches))
-        self._together = together
-        self.reports: list[BatchReport] = []
-        self.is_interrupted = False
-
-    def receive(self) -> tuple[Any, ...] | None:
-        if not self._batches or self.is_interrupted:
-            return None
-        number, items = self._batches.pop(0)
-        return number, items, {}
-
-    def is_waiting(self) -> bool:
-        return self._together
-
-    def send(self, report: BatchReport) -> None:
-        self.reports.append(report)
-
-    def interrupt(self) -> bool:
-        self.is_interrupted = True
-        return True
-
-    @property
-    def by_batch(self) -> list[BatchReport]:
-        assert len({report.batch_id for report in self.reports}) == len(self.reports)
-        return sorted(self.reports, key=lambda report: report.batch_id)
+def worker_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "service_streamer" in thread.name]
 
 
-@pytest.fixture(autouse=True)
-def overlap_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_WORTH", -1.0)
+# -- which models have stages
 
 
-def loaded(model: type[ManagedModel] = Staged, *args: Any, **options: Any) -> LoadedModel:
-    return ModelSpec(model, args, **options).load(None)
-
-
-def served(model: LoadedModel, *batches: list[Any], together: bool = True) -> list[BatchReport]:
-    channel = Channel(*batches, together=together)
-    runner.serve(channel, model)
-    return channel.by_batch
-
-
-def raised(report: BatchReport) -> BaseException:
-    assert isinstance(report.failure, Failure)
-    return report.failure.exception()
-
-
-# -- what has stages
-
-
-def test_predict_is_what_counts_where_it_is_defined() -> None:
-    assert has_stages(Staged)
-    assert has_stages(ForwardOnly)
-    assert not has_stages(PredictWins)
-    assert not has_stages(models.Gated)
-    (report,) = served(loaded(PredictWins), [1, 2])
-    assert report.outputs == [3, 6]
-
-
-def test_the_stages_of_a_model_by_hand_are_its_predict() -> None:
-    model = Staged()
-    model.init_model()
-    assert model.predict([1, 2]) == [2, 4]
-    forward_only = ForwardOnly()
-    assert forward_only.predict([1]) == [3]
+@pytest.mark.parametrize(
+    ("model", "outputs"), [(Staged, [2, 4]), (ForwardOnly, [3, 6]), (PredictWins, [3, 6])]
+)
+def test_a_model_is_computed_by_its_stages_or_by_its_own_predict(
+    model: type[ManagedModel], outputs: list[int]
+) -> None:
+    (report,) = served(loaded(model), [1, 2])
+    assert report.outputs == outputs
+    assert (report.stages is not None) == (model is not PredictWins)
+    by_hand: Any = model()
+    by_hand.init_model()
+    assert by_hand.predict([1, 2]) == outputs
 
 
 def test_a_class_without_either_is_refused() -> None:
@@ -177,12 +127,12 @@ def test_a_tuple_with_names_is_no_sequence_of_results(kind: Any, name: str) -> N
 
 def test_three_batches_are_in_three_stages_at_the_same_time() -> None:
     meeting = [[(stage, "meet")] for stage in reversed(STAGES)]
-    reports = served(loaded(), [1], *meeting, [2], *meeting)
+    reports = served(loaded(Staged), [1], *meeting, [2], *meeting, together=True)
     assert [report.outputs for report in reports] == [[2], [0], [0], [0], [4], [0], [0], [0]]
 
 
 def test_a_batch_is_preprocessed_while_another_one_is_computed(gate: Gate) -> None:
-    with Streamer(OverlapsAlways, batch_size=1, model_init_args=(gate, {}, 2)) as streamer:
+    with Streamer(SlowStages, batch_size=1, model_init_args=(gate, {}, 2)) as streamer:
         # The first one makes the others wait, and finds them there when it is done.
         first = streamer.submit([("preprocess", "gate")])
         gate.await_arrival()
@@ -194,16 +144,13 @@ def test_a_batch_is_preprocessed_while_another_one_is_computed(gate: Gate) -> No
         assert [future.result() for future in others] == [[2 * n] for n in range(5)]
 
 
-def test_forward_stays_in_the_thread_that_loaded_the_model() -> None:
-    each = [(stage, "thread") for stage in STAGES]
-    model = loaded()
-    reports = served(model, [0], *([item] for item in each))
+@pytest.mark.parametrize("together", [True, False])
+def test_a_stage_has_a_thread_of_its_own_only_while_batches_overlap(together: bool) -> None:
+    each = [[(stage, "thread")] for stage in STAGES]
+    reports = served(loaded(Staged), [0], *each, together=together)
     here = threading.current_thread().name
-    assert [report.outputs[0] for report in reports[1:]] == [
-        "service_streamer intake",
-        here,
-        "service_streamer outlet",
-    ]
+    names = ["service_streamer intake", here, "service_streamer outlet"]
+    assert [report.outputs[0] for report in reports[1:]] == (names if together else [here] * 3)
 
 
 class Modes(ManagedModel):
@@ -220,15 +167,16 @@ class Modes(ManagedModel):
         return batch
 
     def postprocess(self, outputs: list[Any]) -> list[Any]:
-        last = torch.ones(1, requires_grad=True) * 2
+        device = torch.ones(1).device.type  # nothing is computed there: it takes torch seconds
+        has_grad = (torch.ones(1, device="cpu", requires_grad=True) * 2).requires_grad
         name = threading.current_thread().name
-        return [(each, last.device.type, last.requires_grad, name) for each in outputs]
+        return [(each, device, has_grad, name) for each in outputs]
 
 
 def test_modes_of_torch_hold_in_all_stages() -> None:
     before = torch.is_grad_enabled()
     try:
-        reports = served(loaded(Modes), [1], [2])
+        reports = served(loaded(Modes), [1], [2], together=True)
     finally:
         torch.set_grad_enabled(before)
         torch.set_default_device(None)
@@ -237,17 +185,11 @@ def test_modes_of_torch_hold_in_all_stages() -> None:
     assert reports[1].outputs == [("meta", "meta", False, "service_streamer outlet")]
 
 
-def test_batches_that_come_one_by_one_wait_for_no_other_thread() -> None:
-    each = [(stage, "thread") for stage in STAGES]
-    reports = served(loaded(), *([item] for item in each), together=False)
-    assert {report.outputs[0] for report in reports} == {threading.current_thread().name}
-
-
-class OneByOne(Channel):
+class OneByOne(Batches):
     """The next batch comes when the one before is answered."""
 
     def __init__(self, *batches: list[Any]) -> None:
-        super().__init__(*batches)
+        super().__init__(*batches, together=True)
         self._answered = threading.Semaphore(1)
 
     def receive(self) -> tuple[Any, ...] | None:
@@ -262,15 +204,18 @@ class OneByOne(Channel):
 def test_when_batches_come_one_by_one_again_the_overlap_ends() -> None:
     here, count = threading.current_thread().name, 100
     channel = OneByOne(*([("preprocess", "thread")] for _ in range(count)))
-    runner.serve(channel, loaded())
-    names = [report.outputs[0] for report in channel.by_batch]
+    names = [report.outputs[0] for report in channel.serve(loaded(Staged), ticking())]
     # As it begins again after each batch here, every tenth or so is in this thread.
     assert 3 <= names.count(here) <= count // 2
-    assert not [thread for thread in threading.enumerate() if "intake" in thread.name]
+    assert not worker_threads()
+
+
+#: Batches overlap if that saves so many seconds of each.
+UNIT = 2e-4
 
 
 class Timed(ManagedModel):
-    """Items are seconds by stage. A result is the thread of the last stage."""
+    """Items say what each stage takes, in units. A result is the thread of the last stage."""
 
     def init_model(self, clock: Clock) -> None:
         self.clock = clock
@@ -286,42 +231,23 @@ class Timed(ManagedModel):
         return [threading.current_thread().name for _ in outputs]
 
     def take(self, stage: str, items: list[dict[str, float]]) -> list[dict[str, float]]:
-        self.clock.now += sum(item.get(stage, 0.0) for item in items)
+        self.clock.now += UNIT * sum(item.get(stage, 0.0) for item in items)
         return items
 
 
-class TimedChannel(Channel):
+class TimedBatches(Batches):
     """Decoding and encoding take time as well."""
 
-    def __init__(self, clock: Clock, *batches: list[Any]) -> None:
-        super().__init__(*batches)
-        self.clock = clock
+    def __init__(self, clock: Clock, seconds: dict[str, float]) -> None:
+        super().__init__([seconds], [seconds], together=True)
+        self.clock, self.seconds = clock, seconds
 
-    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
-        _, (item,), _ = received
-        self.clock.now += item.get("decode", 0.0)
+    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Any]]:
+        self.clock.now += UNIT * self.seconds.get("decode", 0.0)
         return super().decode(received)
 
     def encode(self, report: BatchReport, *, is_device_done: bool) -> None:
-        self.clock.now += self.clock.encoding
-
-
-class Clock:
-    now = 0.0
-    encoding = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Of the worker; overlap pays if it saves a second of each batch."""
-    clock = Clock()
-    monkeypatch.setattr(runner, "_WORTH", 1.0)
-    monkeypatch.setattr(runner, "time", clock)
-    monkeypatch.setattr(stages, "time", clock)
-    return clock
+        self.clock.now += UNIT * self.seconds.get("encode", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -338,22 +264,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         ({"decode": 5.0, "forward": 0.5, "encode": 5.0}, False),
     ],
 )
-def test_batches_overlap_if_that_saves_time(
-    clock: Clock, seconds: dict[str, float], pays: bool
-) -> None:
-    channel = TimedChannel(clock, [seconds], [seconds])
-    clock.encoding = seconds.get("encode", 0.0)
-    runner.serve(channel, loaded(Timed, clock))
+def test_batches_overlap_if_that_saves_time(seconds: dict[str, float], pays: bool) -> None:
+    clock = Clock()
+    reports = TimedBatches(clock, seconds).serve(loaded(Timed, clock), clock)
     here = threading.current_thread().name
-    names = [report.outputs[0] for report in channel.by_batch]
+    names = [report.outputs[0] for report in reports]
     assert names == [here, "service_streamer outlet" if pays else here]
 
 
-def test_overlap_ends_when_it_saves_nothing_any_more(clock: Clock) -> None:
+def test_overlap_ends_when_it_saves_nothing_any_more() -> None:
     """As after a first batch for which kernels were compiled."""
+    clock = Clock()
     slow: dict[str, float] = dict.fromkeys(STAGES, 2.0)
-    count = 100
-    reports = served(loaded(Timed, clock), [slow], *([{}] for _ in range(count)))
+    channel = Batches([slow], *([{}] for _ in range(100)), together=True)
+    reports = channel.serve(loaded(Timed, clock), clock)
     names = [report.outputs[0] for report in reports]
     assert names[1] == "service_streamer outlet"
     assert names[-1] == threading.current_thread().name
@@ -361,14 +285,15 @@ def test_overlap_ends_when_it_saves_nothing_any_more(clock: Clock) -> None:
     assert names.count("service_streamer outlet") <= 20
 
 
-def test_under_gevent_there_is_no_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_has_real_threads", lambda: False)
-    reports = served(loaded(), *([("preprocess", "thread")] for _ in range(3)))
+def test_batches_do_not_overlap_under_gevent(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched = SimpleNamespace(is_module_patched=lambda name: name == "threading")
+    monkeypatch.setitem(sys.modules, "gevent.monkey", patched)
+    reports = served(loaded(Staged), *([("preprocess", "thread")] for _ in range(3)), together=True)
     assert {report.outputs[0] for report in reports} == {threading.current_thread().name}
 
 
 @pytest.mark.parametrize("stage", ["intake", "outlet"])
-def test_without_threads_batches_are_computed_one_after_the_other(
+def test_batches_do_not_overlap_where_no_thread_can_be_started(
     stage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As under ``ulimit -u`` and in a container with few pids."""
@@ -380,17 +305,17 @@ def test_without_threads_batches_are_computed_one_after_the_other(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", fails)
-    monkeypatch.setattr(runner, "_has_logged", False)
+    monkeypatch.setattr("service_streamer.workers.runner.has_warned", False)
     each = [[(stage, "thread")] for stage in STAGES]
-    reports = served(loaded(), *each, *each)
+    reports = served(loaded(Staged), *each, *each, together=True)
     assert {report.outputs[0] for report in reports} == {threading.current_thread().name}
     (record,) = caplog.records
-    assert "no threads can be started (RuntimeError: can't start new thread)" in record.message
-    assert not [thread for thread in threading.enumerate() if "service_streamer" in thread.name]
+    assert "can't start new thread" in record.message
+    assert not worker_threads()
 
 
 def test_the_report_has_the_seconds_of_each_stage() -> None:
-    first, second = served(loaded(), [1], [2])
+    first, second = served(loaded(Staged), [1], [2], together=True)
     for report in (first, second):
         assert report.stages is not None
         assert all(seconds >= 0 for seconds in report.stages)
@@ -420,7 +345,7 @@ class FillsInForward(Fills):
     forward = Fills.predict
 
 
-class Encoded(Channel):
+class Encoded(Batches):
     """As that of a process: nothing holds the outputs afterwards."""
 
     def encode(self, report: BatchReport, *, is_device_done: bool) -> None:
@@ -437,39 +362,16 @@ def test_memory_that_the_model_returns_again_is_sent_before_the_next_call(
 ) -> None:
     model = loaded(owner, kind, from_call)
     model.moves_to_cpu = True  # as in a process
-    channel = Encoded(*([number, number] for number in range(100)))
-    runner.serve(channel, model)
+    channel = Encoded(*([number, number] for number in range(100)), together=True)
+    reports = channel.serve(model, ticking())
     assert model.keeps_outputs == (from_call <= 100)
-    outputs = [output for report in channel.by_batch for output in report.outputs]
+    outputs = [output for report in reports for output in report.outputs]
     here = threading.current_thread().name
     if from_call == 1:
         assert outputs == [(number, here) for number in range(100) for _ in range(2)]
     else:
         assert outputs[2] == (1, "service_streamer outlet")
         assert (outputs[-1] == (99, here)) == model.keeps_outputs
-
-
-def test_a_batch_of_a_model_with_predict_only_takes_few_calls(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of Python functions: they are most of what such a batch costs in its worker."""
-    monkeypatch.setattr(runner, "_WORTH", 1.0)
-    model = ModelSpec(lambda batch: batch).load(None)
-    model.moves_to_cpu = True  # as in a process
-    calls = 0
-
-    def count(_frame: object, event: str, _what: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    channel = Channel(*([number] for number in range(100)), together=False)
-    sys.setprofile(count)
-    try:
-        runner.serve(channel, model)
-    finally:
-        sys.setprofile(None)
-    assert len(channel.reports) == 100
-    assert calls / 100 < 26
 
 
 # -- errors
@@ -482,7 +384,7 @@ def test_an_error_in_a_stage_is_that_of_its_batch_alone() -> None:
         [2],
         *([(s, "raise")] for s in STAGES),
     ]
-    reports = served(loaded(), *batches)
+    reports = served(loaded(Staged), *batches, together=True)
     assert [report.outputs for report in (reports[0], reports[4])] == [[2], [4]]
     for report, stage in zip(reports[1:4] + reports[5:], 2 * STAGES, strict=True):
         error = raised(report)
@@ -491,38 +393,31 @@ def test_an_error_in_a_stage_is_that_of_its_batch_alone() -> None:
         assert stage in str(error.__cause__)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_ends_a_worker_ends_it_after_the_batches_before(stage: str) -> None:
-    channel = Channel([1], [2], [(stage, "exit")], [3])
-    with pytest.raises(SystemExit):
-        runner.serve(channel, loaded())
-    assert [report.batch_id for report in channel.reports][:2] == [0, 1]
-    assert not [thread for thread in threading.enumerate() if "service_streamer" in thread.name]
-
-
-class Queued(Channel):
+class Queued(Batches):
     """As that of a thread: what was sent comes before the interruption."""
 
     def interrupt(self) -> bool:
         return True
 
 
+@pytest.mark.parametrize("kind", [Batches, Queued])
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_ends_a_worker_waits_for_no_batch_that_was_sent_ahead(
-    stage: str, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_ends_after_the_batches_before_and_none_behind(
+    stage: str, kind: type[Batches]
 ) -> None:
-    monkeypatch.setattr(runner, "_LAST_RESULTS", 5.0)  # what hangs would take as long
-    began = time.monotonic()
+    after = ([number] for number in range(6))
+    channel = kind([1], [2], [(stage, "exit")], *after, together=True)
     with pytest.raises(SystemExit):
-        runner.serve(Queued([1], [(stage, "exit")], *([number] for number in range(6))), loaded())
-    assert time.monotonic() - began < 5.0
-    assert not [thread for thread in threading.enumerate() if "service_streamer" in thread.name]
+        channel.serve(loaded(Staged), ticking())
+    assert [report.batch_id for report in channel.reports][:2] == [0, 1]
+    assert not worker_threads()
 
 
 def test_an_answer_that_comes_after_the_end_of_its_worker_is_too_late(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "_LAST_RESULTS", 0.01)
+    monkeypatch.setattr(threading.Thread, "join", lambda *_: None)  # it would wait for seconds
+    monkeypatch.setattr(time, "monotonic", ticking())
     transport = ThreadTransport(ModelSpec(Staged, (gate,)))
     transport.start(0, 0, 1)
     transport.wait(None)
@@ -536,6 +431,7 @@ def test_an_answer_that_comes_after_the_end_of_its_worker_is_too_late(
     while not any(isinstance(event, WorkerDied) for event in events):
         events += transport.wait(None)
     (outlet,) = (each for each in threading.enumerate() if each.name.endswith(" outlet"))
+    monkeypatch.undo()
     gate.let_through()
     outlet.join()
     assert transport.wait(0) == []
@@ -545,26 +441,10 @@ def test_an_answer_that_comes_after_the_end_of_its_worker_is_too_late(
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("together", [True, False])
 def test_a_device_that_fails_names_the_batch(stage: str, together: bool) -> None:
-    model = loaded()
-    model.guard = Guard(may_end=True, probe=lambda: "CUDA error: unspecified launch failure")
     row = [[(stage, "raise")] for _ in range(3)]  # the third in a row is looked at
-    channel = Channel([1], *row, [2], together=together)
     with pytest.raises(DeviceFailed) as caught:
-        runner.serve(channel, model)
+        served(with_guard(loaded(Staged), FAULT), [1], *row, [2], together=together)
     assert caught.value.batch_id in ((3,) if not together else (1, 2, 3))
-
-
-def test_the_batch_that_is_named_is_the_first_that_the_device_did_not_finish(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """``test_transfers.py`` tests which one that is."""
-    monkeypatch.setattr(runner.Stages, "culprit", lambda _, batch_id: batch_id + 100)
-    model = loaded()
-    model.guard = Guard(may_end=True, probe=lambda: "CUDA error: unspecified launch failure")
-    row = [[("forward", "raise")] for _ in range(3)]
-    with pytest.raises(DeviceFailed) as caught:
-        runner.serve(Channel(*row, together=False), model)
-    assert caught.value.batch_id == 102
 
 
 # -- too little memory
@@ -583,9 +463,9 @@ def test_a_batch_that_is_too_large_in_any_stage_is_computed_in_parts(
     assert 0 < model.ceiling.limit <= 5
 
 
-def test_below_a_ceiling_batches_overlap_in_parts_that_fit() -> None:
+def test_batches_below_a_ceiling_overlap_in_parts_that_fit() -> None:
     model = loaded(Staged, None, {"forward": 5})
-    served(model, *(list(range(16)) for _ in range(10)))
+    served(model, *(list(range(16)) for _ in range(10)), together=True)
     staged: Any = model.managed
     # The first batch is preprocessed whole, then as it is computed: no part is prepared twice.
     assert staged.sizes["preprocess"][0] == 16
@@ -602,7 +482,7 @@ def test_an_item_that_never_fits_into_memory_fails_alone_below_a_ceiling_too(
 ) -> None:
     model = loaded(Staged, may_rerun=may_rerun)
     model.ceiling.limit = limit
-    (report,) = served(model, [1, 2, 3, (stage, "full"), 5])
+    (report,) = served(model, [1, 2, 3, (stage, "full"), 5], together=True)
     if may_rerun:
         assert sorted(report.failures) == [3]
         assert report.outputs == [2, 4, 6, None, 10]
@@ -630,7 +510,7 @@ def test_an_item_that_never_fits_fails_alone_when_a_later_stage_runs_out_as_well
 
 def test_nothing_is_computed_twice_that_may_not() -> None:
     model = loaded(Staged, None, {"postprocess": 5}, may_rerun=False)
-    first, second = served(model, list(range(8)), [1, 2])
+    first, second = served(model, list(range(8)), [1, 2], together=True)
     assert sorted(first.failures) == list(range(8))
     assert isinstance(first.failures[0].exception(), DeviceFullError)
     assert second.outputs == [2, 4]
@@ -678,19 +558,30 @@ def test_stages_get_the_items_as_rows(together: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "room"),
+    ("stages", "count"),
     [
         ((0.0, 0.0, 0.0), 2),
         ((0.0, 0.01, 0.0), 2),
-        ((0.0004, 0.01, 0.0001), 2),
+        ((0.0004, 0.01, 0.0001), 2),  # stages of a twentieth
         ((0.002, 0.0114, 0.002), 3),
         ((0.02, 0.02, 0.02), 4),
         ((0.02, 0.0, 0.0), 2),
         ((1.0, 0.9, 0.9), 4),
     ],
 )
-def test_a_worker_is_sent_as_much_as_its_stages_need(stages: tuple[float, ...], room: int) -> None:
-    assert room_for(sum(stages), max(stages)) == room
+def test_a_worker_is_sent_as_many_batches_as_its_stages_need(
+    stages: tuple[float, float, float], count: int
+) -> None:
+    batcher, now = Batcher(batch_size=1, max_latency=0.1), 0.0
+    sent = [*batcher.worker_ready(0, now).batches]
+    for number in range(100):
+        sent += batcher.call_submitted(Call([number], None), now).batches
+    for _ in range(60):
+        batch = sent.pop(0)
+        now += max(stages)
+        report = BatchReport(batch.id, [None], duration=sum(stages), stages=stages, slot=0)
+        sent += batcher.batch_returned(report, now).batches
+    assert len(sent) == count
 
 
 # -- the end of a worker

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
-import multiprocessing.process
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-import urllib.request
 from collections.abc import Iterator
 from multiprocessing import spawn
 from pathlib import Path
-from typing import IO
 
 import pytest
 
 import models
+from cases import long_cases
 from service_streamer import Streamer, WorkerStartError
-from service_streamer.workers import starting
 
 TESTS = Path(__file__).parent
-UWSGI = shutil.which("uwsgi", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-IN_CI = bool(os.environ.get("CI"))
+PYTHON = sys.executable
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -49,10 +43,8 @@ def as_if_embedded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     before = spawn.get_executable()
     monkeypatch.setattr(sys, "executable", str(program))
     spawn.set_executable(str(program))
-    starting._search.cache_clear()
     yield program
     spawn.set_executable(before)
-    starting._search.cache_clear()
 
 
 def test_workers_are_started_with_python_when_another_program_embeds_it(
@@ -63,7 +55,9 @@ def test_workers_are_started_with_python_when_another_program_embeds_it(
     assert os.fsdecode(spawn.get_executable()) == str(as_if_embedded), "it was not put back"
 
 
-def test_so_is_a_fork_server(tmp_path: Path) -> None:
+def test_a_fork_server_is_started_with_python_when_another_program_embeds_it(
+    tmp_path: Path,
+) -> None:
     program = write(
         tmp_path / "program.py",
         """
@@ -85,156 +79,52 @@ def test_so_is_a_fork_server(tmp_path: Path) -> None:
     assert (run.stdout, run.stderr) == ("[2]\n", "")
 
 
+def wrapper(path: Path) -> Path:
+    """A program that starts Python, and leaves a file beside it that says so."""
+    path.write_text(f'#!/bin/sh\ntouch "$0.used"\nexec {PYTHON} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
 def test_an_executable_that_the_application_has_set_is_left_alone(
-    as_if_embedded: Path, monkeypatch: pytest.MonkeyPatch
+    as_if_embedded: Path, tmp_path: Path
 ) -> None:
-    spawn.set_executable("/somewhere/python-of-ours")
-    assert starting.find_interpreter() is None
+    ours = wrapper(tmp_path / "ours")
+    spawn.set_executable(str(ours))
+    with Streamer(models.double, worker_timeout=None) as streamer:
+        assert streamer.predict([1]) == [2]
+    assert Path(f"{ours}.used").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["/usr/bin/python3", "/usr/bin/python3.11d", "/x/Python", "/opt/pypy3.10"]
-)
-def test_an_interpreter_is_known_by_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = spawn.get_executable()
-    monkeypatch.setattr(sys, "executable", name)
-    spawn.set_executable(name)
-    assert starting.find_interpreter() is None
-    spawn.set_executable(before)
-
-
-def test_without_an_interpreter_the_error_says_what_to_do(
-    as_if_embedded: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["python3", "python3.11d", "Python", "pypy3.10"])
+def test_an_interpreter_is_known_by_its_name(
+    as_if_embedded: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starting, "_candidates", lambda prefix: iter([str(as_if_embedded)]))
+    python = wrapper(tmp_path / name)
+    monkeypatch.setattr(sys, "executable", str(python))
+    spawn.set_executable(str(python))
+    with Streamer(models.double, worker_timeout=None) as streamer:
+        assert streamer.predict([1]) == [2]
+    assert Path(f"{python}.used").exists()
+
+
+def test_the_error_says_what_to_do_where_there_is_no_interpreter(
+    as_if_embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("prefix", "exec_prefix", "base_prefix", "base_exec_prefix"):
+        monkeypatch.setattr(sys, name, str(tmp_path))
+    monkeypatch.setattr("sys._base_executable", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(WorkerStartError, match=r"multiprocessing\.set_executable\(") as caught:
         Streamer(models.double)
     assert str(as_if_embedded) in str(caught.value)
 
 
-# -- real hosts
+# -- processes of multiprocessing
 
 
-def ended(stream: IO[str]) -> str:
-    """All that is said from now on. Every descendant has the stream, so its end is theirs."""
-    return stream.read()
-
-
-@pytest.mark.short_cases("--module=app")
-@pytest.mark.skipif(not (UWSGI or IN_CI), reason="uWSGI is not installed: pip install uwsgi")
-@pytest.mark.parametrize("loaded_as", ["--module=app", "--wsgi-file=app.py"])
-def test_uwsgi(tmp_path: Path, loaded_as: str) -> None:
-    assert UWSGI is not None, "CI has to have uWSGI: it is in the extra `test`"
-    write(
-        tmp_path / "app.py",
-        """
-        from service_streamer import ManagedModel, Streamer
-
-        class Doubler(ManagedModel):
-            def init_model(self):
-                pass
-
-            def predict(self, batch):
-                return [2 * item for item in batch]
-
-        streamer = Streamer(Doubler, worker_timeout=None)
-
-        def application(environ, start_response):
-            start_response("200 OK", [("Content-Type", "text/plain")])
-            return [repr(streamer.predict([1, 2])).encode()]
-        """,
-    )
-    server = subprocess.Popen(
-        [
-            *(UWSGI, "--http-socket=127.0.0.1:0", loaded_as, "--master", "--lazy-apps"),
-            *("--enable-threads", "--die-on-term", "--need-app", f"--home={sys.prefix}"),
-        ],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert server.stderr is not None
-    try:
-        said = []
-        for line in server.stderr:
-            said.append(line)
-            if "port auto-assigned" in line:
-                break
-        port = said[-1].partition("127.0.0.1:")[2].split()[0]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as answer:
-            assert answer.read() == b"[2, 4]"
-    finally:
-        server.terminate()
-        rest = ended(server.stderr)
-        server.stderr.close()
-    server.wait()
-    assert "Traceback" not in rest
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    not (importlib.util.find_spec("celery") or IN_CI), reason="Celery is not installed"
-)
-def test_celerys_prefork_pool(tmp_path: Path) -> None:
-    write(
-        tmp_path / "tasks.py",
-        """
-        import functools
-        import models
-        from celery import Celery
-        from service_streamer import Streamer
-
-        folder = __file__.rpartition("/")[0]
-        app = Celery(
-            "tasks",
-            broker="filesystem://",
-            backend=f"file://{folder}",
-            broker_transport_options={
-                "data_folder_in": folder, "data_folder_out": folder, "control_folder": folder
-            },
-        )
-
-        @functools.cache
-        def streamer():
-            return Streamer(models.double, worker_timeout=None)
-
-        @app.task
-        def double(number):
-            return streamer().predict([number])
-        """,
-    )
-    worker = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "celery", "-A", "tasks", "worker", "--concurrency=1"),
-            *("--pool=prefork", "--without-gossip", "--without-mingle"),
-        ],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert worker.stdout is not None
-    try:
-        client = subprocess.run(
-            [sys.executable, "-c", "import tasks; print(tasks.double.delay(21).get(timeout=240))"],
-            cwd=tmp_path,
-            env=environment(tmp_path),
-            capture_output=True,
-            text=True,
-        )
-    finally:
-        worker.terminate()
-        said = ended(worker.stdout)
-        worker.stdout.close()
-    worker.wait()
-    assert client.stdout == "[42]\n", client.stderr + said
-
-
-@pytest.mark.short_cases("spawn-close")
-@pytest.mark.parametrize("end", ["close", "terminate"])
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("end", ["close", *long_cases("terminate")])
+@pytest.mark.parametrize("method", ["spawn", *long_cases("fork")])
 def test_a_pool_of_multiprocessings(tmp_path: Path, method: str, end: str) -> None:
     program = write(
         tmp_path / "program.py",
@@ -294,14 +184,6 @@ def test_the_workers_of_a_daemonic_process_end_when_that_is_killed(tmp_path: Pat
         [sys.executable, str(program)], env=environment(tmp_path), capture_output=True, text=True
     )
     assert (run.stdout, run.stderr) == (f"[2]\n{-signal.SIGKILL}\n", "")
-
-
-def test_a_process_that_is_no_daemon_is_left_as_it_is() -> None:
-    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
-    before = dict(config)
-    with starting.startable():
-        assert config == before
-    assert config == before
 
 
 def test_a_frozen_program_without_freeze_support_starts_no_workers_without_end(

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service_streamer.batching.actions import Actions
-from service_streamer.batching.batcher import Batcher
-from service_streamer.batching.step_policy import room_of_places
+from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchReport, Call, Precedence, StepReport
 
 LOST = "the worker died"
@@ -68,7 +66,7 @@ class World:
             self.starts.append(call.reply)
             steps, *begun = batch.payloads
             self.held[batch.slot][batch.id] = [call, steps, len(begun)]
-            assert len(self.held[batch.slot]) <= room_of_places(self.places)
+            assert len(self.held[batch.slot]) <= self.batcher.room
         for call in actions.calls:
             assert call.is_over
             self.got[call].append(("failed", call.failure) if call.failure else call.outputs)
@@ -127,7 +125,7 @@ def test_items_have_places_and_a_few_more_wait_in_the_worker() -> None:
     world = World(places=4)
     for _ in range(8):
         world.submit(3)
-    assert len(world.held[0]) == room_of_places(4) == 5
+    assert len(world.held[0]) == world.batcher.room == 5
     assert world.batcher.pending_items == 3
 
 

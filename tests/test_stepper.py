@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 import threading
 import weakref
 from typing import Any
@@ -13,17 +15,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cuda_stub import Event, Gpu
 from service_streamer import ManagedModel
-from service_streamer.managed_model import has_steps
-from service_streamer.observe.record import StepReport
-from service_streamer.workers import step_calls, step_results, stepper
 from service_streamer.workers.model_spec import ModelSpec, check_model
-from service_streamer.workers.progress import StageProgress
 from service_streamer.workers.protocol import HOLD, RESUME
-from service_streamer.workers.runner import serve
-from service_streamer.workers.stages import FORWARD, INTAKE
-from service_streamer.workers.sticky_errors import DeviceFailed, Guard
-from service_streamer.workers.transport import ThreadTransport, WorkerDied
+from service_streamer.workers.runner import DeviceFailed
+from service_streamer.workers.transport import StepReport, ThreadTransport, WorkerDied
 from stage_models import ForwardOnly
 from step_models import (
     Certain,
@@ -35,28 +32,16 @@ from step_models import (
     loaded,
     served,
 )
+from worker_loop import Clock, run, with_guard
+
+FAULT = "CUDA error: unspecified launch failure"
 
 
-class Clock:
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Of the worker. As it stands still, starts take no time, and all on deck start."""
-    clock = Clock()
-    monkeypatch.setattr(stepper, "time", clock)
-    return clock
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def releases(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """A collection of the tests' garbage takes a tenth of a second."""
+    """Filled each time that memory is given back."""
     releases: list[None] = []
-    monkeypatch.setattr(step_calls, "release_memory", lambda: releases.append(None))
+    monkeypatch.setattr(gc, "collect", lambda: releases.append(None))
     return releases
 
 
@@ -70,12 +55,15 @@ def model_of(model: Any) -> Counting:
     return managed
 
 
+def sizes_of(model: Any, name: str) -> list[int]:
+    """With how many states or items it was called."""
+    return [size for call, size in model_of(model).calls if call == name]
+
+
 # -- what is a model of steps
 
 
 def test_start_and_step_make_a_model_of_steps() -> None:
-    assert has_steps(Counting)
-    assert not has_steps(ForwardOnly)
     assert loaded(places=7).places == 7
     assert loaded(ForwardOnly, 7).places == 0
 
@@ -124,11 +112,11 @@ def test_a_place_is_taken_again_in_the_next_step(kind: Any) -> None:
     assert [step.waiting for step in channel.steps][:3] == [2, 1, 0]
     managed = model_of(model)
     assert managed.most == 2
-    assert [size for name, size in managed.calls if name == "step"] == [2, 2, 2, 1, 1]
+    assert sizes_of(model, "step") == [2, 2, 2, 1, 1]
 
 
 @BOTH
-def test_who_comes_later_joins_those_that_run(kind: Any) -> None:
+def test_an_item_that_comes_later_joins_those_that_run(kind: Any) -> None:
     channel = served(loaded(kind), [[item(4)]], [[item(2)]], [[item(1)]])
     assert channel.outputs == {0: [0, 1, 2, 3], 1: [0, 1], 2: [0]}
     assert [step.size for step in channel.steps] == [1, 2, 3, 1]
@@ -148,7 +136,7 @@ def test_dropped_ones_free_their_place_before_the_next_step(kind: Any) -> None:
     model_of(model)
 
 
-def test_one_that_is_to_rest_before_it_comes_does() -> None:
+def test_an_item_that_is_paused_before_it_comes_is_paused() -> None:
     """Two threads may send: one the item, and the other one what it has heard of its consumer."""
     early = [(HOLD, 0, 2), (RESUME, 2), [item(2)], [item(2)], [item(2)]]
     channel = served(loaded(), early, [], [], [(RESUME, 0)])
@@ -162,7 +150,7 @@ def test_dropped_ones_are_reported_although_nothing_runs() -> None:
     assert [len(step.done) for step in channel.steps] == [0, 1, 1]
 
 
-def test_what_cannot_be_decoded_never_starts() -> None:
+def test_an_item_that_cannot_be_decoded_never_starts() -> None:
     model = loaded()
     channel = served(model, [["unreadable"], item(1)])
     assert channel.results == {0: "TypeError", 1: [0]}
@@ -186,7 +174,7 @@ def test_a_worker_that_has_nothing_to_do_holds_nothing(kind: Any) -> None:
 
     states: list[weakref.ref[Any]] = []
     alive: list[list[bool]] = []
-    serve(Blocks([item(2), [item(3)]], [], [], [], [item(1)]), loaded(Watched))
+    run(Blocks([item(2), [item(3)]], [], [], [], [item(1)]), loaded(Watched), Clock())
     assert alive == [[False] * 2, [False] * 3]
 
 
@@ -231,19 +219,29 @@ class Timed(Counting):
     """The start of an item takes 10 s, a step 0.25 s."""
 
     clock: Clock
+    starting = 10.0
+    stepping = 0.25
 
     def start(self, items: list[Any]) -> Any:
-        self.clock.now += 10.0 * len(items)
+        self.clock.now += self.starting * len(items)
         return super().start(items)
 
     def step(self, states: Any) -> Any:
-        self.clock.now += 0.25
+        self.clock.now += self.stepping
         return super().step(states)
 
 
-def test_reports_say_what_took_how_long(clock: Clock) -> None:
-    Timed.clock = clock
-    channel = served(loaded(Timed), [item(2), [item(1)]])
+def timed(*turns: Any, places: int = 4, **options: Any) -> Turns:
+    class Model(Timed):
+        clock = Clock()
+        starting = options.pop("starting", Timed.starting)
+        stepping = options.pop("stepping", Timed.stepping)
+
+    return served(loaded(Model, places, **options), *turns, clock=Model.clock)
+
+
+def test_reports_say_what_took_how_long() -> None:
+    channel = timed([item(2), [item(1)]])
     first, second = channel.steps
     assert (first.starting, first.started, first.duration, first.started_at) == (20, 2, 0.25, 120.0)
     assert (second.starting, second.started, second.duration) == (0.0, 0, 0.25)
@@ -253,17 +251,15 @@ def test_reports_say_what_took_how_long(clock: Clock) -> None:
     assert channel.ends[1].output_times is None, "of a stream the engine knows"
 
 
-def test_reports_say_when_outputs_were_made(clock: Clock) -> None:
+def test_reports_say_when_outputs_were_made() -> None:
     """Not those that an item makes again which had to start again."""
-    Timed.clock = clock
     some = item(5, step={0: "quiet", 2: "quiet"})
     none = item(2, step={0: "quiet", 1: "quiet"})
-    channel = served(loaded(Timed, may_rerun=True), [some, item(1), none])
+    channel = timed([some, item(1), none], may_rerun=True)
     assert channel.ends[0].output_times == (30.5, 0.375, 0.5)
     assert channel.ends[1].output_times == (30.25, None, None)
     assert channel.ends[2].output_times is None
-    again = item(6, grows=1.0)
-    channel = served(loaded(Timed, max_batch_cost=8.0), [item(9, grows=1.0)], [again])
+    channel = timed([item(9, grows=1.0)], [item(6, grows=1.0)], max_batch_cost=8.0)
     times = channel.ends[1].output_times
     assert sum(step.evicted for step in channel.steps) == 1
     assert times is not None
@@ -271,55 +267,97 @@ def test_reports_say_when_outputs_were_made(clock: Clock) -> None:
     assert times[2] > 5.0, "it waited for a place, and began again"
 
 
-def test_steps_without_news_are_reported_now_and_then(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Timed.clock = clock
-    monkeypatch.setattr("service_streamer.workers.stepper.SIGN_OF_LIFE", 1.0)
-    channel = served(loaded(Timed), [item(14)])
-    assert len(channel.steps) == 1 + 3 + 1, "the start, each second, the end"
+def test_steps_without_news_are_reported_ten_times_a_second() -> None:
+    channel = timed([item(14)], stepping=0.03)
+    assert len(channel.steps) == 1 + 3 + 1, "the start, each 0.1 s, the end"
     assert channel.results == {0: list(range(14))}
 
 
-def test_an_item_that_waits_for_its_turn_does_not_stall_those_that_run(clock: Clock) -> None:
-    Timed.clock = clock
-    many = [item(1) for _ in range(9)]
-    channel = served(loaded(Timed, 32), [item(60)], *([] for _ in range(9)), many)
+# -- how many start before a step
+
+
+@pytest.mark.parametrize(
+    ("starting", "stepping", "most"),
+    [
+        (10.0, 0.25, 1),  # each takes longer than a step, and they take turns
+        (0.03, 0.1, 3),
+        (0.01, 0.105, 10),
+        (0.0, 0.1, 20),
+    ],
+)
+def test_as_many_start_beside_others_as_take_a_step(
+    starting: float, stepping: float, most: int
+) -> None:
+    few = [[item(1)] * (1 + turn % 4) for turn in range(40)]  # it learns what they take
+    channel = timed(
+        [item(200)], *few, *([] for _ in range(80)), [item(1)] * 20,
+        places=32, starting=starting, stepping=stepping,
+    )  # fmt: skip
     started = [step.started for step in channel.steps if step.started]
-    assert started[0] == 1
-    assert sum(started) == 10
-    assert max(started) <= 2, "a start takes 40 steps' time"
+    assert sum(started) == 1 + 100 + 20
+    last = started[-math.ceil(20 / most) :]
+    assert sum(last) == 20
+    assert max(last) == pytest.approx(most, rel=0.1)
+
+
+def test_all_start_at_once_while_nothing_runs_that_would_wait() -> None:
+    assert [step.started for step in timed([item(1)] * 9, places=9).steps] == [9]
+
+
+def test_a_first_start_that_compiles_holds_up_later_ones_only_for_a_while() -> None:
+    class Compiles(Timed):
+        clock = Clock()
+        stepping = 0.02
+        starting = 30.0
+
+        def start(self, items: list[Any]) -> Any:
+            found = super().start(items)
+            self.starting = 0.001
+            return found
+
+    turns = [[item(90)] * 4, *([item(1)] for _ in range(6)), [item(1)] * 4]
+    channel = served(loaded(Compiles, 32), *turns, clock=Compiles.clock)
+    assert [step.started for step in channel.steps if step.started][-1] == 4
+
+
+def test_a_step_that_was_held_up_does_not_count_for_long() -> None:
+    class HeldUp(Timed):
+        clock = Clock()
+        starting = 0.01
+
+        def step(self, states: Any) -> Any:
+            self.stepping = 60.0 if len(self.calls) == 41 else 0.02
+            return super().step(states)
+
+    turns = [[item(90)], *([item(1)] for _ in range(20)), [item(1)] * 20]
+    channel = served(loaded(HeldUp, 32), *turns, clock=HeldUp.clock)
+    assert max(step.duration for step in channel.steps) == pytest.approx(60.0)
+    assert max(step.started for step in channel.steps[1:]) <= 4
 
 
 # -- errors of items
 
 
-@BOTH
-@pytest.mark.parametrize("what", ["raise", "invalid", "full"])
-@pytest.mark.parametrize("bad", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
-def test_an_item_that_raises_in_start_fails_alone(kind: Any, what: str, bad: set[int]) -> None:
-    model = loaded(kind)
-    items = [item(2, start=what) if i in bad else item(2) for i in range(4)]
-    channel = served(model, items)
-    name = {"raise": "ValueError", "invalid": "InvalidInput", "full": "NoRoomError"}[what]
-    assert channel.results == {i: name if i in bad else [0, 1] for i in range(4)}
-    starts = [size for call, size in model_of(model).calls if call == "start"]
-    if what == "invalid":
-        assert starts == [4] if len(bad) == 4 else [4, 4 - len(bad)]
+ERRORS = {"error": "ValueError", "full": "NoRoomError", "invalid": "InvalidInput"}
 
 
 @BOTH
-@pytest.mark.parametrize("what", ["raise", "invalid", "error"])
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [*(("start", what) for what in ("raise", "invalid", "full")),
+     *(("step", what) for what in ("raise", "invalid", "error"))],
+)  # fmt: skip
 @pytest.mark.parametrize("bad", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
-def test_an_item_that_raises_in_a_step_fails_alone(kind: Any, what: str, bad: set[int]) -> None:
+def test_an_item_that_raises_fails_alone(kind: Any, where: str, what: str, bad: set[int]) -> None:
+    wrong = item(3, start=what) if where == "start" else item(3, step={1: what})
     model = loaded(kind)
-    items = [item(3, step={1: what}) if i in bad else item(3) for i in range(4)]
-    channel = served(model, items)
-    name = "InvalidInput" if what == "invalid" else "ValueError"
+    channel = served(model, [wrong if i in bad else item(3) for i in range(4)])
+    name = ERRORS.get(what, "ValueError")
     assert channel.results == {i: name if i in bad else [0, 1, 2] for i in range(4)}
-    if what != "raise" or kind is Counting:
+    if what == "invalid" and where == "start":
+        assert sizes_of(model, "start") == ([4] if len(bad) == 4 else [4, 4 - len(bad)])
+    if where == "step" and (what != "raise" or kind is Counting):
         assert len(channel.steps) == 2 + (len(bad) < 4), "the others take each step together"
-    model_of(model)
 
 
 @pytest.mark.parametrize("kind", [Counting, JoinedCertain])
@@ -332,7 +370,7 @@ def test_streams_beside_one_that_raises_go_on_where_they_were(kind: Any) -> None
     model_of(model)
 
 
-def test_of_a_joined_batch_only_streams_that_have_had_outputs_fail_with_another() -> None:
+def test_only_streams_with_outputs_fail_with_another_item_of_a_joined_batch() -> None:
     bad = item(6, step={3: "raise"}, secret="x")
     quiet = item(6, step=dict.fromkeys(range(5), "quiet"))
     model = loaded(Joined, 8)
@@ -373,7 +411,7 @@ def test_nothing_is_computed_again_that_may_not(
         (lambda pairs: [(*pair, 1) for pair in pairs], "a pair .* tuple of 3"),
     ],
 )
-def test_what_is_no_result_of_a_step_is_said(returned: Any, text: str) -> None:
+def test_a_wrong_result_of_a_step_is_an_error_that_shows_it(returned: Any, text: str) -> None:
     class Bad(Counting):
         def step(self, states: Any) -> Any:
             return returned(super().step(states))
@@ -426,7 +464,9 @@ def test_a_wrong_number_of_states_is_said_and_they_are_released() -> None:
     assert len(managed.released) == 2
 
 
-def test_what_else_raises_fails_one_item_at_most(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_another_method_fails_one_item_at_most(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Raises(Counting):
         def join_outputs(self, outputs: list[int]) -> Any:
             return outputs[5]
@@ -452,11 +492,10 @@ def test_a_stream_whose_output_cannot_travel_ends() -> None:
     channel = Turns([[item(9)], [item(3)]])
     channel.unsendable = 1
     channel.encode_step = first_only(channel.encode_step)  # type: ignore[method-assign]
-    serve(channel, model)
+    run(channel, model, Clock())
     assert channel.results == {0: "TypeError", 1: None}
     assert channel.outputs == {0: [0], 1: [0, 1, 2]}
-    managed = model_of(model)
-    assert [size for name, size in managed.calls if name == "step"] == [2, 2, 1]
+    assert sizes_of(model, "step") == [2, 2, 1]
 
 
 def first_only(encode: Any) -> Any:
@@ -472,19 +511,35 @@ def first_only(encode: Any) -> Any:
 
 
 def test_outputs_of_a_device_go_to_the_host_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[list[int]] = []
+    gpu, waits = Gpu(), []
+    monkeypatch.setitem(sys.modules, "torch", gpu.torch)
+    synchronize = Event.synchronize
 
-    def to_host(outputs: list[int]) -> list[int]:
-        moved.append(outputs)
-        return [10 * output for output in outputs]
+    def wait(event: Event) -> None:
+        waits.append(event)
+        synchronize(event)
 
-    monkeypatch.setattr(step_results, "results_on_host", to_host)
-    model = loaded()
+    monkeypatch.setattr(Event, "synchronize", wait)
+
+    class OnGpu(Counting):
+        def step(self, states: Any) -> Any:
+            return [
+                pair if isinstance(pair, Exception) or pair[0] is None else self._there(*pair)
+                for pair in super().step(states)
+            ]
+
+        def _there(self, output: int, is_done: bool) -> Any:
+            tensor = gpu.on_device(0)
+            tensor.storage.memory.content = output
+            return tensor, is_done
+
+    model = loaded(OnGpu)
     model.moves_to_cpu = True
     bad = [item(2, step={1: "error"})]
     channel = served(model, [[item(2, step={0: "quiet"})], [item(2)], bad, [item(3)]])
-    assert channel.outputs == {0: [10], 1: [0, 10], 2: [0], 3: [0, 10, 20]}
-    assert moved == [[0, 0, 0], [1, 1, 1], [2]]
+    outputs = {i: [tensor.value for tensor in each] for i, each in channel.outputs.items()}
+    assert outputs == {0: [1], 1: [0, 1], 2: [0], 3: [0, 1, 2]}
+    assert len(waits) == 3, "one for each step"
 
 
 def test_a_joined_batch_that_fails_whenever_it_is_large_ends_all_the_same() -> None:
@@ -497,13 +552,12 @@ def test_a_joined_batch_that_fails_whenever_it_is_large_ends_all_the_same() -> N
     model = loaded(Small, 8)
     channel = served(model, [item(9) for _ in range(8)], [item(9) for _ in range(8)])
     assert channel.results == {i: [*range(9)] for i in range(16)}
-    steps = [size for name, size in model_of(model).calls if name == "step"]
+    steps = sizes_of(model, "step")
     assert sum(steps) <= 4 * 16 * 9
 
 
 def test_errors_between_steps_that_succeed_are_no_reason_to_look_at_the_device() -> None:
-    model = loaded()
-    model.guard = Guard(may_end=True, probe=lambda: "CUDA error: unspecified launch failure")
+    model = with_guard(loaded(), FAULT)
     bad = item(9, step={0: "raise"})
     channel = served(model, *([bad], [item(1)]) * 4)
     assert list(channel.results.values()) == ["ValueError", [0]] * 4
@@ -513,28 +567,62 @@ def test_errors_between_steps_that_succeed_are_no_reason_to_look_at_the_device()
 
 
 @BOTH
-def test_where_the_starts_of_many_do_not_fit_fewer_start_at_once(
+def test_fewer_items_start_at_once_if_the_starts_of_many_do_not_fit(
     kind: Any, releases: list[None]
 ) -> None:
     model = loaded(kind, 8, 1000, 3)
     channel = served(model, [item(2) for _ in range(8)])
     assert len(releases) == 2, "before each further try"
     assert channel.results == {i: [0, 1] for i in range(8)}
-    managed = model_of(model)
-    assert [size for name, size in managed.calls if name == "start"] == [8, 4, 2, 2, 2, 2]
+    assert sizes_of(model, "start") == [8, 4, 2, 2, 2, 2]
 
 
 @BOTH
-def test_one_that_does_not_fit_beside_others_waits_for_a_place(kind: Any) -> None:
+def test_an_item_that_does_not_fit_beside_others_waits_for_a_place(kind: Any) -> None:
     model = loaded(kind, 8, 3)
     channel = served(model, [item(4) for _ in range(7)])
     assert channel.results == {i: [0, 1, 2, 3] for i in range(7)}
     managed = model_of(model)
     assert managed.most == 3
     assert channel.ends[6].ceiling == 3
-    starts = [size for name, size in managed.calls if name == "start"]
+    starts = sizes_of(model, "start")
     assert starts[:6] == [7, 4, 2, 2, 1, 1], "four tries fail until it is known how many fit"
     assert sum(starts[6:]) == 4
+
+
+@pytest.mark.parametrize(
+    ("max_cost", "starts"),
+    [
+        (math.inf, [4, 4, 1]),
+        (50.0, [1, 3, 1, 3, 1]),  # the first one tells what they cost
+        (35.0, [1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        (5.0, [1] * 9),  # one alone may cost more
+    ],
+)
+def test_as_many_start_as_the_cost_allows(max_cost: float, starts: list[int]) -> None:
+    model = loaded(places=4, max_batch_cost=max_cost)
+    channel = served(model, [item(3, cost=12) for _ in range(9)])
+    assert channel.results == {i: [0, 1, 2] for i in range(9)}
+    assert sizes_of(model, "start") == starts
+    assert max(sizes_of(model, "step")) == max(1, min(4, max_cost // 12))
+
+
+@BOTH
+def test_a_bound_of_lack_of_memory_is_raised_by_one_after_every_32_items(kind: Any) -> None:
+    class Full(kind):  # type: ignore[misc] # a class of the parameter
+        def start(self, items: list[Any]) -> Any:
+            if len(self.calls) >= 6:  # another process has ended
+                self.room = 1000
+            return super().start(items)
+
+    model = loaded(Full, 4, 2)
+    served(model, [item(1) for _ in range(120)])
+    steps = sizes_of(model, "step")
+    found = [steps.index(size) for size in (2, 3, 4)]
+    assert found == sorted(found)
+    counts = [sum(steps[first:last]) for first, last in zip(found, [*found[1:], None], strict=True)]
+    assert all(30 <= count <= 36 for count in counts[:2])
+    assert steps[-2] == 4
 
 
 class Grows(Counting):
@@ -589,17 +677,17 @@ def test_streams_that_cannot_start_again_outlive_one_that_does_not_fit() -> None
 
 @BOTH
 @pytest.mark.parametrize("where", ["start", "step"])
-def test_where_nothing_may_be_computed_again_all_that_ran_out_fail(kind: Any, where: str) -> None:
+def test_all_items_of_a_call_that_ran_out_fail_if_none_may_run_again(kind: Any, where: str) -> None:
     bad = item(3, start="full") if where == "start" else item(3, step={1: "full"})
     model = loaded(kind, may_rerun=False)
     channel = served(model, [item(3), bad])
-    assert channel.results == {0: "NoRoomError", 1: "NoRoomError"}
+    assert channel.results == {0: "SharedBatchError", 1: "SharedBatchError"}
     assert model_of(model).calls[-1] == (where, 2)
 
 
 @BOTH
 @pytest.mark.parametrize("where", ["start", "step"])
-def test_one_that_never_fits_fails_alone_and_leaves_no_bound(
+def test_an_item_that_never_fits_fails_alone_and_leaves_no_bound(
     kind: Any, where: str, releases: list[None]
 ) -> None:
     bad = item(3, start="full") if where == "start" else item(3, step={1: "full"})
@@ -607,14 +695,14 @@ def test_one_that_never_fits_fails_alone_and_leaves_no_bound(
     channel = served(model, [item(3), bad, item(3), *(item(2) for _ in range(12))])
     twelve = {i: [0, 1] for i in range(3, 15)}
     assert channel.results == {0: [0, 1, 2], 1: "NoRoomError", 2: [0, 1, 2], **twelve}
-    steps = [size for name, size in model_of(model).calls if name == "step"]
+    steps = sizes_of(model, "step")
     assert steps[-4:-2] == [4, 4]
     assert (channel.ends[1].ceiling, channel.ends[14].ceiling) == (0, 0)
     assert releases
 
 
 @BOTH
-def test_what_grows_beyond_the_cost_starts_again_when_one_is_over(kind: Any) -> None:
+def test_an_item_that_grows_beyond_the_cost_starts_again_when_one_is_over(kind: Any) -> None:
     model = loaded(kind, 8, max_batch_cost=20.0)
     channel = served(model, [item(8, cost=4, grows=1) for _ in range(50)])
     assert channel.results == {i: [*range(8)] for i in range(50)}
@@ -645,42 +733,40 @@ def test_a_joined_batch_that_cannot_be_left_starts_again() -> None:
 
 @BOTH
 @pytest.mark.parametrize("where", ["start", "step"])
-def test_what_is_no_error_of_an_item_ends_the_worker(kind: Any, where: str) -> None:
+def test_a_system_exit_of_a_model_ends_the_worker(kind: Any, where: str) -> None:
     bad = item(3, start="exit") if where == "start" else item(3, step={1: "exit"})
     with pytest.raises(SystemExit):
         served(loaded(kind), [item(3), bad])
 
 
 def test_a_device_that_fails_ends_the_worker_and_names_who_ran() -> None:
-    model = loaded()
-    model.guard = Guard(may_end=True, probe=lambda: "CUDA error: unspecified launch failure")
+    model = with_guard(loaded(), FAULT)
     progress = [0] * 8
     bad = item(5, step={2: "raise"})
     with pytest.raises(DeviceFailed) as caught:
         served(model, [item(1), bad, bad, bad, bad], progress=progress)
     assert caught.value.batch_id == 1
-    assert set(progress[FORWARD:]) - {0} <= {2, 3, 4, 5}
+    assert set(progress[1:]) - {0} <= {2, 3, 4, 5}
 
 
-@pytest.mark.parametrize("where", ["start", "step"])
-def test_the_parent_sees_which_batches_the_call_was_of(where: str) -> None:
-    shared = StageProgress()
+@pytest.mark.parametrize(("where", "ids"), [("start", {2, 3}), ("step", {0, 1, 2, 3})])
+def test_the_parent_sees_which_batches_the_call_was_of(where: str, ids: set[int]) -> None:
+    progress = [0] * 8
     bad = item(3, start="exit") if where == "start" else item(3, step={1: "exit"})
     with pytest.raises(SystemExit):
-        served(loaded(), [item(9)], [item(9)], [bad, item(3)], progress=shared.for_worker())
-    expected = {2, 3} if where == "start" else {0, 1, 2, 3}
-    assert shared.begun(INTAKE) == shared.begun(FORWARD) == expected
+        served(loaded(), [item(9)], [item(9)], [bad, item(3)], progress=progress)
+    assert set(progress) - {0} == {batch_id + 1 for batch_id in ids}
 
 
-def test_between_two_calls_the_parent_sees_none_and_some_of_very_many() -> None:
-    shared = StageProgress()
-    served(loaded(), [item(9), item(2)], progress=shared.for_worker())
-    assert shared.begun() == frozenset()
-    channel = served(loaded(places=4), [item(2)] * 4, progress=[0, 0, 0])
-    assert len(channel.ends) == 4
+@pytest.mark.parametrize(("room", "items"), [(8, [item(9), item(2)]), (3, [item(2)] * 4)])
+def test_between_two_calls_the_parent_sees_no_batch(room: int, items: list[Any]) -> None:
+    progress = [0] * room
+    channel = served(loaded(), items, progress=progress)
+    assert len(channel.ends) == len(items)
+    assert set(progress) == {0}
 
 
-def test_after_each_call_a_fork_would_end() -> None:
+def test_the_owner_is_checked_after_each_call_of_the_model() -> None:
     model = loaded()
     channel = served(model, [item(3), item(2, step={1: "raise"})])
     calls = len(model_of(model).calls)

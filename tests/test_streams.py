@@ -8,33 +8,31 @@ import os
 import signal
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-import models
-from conftest import await_that
+from cases import long_cases
+from conftest import await_that, pool_only
+from contract.streams import Streams
 from service_streamer import (
     AsyncStream,
-    InvalidInput,
+    ModelError,
     Overloaded,
     PredictTimeout,
     Stream,
     Streamer,
     StreamerClosed,
     StreamerError,
-    StreamerForked,
     ThreadedStreamer,
     WorkerLost,
 )
 from service_streamer.engine.backend import PassThrough
 from service_streamer.engine.loop import send
 from service_streamer.engine.stream_outputs import ThreadOutputs
-from service_streamer.errors import ModelError
 from service_streamer.testing import Gate
-from stream_models import Countdown, Resumed, Summed
+from stream_models import Countdown, Resumed
 
 Build = Callable[..., Any]
 
@@ -49,20 +47,55 @@ def gated(gate: Gate) -> type[Countdown]:
     return Gated
 
 
-@pytest.fixture(params=[ThreadedStreamer, Streamer, "shared"])
-def build(request: pytest.FixtureRequest) -> Iterator[Build]:
-    """Builds a streamer, and closes it."""
-    built: list[Any] = []
-    kind = request.getfixturevalue("shared") if request.param == "shared" else request.param
+class TestStreams(Streams):
+    @pytest.fixture(params=["thread", "process", *long_cases("shared")])
+    def kind(self, request: pytest.FixtureRequest) -> Any:
+        """test_redis_streams.py has those over Redis."""
+        return request.param
 
-    def make(model: Any = Countdown, **options: Any) -> Any:
-        options.setdefault("batch_size", 8)
-        built.append(kind(model, **options))
-        return built[-1]
+    @pool_only("it looks into the engine of this process")
+    def test_stream_that_the_garbage_collector_ends_does_not_interrupt_the_engine(
+        self, build: Build
+    ) -> None:
+        """It may run in any thread, in the middle of a change of what the engine holds."""
+        streamer = build(batch_size=1)
+        engine = streamer.engine
+        stream = streamer.stream(10**9)
+        next(stream)
+        with engine.core.lock:
+            del stream
+            gc.collect()
+            assert engine.core.batcher.figures.cancelled_calls == 0
+        assert [*streamer.stream(2)] == [1, 2]
+        assert streamer.stats().cancelled == 1
 
-    yield make
-    for streamer in built:
-        streamer.close(drain=False)
+    @pool_only("it looks into the engine of this process")
+    def test_messages_to_workers_are_sent_in_order(self, build: Build) -> None:
+        """Also where one thread is interrupted while it tells, and another one has more to tell."""
+        streamer = build()
+        core = streamer.engine.core
+        told: list[int] = []
+
+        class Telling:
+            def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
+                told.append(what)
+                if what == 1:
+                    core.untold.append((0, 2, 0))
+                    other = threading.Thread(target=send, args=(core, self))
+                    other.start()
+                    other.join()
+                    told.append(-1)
+
+        [*streamer.stream(1)]
+        streamer.close()  # or its own thread might tell them
+        core.untold.append((0, 1, 0))
+        send(core, Telling())  # type: ignore[arg-type]
+        assert told == [1, -1, 2]
+
+
+def outputs_of(stream: Stream | AsyncStream) -> Any:
+    """What its consumer waits for."""
+    return stream._outputs
 
 
 def whole(stream: Stream, gate: Gate) -> list[int]:
@@ -70,60 +103,8 @@ def whole(stream: Stream, gate: Gate) -> list[int]:
 
     It steps until its worker is told, which may be late: so the gate lets through what it takes.
     """
-    await_that(lambda: gate.let_through() or stream._outputs.is_over)
+    await_that(lambda: gate.let_through() or outputs_of(stream).is_over)
     return [*stream]
-
-
-def test_outputs_come_one_by_one_to_a_thread(build: Build) -> None:
-    streamer = build()
-    with streamer.stream(10**9) as endless:
-        assert next(endless) == 1
-        assert endless.timing is None
-    stream = streamer.stream(3)
-    assert [*stream] == [1, 2, 3]
-    assert stream.timing is not None
-    assert stream.timing.first_output is not None
-    assert stream.timing.longest_between is not None
-    assert stream.timing.between_outputs is not None
-    assert stream.timing.first_output > 0
-    assert 0 <= stream.timing.between_outputs <= stream.timing.longest_between
-    assert [*stream] == []
-
-
-def test_and_to_a_task(build: Build) -> None:
-    streamer = build()
-
-    async def consume(n: int) -> list[int]:
-        return [output async for output in streamer.astream(n)]
-
-    async def main() -> list[list[int]]:
-        return await asyncio.gather(*map(consume, range(1, 12)))
-
-    assert asyncio.run(main()) == [[*range(1, n + 1)] for n in range(1, 12)]
-
-
-def test_predict_and_submit_get_all_outputs_joined(build: Build) -> None:
-    assert build().predict([2, 3]) == [[1, 2], [1, 2, 3]]
-    summed = build(Summed)
-    assert summed.predict([3, 4]) == [6, 10]
-    future = summed.submit([5])
-    assert future.result() == [15]
-    assert future.timing is not None
-    assert future.timing.first_output is not None
-    assert future.timing.longest_between is not None
-    assert 0 < future.timing.first_output <= future.timing.total
-    assert 0 < future.timing.longest_between <= future.timing.computed
-    assert [*summed.stream(3)] == [1, 2, 3], "a stream is not joined"
-
-
-def test_a_model_without_steps_is_a_stream_of_one_output(build: Build) -> None:
-    streamer = build(models.double)
-    assert [*streamer.stream(4)] == [8]
-
-    async def main() -> list[Any]:
-        return [output async for output in streamer.astream(5)]
-
-    assert asyncio.run(main()) == [10]
 
 
 def test_the_model_steps_all_of_them_together_and_takes_in_more_meanwhile(gate: Gate) -> None:
@@ -133,13 +114,6 @@ def test_the_model_steps_all_of_them_together_and_takes_in_more_meanwhile(gate: 
         more = [streamer.stream(2) for _ in range(5)]
         gate.let_through(100)
         assert [[*stream] for stream in [first, *more]] == [[1, 2, 3], *[[1, 2]] * 5]
-
-
-def test_outputs_that_are_none_are_left_out(build: Build) -> None:
-    streamer = build()
-    assert [*streamer.stream({"n": 6, "every": 3})] == [3, 6]
-    assert streamer.predict([{"n": 6, "every": 2}]) == [[2, 4, 6]]
-    assert [*streamer.stream({"n": 2, "every": 3})] == []
 
 
 def test_to_leave_frees_the_place(gate: Gate) -> None:
@@ -159,60 +133,6 @@ def test_to_leave_frees_the_place(gate: Gate) -> None:
                     gate.let_through(1)
                     next(stream)
             assert whole(streamer.stream(2), gate) == [1, 2]
-
-
-def test_a_task_that_is_cancelled_frees_the_place(build: Build) -> None:
-    streamer = build(batch_size=1)
-
-    async def consume(begun: asyncio.Event) -> None:
-        async for _ in streamer.astream(10**9):
-            begun.set()
-
-    async def main() -> None:
-        begun = asyncio.Event()
-        task = asyncio.create_task(consume(begun))
-        await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        async for _ in streamer.astream(10**9):
-            break  # and so does leaving
-        assert [output async for output in streamer.astream(2)] == [1, 2]
-
-    asyncio.run(main())
-
-
-def test_a_task_that_is_cancelled_frees_the_place_though_somebody_holds_what_it_ended_with(
-    build: Build,
-) -> None:
-    """Its exception holds the frames of the task, and these hold the stream."""
-    streamer = build(batch_size=1)
-    streams: list[weakref.ref[Any]] = []
-
-    async def consume(begun: asyncio.Event, limit: float | None = None) -> None:
-        stream = streamer.astream(10**9)
-        streams.append(weakref.ref(stream))
-        async with asyncio.timeout(limit):
-            await anext(stream)
-            begun.set()
-            async for _ in stream:
-                pass
-
-    async def main() -> None:
-        for _ in range(2):
-            begun = asyncio.Event()
-            task = asyncio.create_task(consume(begun))
-            await begun.wait()
-            task.cancel()
-            (error,) = await asyncio.gather(task, return_exceptions=True)
-            assert isinstance(error, asyncio.CancelledError)
-            assert streams[-1]() is not None
-            assert [output async for output in streamer.astream(2)] == [1, 2]
-        del error
-
-    asyncio.run(main())
-    gc.collect()
-    assert [stream() for stream in streams] == [None, None]
 
 
 @pytest.mark.parametrize("how", ["wait_for", "timeout", "default", "task"])
@@ -280,7 +200,7 @@ def test_a_stream_whose_task_was_cancelled_does_not_look_whole_to_another(
             with pytest.raises(StreamerError, match="was cancelled and has ended"):
                 await read(stream, outputs)
         assert outputs == [1]
-        assert stream._outputs.cancelled_in is None, "a cycle, by the frames of the task"
+        assert outputs_of(stream).cancelled_in is None, "a cycle, by the frames of the task"
         gate.let_through(3)
         assert [output async for output in streamer.astream(2)] == [1, 2], "the place is free"
 
@@ -318,7 +238,7 @@ def test_a_thread_whose_wait_is_interrupted_goes_on_unless_it_ends(gate: Gate) -
             raise kind
 
         def send() -> None:
-            while not stream._outputs._is_waiting:
+            while not outputs_of(stream).is_waiting:
                 os.sched_yield()
             signal.pthread_kill(main, signal.SIGUSR1)
 
@@ -357,34 +277,13 @@ def test_when_the_time_ends_a_stream_fails_after_what_has_come(gate: Gate) -> No
         stream = streamer.stream(10**9, timeout=1000)
         gate.let_through(1)
         assert next(stream) == 1
-        core = streamer.engine._core
+        core = streamer.engine.core
         with core.lock:
             core.clock = lambda: time.monotonic() + 1000
-        streamer.engine._transport.wakeup()
+        streamer.engine.transport.wakeup()
         with pytest.raises(PredictTimeout):
             next(stream)
         assert whole(streamer.stream(2), gate) == [1, 2]
-
-
-def test_one_that_raises_fails_alone_after_what_has_come(build: Build) -> None:
-    streamer = build()
-    bad = streamer.stream({"n": 5, "raise_at": 3})
-    good = [streamer.stream(4) for _ in range(6)]
-    assert (next(bad), next(bad)) == (1, 2)
-    with pytest.raises(ValueError, match="cannot make 3"):
-        next(bad)
-    assert [*bad] == []
-    assert all([*stream] == [1, 2, 3, 4] for stream in good)
-
-
-def test_one_that_is_invalid_or_cannot_begin_fails_alone(build: Build) -> None:
-    streamer = build()
-    good = [streamer.stream(2) for _ in range(3)]
-    with pytest.raises(InvalidInput, match=r"^too long$"):
-        next(streamer.stream({"n": 1, "invalid": "too long"}))
-    with pytest.raises(ValueError, match="cannot begin"):
-        next(streamer.stream({"n": 1, "raise_at_start": True}))
-    assert all([*stream] == [1, 2] for stream in good)
 
 
 def test_an_output_that_cannot_be_sent_ends_its_stream_alone() -> None:
@@ -415,6 +314,18 @@ def test_what_a_dead_worker_had_begins_again_unless_outputs_were_handed_out(gate
             killer.result()
 
 
+@pytest.mark.long
+def test_a_death_counts_against_each_of_very_many_items_that_ran() -> None:
+    count = 520  # ids of 511 fit into a page of memory
+    with Streamer(Countdown, batch_size=count, worker_timeout=None) as streamer:
+        streamer.wait_ready()
+        futures = [streamer.submit([8]) for _ in range(count - 1)]
+        killer = streamer.submit([{"n": 8, "kill_at": 2}])
+        assert all(future.exception() is None for future in futures)
+        assert isinstance(killer.exception(), WorkerLost)
+        assert streamer.stats().restarts == 3, "twice with all others, and once alone"
+
+
 def test_a_stream_goes_on_with_another_worker_if_the_model_can_resume(gate: Gate) -> None:
     with Streamer(Resumed, batch_size=8, model_init_args=[gate]) as streamer:
         streams = [streamer.stream({"n": 6, "kill_at": 4 if number else 9}) for number in range(2)]
@@ -436,29 +347,6 @@ def test_a_consumer_that_lags_fails_alone_if_it_wants_to(gate: Gate) -> None:
             next(slow)
 
 
-def test_the_item_of_a_consumer_that_lags_rests(build: Build) -> None:
-    """If it did not, too many outputs would wait, and the stream would fail."""
-    streamer = build(batch_size=2)
-    slow = streamer.stream(10**6, max_buffered=64)
-    for _ in range(3):
-        assert len([*streamer.stream(3000)]) == 3000
-    assert not slow._outputs.is_over
-    assert [next(slow) for _ in range(5000)] == [*range(1, 5001)]
-    slow.close()
-    assert [*streamer.stream(1)] == [1]
-
-
-def test_also_the_only_one_and_those_that_fill_all_places(build: Build) -> None:
-    streamer = build(batch_size=2)
-    slow = [streamer.stream(400, max_buffered=2) for _ in range(4)]
-    got: list[list[int]] = [[] for _ in slow]
-    for _ in range(400):
-        for stream, outputs in zip(slow[:2], got, strict=False):
-            outputs.append(next(stream))
-    got[2], got[3] = [*slow[2]], [*slow[3]]
-    assert got == [[*range(1, 401)]] * 4
-
-
 def test_without_drain_closing_fails_streams_and_with_it_they_end(gate: Gate) -> None:
     streamer = ThreadedStreamer(gated(gate), batch_size=2)
     stream = streamer.stream(3)
@@ -469,37 +357,6 @@ def test_without_drain_closing_fails_streams_and_with_it_they_end(gate: Gate) ->
     assert [*stream] == [2, 3]
     with pytest.raises(StreamerClosed):
         streamer.stream(1)
-
-
-def test_many_streams_that_are_dropped_leave_nothing(build: Build) -> None:
-    streamer = build()
-    for _ in range(300):
-        stream = streamer.stream(10**9)
-        next(stream)
-        del stream
-    assert [*streamer.stream(2)] == [1, 2]
-    assert streamer.stats().cancelled == 300
-
-
-def test_many_threads(build: Build) -> None:
-    streamer = build(batch_size=4)
-    got: dict[int, list[int]] = {}
-
-    def consume(n: int) -> None:
-        got[n] = [*streamer.stream(n)]
-
-    threads = [threading.Thread(target=consume, args=(n,)) for n in range(1, 40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == {n: [*range(1, n + 1)] for n in range(1, 40)}
-
-
-def test_a_bound_that_is_none_is_refused(build: Build) -> None:
-    streamer = build()
-    with pytest.raises(ValueError, match="max_buffered"):
-        streamer.stream(1, max_buffered=0)
 
 
 def test_a_task_that_waits_goes_on_when_another_one_closes_its_stream(gate: Gate) -> None:
@@ -517,16 +374,6 @@ def test_a_task_that_waits_goes_on_when_another_one_closes_its_stream(gate: Gate
 
     with ThreadedStreamer(gated(gate)) as streamer:
         asyncio.run(main(streamer))
-
-
-def test_a_stream_with_more_outputs_than_fit_does_not_keep_its_own_thread_from_closing(
-    build: Build,
-) -> None:
-    streamer = build()
-    stream = streamer.stream(5000, timeout=None, max_buffered=8)
-    assert [next(stream) for _ in range(9)] == [*range(1, 10)]
-    streamer.close()
-    assert [*stream] == [*range(10, 5001)]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -574,7 +421,7 @@ def test_who_waits_for_an_output_goes_on_when_the_stream_is_closed(gate: Gate) -
         got: list[list[int]] = []
         thread = threading.Thread(target=lambda: got.append([*stream]))
         thread.start()
-        while not stream._outputs._is_waiting:
+        while not outputs_of(stream).is_waiting:
             os.sched_yield()
         stream.close()
         thread.join()
@@ -587,7 +434,7 @@ def test_who_waits_for_an_output_goes_on_when_the_stream_is_closed(gate: Gate) -
                 return [output async for output in stream]
 
             task = asyncio.create_task(consume())
-            while stream._outputs._waiter is None:
+            while outputs_of(stream)._waiter is None:
                 await asyncio.sleep(0)
             await stream.aclose()
             return await task
@@ -603,7 +450,7 @@ def test_two_that_wait_for_one_stream_are_told(gate: Gate) -> None:
         got: list[list[int]] = []
         thread = threading.Thread(target=lambda: got.append([*stream]))
         thread.start()
-        while not stream._outputs._is_waiting:
+        while not outputs_of(stream).is_waiting:
             os.sched_yield()
         with pytest.raises(RuntimeError, match="another thread waits"):
             next(stream)
@@ -623,28 +470,6 @@ def test_two_that_wait_for_one_stream_are_told(gate: Gate) -> None:
         assert asyncio.run(main()) == 1
 
 
-def test_several_threads_that_read_one_stream_get_each_output_once(build: Build) -> None:
-    """Those that would wait beside another one are told; they ask again."""
-    stream = build().stream(3000, timeout=None, max_buffered=64)
-    got: list[int] = []
-
-    def read() -> None:
-        while True:
-            try:
-                got.extend(stream)
-                return
-            except RuntimeError:
-                with stream._outputs._seat:  # until the other one has gone on
-                    pass
-
-    threads = [threading.Thread(target=read) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(got) == [*range(1, 3001)]
-
-
 def test_another_loop_is_refused_and_the_stream_stays_open(gate: Gate) -> None:
     async def main(streamer: ThreadedStreamer) -> list[int]:
         stream = streamer.astream(1)
@@ -659,59 +484,6 @@ def test_another_loop_is_refused_and_the_stream_stays_open(gate: Gate) -> None:
 
     with ThreadedStreamer(gated(gate)) as streamer:
         assert asyncio.run(main(streamer)) == [1]
-
-
-class Stops(Countdown):
-    def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
-        raise StopIteration("of the model")
-
-
-def test_a_model_that_raises_what_ends_a_loop_does_not_end_it(build: Build) -> None:
-    streamer = build(Stops)
-    with pytest.raises(RuntimeError, match="the model raised StopIteration") as caught:
-        list(streamer.stream(1))
-    assert isinstance(caught.value.__cause__, StopIteration)
-
-    async def main() -> list[int]:
-        return [output async for output in streamer.astream(1)]
-
-    with pytest.raises(RuntimeError, match="the model raised StopIteration"):
-        asyncio.run(main())
-
-
-def test_in_a_fork_a_stream_is_refused_and_that_of_the_parent_goes_on(build: Build) -> None:
-    streamer = build()
-    stream = streamer.stream(5000, max_buffered=64)
-    assert next(stream) == 1
-    child = os.fork()
-    if not child:
-        refused = 0
-        for _ in range(3):  # also those that have come already
-            try:
-                next(stream)
-            except StreamerForked:
-                refused += 1
-        del stream
-        os._exit(refused)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    assert [*stream] == [*range(2, 5001)]
-
-
-@pytest.mark.parametrize("build", [ThreadedStreamer, Streamer], indirect=True)
-def test_a_stream_that_the_garbage_collector_ends_does_not_interrupt_the_engine(
-    build: Build,
-) -> None:
-    """It may run in any thread, in the middle of a change of what the engine holds."""
-    streamer = build(batch_size=1)
-    engine = streamer._backend
-    stream = streamer.stream(10**9)
-    next(stream)
-    with engine._core.lock:
-        del stream
-        gc.collect()
-        assert engine._core.batcher.figures.cancelled_calls == 0
-    assert [*streamer.stream(2)] == [1, 2]
-    assert streamer.stats().cancelled == 1
 
 
 def test_an_item_rests_with_its_next_worker_too() -> None:
@@ -732,27 +504,3 @@ def test_an_item_rests_with_its_next_worker_too() -> None:
     assert told == [True] * 3
     assert [outputs.take()[0] for _ in range(13)] == [*range(13)]
     assert told == [True] * 3 + [False]
-
-
-@pytest.mark.parametrize("build", [ThreadedStreamer, Streamer], indirect=True)
-def test_workers_are_told_in_order(build: Build) -> None:
-    """Also where one thread is interrupted while it tells, and another one has more to tell."""
-    streamer = build()
-    core = streamer._backend._core
-    told: list[int] = []
-
-    class Telling:
-        def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
-            told.append(what)
-            if what == 1:
-                core.untold.append((0, 2, 0))
-                other = threading.Thread(target=send, args=(core, self))
-                other.start()
-                other.join()
-                told.append(-1)
-
-    [*streamer.stream(1)]
-    streamer.close()  # or its own thread might tell them
-    core.untold.append((0, 1, 0))
-    send(core, Telling())  # type: ignore[arg-type]
-    assert told == [1, -1, 2]

@@ -551,6 +551,7 @@ def test_pauses_begin_anew_when_it_is_known_who_was_at_fault() -> None:
         del walk.places[slot]
         walk.supervisor.lost(slot, Loss.CRASHED, 0.0, 0.0, was_busy=True, is_explained=True)
         walk.obey()
+        assert walk.places == {slot + 1: 0}, "started at once"
         walk.ready(slot + 1)
 
 
@@ -560,18 +561,27 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(worker_num=st.integers(1, 3), max_restarts=st.integers(0, 3))
     def build(self, worker_num: int, max_restarts: int) -> None:
         self.walk = Walk(worker_num, ready=False, max_restarts=max_restarts)
+        self.were_ready: set[int] = set()
 
     @property
     def supervisor(self) -> Supervisor:
         return self.walk.supervisor
 
     def slots(self, *states: WorkerState) -> list[int]:
-        return [slot for slot, w in self.supervisor._workers.items() if w.state in states]
+        workers = self.supervisor.workers()
+        return [slot for _, slot, state in workers if slot is not None and state in states]
 
-    @precondition(lambda self: self.slots(WorkerState.STARTING))
+    @property
+    def loading(self) -> list[int]:
+        """Also those of a place that has failed."""
+        return self.slots(WorkerState.STARTING, WorkerState.FAILED)
+
+    @precondition(lambda self: self.loading)
     @rule(data=st.data())
     def ready(self, data: st.DataObject) -> None:
-        self.walk.ready(data.draw(st.sampled_from(self.slots(WorkerState.STARTING))))
+        slot = data.draw(st.sampled_from(self.loading))
+        self.were_ready.add(slot)
+        self.walk.ready(slot)
 
     @precondition(lambda self: self.walk.places)
     @rule(data=st.data(), has_place=st.booleans())
@@ -586,8 +596,7 @@ class AnyOrder(RuleBasedStateMachine):
     )
     def lose(self, data: st.DataObject, loss: Loss) -> None:
         slot = data.draw(st.sampled_from(sorted(self.walk.places)))
-        was_ready = self.supervisor._workers[slot].ready_at < math.inf
-        self.walk.lose(slot, Loss.CRASHED if was_ready else loss)
+        self.walk.lose(slot, Loss.CRASHED if slot in self.were_ready else loss)
 
     @precondition(lambda self: self.slots(WorkerState.RETIRING))
     @rule(data=st.data())
@@ -613,25 +622,25 @@ class AnyOrder(RuleBasedStateMachine):
     def consistent(self) -> None:
         if not hasattr(self, "walk"):
             return
-        assert {*self.supervisor._workers} == {*self.walk.places}
-        workers = self.supervisor._workers.values()
-        at = [worker.place for worker in workers if worker.state.value != "stopping"]
+        workers = [*self.supervisor.workers()]
+        assert {slot for _, slot, _ in workers} - {None} == {*self.walk.places}
+        at = [
+            place
+            for place, slot, state in workers
+            if slot is not None and state is not WorkerState.STOPPING
+        ]
         assert all(at.count(place) <= 2 for place in at)
         assert len(at) <= max(len(set(at)) + 1, 1) or self.slots(WorkerState.RETIRING)
-        for number, place in enumerate(self.supervisor._places):
-            assert not any(self.supervisor._is_missed(w) and w.is_unwanted for w in workers)
-            if number not in at:
-                assert place.restart_at < math.inf
-                stopping = self.slots(WorkerState.STOPPING)
-                assert self.supervisor.due < math.inf or stopping
+        if not {*range(self.supervisor.wanted)} <= {*at}:
+            assert self.supervisor.due < math.inf or self.slots(WorkerState.STOPPING)
 
     def teardown(self) -> None:
         if not hasattr(self, "walk"):
             return
-        generation = self.supervisor.renew(self.supervisor.overlap)
+        generation = self.supervisor.renew()
         self.walk.obey()
         for _ in range(200):
-            for slot in self.slots(WorkerState.STARTING):
+            for slot in self.loading:
                 self.walk.ready(slot)
             for slot in self.slots(WorkerState.RETIRING):
                 self.supervisor.vacant(slot)

@@ -1,48 +1,27 @@
-"""The Open Inference Protocol without a network: requests, items, results and answers as tables."""
+"""The Open Inference Protocol in one process: requests, results and answers as tables."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import struct
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import msgspec
+import httpx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from service_streamer import BadModelOutput, InvalidInput, ManagedModel
 from service_streamer.pipelines.custom import CustomModel
-from service_streamer.pipelines.declared_tensors import DATATYPES, declared_tensors
-from service_streamer.serve.v2.infer_answer import (
-    binary_of,
-    check_wanted,
-    chosen,
-    encode_answer,
-    output_tensors,
-)
-from service_streamer.serve.v2.infer_request import (
-    InferenceHeader,
-    InferRequest,
-    InputTensor,
-    WantedOutput,
-    calling,
-    parse_header,
-)
-from service_streamer.serve.v2.model_metadata import (
-    inputs_of,
-    model_metadata,
-    outputs_of,
-    wanted_of,
-)
-from service_streamer.serve.v2.tensor_items import check_tensors, count_of, items_of
+from web_application import WebApplication
 
+INFER = "/v2/models/m/infer"
 TEXTS = {"task": "fill-mask"}
 IMAGES = {"task": "image-classification"}
-
-
-def parsed(binary: bytes = b"", **header: Any) -> InferRequest:
-    decoded = msgspec.json.decode(json.dumps(header).encode(), type=InferenceHeader)
-    return parse_header(decoded, memoryview(binary))
 
 
 def tensor(
@@ -60,73 +39,142 @@ def texts(*elements: bytes) -> bytes:
     return b"".join(struct.pack("<I", len(each)) + each for each in elements)
 
 
+def spec(name: str, datatype: str, *shape: int) -> Any:
+    return {"name": name, "datatype": datatype, "shape": [*shape]}
+
+
+class Tensors(WebApplication):
+    """A model that returns its items, or the results that the test sets.
+
+    Attributes:
+        items: of all batches so far.
+        results: of the next request; None for its items.
+    """
+
+    def __init__(self, **description: Any) -> None:
+        self.items: list[Any] = []
+        self.results: list[Any] | None = None
+        super().__init__(self._predict, description, debug=True)
+
+    def _predict(self, batch: list[Any]) -> list[Any]:
+        self.items += batch
+        return batch if self.results is None else self.results
+
+    def ask(self, data: bytes = b"", **header: Any) -> httpx.Response:
+        """Send a request with binary data behind its header."""
+        body = json.dumps(header).encode()
+        return self.post(INFER, body + data, inference_header_content_length=str(len(body)))
+
+    def items_of(self, data: bytes = b"", **header: Any) -> list[Any]:
+        """What the model gets of a request."""
+        self.items.clear()
+        parameters = {"binary_data_output": True, **header.pop("parameters", {})}
+        response = self.ask(data, parameters=parameters, **header)
+        assert response.status_code == 200, response.text
+        return [*self.items]
+
+    def outputs_of(self, results: list[Any], **header: Any) -> httpx.Response:
+        """Ask for so many items as there are results."""
+        self.results = results
+        try:
+            return self.ask(inputs=[tensor("INT8", [len(results)], [0] * len(results))], **header)
+        finally:
+            self.results = None
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Tensors]:
+    """It declares nothing."""
+    with Tensors() as application:
+        yield application
+
+
+def refused(response: httpx.Response, status: int = 400) -> str:
+    assert response.status_code == status, response.text
+    return str(response.json()["error"])
+
+
+# -- from requests
+
 NUMPY = {
     "BOOL": "?", "UINT8": "u1", "UINT16": "u2", "UINT32": "u4", "UINT64": "u8", "INT8": "i1",
     "INT16": "i2", "INT32": "i4", "INT64": "i8", "FP16": "f2", "FP32": "f4", "FP64": "f8",
 }  # fmt: skip
 
 
-# -- from requests
+def test_numbers_are_the_same_as_json_and_as_binary_data(plain: Tensors) -> None:
+    for datatype, kind in NUMPY.items():
+        array = np.array([[0, 1, 1], [1, 0, 1]], kind)
+        data = array.tobytes()
+        for request, sent in (
+            (tensor(datatype, [2, 3], array.tolist()), b""),
+            (tensor(datatype, [2, 3], array.reshape(-1).tolist()), b""),
+            (binary(datatype, [2, 3], len(data)), data),
+        ):
+            items = plain.items_of(sent, inputs=[request])
+            assert {each.dtype for each in items} == {array.dtype}, datatype
+            assert [each.tolist() for each in items] == array.tolist()
 
 
-@pytest.mark.parametrize("datatype", NUMPY)
-def test_numbers_in_json_and_in_binary_are_the_same(datatype: str) -> None:
-    array = np.array([[0, 1, 1], [1, 0, 1]], NUMPY[datatype])
-    data = array.tobytes()
-    for request in (
-        parsed(inputs=[tensor(datatype, [2, 3], array.tolist())]),
-        parsed(inputs=[tensor(datatype, [2, 3], array.reshape(-1).tolist())]),
-        parsed(data, inputs=[binary(datatype, [2, 3], len(data))]),
-    ):
-        found = request.inputs[0].values
-        assert found.dtype == array.dtype
-        assert found.tolist() == array.tolist()
-
-
-def test_binary_data_is_not_copied() -> None:
-    data = b"..." + np.arange(6, dtype="f4").tobytes()  # at no multiple of its size
-    request = parse_header(
-        msgspec.convert({"inputs": [binary("FP32", [2, 3], 24)]}, InferenceHeader),
-        memoryview(data)[3:],
-    )
-    items = items_of(request, {})
+def test_binary_data_is_not_copied(plain: Tensors) -> None:
+    data = np.arange(6, dtype="f4").tobytes()
+    items = plain.items_of(data, inputs=[binary("FP32", [2, 3], 24)])
     assert [item.tolist() for item in items] == [[0, 1, 2], [3, 4, 5]]
-    assert all(np.shares_memory(item, np.frombuffer(data, "u1")) for item in items)
+    assert not any(item.flags.writeable for item in items), "they are views of the request"
 
 
 def test_bf16_arrives_as_float32_and_goes_as_it_came() -> None:
     values = np.array([1.0, -2.5, 3e38], "f4")
     data = (values.view("u4") >> 16).astype("u2").tobytes()
-    request = parsed(data, inputs=[binary("BF16", [3], 6)])
-    found = request.inputs[0].values
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, values, rtol=2**-7)
-    specs: Any = [{"name": "y", "datatype": "BF16", "shape": [-1]}]
-    [answer] = output_tensors([*found], specs)
-    assert binary_of(answer) == data
+    with Tensors(outputs=[spec("y", "BF16", -1)]) as model:
+        wanted = {"binary_data_output": True}
+        response = model.ask(data, inputs=[binary("BF16", [3], 6)], parameters=wanted)
+        assert {item.dtype for item in model.items} == {np.dtype(np.float32)}
+        np.testing.assert_allclose(model.items, values, rtol=2**-7)
+    assert response.content.endswith(data)
 
 
-def test_texts() -> None:
-    for request in (
-        parsed(inputs=[tensor("BYTES", [2], ["a", "ü"])]),
-        parsed(inputs=[tensor("BYTES", [2, 1], [["a"], ["ü"]])]),
-        parsed(texts(b"a", "ü".encode()), inputs=[binary("BYTES", [2], 11)]),
+@pytest.mark.parametrize(
+    ("request_", "data", "items"),
+    [
+        (tensor("BYTES", [2], ["a", "ü"]), b"", ["a", "ü"]),
+        (tensor("BYTES", [2, 1], [["a"], ["ü"]]), b"", [["a"], ["ü"]]),
+        (tensor("BYTES", [2, 2], [["a", "b"], ["c", "d"]]), b"", [["a", "b"], ["c", "d"]]),
+        (binary("BYTES", [2], 11), texts(b"a", "ü".encode()), ["a", "ü"]),
+        # If one is no text, none is.
+        (binary("BYTES", [2], 10), texts(b"a", b"\xff"), [b"a", b"\xff"]),
+        (tensor("INT32", [2, 1], [[1], [2]]), b"", [[1], [2]]),
+        (tensor("INT32", [1, 1, 1], [[[1]]]), b"", [[[1]]]),
+    ],
+)
+def test_a_row_of_a_tensor_is_an_item(
+    plain: Tensors, request_: Any, data: bytes, items: list[Any]
+) -> None:
+    found = plain.items_of(data, inputs=[request_])
+    assert [getattr(each, "tolist", lambda each=each: each)() for each in found] == items
+
+
+@given(st.lists(st.text('[]",\\a\n\0é'), min_size=6, max_size=6), st.sampled_from([None, 1]))
+def test_texts_keep_their_brackets(plain: Tensors, words: list[str], indent: int | None) -> None:
+    for shape, nested in (
+        ([6], words),
+        ([6, 1], [[each] for each in words]),
+        ([2, 3], [words[:3], words[3:]]),
     ):
-        assert items_of(request, TEXTS) == ["a", "ü"]
+        header = json.dumps({"inputs": [tensor("BYTES", shape, nested)]}, indent=indent)
+        plain.items.clear()
+        assert plain.post(INFER, header.encode()).status_code == 200
+        assert plain.items == nested
 
 
-def test_several_inputs_in_one_body() -> None:
+def test_rows_of_several_tensors_are_dicts(plain: Tensors) -> None:
     data = texts(b"one", b"") + np.array([5, 6], "u2").tobytes()
-    request = parsed(
-        data,
-        inputs=[
-            binary("BYTES", [2], 11, "a"),
-            tensor("INT8", [2, 1], [1, 2], "b"),
-            binary("UINT16", [2], 4, "c"),
-        ],
-    )
-    assert count_of(request.inputs) == 2
-    first, second = items_of(request, {})
+    inputs = [
+        binary("BYTES", [2], 11, "a"),
+        tensor("INT8", [2, 1], [1, 2], "b"),
+        binary("UINT16", [2], 4, "c"),
+    ]
+    first, second = (item["inputs"] for item in plain.items_of(data, inputs=inputs))
     assert [*first] == ["a", "b", "c"]
     assert (first["a"], first["b"].tolist(), first["c"].tolist()) == ("one", [1], 5)
     assert (second["a"], second["b"].tolist(), second["c"].tolist()) == ("", [2], 6)
@@ -135,179 +183,177 @@ def test_several_inputs_in_one_body() -> None:
 @pytest.mark.parametrize(
     ("each", "data", "text"),
     [
-        (tensor("FLOAT", [1], [1]), b"", "inputs[0].datatype: must be one of BOOL, UINT8"),
-        (tensor("FP32", [], [1]), b"", "inputs[0].shape: must have a dimension"),
-        (tensor("FP32", [0], []), b"", "each size must be at least 1; not 0"),
-        (tensor("FP32", [-1], [1]), b"", "each size must be at least 1; not -1"),
-        (tensor("FP32", [1 << 63], [1]), b"", "each size must be at most 9223372036854775807"),
-        (tensor("BYTES", [10**4000] * 2, ["a"]), b"", "each size must be at most"),
-        (tensor("BYTES", [(1 << 63) - 1] * 32, ["a"]), b"", "of which a tensor may have 262144"),
-        (tensor("FP32", [1] * 33, [1]), b"", "more than 32 dimensions"),
-        (tensor("FP32", [2], [1]), b"", "its 1 elements are not the 2 of shape [2]"),
-        (tensor("FP32", [1], ["1"]), b"", "data: expected `float`, got `str`"),
-        (tensor("FP32", [1], 1), b"", "data: expected `array`, got `int`"),
-        (tensor("FP32", [2, 1], [[1], 2]), b"", "the lists within it differ in length"),
-        (tensor("FP32", [3, 1], [[1, 2], [3]]), b"", "the lists within it differ in length"),
-        (tensor("FP32", [2], [[1], [2]]), b"", "nested 2 deep, but the shape has 1 dimension"),
-        (tensor("INT32", [1], [1.5]), b"", "data: expected `int`, got `float`"),
-        (tensor("INT32", [1], [True]), b"", "data: expected `int`, got `bool`"),
-        (tensor("BOOL", [1], [1]), b"", "data: expected `bool`, got `int`"),
-        (tensor("UINT8", [1], [-1]), b"", "a number is out of the range of UINT8"),
-        (tensor("FP16", [1], [1e5]), b"", "a number is out of the range of FP16"),
-        (tensor("FP32", [1], [1e39]), b"", "a number is out of the range of FP32"),
-        (tensor("INT64", [1], [2**63]), b"", "a number is out of the range of INT64"),
-        (tensor("BF16", [1], [1.0]), b"", "BF16 has no form in JSON"),
-        (tensor("BYTES", [1], [1]), b"", "data must be a list of texts"),
-        (tensor("BYTES", [2, 1], [["a"], "b"]), b"", "the lists within it differ in length"),
-        (tensor("BYTES", [2, 1], [["a"], [1]]), b"", "or of lists of one depth"),
-        (tensor("BYTES", [1], "a"), b"", "data must be a list of texts"),
-        (tensor("BYTES", [2], ["a"]), b"", "its 1 elements are not the 2"),
-        (tensor("BYTES", [1 << 19], ["a"]), b"", "of which a tensor may have 262144"),
-        (tensor("FP32", [1]), b"", "must have either data or the parameter binary_data_size"),
-        (binary("FP32", [1], 4) | {"data": [1]}, b"1234", "must have either data or the parameter"),
-        (binary("FP32", [1], 4), b"123", "4 bytes are more than the 3 that follow"),
-        (binary("FP32", [1], 4), b"12345", "1 bytes of binary data belong to no input"),
-        (binary("FP32", [2], 4), b"1234", "its 4 bytes are not the 8 of shape [2]"),
-        (binary("FP32", [1 << 60, 1 << 60], 4), b"1234", "its 4 bytes are not the"),
-        (binary("FP32", [1], -1), b"", "binary_data_size: must be a number of bytes"),
-        (binary("BYTES", [1], 3), b"123", "an element is cut off"),
-        (binary("BYTES", [1], 5), b"\2\0\0\0a", "an element of 2 bytes is cut off"),
-        (binary("BYTES", [1], 5), b"\xff\xff\xff\xffa", "is cut off"),
-        (binary("BYTES", [1], 8), texts(b"", b""), "its 1 or more elements are not the 1"),
-        (binary("BYTES", [3], 8), texts(b"", b""), "its 2 elements are not the 3"),
-        (
-            tensor("FP32", [1], parameters={"shared_memory_region": "a"}),
-            b"",
-            "'shared_memory_region' is not supported",
-        ),
+        (tensor("FLOAT", [1], [1]), b"", "datatype"),
+        (tensor("FP32", [], [1]), b"", "shape"),
+        (tensor("FP32", [0], []), b"", "at least 1"),
+        (tensor("FP32", [-1], [1]), b"", "at least 1"),
+        (tensor("FP32", [1 << 63], [1]), b"", "9223372036854775807"),
+        (tensor("BYTES", [(1 << 63) - 1] * 32, ["a"]), b"", "262144"),
+        (tensor("FP32", [1] * 33, [1]), b"", "32"),
+        (tensor("FP32", [2], [1]), b"", "its 1 elements"),
+        (tensor("FP32", [1], ["1"]), b"", "`str`"),
+        (tensor("FP32", [1], 1), b"", "`int`"),
+        (tensor("FP32", [1], {"a": 1}), b"", "`object`"),
+        (tensor("FP32", [2, 1], [[1], 2]), b"", "differ in length"),
+        (tensor("FP32", [2, 2], [1, [2]]), b"", "differ in length"),
+        (tensor("FP32", [2, 2], [[1], [[2]]]), b"", "differ in length"),
+        (tensor("FP32", [2, 2], {"a": 1, "b": [[2]]}), b"", "differ in length"),
+        (tensor("FP32", [3, 1], [[1, 2], [3]]), b"", "differ in length"),
+        (tensor("FP32", [3, 1], [[1], [2, 3]]), b"", "differ in length"),
+        (tensor("FP32", [2, 1], [[1], ["]"]]), b"", "differ in length"),
+        (tensor("FP32", [2], [[1], [2]]), b"", "nested 2 deep"),
+        (tensor("FP32", [2, 1], [[], [1]]), b"", "not empty"),
+        (tensor("FP32", [2, 1], [[1], []]), b"", "not empty"),
+        (tensor("FP32", [1], [1, 2, 3]), b"", "its 3 elements"),
+        (tensor("FP32", [2], []), b"", "its 0 elements"),
+        (tensor("FP32", [2, 1], [[1], [None]]), b"", "`null`"),
+        (tensor("INT32", [1], [1.5]), b"", "`float`"),
+        (tensor("INT32", [1], [True]), b"", "`bool`"),
+        (tensor("BOOL", [1], [1]), b"", "`int`"),
+        (tensor("UINT8", [1], [-1]), b"", "UINT8"),
+        (tensor("FP16", [1], [1e5]), b"", "FP16"),
+        (tensor("FP32", [1], [1e39]), b"", "FP32"),
+        (tensor("INT64", [1], [2**63]), b"", "INT64"),
+        (tensor("BF16", [1], [1.0]), b"", "BF16"),
+        (tensor("BYTES", [1], [1]), b"", "texts"),
+        (tensor("BYTES", [2, 1], [["a"], "b"]), b"", "differ in length"),
+        (tensor("BYTES", [3, 1], [["a"], ["b", "c"]]), b"", "differ in length"),
+        (tensor("BYTES", [1, 1], [[["a"]]]), b"", "nested 3 deep"),
+        (tensor("BYTES", [2, 1], [["a"], [1]]), b"", "texts"),
+        (tensor("BYTES", [3, 1], [["a"], {"b": "c"}]), b"", "texts"),
+        (tensor("BYTES", [1], "a"), b"", "texts"),
+        (tensor("BYTES", [2], ["a"]), b"", "its 1 elements"),
+        (tensor("BYTES", [1], ["a", "b"]), b"", "its 2 elements"),
+        (tensor("BYTES", [1 << 19], ["a"]), b"", "262144"),
+        (tensor("FP32", [1]), b"", "binary_data_size"),
+        (binary("FP32", [1], 4) | {"data": [1]}, b"1234", "binary_data_size"),
+        (binary("FP32", [1], 4), b"123", "3 that follow"),
+        (binary("FP32", [1], 4), b"12345", "1 bytes"),
+        (binary("FP32", [2], 4), b"1234", "its 4 bytes"),
+        (binary("FP32", [1 << 60, 1 << 60], 4), b"1234", "its 4 bytes"),
+        (binary("FP32", [1], -1), b"", "binary_data_size"),
+        (binary("BYTES", [1], 3), b"123", "cut off"),
+        (binary("BYTES", [1], 5), b"\2\0\0\0a", "cut off"),
+        (binary("BYTES", [1], 5), b"\xff\xff\xff\xffa", "cut off"),
+        (binary("BYTES", [1], 8), texts(b"", b""), "its 1 or more elements"),
+        (binary("BYTES", [3], 8), texts(b"", b""), "its 2 elements"),
+        (tensor("FP32", [1], parameters={"shared_memory_region": "a"}), b"", "'shared_memory"),
     ],
 )
-def test_what_is_wrong_is_said(each: dict[str, Any], data: bytes, text: str) -> None:
-    with pytest.raises(InvalidInput) as raised:
-        parsed(data, inputs=[each])
-    assert text in str(raised.value)
-    assert str(raised.value).startswith("inputs")
-
-
-@pytest.mark.parametrize(
-    ("inputs", "description", "text"),
-    [
-        ([], {}, "inputs: must have a tensor"),
-        ([tensor("INT8", [1], [1]), tensor("INT8", [1], [1])], {}, "two inputs 'x'"),
-        (
-            [tensor("INT8", [1], [1]), tensor("INT8", [2], [1, 2], "y")],
-            {},
-            "inputs[1].shape: the first size, that of the batch, must be that of the other",
-        ),
-        ([tensor("INT8", [1], [1])], TEXTS, "must be BYTES, a tensor of texts; not INT8"),
-        ([tensor("INT8", [1], [1])], IMAGES, "must be BYTES, a tensor of images, as files"),
-        ([tensor("BYTES", [1, 2], ["a", "b"])], TEXTS, "must be [1], an element for each input"),
-        (
-            [tensor("BYTES", [1], ["a"]), tensor("BYTES", [1], ["a"], "y")],
-            TEXTS,
-            "the model takes one tensor, of texts; not 2",
-        ),
-    ],
-)
-def test_tensors_that_make_no_items(inputs: Any, description: Any, text: str) -> None:
-    request = parsed(inputs=inputs)
-    with pytest.raises(InvalidInput) as raised:
-        count_of(request.inputs) and items_of(request, description)
-    assert text in str(raised.value)
-
-
-def test_many_inputs_are_not_compared_with_each_other() -> None:
-    compared = 0
-
-    class Name(str):
-        __slots__ = ()
-        __hash__ = str.__hash__
-
-        def __eq__(self, other: object) -> bool:
-            nonlocal compared
-            compared += 1
-            return str.__eq__(self, other)
-
-    inputs = [InputTensor(Name(number), "INT8", [1], None) for number in range(300)]
-    assert count_of(inputs) == 1
-    assert compared < 300
-
-
-def test_a_text_that_is_none() -> None:
-    request = parsed(texts(b"a", b"\xff"), inputs=[binary("BYTES", [2], 10)])
-    with pytest.raises(InvalidInput, match=r"inputs\[0\]: element 1 is not valid UTF-8"):
-        items_of(request, TEXTS)
-    assert items_of(request, IMAGES) == [b"a", b"\xff"]
-    assert items_of(request, {}) == [b"a", b"\xff"], "one that is no text: none is"
-
-
-def test_bytes_of_a_model_that_declares_them() -> None:
-    specs = [{"name": "x", "datatype": "BYTES", "shape": [-1]}]
-    request = parsed(inputs=[tensor("BYTES", [1], ["a"])])
-    assert items_of(request, {}) == ["a"]
-    assert items_of(request, {"inputs": specs}) == [b"a"]
-
-
-def test_texts_of_several_dimensions() -> None:
-    request = parsed(inputs=[tensor("BYTES", [2, 2], [["a", "b"], ["c", "d"]])])
-    assert items_of(request, {}) == [["a", "b"], ["c", "d"]]
-
-
-SPECS: Any = [
-    {"name": "x", "datatype": "FP32", "shape": [-1, 3, -1]},
-    {"name": "n", "datatype": "INT64", "shape": [-1]},
-]
-
-
-def given(name: str, datatype: str, shape: list[int]) -> InputTensor:
-    return InputTensor(name, datatype, shape, None)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "text"),
-    [
-        ([given("x", "FP32", [2, 3, 5]), given("n", "INT64", [2])], ""),
-        ([given("n", "INT64", [2]), given("x", "FP32", [2, 3, 1])], ""),
-        ([given("x", "FP32", [2, 3, 5])], "inputs: 'n' must be there too"),
-        ([given("y", "FP32", [2, 3, 5])], "the model has no input 'y'; it has 'x', 'n'"),
-        ([given("x", "FP64", [2, 3, 5])], "inputs[0].datatype: must be FP32; not FP64"),
-        ([given("x", "FP32", [2, 4, 5])], "must be [-1, 3, -1], where -1 is any size"),
-        ([given("x", "FP32", [2, 3])], "not [2, 3]"),
-    ],
-)
-def test_what_a_model_declares_is_compared(inputs: list[InputTensor], text: str) -> None:
-    check_tensors(inputs, [])
-    if not text:
-        check_tensors(inputs, SPECS)
-        return
-    with pytest.raises(InvalidInput) as raised:
-        check_tensors(inputs, SPECS)
-    assert text in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "timeout", "priority", "rest"),
-    [
-        ({}, None, 0, {}),
-        ({"timeout": 1_500_000}, 1.5, 0, {}),
-        ({"timeout": 0, "priority": 0}, None, 0, {}),
-        ({"priority": 2, "top_k": 3}, None, -2, {"top_k": 3}),
-        ({"sequence_id": 0, "sequence_start": False}, None, 0, {}),
-    ],
-)
-def test_parameters_of_a_call(
-    parameters: dict[str, Any], timeout: float | None, priority: int, rest: dict[str, Any]
+def test_a_tensor_is_refused_with_what_is_wrong_with_it(
+    plain: Tensors, each: dict[str, Any], data: bytes, text: str
 ) -> None:
-    assert calling(parameters) == (timeout, priority, rest)
+    said = refused(plain.ask(data, inputs=[each]))
+    assert said.startswith("inputs")
+    assert text in said
+
+
+def test_a_tensor_of_very_deep_lists_is_refused(plain: Tensors) -> None:
+    nested = b"[" * 500 + b"]" * 500
+    header = json.dumps({"inputs": [tensor("FP32", [1], "HERE")]}).encode()
+    assert "nested 500 deep" in refused(plain.post(INFER, header.replace(b'"HERE"', nested)))
+
+
+def test_a_size_that_no_computer_prints_is_refused(plain: Tensors) -> None:
+    header = json.dumps({"inputs": [tensor("BYTES", [1], ["a"])]}).encode()
+    huge = header.replace(b"[1]", b"[1%b]" % (b"0" * 4000), 1)
+    assert "at most" in refused(plain.post(INFER, huge))
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[dict[str, Tensors]]:
+    """By what they describe themselves as."""
+    declared = [spec("x", "FP32", -1, 3, -1), spec("n", "INT64", -1)]
+    with (
+        Tensors(**TEXTS) as of_texts,
+        Tensors(**IMAGES) as of_images,
+        Tensors(inputs=declared) as of_two,
+        Tensors(inputs=[spec("x", "BYTES", -1)]) as of_bytes,
+        Tensors() as of_any,
+    ):
+        yield {
+            "texts": of_texts, "images": of_images, "two": of_two, "bytes": of_bytes,
+            "any": of_any,
+        }  # fmt: skip
+
+
+X, N = tensor("FP32", [2, 3, 1], [1.0] * 6), tensor("INT64", [2], [1, 2], "n")
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "data", "text"),
+    [
+        ("any", [], b"", "empty"),
+        ("any", [tensor("INT8", [1], [1])] * 2, b"", "'x'"),
+        ("any", [tensor("INT8", [1], [1]), tensor("INT8", [2], [1, 2], "y")], b"",
+         "inputs[1].shape"),
+        ("texts", [tensor("INT8", [1], [1])], b"", "not INT8"),
+        ("images", [tensor("INT8", [1], [1])], b"", "images"),
+        ("texts", [tensor("BYTES", [1, 2], ["a", "b"])], b"", "[1]"),
+        ("texts", [tensor("BYTES", [1], ["a"]), tensor("BYTES", [1], ["a"], "y")], b"", "not 2"),
+        ("texts", [binary("BYTES", [2], 10)], texts(b"a", b"\xff"), "element 1"),
+        ("two", [X], b"", "'n'"),
+        ("two", [tensor("FP32", [2, 3, 1], [1.0] * 6, "y")], b"", "'y'"),
+        ("two", [tensor("FP64", [2, 3, 1], [1.0] * 6)], b"", "inputs[0].datatype"),
+        ("two", [tensor("FP32", [2, 4, 1], [1.0] * 8)], b"", "[-1, 3, -1]"),
+        ("two", [tensor("FP32", [2, 3], [1.0] * 6)], b"", "not [2, 3]"),
+    ],
+)  # fmt: skip
+def test_tensors_are_refused_when_the_model_takes_others(
+    models: dict[str, Tensors], model: str, inputs: Any, data: bytes, text: str
+) -> None:
+    assert text in refused(models[model].ask(data, inputs=inputs))
+
+
+def test_items_are_what_the_model_takes(models: dict[str, Tensors]) -> None:
+    for inputs in ([X, N], [N, X]):
+        assert len(models["two"].items_of(inputs=inputs)) == 2
+    word = [tensor("BYTES", [1], ["a"])]
+    assert models["bytes"].items_of(inputs=word) == [b"a"]
+    assert models["any"].items_of(inputs=word) == ["a"]
+    files = texts(b"a", b"\xff")
+    found = models["images"].items_of(files, inputs=[binary("BYTES", [2], 10)])
+    assert found == [b"a", b"\xff"]
+
+
+def test_a_request_is_refused_when_it_has_too_many_parts(plain: Tensors) -> None:
+    many = [tensor("INT8", [1], [1], str(number)) for number in range(1025)]
+    wanted = [{"name": each["name"]} for each in many]
+    for name, body in (
+        ("inputs", {"inputs": many}),
+        ("outputs", {"inputs": many[:1], "outputs": wanted}),
+        ("parameters", {"inputs": many[:1], "parameters": {each["name"]: 1 for each in many}}),
+    ):
+        said = refused(plain.ask(**body))
+        assert said.startswith(name)
+        assert "1024" in said
 
 
 @pytest.mark.parametrize(
     "parameters",
     [{"timeout": -1}, {"timeout": 1.5}, {"priority": "1"}, {"priority": True}, {"sequence_id": 7}],
 )
-def test_parameters_that_are_wrong(parameters: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match=r"parameters"):
-        calling(parameters)
+def test_a_wrong_parameter_is_refused_with_its_name(
+    plain: Tensors, parameters: dict[str, Any]
+) -> None:
+    inputs = [tensor("INT8", [1], [1])]
+    [name] = parameters
+    said = refused(plain.ask(inputs=inputs, parameters=parameters))
+    assert said.startswith("parameters")
+    assert name in said
+
+
+def test_parameters_of_the_call_are_not_the_models(plain: Tensors) -> None:
+    inputs = [tensor("INT8", [1], [1])]
+    for parameters in (
+        {"timeout": 0, "priority": 0},
+        {"timeout": 60_000_000, "priority": 2},
+        {"sequence_id": 0, "sequence_start": False},
+    ):
+        assert plain.items_of(inputs=inputs, parameters=parameters) == [1]
+    with Tensors(takes_parameters=True) as model:
+        [item] = model.items_of(inputs=inputs, parameters={"priority": 2, "top_k": 3})
+        assert item["parameters"] == {"top_k": 3}
 
 
 # -- to answers
@@ -344,11 +390,8 @@ def test_parameters_that_are_wrong(parameters: dict[str, Any]) -> None:
         ([np.array(["a"])], [("output", "BYTES", [1], ['["a"]'])]),
     ],
 )
-def test_results_become_tensors(results: list[Any], expected: list[Any]) -> None:
-    request = InferRequest("", {}, [], None, False)
-    answer, parts = encode_answer("m", request, chosen(output_tensors(results, []), request))
-    assert not parts
-    assert json.loads(answer) == {
+def test_results_become_tensors(plain: Tensors, results: list[Any], expected: list[Any]) -> None:
+    assert plain.outputs_of(results).json() == {
         "model_name": "m",
         "model_version": "1",
         "outputs": [
@@ -358,12 +401,13 @@ def test_results_become_tensors(results: list[Any], expected: list[Any]) -> None
     }
 
 
-def test_some_outputs_as_binary_data() -> None:
-    tensors = output_tensors([{"a": 1, "b": np.ones(2, "f4")}], [])
-    request = InferRequest("7", {}, [], [WantedOutput("b", True), WantedOutput("a", False)], False)
-    answer, parts = encode_answer("m", request, chosen(tensors, request))
-    assert json.loads(answer)["id"] == "7"
-    assert json.loads(answer)["outputs"] == [
+def test_outputs_are_binary_data_where_the_request_wants_it(plain: Tensors) -> None:
+    wanted = [{"name": "b", "parameters": {"binary_data": True}}, {"name": "a"}]
+    response = plain.outputs_of([{"a": 1, "b": np.ones(2, "f4")}], id="7", outputs=wanted)
+    size = int(response.headers["inference-header-content-length"])
+    header = json.loads(response.content[:size])
+    assert header["id"] == "7"
+    assert header["outputs"] == [
         {
             "name": "b",
             "datatype": "FP32",
@@ -372,79 +416,157 @@ def test_some_outputs_as_binary_data() -> None:
         },
         {"name": "a", "datatype": "INT64", "shape": [1], "data": [1]},
     ]
-    assert [bytes(part) for part in parts] == [np.ones(2, "f4").tobytes()]
+    assert response.content[size:] == np.ones(2, "f4").tobytes()
 
 
-def test_bytes_that_are_no_text() -> None:
-    [output] = output_tensors([b"\xff", b""], [])
-    assert binary_of(output) == texts(b"\xff", b"")
-    request = InferRequest("", {}, [], None, False)
-    with pytest.raises(InvalidInput, match="ask for it with the parameter binary_data"):
-        encode_answer("m", request, chosen([output], request))
-
-
-def test_outputs_that_are_not_there() -> None:
-    with pytest.raises(InvalidInput, match=r"outputs\[0\].name: the model has no output 'b'"):
-        check_wanted([WantedOutput("b", True)], ["a"])
-    with pytest.raises(InvalidInput, match=r"outputs\[1\].name: 'a' is asked for twice"):
-        check_wanted([WantedOutput("a", True)] * 2, ["a"])
-
-
-def spec(name: str, datatype: str, *shape: int) -> Any:
-    return {"name": name, "datatype": datatype, "shape": [*shape]}
+def test_bytes_that_are_no_text_go_as_binary_data_only(plain: Tensors) -> None:
+    results = [b"\xff", b""]
+    assert "binary_data" in refused(plain.outputs_of(results))
+    response = plain.outputs_of(results, parameters={"binary_data_output": True})
+    assert response.content.endswith(texts(*results))
 
 
 @pytest.mark.parametrize(
-    ("results", "specs", "expected"),
-    [
-        ([1.5, 2], [spec("y", "FP32", -1)], "FP32"),
-        ([1, 2], [spec("y", "UINT8", -1)], "UINT8"),
-        ([np.ones(2)], [spec("y", "FP32", -1, 2)], "FP32"),
-        ([{"y": np.ones(2, "i8")}], [spec("y", "FP32", -1, -1)], "FP32"),
-        ([{"y": "a"}, {"y": {"b": 1}}], [spec("y", "BYTES", -1)], "BYTES"),
-    ],
+    ("names", "text"), [(["b"], "outputs[0].name"), (["output", "output"], "outputs[1].name")]
 )
-def test_declared_outputs(results: list[Any], specs: Any, expected: str) -> None:
-    [output] = output_tensors(results, specs)
-    assert (output.name, output.datatype) == ("y", expected)
-
-
-def test_the_dicts_of_a_task_are_json() -> None:
-    results = [{"labels": ["a"], "scores": [1.0]}]
-    [output] = output_tensors(results, wanted_of({"task": "zero-shot-classification"}))
-    assert output.values == ['{"labels":["a"],"scores":[1.0]}']
-    [output] = output_tensors([{"score": 1.0}], wanted_of({"task": "fill-mask"}))
-    assert output.values == ['{"score":1.0}']
+def test_an_output_is_refused_when_it_is_unknown_or_named_twice(
+    plain: Tensors, names: list[str], text: str
+) -> None:
+    said = refused(plain.outputs_of([1], outputs=[{"name": name} for name in names]))
+    assert said.startswith(text)
 
 
 @pytest.mark.parametrize(
-    ("results", "specs", "text"),
+    ("results", "output", "text"),
     [
-        ([1.5], [spec("y", "INT32", -1)], "declared as INT32, but the model returned float64"),
-        (["a"], [spec("y", "FP32", -1)], "the results are no numbers"),
-        ([np.ones(3)], [spec("y", "FP64", -1, 2)], r"shape \[-1, 2\], but the results have shape"),
-        ([{"z": 1}], [spec("y", "INT32", -1)], r"not a dict that has it; it is \['z'\]"),
-        ([1], [spec("y", "INT8", -1), spec("z", "INT8", -1)], "it is 'int'"),
+        ([1.5, 2], spec("y", "FP32", -1), ""),
+        ([1, 2], spec("y", "UINT8", -1), ""),
+        ([np.ones(2)], spec("y", "FP32", -1, 2), ""),
+        ([{"y": np.ones(2, "i8")}], spec("y", "FP32", -1, -1), ""),
+        ([{"y": "a"}, {"y": {"b": 1}}], spec("y", "BYTES", -1), ""),
+        ([1.5], spec("y", "INT32", -1), "float64"),
+        (["a"], spec("y", "FP32", -1), "no numbers"),
+        ([np.ones(3)], spec("y", "FP64", -1, 2), "[-1, 2]"),
+        ([{"z": 1}], spec("y", "INT32", -1), "['z']"),
     ],
 )
-def test_results_that_are_not_what_is_declared(results: list[Any], specs: Any, text: str) -> None:
-    with pytest.raises(BadModelOutput, match=text):
-        output_tensors(results, specs)
+def test_results_are_compared_with_the_declared_output(
+    results: list[Any], output: Any, text: str
+) -> None:
+    with Tensors(outputs=[output]) as model:
+        response = model.outputs_of(results)
+    if text:
+        assert text in refused(response, 500)
+    else:
+        [found] = response.json()["outputs"]
+        assert (found["name"], found["datatype"]) == ("y", output["datatype"])
 
 
-# -- what models say
+def test_a_result_must_have_all_declared_outputs() -> None:
+    with Tensors(outputs=[spec("y", "INT8", -1), spec("z", "INT8", -1)]) as model:
+        assert "'int'" in refused(model.outputs_of([1]), 500)
 
 
-def test_metadata_of_tasks_and_of_others() -> None:
-    assert inputs_of(TEXTS) == [spec("text", "BYTES", -1)]
-    assert inputs_of(IMAGES) == [spec("image", "BYTES", -1)]
-    assert outputs_of(IMAGES) == [spec("output", "BYTES", -1)]
-    assert wanted_of(TEXTS) == [spec("output", "BYTES", -1)]
-    assert wanted_of({"task": "feature-extraction"}) == []
-    assert outputs_of({"task": "feature-extraction"}) == [spec("output", "FP64", -1, -1, -1)]
-    assert model_metadata("m", {}) == {
-        "name": "m", "versions": ["1"], "platform": "python", "inputs": [], "outputs": [],
-    }  # fmt: skip
+def test_a_task_declares_its_tensors() -> None:
+    for description, inputs, outputs in (
+        (TEXTS, [spec("text", "BYTES", -1)], [spec("output", "BYTES", -1)]),
+        (IMAGES, [spec("image", "BYTES", -1)], [spec("output", "BYTES", -1)]),
+        ({"task": "feature-extraction"}, [spec("text", "BYTES", -1)],
+         [spec("output", "FP64", -1, -1, -1)]),
+        ({}, [], []),
+    ):  # fmt: skip
+        with Tensors(**description) as model:
+            about = model.get("/v2/models/m").json()
+        assert (about["inputs"], about["outputs"]) == (inputs, outputs)
+        assert about["platform"] == ("transformers" if description else "python")
+
+
+# -- large requests
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape"),
+    [("INT32", (40_000,)), ("FP32", (200, 200)), ("BOOL", (4, 10_000, 1))],
+)
+def test_a_large_array_is_the_same_in_pieces(datatype: str, shape: tuple[int, ...]) -> None:
+    """More than 64 kB of JSON, and more than 16,384 numbers."""
+    values = np.arange(math.prod(shape)).reshape(shape)
+    if datatype == "BOOL":
+        values = values % 3 == 0
+    whole = tensor(datatype, [1, *shape], [values.tolist()])
+    with Tensors() as model:  # it uses a thread, which ends with it
+        answer = model.ask(inputs=[whole]).json()["outputs"][0]
+    assert answer["shape"] == whole["shape"]
+    assert answer["data"] == values.reshape(-1).tolist()
+
+
+def test_a_wrong_number_behind_many_is_refused_without_a_wrong_place(plain: Tensors) -> None:
+    said = refused(plain.ask(inputs=[tensor("INT32", [40_000], [1] * 39_999 + ["9"])]))
+    assert said == "inputs[0]: data: expected `int`, got `str`"
+
+
+class Held(ThreadPoolExecutor):
+    """An executor that begins nothing before it may."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.held: list[tuple[Any, Any, Future[Any]]] = []
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.held.append((function, args, future))
+        return future
+
+    def let_go(self) -> None:
+        for function, args, future in self.held:
+            future.set_result(function(*args))
+        self.held.clear()
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted", "is_read_apart"),
+    [
+        (tensor("INT32", [1, 150_000], [7] * 150_000), True, True),
+        (binary("INT32", [1, 150_000], 600_000), False, False),
+    ],
+    ids=["reading", "writing"],
+)
+def test_others_are_answered_while_a_large_request_is_read_or_its_answer_written(
+    body: dict[str, Any], wanted: bool, is_read_apart: bool
+) -> None:
+    data = b"" if is_read_apart else np.full(150_000, 7, "i4").tobytes()
+    header = json.dumps({"inputs": [body], "parameters": {"binary_data_output": wanted}}).encode()
+    small = {"inputs": [tensor("INT32", [1], [7])]}
+
+    async def main() -> None:
+        executor = Held()
+        asyncio.get_running_loop().set_default_executor(executor)
+        large = asyncio.create_task(
+            model.send(INFER, header + data, inference_header_content_length=str(len(header)))
+        )
+        while not (executor.held or large.done()):
+            await asyncio.sleep(0)
+        assert len(executor.held) == 1
+        assert bool(model.items) != is_read_apart
+        assert (await model.send(INFER, small)).json()["outputs"][0]["data"] == [7]
+        assert len(executor.held) == 1, "a small one is read in the event loop"
+        executor.let_go()
+        response = await large
+        assert response.status_code == 200
+        assert len(response.content) > 300_000
+        executor.shutdown()
+
+    with Tensors() as model:
+        model.run(main())
+
+
+# -- in the worker
+
+
+def custom(target: str) -> CustomModel:
+    model = CustomModel()
+    model.init_model(target)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -464,33 +586,19 @@ def test_metadata_of_tasks_and_of_others() -> None:
         [("x", "FP32", (-1,)), ("x", "FP32", (-1,))],
     ],
 )
-def test_declarations_that_are_none(value: Any) -> None:
-    class Model(ManagedModel):
-        inputs = value
-
-        def init_model(self) -> None: ...
-
-    with pytest.raises((TypeError, ValueError), match=r"Model\.inputs"):
-        declared_tensors(Model, "inputs")
+def test_a_wrong_declaration_is_refused(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensor_models.Added.inputs", value)
+    with pytest.raises((TypeError, ValueError), match=r"Added\.inputs"):
+        custom("tensor_models:Added")
 
 
-def test_every_datatype_can_be_declared() -> None:
-    class Model(ManagedModel):
-        outputs = tuple((name, name, (-1, 2)) for name in DATATYPES)
-
-        def init_model(self) -> None: ...
-
-    assert declared_tensors(Model, "inputs") == []
-    assert [each["datatype"] for each in declared_tensors(Model, "outputs")] == [*DATATYPES]
-
-
-# -- in the worker
-
-
-def custom(target: str) -> CustomModel:
-    model = CustomModel()
-    model.init_model(target)
-    return model
+def test_every_datatype_can_be_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [*NUMPY, "BF16", "BYTES"]
+    monkeypatch.setattr(
+        "tensor_models.Added.outputs", tuple((name, name, (-1, 2)) for name in names)
+    )
+    described = custom("tensor_models:Added").describe()
+    assert [each["datatype"] for each in described["outputs"]] == names
 
 
 def test_results_of_arrays_stay_arrays_and_others_become_plain() -> None:

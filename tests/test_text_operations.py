@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
-import tiny_models
-from service_streamer import InvalidItems
+from pipeline_cases import assert_close, folder, item, loaded, refusal, served, variant
 from service_streamer.pipelines import PipelineModel
-from service_streamer.pipelines.requests import Request
-from service_streamer.pipelines.scoring import PromptScorer
-from service_streamer.pipelines.texts import vocabulary_size
-from service_streamer.pipelines.tokenizing import TextToTokens, TokensToText
+
+pytestmark = pytest.mark.xdist_group("text-operations")
 
 PAIRS = [
     ("the king", "a tree"),
@@ -27,73 +23,37 @@ PAIRS = [
 LONG = "the king " * 40
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_monitor_threads() -> Iterator[None]:
-    """What shows progress bars leaves a thread that never ends."""
-    from tqdm import tqdm
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tqdm, "monitor_interval", 0)
-        yield
+@pytest.fixture
+def ranker() -> PipelineModel:
+    return served("cross_encoder")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return lambda name: tiny_models.build(name, tmp_path_factory.mktemp("models") / name)
-
-
-def loaded(folder: Path) -> PipelineModel:
-    model = PipelineModel("cpu")
-    model.init_model(folder)
-    return model
-
-
-@pytest.fixture(scope="module")
-def ranker(folder: Callable[[str], Path]) -> tuple[PipelineModel, Path]:
-    path = folder("cross_encoder")
-    return loaded(path), path
-
-
-@pytest.fixture(scope="module")
-def generator(folder: Callable[[str], Path]) -> PipelineModel:
-    return loaded(folder("gpt2"))
-
-
-def item(inputs: Any, do: str, **parameters: Any) -> dict[str, Any]:
-    return {"do": do, "inputs": inputs, "parameters": parameters}
+@pytest.fixture
+def generator() -> PipelineModel:
+    return served("gpt2")
 
 
 def pair(text: Any, other: Any, **parameters: Any) -> dict[str, Any]:
     return item({"text": text, "text_pair": other}, "rerank", **parameters)
 
 
-def why(model: PipelineModel, wrong: Any) -> str:
-    """Why an item is refused."""
-    with pytest.raises(InvalidItems) as caught:
-        model.predict([wrong])
-    [error] = caught.value.errors.values()
-    return str(error)
-
-
 # -- pairs
 
 
-def test_pairs_are_scored_as_by_sentence_transformers(ranker: tuple[PipelineModel, Path]) -> None:
+def test_pairs_are_scored_as_by_sentence_transformers(ranker: PipelineModel) -> None:
     from sentence_transformers import CrossEncoder
 
-    model, path = ranker
-    outputs = model.predict([pair(*each) for each in PAIRS])
-    reference = CrossEncoder(str(path), device="cpu")
+    outputs = ranker.predict([pair(*each) for each in PAIRS])
+    reference = CrossEncoder(str(folder("cross_encoder")), device="cpu")
     raw = reference.predict(PAIRS, activation_fn=torch.nn.Identity(), show_progress_bar=False)
     assert np.allclose([output["score"] for output in outputs], raw, atol=1e-5)
     counts = [len(reference.tokenizer(*each)["input_ids"]) for each in PAIRS]
     assert [output["tokens"] for output in outputs] == counts
 
 
-def test_a_long_pair_loses_tokens_of_its_longer_text(ranker: tuple[PipelineModel, Path]) -> None:
-    model, _ = ranker
-    assert "the limit is 32" in why(model, pair("the king", LONG))
-    right, left, again = model.predict(
+def test_a_long_pair_loses_tokens_of_its_longer_text(ranker: PipelineModel) -> None:
+    assert "the limit is 32" in refusal(ranker, pair("the king", LONG))
+    right, left, again = ranker.predict(
         [
             pair("a tree", f"the fox {LONG}", truncation=True),
             pair("a tree", f"the fox {LONG}", truncation=True, truncation_side="left"),
@@ -114,38 +74,43 @@ def test_a_long_pair_loses_tokens_of_its_longer_text(ranker: tuple[PipelineModel
         ({"text": 3, "text_pair": "a"}, "inputs.text: must be a string"),
     ],
 )
-def test_what_is_no_pair(ranker: tuple[PipelineModel, Path], inputs: Any, says: str) -> None:
-    assert why(ranker[0], item(inputs, "rerank")).startswith(says)
+def test_what_is_no_pair(ranker: PipelineModel, inputs: Any, says: str) -> None:
+    assert refusal(ranker, item(inputs, "rerank")).startswith(says)
 
 
-def test_only_models_of_one_label_rank(folder: Callable[[str], Path]) -> None:
-    model = loaded(folder("classifier"))
+def test_only_models_of_one_label_rank() -> None:
+    model = served("classifier")
     assert "rerank" not in model.description["operations"]
-    assert "cannot 'rerank'" in why(model, pair("a", "b"))
+    assert "cannot 'rerank'" in refusal(model, pair("a", "b"))
 
 
 # -- log probabilities
 
 
-def test_scores_are_the_models(generator: PipelineModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service_streamer.pipelines.scoring._AT_ONCE", 3)
-    monkeypatch.setattr("service_streamer.pipelines.scoring._MOST_TOKENS", 24)
-    texts = ["the sun", "once upon a time there was a king", "a", "it was the best"]
-    outputs = generator.predict([item(text, "score", logprobs=2) for text in texts])
-    network, tokenizer = generator.model.model, generator.model.tokenizer
-    for text, output in zip(texts, outputs, strict=True):
+def test_scores_are_the_models(tmp_path: Path) -> None:
+    model = loaded(variant("chat", tmp_path, max_position_embeddings=2048))
+    texts = ["the sun", "once upon a time there was a king " * 40, "a", "it was the best"]
+    network, tokenizer = model.model.model, model.model.tokenizer
+    shapes: list[torch.Size] = []
+    with network.register_forward_pre_hook(
+        lambda _, __, inputs: shapes.append(inputs["input_ids"].shape), with_kwargs=True
+    ):
+        outputs = model.predict([item(text, "score", logprobs=2) for text in texts * 20])
+    assert all(rows == 1 or rows * tokens <= 2048 for rows, tokens in shapes), "of all logits"
+    assert sum(rows for rows, _ in shapes if rows > 1) > 20, "texts share a pass"
+    assert_close(outputs[: len(texts)], outputs[-len(texts) :])
+    assert max(map(len, outputs)) > 2 * 256, "of which scores are computed together"
+    for text, output in zip(texts, outputs, strict=False):
         ids = tokenizer(text)["input_ids"]
         with torch.inference_mode():
             shares = network(torch.tensor([ids])).logits[0].log_softmax(-1)
         assert [token["id"] for token in output] == ids
         assert (output[0]["logprob"], output[0]["top"]) == (None, [])
-        for at, token in enumerate(output[1:]):
-            assert token["logprob"] == pytest.approx(float(shares[at, token["id"]]), abs=1e-4)
-            best = shares[at].topk(2)
-            assert [each["id"] for each in token["top"]] == best.indices.tolist()
-            assert [each["logprob"] for each in token["top"]] == pytest.approx(
-                best.values.tolist(), abs=1e-4
-            )
+        own = shares[:-1].gather(-1, torch.tensor(ids)[1:, None])[:, 0].tolist()
+        assert [token["logprob"] for token in output[1:]] == pytest.approx(own, abs=1e-4)
+        best = shares[:-1].topk(2).values.tolist()
+        for token, values in zip(output[1:], best, strict=True):
+            assert [each["logprob"] for each in token["top"]] == pytest.approx(values, abs=1e-4)
 
 
 def test_a_text_of_as_many_tokens_as_the_model_takes_is_scored(generator: PipelineModel) -> None:
@@ -153,39 +118,19 @@ def test_a_text_of_as_many_tokens_as_the_model_takes_is_scored(generator: Pipeli
     [output] = generator.predict([item([5] * limit, "score")])
     assert len(output) == limit
     told = f"{limit + 1} tokens, and the limit is {limit} for log probabilities of a text"
-    assert told in why(generator, item([5] * (limit + 1), "score"))
+    assert told in refusal(generator, item([5] * (limit + 1), "score"))
 
 
 def test_a_model_without_a_limit_scores_no_endless_text(
     generator: PipelineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generator.handlers["score"], "limit", None)
-    assert "the limit is 8192" in why(generator, item([5] * 8193, "score"))
+    assert "the limit is 8192" in refusal(generator, item([5] * 8193, "score"))
 
 
-def test_logits_of_a_batch_are_bounded() -> None:
-    from service_streamer.pipelines.scoring import _MOST_TOKENS, _parts
-
-    requests = []
-    for tokens in (5, 1500, 3000, 700, 1, 900):
-        request = Request("score", None, {})
-        request.tokens = tokens
-        requests.append(request)
-    parts = [[each.tokens for each in part] for part in _parts(requests)]
-    assert sorted(each for part in parts for each in part) == [1, 5, 700, 900, 1500, 3000]
-    assert all(len(part) == 1 or len(part) * max(part) <= _MOST_TOKENS for part in parts)
-    assert len(parts) == 4
-
-
-def test_models_whose_prompts_have_a_prefix_score_nothing(
-    generator: PipelineModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from service_streamer.pipelines.task_handlers import handlers_of
-
-    assert isinstance(generator.handlers["score"], PromptScorer)
-    monkeypatch.setitem(generator.model._preprocess_params, "prefix", "before each prompt")
-    handlers, _ = handlers_of(generator.model, lambda _: None, 8)
-    assert "score" not in handlers
+def test_models_whose_prompts_have_a_prefix_score_nothing(tmp_path: Path) -> None:
+    model = loaded(variant("gpt2", tmp_path, prefix="before each prompt"))
+    assert model.description["operations"] == ["predict", "generate", "tokenize", "decode"]
 
 
 # -- tokens
@@ -207,35 +152,33 @@ def test_tokens_are_the_tokenizers(generator: PipelineModel) -> None:
 @pytest.mark.parametrize("wrong", [320, -1, 2**40, True, "a", None, 1.0])
 def test_what_is_no_token_is_refused(generator: PipelineModel, do: str, wrong: Any) -> None:
     """On a GPU a token beyond the vocabulary would end the process."""
-    assert "not a token of the model; its tokens are whole numbers from 0 to 319" in why(
+    assert "not a token of the model; its tokens are whole numbers from 0 to 319" in refusal(
         generator, item([1, wrong], do)
     )
 
 
 def test_predict_takes_no_tokens_where_its_form_has_the_text(generator: PipelineModel) -> None:
-    assert why(generator, item([1, 2], "predict")).startswith("inputs: ")
+    assert refusal(generator, item([1, 2], "predict")).startswith("inputs: ")
 
 
-def test_a_tokenizer_without_places() -> None:
-    from transformers import CanineTokenizer
-
-    model = SimpleNamespace(get_input_embeddings=lambda: (_ for _ in ()).throw(NotImplementedError))
-    pipeline: Any = SimpleNamespace(tokenizer=CanineTokenizer(), model=model)
-    handler, back = TextToTokens(pipeline), TokensToText(pipeline)
-    request = Request("tokenize", "ab", {})
-    handler.prepare(request)
-    [tokens] = handler.finish([request], handler.forward([request]))
+def test_a_tokenizer_of_characters_knows_no_places(tmp_path: Path) -> None:
+    """Its model has no embeddings by which tokens are counted."""
+    config = transformers.CanineConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        num_hash_functions=2, num_hash_buckets=64, local_transformer_stride=16,
+    )  # fmt: skip
+    transformers.CanineForSequenceClassification(config).save_pretrained(tmp_path)
+    transformers.CanineTokenizer().save_pretrained(tmp_path)
+    model = loaded(tmp_path)
+    [tokens] = model.predict([item("ab", "tokenize")])
     assert [token["special"] for token in tokens] == [True, False, False, True]
     assert {(token["start"], token["stop"]) for token in tokens} == {(None, None)}
     assert [token["text"] for token in tokens[1:3]] == ["a", "b"]
-    request = Request("decode", [token["id"] for token in tokens], {})
-    back.prepare(request)
-    assert back.forward([request]) == ["ab"]
-    assert vocabulary_size(pipeline) == len(pipeline.tokenizer)
+    assert model.predict([item([token["id"] for token in tokens], "decode")]) == ["ab"]
 
 
 def test_a_text_that_is_too_long_to_tokenize(generator: PipelineModel) -> None:
-    assert "send it in parts" in why(generator, item("a" * 100_001, "tokenize"))
-    assert "send them in parts" in why(generator, item([5] * 100_001, "decode"))
+    assert "send it in parts" in refusal(generator, item("a" * 100_001, "tokenize"))
+    assert "send them in parts" in refusal(generator, item([5] * 100_001, "decode"))
     wrong = item("a", "tokenize", add_special_tokens=3)
-    assert "add_special_tokens: must be true or false" in why(generator, wrong)
+    assert "add_special_tokens: must be true or false" in refusal(generator, wrong)

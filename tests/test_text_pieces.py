@@ -10,44 +10,50 @@ from typing import Any
 import pytest
 import transformers
 
-import tiny_models
-from service_streamer.pipelines.loading import DEFAULT_MODEL
+from pipeline_cases import folder
 from service_streamer.pipelines.text_pieces import TextDecoder, TextPieces, first_of
-from service_streamer.pipelines.token_words import TokenWords
 
 KINDS = [
     "WordPiece", "ByteLevel", "Metaspace", "ByteFallback", "none", "slow", "example", "Whisper",
-    "suffixes", "CTC", "added words",
+    "suffixes", "CTC", "added words", "marks",
 ]  # fmt: skip
 EXAMPLE = Path(__file__).parent.parent / "example" / "models" / "text_generation"
 TEXT = "Zoë's naïve 42% of\t「你好」 🙂 . isn't it , they 've said ! 👩‍👩‍👧 end"
 
 
 @cache
-def tokenizer_of(kind: str, folder: Path) -> Any:
+def tokenizer_of(kind: str) -> Any:
     if kind == "slow":
         return transformers.ByT5Tokenizer()
     if kind in ("suffixes", "CTC"):
         return other_words(kind)
-    if kind in ("example", "added words"):
-        example: Any = transformers.AutoTokenizer.from_pretrained(EXAMPLE)
-        if kind == "added words":  # which are no special ones
-            example.add_tokens(["<think>", "é🙂", "\n\n"])
-        return example
-    if kind == "Whisper":
-        return transformers.AutoTokenizer.from_pretrained(
-            tiny_models.build("whisper", folder / "whisper")
-        )
-    if kind == "ByteLevel":
-        return transformers.AutoTokenizer.from_pretrained(
-            tiny_models.build("gpt2", folder / "gpt2")
-        )
+    if kind == "marks":
+        return with_marks()
     if kind in ("Metaspace", "ByteFallback"):
         return pieces_with_spaces(kind)
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(DEFAULT_MODEL)
+    sources: dict[str, Any] = {
+        "Whisper": folder("whisper"), "ByteLevel": folder("gpt2"), "example": EXAMPLE,
+        "added words": EXAMPLE,
+    }  # fmt: skip
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(sources.get(kind, folder("")))
+    if kind == "added words":  # which are no special ones
+        tokenizer.add_tokens(["<think>", "é🙂", "\n\n"])
     if kind == "none":
         tokenizer.backend_tokenizer.decoder = None
     return tokenizer
+
+
+def with_marks() -> Any:
+    """Tokens that were added as special ones, of which transformers knows nothing."""
+    from tokenizers import AddedToken, Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
+    tokenizer.add_special_tokens([AddedToken("<mark>", special=True)])
+    tokenizer.add_tokens(["word"])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert fast.all_special_ids == []
+    assert fast.decode([2], skip_special_tokens=True) == ""
+    return fast
 
 
 def pieces_with_spaces(kind: str) -> Any:
@@ -109,18 +115,12 @@ def pieces_of(tokenizer: Any, ids: list[int], stops: tuple[str, ...] = ()) -> li
     return [*found, text.finish()]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    transformers.utils.logging.disable_progress_bar()  # it starts a thread
-    return tmp_path_factory.mktemp("pieces")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cleans", [False, True])
-def test_pieces_joined_are_the_text(folder: Path, kind: str, cleans: bool) -> None:
-    tokenizer, source = tokenizer_of(kind, folder), random.Random(5)
+def test_pieces_joined_are_the_text(kind: str, cleans: bool) -> None:
+    tokenizer, source = tokenizer_of(kind), random.Random(5)
     tokenizer.clean_up_tokenization_spaces = cleans
-    special = tokenizer.all_special_ids
+    special = tokenizer.all_special_ids or [len(tokenizer) - 2]
     batch = [list(tokenizer(TEXT)["input_ids"]) for _ in range(4)]
     batch += [[source.randrange(len(tokenizer)) for _ in range(40)] for _ in range(12)]
     for _ in range(12):  # the same few, again and again
@@ -144,8 +144,8 @@ def test_pieces_joined_are_the_text(folder: Path, kind: str, cleans: bool) -> No
             assert len(pieces) == 1 + list(has).index(True)
 
 
-def test_nothing_is_sent_that_may_still_change(folder: Path) -> None:
-    tokenizer = tokenizer_of("ByteLevel", folder)
+def test_nothing_is_sent_that_may_still_change() -> None:
+    tokenizer = tokenizer_of("ByteLevel")
     ids = [tokenizer("a🙂b")["input_ids"], tokenizer("to end or to ending")["input_ids"]]
     pieces = pieces_of(tokenizer, ids[0])
     assert "".join(pieces) == "a🙂b"
@@ -158,16 +158,16 @@ def test_nothing_is_sent_that_may_still_change(folder: Path) -> None:
     assert sent == "to end or to "
 
 
-def test_a_stop_string_that_was_begun_is_sent_at_the_end(folder: Path) -> None:
-    tokenizer = tokenizer_of("ByteLevel", folder)
+def test_a_stop_string_that_was_begun_is_sent_at_the_end() -> None:
+    tokenizer = tokenizer_of("ByteLevel")
     pieces = pieces_of(tokenizer, tokenizer("the end")["input_ids"], ("ending",))
     assert pieces[-1] == "end"
     assert "".join(pieces) == "the end"
 
 
-def test_a_text_comes_as_it_is_generated(folder: Path) -> None:
+def test_a_text_comes_as_it_is_generated() -> None:
     """Each token of plain text is sent at once, and decoded a few times only."""
-    tokenizer = tokenizer_of("ByteLevel", folder)
+    tokenizer = tokenizer_of("ByteLevel")
     decoder = TextDecoder(tokenizer)
     usual, lengths = decoder.decode, []
 
@@ -180,17 +180,3 @@ def test_a_text_comes_as_it_is_generated(folder: Path) -> None:
     ids = tokenizer("once upon a time there was a king " * 20)["input_ids"]
     assert all(text.push(token) for token in ids)
     assert max(lengths) == 2
-
-
-def test_tokens_that_were_added_as_special_ones_are_special() -> None:
-    from tokenizers import AddedToken, Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
-    tokenizer.add_special_tokens([AddedToken("<mark>", special=True)])
-    tokenizer.add_tokens(["word"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    assert fast.all_special_ids == []
-    assert fast.decode([2], skip_special_tokens=True) == ""
-    words = TokenWords(fast)
-    assert [words.word(token).is_special for token in range(4)] == [False, False, True, False]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 
-import models
-from conftest import AnyStreamer
-from service_streamer import Streamer, ThreadedStreamer
+from service_streamer import Future, Timing
 from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.engine import Engine
-from service_streamer.future import Future
-from service_streamer.observe.record import BatchRecord, BatchReport, Call, Timing
+from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
-from service_streamer.testing import Gate, ManualClock, StubTransport
+from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers.protocol import Failure
 
 # -- all times are sums of powers of two, and so exact
@@ -159,55 +155,3 @@ def test_a_call_that_is_done_does_not_hold_its_items_and_results(stub: Setup) ->
     call: Any = future.call
     stub.transport.echo()
     assert (future.call, call.payloads, call.outputs, call.reply) == (None, (), [], None)
-
-
-# -- real workers: what holds by construction
-
-
-@pytest.fixture(params=[ThreadedStreamer, Streamer])
-def build(request: pytest.FixtureRequest) -> Iterator[Callable[..., AnyStreamer]]:
-    made: list[AnyStreamer] = []
-
-    def build(*args: Any, **options: Any) -> AnyStreamer:
-        made.append(request.param(*args, **options))
-        made[-1].wait_ready()
-        return made[-1]
-
-    yield build
-    for streamer in made:
-        streamer.close(drain=False)
-
-
-def test_workers_tell_when_they_began(build: Callable[..., AnyStreamer], gate: Gate) -> None:
-    streamer = build(models.gated(gate))
-    first = streamer.submit(["first"])
-    gate.await_arrival()
-    second = streamer.submit(["second"])
-    assert first.timing is second.timing is None
-    gate.let_through(2)
-    second.result()
-    timings = [first.timing, second.timing]
-    for timing in timings:
-        assert timing is not None
-        assert min(timing[:4]) >= 0
-        assert timing[4:] == (None, None, None), "it has no steps"
-        assert timing.sent > 0, "the worker's clock is ours, or it would have got all of the rest"
-        assert timing.returned > 0
-    assert first.timing is not None
-    assert second.timing is not None
-    assert second.timing.queued > 0, "it waited while the first one was computed"
-
-
-def keeps_busy(batch: list[float]) -> list[float]:
-    until = time.monotonic() + max(batch)
-    while time.monotonic() < until:
-        pass
-    return batch
-
-
-def test_computed_is_what_the_model_took(build: Callable[..., AnyStreamer]) -> None:
-    streamer = build(keeps_busy)
-    future = streamer.submit([0.01])
-    future.result()
-    assert future.timing is not None
-    assert future.timing.total > future.timing.computed >= 0.01

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
+import contextlib
+import http.client
 import socket
 import ssl
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ import httpx
 import pytest
 import trustme
 
-from serve_process import Serving, run, until
-from service_streamer.serve.http.asgi import ASGIBridge
-from service_streamer.serve.http.tls import PASSWORD, TLS
-from stub_exchange import StubClient
+from command_line import error_of
+from http_in_process import ASGIBridge, StubClient, in_still_time, settled
+from serve_process import Serving, until
 
-pytestmark = pytest.mark.no_gevent
+pytestmark = [pytest.mark.no_gevent, pytest.mark.xdist_group("tls")]
 
 KINDS = "served_models:kinds"
+PASSWORD = "SERVICE_STREAMER_SSL_KEYFILE_PASSWORD"
 
 
 class Files:
@@ -96,7 +96,7 @@ def names(service: Serving, files: Files) -> set[str]:
         return {value for kind, value in found["subjectAltName"] if kind == "DNS"}  # type: ignore[misc]
 
 
-def test_a_service_over_tls(service: Serving, files: Files) -> None:
+def test_service_answers_over_tls(service: Serving, files: Files) -> None:
     assert service.url.startswith("https://")
     with httpx.Client(base_url=service.url, verify=files.context()) as client:
         for _ in range(2):
@@ -112,31 +112,21 @@ def test_a_service_over_tls(service: Serving, files: Files) -> None:
         stranger.get("/")
 
 
-class SecureClient(StubClient):
-    """A client behind TLS."""
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return object() if name == "sslcontext" else default
-
-
-@pytest.mark.parametrize(("kind", "scheme"), [(StubClient, "http"), (SecureClient, "https")])
-def test_the_application_knows_the_scheme(kind: type[StubClient], scheme: str) -> None:
+@pytest.mark.parametrize(("is_secure", "scheme"), [(False, b"http"), (True, b"https")])
+@in_still_time
+async def test_application_knows_the_scheme(is_secure: bool, scheme: bytes) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": scope["scheme"].encode()})
 
-    async def talk() -> bytes:
-        client = kind(ASGIBridge(app))
-        client.send(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
-        for _ in range(10):
-            await asyncio.sleep(0)
-        client.leave()
-        return client.received
-
-    assert asyncio.run(talk()).endswith(b"\r\n\r\n" + scheme.encode())
+    client = StubClient(ASGIBridge(app), is_secure=is_secure)
+    client.send(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+    await settled()
+    client.leave()
+    assert client.received.endswith(b"\r\n\r\n" + scheme)
 
 
-def test_a_client_that_does_not_read(files: Files) -> None:
+def test_client_is_cut_when_it_does_not_read_over_tls(files: Files) -> None:
     body = b'{"inputs": "%b"}' % (b"x" * (12 << 20))
     head = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
     with Serving(KINDS, *files.arguments, "--write-timeout", "1") as service:
@@ -161,7 +151,9 @@ def test_old_protocols_are_refused(service: Serving, files: Files) -> None:
 @pytest.mark.parametrize(
     "sent", [b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", b"\x16\x03\x01\x00\x00", b"\0" * 100, b""]
 )
-def test_what_is_no_tls_is_dropped_quietly(service: Serving, files: Files, sent: bytes) -> None:
+def test_connection_without_tls_is_dropped_quietly(
+    service: Serving, files: Files, sent: bytes
+) -> None:
     before = service.log()
     with socket.create_connection(address(service)) as sock:
         sock.sendall(sent)
@@ -172,12 +164,12 @@ def test_what_is_no_tls_is_dropped_quietly(service: Serving, files: Files, sent:
     assert service.log() == before
 
 
-def test_a_slow_handshake_holds_up_nobody(service: Serving, files: Files) -> None:
+def test_slow_handshakes_do_not_hold_up_others(service: Serving, files: Files) -> None:
     with socket.create_connection(address(service)), socket.create_connection(address(service)):
         assert names(service, files)
 
 
-def test_a_stop_does_not_wait_for_a_handshake(files: Files) -> None:
+def test_stop_does_not_wait_for_a_handshake(files: Files) -> None:
     with Serving(KINDS, *files.arguments) as service:
         with socket.create_connection(address(service)) as sock:
             assert names(service, files)  # so the other one is accepted, too
@@ -187,28 +179,42 @@ def test_a_stop_does_not_wait_for_a_handshake(files: Files) -> None:
         assert "never retrieved" not in service.log()
 
 
+def status_of_health(connection: http.client.HTTPSConnection) -> int:
+    connection.request("GET", "/health/live")
+    response = connection.getresponse()
+    response.read()
+    return response.status
+
+
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_renewed_certificate(tmp_path: Path, processes: int) -> None:
+def test_certificate_is_replaced_when_its_file_is_renewed_and_kept_when_that_is_unusable(
+    tmp_path: Path, processes: int
+) -> None:
     files = Files(tmp_path)
     with Serving(KINDS, *files.arguments, "--web-workers", str(processes)) as service:
         until(lambda: service.predict(1).status_code == 200)
         if processes > 1:
             service.await_web_processes(processes)
-        with httpx.Client(base_url=service.url, verify=files.context()) as client:
-            assert client.get("/health/live").status_code == 200
+        kept = http.client.HTTPSConnection(*address(service), context=files.context())
+        with contextlib.closing(kept):
+            assert status_of_health(kept) == 200
             assert names(service, files) == {"first.test"}
+            connection = kept.sock
             files.issue("second.test")
             until(lambda: service.log().count("was read again") >= processes)
-            assert client.get("/health/live").status_code == 200
-            stream = client._transport._pool  # type: ignore[attr-defined]
-            assert len(stream.connections) == 1, "its connection is the first one"
-        files.cert.write_text("nonsense")
-        until(lambda: service.log().count("cannot be used") >= processes)
-        assert names(service, files) == {"second.test"}
+            assert status_of_health(kept) == 200
+            assert kept.sock is connection, "it goes on with its certificate"
+        for broken, says in (("nonsense", "cannot be used"), (None, "No such file")):
+            if broken is None:
+                files.cert.unlink()
+            else:
+                files.cert.write_text(broken)
+            until(lambda says=says: service.log().count(says) >= processes)
+            assert names(service, files) == {"second.test"}
         assert "Traceback" not in service.log()
 
 
-def test_certificates_of_clients(files: Files, tmp_path: Path) -> None:
+def test_client_needs_a_certificate_of_the_authority(files: Files, tmp_path: Path) -> None:
     others = Files(tmp_path)
     arguments = (*files.arguments, "--ssl-ca-certs", str(files.authority))
     with Serving(KINDS, *arguments, "--access-log") as service:
@@ -230,15 +236,12 @@ def test_certificates_of_clients(files: Files, tmp_path: Path) -> None:
 # -- files that are wrong
 
 
-def refused(*arguments: str, **env: str) -> str:
-    """The last line of a service that does not start."""
-    done = run("serve", KINDS, "--port", "0", *arguments, **env)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr.splitlines()[-1]
+def refused(*arguments: str, **variables: str) -> str:
+    """Why a service does not start."""
+    return error_of("serve", KINDS, "--port", "0", *arguments, **variables)
 
 
-def test_files_that_cannot_be_used(files: Files, tmp_path: Path) -> None:
+def test_service_does_not_start_with_unusable_files(files: Files, tmp_path: Path) -> None:
     other = Files(tmp_path)
     text = tmp_path / "text.pem"
     text.write_text("nonsense")
@@ -254,7 +257,7 @@ def test_files_that_cannot_be_used(files: Files, tmp_path: Path) -> None:
     assert "without --ssl-certfile" in refused("--ssl-ca-certs", cert)
 
 
-def test_a_key_with_a_password(files: Files, tmp_path: Path) -> None:
+def test_encrypted_key_needs_its_password(files: Files, tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization
 
     key = serialization.load_pem_private_key(files.key.read_bytes(), None)
@@ -268,22 +271,7 @@ def test_a_key_with_a_password(files: Files, tmp_path: Path) -> None:
     )
     arguments = ("--ssl-certfile", str(files.cert), "--ssl-keyfile", str(path))
     assert "is encrypted" in refused(*arguments)
-    assert "may be wrong" in refused(*arguments, **{PASSWORD: "wrong"})
+    assert "may be wrong" in refused(*arguments, SSL_KEYFILE_PASSWORD="wrong")
     with Serving(KINDS, *arguments, **{PASSWORD: "open sesame"}) as service:
         assert names(service, files) == {"first.test"}
         assert "not an option" not in service.log()
-
-
-def test_files_that_become_unusable_change_nothing(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    tls = TLS(files.cert, files.key)
-    first = tls.context
-    tls.look()
-    assert tls.context is first
-    files.issue("second.test")
-    tls.look()
-    second = tls.context
-    assert second is not first
-    os.unlink(files.cert)
-    tls.look()
-    assert tls.context is second

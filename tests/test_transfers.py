@@ -4,104 +4,109 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import sys
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
-from cuda_stub import GARBAGE, Gpu, Tensor
-from service_streamer import ManagedModel
-from service_streamer.workers import device, stage_mark
-from service_streamer.workers.device import OnHost, results_on_host, to_device, to_host, to_pinned
-from service_streamer.workers.model_spec import LoadedModel, ModelSpec
-from service_streamer.workers.stage_mark import StageMark
-from service_streamer.workers.stages import Job, Stages
-from service_streamer.workers.sticky_errors import DeviceFailed, Guard
+from cuda_stub import Gpu, Tensor
+from service_streamer import ManagedModel, OnHost, to_device, to_host, to_pinned
+from service_streamer.workers.runner import DeviceFailed
+from service_streamer.workers.transport import BatchReport
+from worker_loop import Batches, loaded, served, with_guard
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Gpu:
     gpu = Gpu(**getattr(request, "param", {}))
     monkeypatch.setitem(sys.modules, "torch", gpu.torch)
-    monkeypatch.setattr(device, "_streams", {})
-    monkeypatch.setattr(stage_mark, "_notes", {})
-    monkeypatch.setattr(stage_mark, "time", SimpleNamespace(monotonic=lambda: gpu.now))
     return gpu
 
 
 # -- how long a stage takes
 
 
-def test_a_batch_takes_what_the_gpu_takes_for_it(gpu: Gpu) -> None:
-    first = StageMark()
-    assert not first.is_reached
-    gpu.compute(0.5)
-    gpu.now += 0.001  # it is launched only
-    first.end()
-    second = StageMark()  # while the first one computes
-    gpu.compute(0.25)
-    gpu.now += 0.001
-    second.end()
-    gpu.compute(9.0)  # of the batch after them
-    assert not first.is_reached
-    assert not second.is_reached
-    assert second.seconds() == pytest.approx(0.25)
-    assert second.is_reached
-    assert first.seconds() == first.seconds() == pytest.approx(0.5)
+class Works(ManagedModel):
+    """Items are what is done in ``forward``; or a pair of that and of what is done before."""
+
+    def init_model(self) -> None:
+        pass
+
+    def preprocess(self, items: list[Any]) -> list[Any]:
+        for item in items:
+            if isinstance(item, tuple):
+                item[1]()
+        return [item[0] if isinstance(item, tuple) else item for item in items]
+
+    def forward(self, batch: list[Callable[[], None]]) -> list[None]:
+        for work in batch:
+            work()
+        return [None] * len(batch)
+
+
+def forward_seconds(gpu: Gpu, *works: Any, together: bool = False) -> list[float]:
+    """What ``forward`` took of batches that do this, as their reports say."""
+    channel = Batches(*([work] for work in works), together=together)
+    reports = channel.serve(loaded(Works), lambda: gpu.now)
+    return [report.stages[1] for report in reports if report.stages is not None]
+
+
+def launch(gpu: Gpu, *seconds: float, takes: float = 0.001) -> Callable[[], None]:
+    """Have each GPU compute so long; to launch that takes the thread some time as well."""
+
+    def work() -> None:
+        for device, each in enumerate(seconds):
+            gpu.compute(each, device)
+        gpu.now += takes
+
+    return work
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_batch_takes_what_the_gpu_takes_for_it(gpu: Gpu, together: bool) -> None:
+    works = [launch(gpu, seconds) for seconds in (0.5, 0.25, 9.0, 0.5)]
+    taken = forward_seconds(gpu, *works, together=together)
+    assert taken == pytest.approx([0.5, 0.25, 9.0, 0.5], abs=0.01)
 
 
 def test_a_stage_that_waits_for_the_gpu_takes_its_own_time(gpu: Gpu) -> None:
-    mark = StageMark()
-    gpu.compute(0.5)
-    gpu.now += 0.75
-    mark.end()
-    gpu.now += 5.0
-    assert mark.seconds() == 0.75
+    assert forward_seconds(gpu, launch(gpu, 0.5, takes=0.75)) == [0.75]
 
 
 @pytest.mark.parametrize("gpu", [{"count": 2}], indirect=True)
 def test_the_slowest_of_several_devices_counts(gpu: Gpu) -> None:
-    mark = StageMark()
-    gpu.compute(0.25, device=0)
-    gpu.compute(0.5, device=1)
-    mark.end()
-    assert mark.seconds() == 0.5
+    assert forward_seconds(gpu, launch(gpu, 0.25, 0.5)) == [0.5]
 
 
 @pytest.mark.parametrize("gpu", [{"is_initialized": False}], indirect=True)
 def test_a_process_without_a_context_gets_none(gpu: Gpu) -> None:
-    mark = StageMark()
-    gpu.now += 0.5
-    gpu.is_initialized = True  # by the model's first batch
-    mark.end()
-    assert mark.seconds() == 0.5
+    def work() -> None:
+        gpu.now += 0.5
+        gpu.is_initialized = True  # by the model's first batch
+
+    assert forward_seconds(gpu, work) == [0.5]
 
 
 @pytest.mark.parametrize("torch", [None, SimpleNamespace(), SimpleNamespace(cuda=object())])
-def test_without_torch_the_thread_s_time_counts(
+def test_the_thread_s_time_counts_without_torch(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, torch: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
-    mark = StageMark()
-    gpu.now += 0.5
-    assert mark.seconds() == 0.5
+    assert forward_seconds(gpu, launch(gpu, takes=0.5)) == [0.5]
 
 
-@pytest.mark.parametrize("when", ["before", "in between", "after"])
-def test_a_gpu_that_failed_leaves_the_thread_s_time(gpu: Gpu, when: str) -> None:
-    def fail(now: str) -> None:
-        if when == now:
-            gpu.error = RuntimeError("CUDA error: device-side assert triggered")
+@pytest.mark.parametrize("when", ["before", "in between"])
+def test_the_thread_s_time_counts_where_the_gpu_failed(gpu: Gpu, when: str) -> None:
+    def fail() -> None:
+        gpu.error = RuntimeError(FAULT)
+        gpu.now += 0.5
 
-    fail("before")
-    mark = StageMark()
-    fail("in between")
-    gpu.now += 0.5
-    mark.end()
-    fail("after")
-    assert mark.seconds() == 0.5
+    work = launch(gpu, takes=0.5)
+    assert forward_seconds(gpu, (work, fail) if when == "before" else fail) == [0.5]
 
 
 # -- there and back
@@ -163,12 +168,12 @@ def test_memory_that_is_still_copied_is_not_computed_into(gpu: Gpu) -> None:
 def test_outputs_are_read_once_they_are_there(gpu: Gpu) -> None:
     tensor = gpu.computed(to_device(gpu.on_host("there"), "cuda"))
     on_its_way = to_host(tensor)
-    assert on_its_way._outputs.value == GARBAGE
+    assert any(stream.work for stream in gpu.streams), "nothing has waited yet"
     assert on_its_way.wait().value == on_its_way.wait().value == "there"
 
 
 @BOTH
-def test_what_torch_would_convert_on_the_host_is_converted_before(gpu: Gpu) -> None:
+def test_a_conjugated_tensor_is_converted_before_it_goes_to_the_host(gpu: Gpu) -> None:
     tensor = gpu.computed(to_device(gpu.on_host("there"), "cuda"))
     tensor.is_conj = True
     assert to_host(tensor).wait().value == "there"
@@ -238,17 +243,37 @@ def test_on_the_cpu_nothing_moves_and_no_context_is_made(gpu: Gpu) -> None:
     assert to_host([tensor]).wait()[0].value == "here"
 
 
-def test_without_torch_everything_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_stay_where_they_are_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     batch = [1, "two"]
     assert to_pinned(batch) is to_device(batch, "cuda") is to_host(batch).wait() is batch
 
 
-def test_what_the_gpu_raises_is_raised_to_who_waits(gpu: Gpu) -> None:
+def test_an_error_of_the_gpu_is_raised_by_wait(gpu: Gpu) -> None:
     on_its_way = to_host(gpu.computed(to_device(gpu.on_host(1), "cuda")))
     gpu.error = RuntimeError("CUDA error: device-side assert triggered")
     with pytest.raises(RuntimeError, match="device-side assert"):
         on_its_way.wait()
+
+
+class Returns(ManagedModel):
+    """Returns what it was given to return."""
+
+    def init_model(self, results: Any) -> None:
+        self.results = results
+
+    def forward(self, batch: list[Any]) -> Any:
+        return self.results
+
+
+def sent(results: Any, count: int) -> list[Any]:
+    """What a worker process sends of such results."""
+    model = loaded(Returns, results)
+    model.moves_to_cpu = True
+    (report,) = served(model, [None] * count)
+    assert report.failure is None
+    outputs: list[Any] = report.outputs
+    return outputs
 
 
 @pytest.mark.parametrize("kind", ["tensors", "dicts", "tuples", "on their way"])
@@ -260,35 +285,24 @@ def test_results_on_a_gpu_are_copied_together(gpu: Gpu, kind: str) -> None:
         "tuples": [([each], "as it is") for each in tensors],
         "on their way": to_host(tensors),
     }[kind]
-    found = results_on_host(results)
+    found = sent(results, 3)
     if kind == "dicts":
         assert found[0]["name"] == "as it is"
         found = [each["value"] for each in found]
     if kind == "tuples":
         found = [each for (each,), _ in found]
-    assert [each.value for each in found] == [0, 1, 2]
+    assert [(each.value, each.device.type) for each in found] == [(n, "cpu") for n in range(3)]
     assert gpu.synchronizations == 0
 
 
-class WithoutPostprocess(ManagedModel):
-    def init_model(self) -> None:
-        pass
-
-    def forward(self, batch: list[int]) -> OnHost[list[int]]:
-        return to_host([2 * each for each in batch])
+@pytest.mark.parametrize("result", [[], {}, "text", {"score": 1.0}])
+def test_other_results_stay_as_they_are(gpu: Gpu, result: Any) -> None:
+    [found] = sent([result], 1)
+    assert found is result
 
 
 def test_the_worker_waits_for_results_if_no_stage_does() -> None:
-    stages, job = Stages(ModelSpec(WithoutPostprocess).load(None)), Job(0, [1, 2], {})
-    stages.take_in(job)
-    stages.compute(job)
-    stages.finish(job)
-    assert job.data == [2, 4]
-
-
-@pytest.mark.parametrize("results", [[], [[]], [{}], ["text"], [{"score": 1.0}]])
-def test_other_results_stay_as_they_are(gpu: Gpu, results: list[Any]) -> None:
-    assert results_on_host(results) is results
+    assert served(loaded(Returns, to_host([2, 4])), [None] * 2)[0].outputs == [2, 4]
 
 
 # -- which batch a GPU failed at
@@ -303,9 +317,11 @@ class OnStub(ManagedModel):
         self.gpu = gpu
 
     def preprocess(self, items: list[str]) -> Tensor:
+        self.gpu.now += 0.001
         return self.gpu.on_host(items)
 
     def forward(self, batch: Tensor) -> OnHost[Tensor]:
+        self.gpu.now += 0.001
         return to_host(self.gpu.computed(to_device(batch, "cuda"), of=self._kernel))
 
     def postprocess(self, outputs: OnHost[Tensor]) -> list[str]:
@@ -317,46 +333,38 @@ class OnStub(ManagedModel):
         return items
 
 
-def on_stub(gpu: Gpu) -> Stages:
-    model: LoadedModel = ModelSpec(OnStub, [gpu]).load(None)
-    model.guard = Guard(may_end=True, probe=lambda: FAULT)
-    return Stages(model)
+def on_stub(gpu: Gpu, *items: str, together: bool = False) -> list[BatchReport]:
+    """Have a worker compute batches of one item."""
+    model = with_guard(loaded(OnStub, gpu), FAULT)
+    return Batches(*([item] for item in items), together=together).serve(model, lambda: gpu.now)
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize("raises", ["outlet of the first", "forward of the next"])
-def test_the_batch_at_which_a_gpu_failed_is_named(gpu: Gpu, at: int, raises: str) -> None:
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("together", [True, False])
+def test_the_batch_at_which_a_gpu_failed_is_named(gpu: Gpu, at: int, together: bool) -> None:
     """Whichever batch's call to the GPU is the first to raise the error."""
-    stages = on_stub(gpu)
-    jobs = [Job(7 + each, ["fail" if each == at else "good"], {}) for each in range(4)]
-    for job in jobs[:3]:
-        stages.take_in(job)
-        stages.compute(job)
-    stages.take_in(jobs[3])
-    gpu.streams[0].run()
-    call = stages.compute if raises == "forward of the next" else stages.finish
+    items = ["good"] * 5
+    items[at] = "fail"
     with pytest.raises(DeviceFailed) as caught:
-        call(jobs[3] if raises == "forward of the next" else jobs[0])
-    assert stages.culprit(caught.value.batch_id) == 7 + at
+        on_stub(gpu, *items, together=together)
+    assert caught.value.batch_id == at
 
 
-def test_batches_that_were_answered_are_forgotten(gpu: Gpu) -> None:
-    stages = on_stub(gpu)
-    for number in range(3):
-        job = Job(number, ["good"], {})
-        stages.take_in(job)
-        stages.compute(job)
-        assert stages.culprit(-1) == number
-        assert stages.finish(job, is_overlapped=True)
-        assert not stages._unfinished
-        assert job.data == ["good"]
-
-
-def test_without_a_note_the_batch_of_the_error_is_named(gpu: Gpu) -> None:
+def test_the_batch_of_the_error_is_named_where_the_gpu_notes_nothing(gpu: Gpu) -> None:
     gpu.torch.cuda.Event = None
-    stages = on_stub(gpu)
-    for number in range(2):
-        job = Job(number, ["good"], {})
-        stages.take_in(job)
-        stages.compute(job)
-    assert stages.culprit(1) == 1
+    with pytest.raises(DeviceFailed) as caught:  # at the third error in a row
+        on_stub(gpu, *["good"] * 5)
+    assert caught.value.batch_id == 2
+
+
+def marks() -> int:
+    gc.collect()
+    return sum(type(each).__name__ == "StageMark" for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_batches_that_were_answered_are_forgotten(gpu: Gpu, together: bool) -> None:
+    before = marks()
+    reports = on_stub(gpu, *map(str, range(9)), together=together)
+    assert [report.outputs for report in reports] == [[str(number)] for number in range(9)]
+    assert marks() == before

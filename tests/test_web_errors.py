@@ -169,7 +169,7 @@ def test_overload_is_refused_at_once(
 
 
 @framework
-def test_what_takes_too_long_is_given_up(
+def test_slow_request_is_answered_504(
     framework: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -184,7 +184,7 @@ def test_what_takes_too_long_is_given_up(
 
 
 @pytest.mark.parametrize("framework", ["fastapi", "starlette", "django"])
-def test_a_client_that_goes_away_takes_its_request_along(
+def test_request_is_withdrawn_when_its_client_disconnects(
     framework: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -213,7 +213,7 @@ def test_a_client_that_goes_away_takes_its_request_along(
     asyncio.run(main())
 
 
-def test_a_client_that_goes_away_in_the_middle_of_its_text(
+def test_request_is_not_answered_when_its_client_leaves_in_mid_body(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:

@@ -16,11 +16,15 @@ from typing import Any
 import pytest
 
 import fastapi_example
+from cases import long_cases
 from conftest import await_that
 from http_errors import MAX_BODY
-from service_streamer.pool.visits import ask_pool, pool_names
+from pools import command as pool_command
+from pools import pool_names
 from test_examples import BIRTHDAY, ROOT, TIMEOUT, environment
 from test_redis_examples import HOST, Program, children, command_line
+
+pytestmark = pytest.mark.xdist_group("web-examples")
 
 MARY = "Mary had a little"
 MARYS = "Mary had a little lamb,\nIts fleece was white as snow,"
@@ -125,7 +129,7 @@ def check_answer(name: str, status: int, answer: Any) -> None:
 
 # Real servers
 
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("starlette", "django")]
+LONG = long_cases("starlette", "django")
 
 
 @pytest.fixture(scope="module", params=["fastapi", *LONG])
@@ -142,7 +146,7 @@ def name(service: Program) -> str:
     return name
 
 
-def test_a_service_says_what_to_try(service: Program) -> None:
+def test_service_says_what_to_try(service: Program) -> None:
     line = service.stdout.readline()
     assert line.startswith(f"curl http://127.0.0.1:{service.port}/"), line
     command = ["bash", "-c", line.strip() + " --silent --fail"]
@@ -178,7 +182,7 @@ def test_other_paths_and_methods_are_refused(service: Program, name: str) -> Non
         assert "POST" in response.headers["Allow"]
 
 
-def test_the_web_process_has_no_torch_and_survives_its_worker(service: Program, name: str) -> None:
+def test_web_process_has_no_torch_and_survives_its_worker(service: Program, name: str) -> None:
     path, body, _ = QUESTIONS[name]
     with open(f"/proc/{service.process.pid}/maps") as maps:
         assert "libtorch" not in maps.read()
@@ -243,8 +247,9 @@ def test_processes_of_gunicorn_share_a_model_over_redis(redis_server: str, prefi
 
 
 @pytest.mark.usefixtures("shared")
-@pytest.mark.short_cases("django, wsgi")
-@pytest.mark.parametrize("name", ["fastapi, gunicorn", "django, gunicorn", "django, wsgi"])
+@pytest.mark.parametrize(
+    "name", ["django, wsgi", *long_cases("fastapi, gunicorn", "django, gunicorn")]
+)
 def test_processes_of_gunicorn_share_a_model_by_the_name_of_a_pool(name: str) -> None:
     framework = name.partition(",")[0]
     web = start(name, POOL="web", WEB_CONCURRENCY="3")
@@ -259,12 +264,11 @@ def test_processes_of_gunicorn_share_a_model_by_the_name_of_a_pool(name: str) ->
         raise
     web.stop()
     for pool in pool_names():  # without its linger
-        ask_pool(pool, "stop", False)
+        pool_command("stop", pool, "--now")
 
 
-@pytest.mark.short_cases("fastapi")
-@pytest.mark.parametrize("example", ["fastapi", "starlette", "django"])
-def test_a_model_that_is_not_there_is_said_in_a_line(example: str) -> None:
+@pytest.mark.parametrize("example", ["fastapi", *long_cases("starlette", "django")])
+def test_missing_model_is_named_in_a_line(example: str) -> None:
     command = [sys.executable, *COMMANDS[example], "--model", "no/such/folder"]
     run = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
@@ -275,7 +279,7 @@ def test_a_model_that_is_not_there_is_said_in_a_line(example: str) -> None:
 
 
 @pytest.mark.long
-def test_a_model_that_is_not_there_under_a_web_server() -> None:
+def test_missing_model_under_a_web_server_is_503() -> None:
     web = start("fastapi, uvicorn", MODEL="no/such/folder")
     try:
         path, body, _ = QUESTIONS["fastapi"]

@@ -151,7 +151,7 @@ def test_each_output_is_sent_when_it_is_there(example: Example, gate: Gate) -> N
         assert response.read() == b""
 
 
-def test_a_client_that_disconnects_frees_its_place(example: Example, gate: Gate) -> None:
+def test_place_is_free_when_the_client_has_disconnected(example: Example, gate: Gate) -> None:
     with example.connect() as connection:
         example.ask(connection, n=MANY)
         gate.let_through()
@@ -178,7 +178,7 @@ def test_a_client_that_disconnects_frees_its_place(example: Example, gate: Gate)
     await_that(lambda: model.released == 2)
 
 
-def test_an_error_in_mid_stream_is_the_last_event(example: Example, gate: Gate) -> None:
+def test_error_in_mid_stream_is_the_last_event(example: Example, gate: Gate) -> None:
     gate.let_through(MANY)
     with example.connect() as connection:
         example.ask(connection, n=3, raise_at=2)
@@ -189,7 +189,7 @@ def test_an_error_in_mid_stream_is_the_last_event(example: Example, gate: Gate) 
         assert response.read() == b""
 
 
-def test_an_error_before_the_first_output_has_a_status(example: Example, gate: Gate) -> None:
+def test_error_before_the_first_output_has_a_status(example: Example, gate: Gate) -> None:
     gate.let_through(MANY)
     cases: tuple[tuple[dict[str, Any], int, str], ...] = (
         ({"n": 1, "invalid": "a bad item"}, 422, "a bad item"),

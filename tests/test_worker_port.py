@@ -6,7 +6,6 @@ import dataclasses
 import re
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +15,8 @@ import pytest
 
 from conftest import PATIENCE
 from serve_process import Serving, figures_in, run, until
-from service_streamer import RedisStreamer
+from service_streamer import RedisStreamer, RedisWorkerStats
 from service_streamer.redis.local import LocalRedis
-from service_streamer.redis.redis_stats import RedisWorkerStats
 from service_streamer.serve.http.hosting import standing
 from service_streamer.testing import Gate
 
@@ -86,7 +84,7 @@ def test_a_port_that_is_taken_is_said_at_once() -> None:
     assert f"cannot listen at 127.0.0.1:{port}" in done.stderr
 
 
-def test_without_a_port_nothing_listens(server: LocalRedis) -> None:
+def test_nothing_listens_without_a_port(server: LocalRedis) -> None:
     with Serving("served_models:double", "--redis", server.url, role="worker") as host:
         with RedisStreamer(server.url, worker_timeout=PATIENCE) as streamer:
             assert streamer.predict([1]) == [2]
@@ -110,7 +108,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_host_and_its_port(server: LocalR
 
 
 @pytest.mark.long
-def test_what_is_left_behind_where_redis_hangs_is_told_by_the_exit_code(
+def test_the_exit_code_tells_of_calls_left_behind_where_redis_hangs(
     server: LocalRedis, gate: Gate
 ) -> None:
     folder = str(gate.__getstate__())
@@ -121,12 +119,10 @@ def test_what_is_left_behind_where_redis_hangs_is_told_by_the_exit_code(
         future = streamer.submit([1])
         gate.await_arrival()
         server.pause()
-        began = time.monotonic()
         host.process.send_signal(signal.SIGTERM)
         until(lambda: told(host)[1] == "draining")
         gate.let_through()
-        assert host.process.wait() == 6
-        assert time.monotonic() - began < 10
+        assert host.process.wait(20) == 6, "it took 26 s before"
         assert "1 call claimed by this worker host could not be answered" in host.log()
         server.resume()
         assert not future.done()

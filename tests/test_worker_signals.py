@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import socket
+import threading
 
 import pytest
 
-from service_streamer import RedisWorker
-from service_streamer.engine.operator_signals import SignalSocket
-from service_streamer.redis import redis_worker as worker_module
-
-
-class Troubled(RedisWorker):
-    """Cannot say how it stands."""
-
-    def explain(self) -> str:
-        raise ZeroDivisionError
+import models
+from conftest import await_that
+from service_streamer import RedisWorker, run_redis_workers_forever
 
 
 def test_a_host_that_cannot_say_how_it_stands_still_ends(
-    caplog: pytest.LogCaptureFixture,
+    redis_server: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = Troubled(len)
-    signals = SignalSocket()
-    signals.ours, theirs = socket.socketpair()
-    with signals.ours, theirs:
-        theirs.send(bytes([signal.SIGUSR1, signal.SIGTERM]))
-        theirs.shutdown(socket.SHUT_WR)
-        worker_module._listen(worker, signals)
-    assert worker._wishes.get_nowait() is True
-    assert "could not be logged" in caplog.text
+    def fail(worker: RedisWorker) -> str:
+        raise ZeroDivisionError
+
+    def send_signals() -> None:
+        await_that(lambda: signal.getsignal(signal.SIGTERM) is not before)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await_that(lambda: "could not be logged" in caplog.text)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(RedisWorker, "explain", fail)
+    before = signal.getsignal(signal.SIGTERM)
+    sender = threading.Thread(target=send_signals)
+    sender.start()
+    run_redis_workers_forever(
+        models.double, redis_broker=redis_server, prefix="signals", mp_start_method="fork"
+    )
+    sender.join()
+    assert signal.getsignal(signal.SIGTERM) is before

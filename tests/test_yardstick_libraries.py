@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
-import os
-import subprocess
-import sys
-import threading
 import time
 from array import array
 from typing import Any
@@ -17,44 +11,11 @@ import numpy as np
 import pytest
 
 from adapters import beside, closed_loop, drivers, open_loop, workloads
-from adapters.adapter import ADAPTERS, load
-from adapters.bare_adapter import BareLocks
-from adapters.drivers import DRIVERS
-from yardstick.environments import environment
 from yardstick.libraries import rows
-from yardstick.processes import RunFailed
-from yardstick.record import Row
-from yardstick.sections import libraries
 from yardstick.stats import percentile, poisson
 from yardstick.systems import SYSTEMS
 
 # Workloads
-
-
-def test_titan_xp_costs_what_the_original_published() -> None:
-    assert 1 / workloads.cost("titan-xp", 1) == pytest.approx(12.78, abs=0.01)
-    assert workloads.capacity("titan-xp") == pytest.approx(422.88, rel=0.002)
-
-
-def test_capacity_and_ideal() -> None:
-    assert workloads.cost("gpu", 1) == pytest.approx(5.1e-3)
-    assert workloads.capacity("gpu") == pytest.approx(64 / 11.4e-3)
-    assert workloads.capacity("gpu", 1) == pytest.approx(1 / 5.1e-3)
-    assert workloads.ideal("gpu", 8) == pytest.approx(8 / 5.8e-3)
-    assert workloads.ideal("gpu", 512) == workloads.ideal("gpu", 64) == workloads.capacity("gpu")
-
-
-def test_loading_leaves_word_of_the_process(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("YARDSTICK_PIDS", str(tmp_path))
-    workloads.WORKLOADS["gpu"]().load()
-    assert [int(file.name) for file in tmp_path.iterdir()] == [os.getpid()]
-
-
-@pytest.mark.parametrize("name", ["echo", "gpu", "arrays", "infilling", "minilm"])
-def test_items_are_the_same_for_the_same_arguments(name: str) -> None:
-    first, again = (workloads.items(name, 5, seed=3) for _ in range(2))
-    assert len(first) == 5
-    assert all(map(np.array_equal, first, again))
 
 
 def test_arrays_are_told_apart_and_have_the_size_asked_for() -> None:
@@ -180,12 +141,6 @@ def measured(**spec: Any) -> list[tuple[Any, Any]]:
     return [(row.point, row.figures) for row in rows(STREAMER, {}, 60, **spec)]
 
 
-def test_alone() -> None:
-    ((point, figures),) = measured(driver="alone")
-    assert point == {}
-    assert figures.keys() == {"over", "ratio", "over_loop"}
-
-
 def test_a_lone_caller_calls_in_turn_with_direct_calls_and_in_a_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -216,52 +171,7 @@ def test_a_lone_caller_calls_in_turn_with_direct_calls_and_in_a_loop(
     assert figures == {"over": 1.0, "ratio": 2.0, "over_loop": 2.0}
 
 
-# What the operating system and the interpreter allow
-
-
-@pytest.mark.parametrize("key", ["bare-pipe", "bare-locks", "bare-locks-process"])
-def test_a_lone_caller_of_something_bare(key: str) -> None:
-    settings = {**SYSTEMS[key].launch}
-    adapter = settings.pop("adapter")
-    spec = {"adapter": adapter, "settings": settings}
-    said = library({**spec, "workload": "gpu", "driver": "alone"})
-    assert said[0]["figures"].keys() == {"over", "ratio", "over_loop"}
-    assert said[-1] == {"ended": True}
-
-
-@pytest.mark.parametrize("callers", [1, 3, 64, 100])
-def test_bare_locks_answer_every_caller(callers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    class Model(workloads.Echo):
-        def predict(self, batch: list[Any]) -> list[Any]:
-            sizes.append(len(batch))
-            return batch
-
-    monkeypatch.setitem(workloads.WORKLOADS, "echo", Model)
-    system = BareLocks("echo", 1, {})
-    counts = [0] * callers
-
-    def call(number: int) -> None:
-        for turn in range(20):
-            assert system.predict((number, turn)) == (number, turn)
-            counts[number] += 1
-
-    running = [threading.Thread(target=call, args=(n,), daemon=True) for n in range(callers)]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join(60)
-    system.close()
-    assert counts == [20] * callers
-    assert sum(sizes) == 20 * callers
-    assert max(sizes) <= workloads.BATCH_SIZE
-
-
-@pytest.mark.parametrize("adapter", ["bare-pipe", "bare-locks"])
-def test_what_is_bare_has_nothing_to_be_set(adapter: str) -> None:
-    with pytest.raises(ValueError, match="no settings"):
-        load(adapter, "echo", 2, {})
+# Turns and wrong answers
 
 
 @pytest.mark.parametrize("driver", ["threads", "asyncio"])
@@ -272,80 +182,6 @@ def test_closed_loops(driver: str) -> None:
     for _, figures in found:
         assert figures.keys() == {"rate", "share", "p50", "p99"}
         assert figures["p99"] >= figures["p50"] > 5e-3  # what the model takes
-
-
-def test_arrays_in_a_closed_loop() -> None:
-    points = [{"bytes": 4096}, {"bytes": 65536}]
-    found = measured(workload="arrays", driver="threads", points=points, callers=4)
-    for point, figures in found:
-        assert figures["gb_per_s"] == pytest.approx(figures["rate"] * point["bytes"] / 1e9)
-
-
-def test_futures() -> None:
-    ((_, figures),) = measured(workload="echo", driver="futures", count=500)
-    assert figures["rate"] > 0
-
-
-def test_until_empty() -> None:
-    points = [{"callers": 16}]
-    ((_, figures),) = measured(driver="until-empty", points=points, count=200)
-    assert figures["rate"] > 0
-
-
-@pytest.mark.parametrize("deadline", [None, 0.5])
-def test_open_loop(deadline: float | None) -> None:
-    points = [{"load": 0.05}, {"load": 0.1}]
-    found = measured(driver="open-loop", points=points, warm_up=0.1, deadline=deadline)
-    assert [point for point, _ in found] == points
-    for _, figures in found:
-        assert {"p50", "p99", "offered", "served", "lag_p99"} <= figures.keys()
-        assert ("goodput" in figures) == (deadline is not None)
-
-
-def test_a_load_that_rises_and_falls() -> None:
-    class Quick:
-        def start(self, item: int, deadline: float | None, done: Any) -> None:
-            asked.append(item)
-            done("served")
-
-    asked: list[int] = []
-    phases = [(500.0, 0.1), (2000.0, 0.1), (500.0, 0.1)]
-    log, begins = open_loop.stepped(Quick(), int, phases, patience=5.0)  # type: ignore[arg-type]
-    assert asked == [*range(len(log.due))]
-    assert log.is_over
-    assert np.diff(begins) == pytest.approx([0.1, 0.1])
-    slow, fast, again = (sum(begin <= due < begin + 0.1 for due in log.due) for begin in begins)
-    assert slow + fast + again == len(asked)
-    assert fast > slow + again
-
-
-@pytest.mark.parametrize(
-    ("adapter", "settings", "workload", "point"),
-    [
-        ("direct", {"batch_size": 4, "is_sorted": True}, "echo", {}),
-        ("copy", {}, "arrays", {"bytes": 4096}),
-    ],
-)
-def test_by_hand(adapter: str, settings: Any, workload: str, point: Any) -> None:
-    spec = {"adapter": adapter, "settings": settings, "workload": workload, "driver": "by-hand"}
-    said = library({**spec, "points": [point], "count": 10, "repeats": False, "seconds": 0.0})
-    assert [each.get("point") for each in said] == [point, None]
-    assert said[0]["figures"]["rate"] > 0
-    assert said[-1] == {"ended": True}
-
-
-def test_a_system_is_measured_in_turn_with_batches_by_hand() -> None:
-    ((point, figures),) = measured(driver="beside-hand", points=[{"callers": 8}], seconds=0.4)
-    assert point == {"callers": 8}
-    assert figures["by-hand_turns"] == [figures["by-hand"]]
-    assert figures["p99"] >= figures["p50"] > 5e-3
-    assert 0 < figures["rate_by_hand"] <= workloads.capacity("gpu")
-
-
-def test_by_hand_is_compared_with_itself() -> None:
-    spec = {"adapter": "direct", "workload": "gpu", "driver": "beside-hand"}
-    (said, _) = library({**spec, "points": [{"callers": 64}], "seconds": 0.4})
-    assert said["figures"].keys() == {"rate", "rate_by_hand", "by-hand", "by-hand_turns"}
 
 
 def test_a_system_and_batches_by_hand_are_never_busy_at_once(
@@ -389,31 +225,6 @@ def test_a_call_counts_by_the_share_of_its_time_in_the_window() -> None:
     assert closed_loop.rate_in_part([caller, caller], 1.5, 2.5) == pytest.approx(1.0)
 
 
-def test_batches_by_hand_that_end_are_an_error_and_not_a_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
-    hand = beside.Beside("echo", 128)
-    assert hand.rate(0.0) > 0
-    hand.close()
-    broken = beside.Beside("there-is-no-such-workload", 128)
-    with pytest.raises(RuntimeError, match="batches by hand ended with exit code 1"):
-        broken.rate(0.0)
-    broken.close()
-
-
-def library(spec: dict[str, Any]) -> list[Any]:
-    command = [sys.executable, "-m", "adapters.library", json.dumps(spec)]
-    run = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in run.stdout.splitlines()]
-
-
-def test_a_driver_that_a_system_cannot_be_measured_with() -> None:
-    with pytest.raises(RunFailed, match=r"service_streamer cannot be measured with by-hand"):
-        measured(driver="by-hand", points=[{}], count=1)
-
-
 class Wrong:
     """A system that mixes up its answers."""
 
@@ -433,31 +244,3 @@ def test_wrong_answers_are_found(drive: Any) -> None:
 def test_wrong_answers_are_found_by_those_who_empty_a_list() -> None:
     with pytest.raises(closed_loop.WrongAnswer):
         closed_loop.until_empty(Wrong(), "echo", [3], 2)  # type: ignore[arg-type]
-
-
-# Sections
-
-
-@pytest.mark.parametrize("section", libraries.SECTIONS, ids=lambda section: section.key)
-def test_sections_name_systems_that_there_are(section: Any) -> None:
-    assert {*section.systems, *section.quick} <= SYSTEMS.keys()
-    assert set(section.quick) <= set(section.systems)
-    assert "ray" not in section.quick
-    assert all(SYSTEMS[key].launch["adapter"] in ADAPTERS for key in section.systems)
-
-
-def test_drivers_are_those_of_the_adapters() -> None:
-    from adapters.service_streamer_adapter import Original, Ours
-
-    assert Ours.drivers | {"by-hand"} == DRIVERS.keys()
-    assert Original.drivers == Ours.drivers - {"asyncio"}
-
-
-def test_the_sweep_weighs_few_callers_and_many_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(*_: Any) -> Any:
-        return iter([Row({}, {"rate": rate}) for rate in (10.0, 100.0, 1000.0)])
-
-    monkeypatch.setattr(libraries, "_closed", closed)
-    callers = next(section for section in libraries.SECTIONS if section.key == "callers")
-    assert callers.sweeps is not None
-    assert math.isclose(callers.sweeps(STREAMER, {}), 100.0)

@@ -11,7 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from service_streamer.pipelines.loading import DEFAULT_MODEL
+import service_streamer
+
+#: The model that is shipped with the package.
+DEFAULT_MODEL = Path(service_streamer.__file__).parent / "models" / "text_infilling"
 
 TEXT = """
 the quick brown fox jumps over the lazy dog and runs into the deep dark wood where nobody sees it
@@ -77,13 +80,17 @@ def _bytes(folder: Path, **special: str) -> Any:
     return fast
 
 
-def _bert(folder: Path, kind: str, **options: Any) -> None:
+def _save(folder: Path, config: str, model: str, **values: Any) -> None:
+    """Write a model of these classes of transformers, with a config of these values."""
     import transformers
 
-    config = transformers.BertConfig(
-        vocab_size=len(_words(folder)), max_position_embeddings=32, **_SHARP, **options
-    )
-    getattr(transformers, kind)(config).save_pretrained(folder)
+    made = getattr(transformers, f"{config}Config")(**values)
+    getattr(transformers, model)(made).save_pretrained(folder)
+
+
+def _bert(folder: Path, kind: str, **options: Any) -> None:
+    size = len(_words(folder))
+    _save(folder, "Bert", kind, vocab_size=size, max_position_embeddings=32, **_SHARP, **options)
 
 
 @_model
@@ -118,91 +125,92 @@ def features(folder: Path) -> None:
 @_model
 def roberta(folder: Path) -> None:
     """Positions begin behind the padding's, the mask is another, the tokenizer knows no limit."""
-    from transformers import RobertaConfig, RobertaForMaskedLM
-
     special = {"bos_token": "<s>", "pad_token": "<pad>", "mask_token": "<mask>"}
-    tokenizer = _bytes(folder, **special)
-    config = RobertaConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=34, pad_token_id=1, **_SHARP
-    )
-    RobertaForMaskedLM(config).save_pretrained(folder)
+    _save(
+        folder, "Roberta", "RobertaForMaskedLM", vocab_size=len(_bytes(folder, **special)),
+        max_position_embeddings=34, pad_token_id=1, **_SHARP,
+    )  # fmt: skip
+
+
+_GPT2: dict[str, Any] = {
+    "n_positions": 48, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.5
+}  # fmt: skip
+
+
+def _gpt2(folder: Path, kind: str, **more: Any) -> None:
+    size = len(_bytes(folder, eos_token="<|endoftext|>"))
+    _save(folder, "GPT2", kind, vocab_size=size, bos_token_id=0, eos_token_id=0, **_GPT2, **more)
 
 
 @_model
 def gpt2(folder: Path) -> None:
     """Without a token for padding, as it is usual."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    tokenizer = _bytes(folder, eos_token="<|endoftext|>")
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=48, n_embd=16, n_layer=2, n_head=2,
-        initializer_range=0.5, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    GPT2LMHeadModel(config).save_pretrained(folder)
-
-
-@_model
-def bare(folder: Path) -> None:
-    """Without any special token: nothing to pad with, and nothing to end with."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=len(_bytes(folder)), n_positions=48, n_embd=16, n_layer=2, n_head=2,
-        initializer_range=0.5, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    GPT2LMHeadModel(config).save_pretrained(folder)
+    _gpt2(folder, "GPT2LMHeadModel")
 
 
 @_model
 def last_token(folder: Path) -> None:
     """A classifier that reads its answer off the last token that is no padding."""
-    from transformers import GPT2Config, GPT2ForSequenceClassification
+    _gpt2(folder, "GPT2ForSequenceClassification", num_labels=3)
 
-    tokenizer = _bytes(folder, eos_token="<|endoftext|>")
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=48, n_embd=16, n_layer=2, n_head=2, num_labels=3,
-        initializer_range=0.5, bos_token_id=0, eos_token_id=0,
+
+@_model
+def bare(folder: Path) -> None:
+    """Without any special token: nothing to pad with, and nothing to end with."""
+    _save(
+        folder, "GPT2", "GPT2LMHeadModel", vocab_size=len(_bytes(folder)), bos_token_id=None,
+        eos_token_id=None, **_GPT2,
     )  # fmt: skip
-    GPT2ForSequenceClassification(config).save_pretrained(folder)
+
+
+@_model
+def xlnet(folder: Path) -> None:
+    """Padding is in front, and the answer is read off the last token."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend = _bytes(folder, pad_token="<pad>").backend_tokenizer
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", padding_side="left"
+    )
+    tokenizer.save_pretrained(folder)
+    _save(
+        folder, "XLNet", "XLNetForSequenceClassification", vocab_size=len(tokenizer), d_model=16,
+        n_layer=2, n_head=2, d_inner=32, num_labels=3, initializer_range=0.5, pad_token_id=0,
+    )  # fmt: skip
 
 
 @_model
 def chat(folder: Path) -> None:
     """Positions are relative, and there is a template for chats."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     tokenizer = _bytes(folder, eos_token="</s>", pad_token="<pad>")
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=128, bos_token_id=None, eos_token_id=0,
-        pad_token_id=1, **_SHARP,
+    _save(
+        folder, "Llama", "LlamaForCausalLM", vocab_size=len(tokenizer),
+        max_position_embeddings=128, bos_token_id=None, eos_token_id=0, pad_token_id=1, **_SHARP,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 @_model
 def pictures(folder: Path) -> None:
-    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+    from transformers import ViTImageProcessor
 
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
-    config = ViTConfig(
-        image_size=32, patch_size=8, id2label={0: "cat", 1: "dog", 2: "house"}, **_SHARP
-    )
-    ViTForImageClassification(config).save_pretrained(folder)
+    labels = {0: "cat", 1: "dog", 2: "house"}
+    sizes = {"image_size": 32, "patch_size": 8}
+    _save(folder, "ViT", "ViTForImageClassification", id2label=labels, **sizes, **_SHARP)
 
 
 @_model
 def detector(folder: Path) -> None:
     """Its processor keeps the shape of an image."""
-    from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
+    from transformers import YolosImageProcessor
 
     YolosImageProcessor(size={"shortest_edge": 32, "longest_edge": 64}).save_pretrained(folder)
-    config = YolosConfig(
-        image_size=[64, 64], patch_size=8, num_detection_tokens=4,
-        use_mid_position_embeddings=False, **_SHARP,
+    _save(
+        folder, "Yolos", "YolosForObjectDetection", image_size=[64, 64], patch_size=8,
+        num_detection_tokens=4, use_mid_position_embeddings=False, **_SHARP,
     )  # fmt: skip
-    YolosForObjectDetection(config).save_pretrained(folder)
 
 
 _EARS: dict[str, Any] = {
@@ -214,61 +222,52 @@ _EARS: dict[str, Any] = {
 
 @_model
 def sounds(folder: Path) -> None:
-    from transformers import (
-        Wav2Vec2Config,
-        Wav2Vec2FeatureExtractor,
-        Wav2Vec2ForSequenceClassification,
-    )
+    from transformers import Wav2Vec2FeatureExtractor
 
     Wav2Vec2FeatureExtractor().save_pretrained(folder)
-    config = Wav2Vec2Config(id2label={0: "yes", 1: "no"}, **_EARS)
-    Wav2Vec2ForSequenceClassification(config).save_pretrained(folder)
+    labels = {0: "yes", 1: "no"}
+    _save(folder, "Wav2Vec2", "Wav2Vec2ForSequenceClassification", id2label=labels, **_EARS)
 
 
 @_model
 def speech(folder: Path) -> None:
-    from transformers import (
-        Wav2Vec2Config,
-        Wav2Vec2CTCTokenizer,
-        Wav2Vec2FeatureExtractor,
-        Wav2Vec2ForCTC,
-    )
+    from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor
 
     names = ["<pad>", "<s>", "</s>", "<unk>", "|", *"ETAOINSHRDLU"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps({name: at for at, name in enumerate(names)}))
     Wav2Vec2CTCTokenizer(str(folder / "vocab.json")).save_pretrained(folder)
     Wav2Vec2FeatureExtractor().save_pretrained(folder)
-    Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=len(names), **_EARS)).save_pretrained(folder)
+    _save(folder, "Wav2Vec2", "Wav2Vec2ForCTC", vocab_size=len(names), **_EARS)
 
 
 @_model
 def t5(folder: Path) -> None:
     """Distances in place of positions."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    tokenizer = _bytes(folder, eos_token="</s>", pad_token="<pad>")
-    config = T5Config(
-        vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
-        initializer_factor=3.0, decoder_start_token_id=1, eos_token_id=0, pad_token_id=1,
+    size = len(_bytes(folder, eos_token="</s>", pad_token="<pad>"))
+    _save(
+        folder, "T5", "T5ForConditionalGeneration", vocab_size=size, d_model=16, d_kv=8, d_ff=32,
+        num_layers=2, num_heads=2, initializer_factor=3.0, decoder_start_token_id=1,
+        eos_token_id=0, pad_token_id=1,
     )  # fmt: skip
-    T5ForConditionalGeneration(config).save_pretrained(folder)
+
+
+_PAIR: dict[str, Any] = {
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "init_std": 0.5,
+}  # fmt: skip
 
 
 @_model
 def bart(folder: Path) -> None:
     """Positions are counted from the first column on, padding or not."""
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    tokenizer = _bytes(folder, eos_token="</s>", pad_token="<pad>")
-    config = BartConfig(
-        vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=2,
-        encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_attention_heads=2,
-        decoder_attention_heads=2, max_position_embeddings=48, init_std=0.5,
-        decoder_start_token_id=0, forced_eos_token_id=None, bos_token_id=0, eos_token_id=0,
-        pad_token_id=1,
+    size = len(_bytes(folder, eos_token="</s>", pad_token="<pad>"))
+    _save(
+        folder, "Bart", "BartForConditionalGeneration", vocab_size=size,
+        max_position_embeddings=48, decoder_start_token_id=0, forced_eos_token_id=None,
+        bos_token_id=0, eos_token_id=0, pad_token_id=1, **_PAIR,
     )  # fmt: skip
-    BartForConditionalGeneration(config).save_pretrained(folder)
 
 
 @_model
@@ -286,9 +285,8 @@ def captions(folder: Path) -> None:
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
     encoder = ViTConfig(image_size=32, patch_size=8, **_SHARP)
     decoder = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=48, n_embd=16, n_layer=2, n_head=2,
-        initializer_range=0.5, bos_token_id=0, eos_token_id=0, pad_token_id=1,
-        add_cross_attention=True,
+        vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, pad_token_id=1,
+        add_cross_attention=True, **_GPT2,
     )  # fmt: skip
     config: Any = VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 0, 1, 0
@@ -329,10 +327,8 @@ def whisper(folder: Path) -> None:
     ids = dict(zip(special, tokenizer.convert_tokens_to_ids(special), strict=True))
     end = tokenizer.eos_token_id
     config = WhisperConfig(
-        vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=2,
-        encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_attention_heads=2,
-        decoder_attention_heads=2, num_mel_bins=8, max_source_positions=100,
-        max_target_positions=48, init_std=0.5, decoder_start_token_id=ids["<|startoftranscript|>"],
+        vocab_size=len(tokenizer), **_PAIR, num_mel_bins=8, max_source_positions=100,
+        max_target_positions=48, decoder_start_token_id=ids["<|startoftranscript|>"],
         bos_token_id=end, eos_token_id=end, pad_token_id=end, suppress_tokens=None,
         begin_suppress_tokens=None,
     )  # fmt: skip

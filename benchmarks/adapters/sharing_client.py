@@ -134,13 +134,14 @@ class Load:
 
     def _call(self, is_large: bool) -> None:
         while not self._is_over.is_set():
-            outcome = self._outcome(is_large and self._large is not None)
+            outcome = self.outcome(is_large and self._large is not None)
             with self._lock:
                 self._outcomes[outcome] += 1
             if outcome not in ("answered", "wrong"):
                 self._is_over.wait(self._pause)
 
-    def _outcome(self, is_large: bool) -> str:
+    def outcome(self, is_large: bool) -> str:
+        """What becomes of one call."""
         with self._lock:
             number = self._next = self._next + 1
         try:

@@ -36,10 +36,10 @@ class Learned:
 
     def arrived(self, job: Job, now: float) -> Sequence[Batch]:
         batcher = self._batcher
-        if batcher.is_behind and batcher.is_hopeless(job.deadline, now):
-            return ()  # refused
         call = Call((job,), None)
         call.deadline = job.deadline
+        if batcher.is_behind and batcher.is_hopeless(call, now):
+            return ()  # refused
         if self._has_lengths:
             call.lengths = (job.length,)
         return _batches(batcher.call_submitted(call, now, job.deadline < math.inf))

@@ -100,7 +100,7 @@ class Run:
             now = time.monotonic() - start
             while number < len(self.due) and self.due[number] <= now:
                 self.made[number] = time.monotonic() - start
-                self._assign(number)
+                self.assign(number)
                 number += 1
             if number < len(self.due):
                 await asyncio.sleep(max(_TICK, start + self.due[number] - time.monotonic()))
@@ -110,7 +110,7 @@ class Run:
                 await self._all_ended.wait()
         self._is_over = True
 
-    def _assign(self, number: int) -> None:
+    def assign(self, number: int) -> None:
         """To the connection that was used last, or to a new one, or to whichever is free next."""
         if self._idle:
             self._idle.popitem()[0].ask(number)
@@ -161,7 +161,7 @@ class Run:
         if number is not None:
             self._end(number, FAILED, "error")
         if self._waiting:
-            self._assign(self._waiting.popleft())
+            self.assign(self._waiting.popleft())
 
     def _end(self, number: int, outcome: int, status: str) -> None:
         assert self.outcomes[number] == UNANSWERED

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from ..observe.record import BatchRecord, Call
 from .isolation import Search
 
-__all__ = ["NOTHING", "Actions"]
-
 
 class Actions(NamedTuple):
     """What to do now, in this order.

@@ -19,9 +19,6 @@ from .tuning import (
     WATCH_SHARE,
 )
 
-__all__ = ["ArrivalForecast"]
-
-
 _NEVER = -math.inf
 
 

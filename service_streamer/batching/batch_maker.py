@@ -6,6 +6,7 @@ When, for whom and of how many items is decided in ``cutter``. What is too late 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 
 from ..observe.record import BatchRecord, Call, Reason
 from .batch_sizes import fit_size
@@ -16,8 +17,7 @@ from .length_queue import LengthQueue
 from .overload import UNKNOWN, Finish, Overload
 from .policy import Backlog, Decision, Policy
 from .slots import Slots
-
-__all__ = ["BatchMaker"]
+from .waiting import run
 
 #: A member of an enum is looked up in Python, and a lone call asks for this one.
 _ALONE = Reason.ALONE
@@ -37,25 +37,13 @@ class BatchMaker:
         overload: knows how long batches take while more wait than fit into one.
         policy: see below.
         backlog: what the policy was asked about last.
+        ids: of the next batches.
         has_lengths: whether the items of calls have lengths.
 
     Attributes:
         policy: learns what is cut. Another one takes its place if the model is one of steps.
         sizes: as for ``Batcher``.
     """
-
-    __slots__ = (
-        "_backlog",
-        "_endings",
-        "_has_lengths",
-        "_next_batch_id",
-        "_overload",
-        "_pending",
-        "_retries",
-        "_slots",
-        "policy",
-        "sizes",
-    )
 
     def __init__(
         self,
@@ -66,6 +54,7 @@ class BatchMaker:
         overload: Overload,
         policy: Policy,
         backlog: Backlog,
+        ids: Iterator[int],
         *,
         has_lengths: bool,
     ) -> None:
@@ -76,7 +65,7 @@ class BatchMaker:
         self._overload = overload
         self._backlog = backlog
         self._has_lengths = has_lengths
-        self._next_batch_id = 0
+        self._ids = ids
         self.policy = policy
         self.sizes: tuple[int, ...] = ()
 
@@ -86,12 +75,10 @@ class BatchMaker:
         What deciding and taking it would do, at a third of its cost. A caller alone waits for all
         of it.
         """
-        call.pending = 0
-        call.is_running = True
+        run(call)
         slots = self._slots
-        slot, number = next(iter(slots.idle)), self._next_batch_id
-        self._next_batch_id = number + 1
-        batch = BatchRecord(number, slot, [(call, 0, 1)], [*call.payloads])
+        slot = next(iter(slots.idle))
+        batch = BatchRecord(next(self._ids), slot, [(call, 0, 1)], [*call.payloads])
         if self._has_lengths and call.lengths is not None:
             batch.cost = float(call.lengths[0])
         batch.reason = _ALONE
@@ -126,12 +113,9 @@ class BatchMaker:
         if size > retries.limit:
             size, reason = int(retries.limit), Reason.FAILING
         finish = self._finish(slot, size, now)
-        taken = pending.take(size, now, finish, decision.max_cost)
-        for call in taken.late:
-            self._endings.expire(call)
-        late += taken.late
+        taken = pending.take(size, now, finish, self._expiring(late), decision.max_cost)
         if taken.spans:
-            batch = BatchRecord(self._next_batch_id, slot, taken.spans, taken.payloads)
+            batch = BatchRecord(next(self._ids), slot, taken.spans, taken.payloads)
             batch.cost, batch.calls = taken.cost, taken.calls
             batch.reason, batch.is_full = taken.reason or reason, pending.items > 0
             if taken.reason is Reason.COST:  # perhaps not that of max_batch_cost
@@ -174,24 +158,26 @@ class BatchMaker:
             batches, late: as above.
             over: gets the searches that end by that.
         """
+        part = self._retries.take(now, self._expiring(late), over)
+        if part is not None:
+            items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
+            batch = BatchRecord(next(self._ids), slot, part.spans, items, part.search, part.losses)
+            batch.calls = len({call for call, _, _ in part.spans})
+            self._give(batch, batches, now, is_ahead=is_ahead)
+            self._retries.gone(part)
+
+    def _expiring(self, late: list[Call]) -> Callable[[Call], None]:
+        """What ends a call that comes too late, and adds it to these."""
 
         def expire(call: Call) -> None:
             self._endings.expire(call)
             late.append(call)
 
-        part = self._retries.take(now, expire, over)
-        if part is not None:
-            items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
-            batch = BatchRecord(
-                self._next_batch_id, slot, part.spans, items, part.search, part.losses
-            )
-            batch.calls = len({call for call, _, _ in part.spans})
-            self._give(batch, batches, now, is_ahead=is_ahead)
+        return expire
 
     def _give(
         self, batch: BatchRecord, batches: list[BatchRecord], now: float, *, is_ahead: bool
     ) -> None:
-        self._next_batch_id += 1
         batch.cut_at = now
         begun = batch.spans[0][0].handed_out if self._slots.places else None
         if begun:  # with the item go the outputs that it has had

@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-__all__ = ["fit_size", "read_sizes"]
-
 #: Least ratio of the rates for which items are left. Arbitrary: costs are learned with some noise,
 #: and every further batch takes time in the scheduler and in the worker.
 _GAIN = 1.1

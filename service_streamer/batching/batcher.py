@@ -25,15 +25,19 @@ are busy again, then answer the calls.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..observe.record import (
+    NO_OUTPUT,
     NO_OUTPUTS,
     BatchRecord,
     BatchReport,
     Call,
+    CallState,
     Reason,
     Span,
     StepReport,
@@ -43,6 +47,7 @@ from ..supervision.health import BatchBound, Health
 from .actions import Actions
 from .batch_maker import BatchMaker
 from .call_queue import CallQueue
+from .cost import LearnedCost
 from .cutter import Cutter
 from .endings import Endings
 from .figures import Figures
@@ -55,8 +60,10 @@ from .slots import Slots
 from .step_policy import room_of_places
 from .stepping import Stepping
 from .tuning import GRACE, MOST_RETURNED
+from .waiting import end, lose_queue
 
-__all__ = ["Batcher", "build_batcher"]
+#: A member of an enum is looked up in Python, and every call asks for this one.
+_OVER = CallState.OVER
 
 
 class Batcher:
@@ -98,25 +105,6 @@ class Batcher:
         sizes: those that the model pads batches to, ascending; none if it computes any size.
     """
 
-    __slots__ = (
-        "_batch_size",
-        "_cutter",
-        "_endings",
-        "_maker",
-        "_max_pending",
-        "_overload",
-        "_pending",
-        "_recovery",
-        "_retries",
-        "_slots",
-        "expects_until",
-        "figures",
-        "has_steps",
-        "health",
-        "on_back",
-        "steps",
-    )
-
     def __init__(
         self,
         *,
@@ -146,51 +134,65 @@ class Batcher:
             sends_ahead=max_attempts > 1,
         )
         max_cost = math.inf if max_batch_cost is None else max_batch_cost
-        policy = policy or LearnedPolicy(
-            batch_size,
-            max_latency,
-            has_lengths=has_lengths,
-            max_batch_cost=max_cost,
-            round_trip=round_trip,
-        )
-        backlog = Backlog(Decision(0, Reason.ALONE, -math.inf, max_cost, Reason.COST, batch_size))
-        self._pending: CallQueue | LengthQueue = CallQueue(tenant_weights)
-        if has_lengths:
-            self._pending = LengthQueue(
-                policy.cost,
-                batch_size=batch_size,
-                weights=tenant_weights,
+        self._has_lengths, self._max_cost = has_lengths, max_cost
+        self._new_policy: Callable[[], Policy] = lambda: (
+            policy
+            or LearnedPolicy(
+                batch_size,
+                max_latency,
+                has_lengths=has_lengths,
+                max_batch_cost=max_cost,
+                round_trip=round_trip,
             )
+        )
+        self._new_queue: Callable[[LearnedCost], CallQueue | LengthQueue] = lambda cost: (
+            LengthQueue(cost, batch_size=batch_size, weights=tenant_weights)
+            if has_lengths
+            else CallQueue(tenant_weights)
+        )
         self._retries = Retries(
             batch_size=batch_size, max_attempts=max_attempts, isolate_errors=isolate_errors
         )
         self._endings = Endings(
-            self._pending,
             self._retries,
             expired=expired,
             expired_suspect=expired if expired_suspect is None else expired_suspect,
             shared=shared,
         )
         self.health = Health()
-        self._recovery = Recovery(
-            self._slots, self._retries, self.health, self._endings, policy.cost
-        )
-        self._overload = Overload(policy.full())
-        self._maker = BatchMaker(
-            self._pending, self._retries, self._slots, self._endings, self._overload, policy,
-            backlog, has_lengths=has_lengths,
-        )  # fmt: skip
-        self._cutter = Cutter(
-            self._pending, self._retries, self._slots, self._maker, self._recovery, self.health,
-            self._overload, policy, backlog, batch_size=batch_size, has_lengths=has_lengths,
-        )  # fmt: skip
-        self.figures = Figures(
-            self._pending, self._retries, self._slots, self._endings, self._cutter
-        )
+        self.figures = Figures(self._retries, self._slots, self._endings)
         self.has_steps = False
         self.steps: Stepping | None = None
         self.expects_until = -math.inf
         self.on_back: Callable[[BatchRecord], None] | None = None
+        self._ids = itertools.count()  # of batches: transports rely on it that they ascend
+        self._assemble()
+
+    def _assemble(self, sizes: tuple[int, ...] = (), start_duration: float = 0.0) -> None:
+        """Make what ``rebuild`` makes anew: the queue, and the parts that decide what is cut.
+
+        Args:
+            sizes, start_duration: what the parts before these knew.
+        """
+        policy, size = self._new_policy(), self._batch_size
+        backlog = Backlog(Decision(0, Reason.ALONE, -math.inf, self._max_cost, Reason.COST, size))
+        pending = self._pending = self._new_queue(policy.cost)
+        recovery = Recovery(self._slots, self._retries, self.health, self._endings, policy.cost)
+        recovery.start_duration = start_duration
+        self._recovery = recovery
+        self._overload = Overload(policy.full())
+        maker = BatchMaker(
+            pending, self._retries, self._slots, self._endings, self._overload, policy, backlog,
+            self._ids, has_lengths=self._has_lengths,
+        )  # fmt: skip
+        maker.sizes = sizes
+        self._maker = maker
+        self._cutter = Cutter(
+            pending, self._retries, self._slots, self._maker, self._recovery, self.health,
+            self._overload, policy, backlog, batch_size=size, has_lengths=self._has_lengths,
+        )  # fmt: skip
+        self._endings.pending = self.figures.pending = pending
+        self.figures.cutter = self._cutter
 
     @property
     def deadline(self) -> float:
@@ -212,20 +214,20 @@ class Batcher:
 
     def has_room_for(self, size: int) -> bool:
         """Whether so many items more may wait."""
-        return self._pending.items + size <= self._max_pending
+        return self.new_items + size <= self._max_pending
 
-    def is_hopeless(self, deadline: float, now: float) -> bool:
-        """Whether so much waits that a new call cannot be computed in time; counts it, if so.
+    def is_hopeless(self, call: Call, now: float) -> bool:
+        """Whether so much goes before a new call that it cannot be in time; counts it, if so.
 
         To say so at once spares its caller the waiting, and everybody else a queue full of calls
         that come to nothing.
         """
-        # Where all take turns, what waits need not be before it.
-        if self._pending.is_fair:
+        wait, pending = self._overload.wait, self._pending
+        if now + wait(pending.items) <= call.deadline:
             return False
-        if now + self._overload.wait(self._pending.items) <= deadline:
+        if now + wait(pending.ahead(call)) <= call.deadline:
             return False
-        self._endings.expired += 1
+        self.figures.rejected_calls += 1
         return True
 
     def call_submitted(
@@ -242,7 +244,7 @@ class Batcher:
         call.arrived_at = now
         figures = self.figures
         figures.accepted_calls += 1
-        figures.accepted_items += call.pending
+        figures.accepted_items += call.size
         return self._cutter.arrived(call, now, is_watched=is_watched, more=more)
 
     def calls_submitted(self, now: float) -> Actions:
@@ -250,12 +252,12 @@ class Batcher:
         return self._cutter.all_arrived(now)
 
     def call_withdrawn(self, call: Call) -> bool:
-        """The caller has gone. False if it was over already."""
+        """The caller has gone. False if it was over already, or never accepted."""
         return self._left(call, has_expired=False)
 
     def call_cancelled(self, call: Call) -> bool:
         """Withdraw the call unless a part of it has been sent; returns whether it was withdrawn."""
-        return call.pending == call.size and self.call_withdrawn(call)
+        return not call.is_running and self.call_withdrawn(call)
 
     def call_expired(self, call: Call) -> bool:
         """Its caller's time has ended. False if it was over already."""
@@ -439,6 +441,69 @@ class Batcher:
         hung = self._slots.hung(now) if self._slots.next_look <= now else []
         return self._cutter.cut(now, calls, hung=hung)
 
+    def rebuild(self, calls: Sequence[Call], now: float) -> None:
+        """Derive the state anew from what is true also if a change was left halfway.
+
+        That is: which calls are open, what they lack, which batches the workers hold, and what was
+        counted so far. What was learned of the model is learned anew, except by a policy that was
+        given. Call ``time_passed`` next.
+
+        Args:
+            calls: all that are not over, in the order of their arrival.
+        """
+        self.health.no_other()
+        self._slots.recount(now)
+        in_flight = self.in_flight()
+        self._retries.recount(in_flight)
+        self._assemble(self.sizes, self._recovery.start_duration)
+        if self.steps is not None:
+            self._cutter.begin_steps()
+            running = [call for batch in in_flight for call, _, _ in batch.spans]
+            self._endings.abandoned = [call for call in running if call.is_over]
+        taken: defaultdict[Call, set[int]] = defaultdict(set)
+        for part in [*in_flight, *self._retries]:
+            for call, start, stop in part.spans:
+                taken[call].update(range(start, stop))
+        for call in calls:
+            outputs = call.outputs or [NO_OUTPUT] * call.size
+            self._cutter.restore(
+                call,
+                [i for i, o in enumerate(outputs) if o is NO_OUTPUT and i not in taken[call]],
+            )
+        figures, endings = self.figures, self._endings
+        over = figures.answered_calls + endings.failed + endings.expired + endings.cancelled
+        figures.accepted_calls = over + len(calls)
+        self._cutter.deadline = now
+
+    def end_all(
+        self, calls: Sequence[Call], failure: Any, now: float, returned: Sequence[BatchReport] = ()
+    ) -> list[int]:
+        """Fail all calls that are not over, when the state is in doubt, and ``rebuild`` it.
+
+        Args:
+            calls: as above.
+            returned: what workers have answered, applied or not. They do not hold it any more.
+
+        Returns:
+            Retiring slots that have nothing left to do.
+        """
+        for call in calls:
+            lose_queue(call)
+            self._endings.fail(call, failure)
+        self._retries.clear()
+        vacant = self._slots.let_go((report.slot, report.batch_id) for report in returned)
+        self.rebuild((), now)
+        return vacant
+
+    def forget_workers(self) -> None:
+        """All workers are gone, with what they held."""
+        for slot in self._slots.numbers():
+            self._slots.remove(slot)
+
+    def in_flight(self) -> list[BatchRecord]:
+        """The batches that workers hold, or are about to be sent, in the order of their ids."""
+        return sorted(self._slots.in_flight(), key=lambda batch: batch.id)
+
     def fail_all(self, failure: Any) -> list[Call]:
         """End every call that is not over, pending or in flight."""
         calls: list[Call] = []
@@ -482,6 +547,11 @@ class Batcher:
     def pending_items(self) -> int:
         """Items that are not with a worker, be it yet or any more."""
         return self._pending.items + self._retries.items
+
+    @property
+    def new_items(self) -> int:
+        """Items that no worker has had yet: those that ``max_pending`` bounds."""
+        return self._pending.items
 
     @property
     def room(self) -> int:
@@ -530,18 +600,18 @@ def _give_results(batch: BatchRecord, endings: Endings, *, has_steps: bool) -> l
     is_plain = not (failures or has_steps)
     for call, first, last in batch.spans:
         size = last - first
-        if is_plain and size == call.size and not call.is_over:  # as nearly always
+        if is_plain and size == call.size and call.state is not _OVER:  # as nearly always
             call.outputs = outputs[start : start + size]
             call.batch = batch
             call.unanswered = 0
-            call.end()
+            end(call)
             calls.append(call)
         elif not call.is_over:
             part = outputs[start : start + size]
             if size == call.size:
                 call.outputs = part
             else:
-                gathered = call.outputs or [None] * call.size
+                gathered = call.outputs or [NO_OUTPUT] * call.size
                 gathered[first:last] = part
                 call.outputs = gathered
             if call.is_stream and has_steps:
@@ -551,7 +621,7 @@ def _give_results(batch: BatchRecord, endings: Endings, *, has_steps: bool) -> l
             if failures:
                 endings.fail_if(call, failures, range(start, start + size), batch)
             if not call.unanswered and not call.is_over:
-                call.end()
+                end(call)
             if call.is_over:
                 calls.append(call)
         start += size

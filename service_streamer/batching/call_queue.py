@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..observe.record import ORDINARY, Call, Reason, Span
+from ..observe.record import ORDINARY, Call, CallState, Reason, Span
 from .fair_queue import FairQueue
 from .overload import Finish
+from .waiting import Waiting
 
-__all__ = ["CallQueue", "Taken"]
+#: A member of an enum is looked up in Python, and every call asks for this one.
+_WAITING = CallState.WAITING
 
 
 class Taken(NamedTuple):
@@ -23,7 +25,6 @@ class Taken(NamedTuple):
 
     Attributes:
         spans, payloads: of the batch, in the same order.
-        late: calls that were left out for good.
         cost: of the batch: its items times the longest of them.
         calls: how many they are of.
         reason: why there are no more; None if as many were taken as were asked for, or were there.
@@ -31,64 +32,75 @@ class Taken(NamedTuple):
 
     spans: list[Span]
     payloads: list[Any]
-    late: list[Call]
     cost: float
     calls: int
     reason: Reason | None = None
 
 
-class CallQueue:
+class CallQueue(Waiting):
     """The queue of calls with items that are not cut yet: the oldest first.
 
     Unless some have a precedence. As long as one of those waits all take fair.
 
     Args:
         weights: of the tenants whose weight is not 1.
-
-    Attributes:
-        items: how many are not cut, of calls that are not over.
     """
 
-    __slots__ = ("_calls", "_fair", "_over", "_weights", "items")
-
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self.items = 0
+        super().__init__()
         self._calls: deque[Call] = deque()  # empty while the fair queue has them
         self._fair: FairQueue | None = None
         self._weights = weights or {}
-        self._over = 0  # calls in the queue that are over
 
     def __iter__(self) -> Iterator[Call]:
-        calls = self._calls if self._fair is None else self._fair
-        return (call for call in calls if call.pending)
+        if self._fair is not None:
+            return iter(self._fair)
+        return (call for call in self._calls if call.state is _WAITING)
 
     def add(self, call: Call) -> None:
-        self.items += call.pending
+        """The call waits from now on."""
+        self.enter(call)
         if self._fair is not None:
             self._fair.add(call)
         elif call.precedence is ORDINARY:
             self._calls.append(call)
         else:
-            fair = FairQueue(self._weights)
-            for waiting in [*self, call]:
-                fair.add(waiting)
-            self._fair = fair
-            self._calls.clear()
-            self._over = 0
+            self._make_fair().add(call)
 
-    def drop(self, call: Call) -> None:
-        """The call is over; its items are not to be cut."""
-        self.items -= call.pending
-        call.pending = 0
+    def _make_fair(self) -> FairQueue:
+        fair = FairQueue(self._weights)
+        for waiting in self:
+            fair.add(waiting)
+        self._fair = fair
+        self._calls.clear()
+        return fair
+
+    def restore(self, call: Call, positions: Sequence[int]) -> None:
+        """The call waits again with these items, its last ones."""
+        call.pending = len(positions)
+        self.add(call)
+
+    def remove(self, call: Call) -> None:
+        """The call is about to end, or waits in another queue from now on."""
+        self.leave(call)
         if self._fair is not None:
-            self._fair.remove(call)
-            return
-        self._over += 1
-        # Or the queue would fill up with them behind a hung worker. This costs a constant for each,
-        # amortised; removing each at once would cost a search each.
-        if self._over > 32 and self._over * 2 > len(self._calls):
-            self._calls = deque(self)
-            self._over = 0
+            self._fair.remove(call, call.pending)
+            self._stay_fair()
+        elif len(self._calls) > 2 * self.items + 64:  # so each that is over costs little
+            waiting = [*self]
+            self._calls.clear()
+            self._calls += waiting
+
+    def _stay_fair(self) -> None:
+        """Until no call waits."""
+        if not self.items:
+            self._fair = None
+
+    def ahead(self, call: Call) -> float:
+        """A lower estimate of the items that are computed before a new call with a deadline."""
+        if self._fair is None and call.precedence is ORDINARY:
+            return self.items
+        return (self._fair or self._make_fair()).ahead(call)
 
     @property
     def is_fair(self) -> bool:
@@ -97,22 +109,27 @@ class CallQueue:
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; there must be one."""
-        if self._fair is not None:
-            return self._fair.oldest_arrival()
-        while self._calls[0].is_over:
-            self._skip()
-        return self._calls[0].arrived_at
+        first = self._first() if self._fair is None else next(iter(self._fair))
+        return first.arrived_at
 
     def first_deadline(self, now: float) -> float:
         """When the time of the call ends whose turn it is; there must be one."""
-        if self._fair is not None:
-            call = self._fair.head(now)
-            return math.inf if call is None else call.deadline
-        while self._calls[0].is_over:
-            self._skip()
-        return self._calls[0].deadline
+        return (self._first() if self._fair is None else self._fair.head(now)).deadline
 
-    def take(self, room: int, now: float, finish: Finish, max_cost: float = math.inf) -> Taken:
+    def _first(self) -> Call:
+        calls = self._calls
+        while calls[0].state is not _WAITING:
+            calls.popleft()
+        return calls[0]
+
+    def take(
+        self,
+        room: int,
+        now: float,
+        finish: Finish,
+        expire: Callable[[Call], None],
+        max_cost: float = math.inf,
+    ) -> Taken:
         """Cut at most ``room`` items: the first in order, but nothing that comes too late.
 
         A call whose time ends before the batch is likely back gives way as long as there are others
@@ -122,49 +139,54 @@ class CallQueue:
         so that the others are sooner back; except the last one.
 
         Args:
+            expire: ends a call that is left out.
             max_cost: the most that the batch may cost, unless one item does.
         """
         is_bounded = max_cost < room
         if is_bounded:  # each costs one
             room = max(1, int(max_cost))
-        if self._fair is not None:
-            taken = self._take_fairly(self._fair, room, now, finish)
-        else:
-            taken = self._take_in_order(room, now, finish)
-        return taken._replace(reason=Reason.COST) if is_bounded and self.items else taken
-
-    def _take_in_order(self, room: int, now: float, finish: Finish) -> Taken:
-        """The same, the oldest first."""
-        surely = finish.last(now, min(room, self.items))
+        fair, calls, surely = self._fair, self._calls, finish.last(now, min(room, self.items))
         spans: list[Span] = []
         payloads: list[Any] = []
-        late: list[Call] = []
-        calls = self._calls
-        while room and calls:
-            call = calls[0]
-            if call.is_over:
-                self._skip()
-                continue
-            size = call.pending
-            if call.deadline <= surely and self._is_late(call, len(payloads), room, now, finish):
+        # How many of each call of several items, if each item has a turn of its own: the order
+        # within a batch does not matter.
+        taken: dict[Call, int] = {}
+        count = 0
+        while count < room and self.items:
+            call = calls[0] if fair is None else fair.head(now)
+            if call.state is not _WAITING:
                 calls.popleft()
-                self.items -= size
-                call.pending = 0
-                late.append(call)
                 continue
-            if call.deadline < surely and not spans:
+            if (
+                call.deadline <= surely
+                and call not in taken  # else it would end while an item of it is in the batch
+                and self._is_late(call, count, room - count, now, finish)
+            ):
+                expire(call)
+                continue
+            if call.deadline < surely and not count:
                 room = finish.room(call.deadline, room)
-            size = min(call.pending, room)
-            start = call.size - call.pending
-            spans.append((call, start, start + size))
-            payloads += call.payloads[start : start + size]
-            room -= size
-            self.items -= size
-            call.pending -= size
-            call.is_running = True
-            if not call.pending:
-                calls.popleft()
-        return Taken(spans, payloads, late, float(len(payloads)), len(spans))
+            size = 1
+            if fair is not None:
+                fair.took(1.0)
+                fair.remove(call, 1)
+            elif call.pending > 1:
+                size = min(call.pending, room - count)
+            if fair is not None and call.size > 1:
+                taken[call] = taken.get(call, 0) + 1
+            else:
+                start = call.size - call.pending
+                spans.append((call, start, start + size))
+                payloads += call.payloads[start : start + size]
+            self.cut(call, size)
+            count += size
+        self._stay_fair()
+        for call, size in taken.items():
+            stop = call.size - call.pending
+            spans.append((call, stop - size, stop))
+            payloads += call.payloads[stop - size : stop]
+        reason = Reason.COST if is_bounded and self.items else None
+        return Taken(spans, payloads, float(count), len(spans), reason)
 
     def _is_late(self, call: Call, taken: int, room: int, now: float, finish: Finish) -> bool:
         """Whether the call comes too late in a batch of what was taken, and what fits besides.
@@ -182,76 +204,24 @@ class CallQueue:
             return True
         return deadline < finish.likely + added and self.items > room
 
-    def _take_fairly(self, fair: FairQueue, room: int, now: float, finish: Finish) -> Taken:
-        """The same, an item at a turn."""
-        spans: list[Span] = []
-        payloads: list[Any] = []
-        # How many of each call of several items: the order within a batch does not matter.
-        taken: dict[Call, int] = {}
-        late: list[Call] = []
-        surely = finish.last(now, min(room, self.items))
-        while room and (call := fair.head(now)) is not None:
-            if call.deadline <= surely and self._is_late(call, len(payloads), room, now, finish):
-                self.items -= call.pending
-                call.pending = 0
-                fair.remove(call)
-                late.append(call)
-                continue
-            if call.deadline < surely and not payloads:
-                room = finish.room(call.deadline, room)
-            room -= 1
-            self.items -= 1
-            call.is_running = True
-            fair.took(1.0)
-            if call.size == 1:
-                call.pending = 0
-                spans.append((call, 0, 1))
-                payloads.append(call.payloads[0])
-                fair.remove(call)
-                continue
-            call.pending -= 1
-            taken[call] = taken.get(call, 0) + 1
-            if not call.pending:
-                fair.remove(call)
-        for call, size in taken.items():
-            start = call.size - call.pending - size
-            spans.append((call, start, start + size))
-            payloads += call.payloads[start : start + size]
-        if not self.items:
-            self._fair = None
-        return Taken(spans, payloads, late, float(len(payloads)), len(spans))
-
-    def draw(self, now: float) -> Call | None:
-        """Remove the call whose turn it is, with all its items that are not cut; or None."""
+    def draw(self, now: float) -> Call:
+        """Remove the call whose turn it is, of which nothing is cut yet; there must be one."""
         if self._fair is None:
-            while self._calls:
-                call = self._calls.popleft()
-                if call.pending:
-                    self.items -= call.pending
-                    return call
-                self._over -= 1
-            return None
-        head = self._fair.head(now)
-        if head is not None:
-            self.items -= head.pending
-            lengths = head.lengths
-            start = head.size - head.pending
-            # Items without length cost too: a tenant with no others would always be next.
-            cost = 0.0 if lengths is None else sum(lengths[start:])
-            self._fair.took(cost or float(head.pending))
-            self._fair.remove(head)
-        if not self.items:
-            self._fair = None
-        return head
+            call = self._first()
+            self._calls.popleft()
+            self.leave(call)
+            return call
+        call = self._fair.head(now)
+        # Items without length cost too: a tenant with no others would always be next.
+        cost = 0.0 if call.lengths is None else sum(call.lengths)
+        self._fair.took(cost or float(call.size))
+        self.remove(call)
+        return call
 
     def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if what waits and the counts differ. For tests."""
         assert self.items == sum(call.pending for call in self)
-        if self._fair is None:
-            assert all(call.pending for call in self)
-            assert self._over == sum(call.is_over for call in self._calls)
-        else:
-            assert not self._calls
-
-    def _skip(self) -> None:
-        self._calls.popleft()
-        self._over -= 1
+        assert all(call.state is _WAITING for call in self)
+        assert self._fair is None or not self._calls
+        if self._fair is not None:
+            self._fair.check_invariants()

@@ -41,8 +41,6 @@ from .tuning import (
     TRIAL_STEPS,
 )
 
-__all__ = ["BestCost", "LearnedCost", "SizeTrial"]
-
 
 class LearnedCost:
     """The line of durations over costs. Not thread-safe.

@@ -18,8 +18,7 @@ from .recovery import Recovery
 from .slots import Slots
 from .step_policy import StepPolicy
 from .tuning import URGENCY
-
-__all__ = ["Cutter"]
+from .waiting import run
 
 #: A member of an enum is looked up in Python, and a lone call asks for this one.
 _ALONE = Reason.ALONE
@@ -48,25 +47,6 @@ class Cutter:
         deadline: as for ``Batcher``.
         policy: decides when to cut and how much.
     """
-
-    __slots__ = (
-        "_ahead_from",
-        "_ask_at",
-        "_ask_from",
-        "_backlog",
-        "_batch_size",
-        "_deadlines",
-        "_has_lengths",
-        "_health",
-        "_maker",
-        "_overload",
-        "_pending",
-        "_recovery",
-        "_retries",
-        "_slots",
-        "deadline",
-        "policy",
-    )
 
     def __init__(
         self,
@@ -104,7 +84,7 @@ class Cutter:
 
     def arrived(self, call: Call, now: float, *, is_watched: bool, more: bool) -> Actions:
         """A call has arrived: as for ``Batcher.call_submitted``."""
-        size = call.pending
+        size = call.size
         pending, slots = self._pending, self._slots
         if is_watched and call.deadline < math.inf:
             self._deadlines.add(call)
@@ -149,6 +129,19 @@ class Cutter:
             and not (self._has_lengths or self._pending.is_fair)
             and not (self._retries.waiting or self._health.trials)
         )
+
+    def restore(self, call: Call, positions: Sequence[int]) -> None:
+        """A call is there that arrived before the queue was made anew. Decides nothing.
+
+        Args:
+            positions: of its items that are not cut.
+        """
+        if call.is_watched and call.deadline < math.inf:
+            self._deadlines.add(call)
+        if positions:
+            self._pending.restore(call, positions)
+        else:
+            run(call)
 
     def all_arrived(self, now: float) -> Actions:
         """Nothing follows of what has arrived together."""

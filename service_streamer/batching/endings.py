@@ -9,50 +9,39 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..observe.record import NO_OUTPUTS, BatchRecord, Call, Span
+from ..observe.record import NO_OUTPUTS, BatchRecord, Call, CallState, Span
 from .call_queue import CallQueue
 from .isolation import Retries
 from .length_queue import LengthQueue
+from .waiting import end
 
-__all__ = ["Endings"]
+_NOT_OPEN = (CallState.NEW, CallState.OVER)
 
 
 class Endings:
     """Ends calls that get no results, and counts them.
 
     Args:
-        pending: calls with items that are not cut.
         retries: parts of batches that wait to be run again.
         expired, expired_suspect, shared: as for ``Batcher``.
 
     Attributes:
+        pending: calls with items that are not cut; set by the batcher.
         failed: calls that failed of anything but their time, so far.
-        expired: calls whose time ended, so far; the batcher counts those that it refused, too.
+        expired: calls whose time ended, so far.
         cancelled: calls that were withdrawn, so far.
     """
 
-    __slots__ = (
-        "_expired",
-        "_expired_suspect",
-        "_pending",
-        "_retries",
-        "_shared",
-        "abandoned",
-        "cancelled",
-        "expired",
-        "failed",
-    )
+    pending: CallQueue | LengthQueue
 
     def __init__(
         self,
-        pending: CallQueue | LengthQueue,
         retries: Retries,
         *,
         expired: Any,
         expired_suspect: Any,
         shared: Callable[[Any, bool], Any],
     ) -> None:
-        self._pending = pending
         self._retries = retries
         self._expired = expired
         self._expired_suspect = expired_suspect
@@ -78,8 +67,8 @@ class Endings:
 
     def fail(self, call: Call, failure: Any) -> None:
         """The call, which is not over, fails."""
+        self._end(call, failure)
         self.failed += 1
-        self._end_with(call, failure)
 
     def fail_spans(self, spans: Sequence[Span], failure: Any) -> list[Call]:
         """Fail the calls of the spans that are not over; returns those."""
@@ -100,35 +89,36 @@ class Endings:
 
     def expire(self, call: Call) -> None:
         """The time of the call, which is not over, has ended."""
-        self.expired += 1
         is_suspect = self._retries.waiting_alone and any(
             call is suspect for part in self._retries if part.losses for suspect, _, _ in part.spans
         )
-        self._end_with(call, self._expired_suspect if is_suspect else self._expired)
+        self._end(call, self._expired_suspect if is_suspect else self._expired)
+        self.expired += 1
 
     def left(self, call: Call, *, has_expired: bool) -> bool:
         """The caller has gone, since its time has ended or for another reason.
 
         Returns:
-            False if the call was over already.
+            False if the call was over already, or never accepted.
         """
-        if call.is_over:
+        if call.state in _NOT_OPEN:
             return False
+        self._end(call)
         if has_expired:
             self.expired += 1
         else:
             self.cancelled += 1
-        self._end(call)
         return True
 
-    def _end_with(self, call: Call, failure: Any) -> None:
-        call.failure = failure
-        call.outputs = NO_OUTPUTS
-        self._end(call)
+    def _end(self, call: Call, failure: Any = None) -> None:
+        """The call is over. Whoever counts it does so next.
 
-    def _end(self, call: Call) -> None:
+        A signal handler can raise when a function begins, or after a call of C code: so not from
+        ``end`` on until it is counted.
+        """
         if self.abandoned is not None and call.is_running:
             self.abandoned.append(call)
-        call.end()
-        if call.pending:  # then it is still in the queue
-            self._pending.drop(call)
+        if call.state is CallState.WAITING:
+            self.pending.remove(call)
+        end(call)
+        call.failure, call.outputs = failure, NO_OUTPUTS

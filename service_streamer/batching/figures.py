@@ -16,8 +16,6 @@ from .isolation import Retries
 from .length_queue import LengthQueue
 from .slots import Slots
 
-__all__ = ["Figures"]
-
 #: So many batches that are back are counted in the metrics at once, which takes less time.
 _COUNTED_AT_ONCE = 64
 
@@ -26,54 +24,30 @@ class Figures:
     """Counts calls and batches, and tells of them.
 
     Args:
-        pending: calls with items that are not cut.
         retries: parts of batches that wait to be run again.
         slots: of the workers.
         endings: of calls without results.
-        cutter: has the policy.
 
     Attributes:
+        pending, cutter: calls with items that are not cut, and what has the policy; both set by the
+            batcher.
         accepted_calls, answered_calls: how many, so far.
         accepted_items: how many, so far.
-        rejected_calls: how many found no room so far; the engine counts them.
+        rejected_calls: how many were refused since too much waited, so far; the engine counts those
+            that found no room.
         refused_items: of those calls that were refused since too much waited; counted there, too.
         batch_duration: what the model has taken for a batch of late, seconds; infinity before the
             first.
         recent: the last batches that came back, the oldest first.
     """
 
-    __slots__ = (
-        "_cutter",
-        "_endings",
-        "_metrics",
-        "_pending",
-        "_retries",
-        "_slots",
-        "_uncounted",
-        "_waited",
-        "_waits",
-        "accepted_calls",
-        "accepted_items",
-        "answered_calls",
-        "batch_duration",
-        "recent",
-        "refused_items",
-        "rejected_calls",
-    )
+    pending: CallQueue | LengthQueue
+    cutter: Cutter
 
-    def __init__(
-        self,
-        pending: CallQueue | LengthQueue,
-        retries: Retries,
-        slots: Slots,
-        endings: Endings,
-        cutter: Cutter,
-    ) -> None:
-        self._pending = pending
+    def __init__(self, retries: Retries, slots: Slots, endings: Endings) -> None:
         self._retries = retries
         self._slots = slots
         self._endings = endings
-        self._cutter = cutter
         self.accepted_calls = self.accepted_items = 0
         self.answered_calls = self.rejected_calls = self.refused_items = 0
         self.batch_duration = math.inf
@@ -111,7 +85,7 @@ class Figures:
         """Note in a batch that is back, or lost, what was counted until then."""
         endings = self._endings
         batch.queued = self._metrics.queued.total + self._waited
-        batch.pending = self._pending.items
+        batch.pending = self.pending.items
         batch.answered, batch.failed = self.answered_calls, endings.failed
         batch.expired, batch.rejected = endings.expired, self.rejected_calls
 
@@ -147,7 +121,7 @@ class Figures:
 
     @property
     def expired_calls(self) -> int:
-        """Calls whose time ended, or would have before they were computed, so far."""
+        """Calls whose time ended, so far."""
         return self._endings.expired
 
     @property
@@ -173,7 +147,7 @@ class Figures:
     @property
     def line(self) -> tuple[float, float] | None:
         """What batches cost, as learned: see ``LearnedCost.line``."""
-        return self._cutter.policy.cost.line
+        return self.cutter.policy.cost.line
 
     @property
     def batches_in_flight(self) -> int:
@@ -204,13 +178,13 @@ class Figures:
             served, turn = over, seconds / full
             over //= full
         else:
-            policy = self._cutter.policy
+            policy = self.cutter.policy
             full = policy.full()
             served, turn = int(self.metrics.sizes.total), policy.duration(full)
             seconds = turn
         is_known = 0 < seconds < math.inf
         return Load(
-            waiting=self._pending.items + self._retries.items,
+            waiting=self.pending.items + self._retries.items,
             in_flight=self._slots.items,
             arrived=self.accepted_items + self.refused_items,
             served=served,

@@ -31,8 +31,6 @@ from .tuning import (
     PARTS_IN_A_ROW,
 )
 
-__all__ = ["Retries", "Search", "Suspects", "deaths_allowed", "parts_after_death"]
-
 
 def parts_after_death(items: int, run: float, death: float) -> int:
     """Into how many parts to cut items of which one kills its worker, to find it soonest.
@@ -217,7 +215,7 @@ class Retries:
     def take(
         self, now: float, expire: Callable[[Call], None], over: list[Search]
     ) -> Suspects | None:
-        """The next part that somebody waits for.
+        """The next part that somebody waits for. It waits until ``gone`` is called with it.
 
         Args:
             expire: ends a call on the way there whose time has ended.
@@ -226,7 +224,7 @@ class Retries:
         self._row += 1
         for search in [*self._searches]:
             while search.waiting:
-                part = self._next(search)
+                part = search.waiting[0]
                 for call, _, _ in _unanswered(part.spans):
                     if call.deadline <= now and not call.is_over:  # it may have several spans
                         expire(call)
@@ -234,8 +232,30 @@ class Retries:
                 if spans:
                     search.runs += 1
                     return Suspects(spans, search, part.losses)
+                self._next(search)
                 over += self.part_over(search)
         return None
+
+    def gone(self, part: Suspects) -> None:
+        """What ``take`` has returned is with a worker now."""
+        self._next(part.search)
+
+    def recount(self, in_flight: Sequence[BatchRecord]) -> None:
+        """Derive what is counted here from the parts, of which these batches have some."""
+        taken = {id(span) for batch in in_flight for span in batch.spans}
+        flying = Counter(batch.search for batch in in_flight if batch.search is not None)
+        for search in [*self._searches]:
+            waiting = [
+                part for part in search.waiting if not any(id(s) in taken for s in part.spans)
+            ]
+            search.waiting = deque(waiting)
+            search.parts = len(waiting) + flying[search]
+            if not search.parts:
+                del self._searches[search]
+        parts = [*self]
+        self._items = sum(part.size for part in parts)
+        self.waiting = len(parts)
+        self.waiting_alone = sum(part.losses > self.grace for part in parts)
 
     def clear(self) -> None:
         """Nobody waits for anything any more."""

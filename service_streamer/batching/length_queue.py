@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
-from ..observe.record import ORDINARY, Call, Reason, Span
+from ..observe.record import ORDINARY, Call, CallState, Reason, Span
 from .call_queue import CallQueue, Taken
 from .cost import LearnedCost
+from .fair_queue import TenantLine
 from .overload import Finish
-from .tuning import AGING, LEAST_BASE, WINDOW_BATCHES
-
-__all__ = ["LengthQueue"]
+from .tuning import LEAST_BASE, WINDOW_BATCHES
+from .waiting import Waiting
 
 #: An item in the window: its length, a number that no other has, and which item of which call.
 _Entry = tuple[float, int, Call, int]
@@ -35,7 +35,11 @@ _NOTHING: _Entry = (-math.inf, 0, Call((), None), 0)
 _ENDLESS: _Entry = (math.inf, 0, Call((), None), 0)
 
 
-class LengthQueue:
+#: A member of an enum is looked up in Python, and every item asks for this one.
+_WAITING = CallState.WAITING
+
+
+class LengthQueue(Waiting):
     """The queue of calls whose items have lengths: a line, and a window in which it ends.
 
     Args:
@@ -43,24 +47,7 @@ class LengthQueue:
         batch_size: the most items of a batch.
         max_batch_cost: the most that a batch may cost, unless one item does.
         weights: of the tenants whose weight is not 1.
-
-    Attributes:
-        items: how many are not cut, of calls that are not over.
     """
-
-    __slots__ = (
-        "_cost",
-        "_count",
-        "_cuts",
-        "_drawn",
-        "_in_order",
-        "_line",
-        "_max_batch_cost",
-        "_ranked",
-        "_sorted",
-        "_window",
-        "items",
-    )
 
     def __init__(
         self,
@@ -70,89 +57,112 @@ class LengthQueue:
         max_batch_cost: float = math.inf,
         weights: Mapping[str, float] | None = None,
     ) -> None:
-        self.items = 0
+        super().__init__()
         self._line = CallQueue(weights)
         self._cost = cost
         self._max_batch_cost = max_batch_cost
         self._window = WINDOW_BATCHES * batch_size
-        self._drawn: set[Call] = set()  # from the line into the window, with items there
+        # From the line into the window, with items there, and a number up to that of the first.
+        self._drawn: dict[Call, int] = {}
+        self._latest = -math.inf  # deadline of those
+        self._oldest: Call | None = None  # of those; None if that is not known
+        self._order: TenantLine | None = None  # of those, if there was one with a precedence
         self._sorted: list[_Entry] = []  # the window, by length
-        self._in_order: OrderedDict[int, _Entry] = OrderedDict()  # the same, in order
-        self._ranked = 0  # entries of calls with a precedence
+        self._entries: dict[int, _Entry] = {}  # the same, by their numbers
         self._count = 0
-        self._cuts = 0
 
     def __iter__(self) -> Iterator[Call]:
         yield from self._drawn
         yield from self._line
 
     def add(self, call: Call) -> None:
-        self.items += call.pending
+        """The call waits from now on."""
+        self.enter(call)
         self._line.add(call)
 
-    def drop(self, call: Call) -> None:
-        """The call is over; its items are not to be cut."""
-        self.items -= call.pending
-        if call in self._drawn:  # its entries are skipped: the window is small
-            self._drawn.discard(call)
-            call.pending = 0
-        else:
-            self._line.drop(call)
+    def restore(self, call: Call, positions: Sequence[int]) -> None:
+        """The call waits again with these items."""
+        call.pending = len(positions)
+        if call.pending == call.size:
+            self.add(call)
+        else:  # it was drawn
+            self.enter(call)
+            self._sorted = sorted([*self._sorted, *self._enter(call, positions)])
+
+    def remove(self, call: Call) -> None:
+        """The call is about to end."""
+        self.leave(call)
+        if self._drawn.pop(call, None) is None:  # else its entries are skipped: they are few
+            self._line.remove(call)
 
     @property
     def is_fair(self) -> bool:
         """Whether a call with a precedence waits."""
-        return self._ranked > 0 or self._line.is_fair
+        return self._order is not None or self._line.is_fair
+
+    def ahead(self, call: Call) -> float:
+        """A lower estimate of the items that are computed before a new call with a deadline."""
+        is_last = call.precedence.priority <= 0 and call.deadline >= self._latest
+        drawn = self.items - self._line.items if is_last or not self.is_fair else 0
+        return drawn + self._line.ahead(call)
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; there must be one."""
-        if self._ranked:
-            oldest = min((call.arrived_at for call in self._drawn), default=math.inf)
-        else:  # then the window came from the line by arrival
-            front = self._front()
-            oldest = math.inf if front is None else front[2].arrived_at
+        if self._oldest not in self._drawn:
+            if self._order is None:  # then the window came from the line by arrival
+                self._oldest = next(iter(self._drawn), None)
+            else:
+                self._oldest = min(self._drawn, key=attrgetter("arrived_at"), default=None)
+        oldest = math.inf if self._oldest is None else self._oldest.arrived_at
         return min(oldest, self._line.oldest_arrival()) if self._line.items else oldest
 
     def first_deadline(self, now: float) -> float:
         """When the time of the call ends whose turn it is; there must be one."""
-        first = self._first(now)
-        return self._line.first_deadline(now) if first is None else first[2].deadline
+        return self._head(now).deadline if self._drawn else self._line.first_deadline(now)
 
-    def take(self, room: int, now: float, finish: Finish, max_cost: float = math.inf) -> Taken:
+    def _head(self, now: float) -> Call:
+        """Of the calls in the window, whose turn it is; there must be one."""
+        return next(iter(self._drawn)) if self._order is None else self._order.head(now)
+
+    def take(
+        self,
+        room: int,
+        now: float,
+        finish: Finish,
+        expire: Callable[[Call], None],
+        max_cost: float = math.inf,
+    ) -> Taken:
         """Cut at most ``room`` items: the first in order, and its neighbours in length.
 
         What comes too late is left out, as in ``CallQueue.take``.
 
         Args:
+            expire: ends a call that is left out.
             max_cost: the most that the batch may cost, unless one item does.
         """
-        late: list[Call] = []
         size = min(room, self.items)
         surely = finish.last(now, size)
         earliest = finish.earliest + finish.each * size
 
         def is_left_out(call: Call) -> bool:
             """Whether an entry of the call is not to be cut, now or any more."""
-            if call.deadline >= surely and call.deadline > now and call.pending:
-                return False  # as nearly always
-            if not call.pending:
+            if call.state is not _WAITING:
                 return True
+            if call.deadline >= surely and call.deadline > now:
+                return False  # as nearly always
             if now < call.deadline and earliest <= call.deadline and self.items <= room:
                 return False
-            self.items -= call.pending
-            call.pending = 0
-            self._drawn.discard(call)
-            late.append(call)
+            expire(call)
             return True
 
         self._draw(now)
-        first = self._first(now)
-        while first is not None and is_left_out(first[2]):
+        while self.items and is_left_out(self._head(now)):
             self._draw(now)
-            first = self._first(now)
-        if first is None:
-            return Taken([], [], late, 0.0, 0)
-        self._cuts += 1
+        if not self.items:
+            return Taken([], [], 0.0, 0)
+        first = self._first(now)
+        if self._order is not None:
+            self._order.turns += 1
         entries = self._sorted
         length = first[0]
         base, per_unit = self._cost.padding
@@ -223,56 +233,43 @@ class LengthQueue:
             chosen.sort(key=lambda entry: (order[entry[2]], entry[3]))
         spans: list[Span] = []
         payloads: list[object] = []
-        in_order = self._in_order
         for _, number, call, index in chosen:
-            del in_order[number]
-            if call.precedence is not ORDINARY:
-                self._ranked -= 1
+            del self._entries[number]
             if spans and spans[-1][0] is call and spans[-1][2] == index:
                 spans[-1] = (call, spans[-1][1], index + 1)
             else:
                 spans.append((call, index, index + 1))
             payloads.append(call.payloads[index])
-            call.is_running = True
-            call.pending -= 1
+            self.cut(call, 1)
             if not call.pending:
-                self._drawn.discard(call)
-        self.items -= size
+                del self._drawn[call]
         is_cut_short = size < room and self.items
         reason = reason if is_cut_short else None
-        return Taken(spans, payloads, late, size * length, len(calls), reason)
+        return Taken(spans, payloads, size * length, len(calls), reason)
 
     def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if what waits and the counts differ. For tests."""
         self._line.check_invariants()
         assert self.items == self._line.items + sum(call.pending for call in self._drawn)
-        live = [entry for entry in self._in_order.values() if entry[2].pending]
-        assert sorted(live) == [entry for entry in self._sorted if entry[2].pending]
-        assert len(live) == sum(call.pending for call in self._drawn)
-        assert {entry[2] for entry in live} == self._drawn
-        ranked = [e for e in self._in_order.values() if e[2].precedence is not ORDINARY]
-        assert self._ranked == len(ranked)
+        live = [entry for entry in self._entries.values() if entry[2] in self._drawn]
+        assert sorted(live) == [entry for entry in self._sorted if entry[2] in self._drawn]
+        assert len(live) == self.items - self._line.items
+        assert {call for _, _, call, _ in live} == {*self._drawn}
 
     def _draw(self, now: float) -> None:
         """Fill the window from the line: whole calls, so it may be more than full."""
-        entries, in_order, line = self._sorted, self._in_order, self._line
+        entries, line = self._sorted, self._line
         new: list[_Entry] = []
+        if not self._drawn:
+            self._order, self._latest = None, -math.inf
         live = self.items - line.items
-        if max(len(entries), len(in_order)) > 2 * live + 64:
+        ordered = 0 if self._order is None else self._order.entries // 3
+        if max(len(entries), len(self._entries), ordered) > 2 * live + 64:
             self._sweep()
         while live < self._window and line.items:
             call = line.draw(now)
-            if call is None:
-                break
-            live += call.pending
-            self._drawn.add(call)
-            first = call.size - call.pending
-            lengths = call.lengths or [1.0] * call.size
-            if call.precedence is not ORDINARY:
-                self._ranked += call.pending
-            for index in range(first, call.size):
-                number = self._count = self._count + 1
-                entry = in_order[number] = (float(lengths[index]), number, call, index)
-                new.append(entry)
+            live += call.size
+            new += self._enter(call, range(call.size))
         if len(new) < 16:
             for entry in new:
                 insort(entries, entry)
@@ -280,41 +277,36 @@ class LengthQueue:
             entries += new
             entries.sort()
 
+    def _enter(self, call: Call, positions: Sequence[int]) -> Iterator[_Entry]:
+        """These items of the call are in the window from now on; their entries."""
+        self._drawn[call] = self._count + 1
+        if call.deadline > self._latest:
+            self._latest = call.deadline
+        if self._order is not None:
+            self._order.add(call)
+            self._oldest = None
+        elif call.precedence is not ORDINARY:
+            self._order = TenantLine("", 1.0, self._drawn)
+            for each in self._drawn:
+                self._order.add(each)
+        lengths = call.lengths or [1.0] * call.size
+        for index in positions:
+            number = self._count = self._count + 1
+            entry = self._entries[number] = (float(lengths[index]), number, call, index)
+            yield entry
+
     def _sweep(self) -> None:
         """Let go of the entries of calls that are over."""
-        for number, entry in [*self._in_order.items()]:
-            if not entry[2].pending:
-                self._forget(number, entry[2])
-        self._sorted[:] = sorted(self._in_order.values())
+        self._entries = {n: entry for n, entry in self._entries.items() if entry[2] in self._drawn}
+        self._sorted[:] = sorted(self._entries.values())
+        if self._order is not None:
+            self._order.sweep()
 
-    def _front(self) -> _Entry | None:
-        """The first that was drawn."""
-        in_order = self._in_order
-        while in_order:
-            number, entry = next(iter(in_order.items()))
-            if entry[2].pending:
-                return entry
-            self._forget(number, entry[2])
-        return None
-
-    def _first(self, now: float) -> _Entry | None:
-        """Whose turn it is: the first that was drawn, unless one has a precedence.
-
-        Every ``AGING``-th time it is the first that was drawn all the same, to prevent starvation.
-        """
-        front = self._front()
-        if front is None or not self._ranked or self._cuts % AGING == AGING - 1:
-            return front
-
-        def rank(entry: _Entry) -> tuple[float, int, int]:
-            call = entry[2]
-            priority, _, has_deadline = call.precedence
-            is_due = has_deadline or 2 * now >= call.arrived_at + call.deadline
-            return call.deadline if is_due else math.inf, -priority, entry[1]
-
-        return min((entry for entry in self._in_order.values() if entry[2].pending), key=rank)
-
-    def _forget(self, number: int, call: Call) -> None:
-        del self._in_order[number]
-        if call.precedence is not ORDINARY:
-            self._ranked -= 1
+    def _first(self, now: float) -> _Entry:
+        """Of the call whose turn it is, the first item that is left."""
+        call = self._head(now)
+        number = self._drawn[call]
+        while number not in self._entries:
+            number += 1
+        self._drawn[call] = number
+        return self._entries[number]

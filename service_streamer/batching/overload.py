@@ -18,18 +18,6 @@ from .tuning import (
     THROUGHPUT_BATCHES,
 )
 
-__all__ = [
-    "UNKNOWN",
-    "Deadlines",
-    "Finish",
-    "Forecast",
-    "Overload",
-    "Throughput",
-    "TimedCall",
-    "least_in_time",
-    "size_in_time",
-]
-
 #: Of items, so that a batch which is back just in time is not one item smaller.
 _ROUNDING = 1e-9
 
@@ -171,7 +159,7 @@ class Overload:
             self._forecast.reset()
             self.is_behind = False
 
-    def wait(self, waiting: int) -> float:
+    def wait(self, waiting: float) -> float:
         """How long it takes until so many items are back, seconds; 0 while that is not known."""
         return waiting / self._throughput.rate
 
@@ -184,7 +172,10 @@ class Timed(Protocol):
     """Something that ends at its deadline, if it is not over before."""
 
     deadline: float
-    is_over: bool
+
+    @property
+    def is_over(self) -> bool:
+        """Answered, failed or given up."""
 
 
 TimedCall = TypeVar("TimedCall", bound=Timed)

@@ -11,8 +11,6 @@ from __future__ import annotations
 from .cost import LearnedCost
 from .tuning import LEAST_SPREAD, PADDING_FORGETTING, PADDING_SPREAD
 
-__all__ = ["PaddedCost"]
-
 
 class PaddedCost(LearnedCost):
     """The line of durations over costs, and the plane over sizes and costs. Not thread-safe.

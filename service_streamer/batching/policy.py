@@ -40,8 +40,6 @@ from .tuning import (
     URGENCY,
 )
 
-__all__ = ["Backlog", "Decision", "LearnedPolicy", "Policy"]
-
 #: Why expected arrivals are not waited for any longer.
 _BOUNDS = (Reason.MAX_LATENCY, Reason.DEADLINE)
 

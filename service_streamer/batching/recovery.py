@@ -22,8 +22,6 @@ from .endings import Endings
 from .isolation import Retries, Search, parts_after_death
 from .slots import Slots
 
-__all__ = ["Recovery"]
-
 
 class Recovery:
     """Decides on batches that failed, and on the workers that they failed on.

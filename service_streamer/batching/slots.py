@@ -13,13 +13,11 @@ What is run again after a worker died with it is alone with its worker: nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..observe.record import BatchRecord
 from ..supervision.health import WARM, BatchBound
 from .tuning import MOST_ROOM, STAGE_RATE
-
-__all__ = ["Slots", "room_for"]
 
 
 def room_for(seconds: float, slowest: float) -> int:
@@ -123,6 +121,26 @@ class Slots:
         self.items = self.taking = 0
         self.next_look = self.next_open = math.inf
 
+    def recount(self, now: float) -> None:
+        """Derive what is counted and ordered here from the workers and their batches.
+
+        No worker is held back any more. All begin anew with what they hold, as to its time.
+        """
+        self.items = sum(batch.size for batch in self.in_flight())
+        for slot in self._slots.values():
+            slot.takes = not slot.is_closing
+            slot.busy_since, slot.free_at, slot.waits = now, now, False
+        taking = {number: slot for number, slot in self._slots.items() if slot.takes}
+        self.taking = len(taking)
+        self.idle = {number: None for number, slot in taking.items() if not slot.batches}
+        self.without_ahead = {
+            number: None for number, slot in taking.items() if self._takes_ahead(slot)
+        }
+        self.next_look = now + self._least if self.items else math.inf
+        self.next_open = math.inf
+        if self.beside:
+            self._set_next_open()
+
     def __len__(self) -> int:
         return len(self._slots)
 
@@ -142,6 +160,18 @@ class Slots:
         lost = [*holder.batches.values()]
         self.items -= sum(batch.size for batch in lost)
         return lost
+
+    def let_go(self, returned: Iterable[tuple[int, int]]) -> list[int]:
+        """Workers have answered these batches; the closing ones that hold none. See ``recount``."""
+        for number, batch_id in returned:
+            if number in self._slots:
+                self._slots[number].batches.pop(batch_id, None)
+        return [
+            number for number, slot in self._slots.items() if slot.is_closing and not slot.batches
+        ]
+
+    def numbers(self) -> list[int]:
+        return [*self._slots]
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._slots

@@ -16,8 +16,6 @@ from .cost import LearnedCost
 from .policy import Backlog, Decision
 from .tuning import DECK_SHARE
 
-__all__ = ["StepPolicy", "room_of_places"]
-
 
 def room_of_places(places: int) -> int:
     """How many items a worker holds that steps so many of them."""

@@ -11,8 +11,6 @@ from ..observe.step_log import StepLog
 from .endings import Endings
 from .slots import Slots
 
-__all__ = ["Stepping"]
-
 
 class Stepping:
     """What a batcher knows of a model of steps: each batch is one item, in a place of its worker.

@@ -33,7 +33,7 @@ MOST_RETURNED = 0.25
 SURE = 0.875
 #: The share of answered callers that seems to return at once where all calls are independent.
 #: Chosen by reasoning, checked with ``pytest tests/test_batching.py -k by_chance``, over loads of
-#: 0.5 to 30 calls a batch.
+#: 0.5 to 4 calls in the time of one.
 CHANCE = 0.3
 #: Weight of the newest batch in what is learned about arrivals, lengths and the queue.
 #: Tuned with ``python benchmarks/scheduling_grid.py --quick``: high, because load changes within a
@@ -136,7 +136,7 @@ EXPLAINED = 0.5
 #: Chosen by reasoning: a batch without work then weighs as much as 16 usual ones, not as all.
 LEAST_DURATION = 0.25
 #: The first batches are forgotten when a later one takes this many times what they predict.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k nothing_to_do``: a server asks a
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k odd``: a server asks a
 #: model about itself first, which takes no time.
 NO_WORK = 16.0
 
@@ -147,7 +147,7 @@ PADDING_FORGETTING = 0.99
 #: What each item costs is fitted if the variance of sizes, of batches of the same cost, is at least
 #: this share of the squared mean.
 #: Found with ``make yardstick ARGS='--only infilling'``, checked with ``pytest
-#: tests/test_padded_cost.py``: of batches that are more alike noise decides.
+#: tests/test_cost.py -k small``: of batches that are more alike noise decides.
 PADDING_SPREAD = 1e-3
 
 # -- batch size trials
@@ -156,7 +156,7 @@ PADDING_SPREAD = 1e-3
 #: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "noise or vary"``.
 AS_GOOD = 0.95
 #: It is that factor less so many times the noise, which is by how much batches of one size differ.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "lucky or spite"``: without it,
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "noise or spite"``: without it,
 #: noise of a fifth has a third of the batches cut small.
 NOISE_MARGIN = 1.0
 #: But at most so much less.
@@ -188,7 +188,7 @@ MEASURED_BATCHES = 8
 #: never wait.
 PATIENCE_BATCHES = 64
 #: The share of the time that trials may waste.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k trials_cost_little``.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k not_slower``.
 TRIAL_SHARE = 0.01
 #: The most of that time that is saved up, in durations of a batch.
 #: Chosen by reasoning: enough for a batch of twice the size whose units take three times as long.
@@ -197,10 +197,10 @@ MOST_SAVED = 4.0
 #: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "knee or slows"``.
 FIRST_INTERVAL = 3
 #: And at most: the interval doubles with each trial that finds nothing better.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k trials_cost_little``.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k not_slower``.
 LAST_INTERVAL = 96
 #: The sizes that are tried in turn, in steps of the square root of two beside the best size.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "slows or moves"``: mostly
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "slows or another"``: mostly
 #: smaller, which costs least.
 TRIAL_STEPS = (-1, -2, 1, 2, -4)
 

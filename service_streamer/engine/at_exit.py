@@ -8,15 +8,13 @@ import time
 
 from ..workers.protocol import Failure
 
-__all__ = ["AtExit"]
-
 #: How long daemon threads wait for the end of the interpreter, from the first on, seconds.
 #: Chosen by reasoning: most are gone in a second. It bounds how long an exit handler of the user's
 #: waits that joins such threads, and runs after ours.
-_LONGEST_EXIT = 5.0
+LONGEST_EXIT = 5.0
 
 #: Until when, once the first waits. One time for the process, which ends but once.
-_waits_until: list[float] = []
+waits_until: list[float] = []
 
 
 class AtExit(Failure):
@@ -32,8 +30,8 @@ class AtExit(Failure):
     def exception(self) -> BaseException:
         if _may_wait(threading.current_thread()):
             now = time.monotonic()
-            _waits_until.append(now + _LONGEST_EXIT)  # of several threads, the first counts
-            threading.Event().wait(max(_waits_until[0] - now, 0))
+            waits_until.append(now + LONGEST_EXIT)  # of several threads, the first counts
+            threading.Event().wait(max(waits_until[0] - now, 0))
         return super().exception()
 
 

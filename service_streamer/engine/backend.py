@@ -6,6 +6,7 @@ A backend is the engine of this process, or the client of worker hosts beyond a 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 import weakref
@@ -17,21 +18,6 @@ from ..errors import StreamerError
 from ..observe.record import NO_OUTPUTS, ORDINARY, Call, Precedence, Timing
 from ..workers.protocol import Failure
 from .wakeups import Relay
-
-__all__ = [
-    "IN_CALLBACK",
-    "Accepted",
-    "Backend",
-    "BlockingReply",
-    "LoopReply",
-    "Mailbox",
-    "PassThrough",
-    "Reply",
-    "TogetherReply",
-    "mailbox_of",
-    "predict_blocking",
-    "predict_in_loop",
-]
 
 #: To a callback that would wait for its own thread.
 IN_CALLBACK = (
@@ -49,6 +35,10 @@ class Accepted(Protocol):
     @property
     def is_running(self) -> bool:
         """Whether a part of it is known to be with a worker."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was answered, has failed, or was withdrawn."""
 
     @property
     def timing(self) -> Timing | None:
@@ -266,14 +256,18 @@ class BlockingReply:
                 self.has_left = True
             relay = self.relay
             if relay is not None:  # first of all: others wait for it
-                relay.pass_on()
+                try:
+                    relay.pass_on()
+                except BaseException:
+                    relay.wake_all()
+                    raise
         return is_there
 
     def leave(self) -> None:
         """The thread does not wait for the outcome."""
         self.has_left = True
         if self.relay is not None:
-            self.relay.pass_on()
+            self.relay.wake_all()
 
     def result(self) -> list[Any]:
         """The outputs, encoded; raises what the call failed with."""
@@ -296,7 +290,8 @@ class BlockingReply:
         self.call = None
 
     def wake(self) -> None:
-        self._arrived.release()
+        with contextlib.suppress(RuntimeError):  # it goes on already
+            self._arrived.release()
 
 
 async def predict_in_loop(

@@ -31,21 +31,6 @@ from ..workers.protocol import Failure
 from ..workers.transport import ThreadTransport, Transport
 from .engine import Engine, Lengths
 
-__all__ = [
-    "EXPIRED_SUSPECT",
-    "Length",
-    "Model",
-    "assemble",
-    "build_engine",
-    "check_wanted",
-    "find_function",
-    "make_lengths",
-    "make_measure",
-    "make_spec",
-    "not_blamed",
-    "of_shared_call",
-]
-
 logger = logging.getLogger(__name__)
 
 #: A function of an item, or where to import it: "package.module:function".
@@ -339,6 +324,9 @@ def _why_hung(options: StreamerOptions, *, is_local: bool) -> str:
     return "it was at one batch for more than batch_timeout of {:g} s" + auto
 
 
+#: Errors of ours that are about no call: no worker can compute anything.
+_OF_NO_CALL = ("StreamerBroken", "StreamerClosed", "WorkerStartError")
+
 # What calls fail with when it is not known whose item was at fault. Our words, and not those of the
 # model's exception: its text may quote the item, and goes only to the call whose item that is.
 
@@ -370,6 +358,8 @@ def not_blamed(failure: Failure, is_loss: bool) -> Failure:
 def of_shared_call(failure: Failure) -> Failure:
     """For a call that shared only some of its items with the one that failed."""
     kind = failure.text.partition(": ")[0]
+    if failure.remote_traceback is None and kind in _OF_NO_CALL:
+        return failure
     return Failure(
         SharedBatchError(
             f"a call that shared items with this one failed with {kind}, and with "

@@ -35,8 +35,6 @@ from ..workers.diagnosis import counted
 from ..workers.protocol import DROP, RESUME, Failure
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerReady, WorkerWaits
 
-__all__ = ["Core", "EngineState", "Lane"]
-
 _STOP_FIRST = (
     "two workers do not fit: restart_workers(overlap=False) ends the old one first; if there is no "
     "other worker, calls wait meanwhile"
@@ -58,15 +56,17 @@ class Lane:
     another thread has cut: so it overtakes no thread that was stopped on its way here.
 
     Attributes:
-        batches: not sent yet.
-        lock: held from taking one out until the transport has it. Reentrant, as ``Core.lock``.
+        batches: not known to be sent. One is taken out when the transport has it, and not before:
+            a signal handler may raise in between.
+        lock: held from the look at one until it is taken out. Reentrant, as ``Core.lock``.
     """
 
-    __slots__ = ("batches", "lock")
+    __slots__ = ("batches", "is_locked_here", "lock")
 
     def __init__(self) -> None:
         self.batches: collections.deque[BatchRecord] = collections.deque()
         self.lock = threading.RLock()
+        self.is_locked_here: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
 
 
 class Core:
@@ -85,6 +85,10 @@ class Core:
         telling: held by the thread that tells workers what is in ``untold``.
         unsent: lanes with batches that are cut and not sent yet. Whoever comes by sends what is
             there, so that nothing is left behind by a thread that was interrupted in between.
+        open: the calls that are accepted and not answered, in the order of their arrival. What
+            they need and what workers hold is the truth from which ``mend`` derives the rest.
+        is_torn: whether an exception has ended a change in a caller's thread halfway, as a signal
+            handler may raise one anywhere. Whoever takes the lock next calls ``mend``.
         left: calls whose callers have gone while their thread held the lock: the loop withdraws
             them.
         undone: what a caller's call made necessary and the loop is to do.
@@ -114,15 +118,19 @@ class Core:
         # Reentrant, since a finalizer of a user's that closes may run while we hold it.
         self.lock = threading.RLock()
         self.is_locked_here: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
-        self.changed = threading.Condition(self.lock)  # the state, or that of a worker
+        # The state, or that of a worker. Take ``lock`` itself to wait: a signal handler that raises
+        # within ``Condition.__enter__``, which is Python, would leave it locked for ever.
+        self.changed = threading.Condition(self.lock)
         self.batcher = batcher
         self.supervisor = supervisor
         self.scaling = scaling or Autoscaling(supervisor.wanted, supervisor.wanted)
         self.clock = clock
         self.unsent: collections.deque[Lane] = collections.deque()
-        self._lanes: dict[int, Lane] = {}  # by slot
+        self.lanes: dict[int, Lane] = {}  # by slot
         self.telling = threading.RLock()  # reentrant, as above
         self.untold: collections.deque[tuple[int, int, int]] = collections.deque()
+        self.open: dict[Call, None] = {}  # an ordered set
+        self.is_torn = False
         self.left: collections.deque[Call] = collections.deque()
         self.undone: list[Actions] = []
         self.notes: list[tuple[int, str, tuple[object, ...]]] = []
@@ -146,18 +154,68 @@ class Core:
     def queue(self, batches: Sequence[BatchRecord]) -> None:
         """Have batches sent that were just cut: of each worker in this order."""
         for batch in batches:
-            lane = self._lanes.get(batch.slot)
+            lane = self.lanes.get(batch.slot)
             if lane is None:
-                lane = self._lanes[batch.slot] = Lane()
+                lane = self.lanes[batch.slot] = Lane()
             lane.batches.append(batch)
             self.unsent.append(lane)
 
-    def unsent_again(self) -> None:
-        """A thread was interrupted, perhaps between finding a lane and sending: have all looked at.
+    def mend(self) -> None:
+        """A change was left halfway: derive the state anew, so that nothing is lost by that."""
+        calls = [*self.open]  # at once: the loop forgets some without the lock
+        self.batcher.rebuild([call for call in calls if not call.is_over], self.clock())
+        self._list_unsent()
+        ended = _to_answer(calls)
+        for call in calls:
+            if call.is_over and call not in ended:
+                self.open.pop(call, None)  # its caller has withdrawn it
+        self.undone.append(Actions(calls=ended))
+        self.waits_until = math.inf
+        self.is_torn = False
 
-        For any thread, without the lock.
+    def forget(self, call: Call) -> None:
+        """No caller waits for the call any more, which is over."""
+        call.reply = None
+        self.open.pop(call, None)
+        if self.batcher.has_steps:
+            self.collect_drops()
+
+    def fail_open(self, failure: Failure, events: Sequence[WorkerEvent] = ()) -> list[Call]:
+        """End every call that is not over, when the state is in doubt; returns those to answer.
+
+        The state is derived anew. Workers go on with what they hold, for no caller.
+
+        Args:
+            events: happened, and may have been applied or not.
         """
-        self.unsent.extend([*self._lanes.values()])
+        calls = [*self.open]  # at once, as above
+        returned = [event for event in events if isinstance(event, BatchReport)]
+        for event in events:
+            if isinstance(event, StepReport):
+                for done in event.done:
+                    done.slot = event.slot
+                returned += event.done
+        unanswered = [call for call in calls if not call.is_over]
+        vacant = self.batcher.end_all(unanswered, failure, self.clock(), returned)
+        self.undone.append(Actions(vacant=vacant))
+        self._list_unsent()
+        self.is_torn = False
+        return _to_answer(calls)
+
+    def is_news(self, event: WorkerEvent) -> bool:
+        """Whether it is not known yet that a worker has become ready, waits, or has died."""
+        if isinstance(event, (BatchReport, StepReport)) or event.slot not in self.supervisor:
+            return False
+        return not (isinstance(event, WorkerReady) and event.slot in self.batcher)
+
+    def _list_unsent(self) -> None:
+        """Have every batch sent that a worker is to have, and may not have been sent."""
+        listed = {batch for lane in self.lanes.values() for batch in [*lane.batches]}
+        # The others were cut last. One that another thread is done with at this moment may be among
+        # them: the transport does not send it again.
+        batches = [batch for batch in self.batcher.in_flight() if batch.payloads]
+        self.queue([batch for batch in batches if batch not in listed])
+        self.unsent.extend([*self.lanes.values()])
 
     def begin_drain(self, deadline: float) -> None:
         """Accept nothing any more."""
@@ -227,9 +285,10 @@ class Core:
         supervisor = self.supervisor
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
-        self._lanes.pop(slot, None)
+        self.lanes.pop(slot, None)
         self.proven.discard(slot)
-        aborted, restarts, overlap = supervisor.aborted, supervisor.restarts, supervisor.overlap
+        aborted, restarts = supervisor.aborted, supervisor.restarts
+        overlap = supervisor.overlap(slot)
         was_failing = supervisor.retry_at(place) is not None
         self._dying.discard(slot)
         actions, held, retried = Actions(), 0, self.batcher.figures.retried_items
@@ -261,13 +320,15 @@ class Core:
             if supervisor.restarts > restarts:
                 then = "started again"
                 self.restarted_at.append(now)
-            elif overlap == "auto" and not supervisor.overlap:
+            elif overlap is not None and loss is Loss.NO_MEMORY and supervisor.aborted == aborted:
                 then = "tried again when the old worker has ended: there is no memory for both"
-            self._note_loss(failure, retried if held else 0, then, report)
+            self._note_loss(failure, retried if held else 0, then)
         elif held:
-            self._note_loss(failure, retried, "not replaced, since it was about to end", report)
+            self._note_loss(failure, retried, "not replaced, since it was about to end")
         else:
             self._note(logging.INFO, "worker %d has ended", place)
+        if report is not None:  # the log has it if nobody else
+            self._note(logging.WARNING, "what its model raised:\n%s", report)
         if supervisor.is_broken:
             broken = failure
             if supervisor.was_served:
@@ -384,15 +445,11 @@ class Core:
     def _note(self, level: int, text: str, *arguments: object) -> None:
         self.notes.append((level, text, arguments))
 
-    def _note_loss(
-        self, failure: Failure, retried: int, then: str, report: str | None = None
-    ) -> None:
+    def _note_loss(self, failure: Failure, retried: int, then: str) -> None:
         more = f"; to be computed again: {counted(retried, 'item')}" if retried else ""
         self._note(logging.WARNING, "%s; it is %s%s", failure.message, then, more)
         if failure.remote_traceback is not None:
             self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
-        if report is not None:
-            self._note(logging.WARNING, "what its model raised:\n%s", report)
 
     def _note_failed(self, failure: Failure, pause: float, *, is_news: bool) -> None:
         """Of a place without a worker: an error once, then a line for each try, if there is more.
@@ -492,3 +549,8 @@ class Core:
         if seconds is not None:
             return f"every worker has been at one batch for {seconds:.0f} s or longer"
         return None
+
+
+def _to_answer(calls: Sequence[Call]) -> list[Call]:
+    """Those that are over and whose callers may not know it: all but those that they withdrew."""
+    return [call for call in calls if call.is_over and (call.failure or not call.unanswered)]

@@ -23,7 +23,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ..batching.actions import NOTHING, Actions
 from ..batching.batcher import Batcher
@@ -41,8 +41,9 @@ from ..workers.transport import Transport
 from .backend import IN_CALLBACK
 from .core import Core, EngineState
 from .loop import ABORT_GRACE, Loop, send
+from .timer import is_owned
 
-__all__ = ["Engine", "Lengths"]
+T = TypeVar("T")
 
 #: What items cost, in any unit. Raises what the user's function raises, or ValueError.
 Lengths = Callable[[Sequence[Any]], list[float]]
@@ -63,6 +64,10 @@ class Engine:
         lengths: of items, as calls have them; None if each counts one.
         clock: seconds from a monotonic clock.
         jitter: random numbers from 0 to 1.
+
+    Attributes:
+        core: its state; see there for what needs its lock.
+        transport: as given.
     """
 
     def __init__(
@@ -79,9 +84,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        self._transport = transport
-        self._core = Core(batcher, supervisor, scaling=scaling, clock=clock, jitter=jitter)
-        self._loop = Loop(self._core, transport, hang=hang, slow_start=slow_start)
+        self.transport = transport
+        self.core = Core(batcher, supervisor, scaling=scaling, clock=clock, jitter=jitter)
+        self._loop = Loop(self.core, transport, hang=hang, slow_start=slow_start)
         self._max_pending = max_pending
         self.lengths = lengths
         self._pid = os.getpid()
@@ -95,9 +100,9 @@ class Engine:
         try:
             self._loop.start()
         except BaseException:
-            self._transport.close(ABORT_GRACE)
+            self.transport.close(ABORT_GRACE)
             raise
-        cancel = self._transport.when_exiting(self._close_at_exit)
+        cancel = self.transport.when_exiting(self._close_at_exit)
 
         def ended() -> None:
             cancel()
@@ -144,10 +149,10 @@ class Engine:
             StreamerForked: in a forked child.
         """
         self.check_process()  # before the lock, which a fork may have copied while held
-        with self._core.lock:
+        with self.core.lock:
             self._loop.on_batch = on_batch
             self._on_call = on_call
-            self._core.watch()
+            self.core.watch()
 
     def when_workers_change(self, callback: Callable[[], None]) -> None:
         """Have it called in the engine's thread when a worker is ready or lost, and at the end.
@@ -166,7 +171,7 @@ class Engine:
             StreamerForked: in a forked child.
         """
         self.check_process()  # before the lock, which a fork may have copied while held
-        core = self._core
+        core = self.core
         with core.lock:
             if core.description is None:
                 self._check_accepting()
@@ -175,28 +180,28 @@ class Engine:
     @property
     def has_steps(self) -> bool:
         """Whether the model is known to be one of steps: not before a worker has loaded it."""
-        return self._core.batcher.has_steps
+        return self.core.batcher.has_steps
 
     @property
     def resumes(self) -> bool:
         """Whether such a model can go on with an item that has begun elsewhere."""
-        steps = self._core.batcher.steps
+        steps = self.core.batcher.steps
         return steps is not None and steps.resumes
 
     @property
     def state(self) -> EngineState:
-        return self._core.state
+        return self.core.state
 
     def stats(self) -> StreamerStats:
         self.check_process()
-        with self._core.lock:
-            return self._core.stats()
+        with self.core.lock:
+            return self.core.stats()
 
     def metrics(self) -> BatchMetrics:
         """A copy of them as they are now."""
         self.check_process()
-        with self._core.lock:
-            return self._core.batcher.figures.metrics.copy()
+        with self.core.lock:
+            return self.core.batcher.figures.metrics.copy()
 
     def summary(self, batching: BatchingOptions, *, is_local: bool) -> Summary:
         """The recent batches and the state of the engine, for ``explain``.
@@ -206,7 +211,7 @@ class Engine:
             is_local: whether the model is in this process.
         """
         self.check_process()
-        core = self._core
+        core = self.core
         with core.lock:
             now, stats = core.clock(), core.stats()
             recent, restarted_at = [*core.batcher.figures.recent], [*core.restarted_at]
@@ -242,8 +247,8 @@ class Engine:
     def workers(self) -> list[WorkerStats]:
         """Each worker, by number."""
         self.check_process()
-        with self._core.lock:
-            return self._core.workers(self._transport.device)
+        with self.core.lock:
+            return self.core.workers(self.transport.device)
 
     def describe(self) -> str:
         """The state in one line, for a ``repr``."""
@@ -254,7 +259,7 @@ class Engine:
     def late(self, timeout: float | None) -> StreamerError:
         """What to raise when the results were not there within ``timeout`` seconds."""
         text = f"no result within {timeout} s ({self.describe()})"
-        if self._core.batcher.figures.is_searching_killers:
+        if self.core.batcher.figures.is_searching_killers:
             text += "; a worker died, and the search for the item at fault is still running"
         return PredictTimeout(text)
 
@@ -269,7 +274,7 @@ class Engine:
                 called.
             Exception: of the function that gives the lengths; as above.
         """
-        core = self._core
+        core = self.core
         # A system call each time: uWSGI forks without the hooks by which it could be known before.
         if os.getpid() != self._pid or core.refusal is not None:
             self.check_process()
@@ -283,15 +288,16 @@ class Engine:
             is_plain = batcher.has_room_for(call.size)
         if is_plain:  # as most calls: ``_is_encoded``, and ``_accept`` below, would do no more
             try:
-                call.payloads = self._transport.encode(call.payloads)
+                call.payloads = self.transport.encode(call.payloads)
             except StreamerError as error:
                 self._cannot_travel(call, error)
                 return
-            call.reply.call = call
         elif not self._is_encoded(call):
             return
         try:
             with core.lock:
+                if core.is_torn:
+                    core.mend()
                 if is_plain and is_bounded:
                     is_plain = batcher.has_room_for(call.size)  # others may have taken it meanwhile
                 if is_plain and timeout is not None:
@@ -300,6 +306,8 @@ class Engine:
                     now = core.clock()
                     if timeout is not None:
                         call.deadline = now + timeout
+                    call.reply.call = call
+                    core.open[call] = None
                     actions = batcher.call_submitted(call, now, call.is_watched, call.more)
                     is_early = False
                     if (
@@ -312,12 +320,12 @@ class Engine:
                     is_early = self._accept(call, core.clock())
             if is_early or core.unsent:
                 self._send(is_early)
-        except StreamerError:
-            self._keep_promises()
-            raise
-        except BaseException:  # KeyboardInterrupt, or no memory: between any two lines
-            core.unsent_again()
-            self._keep_promises()
+        except BaseException as error:
+            if isinstance(error, StreamerError) and call not in core.open:  # it was refused
+                self._keep_promises()
+            else:  # KeyboardInterrupt, what a signal handler raises, no memory: between any lines
+                core.is_torn = True
+                self._interrupted()
             raise
 
     def submit_all(self, calls: Sequence[Call]) -> list[tuple[Call, Exception]]:
@@ -331,7 +339,7 @@ class Engine:
         Raises:
             StreamerForked: in a forked child.
         """
-        core = self._core
+        core = self.core
         self.check_process()
         refused: list[tuple[Call, Exception]] = []
         encoded: list[Call] = []
@@ -343,18 +351,44 @@ class Engine:
                     encoded.append(call)
             except Exception as error:
                 refused.append((call, error))
-        is_early = False
-        with core.lock:
-            now = core.clock()
+
+        def accept_all() -> bool:
+            now, is_early = core.clock(), False
             for call in encoded:
                 try:
                     is_early |= self._accept(call, now)
                 except Exception as error:
+                    if call in core.open or not isinstance(error, StreamerError):
+                        core.open.pop(call, None)  # not refused: as if the call had not come
+                        core.mend()
                     refused.append((call, error))
-        self._send(is_early)
+            return is_early
+
+        self._send(self._change(accept_all))
         if refused:
             self._keep_promises()
         return refused
+
+    def _change(self, change: Callable[[], T]) -> T:
+        """Let it change the state, with the lock held. What cuts it off halfway is mended later."""
+        core = self.core
+        try:
+            with core.lock:
+                if core.is_torn:
+                    core.mend()
+                result = change()
+        except BaseException:
+            core.is_torn = True
+            self._interrupted()
+            raise
+        return result
+
+    def _interrupted(self) -> None:
+        """A change was cut off, as by a signal handler that raises: have the loop mend it."""
+        telling = self.core.telling
+        if is_owned(telling):  # perhaps just before it was to be released
+            telling.release()
+        self.transport.wakeup()
 
     def _keep_promises(self) -> None:
         """Let the loop do what ``submit`` has begun, after an error.
@@ -362,30 +396,29 @@ class Engine:
         Batches may be cut and not sent. And ``waits_until`` may say that the loop is woken, so that
         no other thread would do it.
         """
-        core = self._core
+        core = self.core
         if core.unsent or core.waits_until == -math.inf:
-            self._transport.wakeup()
+            self.transport.wakeup()
 
     def _is_encoded(self, call: Call) -> bool:
         """Prepare a call without the lock; False if it is over. Raises what ``submit`` does."""
-        timeout, reply = call.timeout, call.reply
+        timeout = call.timeout
         if timeout is not None and timeout <= 0:
             raise PredictTimeout("the call had no time left when it was made")
         size = call.size
         if not size:
-            reply.complete([])
+            call.reply.complete([])
             return False
         self.check_room(size)  # a refusal needs no encoding
         if self.lengths is not None:
             call.lengths = self.lengths(call.payloads)
         try:
-            call.payloads = self._transport.encode(call.payloads)
+            call.payloads = self.transport.encode(call.payloads)
         except StreamerError as error:
             self._cannot_travel(call, error)
             return False
         if self._on_call is not None:
             self._on_call(call)
-        reply.call = call
         return True
 
     def _cannot_travel(self, call: Call, error: StreamerError) -> None:
@@ -397,7 +430,7 @@ class Engine:
         Raises:
             StreamerError: see ``submit``.
         """
-        core, timeout = self._core, call.timeout
+        core, timeout = self.core, call.timeout
         batcher = core.batcher
         is_early = False
         if core.refusal is not None:
@@ -408,40 +441,48 @@ class Engine:
             self._check_room(call.size)
         if timeout is not None:
             call.deadline = now + timeout
-            if batcher.is_behind and batcher.is_hopeless(call.deadline, now):
+            if batcher.is_behind and batcher.is_hopeless(call, now):
                 batcher.figures.refused_items += call.size
                 raise PredictTimeout(
                     f"{batcher.pending_items} items wait already: this call could not be "
                     f"computed in its {timeout} s"
                 )
+        call.reply.call = call  # not before it is accepted: who holds a call may withdraw it
+        core.open[call] = None
         actions = batcher.call_submitted(call, now, call.is_watched, call.more)
         return self._is_early(actions) or is_early
 
     def check_room(self, size: int = 1) -> None:
         """Raises Overloaded if so many items would not be accepted now."""
-        if self._max_pending is not None and not self._core.batcher.has_room_for(size):
+        if self._max_pending is not None and not self.core.batcher.has_room_for(size):
             self.check_process()  # before the lock, as above
             self.flush()  # what has come together may go to workers that are free
-            with self._core.lock:  # a look without it is free
+            with self.core.lock:  # a look without it is free
+                if self.core.is_torn:
+                    self.core.mend()
                 self._check_room(size)
 
     def flush(self) -> None:
         """All the calls have been submitted that were said to follow: have them sent."""
-        core = self._core
-        with core.lock:
-            is_early = self._is_early(core.batcher.calls_submitted(core.clock()))
-        self._send(is_early)
+        core = self.core
+        self._send(self._change(lambda: self._is_early(core.batcher.calls_submitted(core.clock()))))
 
     def _send(self, is_early: bool) -> None:
         """Send what was cut, and let the loop look early if it has to."""
-        if self._core.unsent:
-            send(self._core, self._transport)
-        if is_early:
-            self._transport.wakeup()
+        core = self.core
+        try:
+            if core.unsent or core.untold:
+                send(core, self.transport)
+            if is_early:
+                self.transport.wakeup()
+        except BaseException:  # as in ``submit``
+            core.is_torn = True
+            self._interrupted()
+            raise
 
     def _is_early(self, actions: Actions) -> bool:
         """Take up what is to be done; whether the loop has to look before it would. Locked."""
-        core = self._core
+        core = self.core
         is_early = core.batcher.deadline < core.waits_until
         if not core.scaling.is_watching and core.waits_until > -math.inf:
             is_early |= core.batcher.pending_items > 0  # perhaps there are too few workers
@@ -458,32 +499,33 @@ class Engine:
 
     def cancel(self, call: Call) -> bool:
         """Withdraw a call of which nothing has been sent; whether that was so."""
-        return self._withdraw(self._core.batcher.call_cancelled, call)
+        return self._withdraw(self.core.batcher.call_cancelled, call)
 
     def withdraw(self, call: Call) -> None:
         """The caller has gone: drop what has not been sent, forget the rest."""
-        core = self._core
+        core = self.core
         if core.is_locked_here():
             self.check_process()
             core.left.append(call)
-            self._transport.wakeup()
+            self.transport.wakeup()
             return
-        self._withdraw(self._core.batcher.call_withdrawn, call)
+        self._withdraw(self.core.batcher.call_withdrawn, call)
 
     def expire(self, call: Call) -> None:
         """The same, because the call's time has ended."""
-        self._withdraw(self._core.batcher.call_expired, call)
+        self._withdraw(self.core.batcher.call_expired, call)
 
     def extend(self, call: Call, deadline: float) -> bool:
         """Somebody waits for the call until ``deadline`` of the clock; False if it is over."""
-        with self._core.lock:
+        with self.core.lock:
             call.deadline = max(call.deadline, deadline)
             return not call.is_over
 
     def hold(self, call: Call, *, is_held: bool) -> None:
         """Let the model of steps take no step with the call's item for a while, or again."""
-        core = self._core
-        with core.lock:
+        core = self.core
+
+        def tell() -> None:
             if is_held and core.state is EngineState.DRAINING:
                 return  # the consumer may be who waits for the end of it
             what = HOLD if is_held else RESUME
@@ -491,21 +533,24 @@ class Engine:
             if steps is not None:
                 batches = steps.hold(call, core.clock(), is_held=is_held)
                 core.untold += [(batch.slot, what, batch.id) for batch in batches]
-        send(core, self._transport)
+
+        self._change(tell)
+        self._send(is_early=False)
 
     def _withdraw(self, how: Callable[[Call], bool], call: Call) -> bool:
         self.check_process()
-        core = self._core
-        with core.lock:
+        core = self.core
+
+        def withdraw() -> bool:
             is_withdrawn = how(call)
             if is_withdrawn:
-                call.reply = None
-                if core.batcher.has_steps:
-                    core.collect_drops()
-        if core.untold:
-            send(core, self._transport)
+                core.forget(call)
+            return is_withdrawn
+
+        is_withdrawn = self._change(withdraw)
+        self._send(is_early=False)
         if core.state is EngineState.DRAINING:
-            self._transport.wakeup()  # it may have been the last call that the drain waited for
+            self.transport.wakeup()  # it may have been the last call that the drain waited for
         return is_withdrawn
 
     # -- workers
@@ -520,8 +565,8 @@ class Engine:
         """
         self.check_process()
         self.check_not_in_callback()
-        core = self._core
-        with core.changed:
+        core = self.core
+        with core.lock:
             in_time = core.changed.wait_for(
                 lambda: core.supervisor.failed or core.supervisor.is_ready or self._is_over, timeout
             )
@@ -534,17 +579,17 @@ class Engine:
     @property
     def serving(self) -> int:
         """How many workers take batches."""
-        return self._core.batcher.slots
+        return self.core.batcher.slots
 
     @property
     def batch_duration(self) -> float:
         """What the model has taken for a batch of late, seconds; infinity before the first."""
-        return self._core.batcher.figures.batch_duration
+        return self.core.batcher.figures.batch_duration
 
     @property
     def room(self) -> int:
         """The most batches that a worker holds."""
-        return self._core.batcher.room
+        return self.core.batcher.room
 
     def wait_serving(self, timeout: float | None) -> int:
         """Block until a worker takes batches; returns how many do, 0 if the time ended first.
@@ -553,10 +598,10 @@ class Engine:
             WorkerStartError, StreamerBroken: none will.
             StreamerClosed: it is closed, or was meanwhile.
         """
-        core = self._core
+        core = self.core
         serving = 0 if core.refusal is not None else core.batcher.slots
         if not serving:
-            with core.changed:
+            with core.lock:
                 core.changed.wait_for(lambda: core.batcher.slots or core.refusal, timeout)
                 self._check_accepting()  # also with workers, if the loop has failed
                 serving = core.batcher.slots
@@ -567,42 +612,55 @@ class Engine:
 
         For an owner that ends if no worker can be started.
         """
-        with self._core.lock:
-            self._core.supervisor.tries_once = True
+        with self.core.lock:
+            self.core.supervisor.tries_once = True
 
     @property
     def can_recover(self) -> bool:
         """Whether it has served, and tries to again where it does not."""
-        core = self._core
+        core = self.core
         return core.supervisor.was_served and not self._is_over
 
     def wait_recovered(self) -> None:
         """Block while no worker can be started; returns when one is ready, or it is closed."""
-        core = self._core
-        with core.changed:
+        core = self.core
+        with core.lock:
             core.changed.wait_for(lambda: core.state is not EngineState.BROKEN)
 
     def restart_workers(self, timeout: float | None, overlap: Overlap = "auto") -> None:
-        """Replace every worker, one at a time.
+        """Replace every worker, one at a time: see ``begin_restart`` and ``wait_restarted``."""
+        self.check_not_in_callback()
+        self.wait_restarted(self.begin_restart(overlap), timeout)
+
+    def begin_restart(self, overlap: Overlap) -> int:
+        """Begin to replace every worker; returns the number of this restart.
 
         Args:
             overlap: whether a new one is ready before the old one ends: see ``Supervisor``.
+
+        Raises:
+            StreamerClosed: it is closed.
+        """
+        self.check_process()
+        core = self.core
+        with core.lock:
+            if self._is_over:
+                self._check_accepting()
+            core.revive()
+            generation = core.supervisor.renew(overlap)
+        self.transport.wakeup()
+        return generation
+
+    def wait_restarted(self, generation: int, timeout: float | None) -> None:
+        """Block until a restart is over.
 
         Raises:
             WorkerStartError: a new one could not be started; the old ones that are left go on.
             WorkerStartTimeout: the time ended first; the restart goes on.
             StreamerClosed: it was closed meanwhile.
         """
-        self.check_process()
-        self.check_not_in_callback()
-        core = self._core
-        with core.changed:
-            if self._is_over:
-                self._check_accepting()
-            core.revive()
-            generation = core.supervisor.renew(overlap)
-        self._transport.wakeup()
-        with core.changed:
+        core = self.core
+        with core.lock:
             in_time = core.changed.wait_for(
                 lambda: (
                     core.supervisor.aborted >= generation
@@ -625,16 +683,16 @@ class Engine:
     def scale(self, worker_num: Workers) -> None:
         """Want another number of workers, or other bounds of it; does not wait for them."""
         self.check_process()
-        with self._core.lock:
+        with self.core.lock:
             if self._is_over:
                 self._check_accepting()
-            self._core.revive()
-            self._core.set_bounds(*worker_range(worker_num))
-        self._transport.wakeup()
+            self.core.revive()
+            self.core.set_bounds(*worker_range(worker_num))
+        self.transport.wakeup()
 
     @property
     def _is_over(self) -> bool:
-        return self._core.state in (EngineState.DRAINING, EngineState.CLOSED)
+        return self.core.state in (EngineState.DRAINING, EngineState.CLOSED)
 
     # -- the end
 
@@ -648,10 +706,10 @@ class Engine:
             return  # a fork's copy: nothing of it is here to be ended
         if not drain:
             timeout = 0.0
-        core = self._core
+        core = self.core
         with core.lock:
             core.begin_drain(math.inf if timeout is None else core.clock() + timeout)
-        self._transport.wakeup()
+        self.transport.wakeup()
         # A finalizer may run while this thread holds the lock, which the loop needs to end.
         is_ours = threading.current_thread() is self._loop.thread
         if not is_ours and not core.is_locked_here():
@@ -661,13 +719,13 @@ class Engine:
         """Have the loop drain and close, soon. For a finalizer, which may run under our locks."""
         self._loop.is_abandoned = True
         if os.getpid() == self._pid:
-            self._transport.wakeup()
+            self.transport.wakeup()
 
     def _close_at_exit(self) -> None:
         """The interpreter ends: no caller is left."""
         # A KeyboardInterrupt here would only print a traceback. The workers are ending already, and
         # multiprocessing, which runs this, joins them next.
-        self._core.is_exiting = True
+        self.core.is_exiting = True
         with contextlib.suppress(KeyboardInterrupt):
             self.close(drain=False, timeout=None)
 
@@ -690,12 +748,12 @@ class Engine:
             )
 
     def _check_accepting(self) -> None:
-        refusal = self._core.refusal
+        refusal = self.core.refusal
         if refusal is not None:
             raise refusal.exception()
 
     def _check_room(self, size: int) -> None:
-        batcher = self._core.batcher
+        batcher = self.core.batcher
         if not batcher.has_room_for(size):
             batcher.figures.rejected_calls += 1
             if size > (self._max_pending or 0):
@@ -705,6 +763,6 @@ class Engine:
                 )
             batcher.figures.refused_items += size  # a shorter queue would have had room for them
             raise Overloaded(
-                f"{batcher.pending_items} items wait, and {size} more would be beyond max_pending "
+                f"{batcher.new_items} items wait, and {size} more would be beyond max_pending "
                 f"of {self._max_pending}; try again later"
             )

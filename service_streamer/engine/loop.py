@@ -13,12 +13,13 @@ import contextlib
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from ..batching.actions import NOTHING, Actions
 from ..batching.isolation import Search
-from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
+from ..errors import InternalError, StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, StepReport
 from ..supervision.supervisor import Loss
 from ..workers.diagnosis import counted
@@ -27,9 +28,8 @@ from ..workers.transport import Transport, WorkerDied, WorkerEvent
 from .at_exit import AtExit
 from .backend import BlockingReply, Mailbox, TogetherReply
 from .core import Core, EngineState, Lane
+from .timer import is_owned
 from .wakeups import wake
-
-__all__ = ["ABORT_GRACE", "Loop", "send"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,12 @@ _ANSWERED_FIRST = 8
 _STOP_GRACE = 5.0
 #: The same for one that is still loading, or computing for callers that have their answer already.
 ABORT_GRACE = 0.5
+
+#: Between two failures of our own, seconds; arbitrary.
+_LONGEST_PAUSE = 1.0
+
+#: After so many seconds the same failure is logged again; arbitrary.
+_LOG_AGAIN = 60.0
 
 
 class Loop:
@@ -57,6 +63,7 @@ class Loop:
         self._transport = transport
         self._hang = hang
         self._slow_start = slow_start
+        self._last_bug, self._logged_at = "", 0.0
         #: Set by a finalizer, which may run under our locks: drain and close, soon.
         self.is_abandoned = False
         self.thread = threading.Thread(target=self._run, name="service_streamer", daemon=True)
@@ -96,13 +103,25 @@ class Loop:
 
     def _run_to_the_end(self) -> None:
         reason: Failure | None = None
+        failures = 0  # in a row
+        events: list[WorkerEvent] = []
         try:
             timeout = self._time_to_wait()
             while timeout is not None:
-                # No operating system waits for years at once.
-                events = self._transport.wait(None if timeout == math.inf else min(timeout, 1e5))
-                timeout = self._handle(events)
-                del events  # or the last results would live until the next ones come
+                try:
+                    # No operating system waits for years at once.
+                    wait = None if timeout == math.inf else min(timeout, 1e5)
+                    events = events or self._transport.wait(wait)
+                    timeout = self._handle(events)
+                    events, failures = [], 0  # or the last results would live until the next come
+                except Exception as error:
+                    failures += 1
+                    # What fails twice is left out, and what fails on and on is tried more seldom.
+                    events = self._recover(error, events)
+                    if failures > 1:
+                        events = []
+                        time.sleep(min(_LONGEST_PAUSE, 0.01 * 2 ** min(failures, 10)))
+                    timeout = 0.0
         except BaseException as error:
             # Nobody may wait for a thread that is dead, whatever it died of.
             _log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
@@ -110,10 +129,37 @@ class Loop:
         finally:
             self._shut_down(reason)
 
+    def _recover(self, error: Exception, events: list[WorkerEvent]) -> list[WorkerEvent]:
+        """An exception of our own: end the calls that are open, and go on with a new state.
+
+        Args:
+            events: that were being applied.
+
+        Returns:
+            Those that are still to be applied.
+        """
+        core = self._core
+        text = f"the streamer failed, which is a bug in it, and goes on: {summary(error)}"
+        with core.lock:
+            calls = core.fail_open(Failure(InternalError(text)), events)
+            news = [event for event in events if core.is_news(event)]
+        failed = counted(len(calls), "call")
+        if text != self._last_bug or time.monotonic() - self._logged_at > _LOG_AGAIN:
+            self._last_bug, self._logged_at = text, time.monotonic()
+            _log(logging.CRITICAL, "%s; %s failed", text, failed, exc_info=True)
+        for call in calls:
+            self._answer(call)
+            core.open.pop(call, None)
+        if self.on_answered is not None:
+            self.on_answered()
+        return news
+
     def _time_to_wait(self) -> float | None:
         """Seconds until something is due, ``inf`` for never; None when it is time to shut down."""
         core = self._core
         with core.lock:
+            if core.is_torn:  # or what was taken from the queue would seem to be answered
+                core.mend()
             if self.is_abandoned:
                 core.begin_drain(math.inf)
             now = core.clock()
@@ -163,6 +209,8 @@ class Loop:
             self._log_failures(events)  # before they are applied, which releases the failures
         try:
             with core.lock:
+                if core.is_torn:
+                    core.mend()
                 now = core.clock()
                 if core.batcher.has_steps:
                     events = self._take_apart(events, parts)
@@ -203,7 +251,7 @@ class Loop:
                 while core.left:
                     call = core.left.popleft()
                     if core.batcher.call_withdrawn(call):
-                        call.reply = None
+                        core.forget(call)
                 if core.batcher.has_steps:
                     core.collect_drops()
                 has_more = rest or core.notes or core.supervisor.due <= now
@@ -235,9 +283,10 @@ class Loop:
 
     def _look_after_workers(self, rest: list[Actions]) -> None:
         """Do what happens seldom: end and start workers, and log."""
-        self.on_workers()
         core = self._core
         with core.lock:
+            if core.is_torn:
+                core.mend()
             now = core.clock()
             for slot in [slot for actions in rest for slot in actions.condemned]:
                 core.condemn(slot, now)
@@ -251,6 +300,7 @@ class Loop:
             vacant = [slot for actions in [*rest, retired] for slot in actions.vacant]
             stop = [*orders.stop, *filter(core.supervisor.vacant, vacant)]
             notes, core.notes = core.notes, []
+        self.on_workers()
         for level, text, arguments in notes:
             _log(level, text, *arguments)
         for search in [search for actions in rest for search in actions.searches]:
@@ -300,12 +350,14 @@ class Loop:
             if core.refusal is None:
                 core.refusal = refusal
             is_idle = core.batcher.is_empty and not core.supervisor.is_loading
-            calls = [call for actions in core.undone for call in actions.calls]
-            calls += core.batcher.fail_all(reason)
+            calls = core.fail_open(reason)
             core.changed.notify_all()
         for call in calls:
             self._answer(call)
+        core.open.clear()
         self._transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
+        with core.lock:
+            core.batcher.forget_workers()
         self.has_ended = True  # first: code that sets ``on_end`` and then looks misses nothing
         self.on_workers()
         self.on_end()
@@ -380,6 +432,9 @@ class Loop:
             blocked[0].wake()
         elif blocked:
             wake(blocked)
+        forget = self._core.open.pop
+        for call in calls:
+            forget(call, None)
 
     def _answer(self, call: Call) -> None:
         # Whoever still holds the call does not hold its results.
@@ -419,32 +474,36 @@ def send(core: Core, transport: Transport) -> None:
         _send_all(lane, transport, has_steps=core.batcher.has_steps)
     # By one thread at a time, since to hold an item and to let it go on must not change places.
     # What is added while it holds the lock it takes along, or the thread that has added it does.
-    while core.untold and core.telling.acquire(blocking=False):
+    while core.untold:
         try:
+            if not core.telling.acquire(blocking=False):
+                break
             while core.untold:
-                try:
-                    slot, what, batch_id = core.untold.popleft()
-                except IndexError:  # a finalizer of this thread was faster
-                    break
+                message = slot, what, batch_id = core.untold[0]
                 transport.tell(slot, what, [batch_id])
-        finally:
-            core.telling.release()
+                if core.untold and core.untold[0] is message:  # else a finalizer was faster
+                    core.untold.popleft()
+        finally:  # a signal handler may raise right after it is acquired
+            if is_owned(core.telling):
+                core.telling.release()
 
 
 def _send_all(lane: Lane, transport: Transport, *, has_steps: bool) -> None:
+    if (
+        lane.is_locked_here()
+    ):  # a finalizer interrupts the thread that sends, which goes on with this
+        return
     sent: list[tuple[int, int, str]] = []
     is_logged = logger.isEnabledFor(logging.DEBUG)
     with lane.lock:
         while lane.batches:
-            try:
-                batch = lane.batches.popleft()
-            except IndexError:  # a finalizer of this thread was faster
-                break
-            payloads, batch.payloads = batch.payloads, []
+            batch = lane.batches[0]
             if has_steps and batch.spans and batch.spans[0][0].is_stream:
-                transport.send(batch.slot, batch.id, payloads, is_stream=True)
+                transport.send(batch.slot, batch.id, batch.payloads, is_stream=True)
             else:
-                transport.send(batch.slot, batch.id, payloads)
+                transport.send(batch.slot, batch.id, batch.payloads)
+            lane.batches.popleft()
+            batch.payloads = []
             if is_logged:
                 sent.append((batch.id, batch.size, batch.reason.value))
     for batch_id, size, why in sent:

@@ -24,19 +24,6 @@ from typing import Self
 
 from ..errors import StreamerClosed, StreamerError
 
-__all__ = [
-    "SAME_SIGNAL",
-    "EndSignals",
-    "RollingRestart",
-    "SignalSocket",
-    "Terminal",
-    "heeded",
-    "hold_signals",
-    "log_standing",
-    "passed_on_later",
-    "take_signals",
-]
-
 logger = logging.getLogger(__name__)
 
 _OURS = (signal.SIGHUP, signal.SIGUSR1)
@@ -102,22 +89,29 @@ def heeded() -> tuple[signal.Signals, ...]:
 class EndSignals:
     """Tells a second wish to end, which is for a faster end, from the first one that comes twice.
 
+    Args:
+        same_signal: seconds within which two signals are one wish.
+
     Attributes:
         has_begun: whether there was a first one.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, same_signal: float = SAME_SIGNAL, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.has_begun = False
+        self._same_signal = same_signal
+        self._clock = clock
         self._began = -math.inf
 
     def begin(self) -> None:
         """The end begins now."""
         self.has_begun = True
-        self._began = time.monotonic()
+        self._began = self._clock()
 
     def is_second(self) -> bool:
         """Whether a signal that has come just now is a second wish."""
-        return time.monotonic() - self._began > SAME_SIGNAL
+        return self._clock() - self._began > self._same_signal
 
 
 class SignalSocket:

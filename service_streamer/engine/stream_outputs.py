@@ -18,8 +18,6 @@ from ..observe.record import Call, Precedence
 from ..workers.protocol import Failure
 from .backend import Accepted, Backend, Mailbox, mailbox_of
 
-__all__ = ["LoopOutputs", "Outputs", "ThreadOutputs"]
-
 
 class Outputs:
     """Where the outputs of a call go until they are asked for. The engine holds it with the call.
@@ -144,7 +142,11 @@ class Outputs:
         call = self.call
         if call is not None and 2 * len(self.buffer) <= self._max_buffered:
             self._is_held = False
-            self.backend.hold(call, is_held=False)
+            try:
+                self.backend.hold(call, is_held=False)
+            except BaseException:  # of a signal handler: with the next output again
+                self._is_held = True
+                raise
 
     def _ending(self) -> BaseException:
         """What the call failed with, once; then that there are no more outputs."""
@@ -182,20 +184,24 @@ class Outputs:
 
 
 class ThreadOutputs(Outputs):
-    """For a thread that waits."""
+    """For a thread that waits.
+
+    Attributes:
+        is_waiting: whether it does.
+    """
 
     end = StopIteration
 
     def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
         super().__init__(backend, max_buffered, fails_behind=fails_behind)
-        self._is_waiting = False
+        self.is_waiting = False
         self._baton = threading.Lock()  # released to wake the consumer
         self._baton.acquire()
         self._seat = threading.Lock()  # of the consumer, while it waits
 
     def wake(self) -> None:
-        if self._is_waiting:
-            self._is_waiting = False
+        if self.is_waiting:
+            self.is_waiting = False
             with contextlib.suppress(RuntimeError):  # it has been released already
                 self._baton.release()
 
@@ -210,7 +216,7 @@ class ThreadOutputs(Outputs):
         if not self._seat.acquire(blocking=False):
             raise RuntimeError("another thread waits for the next output of this stream")
         try:
-            self._is_waiting = True
+            self.is_waiting = True
             # What comes from now on wakes us; what came just before is seen here.
             if not self.is_ready:
                 self._baton.acquire()
@@ -224,7 +230,7 @@ class ThreadOutputs(Outputs):
                 )
             raise
         finally:
-            self._is_waiting = False
+            self.is_waiting = False
             self._seat.release()
 
 

@@ -20,8 +20,6 @@ from ..observe.record import Precedence, Timing
 from .backend import Backend
 from .stream_outputs import LoopOutputs, Outputs, ThreadOutputs
 
-__all__ = ["AsyncStream", "Stream"]
-
 _Kind = TypeVar("_Kind", bound=Outputs)
 
 

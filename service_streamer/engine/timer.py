@@ -10,8 +10,6 @@ from typing import Any, Generic
 
 from ..batching.overload import Deadlines, TimedCall
 
-__all__ = ["Doorbell", "Timer", "is_owned", "start_thread"]
-
 
 class Doorbell:
     """Wakes the one thread that waits for work. Ringing costs nothing while it is at work."""
@@ -62,14 +60,14 @@ class Timer(Generic[TimedCall]):
     ) -> None:
         self._time_ended = time_ended
         self._clock = clock
-        self._lock = threading.RLock()  # a finalizer of a user's may run while it is held
+        self.lock = threading.RLock()  # a finalizer of a user's may run while it is held
         self._deadlines: Deadlines[TimedCall] = Deadlines()
         self._doorbell = Doorbell()
         self._is_closed = False
         self.thread: threading.Thread | None = None
 
     def watch(self, call: TimedCall) -> None:
-        with self._lock:
+        with self.lock:
             before = self._deadlines.next
             self._deadlines.add(call)
             is_earlier = self._deadlines.next < before
@@ -85,7 +83,7 @@ class Timer(Generic[TimedCall]):
     def _run(self) -> None:
         is_over = False
         while not is_over:
-            with self._lock:
+            with self.lock:
                 ended = self._deadlines.ended(self._clock())
                 ends_at = self._deadlines.next
             while ended:  # so that none of them is held here until the next ones
@@ -97,7 +95,7 @@ class Timer(Generic[TimedCall]):
     @property
     def is_held(self) -> bool:
         """Whether this thread is in the middle of ``watch``: a finalizer has interrupted it."""
-        return is_owned(self._lock)
+        return is_owned(self.lock)
 
     def close(self) -> None:
         """End the thread when nothing is left to watch, and wait for that, unless it calls."""

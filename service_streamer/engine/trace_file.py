@@ -25,8 +25,6 @@ from typing import Any
 from ..observe.record import Call
 from .backend import Backend, PassThrough
 
-__all__ = ["Recording"]
-
 logger = logging.getLogger(__name__)
 
 #: Calls that are written at a time. Arbitrary: some ten kilobytes.

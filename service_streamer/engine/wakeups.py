@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-__all__ = ["Relay", "Waiter", "wake"]
-
 #: So many are woken by whoever answers: one that the operating system does not run for a while does
 #: not hold up the others.
 AT_ONCE = 2
@@ -38,7 +36,7 @@ class Waiter(Protocol):
     has_left: bool
 
     def wake(self) -> None:
-        """Let the thread go on; never raises."""
+        """Let the thread go on, if it does not yet; never raises."""
 
 
 class Relay:
@@ -48,11 +46,12 @@ class Relay:
         waiters: in the order in which they are woken.
     """
 
-    __slots__ = ("_clock", "_ends_at", "_waiters")
+    __slots__ = ("_all", "_clock", "_ends_at", "_waiters")
 
     def __init__(
         self, waiters: Sequence[Waiter], clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self._all = waiters
         self._waiters = deque(waiters)
         self._clock = clock
         self._ends_at = clock() + PATIENCE
@@ -74,6 +73,14 @@ class Relay:
             # and two are woken.
             if not (waiter.has_left or wakes_all):
                 return
+
+    def wake_all(self) -> None:
+        """Wake all, also those that go on already: an exception may have come within ``pass_on``.
+
+        A signal handler raised between taking one out and waking it, say.
+        """
+        for waiter in self._all:
+            waiter.wake()
 
 
 def wake(waiters: Sequence[Waiter]) -> None:

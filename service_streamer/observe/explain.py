@@ -125,8 +125,13 @@ def _troubles(of: Summary) -> Iterator[Finding]:
     if of.rejected:
         yield Finding(
             "overloaded",
-            f"{_count(of.rejected, 'call was', 'calls were')} rejected recently, since max_pending "
-            f"of {now.max_pending} items waited.",
+            f"{_count(of.rejected, 'call was', 'calls were')} rejected recently, since "
+            + (
+                ""
+                if now.max_pending is None
+                else f"max_pending of {now.max_pending} items waited, or "
+            )
+            + "they could not be computed in time.",
             "The load exceeds the workers' capacity: add workers, or have callers slow down.",
         )
     if of.expired:

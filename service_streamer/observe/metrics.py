@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from .record import BatchRecord, Call, Reason
 
@@ -49,10 +49,10 @@ class StreamerStats:
         failed: calls that ended with an error of the model, of a worker or of closing, in total.
         retries: items that were to be computed again because their worker died, in total; an item
             counts each time.
-        expired: calls whose time ended before their result came, in total; also those that were not
-            accepted since so much waited that they could not be computed in time.
+        expired: calls whose time ended before their result came, in total.
         cancelled: calls that were cancelled, or whose callers stopped waiting, in total.
-        rejected: calls that were refused with ``Overloaded``, in total.
+        rejected: calls that were refused since too much waited, in total: with ``Overloaded``, or
+            with ``PredictTimeout`` if they could not be computed in time.
         isolated: calls that failed alone, after a batch had failed with them in it, in total.
         ceilings: of the workers that run out of device memory, by their number: the most that they
             compute at once. An int is a number of items; where items have lengths it is a float,
@@ -258,18 +258,6 @@ class BatchMetrics:
             postprocess (with encoding), in total, of batches for which that is known.
     """
 
-    __slots__ = (
-        "_reasons",
-        "batch",
-        "between_outputs",
-        "first_output",
-        "inference",
-        "padding",
-        "queued",
-        "sizes",
-        "stages",
-    )
-
     def __init__(self) -> None:
         self.sizes = Histogram(SIZES)
         self.queued = Histogram(SECONDS)
@@ -280,12 +268,12 @@ class BatchMetrics:
         self.between_outputs = Histogram(SECONDS)
         self.stages = [0.0, 0.0, 0.0]
         # By name: the hash of an enum's member is computed in Python.
-        self._reasons = dict.fromkeys(Reason.__members__, 0)
+        self._reasons: Counter[str] = Counter()
 
     @property
     def reasons(self) -> Counter[Reason]:
         """How many batches were cut why; one that is run again counts again, as ``AGAIN``."""
-        return Counter({Reason[name]: n for name, n in self._reasons.items() if n})
+        return Counter({Reason[name]: n for name, n in self._reasons.items()})
 
     def came_back(self, batches: Sequence[BatchRecord]) -> None:
         """Batches came back, with results or with the model's error; at least one.
@@ -329,31 +317,18 @@ class BatchMetrics:
                 calls = dict.fromkeys(calls)
             self.queued.add_all([cut_at - call.arrived_at for call in calls])
 
-    def copy(self) -> BatchMetrics:
+    def copy(self) -> Self:
         """As they are now."""
-        return self._each(
-            lambda name: getattr(self, name).copy(),
-            lambda reason: self._reasons[reason],
-            [*self.stages],
-        )
+        return self - type(self)()
 
-    def __sub__(self, earlier: BatchMetrics) -> BatchMetrics:
+    def __sub__(self, earlier: Self) -> Self:
         """What happened since ``earlier``, a copy of these."""
-        return self._each(
-            lambda name: getattr(self, name) - getattr(earlier, name),
-            lambda reason: self._reasons[reason] - earlier._reasons[reason],
-            [now - before for now, before in zip(self.stages, earlier.stages, strict=True)],
-        )
-
-    def _each(
-        self,
-        histogram: Callable[[str], Histogram],
-        reason: Callable[[str], int],
-        stages: list[float],
-    ) -> BatchMetrics:
-        metrics = type(self).__new__(type(self))
-        metrics.stages = stages
-        for name in self.__slots__[1:-1]:
-            setattr(metrics, name, histogram(name))
-        metrics._reasons = {name: reason(name) for name in self._reasons}
-        return metrics
+        difference = type(self)()
+        for name, now in vars(self).items():
+            before = getattr(earlier, name)
+            if isinstance(now, list):
+                new: Any = [each - then for each, then in zip(now, before, strict=True)]
+            else:  # a histogram, or a counter
+                new = now - before
+            setattr(difference, name, new)
+        return difference

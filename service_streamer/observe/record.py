@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from ..batching.isolation import Search
 
 __all__ = [
+    "NO_OUTPUT",
     "NO_OUTPUTS",
     "ORDINARY",
     "STAGES",
     "BatchRecord",
     "BatchReport",
     "Call",
+    "CallState",
     "Precedence",
     "Reason",
     "Span",
@@ -81,6 +83,28 @@ class Reason(enum.Enum):
 _AGAIN = Reason.AGAIN
 
 
+class CallState(enum.Enum):
+    """Who holds a call. ``batching.waiting`` changes it, and the counts that follow from it.
+
+    state      held by                               its items
+    -----      -------                               ---------
+    NEW        its caller                            count nowhere: it is not accepted
+    WAITING    the queue                             some are not cut; others may be in batches
+    RUNNING    batches, or parts to be run again     all are cut
+    OVER       nobody: it was answered, it failed,   what is still in batches is ignored
+               expired or was withdrawn
+    """
+
+    NEW = enum.auto()
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    OVER = enum.auto()
+
+
+#: Members of an enum are looked up in Python, and every call asks for these.
+_NEW, _OVER = CallState.NEW, CallState.OVER
+
+
 class Call:
     """One ``predict``/``submit``: its items as payloads, and its outputs as they come in.
 
@@ -97,16 +121,16 @@ class Call:
         more: whether other calls follow at once, and then ``flush``, so that they share a batch.
 
     Attributes:
-        outputs: by position; empty until the first batch with items of it is back.
+        state: who holds it.
+        outputs: by position; empty until the first batch with items of it is back, and then
+            ``NO_OUTPUT`` where that one had no item.
         pending: items not yet cut into a batch.
         unanswered: items without an output.
-        is_running: whether a part of it has been cut into a batch; never changes back.
         handed_out: outputs of a stream that can go on where they end; else None.
         part_at: when the last output of a stream was handed out; None before the first.
         first_output, parts, longest_between: see ``Timing``, and how many outputs were handed out.
             Not there before the first.
         is_held: whether its item rests in its worker: its consumer is behind.
-        is_over: answered, failed, withdrawn or expired; never changes back.
         failure: why it failed, opaque here; None when it has not.
         deadline: the time at which its caller stops waiting.
         context: what an observer noted when the call was submitted; opaque here.
@@ -124,8 +148,6 @@ class Call:
         "first_output",
         "handed_out",
         "is_held",
-        "is_over",
-        "is_running",
         "is_stream",
         "is_watched",
         "lengths",
@@ -139,6 +161,7 @@ class Call:
         "precedence",
         "reply",
         "size",
+        "state",
         "timeout",
         "unanswered",
     )
@@ -170,17 +193,22 @@ class Call:
         self.is_watched = is_watched
         self.more = more
         self.size = self.pending = self.unanswered = len(payloads)
-        self.is_running = self.is_over = False
+        self.state = _NEW
         self.failure: Any = None
         self.arrived_at = 0.0
         self.deadline = _NEVER
         self.lengths: Sequence[float] | None = None
         self.context: Any = None
 
-    def end(self) -> None:
-        """It is over: let go of its items."""
-        self.is_over = True
-        self.payloads, self.lengths, self.handed_out = (), None, None
+    @property
+    def is_running(self) -> bool:
+        """Whether a part of it has been cut into a batch."""
+        return self.pending < self.size
+
+    @property
+    def is_over(self) -> bool:
+        """Answered, failed, withdrawn or expired; never changes back."""
+        return self.state is _OVER
 
     @property
     def timing(self) -> Timing | None:
@@ -213,6 +241,9 @@ class Call:
             self.longest_between = between
         return between
 
+
+#: Where an output has not come yet, of a call of which others have.
+NO_OUTPUT: Any = object()
 
 #: Never changed: a list of its own for each call is one thing more for the garbage collector.
 NO_OUTPUTS: list[Any] = []

@@ -149,7 +149,7 @@ def check_tenant(value: object) -> str:
         raise ValueError(
             f"tenant must have at most {LONGEST_TENANT} characters; not {len(value)}: {value!r:.40}"
         )
-    return value
+    return str.__str__(value)  # no enumeration of the application, which a pool cannot import
 
 
 def check_pool_name(name: str, value: object) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..errors import InvalidInput
+from ..workers.batch_ceiling import is_out_of_memory
 from .cached_rows import GeneratedRow
 from .requests import Request
 from .row_sampling import TokenChoice
@@ -123,6 +124,8 @@ class Answer:
         self.handler = handler
         self.request = request
         self.decoder = decoder
+        self._failure: Exception | None = None
+        self._result: Any = None
         ends = handler.end_tokens()
         biases = beginning.sampling.logit_bias
         if biases and biases[-1][0] >= structures.size:
@@ -141,6 +144,7 @@ class Answer:
                 plan,
                 None if seed is None else (seed << 5) + index,
                 beginning.encoded,
+                beginning.encoder_output,
             )
             pieces = TextPieces(decoder, beginning.stops)
             text = _Text(row, pieces, beginning.most, ends)
@@ -165,21 +169,47 @@ class Answer:
 
     @property
     def failure(self) -> Exception | None:
-        """Why one of its texts cannot go on; None if all can."""
-        if not self._has_form:
-            return None
+        """Why one of its texts cannot go on, or it has no result; None if all is well."""
+        if self._failure is not None or not self._has_form:
+            return self._failure
         constraints = (text.row.sampling.constraint for text in self.texts if not text.reason)
         found = (each.failure for each in constraints if each is not None)
         return next((each for each in found if each is not None), None)
 
     def add(self, row: GeneratedRow, choice: TokenChoice) -> bool:
-        """Take a token that one of its rows has got. Returns whether that text is over."""
+        """Take a token that one of its rows has got.
+
+        Never raises: the tokens of other answers are still to be taken.
+
+        Returns:
+            Whether that text is over. It is also over if the answer has failed.
+        """
         text = next(text for text in self.texts if text.row is row)
-        text.add(choice, self.decoder)
+        try:
+            text.add(choice, self.decoder)
+        except Exception as error:
+            self._failure = error
+            return True
         return bool(text.reason)
 
+    def finish(self) -> None:
+        """Make the result if all texts are over. If that fails, the answer has a ``failure``.
+
+        Raises:
+            Exception: the device has too little memory. ``finish`` may be called again.
+        """
+        is_taken = all(text.is_closed for text in self.texts)
+        if self.failure is not None or not self.is_done or is_taken or self._result is not None:
+            return
+        try:
+            self._result = self.handler.result(self.request, [text.new for text in self.texts])
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._failure = error
+
     def take(self) -> Any:
-        """Its next output; None if there is nothing to show."""
+        """Its next output; None if there is nothing to show. The last one after ``finish``."""
         taken = [(at, text.take(self.request.tokens)) for at, text in enumerate(self.texts)]
         outputs = [{"index": at, **output} for at, output in taken if output is not None]
         if not outputs:
@@ -188,10 +218,8 @@ class Answer:
         if len(self.texts) == 1:
             output = outputs[0]
             del output["index"]
-        if self.is_done:
-            result = self.handler.result(self.request, [text.new for text in self.texts])
-            if result is not None:
-                output["result"] = result
+        if self.is_done and self._result is not None:
+            output["result"] = self._result
         return output
 
 

@@ -65,10 +65,13 @@ class GeneratedRow:
         encoded: of an encoder-decoder model, the tokens or features that the encoder reads, without
             the dimension of the batch.
 
+        encoder_output: what the encoder gives for ``encoded``, if that is known already.
+
     Attributes:
         tokens: the prompt's and those that were added.
         encoded_tokens: how many the cache holds of what the encoder has given; 0 if that is not
             known yet.
+        encoder_output: as above, until the row is in a cache.
     """
 
     __slots__ = (
@@ -76,6 +79,7 @@ class GeneratedRow:
         "counts",
         "encoded",
         "encoded_tokens",
+        "encoder_output",
         "home",
         "prompt",
         "random",
@@ -89,6 +93,7 @@ class GeneratedRow:
         sampling: Sampling | None = None,
         seed: int | None = None,
         encoded: Any = None,
+        encoder_output: Any = None,
     ) -> None:
         self.prompt = prompt
         self.tokens = list(prompt)
@@ -96,6 +101,7 @@ class GeneratedRow:
         self.random = random.Random(seed)
         self.counts = TokenCounts(len(prompt))
         self.encoded = encoded
+        self.encoder_output = encoder_output
         is_text = isinstance(encoded, (list, tuple))
         self.encoded_tokens = len(encoded) if is_text else 0
         #: The batch that has its cache, and for how many tokens. Its loop's.
@@ -106,6 +112,11 @@ class GeneratedRow:
     def shape(self) -> tuple[int, ...]:
         """Of features that an encoder reads, which have no padding; () for tokens, or nothing."""
         return tuple(getattr(self.encoded, "shape", ()))
+
+    @property
+    def origin(self) -> int:
+        """Equal for rows that share their computation, as long as no token was added to them."""
+        return id(self.prompt) if len(self.tokens) == len(self.prompt) else id(self)
 
     @property
     def is_cached(self) -> bool:
@@ -139,11 +150,10 @@ class CachedRows:
         distinct: list[GeneratedRow] = []
         copies = []
         for row in rows:
-            shared = id(row.prompt) if len(row.tokens) == len(row.prompt) else id(row)
-            if shared not in places:
-                places[shared] = len(distinct)
+            if row.origin not in places:
+                places[row.origin] = len(distinct)
                 distinct.append(row)
-            copies.append(places[shared])
+            copies.append(places[row.origin])
         length = max(len(row.tokens) for row in distinct)
         home = cls(call, distinct, new_cache(call.model), 0)
         device = call.model.device
@@ -162,6 +172,7 @@ class CachedRows:
             # The cache has all that comes of it. What is handed on has its shape alone.
             for row in rows:
                 row.encoded_tokens = row.encoded_tokens or home.encoded.shape[1]
+                row.encoder_output = None
             home.encoded = home.encoded.new_zeros(1, 1, home.encoded.shape[-1])
         if len(distinct) < len(rows):
             chosen = torch.tensor(copies, device=device)
@@ -270,8 +281,13 @@ class CachedRows:
         inputs = [torch.as_tensor(row.encoded, device=device) for row in self.rows]
         model = self.call.model
         if inputs[0].is_floating_point():
-            encoded = torch.stack(inputs).to(model.dtype)
-            self.encoded = model.get_encoder()(encoded).last_hidden_state
+            outputs = [row.encoder_output for row in self.rows]
+            if unread := [at for at, output in enumerate(outputs) if output is None]:
+                features = torch.stack([inputs[at] for at in unread]).to(model.dtype)
+                read = model.get_encoder()(features).last_hidden_state
+                for at, output in zip(unread, read, strict=True):
+                    outputs[at] = output
+            self.encoded = torch.stack(outputs)
             self.encoded_mask = torch.ones(self.encoded.shape[:2], dtype=torch.long, device=device)
             return
         most = max(map(len, inputs))
@@ -321,6 +337,7 @@ class LoneRow:
 
     def __init__(self, call: ModelCall, row: GeneratedRow) -> None:
         import torch
+        from transformers.modeling_outputs import BaseModelOutput
 
         self.call = call
         self.row = row
@@ -332,8 +349,12 @@ class LoneRow:
             encoded = torch.as_tensor(row.encoded, device=device)[None]
             if encoded.is_floating_point():
                 encoded = encoded.to(call.model.dtype)
-            found = call.model.get_encoder()(encoded, return_dict=True)
+            if row.encoder_output is None:
+                found = call.model.get_encoder()(encoded, return_dict=True)
+            else:
+                found = BaseModelOutput(last_hidden_state=row.encoder_output[None])
             row.encoded_tokens = row.encoded_tokens or found.last_hidden_state.shape[1]
+            row.encoder_output = None
             self.kept["encoder_outputs"] = found
         elif call.takes_positions:
             self.kept["position_ids"] = torch.arange(len(row.tokens), device=device)[None]

@@ -172,8 +172,8 @@ class PipelineGenerator(Generator):
 def _cut(record: dict[str, Any], inputs: Any, stops: Sequence[str]) -> None:
     """Cut a record's generated text at the first stop string; keep the whole prompt."""
     holder, name, text = record, "generated_text", record["generated_text"]
-    if isinstance(text, list):
-        holder, name, text = text[-1], "content", text[-1]["content"]
+    if isinstance(text, list):  # a message without content has only what the model thought
+        holder, name, text = text[-1], "content", text[-1].get("content") or ""
         inputs = inputs[-1]["content"] if inputs[-1]["role"] == "assistant" else ""
     prompt = inputs if isinstance(inputs, str) and text.startswith(inputs) else ""
     at = first_of(stops, text, len(prompt))

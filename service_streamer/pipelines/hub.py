@@ -19,10 +19,6 @@ from typing import Any, NamedTuple
 
 __all__ = ["HubModel", "explain", "name_and_revision", "remember", "resolve"]
 
-#: Seconds to wait for the hub: with the model in the cache, and without.
-_BRIEFLY = 3.0
-_PATIENTLY = 30.0
-
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DEFAULT_REVISION = "main"
 
@@ -66,11 +62,20 @@ def name_and_revision(model: str, revision: str | None = None) -> tuple[str, str
     return name, named
 
 
-def resolve(name: str, revision: str | None = None, commit: str | None = None) -> HubModel:
-    """Find the commit of a model to load. Takes 3 s at most if the model is in the cache.
+def resolve(
+    name: str,
+    revision: str | None = None,
+    commit: str | None = None,
+    *,
+    briefly: float = 3.0,
+    patiently: float = 30.0,
+) -> HubModel:
+    """Find the commit of a model to load.
 
     Args:
         commit: the commit, if already known; then only the hub's availability is checked.
+        briefly: seconds to wait for the hub if the model is in the cache.
+        patiently: seconds to wait for it otherwise.
 
     Raises:
         FileNotFoundError: the hub has no such model or denies access; or the hub cannot be
@@ -85,7 +90,7 @@ def resolve(name: str, revision: str | None = None, commit: str | None = None) -
     if constants.HF_HUB_OFFLINE:
         away = "HF_HUB_OFFLINE is set"
     else:
-        info = _asked(name, commit or revision, _BRIEFLY if cached else _PATIENTLY)
+        info = _asked(name, commit or revision, briefly if cached else patiently)
         if not isinstance(info, Exception):
             found = commit or info.sha or cached
             return HubModel(name, wanted, found, getattr(info, "pipeline_tag", None))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from ..errors import InvalidInput
 from ..workers.batch_ceiling import is_out_of_memory
 
-__all__ = ["portable_errors"]
+__all__ = ["portable", "portable_errors"]
 
 
 @contextmanager
@@ -17,13 +17,13 @@ def portable_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        known = _portable(error)
+        known = portable(error)
         if known is error:
             raise
         raise known from error
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """The error, or a substitute that the web process can load without transformers."""
     if is_out_of_memory(error):
         return error  # the worker makes the batch smaller

@@ -16,7 +16,7 @@ from .answers import Answer, Resumed, ids_of, joined_outputs, whole_output
 from .cached_rows import GeneratedRow
 from .loop_check import RowLoop, fastest_loop
 from .model import PipelineModel
-from .portable_errors import portable_errors
+from .portable_errors import portable, portable_errors
 from .requests import Request
 from .row_sampling import TokenChoice, choose
 from .sizes import item_length
@@ -125,26 +125,30 @@ class SteppedPipeline(ManagedModel):
     def step(self, states: list[Any]) -> list[tuple[Any, bool]]:
         """Add a token to each text; compute other requests.
 
+        The prompts of new texts are computed here, some of them in each step. The others get no
+        output until it is their turn.
+
+        Args:
+            states: the oldest first.
+
         Raises:
-            InvalidItems: some texts cannot go on; nothing was computed.
+            InvalidItems: some texts failed in the step before; nothing was computed.
         """
         with portable_errors():
-            broken = {
-                position: failure
-                for position, each in enumerate(states)
-                if isinstance(each, Answer) and (failure := each.failure) is not None
-            }
-            if broken:
-                raise InvalidItems(broken)
-            self._compute([each for each in states if isinstance(each, WholeAnswer)])
             answers = [each for each in states if isinstance(each, Answer)]
+            failed = {
+                position: portable(each.failure)
+                for position, each in enumerate(states)
+                if isinstance(each, Answer) and each.failure is not None
+            }
+            if failed:
+                raise InvalidItems(failed)
+            self._compute([each for each in states if isinstance(each, WholeAnswer)])
             self._advance([each for each in answers if not each.is_done])
-            return [
-                (each.output, True)
-                if isinstance(each, WholeAnswer)
-                else (each.take(), each.is_done)
-                for each in states
-            ]
+            for each in answers:
+                each.finish()
+            # Nothing raises from here on: a step that raises is taken again, without these outputs.
+            return [_pair(each) for each in states]
 
     def _compute(self, answers: list[WholeAnswer]) -> None:
         waiting = [each for each in answers if each.output is None]
@@ -192,3 +196,12 @@ class SteppedPipeline(ManagedModel):
         """
         first = item.item if isinstance(item, Resumed) else item
         return Resumed(first, ids_of(outputs)) if outputs else first
+
+
+def _pair(state: Answer | WholeAnswer) -> tuple[Any, bool]:
+    """What ``step`` returns for a state."""
+    if isinstance(state, WholeAnswer):
+        return state.output, True
+    if state.failure is not None:
+        return None, False  # the next step names it
+    return state.take(), state.is_done

@@ -50,6 +50,7 @@ class Beginning(NamedTuple):
         seed: of the first text; None for any.
         texts: number of texts.
         stops: strings that end a text.
+        encoder_output: what the encoder gives for ``encoded``, if that is known already.
     """
 
     prompt: list[int]
@@ -59,6 +60,7 @@ class Beginning(NamedTuple):
     seed: int | None = None
     texts: int = 1
     stops: Sequence[str] = ()
+    encoder_output: Any = None
 
 
 class TextHandler(Handler):

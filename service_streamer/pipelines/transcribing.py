@@ -104,7 +104,8 @@ class Transcriber(SpeechRecognizer, TextHandler):
             room = min(room, config.max_new_tokens)
         elif config.max_length is not None:
             room = min(room, config.max_length - len(prompt))
-        return Beginning(prompt, sampling, room, call["segment_input"][0])
+        features, output = call["segment_input"][0], call.get("encoder_output")
+        return Beginning(prompt, sampling, room, features, encoder_output=output)
 
     def result(self, request: Request, rows: list[list[int]]) -> Any:
         """The pipeline's result for this row of new tokens.
@@ -143,7 +144,7 @@ class Transcriber(SpeechRecognizer, TextHandler):
         """What Whisper's ``generate`` would hand to that of all models, for one sound.
 
         It makes the prompt, for which it may have to recognize the language, and the rules for
-        tokens, and is stopped there.
+        tokens, and is stopped there. ``encoder_output`` is what the encoder has given if it ran.
         """
         import torch
 
@@ -155,7 +156,11 @@ class Transcriber(SpeechRecognizer, TextHandler):
             caught.update(options)
             raise _Caught
 
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            caught["encoder_output"] = output.last_hidden_state[0]
+
         model.generate_with_fallback = catch
+        hook = model.get_encoder().register_forward_hook(keep)
         try:
             with torch.inference_mode(), self.pipeline.device_placement():
                 model.generate(
@@ -166,6 +171,7 @@ class Transcriber(SpeechRecognizer, TextHandler):
         except _Caught:
             pass
         finally:
+            hook.remove()
             del model.generate_with_fallback
         return caught
 

@@ -15,8 +15,6 @@ from typing import Any
 from ..workers.model_spec import describe
 from .model_code import digest
 
-__all__ = ["canonical"]
-
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 #: Characters from which on the words of a part are replaced by a digest.

@@ -12,11 +12,8 @@ from ..remote.open_calls import OutputRun, RemoteAnswer
 from ..workers.protocol import Failure
 from .client_memory import ResultMemory
 from .pool_calls import PoolCalls
-from .pool_inquiry import OpenQuestions
 from .pool_link import PoolLink
 from .pool_protocol import ANSWER, FREED, PARTING, RELEASED, WORKERS
-
-__all__ = ["ClientInbox"]
 
 _UNREADABLE = "a result cannot be read: this process has too many files open"
 
@@ -26,18 +23,14 @@ class ClientInbox:
 
     Args:
         book: of the client's calls.
-        questions: of the client.
 
     Attributes:
         on_workers: called when the workers of the pool, or the connection to it, have changed.
     """
 
-    def __init__(
-        self, book: CallBook[PoolCalls], deliveries: Deliveries, questions: OpenQuestions
-    ) -> None:
+    def __init__(self, book: CallBook[PoolCalls], deliveries: Deliveries) -> None:
         self._book = book
         self._deliveries = deliveries
-        self._questions = questions
         self.on_workers: Callable[[], None] = lambda: None
         self._link: PoolLink | None = None
         self._results: ResultMemory | None = None  # large ones of this pool
@@ -67,7 +60,10 @@ class ClientInbox:
 
     def _hear(self, kind: int, number: Any, *values: Any) -> None:
         if kind == ANSWER:
-            self._questions.answered(number, *values)
+            (value,) = values
+            question = self._book.calls.questions.pop(number, None)
+            if question is not None:  # else whoever has asked has gone
+                question.reply.set_result(value)
         elif kind == FREED:
             with self._book.lock:
                 self._book.calls.freed(number)

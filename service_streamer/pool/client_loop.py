@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ..engine.timer import Doorbell
 from ..errors import PoolMismatch, StreamerBroken, StreamerError, WorkerLost
@@ -16,10 +16,8 @@ from ..workers.diagnosis import counted
 from ..workers.protocol import Failure
 from .client_inbox import ClientInbox
 from .pool_calls import PoolCall, PoolCalls
-from .pool_inquiry import OpenQuestions
 from .pool_link import Connector, Opened, PoolLink, Refused
-
-__all__ = ["ClientDoorbell", "ClientLoop"]
+from .pool_protocol import own_fault, times
 
 log = quiet_log(__name__)
 
@@ -27,16 +25,16 @@ log = quiet_log(__name__)
 #: 20 000 calls has up to twice the rate, and 64 callers cost the pool a sixth less.
 _MANY = 8
 
-#: How often in a row a pool may end before it has said a word, and for at least how many seconds.
+#: How often in a row a pool may end before it has said a word; for ``times.failing`` at the least.
 #: Somebody who kills pools may hit some of them early; one that cannot start never says a word.
-_MOST_FAILURES, _FAILING = 5, 5.0
+_MOST_FAILURES = 5
 
 #: So often a client that no pool has served yet tries if what a pool said may pass; else once. The
 #: tries are so far apart that it serves with what comes up within two seconds.
 _MOST_IF_PASSING = 3
 
-#: Seconds between two attempts, from the first to the longest; if pools have ended, to another.
-_FIRST_DELAY, _LONGEST_DELAY, _LONGEST_AFTER_FAILURES = 0.005, 0.1, 1.0
+#: Seconds between two attempts, from the first to the longest while no pool has ended.
+_FIRST_DELAY, _LONGEST_DELAY = 0.005, 0.1
 
 
 class ClientDoorbell(Doorbell):
@@ -56,10 +54,14 @@ class ClientDoorbell(Doorbell):
     def ring(self) -> None:
         link = self.link
         if link is not None:
-            if len(self._book.calls) > _MANY:
-                link.write_soon()
-            else:
-                link.write()
+            try:
+                if len(self._book.calls) > _MANY:
+                    link.write_soon()
+                else:
+                    link.write()
+            except BaseException:  # of a signal handler, or a bug of ours
+                link.cut()
+                raise
         if link is None or self._book.is_abandoned:  # then it may have been the last call
             self.wake()
 
@@ -77,7 +79,6 @@ class ClientLoop:
         connector: finds the pool, or starts it.
         book: of the client's calls.
         bell: of the same; gets the connection.
-        questions: of the client.
         inbox: gets what has come.
         is_done: whether the client has ended.
         may_rerun: whether a call may be computed twice.
@@ -88,7 +89,6 @@ class ClientLoop:
         connector: Connector,
         book: CallBook[PoolCalls],
         bell: ClientDoorbell,
-        questions: OpenQuestions,
         inbox: ClientInbox,
         is_done: Callable[[], bool],
         *,
@@ -98,7 +98,6 @@ class ClientLoop:
         self._book = book
         self._calls = book.calls
         self._bell = bell
-        self._questions = questions
         self._inbox = inbox
         self._is_done = is_done
         self._may_rerun = may_rerun
@@ -106,25 +105,23 @@ class ClientLoop:
 
     def run(self) -> None:
         """What the thread does: one pool after the other."""
-        try:
-            while not self._is_done():
-                with contextlib.ExitStack() as stack:
-                    try:
-                        opened = stack.enter_context(self._connector.opened())
-                    except OSError as error:  # no descriptors: callers are told, until there are
-                        self._fail_unreached(error)
-                        time.sleep(_LONGEST_DELAY)
-                        continue
+        while True:
+            try:
+                if self._is_done():
+                    return
+                with self._connector.opened() as opened:
                     self._bell.opened = opened
                     try:
                         while not self._is_done():
                             self._serve(opened)
                     finally:
                         self._bell.opened = None
-        except BaseException as error:  # callers must not wait for a dead thread
-            log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
-            self._book.is_closing = True
-            self.fail_all(Failure(StreamerBroken(f"the streamer failed: {error!r}")))
+            except OSError as error:  # no descriptors: callers are told, until there are
+                self._fail_unreached(error)
+                time.sleep(_LONGEST_DELAY)
+            except BaseException as error:  # callers must not wait for a dead thread
+                self.fail_all(own_fault(error))
+                time.sleep(_LONGEST_DELAY)
 
     def _serve(self, opened: Opened) -> None:
         """Until no pool can be had, or this client ends."""
@@ -140,20 +137,23 @@ class ClientLoop:
                 elif self._visit(link):
                     failures, delay, served = 0, _FIRST_DELAY, time.monotonic()
                     self._has_served = True
-                    if self._calls.read is not None:  # it was told to end: until it is wanted
+                    # It was told to end, or what it sends makes us fail: until it is wanted.
+                    if self._calls.read is not None or link.has_failed:
                         self._rest_until_called(opened)
                     continue
                 else:
                     failures += 1
-                is_failing = failures >= _MOST_FAILURES and time.monotonic() - served >= _FAILING
+                is_failing = (
+                    failures >= _MOST_FAILURES and time.monotonic() - served >= times.failing
+                )
                 may_pass = opened.failure is not None and opened.failure.may_pass
                 # One that has served may do so again soon: what it needs may just be restarted.
                 if opened.failure is not None and not self._has_served:
                     is_failing |= failures >= (_MOST_IF_PASSING if may_pass else 1)
                 if is_failing and not self._is_done():
                     raise self._broken(opened, failures)
-                self._pause(opened, _LONGEST_AFTER_FAILURES if may_pass else delay)
-                longest = _LONGEST_AFTER_FAILURES if failures else _LONGEST_DELAY
+                self._pause(opened, times.between_failures if may_pass else delay)
+                longest = times.between_failures if failures else _LONGEST_DELAY
                 delay = min(2 * delay, longest)
         except Refused as error:
             self.fail_all(Failure(PoolMismatch(str(error))))
@@ -167,9 +167,9 @@ class ClientLoop:
         why = "its log says why: the file of pool_log, or this process's stderr"
         if opened.failure is not None:
             why = opened.failure.why
-        times = f"{failures} times " if failures > 1 else ""
+        often = f"{failures} times " if failures > 1 else ""
         return StreamerBroken(
-            f"the process of pool {self._connector.name!r} has ended {times}before it could serve; "
+            f"the process of pool {self._connector.name!r} has ended {often}before it could serve; "
             f"{why}"
         )
 
@@ -180,14 +180,40 @@ class ClientLoop:
         self.fail_all(Failure(StreamerBroken(why)))
 
     def _visit(self, link: PoolLink) -> bool:
-        """Stay with a pool until it is gone, or this client ends; whether it has served."""
+        """Stay with a pool until it is gone, or this client ends; whether it has served.
+
+        Raises:
+            Refused: the pool wants none of us.
+        """
+        messages: list[Any] | None = []
         try:
-            is_served = self._greet(link)
-            if is_served:
-                self._converse(link)
-            return is_served
+            messages = link.welcome(self._is_done)
+            if messages is None:
+                return False
+            self._connected(link)
+            while messages is not None and not self._is_done():
+                self._inbox.take_in(messages)
+                messages = []  # or the last results would live until the next ones come
+                messages = link.read()
+        except Refused:
+            raise
+        except Exception as error:
+            link.has_failed = True
+            self._fail_touched(messages or [], own_fault(error))
         finally:
             self._disconnected(link)
+        return True
+
+    def _fail_touched(self, messages: list[Any], failure: Failure) -> None:
+        """Fail the calls of these messages; if they name no open call, fail all."""
+        with self._book.lock:
+            calls = [call for each in messages if (call := self._calls.get(each[0])) is not None]
+            calls = [call for call in calls if self._calls.give_up(call)]
+            self._book.changed.notify_all()
+        self._book.fail_soon(calls, failure)
+        self._book.answer_failed()
+        if not calls:
+            self.fail_all(failure)
 
     def _pause(self, opened: Opened, seconds: float) -> None:
         """Wait so long, though callers ring meanwhile; or until this client ends."""
@@ -196,37 +222,17 @@ class ClientLoop:
             opened.rest(left)
 
     def _rest_until_called(self, opened: Opened) -> None:
-        while not (self._is_done() or len(self._calls) or len(self._questions)):
+        while not (self._is_done() or len(self._calls) or self._calls.questions):
             opened.rest(None)
 
-    def _greet(self, link: PoolLink) -> bool:
-        """Wait for the pool's first word, and send what is open; whether it came.
-
-        Raises:
-            Refused: the pool wants none of us.
-        """
-        rest = link.welcome(self._is_done)
-        if rest is None:
-            return False
+    def _connected(self, link: PoolLink) -> None:
+        """The pool has said its first word: send what is open."""
         with self._book.lock:
             self._bell.link = link
             self._calls.connected(link)
             self._inbox.connected(link)
-            for message in self._questions.messages():
-                link.put(message)
         link.write()
         self._inbox.on_workers()
-        self._inbox.take_in(rest)
-        return True
-
-    def _converse(self, link: PoolLink) -> None:
-        """Take in answers until the pool is gone, or this client ends."""
-        while not self._is_done():
-            messages = link.read()
-            if messages is None:
-                return
-            self._inbox.take_in(messages)
-            del messages  # or the last results would live until the next ones come
 
     def _disconnected(self, link: PoolLink) -> None:
         """The pool is gone: what it may not compute again fails."""
@@ -258,9 +264,9 @@ class ClientLoop:
         with book.lock:
             calls = book.calls.give_up_all()
             replies = [(call, call.reply) for call in calls]
-            questions = self._questions.give_up_all()
+            questions, book.calls.questions = book.calls.questions, {}
             book.changed.notify_all()
         for call, reply in replies:
             answer(call, reply, failure=failure)
-        for question in questions:
-            question.set_result(failure)
+        for question in questions.values():
+            question.reply.set_result(failure)

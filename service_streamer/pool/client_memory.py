@@ -26,8 +26,6 @@ from ..workers.memory.window import Look
 from ..workers.payload_channel import Received
 from .pool_memory import ClientItems, PoolMemory, inlined
 
-__all__ = ["ClientMemory", "ResultMemory", "first_sent", "first_taken", "inline"]
-
 _FIRST = b"\0"
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from ..engine.engine import Engine
-from ..engine.timer import start_thread
-from ..errors import RemoteTraceback
+from ..errors import RemoteTraceback, StreamerError, WorkerStartTimeout
 from ..observe.record import ORDINARY, Call, Precedence
 from ..workers.protocol import Failure
 from .pool_protocol import (
@@ -20,79 +20,94 @@ from .pool_protocol import (
     RESUME_STREAM,
     WITHDRAW,
     Items,
+    own_fault,
     pack,
 )
 from .sessions import PoolReply, Session
-
-__all__ = ["ClientRequests"]
-
-#: Answers a question: the method, and its arguments.
-Answers = Callable[[str, tuple[Any, ...]], Any]
-
 
 #: Calls that the engine gets at once: its lock is held while it takes them.
 _MOST_TOGETHER = 64
 
 
+class Deferred(NamedTuple):
+    """What a method returns whose answer has to wait for the workers.
+
+    Attributes:
+        timeout: seconds that it may wait; None for ever.
+        look: returns the answer; raises WorkerStartTimeout if it is too early for that.
+    """
+
+    timeout: float | None
+    look: Callable[[], Any]
+
+
 class ClientRequests:
-    """Gives them to the engine, in the thread that reads; questions have threads of their own.
+    """Gives calls to the engine, and answers questions. For the thread that reads.
 
     Args:
-        answers: to questions; in any thread.
-        has_answered: called when an answer to a question waits in its session; in any thread.
+        methods: what can be asked, by name; none of them blocks: see ``Deferred``.
 
     Attributes:
         is_ending: whether calls are left to the next pool.
+        due: when ``answer_waiting`` is to be called; also whenever the workers have changed.
     """
 
-    def __init__(
-        self, engine: Engine, answers: Answers, has_answered: Callable[[Session], None]
-    ) -> None:
+    def __init__(self, engine: Engine, methods: Mapping[str, Callable[..., Any]]) -> None:
         self._engine = engine
-        self._answers = answers
-        self._has_answered = has_answered
+        self._methods = methods
         self.is_ending = False
+        self.due = math.inf
+        #: Questions that wait, and until when.
+        self._waiting: dict[tuple[Session, int], tuple[float, Callable[[], Any]]] = {}
 
     def take(self, frames: list[tuple[Session, list[Any]]]) -> None:
         """Messages that have come together, from clients that have said hello."""
         has_company = len(frames) > 1 or any(len(messages) > 1 for _, messages in frames)
         calls: list[Call] = []
         for session, messages in frames:
-            for message in messages:
-                if message[0] > 0:
-                    if self.is_ending or session.is_gone:  # it goes to the next pool
+            message: Any = None
+            try:
+                for message in messages:
+                    if message[0] > 0:
+                        if self.is_ending or session.is_gone:  # it goes to the next pool
+                            continue
+                        session.read += 1
+                        if (call := _call_of(session, message, more=has_company)) is not None:
+                            calls.append(call)
                         continue
-                    session.read += 1
-                    if session.known and session.is_known(message[0]):
-                        continue
-                    try:
-                        calls.append(_call_of(session, message, more=has_company))
-                    except Exception as error:  # its memory cannot be read: nobody else suffers
-                        session.answer((message[0], _with_causes(error), None))
-                    continue
-                if calls:  # it may be about one of them
-                    self._submit(calls)
-                    calls = []
-                self._obey(session, *message)
+                    if calls:  # it may be about one of them
+                        self._submit(calls)
+                        calls = []
+                    self._obey(session, *message)
+            except Exception as error:
+                _break_off(session, message, own_fault(error))
         self._submit(calls)
         if has_company:  # they share batches
             self._engine.flush()
 
     def _submit(self, calls: list[Call]) -> None:
-        if len(calls) == 1:  # the one of a lone caller
-            try:
-                self._engine.submit(calls[0])
-            except Exception as error:  # nearly always one of ours: overloaded, closed, broken
-                calls[0].reply.fail(_with_causes(error))
-            return
         for start in range(0, len(calls), _MOST_TOGETHER):
-            for call, refusal in self._engine.submit_all(calls[start : start + _MOST_TOGETHER]):
-                call.reply.fail(_with_causes(refusal))
+            together = calls[start : start + _MOST_TOGETHER]
+            try:
+                if len(calls) == 1:  # the one of a lone caller
+                    self._engine.submit(calls[0])
+                    return
+                refused = self._engine.submit_all(together)
+            except Exception as error:
+                refused = [(call, error) for call in together]
+            reason: Exception | None = None
+            for call, refusal in refused:
+                if refusal is not reason:
+                    reason = refusal
+                    is_stated = isinstance(reason, StreamerError)  # overloaded, closed or broken
+                    failure = _with_causes(reason) if is_stated else own_fault(reason)
+                if (reply := call.reply) is not None:  # else it has an answer
+                    reply.fail(failure)
 
     def _obey(self, session: Session, kind: int, number: int, *rest: Any) -> None:
         if kind == ASK:
             method, arguments = rest
-            start_thread(lambda: self._ask(session, number, method, arguments), "question")
+            self._ask(session, number, method, arguments)
             return
         if kind == RELEASED:
             if session.memory is not None:
@@ -101,29 +116,64 @@ class ClientRequests:
         if kind in (HOLD_STREAM, RESUME_STREAM):
             session.hold(number, is_held=kind == HOLD_STREAM)
             return
-        call = session.calls.pop(number, None)
-        if call is not None and kind == WITHDRAW:
-            self._engine.withdraw(call)
+        if kind == WITHDRAW:
+            self._waiting.pop((session, number), None)
+            call = session.calls.pop(number, None)
+            if call is not None:
+                self._engine.withdraw(call)
 
     def _ask(self, session: Session, number: int, method: str, arguments: Any) -> None:
         try:
-            value = self._answers(method, arguments)
+            if method not in self._methods:
+                raise ValueError(f"the pool has no answer to {method!r:.40}")
+            value = self._methods[method](*arguments)
+            if type(value) is Deferred:
+                ends_at = math.inf if value.timeout is None else time.monotonic() + value.timeout
+                self._waiting[session, number] = ends_at, value.look
+                self.due = -math.inf
+                return
+            pack(value)  # refused here, and not among the answers of others
         except Exception as error:
             value = _with_causes(error)
-        with contextlib.suppress(Exception):
-            pack(value)  # refused here, and not among the answers of others
+        session.tell((ANSWER, number, value))
+
+    def answer_waiting(self) -> None:
+        """Answer the questions for which it is time, and forget those of clients that have gone."""
+        now, self.due = time.monotonic(), math.inf
+        for (session, number), (ends_at, look) in [*self._waiting.items()]:
+            try:
+                value = None if session.is_gone else look()
+            except Exception as error:
+                if type(error) is WorkerStartTimeout and now < ends_at:
+                    self.due = min(self.due, ends_at)
+                    continue
+                value = _with_causes(error)
+            del self._waiting[session, number]
             session.tell((ANSWER, number, value))
-            self._has_answered(session)
 
 
-def _call_of(session: Session, message: tuple[Any, ...], *, more: bool) -> Call:
-    """The call of a message."""
+def _break_off(session: Session, message: Any, failure: Failure) -> None:
+    """End a session for an exception of our own; the call of the message fails."""
+    with contextlib.suppress(Exception):  # the message may be nonsense, and have none
+        number = message[0] if message[0] > 0 else message[1]
+        if message[0] > 0 or number in session.calls:
+            session.give_up(number, failure)
+        session.send()
+    session.break_off()
+
+
+def _call_of(session: Session, message: tuple[Any, ...], *, more: bool) -> Call | None:
+    """The call of a message; None if it has failed."""
     if len(message) == 3:  # as nearly all
         number, payload, deadline = message
         payloads, precedence, lengths, handed_out = (payload,), None, None, None
     else:
         number, payloads, deadline, precedence, lengths, handed_out = message
-    items: Sequence[Any] = session.taken(number, payloads)
+    try:
+        items = session.taken(number, payloads)
+    except Exception as error:  # the client's memory cannot be read: nobody else suffers
+        session.answer((number, _with_causes(error), None))
+        return None
     if lengths is not None:
         items = Items(items)
         items.lengths = lengths
@@ -137,8 +187,6 @@ def _call_of(session: Session, message: tuple[Any, ...], *, more: bool) -> Call:
         handed_out is not None,
     )
     call.handed_out = handed_out or None
-    if call.is_stream:
-        session.streams.add(number)
     session.calls[number] = call  # before it can be over
     return call
 

@@ -17,15 +17,6 @@ from typing import NamedTuple
 
 from ..options.checks import check_pool_name
 
-__all__ = [
-    "PoolPaths",
-    "make_private",
-    "names_in",
-    "own_directory",
-    "paths_of",
-    "private_directory",
-]
-
 #: The most bytes of a socket's path: ``sun_path`` has 108, with a zero at its end.
 _LONGEST_PATH = 107
 

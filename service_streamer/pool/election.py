@@ -21,8 +21,6 @@ import socket
 
 from .directory import PoolPaths
 
-__all__ = ["Leadership", "elected", "is_led", "listening"]
-
 #: Connections that may wait to be accepted: gunicorn's workers all connect at once.
 _BACKLOG = 512
 

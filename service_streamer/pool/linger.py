@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["Linger"]
-
-#: Seconds that a new pool waits for its first client, which has started it: it may be slow.
-FIRST = 30.0
-
 
 class Linger:
     """Counts the clients of a pool, and says when it ends.
 
     Args:
         now: when the pool has started, seconds of a monotonic clock.
+        first: seconds that it waits for its first client.
 
     Attributes:
         ends_at: when the pool ends; infinity while it has clients and no bound.
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, first: float) -> None:
         self._clients = 0
         self._seconds = 0.0
         self._has_retired = False
         self._latest = math.inf
-        self.ends_at = now + FIRST
+        self.ends_at = now + first
 
     @property
     def has_clients(self) -> bool:

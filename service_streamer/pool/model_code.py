@@ -14,8 +14,6 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["code_of", "digest"]
-
 Canonical = Callable[[Any], str]
 
 

@@ -8,9 +8,8 @@ import struct
 import threading
 from collections.abc import Callable
 
-__all__ = ["Outbox", "user_of"]
-
-_HEADER_SIZE = 8
+#: Bytes of the length that comes before each frame.
+HEADER_SIZE = 8
 
 
 class Outbox:
@@ -65,13 +64,18 @@ class Outbox:
 
     def _next(self) -> memoryview:
         frame = self._next_frame()
-        return memoryview(len(frame).to_bytes(_HEADER_SIZE, "little") + frame if frame else b"")
+        return memoryview(framed(frame) if frame else b"")
 
     def close(self) -> None:
         """Write nothing more: the descriptor is about to be another file's."""
         with self._lock:
             self.is_closed = True
             self._rest = None
+
+
+def framed(frame: bytes) -> bytes:
+    """A frame as it is sent."""
+    return len(frame).to_bytes(HEADER_SIZE, "little") + frame
 
 
 def user_of(connection: socket.socket) -> tuple[int, int]:

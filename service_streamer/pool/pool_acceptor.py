@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -13,12 +12,10 @@ import time
 from typing import Any
 
 from .client_memory import first_sent
-from .outbox import Outbox, user_of
+from .outbox import framed, user_of
 from .pool_protocol import FAILED, PROTOCOL, REFUSED, WELCOME, Hello, Unserved, pack
 from .sessions import Session
 from .wishes import Wishes, differences
-
-__all__ = ["PoolAcceptor", "greet", "is_client", "turn_away"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +60,7 @@ class PoolAcceptor:
                 break
             except OSError as error:  # no descriptors are left, or the client is gone again
                 logger.warning("pool %s could not accept a client: %s", self._name, error)
-                self._pause(self._listener)
+                self.pause()
                 break
             pid, user = user_of(connection)
             if user not in (os.geteuid(), 0):
@@ -74,10 +71,11 @@ class PoolAcceptor:
             accepted.append((connection, pid))
         return accepted
 
-    def _pause(self, listener: socket.socket) -> None:
+    def pause(self) -> None:
         """Accept nobody for a moment: it would fail again at once, and again."""
-        self._selector.unregister(listener)
-        self.resumes_at = time.monotonic() + _ACCEPT_PAUSE
+        if self._listener is not None and self.resumes_at == math.inf:
+            self._selector.unregister(self._listener)
+            self.resumes_at = time.monotonic() + _ACCEPT_PAUSE
 
     def resume(self) -> None:
         """Accept again, after ``resumes_at``."""
@@ -106,14 +104,8 @@ def turn_away(listener: socket.socket, reason: Unserved) -> None:
         with connection, contextlib.suppress(OSError):  # it has gone
             connection.setblocking(False)
             if user_of(connection)[1] in (os.geteuid(), 0):
-                frames = [pack([(FAILED, *reason)])]
-                next_frame = functools.partial(_popped, frames)
                 first_sent(connection, None)
-                Outbox(connection.fileno(), next_frame).write()
-
-
-def _popped(frames: list[bytes]) -> bytes:
-    return frames.pop() if frames else b""
+                connection.send(framed(pack([(FAILED, *reason)])))
 
 
 def is_client(message: Any) -> bool:

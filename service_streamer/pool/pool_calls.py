@@ -1,17 +1,17 @@
-"""A client's calls, and what becomes of them when the pool is lost. No I/O."""
+"""A client's calls and questions, and what becomes of them when the pool is lost. No I/O."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from ..observe.record import Timing
 from ..remote.call_book import CallBook
-from ..remote.open_calls import OpenCalls, RemoteCall
-from .pool_protocol import HOLD_STREAM, RESUME_STREAM, WITHDRAW
-
-__all__ = ["FrameSink", "PoolBook", "PoolCall", "PoolCalls"]
+from ..remote.open_calls import Inflow, OpenCalls, RemoteCall
+from .client_memory import inline
+from .pool_protocol import ASK, HOLD_STREAM, RESUME_STREAM, WITHDRAW, pack
 
 #: Calls that may wait if nothing bounds them.
 _UNBOUNDED = 1 << 62
@@ -52,7 +52,7 @@ class PoolCall(RemoteCall):
         mark: bytes = b"",
         leases: Sequence[Any] = (),
     ) -> None:
-        super().__init__(number, b"", timeout, deadline, reply, b"", mark)
+        super().__init__(number, b"", timeout, deadline, reply, is_stream=bool(mark))
         self.sent = sent
         self.size = size
         self.leases = leases
@@ -77,10 +77,44 @@ class PoolCall(RemoteCall):
         self.sent = (*self.sent[:-1], outputs)
 
 
+class ResumableInflow(Inflow):
+    """A stream's outputs, kept at the client: the next pool goes on where they end.
+
+    The item is in the call's message until it is over. Outputs in shared memory are copied: it is
+    the pool's, which needs it for others.
+    """
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep([])
+
+    def keep(self, payloads: list[Any]) -> None:
+        super().keep(inline(payloads))
+
+
+class Question:
+    """What a client asks the pool beside its calls: about its state, its workers and its model.
+
+    Attributes:
+        message: kept until the answer has come: the next pool gets it again.
+        key: of its message in the sink.
+        reply: gets the answer, or a Failure.
+    """
+
+    def __init__(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        self.message = ASK, number, method, arguments
+        pack(self.message)  # raises here, and not where it is sent with others
+        self.key = 0
+        self.reply: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+
 class PoolCalls(OpenCalls):
     """The open calls of a client, those that the pool has and those that wait for the next one.
 
     Attributes:
+        questions: those without an answer, by number.
         read: how many calls this pool has read, once it has said that it reads no more.
         resumes: whether the model can go on with a stream that has begun; None while that is not
             known.
@@ -93,6 +127,7 @@ class PoolCalls(OpenCalls):
         super().__init__()
         self._sink: FrameSink | None = None  # while connected
         self._position = 0
+        self.questions: dict[int, Question] = {}
         self.read: int | None = None
         self.resumes: bool | None = None
         #: Leases of items that workers of this pool may be reading, also for calls that are over.
@@ -132,13 +167,27 @@ class PoolCalls(OpenCalls):
         if leases:
             self._lent[call.number] = leases
 
+    def ask(self, number: int, question: Question) -> None:
+        """Send a question, or have the next pool get it."""
+        self.questions[number] = question
+        if self._sink is not None:
+            question.key = self._sink.put(question.message)
+
+    def withdraw_question(self, number: int) -> None:
+        """Whoever has asked has gone."""
+        question, sink = self.questions.pop(number, None), self._sink
+        if question is not None and sink is not None and not sink.take_back(question.key):
+            sink.put((WITHDRAW, number))
+
     def connected(self, sink: FrameSink) -> None:
-        """A pool is there, and gets all calls that are not computed yet."""
+        """A pool is there, and gets all calls that are open."""
         self._sink, self._position, self.read = sink, 0, None
-        waiting = [*self._unsent.values()]
+        waiting = [self._calls[number] for number in sorted(self._calls)]
         self._unsent.clear()
         for call in waiting:
             self._send(sink, call)
+        for question in self.questions.values():
+            question.key = sink.put(question.message)
 
     def disconnected(self, *, may_rerun: bool) -> list[PoolCall]:
         """The pool is gone. What may not be computed again is over, and returned.
@@ -180,10 +229,6 @@ class PoolCalls(OpenCalls):
         """Why a stream cannot go on with another pool, to follow a sentence."""
         why = "the model has no resume" if self.resumes is False else "they are too large to keep"
         return f"outputs of it were handed out; {why}"
-
-    def held(self) -> list[PoolCall]:
-        """Streams that rest."""
-        return [each for each in self._calls.values() if each.inflow and each.inflow.is_held]
 
     def hold(self, call: RemoteCall, *, is_held: bool) -> None:
         assert isinstance(call, PoolCall)

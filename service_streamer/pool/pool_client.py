@@ -20,22 +20,27 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..engine.engine import Lengths
-from ..engine.timer import is_owned, start_thread
 from ..errors import (
     PredictTimeout,
     StreamerClosed,
     StreamerError,
     StreamerForked,
+    WorkerStartTimeout,
 )
+from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
+from ..observe.recent import Summary
 from ..observe.record import ORDINARY, Call
+from ..options.checks import Workers
+from ..options.table import BatchingOptions
 from ..remote.deliveries import Deliveries
 from ..remote.open_calls import RemoteCall
 from ..remote.quiet_log import quiet_log
 from ..remote.remote_client import RemoteClient
+from ..supervision.supervisor import Overlap
 from ..workers.diagnosis import counted
 from ..workers.item_pickling import ItemPickling
 from ..workers.memory.shared_memory import Placed
@@ -43,22 +48,17 @@ from ..workers.payload_channel import SharedMemory
 from ..workers.protocol import Failure
 from .client_inbox import ClientInbox
 from .client_loop import ClientDoorbell, ClientLoop
-from .pool_calls import PoolBook, PoolCall, PoolCalls
-from .pool_inquiry import NOT_NAMED, Inquirer, OpenQuestions
+from .pool_calls import PoolBook, PoolCall, PoolCalls, Question, ResumableInflow
 from .pool_link import Connector
-from .pool_protocol import pack
-from .resumable import ResumableInflow
-
-__all__ = ["PoolClient"]
+from .pool_protocol import pack, times
 
 log = quiet_log(__name__)
 
-#: Seconds that a question waits if its asker names no time: for a pool that is connected, which
-#: answers from threads of its own; and for one that may have to start.
-_PATIENCE, _PATIENCE_AT_START = 5.0, 20.0
+#: Instead of the seconds that a question may wait for the workers: the pool answers it at once.
+_NOT_NAMED = -1.0
 
 
-class PoolClient(RemoteClient[PoolCalls], Inquirer):
+class PoolClient(RemoteClient[PoolCalls]):
     """Accepts calls from any thread; the pool computes them; each is answered exactly once.
 
     Args:
@@ -89,13 +89,10 @@ class PoolClient(RemoteClient[PoolCalls], Inquirer):
         self.lengths = lengths
         self._may_rerun = may_rerun
         self._made_in = os.getpid()
-        self._questions = OpenQuestions()
-        self._inbox = ClientInbox(book, deliveries, self._questions)
+        self._inbox = ClientInbox(book, deliveries)
         self._loop = ClientLoop(
-            connector, book, self._bell, self._questions, self._inbox, self._is_done,
-            may_rerun=may_rerun,
-        )  # fmt: skip
-        self._thread: threading.Thread | None = None
+            connector, book, self._bell, self._inbox, self._is_done, may_rerun=may_rerun
+        )
 
     # -- calls
 
@@ -138,6 +135,12 @@ class PoolClient(RemoteClient[PoolCalls], Inquirer):
     def _send_now(self, call: RemoteCall) -> None:
         """It was put when it was opened, and goes with the ring of the bell."""
 
+    def _interrupted(self) -> None:
+        link = self._bell.link
+        if link is not None:
+            link.cut()
+        self._bell.wake()
+
     def late(self, timeout: float | None) -> StreamerError:
         return PredictTimeout(f"no result within {timeout} s ({self.describe()})")
 
@@ -169,7 +172,7 @@ class PoolClient(RemoteClient[PoolCalls], Inquirer):
             return "closed"
         if self._book.is_closing:
             return "draining"
-        if self._thread is None:
+        if not self._threads:
             return "new"
         return "connecting" if self._bell.link is None else "connected"
 
@@ -185,37 +188,99 @@ class PoolClient(RemoteClient[PoolCalls], Inquirer):
 
     # -- questions
 
-    def _ask(self, method: str, *arguments: Any, patience: float | None = NOT_NAMED) -> Any:
+    def _ask(self, method: str, *arguments: Any, patience: float | None = _NOT_NAMED) -> Any:
+        """The pool's answer.
+
+        Args:
+            patience: seconds that the pool may wait for its workers; None for any time.
+
+        Raises:
+            PredictTimeout: the pool did not answer in time.
+            Exception: whatever the pool raised.
+        """
         self._start()
         self.check_not_in_callback()
         if patience is None:
             longest = None
-        elif patience == NOT_NAMED:
-            longest = _PATIENCE_AT_START if self._bell.link is None else _PATIENCE
+        elif patience == _NOT_NAMED:
+            longest = times.answer_at_start if self._bell.link is None else times.answer
         else:
             longest = patience + 1.0  # the pool watches the time, too, and knows more
         number = next(self._numbers)
+        question = Question(number, method, arguments)
         with self._book.lock:
             if self._book.is_closing:  # by another thread: nobody would answer it
                 raise StreamerClosed("the streamer is closed")
-            message, reply = self._questions.add(number, method, arguments)
-            link = self._bell.link
-            key = 0 if link is None else link.put(message)
+            self._calls.ask(number, question)
         self._bell.ring()
         try:
-            value = reply.result(longest)
+            value = question.reply.result(longest)
         except TimeoutError:
             raise PredictTimeout(
                 f"the pool did not answer within {longest:g} s; is its process stopped? "
                 f"({self.describe()})"
             ) from None
         finally:
-            self._questions.forget(number)
-            if link is not None:
-                link.take_back(key)  # of a pool that hangs
+            if not question.reply.done():
+                with self._book.lock:
+                    self._calls.withdraw_question(number)
+                self._bell.ring()
         if isinstance(value, Failure):
             raise value.exception()
         return value
+
+    def stats(self) -> StreamerStats:
+        stats: StreamerStats = self._ask("stats")
+        return stats
+
+    def metrics(self) -> BatchMetrics:
+        metrics: BatchMetrics = self._ask("metrics")
+        return metrics
+
+    def workers(self) -> list[WorkerStats]:
+        workers: list[WorkerStats] = self._ask("workers")
+        return workers
+
+    def summary(self, batching: BatchingOptions, *, is_local: bool) -> Summary:  # noqa: ARG002
+        """As the engine's; of the pool's own options, which are the same."""
+        summary: Summary = self._ask("summary")
+        return summary
+
+    def model_description(self) -> Mapping[str, Any] | None:
+        """As the engine's."""
+        description: Mapping[str, Any] | None = self._ask("model_description")
+        return description
+
+    def wait_ready(self, timeout: float | None) -> None:
+        """Block until every worker of the pool has loaded its model.
+
+        Raises:
+            WorkerStartError, WorkerLost, WorkerStartTimeout, StreamerClosed: as the engine's.
+            PoolMismatch: the pool has another model, other options or other code.
+        """
+        try:
+            self._ask("wait_ready", timeout, patience=timeout)
+        except PredictTimeout as error:
+            raise WorkerStartTimeout(str(error)) from None
+        except WorkerStartTimeout:
+            text = f"not every worker has loaded its model in {timeout} s"
+            raise WorkerStartTimeout(text) from None
+
+    def restart_workers(self, timeout: float | None, overlap: Overlap = "auto") -> None:
+        """Replace the workers of the pool, for all clients."""
+        try:
+            self._ask("restart_workers", timeout, overlap, patience=timeout)
+        except WorkerStartTimeout:
+            text = f"not every worker has been replaced in {timeout} s; the restart goes on"
+            raise WorkerStartTimeout(text) from None
+
+    def scale(self, worker_num: Workers) -> None:
+        """Have another number of workers, for all clients."""
+        self._ask("scale", worker_num)
+
+    def try_start_once(self) -> None:
+        """As the engine's, of the pool that is there now."""
+        self._ask("try_start_once")
 
     # -- the link
 
@@ -225,10 +290,7 @@ class PoolClient(RemoteClient[PoolCalls], Inquirer):
             self._start()
 
     def _start_threads(self) -> None:
-        self._thread = start_thread(self._loop.run, "pool client")
-
-    def _own_threads(self) -> Sequence[threading.Thread | None]:
-        return (self._thread,)
+        self._start_thread("pool client", self._loop.run)
 
     def _is_done(self) -> bool:
         if self._book.is_abandoned and not self._is_ending.is_set() and not len(self._calls):
@@ -245,24 +307,14 @@ class PoolClient(RemoteClient[PoolCalls], Inquirer):
     def close(self, *, drain: bool, timeout: float | None) -> None:
         if self._made_in != os.getpid():  # a fork's copy
             return
-        if drain and not is_owned(self._book.lock):
-            with self._book.lock:
-                self._book.is_closing = True
-                held = self._calls.held()
-            for call in held:  # the consumer may be who closes
-                self.hold(call, is_held=False)
         super().close(drain=drain, timeout=timeout)
-
-    def hold(self, call: RemoteCall, *, is_held: bool) -> None:
-        """As the base's; while this client drains, nothing rests."""
-        if not (is_held and self._book.is_closing):
-            super().hold(call, is_held=is_held)
 
     def _part(self) -> None:
         self._bell.wake()
         self._loop.fail_all(Failure(StreamerClosed("the streamer is closed")))
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        for thread in self._threads.values():
+            if thread is not threading.current_thread():
+                thread.join()
         # What still looks at it, or writes there, can.
         self._inbox.close()
         self._connector.memory = None

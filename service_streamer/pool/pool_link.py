@@ -33,8 +33,6 @@ from .pool_protocol import (
     unpack,
 )
 
-__all__ = ["Connector", "Opened", "PoolLink", "Refused"]
-
 #: Held while there are descriptors that a forked child would keep without knowing it.
 _gate = threading.RLock()
 
@@ -229,6 +227,7 @@ class PoolLink:
 
     Attributes:
         pid: the pool's process, once it has said a word.
+        has_failed: whether an exception of our own has ended it.
     """
 
     def __init__(self, name: str, connection: socket.socket, opened: Opened) -> None:
@@ -241,7 +240,7 @@ class PoolLink:
         self._keys = itertools.count(1)
         self._is_full = False  # watched for room
         self._is_due = False  # the reading thread is going to write
-        self._is_closed = self._has_begun = False
+        self._is_closed = self._has_begun = self.has_failed = False
         self.pid: int | None = None
         #: Where large results for this client are; None if these come with the messages.
         self.results: ResultMemory | None = None
@@ -286,6 +285,14 @@ class PoolLink:
         with contextlib.suppress(OSError):  # it is gone; the reading thread sees it, too
             if not self._outbox.write() and not self._is_full:
                 self._opened.wake()
+
+    def cut(self) -> None:
+        """End the connection, since an exception may have cut off a frame; the reading thread sees.
+
+        The client connects again, and sends what is open.
+        """
+        with contextlib.suppress(OSError):  # it is gone already
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def write_soon(self) -> None:
         """Have the reading thread write: with one call of the system for all that is put meanwhile.

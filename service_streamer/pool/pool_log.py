@@ -20,8 +20,6 @@ import select
 
 from ..engine.timer import start_thread
 
-__all__ = ["PoolLog", "opened_log"]
-
 #: Lines that may wait, or pieces of what is printed.
 _MOST_LINES = 1000
 

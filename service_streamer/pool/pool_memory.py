@@ -20,8 +20,6 @@ from ..workers.memory.shared_memory import Memory, Placed, Wire
 from ..workers.memory.window import Window
 from ..workers.payload_channel import Memories, PayloadChannel, Received, SharedMemory
 
-__all__ = ["ClientItems", "PoolMemory", "in_message", "inlined", "restored", "whole"]
-
 
 class PoolMemory(SharedMemory):
     """What the workers of a pool read.

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 from pathlib import Path
@@ -36,17 +36,8 @@ from .election import Leadership
 from .pool_acceptor import turn_away
 from .pool_log import PoolLog, opened_log
 from .pool_memory import PoolMemory
-from .pool_protocol import Items, PoolBoot, Unserved
+from .pool_protocol import Items, PoolBoot, Unserved, times
 from .pool_server import PoolServer
-from .questions import Questions
-
-__all__ = ["main_module", "process_transport", "run_pool", "start_pool"]
-
-#: What the process of a pool that this process starts calls before it serves; picklable.
-preparation: Callable[[], None] | None = None
-
-#: Seconds for the last lines of the log to be read.
-_LOG_GRACE = 1.0
 
 #: The first process ends at once, so that the second is nobody's child: no one has to wait for it.
 _PROGRAM = """\
@@ -133,6 +124,7 @@ def run_pool(file: BinaryIO) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with file:
         boot: PoolBoot = pickle.load(file)
+    vars(times).update(vars(boot.times))
     for descriptor in (boot.lock, boot.listener):
         os.set_inheritable(descriptor, False)
     _set_title(f"service-streamer pool {boot.name}")
@@ -146,24 +138,28 @@ def run_pool(file: BinaryIO) -> None:
     try:
         try:
             server = _server(boot, listener, leadership)
+            _handle_signals(server)
+            if boot.prepare is not None:
+                boot.prepare()
         except Exception as error:
             # The other side may just be starting: the head of a cluster, say.
             may_pass = isinstance(error, ConnectionError)
             turn_away(listener, Unserved(" ".join(summary(error).split()), may_pass))
             raise
-        signal.signal(signal.SIGTERM, lambda *_: server.terminated())
-        signal.signal(signal.SIGINT, lambda *_: server.end(drain=False))
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else ignored, as by nohup
-            # Unlike SIG_IGN no program inherits it that a worker's model starts.
-            signal.signal(signal.SIGHUP, lambda *_: None)
-        if boot.prepare is not None:
-            boot.prepare()
         gc.collect()
         gc.freeze()  # what has been imported stays, and need not be gone through
         server.run()
     finally:
         leadership.resign()
-        log.end(_LOG_GRACE)
+        log.end(times.last_log)
+
+
+def _handle_signals(server: PoolServer) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: server.terminated())
+    signal.signal(signal.SIGINT, lambda *_: server.end(drain=False))
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else ignored, as by nohup
+        # Unlike SIG_IGN no program inherits it that a worker's model starts.
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def _server(boot: PoolBoot, listener: socket.socket, leadership: Leadership) -> PoolServer:
@@ -172,8 +168,7 @@ def _server(boot: PoolBoot, listener: socket.socket, leadership: Leadership) -> 
     memory = PoolMemory(options.shared_memory_limit)
     transport = boot.transport(boot.spec, options, memory)
     engine = assemble(transport, options, _given_lengths if boot.has_lengths else None)
-    questions = Questions(boot.name, engine, options, boot.wishes)
-    return PoolServer(boot.name, listener, engine, boot.wishes, questions, leadership, memory)
+    return PoolServer(boot.name, listener, engine, options, boot.wishes, leadership, memory)
 
 
 class _Transport(ProcessTransport):

@@ -7,7 +7,7 @@
      most often                                      (number, outputs or Failure, timing or None)
     (number, payloads, deadline, precedence,         (number, output): of a stream
      lengths, handed_out): any other
-    (WITHDRAW, number)                               (FREED, numbers): calls of which no worker
+    (WITHDRAW, number): of a call or question        (FREED, numbers): calls of which no worker
     (HOLD or RESUME, number): a stream                reads large items any more
     (ASK, number, method, arguments)                 (ANSWER, number, value or Failure)
     (RELEASED, 0, blocks): of shared memory          (PARTING, how many calls it has read)
@@ -26,37 +26,15 @@ each other, so nothing here is signed.
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ..remote.quiet_log import report_bug
+from ..workers.protocol import Failure
 from ..workers.transport import Transport
 from .wishes import Wishes
-
-__all__ = [
-    "ANSWER",
-    "ASK",
-    "FAILED",
-    "FRAME_MESSAGES",
-    "FRAME_SIZE",
-    "FREED",
-    "HOLD_STREAM",
-    "PARTING",
-    "PROTOCOL",
-    "REFUSED",
-    "RELEASED",
-    "RESUME_STREAM",
-    "WELCOME",
-    "WITHDRAW",
-    "WORKERS",
-    "Hello",
-    "Items",
-    "MakeTransport",
-    "PoolBoot",
-    "Unserved",
-    "pack",
-    "unpack",
-]
 
 #: The most messages in a frame, and the bytes of payloads from which on no more go into it: the
 #: other side begins with the first one when it has the last.
@@ -67,6 +45,42 @@ PROTOCOL = 1
 
 WITHDRAW, HOLD_STREAM, RESUME_STREAM, ASK, RELEASED = -1, -2, -3, -4, -5
 WELCOME, REFUSED, ANSWER, PARTING, FREED, WORKERS, FAILED = -1, -2, -3, -4, -5, -6, -7
+
+#: What the process of a pool that this process starts calls before it serves; picklable.
+preparation: Callable[[], None] | None = None
+
+
+@dataclasses.dataclass
+class PoolTimes:
+    """How long clients and pools wait for each other, in seconds.
+
+    Attributes:
+        answer: a client, for an answer that a connected pool gives at once.
+        answer_at_start: the same, if the pool may have to start.
+        visit: a command, for its answer.
+        failing: for at least how long pools must end before they serve until a client gives up.
+        between_failures: between two attempts, at most, while pools cannot serve.
+        first_client: a new pool, for its first client, which has started it: it may be slow.
+        term_grace: after SIGTERM, how long clients may go on calling: gunicorn's workers may take
+            30 s to finish their requests.
+        term_drain: then, how long the calls that were read may take. Together less than the 90 s
+            after which systemd kills all that is left.
+        last_log: for the last lines of the log to be read.
+    """
+
+    answer: float = 5.0
+    answer_at_start: float = 20.0
+    visit: float = 10.0
+    failing: float = 5.0
+    between_failures: float = 1.0
+    first_client: float = 30.0
+    term_grace: float = 45.0
+    term_drain: float = 30.0
+    last_log: float = 1.0
+
+
+#: Of this process, and of the pools that it starts.
+times = PoolTimes()
 
 
 class Unserved(NamedTuple):
@@ -86,8 +100,8 @@ class Hello(NamedTuple):
 
     Attributes:
         protocol: see ``PROTOCOL``. It stays the first field for good.
-        client: the client's own name: a process may have several.
-        pid: of its process.
+        client, pid: who sends it. Not looked at: they stay so that the commands of one version can
+            end and replace the pool of another one.
         wishes: what it wants of the pool; None for a visitor, which only asks.
         linger: seconds that the pool is to stay after its last client.
     """
@@ -118,6 +132,7 @@ class PoolBoot(NamedTuple):
         log_level: for the loggers of this package.
         log: the file of the log; None for this client's stderr.
         prepare: called before the pool serves; None for nothing.
+        times: how long it waits.
         lock, listener: descriptors.
     """
 
@@ -132,6 +147,7 @@ class PoolBoot(NamedTuple):
     log_level: int
     log: str | None
     prepare: Callable[[], None] | None
+    times: PoolTimes
     lock: int
     listener: int
 
@@ -141,6 +157,11 @@ class Items(list[Any]):
 
     __slots__ = ("lengths",)
     lengths: Sequence[float]
+
+
+def own_fault(error: BaseException) -> Failure:
+    """Log an exception that is a bug of this package; what the calls that it concerns fail with."""
+    return Failure(report_bug("the shared pool", error))
 
 
 def pack(message: Any) -> bytes:

@@ -24,37 +24,26 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..engine.engine import Engine
 from ..engine.timer import start_thread
-from .client_requests import ClientRequests
+from ..options.table import StreamerOptions
+from ..supervision.supervisor import Overlap
+from .client_requests import ClientRequests, Deferred
 from .election import Leadership
 from .linger import Linger
 from .pool_acceptor import PoolAcceptor, greet, is_client
 from .pool_memory import PoolMemory
-from .pool_protocol import PARTING, WORKERS, unpack
-from .questions import Questions
+from .pool_protocol import PARTING, WORKERS, own_fault, times, unpack
 from .sessions import Session
 from .wishes import Wishes
-
-__all__ = ["PoolServer"]
 
 logger = logging.getLogger(__name__)
 
 #: Seconds for the last answers to go out to clients that read them.
 _LAST_GRACE = 2.0
-
-#: Clients that may connect again and find what their last connection has left. Arbitrary: each has
-#: the results of a batch or two, and may have left for good.
-_MOST_CUT_OFF = 16
-
-#: Seconds after a SIGTERM in which its clients may go on calling: gunicorn's workers may take 30 to
-#: finish their requests. And seconds in which the calls that were read by then may end. Together
-#: less than the 90 after which systemd kills all that is left.
-_TERM_GRACE, _TERM_DRAIN = 45.0, 30.0
 
 
 class PoolServer:
@@ -63,6 +52,7 @@ class PoolServer:
     Args:
         listener: the pool's socket.
         engine: not started yet; ended by ``run``.
+        options: of the engine.
         wishes: of whoever has started the pool.
         memory: what the workers read.
         leadership: given up when the pool retires, or has ended.
@@ -73,8 +63,8 @@ class PoolServer:
         name: str,
         listener: socket.socket,
         engine: Engine,
+        options: StreamerOptions,
         wishes: Wishes,
-        questions: Questions,
         leadership: Leadership,
         memory: PoolMemory,
     ) -> None:
@@ -86,12 +76,28 @@ class PoolServer:
         self._selector = selectors.DefaultSelector()
         self._acceptor = PoolAcceptor(name, listener, self._selector)
         self._requests = ClientRequests(
-            engine, lambda *asked: questions.answer(self, *asked), self._has_answered
+            engine,
+            {
+                # of clients
+                "stats": engine.stats,
+                "metrics": engine.metrics,
+                "workers": engine.workers,
+                "summary": lambda: engine.summary(options, is_local=False),
+                "model_description": engine.model_description,
+                "wait_ready": lambda timeout: Deferred(timeout, lambda: engine.wait_ready(0)),
+                "restart_workers": self._restart_workers,
+                "scale": engine.scale,
+                "try_start_once": engine.try_start_once,
+                # of visitors
+                "status": self._status,
+                "stop": self.end,
+                "replace": self.retire,
+            },
         )
         self._sessions: set[Session] = set()
         self._dirty: set[Session] = set()
-        self._cut_off: dict[str, Session] = {}  # by client, which lives and may connect again
-        self._linger = Linger(time.monotonic())
+        self._started_at = time.monotonic()
+        self._linger = Linger(self._started_at, times.first_client)
         self._wakeup_reader, self._wakeup_writer = os.pipe()
         self._full: collections.deque[Session] = collections.deque()  # to be watched for room
         self._orders: collections.deque[Callable[[], None]] = collections.deque()
@@ -103,18 +109,23 @@ class PoolServer:
 
     # -- for any thread
 
-    def end(self, *, drain: bool = True) -> None:
+    def end(self, drain: bool = True) -> int:
         """Take no more calls, finish those that were read, and return from ``run``.
 
-        Also for signal handlers.
+        Also for signal handlers. Returns the process that ends.
         """
         self._orders.append(lambda: self._begin_end(drain=drain))
         self._wake()
+        return os.getpid()
 
-    def retire(self) -> None:
-        """Give the name to the next pool, and serve the clients that are there until they leave."""
+    def retire(self) -> int:
+        """Give the name to the next pool, and serve the clients that are there until they leave.
+
+        Returns the process that does so.
+        """
         self._orders.append(lambda: self._retire(math.inf))
         self._wake()
+        return os.getpid()
 
     def terminated(self) -> None:
         """A SIGTERM has come, perhaps to all processes of a service, which may need the pool yet.
@@ -125,26 +136,12 @@ class PoolServer:
             self.end(drain=False)
         else:
             self._is_terminated = True
-            self._orders.append(lambda: self._retire(_TERM_GRACE))
+            self._orders.append(lambda: self._retire(times.term_grace))
             self._wake()
-
-    @property
-    def has_retired(self) -> bool:
-        """Whether the name is another pool's, or free."""
-        return self._leadership.is_over
-
-    def clients(self) -> list[tuple[int, int]]:
-        """The process of each client, and how many calls of it are open."""
-        sessions = [each for each in self._sessions.copy() if each.hello and each.hello.wishes]
-        return sorted((each.pid, len(each.calls)) for each in sessions)
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # it is full, which wakes as well
             os.write(self._wakeup_writer, b"\0")
-
-    def _has_answered(self, session: Session) -> None:
-        self._dirty.add(session)
-        self._wake()
 
     def _workers_changed(self) -> None:
         """In the engine's thread."""
@@ -152,12 +149,13 @@ class PoolServer:
         self._wake()
 
     def _tell_of_workers(self) -> None:
+        self._requests.due = -math.inf
         for session in self._sessions:
-            if session.memory is not None:
-                session.memory.review()
-            if session.hello is not None and session.hello.wishes is not None:
-                session.tell(self._about_workers())
-                self._dirty.add(session)
+            with self._sparing_others(session):
+                if session.memory is not None:
+                    session.memory.review()
+                if session.hello is not None and session.hello.wishes is not None:
+                    session.tell(self._about_workers())
         self._send_all()
 
     def _about_workers(self) -> tuple[int, bool | None]:
@@ -173,6 +171,25 @@ class PoolServer:
                 if not session.send():
                     self._full.append(session)
                     self._wake()
+
+    # -- questions
+
+    def _restart_workers(self, timeout: float | None, overlap: Overlap) -> Deferred:
+        restart = self._engine.begin_restart(overlap)
+        return Deferred(timeout, lambda: self._engine.wait_restarted(restart, 0))
+
+    def _status(self) -> dict[str, Any]:
+        clients = [each for each in self._sessions if each.hello and each.hello.wishes]
+        return {
+            "name": self._name,
+            "pid": os.getpid(),
+            "state": "retired" if self._leadership.is_over else self._engine.state.value,
+            "seconds": time.monotonic() - self._started_at,
+            "clients": sorted((each.pid, len(each.calls)) for each in clients),
+            "stats": self._engine.stats(),
+            "workers": self._engine.workers(),
+            "wishes": dict(self._wishes),
+        }
 
     # -- the loop
 
@@ -192,7 +209,10 @@ class PoolServer:
                     self._run_out()
                 if self._ending is not None:
                     left = math.inf
-                left = min(left, self._acceptor.resumes_at - now)
+                if self._requests.due <= now:
+                    self._requests.answer_waiting()
+                    self._send_all()
+                left = min(left, self._acceptor.resumes_at - now, self._requests.due - now)
                 ready = self._selector.select(None if left == math.inf else max(0.0, left))
                 self._take_in(ready)
             self._say_farewell()
@@ -208,23 +228,39 @@ class PoolServer:
     def _take_in(self, ready: list[tuple[selectors.SelectorKey, int]]) -> None:
         frames: list[tuple[Session, list[Any]]] = []
         for key, events in ready:
-            if isinstance(key.data, Session):
-                if events & selectors.EVENT_WRITE:
-                    self._watch(key.data, is_full=not key.data.send())
-                if events & selectors.EVENT_READ:
-                    self._read(key.data, frames)
-            elif key.data is None:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wakeup_reader, 4096)
-            else:
-                self._accept()
+            session = key.data if isinstance(key.data, Session) else None
+            with self._sparing_others(session):
+                if session is not None:
+                    if events & selectors.EVENT_WRITE:
+                        self._watch(session, is_full=not session.send())
+                    if events & selectors.EVENT_READ:
+                        self._read(session, frames)
+                elif key.data is None:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wakeup_reader, 4096)
+                else:
+                    self._accept()
         if frames:
-            self._requests.take(frames)
+            with self._sparing_others():
+                self._requests.take(frames)
         self._send_all()
         while self._full:
             self._watch(self._full.popleft(), is_full=True)
         while self._orders:
-            self._orders.popleft()()
+            with self._sparing_others():
+                self._orders.popleft()()
+
+    @contextlib.contextmanager
+    def _sparing_others(self, session: Session | None = None) -> Iterator[None]:
+        """Log an internal error; end only its session."""
+        try:
+            yield
+        except Exception as error:
+            own_fault(error)
+            if session is not None:
+                session.break_off()
+            else:  # it may be of a client that came: the next one would fail at once, too
+                self._acceptor.pause()
 
     def _accept(self) -> None:
         for connection, pid in self._acceptor.accept():
@@ -262,14 +298,11 @@ class PoolServer:
             self._lose(session)
 
     def _greet(self, session: Session, message: Any) -> None:
-        if self.has_retired and is_client(message):
+        if self._leadership.is_over and is_client(message):
             raise EOFError  # it has come just before: the next pool may have what it wishes
         if greet(session, message, self._wishes):
             assert session.hello is not None
             self._linger.joined(session.hello.linger)
-            old = self._cut_off.pop(session.hello.client, None)
-            if old is not None:
-                session.take_over(old)
             session.tell(self._about_workers())
             if self._ending is not None:
                 session.tell((PARTING, 0))
@@ -279,13 +312,10 @@ class PoolServer:
             return
         self._selector.unregister(session.connection)
         self._sessions.discard(session)
-        hello = session.hello
-        if session.close(may_return=hello is not None and _is_alive(session.pid)):
-            assert hello is not None
-            waiting = [item for item in self._cut_off.items() if _is_alive(item[1].pid)]
-            self._cut_off = dict([*waiting, (hello.client, session)][-_MOST_CUT_OFF:])
         if session.hello is not None and session.hello.wishes is not None:
             self._linger.left(time.monotonic())
+        self._requests.due = -math.inf  # questions of it may wait
+        session.close()
 
     # -- the end
 
@@ -305,9 +335,9 @@ class PoolServer:
             return
         logger.warning(
             "pool %s was told to end, and still has clients after %g s: it finishes what it has "
-            "read, and they go on with another pool", self._name, _TERM_GRACE,
+            "read, and they go on with another pool", self._name, times.term_grace,
         )  # fmt: skip
-        self._begin_end(drain=True, timeout=_TERM_DRAIN)
+        self._begin_end(drain=True, timeout=times.term_drain)
 
     def _begin_end(self, *, drain: bool, timeout: float | None = None) -> None:
         if self._ending is None:
@@ -316,7 +346,6 @@ class PoolServer:
             for session in [*self._sessions]:
                 if session.hello is not None:
                     session.tell((PARTING, session.read))
-                    self._dirty.add(session)
             self._send_all()
         self._ending = start_thread(
             lambda: self._engine.close(drain=drain, timeout=timeout), "ending"
@@ -330,6 +359,7 @@ class PoolServer:
         """Send the last answers to the clients that read them."""
         until = time.monotonic() + _LAST_GRACE
         self._dirty |= self._sessions
+        self._requests.answer_waiting()
         self._send_all()
         while self._full:
             self._watch(self._full.popleft(), is_full=True)
@@ -339,11 +369,3 @@ class PoolServer:
                     self._watch(key.data, is_full=not key.data.send())
                 elif isinstance(key.data, Session):
                     self._lose(key.data)
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended, and waits for its parent, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

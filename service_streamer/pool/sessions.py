@@ -17,9 +17,7 @@ from ..workers.protocol import Failure, FrameReader
 from .client_memory import ClientMemory, first_sent, first_taken, inline
 from .outbox import Outbox
 from .pool_memory import PoolMemory
-from .pool_protocol import FRAME_MESSAGES, FRAME_SIZE, FREED, Hello, pack
-
-__all__ = ["PoolReply", "Session"]
+from .pool_protocol import FRAME_MESSAGES, FRAME_SIZE, FREED, Hello, own_fault, pack
 
 #: From so many answers on that a client has not read, its streams rest.
 _MOST_WAITING = 2048
@@ -37,27 +35,32 @@ class PoolReply:
         self.is_held = False
 
     def complete(self, outputs: list[Any]) -> None:
+        try:
+            self.session.answer(self._answer(outputs))
+        except Exception as error:
+            self.fail(own_fault(error))
+
+    def _answer(self, outputs: list[Any]) -> tuple[Any, ...]:
         session, call = self.session, self.call
         # Nearly every call has one item, whose output is small.
         outcome = outputs[0] if len(outputs) == 1 and type(outputs[0]) is bytes else outputs
         if call is None:  # without items
-            session.answer((self.number, outcome, None))
-            return
-        if call.is_stream and session.is_gone:  # see put_part
-            return
+            return self.number, outcome, None
         batch = call.batch
         if call.part_at is not None or batch.report.output_times is not None:
-            session.answer((self.number, outcome, (*call.timing,)))
-            return
+            return self.number, outcome, (*call.timing,)
         if batch.id != session.batch_id:
             session.batch_id, session.spent = batch.id, batch.spent()
-        session.answer((self.number, outcome, batch.cut_at - call.arrived_at, session.spent))
+        return self.number, outcome, batch.cut_at - call.arrived_at, session.spent
 
     def fail(self, failure: Failure) -> None:
         self.session.answer((self.number, failure, None))
 
     def put_part(self, output: Any) -> None:
-        self.session.put_part((self.number, output), self)
+        try:
+            self.session.put_part((self.number, output), self)
+        except Exception as error:
+            self.session.give_up(self.number, own_fault(error))
 
 
 class Session:
@@ -72,9 +75,8 @@ class Session:
         hello: None until the client has said it.
         calls: those without an answer, by number.
         read: how many calls were read.
+        unsent: answers and other messages that are not in a frame yet.
         batch_id, spent: the last batch with an answer for this client, and what was spent on it.
-        known: numbers of calls that an earlier connection of this client has brought already.
-        streams: numbers of those whose last answer was not sent.
     """
 
     def __init__(
@@ -92,11 +94,9 @@ class Session:
         self.hello: Hello | None = None
         self.calls: dict[int, Call] = {}
         self.read = 0
+        self.unsent: collections.deque[tuple[Any, ...]] = collections.deque()
         self.batch_id = -1
         self.spent: tuple[float, float, float] = (0.0, 0.0, 0.0)
-        self.known: set[int] = set()
-        self.streams: set[int] = set()
-        self._successor: Session | None = None
         self.memory: ClientMemory | None = None
         self.has_begun = False  # its first byte has come
         self.is_gone = False
@@ -105,7 +105,6 @@ class Session:
         self._dirty = dirty
         self._wake = wake
         self._freed: collections.deque[int] = collections.deque()  # calls whose items are read
-        self._answers: collections.deque[tuple[Any, ...]] = collections.deque()
         self._lock = threading.Lock()  # of ``send``
         self._resting: dict[int, PoolReply] = {}  # streams, until the client has read its answers
         self._streams_lock = threading.Lock()  # of ``_resting``, and what the engine was told
@@ -113,50 +112,60 @@ class Session:
     def answer(self, answer: tuple[Any, ...]) -> None:
         """Note the last answer of a call."""
         self.calls.pop(answer[0], None)
+        if self.is_gone:
+            return
         outcome = answer[1]
         if type(outcome) is list:
             try:
                 answer = (answer[0], self._given(outcome), *answer[2:])
             except Exception as error:  # no memory for a copy
                 answer = (answer[0], Failure(error.with_traceback(None)), None)
-        self._answers.append(answer)
+        self.unsent.append(answer)
         self._dirty.add(self)
+
+    def give_up(self, number: int, failure: Failure) -> None:
+        """Fail a call that an exception of our own has touched; nobody waits for its results."""
+        call = self.calls.get(number)
+        self.answer((number, failure, None))
+        if call is not None:
+            self._engine.withdraw(call)
 
     def put_part(self, answer: tuple[Any, ...], stream: PoolReply) -> None:
         """Note an output of a stream."""
-        if self.is_gone:  # another connection of the client may have the stream from its start
+        if self.is_gone:
             return
         if type(answer[1]) is not bytes:
             answer = (answer[0], *self._given([answer[1]]))
-        self._answers.append(answer)
+        self.unsent.append(answer)
         self._dirty.add(self)
-        if len(self._answers) >= _MOST_WAITING and not stream.call.is_held:
+        if len(self.unsent) >= _MOST_WAITING and not stream.call.is_held:
             with self._streams_lock:
                 self._resting[stream.number] = stream
                 self._engine.hold(stream.call, is_held=True)
             self._go_on()  # another thread may have sent everything before that
 
     def tell(self, message: tuple[Any, ...]) -> None:
-        """Send a message, after the answers that are noted."""
-        self._answers.append(message)
-        self.send()
+        """Note a message, which goes after the answers that are noted."""
+        self.unsent.append(message)
+        self._dirty.add(self)
 
     def send(self) -> bool:
         """Send what is noted, as far as the client takes it; whether nothing is left."""
-        if self._successor is not None:
-            return self._successor.send()
         with self._lock:
             try:
                 self.outbox.write()
+                if self._resting:
+                    self._go_on()
             except OSError:  # the client is gone; the reader's thread sees it, too
                 return True
-            if self._resting:
-                self._go_on()
+            except Exception as error:
+                own_fault(error)
+                self.break_off()
             return not self.outbox.has_rest
 
     def _next_frame(self) -> bytes:
         """Of the answers that are noted."""
-        noted, size = self._answers, 0
+        noted, size = self.unsent, 0
         answers: list[tuple[Any, ...]] = []
         if self._freed:
             answers.append((FREED, [self._freed.popleft() for _ in range(len(self._freed))]))
@@ -167,10 +176,13 @@ class Session:
                 size += len(outcome)
             elif answer[0] > 0 and type(outcome) is list:
                 size += sum(map(len, outcome))
-            if self.streams and len(answer) > 2:
-                self.streams.discard(answer[0])
             answers.append(answer)
-        return pack(answers) if answers else b""
+        try:
+            return pack(answers) if answers else b""
+        except Exception as error:
+            failure = own_fault(error)
+            self.break_off()
+            return pack([(answer[0], failure, None) for answer in answers if answer[0] > 0])
 
     def _given(self, outputs: list[Any]) -> list[Any]:
         memory = None if self.is_gone else self.memory
@@ -223,22 +235,24 @@ class Session:
     def _go_on(self) -> None:
         """Let streams go on if the client has read most of its answers."""
         with self._streams_lock:
-            if 2 * len(self._answers) >= _MOST_WAITING:
+            if 2 * len(self.unsent) >= _MOST_WAITING:
                 return
             resting, self._resting = self._resting, {}
             for stream in resting.values():
                 if not stream.is_held:
                     self._engine.hold(stream.call, is_held=False)
 
-    def close(self, *, may_return: bool = False) -> bool:
-        """The connection is gone, and with it the client, as a rule: nobody waits for its calls.
+    def break_off(self) -> None:
+        """Have the client connect again, and send what is open. Any thread.
 
-        Args:
-            may_return: whether the client may connect again: what is being computed goes on.
-
-        Returns:
-            Whether a session that takes over from this one would find something.
+        For an exception of our own: the reader's thread sees the end of the connection, and drops
+        this session and nothing else. What is written until then arrives.
         """
+        with contextlib.suppress(OSError):  # it is gone already
+            self.connection.shutdown(socket.SHUT_RD)
+
+    def close(self) -> None:
+        """The connection is gone: nobody waits for its calls."""
         self.is_gone = True
         self.outbox.close()
         self.connection.close()
@@ -248,45 +262,5 @@ class Session:
         if memory is not None:
             memory.close()
         for number, call in [*self.calls.items()]:
-            if may_return and call.is_running and not call.is_stream:
-                continue
             if self.calls.pop(number, None) is not None:  # else it was answered just now
                 self._engine.withdraw(call)
-        return bool(self.calls or self._answers)
-
-    def take_over(self, old: Session) -> None:
-        """Go on with what an earlier connection of the same client has left.
-
-        The client sends all its open calls again. Those that are being computed, and those whose
-        answers wait, are known here, and are not computed twice.
-        """
-        # The same objects: the engine's thread may be about to add an answer.
-        self.calls, self._answers = old.calls, old._answers
-        for _ in range(len(self._answers)):
-            answer = self._answers.popleft()
-            if _is_kept(answer) and answer[0] not in old.streams:
-                self._answers.append(answer)
-        self.known = {*self.calls} | {each[0] for each in [*self._answers]}
-        old._successor = self
-        self._dirty.add(self)
-
-    def is_known(self, number: int) -> bool:
-        """Whether a call has come before, over another connection. Once."""
-        if number not in self.known:
-            return False
-        self.known.remove(number)
-        self._free(number)  # the client holds its items until it has the answer
-        return True
-
-
-def _is_kept(answer: tuple[Any, ...]) -> bool:
-    """Whether an answer can go over another connection. Without it, the call comes again.
-
-    Those of streams cannot: some outputs may be lost. Nor can those in shared memory.
-    """
-    if answer[0] < 0 or len(answer) == 2:
-        return False
-    outcome = answer[1]
-    if type(outcome) is bytes:
-        return True
-    return type(outcome) is list and bool(outcome) and {*map(type, outcome)} == {bytes}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..workers.child import refuse_unguarded_main
 from ..workers.item_pickling import ItemPickling, pickled_spec
 from ..workers.payload_channel import SharedMemory
 from ..workers.starting import ByValue, has_main
-from . import pool_process
+from . import pool_protocol
 from .directory import own_directory, paths_of
 from .pool_calls import PoolBook
 from .pool_client import PoolClient
@@ -26,8 +25,6 @@ from .pool_process import main_module, process_transport
 from .pool_protocol import PROTOCOL, Hello, MakeTransport, PoolBoot
 from .support import why_unsupported
 from .wishes import wishes_of
-
-__all__ = ["pool_clients"]
 
 #: A pool may have been scaled to so many workers, or to more if it began with more. Arbitrary.
 _MOST_WORKERS = 16
@@ -93,7 +90,7 @@ def pool_clients(
         },
     )
 
-    prepare = pool_process.preparation
+    prepare = pool_protocol.preparation
 
     def boot(lock: int, listener: int) -> PoolBoot:
         return PoolBoot(
@@ -108,6 +105,7 @@ def pool_clients(
             log_level=logging.getLogger("service_streamer").getEffectiveLevel(),
             log=log,
             prepare=prepare,
+            times=pool_protocol.times,
             lock=lock,
             listener=listener,
         )
@@ -116,8 +114,7 @@ def pool_clients(
     most_in_flight = 2 * options.batch_size * max(options.most_workers, _MOST_WORKERS)
 
     def client() -> PoolClient:
-        own = secrets.token_hex(8)
-        hello = Hello(PROTOCOL, own, os.getpid(), wishes, options.linger)
+        hello = Hello(PROTOCOL, "client", os.getpid(), wishes, options.linger)
         memory = SharedMemory(options.shared_memory_limit)
         arena = memory.arena
         own_memory = None if arena is None else arena.memory

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import socket
 
-__all__ = ["why_unsupported"]
-
 #: Memory without a name; the end of a process that is no child; the user at the other end of a
 #: connection; descriptors that arrive one message at a time.
 _NEEDED = (

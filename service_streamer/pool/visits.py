@@ -6,21 +6,15 @@ import contextlib
 import os
 import select
 import socket
-import time
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import StreamerBroken
-from ..workers.protocol import Failure, FrameReader
-from .client_memory import first_sent, first_taken
+from ..workers.protocol import Failure
+from .client_memory import first_sent
 from .directory import names_in, own_directory, paths_of
 from .election import is_led
-from .outbox import Outbox, user_of
-from .pool_protocol import ANSWER, ASK, PROTOCOL, REFUSED, Hello, pack, unpack
-
-__all__ = ["ask_pool", "await_end", "pool_names"]
-
-#: Seconds that a pool may take to answer: it answers from threads of its own.
-_PATIENCE = 10.0
+from .outbox import HEADER_SIZE, framed, user_of
+from .pool_protocol import ANSWER, ASK, PROTOCOL, REFUSED, Hello, pack, times, unpack
 
 #: Maximum seconds of one wait: the system refuses longer ones.
 _LONGEST_WAIT = 86400.0
@@ -36,11 +30,11 @@ def pool_names() -> list[str]:
     return [name for name in names_in(directory) if is_led(paths_of(name, directory))]
 
 
-def ask_pool(name: str, method: str, *arguments: Any, patience: float = _PATIENCE) -> Any:
+def ask_pool(name: str, method: str, *arguments: Any, patience: float | None = None) -> Any:
     """Ask the pool of a name.
 
     Args:
-        patience: how long it may take to answer, in seconds.
+        patience: how long it may take to answer, in seconds; None for ``times.visit``.
 
     Raises:
         StreamerBroken: there is none, it does not answer, or it is that of another user.
@@ -48,8 +42,11 @@ def ask_pool(name: str, method: str, *arguments: Any, patience: float = _PATIENC
         OSError: see ``own_directory``.
         Exception: whatever the pool raised.
     """
+    patience = times.visit if patience is None else patience
     directory = own_directory()
     paths = paths_of(name, directory)
+    hello = Hello(PROTOCOL, "visitor", os.getpid(), None, 0.0)
+    question = pack([(*hello,), (ASK, 1, method, arguments)])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(patience)
         try:
@@ -57,7 +54,10 @@ def ask_pool(name: str, method: str, *arguments: Any, patience: float = _PATIENC
             _, user = user_of(connection)
             if user not in (os.geteuid(), 0):
                 raise StreamerBroken(f"the socket {paths.socket} is that of another user ({user})")
-            value = _conversation(connection, (ASK, 1, method, arguments), patience)
+            first_sent(connection, None)
+            connection.sendall(framed(question))
+            with connection.makefile("rb") as file:
+                value = _read_answer(file)
         except (FileNotFoundError, ConnectionRefusedError):
             raise StreamerBroken(
                 f"there is no pool {name!r} in {directory}; processes with another "
@@ -74,31 +74,16 @@ def ask_pool(name: str, method: str, *arguments: Any, patience: float = _PATIENC
     return value
 
 
-def _conversation(connection: socket.socket, question: tuple[Any, ...], patience: float) -> Any:
+def _read_answer(file: BinaryIO) -> Any:
     """Raises OSError, EOFError, TimeoutError."""
-    connection.setblocking(False)
-    first_sent(connection, None)
-    hello = (*Hello(PROTOCOL, "visitor", os.getpid(), None, 0.0),)
-    frames = [pack([hello, question])]
-    outbox = Outbox(connection.fileno(), lambda: frames.pop() if frames else b"")
-    outbox.write()  # so little that it goes at once
-    reader = FrameReader(connection.fileno())
-    until = time.monotonic() + patience
-    has_begun = False
-    poll = select.poll()  # unlike select(), also for descriptors from 1024 on
-    poll.register(connection, select.POLLIN)
-    while poll.poll(1000 * max(0.0, until - time.monotonic())):
-        if not has_begun:
-            first_taken(connection)
-            has_begun = True
-            continue
-        for frame in reader.read():
-            for message in unpack(frame):
-                if message[0] == ANSWER:
-                    return message[2]
-                if message[0] == REFUSED:
-                    raise OSError("; ".join(message[1]))
-    raise TimeoutError(f"nothing for {patience:g} s")
+    file.read(1)  # comes before the first frame
+    while header := file.read(HEADER_SIZE):
+        for message in unpack(file.read(int.from_bytes(header, "little"))):
+            if message[0] == ANSWER:
+                return message[2]
+            if message[0] == REFUSED:
+                raise OSError("; ".join(message[1]))
+    raise EOFError("it has closed the connection")
 
 
 def await_end(pid: int, seconds: float) -> bool:

@@ -22,8 +22,6 @@ from ..options.table import (
 from .canonical import canonical
 from .model_code import code_of, digest
 
-__all__ = ["Wishes", "differences", "wishes_of"]
-
 #: By name, in words that equal only what is equal.
 Wishes = Mapping[str, str]
 

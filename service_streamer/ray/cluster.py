@@ -22,6 +22,7 @@ from .addresses import is_same, last_started, look_for
 from .leaving import when_exiting, when_left
 from .losses import FULL, Verdict, judge
 from .placing import Node
+from .times import times
 
 __all__ = [
     "Actor",
@@ -44,9 +45,6 @@ _BATCHES = 16
 
 #: Calls that may wait in it for something else: ``watch``, ``reports``, and those that do not.
 _GROUPS = {"control": 6, "intake": 1}
-
-#: Seconds to wait for Ray to have made an actor that is to be killed.
-_MAKING = 10.0
 
 #: What comes of a call: its result, or what was raised instead.
 Done = Callable[[Any, BaseException | None], None]
@@ -126,10 +124,10 @@ class Cluster:
             with _own_sigterm():
                 try:
                     ray.init(address=address, runtime_env=self._runtime_env)
-                except _REFUSED as error:
-                    raise ConnectionError(str(error)) from error
+                except _REFUSED as error:  # whose text is told once
+                    raise ConnectionError(str(error)) from None
                 except RuntimeError as error:
-                    raise UnusableCluster(str(error)) from error
+                    raise UnusableCluster(str(error)) from None
             self._runtime_env = None
         elif address is not None and not _is_the_same(address):
             raise UnusableCluster(
@@ -254,7 +252,7 @@ class Actor:
         if not is_made:
             made = threading.Event()
             self.call(lambda *_: made.set(), "__ray_ready__")
-            made.wait(_MAKING)
+            made.wait(times.making)
         with contextlib.suppress(Exception):  # it has gone, or this process's connection
             if ray.is_initialized():
                 ray.kill(self._handle, no_restart=True)

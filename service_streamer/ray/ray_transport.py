@@ -43,25 +43,14 @@ from .cluster import Actor, Cluster, LeftCluster, WorkerResources, verdict
 from .known_actor import KnownActor
 from .losses import Verdict
 from .placing import Unplaced, why_not_placed
+from .times import times
 
 __all__ = ["RayByValue", "RayTransport"]
 
 logger = logging.getLogger(__name__)
 
-#: How long an idle worker may take to end, seconds.
-_STOP_GRACE = 5.0
-
-#: How long one that hangs has to say where, seconds: a call to an actor takes a millisecond.
-_STACKS_GRACE = 1.0
-
-#: How long the last calls of a worker may take to come back when it is lost, seconds.
-_LAST_CALLS = 5.0
-
-#: After so many seconds without a place the log says what is missing.
-_PLACING = 5.0
-
 #: So often it is asked whether a worker that replaces another has a place, if there is room for
-#: both: a busy host takes more than ``_PLACING`` to start a process.
+#: both: a busy host takes more than ``times.placing`` to start a process.
 _LOOKS = 6
 
 
@@ -133,14 +122,14 @@ class RayTransport(Transport):
             return actor
 
         self._aside(start, functools.partial(self._asked, worker))
-        self._at(_PLACING, functools.partial(self._ask_for_place, worker, _LOOKS))
+        self._at(times.placing, functools.partial(self._ask_for_place, worker, _LOOKS))
 
     def send(
         self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
     ) -> None:
         worker = self._workers.get(slot)
-        if worker is None:  # it was lost, and the batch with it, between its cutting and now
-            return
+        if worker is None or batch_id <= worker.last_sent:
+            return  # it was lost, and the batch with it, between its cutting and now; or it has it
         worker.unanswered[batch_id] = 1 if is_stream else len(payloads)
         message = (batch_id, payloads, None, True) if is_stream else (batch_id, payloads)
         if worker.is_stepped:
@@ -148,6 +137,7 @@ class RayTransport(Transport):
         else:
             done = functools.partial(self._answered, batch_id)
             self._call(worker, done, "compute", frame(message))
+        worker.last_sent = batch_id
 
     def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
         worker = self._workers.get(slot)
@@ -178,7 +168,7 @@ class RayTransport(Transport):
     def stop(self, slot: int) -> None:
         worker = self._workers.get(slot)
         if worker is not None:
-            self._end(worker, _STOP_GRACE)
+            self._end(worker, times.stop)
 
     def kill(self, slot: int, why: str) -> None:
         worker = self._workers.get(slot)
@@ -194,7 +184,7 @@ class RayTransport(Transport):
             worker.kill()
 
         self._call(worker, told, "stacks", group="control")
-        self._at(_STACKS_GRACE, functools.partial(self._kill, worker))
+        self._at(times.stacks, functools.partial(self._kill, worker))
 
     def when_exiting(self, then: Callable[[], None]) -> Callable[[], object]:
         cancel, forget = super().when_exiting(then), self._cluster.when_exiting(then)
@@ -325,7 +315,7 @@ class RayTransport(Transport):
     def _take_in(self, worker: KnownActor, result: Any) -> None:
         event = worker.heard(result)
         if event is None:  # its GPU has failed, so it ends by itself
-            self._end(worker, _STOP_GRACE)
+            self._end(worker, times.stop)
         else:
             self._tell(worker, event)
 
@@ -368,7 +358,7 @@ class RayTransport(Transport):
         elif not worker.is_gone:
             if worker.kill() or not self._is_closed:
                 # Ray tells it as a failure of the calls that are open, if it can be reached.
-                self._at(_LAST_CALLS, functools.partial(self._gone, worker))
+                self._at(times.last_calls, functools.partial(self._gone, worker))
             else:  # the interpreter ends, and the actor with it
                 self._gone(worker)
 
@@ -426,7 +416,7 @@ class RayTransport(Transport):
         others = self._workers.values()
         if any(each.is_ready and each.place == worker.place for each in others):
             if found.is_room and looks > 1:
-                self._at(_PLACING, functools.partial(self._ask_for_place, worker, looks - 1))
+                self._at(times.placing, functools.partial(self._ask_for_place, worker, looks - 1))
                 return
             # It is to replace that one, which may hold what it waits for: so it must go first.
             error = WorkerStartError(
@@ -450,7 +440,7 @@ class RayTransport(Transport):
                 self._gone(worker)
 
         self._find_out(found)
-        self._at(_LAST_CALLS, functools.partial(self._gone, worker))
+        self._at(times.last_calls, functools.partial(self._gone, worker))
 
     def _find_out(self, then: Callable[[Unplaced], None]) -> None:
         """What is missing for a worker."""

@@ -7,13 +7,13 @@ import random
 import time
 from collections.abc import Callable
 
-from ..errors import StreamerError, WorkerStartError
+from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
+from ..remote.quiet_log import report_bug
 from .finisher import Finisher
 from .held_calls import HeldCalls
 from .host_parts import HostParts
 from .host_scripts import JOIN, TAKE
 from .intake import Intake
-from .legacy import OldClients
 from .link import Backoff, Link, LinkError, NoGroup, Outages, entries, log
 from .scripts import GROUP, LEFT
 from .takeover import Takeover
@@ -56,7 +56,6 @@ class Claimer:
     def run(self, outages: Outages) -> None:
         """Claim calls until the host leaves."""
         backoff = Backoff(random.random)
-        old_clients = OldClients(self._parts.address, self._options.prefix)
         is_in = False
         while not self._held.is_leaving.is_set():
             try:
@@ -71,7 +70,6 @@ class Claimer:
                     if not is_in:
                         self._held.is_leaving.wait(backoff.failed())
                     continue  # the room may have changed
-                old_clients.look()
                 if self._takeover.has_orphans:
                     self._take(room)
                 else:
@@ -83,16 +81,18 @@ class Claimer:
                 if not isinstance(error, NoGroup) and not self._held.is_leaving.is_set():
                     outages.lost(error)
                 self._held.is_leaving.wait(backoff.failed())
-            except StreamerError as error:
+            except (StreamerBroken, StreamerClosed, WorkerStartError) as error:  # no calls any more
                 if not self._held.is_leaving.is_set():
                     self._on_failure(error)
                 return
-            except BaseException as error:  # callers must not wait for a dead thread
+            except BaseException as bug:  # callers must not wait for a dead thread
                 if self._held.is_leaving.is_set():  # close() has closed its connection
                     return
-                log(logging.CRITICAL, "the worker host failed; this is a bug in it", exc_info=True)
-                self._on_failure(error)
-                return
+                report_bug("the worker host", bug)
+                is_in = False  # it gets all its claims again when it joins
+                self._takeover.lost_redis()
+                self.link.close()
+                self._held.is_leaving.wait(backoff.failed())
 
     def _join(self, room: int) -> bool:
         """Join the hosts of the prefix; false if it must wait."""

@@ -27,7 +27,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..engine.timer import start_thread
@@ -40,11 +40,12 @@ from ..errors import (
 )
 from ..observe.record import Call
 from ..remote.call_book import CallBook
-from ..remote.open_calls import RemoteCall
+from ..remote.open_calls import FIRST_ATTEMPT, RemoteCall
+from ..remote.quiet_log import report_bug
 from ..remote.remote_client import RemoteClient
+from ..workers.protocol import Failure
 from .hosts_seen import HostsSeen
 from .ledger import SentCalls
-from .legacy import OldWorkers
 from .link import Address, Backoff, Link, LinkError, Outages, log
 from .lost_calls import LostCalls
 from .receiver import Receiver, RedisDeliveries
@@ -105,22 +106,20 @@ class Client(RemoteClient[SentCalls]):
             reply_ttl=reply_ttl,
         )
         self._receiver = Receiver(
-            address, self._keys, wire, deliveries, self._lost, book, reply_ttl=reply_ttl
+            address, self._keys, wire, deliveries, self._lost, reply_ttl=reply_ttl
         )
-        self._sending: threading.Thread | None = None
-        self._receiving: threading.Thread | None = None
         self._outages = Outages((self._sender.link, self._receiver.link), "calls and replies wait")
-        self._old_workers = OldWorkers(address)  # while there is no host
 
     # -- calls
 
     def _addressed(
         self, call: Call, number: int, payloads: list[bytes], deadline: float
     ) -> RemoteCall:
-        message = self._wire.call(self._name, number, payloads)
-        order = self._wire.order(call.precedence, message)
-        mark = self._wire.stream_mark(message) if call.is_stream else b""
-        remote = RemoteCall(number, message, call.timeout, deadline, call.reply, order, mark)
+        attempt = FIRST_ATTEMPT if call.is_stream else None
+        message = self._wire.call(self._name, number, payloads, call.precedence, attempt)
+        remote = RemoteCall(
+            number, message, call.timeout, deadline, call.reply, is_stream=call.is_stream
+        )
         if remote.inflow is not None and self._hosts.resumes is not False:
             remote.precedence = call.precedence
             remote.inflow.keep(payloads)
@@ -128,22 +127,21 @@ class Client(RemoteClient[SentCalls]):
 
     def _address_again(self, call: RemoteCall, payloads: list[bytes]) -> None:
         assert call.inflow is not None
-        message = call.message = self._wire.call(self._name, call.number, payloads)
-        call.order = self._wire.order(call.precedence, message)
-        call.mark = self._wire.stream_mark(message, call.inflow.attempt)
+        call.message = self._wire.call(
+            self._name, call.number, payloads, call.precedence, call.inflow.attempt
+        )
 
     def _send_now(self, call: RemoteCall) -> None:
         self._sender.put_in_now(call)
+
+    def _interrupted(self) -> None:
+        self._sender.interrupted()
+        super()._interrupted()
 
     def late(self, timeout: float | None) -> StreamerError:
         failure = self._failure
         if failure is None:
             why = "" if self._hosts.count != 0 else ", and there was no worker host"
-            if why and self._old_workers.may_be_there:
-                why += (
-                    "; this Redis may have workers of service_streamer 0.1.2, which cannot serve "
-                    "this version: upgrade them"
-                )
             return PredictTimeout(f"no result within {timeout} s{why} ({self.describe()})")
         error = BrokerUnavailable(f"no result within {timeout} s: {failure}")
         error.__cause__ = failure
@@ -197,7 +195,7 @@ class Client(RemoteClient[SentCalls]):
             return "closed"
         if self._book.is_closing:
             return "draining"
-        if self._sending is None:
+        if not self._threads:
             return "new"
         return "disconnected" if self._outages.is_on else "connected"
 
@@ -236,14 +234,8 @@ class Client(RemoteClient[SentCalls]):
         if not self._name:
             self._name = secrets.token_hex(8)
             self._sender.name = self._receiver.name = self._name
-        if self._receiving is None:
-            self._receiving = start_thread(
-                lambda: self._receiver.run(self._outages, self._is_ending), "receiver"
-            )
-        self._sending = start_thread(self._send, "sender")
-
-    def _own_threads(self) -> Sequence[threading.Thread | None]:
-        return self._sending, self._receiving
+        self._start_thread("receiver", lambda: self._receiver.run(self._outages, self._is_ending))
+        self._start_thread("sender", self._send)
 
     def _send(self) -> None:
         sender, book = self._sender, self._book
@@ -259,8 +251,6 @@ class Client(RemoteClient[SentCalls]):
                     refresh_at = min(refresh_at, now + _REFRESH / 20)
                 if refresh_at <= now:
                     sender.refresh()
-                    if not self._hosts.count:
-                        self._old_workers.look()
                     refresh_at = now + min(_REFRESH, self._reply_ttl / 3)
                     if not self._hosts.count and len(self._calls):  # to report missing ones in time
                         refresh_at = now + _REFRESH / 10
@@ -279,11 +269,12 @@ class Client(RemoteClient[SentCalls]):
                     self._outages.lost(error)
                 self._is_ending.wait(backoff.failed())
                 refresh_at = 0.0
-            except BaseException:  # callers must not wait for a dead thread
+            except BaseException as bug:  # callers must not wait for a dead thread
                 if self._is_ending.is_set():  # close() has closed its connection
                     return
-                log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
-                sender.link.close()
+                failure = Failure(report_bug("the streamer", bug))
+                sender.begin_again()
+                self._lost.fail_all(failure)
                 self._is_ending.wait(backoff.failed())
 
     # -- the end
@@ -295,7 +286,7 @@ class Client(RemoteClient[SentCalls]):
 
     def _part(self) -> None:
         """Delete this client's keys from Redis, and end the threads."""
-        sending, receiving = self._sending, self._receiving
+        sending, receiving = self._threads.get("sender"), self._threads.get("receiver")
         if sending is None or receiving is None:
             return
         link = Link(self._address)

@@ -112,7 +112,7 @@ class PickleCodec:
 #: First element of a list that stands for another type. Compared by identity.
 _MARK = b"service_streamer"
 _MARK_EXTENSION = ExtType(1, b"")
-#: Kinds after the mark. Never change one: other versions of this package read them.
+#: Kinds after the mark.
 _TUPLE, _INT, _COMPLEX, _DATE, _TIME, _DATETIME, _TIMEDELTA, _TIMEZONE, _ZONE = range(9)
 _ARRAY, _SCALAR, _TENSOR, _SET, _FROZENSET = range(9, 14)
 _LONGEST_INT = 1024  # bytes; longer ones are slow to multiply or print

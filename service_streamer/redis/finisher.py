@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 import time
 from collections.abc import Callable
 from threading import Lock
 
+from ..remote.quiet_log import report_bug
+from ..workers.protocol import Failure
 from .held_calls import HeldCalls
 from .host_outcomes import HostOutcomes
 from .host_parts import HostParts
 from .host_scripts import KEEP
 from .intake import Intake
-from .link import Backoff, Link, LinkError, NoGroup, Outages, log
+from .link import Backoff, Link, LinkError, NoGroup, Outages
 from .redis_clock import TOLERANCE
 from .takeover import Takeover
 
@@ -55,7 +56,6 @@ class Finisher:
         self._held = held
         self._takeover = takeover
         self._intake = intake
-        self._on_failure = on_failure
         self.lock = Lock()
         self.link = Link(parts.address)
         self._outcomes = HostOutcomes(parts, held, on_failure)  # guarded by ``lock``
@@ -94,10 +94,10 @@ class Finisher:
                 outages.lost(error)
                 time.sleep(backoff.failed())
                 keep_at = 0.0
-            except BaseException as error:
-                log(logging.CRITICAL, "the worker host failed; this is a bug in it", exc_info=True)
-                self._on_failure(error)
-                return
+            except BaseException as bug:  # callers must not wait for a dead thread
+                with self.lock:
+                    self._begin_again(bug)
+                time.sleep(backoff.failed())
 
     @property
     def _has_finished(self) -> bool:
@@ -122,11 +122,18 @@ class Finisher:
                 self._outcomes.send_now(self.link, _AT_ONCE_BYTES)
         except LinkError:  # the finisher repeats it
             pass
-        except Exception as error:
-            log(logging.CRITICAL, "the worker host failed; this is a bug in it", exc_info=True)
-            self._on_failure(error)
+        except Exception as bug:
+            self._begin_again(bug)
         finally:
             self.lock.release()
+
+    def _begin_again(self, bug: BaseException) -> None:
+        """What was being sent fails: a bug of ours came in between. Locked."""
+        failure = Failure(report_bug("the worker host", bug))
+        self.link.close()
+        self._outcomes.put_back(failure)
+        self._held.streams.fail(failure)
+        self._held.has_work.ring()
 
     def _finish_next(self) -> bool:
         """Send the next outcomes, or finish those under way; whether there were any."""

@@ -27,6 +27,12 @@ class HeldOutcome(NamedTuple):
     was_running: bool
     again: Attempt | None = None  # the client may have the stream go on elsewhere
 
+    def failed(self, failure: Failure) -> HeldOutcome:
+        """The same call with an error instead, and without outputs that were not written."""
+        if self.claim.outflow is not None:
+            self.claim.outflow.clear()
+        return HeldOutcome(self.claim, [], failure, self.was_running)
+
 
 class HeldCalls:
     """Those of one host.

@@ -47,7 +47,7 @@ class HostOutcomes:
         self._held = held
         self._waiting = held.outcomes
         self._on_failure = on_failure
-        self._under_way: list[HeldOutcome] = []  # FINISH is sent, its answer not read
+        self._under_way: list[HeldOutcome] = []  # being sent, or their answer not read
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._under_way)
@@ -59,47 +59,56 @@ class HostOutcomes:
 
     def send_now(self, link: Link, most_bytes: int) -> None:
         """Send what is there, unless there are exceptions to unpickle. Raises LinkError."""
-        outcomes = self._next_outcomes(most_bytes)
-        if any(outcome.failure is not None for outcome in outcomes):
-            self._waiting.extendleft(reversed(outcomes))
+        self._take(most_bytes)
+        if any(outcome.failure is not None for outcome in self._under_way):
+            self.put_back()
         else:
-            self._send(link, outcomes)
+            self._send(link)
 
     def send(self, link: Link) -> None:
         """Send the next ones, one at least, if there are any. Raises LinkError."""
-        self._send(link, self._next_outcomes(_MOST_BYTES) or self._next_outcomes(math.inf, 1))
+        self._take(_MOST_BYTES)
+        if not self._under_way:
+            self._take(math.inf, 1)
+        self._send(link)
 
     def receive(self, link: Link) -> bool:
         """Take in the answer to what was sent; whether anything was. Raises LinkError."""
-        outcomes, self._under_way = self._under_way, []
-        if not outcomes:
+        if not self._under_way:
             return False
         try:
             late = link.receive()
         except LinkError:  # send them again; Redis ignores what it has done
-            self._waiting.extendleft(reversed(outcomes))
+            self.put_back()
             raise
         with self._held.lock:
             self._held.counts["late"] += late
-            self._held.claims.finished([outcome.claim for outcome in outcomes])
+            self._held.claims.finished([outcome.claim for outcome in self._under_way])
+        self._under_way = []
         return True
 
-    def _next_outcomes(self, most_bytes: float, most: int = _MOST_CALLS) -> list[HeldOutcome]:
-        """The next outcomes within both limits; empty if the first one is too large."""
-        outcomes: list[HeldOutcome] = []
+    def put_back(self, failure: Failure | None = None) -> None:
+        """Have those under way sent again, or an error of ours instead of them."""
+        outcomes, self._under_way = self._under_way, []
+        if failure is not None:
+            outcomes = [outcome.failed(failure) for outcome in outcomes]
+        self._waiting.extendleft(reversed(outcomes))
+
+    def _take(self, most_bytes: float, most: int = _MOST_CALLS) -> None:
+        """Begin with the next outcomes within both limits; with none if the first is too large."""
         size = 0
-        while self._waiting and len(outcomes) < most:
+        while self._waiting and len(self._under_way) < most:
             outcome = self._waiting[0]
             size += sum(map(len, outcome.outputs))
             if outcome.claim.outflow is not None:
                 size += outcome.claim.outflow.size
             if size > most_bytes:
                 break
-            outcomes.append(self._waiting.popleft())
-        return outcomes
+            self._under_way.append(self._waiting.popleft())
 
-    def _send(self, link: Link, outcomes: list[HeldOutcome]) -> None:
-        """Send FINISH for outcomes; ``_under_way`` has those that were sent."""
+    def _send(self, link: Link) -> None:
+        """Send FINISH for those under way, which then are those that were sent."""
+        outcomes = self._under_way
         keys = [self._keys.calls]
         arguments: list[Any] = [self._options.reply_life, self._options.name]
         clients: dict[str, int] = {}
@@ -109,7 +118,7 @@ class HostOutcomes:
             for position, outcome in enumerate(outcomes):
                 if size > _MOST_BYTES:  # errors may be as large as results
                     self._waiting.extendleft(reversed(outcomes[position:]))
-                    outcomes = outcomes[:position]
+                    self._under_way = outcomes = outcomes[:position]
                     break
                 reply = self._reply(link, outcome)
                 if reply is None:
@@ -130,7 +139,7 @@ class HostOutcomes:
             if answered:
                 link.send(FINISH, keys, *arguments)
         except LinkError:
-            self._waiting.extendleft(reversed(outcomes))
+            self.put_back()
             raise
         self._under_way = answered
 

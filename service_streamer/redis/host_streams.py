@@ -26,7 +26,7 @@ from ..workers.protocol import Failure
 from .claims import Claim, Claims
 from .host_parts import HostParts
 from .host_scripts import OUTPUTS
-from .link import Link
+from .link import Link, LinkError
 from .outflow import Outflow, Outflows
 
 __all__ = ["LOOK", "HostStreams"]
@@ -107,7 +107,7 @@ class HostStreams:
         self._look_at = -math.inf
         self._looks_once_more = False  # for orders about the last calls
         self._followed: list[bytes] = []  # orders, which Redis may forget
-        #: What is sent, its answer not read: by client.
+        #: What is being sent, or its answer is not read: by client.
         self._sent: list[_Sent] | None = None
 
     def __len__(self) -> int:
@@ -144,7 +144,8 @@ class HostStreams:
         assert flow is not None
         if len(output) + _OVERHEAD > self._wire.max_bytes:
             text = f"{len(output)} bytes, but max_message_bytes is {self._wire.max_bytes}"
-            self._fail(claim, ModelError(f"an output of the stream is too large: {text}"))
+            error = ModelError(f"an output of the stream is too large: {text}")
+            self._fail(claim, Failure(error))
             return
         with self._lock:
             if not claim.is_open:
@@ -163,12 +164,12 @@ class HostStreams:
                 return
         if waiting >= _FAR_TOO_MANY or flow.size >= _FAR_TOO_MUCH:
             text = f"{waiting} outputs of the stream wait for Redis, or its client reads none"
-            self._fail(claim, Overloaded(text))
+            self._fail(claim, Failure(Overloaded(text)))
 
-    def _fail(self, claim: Claim, error: Exception) -> None:
+    def _fail(self, claim: Claim, failure: Failure) -> None:
         with self._lock:
             call = claim.call if claim.is_submitted else None
-        self._on_failed(claim, Failure(error))
+        self._on_failed(claim, failure)
         if call is not None:
             self._engine.withdraw(call)
 
@@ -213,6 +214,8 @@ class HostStreams:
         """
         if self.wait(now) > 0:
             return False
+        sent: list[_Sent] = []
+        self._sent = sent
         with self._lock:
             runs = dict(self._outflows.next(most_bytes, self._most_of_client))
             clients = self._outflows.clients()
@@ -221,7 +224,6 @@ class HostStreams:
         keys = [self._keys.calls, self._keys.orders_of(self._name)]
         arguments: list[Any] = [self._name, self._reply_ttl, _MOST_UNREAD, _MOST_BYTES_UNREAD]
         arguments += [len(self._followed), *self._followed]
-        sent: list[_Sent] = []
         for client in clients:
             of_client = runs.get(client, [])
             names = self._keys
@@ -237,8 +239,11 @@ class HostStreams:
                     claim.outflow.has_begun = True
                     begun.append(claim.outflow)
             sent.append(_Sent(client, of_client, begun))
-        link.send(OUTPUTS, keys, *arguments)
-        self._sent = sent
+        try:
+            link.send(OUTPUTS, keys, *arguments)
+        except LinkError:
+            self._sent = None
+            raise
         return True
 
     def _message(self, client: str, runs: list[tuple[Claim, list[bytes]]]) -> bytes:
@@ -254,10 +259,14 @@ class HostStreams:
 
     def receive(self, link: Link) -> None:
         """Take in the answer to what was sent. Raises LinkError: it is sent again."""
-        sent, self._sent = self._sent, None
+        sent = self._sent
         if sent is None:
             return
-        orders, answers = link.receive()
+        try:
+            orders, answers = link.receive()
+        except LinkError:
+            self._sent = None
+            raise
         for (client, runs, begun), answer in zip(sent, answers, strict=True):
             if answer != 1:  # Redis has written nothing
                 for flow in begun:
@@ -265,7 +274,8 @@ class HostStreams:
             if isinstance(answer, list):
                 self._on_dropped(answer)
             elif answer == 0:
-                self._client_is_gone(client)
+                gone = WorkerLost("the client of this stream is gone")
+                self._end(client, Failure(gone))
             elif answer < 0:
                 self._outflows.is_full(client)
             else:
@@ -275,17 +285,27 @@ class HostStreams:
         self._followed = [id_ for id_, _ in orders]
         for _, (what, id_) in orders:
             self._follow(what, id_)
+        self._sent = None
 
-    def _client_is_gone(self, client: str) -> None:
+    def fail(self, failure: Failure) -> None:
+        """End the streams whose outputs were being sent with an error of ours."""
+        sent, self._sent = self._sent, None
+        for client in self._outflows.clients() if sent is not None else ():
+            self._end(client, failure)
+
+    def _end(self, client: str, failure: Failure) -> None:
+        """The streams of a client fail, and their outputs that wait go nowhere."""
         with self._lock:
             claims = self._outflows.of(client)
             for claim in claims:
                 flow = claim.outflow
-                if flow is not None and flow.outcome is not None:
-                    self._on_outcome(flow.outcome)
+                assert flow is not None
+                flow.clear()
+                if flow.outcome is not None:
+                    self._on_outcome(flow.outcome.failed(failure))
                 self._outflows.close(claim)
         for claim in claims:
-            self._fail(claim, WorkerLost("the client of this stream is gone"))
+            self._fail(claim, failure)
 
     def _written(self, claim: Claim, count: int) -> None:
         flow = claim.outflow

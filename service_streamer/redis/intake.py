@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import BadMessage, PredictTimeout, StreamerError, WorkerLost
 from ..observe.record import Call
+from ..remote.quiet_log import report_bug
 from ..workers.protocol import Failure, summary
 from .claims import Claim
 from .held_calls import HeldCalls
@@ -55,9 +56,7 @@ class Intake:
         held = self._held
         entry = dict(zip(fields[::2], fields[1::2], strict=False))
         try:
-            client, number, payloads = self._wire.read_call(entry.get(b"m"))
-            precedence = self._wire.read_order(entry.get(b"o"), entry[b"m"])
-            attempt = self._wire.read_stream_mark(entry.get(b"s"), entry[b"m"])
+            client, number, payloads, precedence, attempt = self._wire.read_call(entry.get(b"m"))
             left = self._time_left(entry.get(b"d", b"0"), link)
         except LinkError:
             raise
@@ -74,6 +73,24 @@ class Intake:
         claim.attempt = attempt
         if not held.hold(claim, claims):
             return
+        call = Call(
+            payloads[: claim.size],
+            _Reply(held, claim),
+            None if left == math.inf else left,
+            precedence,
+            is_watched=True,
+            is_stream=attempt is not None,
+        )
+        call.handed_out = handed_out or None
+        try:
+            self._submit(claim, call, left, claims)
+        except Exception as bug:
+            failure = Failure(report_bug("the worker host", bug))
+            held.computed(claim, failure=failure)
+
+    def _submit(self, claim: Claim, call: Call, left: float, claims: int) -> None:
+        """Submit a call, which has so many seconds left, to the engine; or refuse it."""
+        held, attempt, handed_out = self._held, claim.attempt, call.handed_out or []
         if left <= 0:
             with held.lock:
                 held.counts["expired"] += 1
@@ -96,15 +113,6 @@ class Intake:
             lost = WorkerLost("this worker host's model cannot resume a stream that has begun")
             held.computed(claim, failure=Failure(lost))
         else:
-            call = Call(
-                payloads[: claim.size],
-                _Reply(held, claim),
-                None if left == math.inf else left,
-                precedence,
-                is_watched=True,
-                is_stream=attempt is not None,
-            )
-            call.handed_out = handed_out or None
             if attempt is not None:
                 held.streams.open(claim, len(handed_out))
             try:

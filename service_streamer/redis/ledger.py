@@ -54,32 +54,24 @@ class SentCalls(OpenCalls):
         for call, id_ in zip(self._sending, ids, strict=False):
             if call.number not in self._unsent:  # else it is to be sent again already
                 call.message = b""
-            call.id = id_ or call.id  # which its first outputs may have told
-            self._newest_id = id_ or self._newest_id
-            if call.is_over and id_:
+            call.id = self._newest_id = id_
+            if call.is_over:
                 self._drop(call)
         return self.accepted(len(ids))
 
+    def skip_batch(self) -> None:
+        """Forget the batch that is being sent. Redis may have it, so its positions stay taken."""
+        self._put_in += len(self._sending)
+        self._sending = []
+
     def _drop(self, call: RemoteCall) -> None:
-        if call.id:  # else ``put_in`` does it
+        if call.id:  # else ``put_in`` drops it once its id is known
             self.to_tell.append((call.id, b"drop"))
 
     def hold(self, call: RemoteCall, *, is_held: bool) -> None:
         """Have a stream rest, or go on, if its entry is known."""
         if call.id and not call.is_over:
             self.to_tell.append((call.id, b"hold" if is_held else b"go"))
-
-    def stream(self, number: int, id_: bytes, first: int) -> RemoteCall | None:
-        """The open stream of which outputs have come, if it is one.
-
-        Args:
-            id_: of its entry, if its first outputs have come: it may be unknown, since an answer of
-                Redis was lost. Then a stream that was given up could not be dropped until now.
-            first: the number of the first of these outputs.
-        """
-        if id_ and number not in self._calls:
-            self.to_tell.append((id_, b"drop"))
-        return super().stream(number, id_, first)
 
     def noticed(self, number: int, reason: str) -> bool:
         """Take in a notice that a host cannot read a call; whether the call is open."""
@@ -97,7 +89,9 @@ class SentCalls(OpenCalls):
             most: maximum number of calls without notices.
             all_sent: also calls that have not waited long.
         """
-        noticed = [self._calls[number] for number in self._reasons if number in self._calls]
+        noticed = [
+            call for number in self._reasons if (call := self._calls.get(number)) and call.id
+        ]
         if not most:
             return noticed
         newest = next(reversed(self._calls), 0)

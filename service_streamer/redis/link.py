@@ -31,6 +31,7 @@ __all__ = [
 
 log = quiet_log(__name__)
 
+
 #: Seconds that a read blocks in Redis. Its end shows that the connection is alive.
 BLOCK = 5.0
 
@@ -191,7 +192,11 @@ class Link:
                 self._pool = self._address.pool(blocks=self._blocks)
                 self._connection = self._pool.get_connection()
             self._is_owed = True
-            self._connection.send_command(*command)
+            # No numbers: hiredis 3.5 crashes the process if a signal handler raises while it makes
+            # text of one.
+            self._connection.send_command(
+                *[each if isinstance(each, (bytes, str)) else str(each) for each in command]
+            )
         except (redis.RedisError, OSError, AttributeError) as error:  # closed by another thread
             raise self._failed(error) from error
         except BaseException:  # an interrupt: perhaps half is sent

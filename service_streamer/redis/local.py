@@ -27,8 +27,8 @@ from redis.retry import Retry
 
 __all__ = ["LocalRedis", "answers", "find_server"]
 
-#: Seconds. Arbitrary: both take 0.1 s, more only with gigabytes of data.
-_START_TIMEOUT, _STOP_TIMEOUT, _INTERVAL = 30.0, 10.0, 0.005
+#: Seconds between two looks into its log.
+_INTERVAL = 0.005
 
 #: Ports to choose from. Linux gives those from 32768 on to connections: one of these, also a
 #: client's own, could take the port of a server that is down for a moment.
@@ -107,6 +107,9 @@ class LocalRedis:
         port: default: a free one, which may change until the first ``start``.
         append_only: whether it keeps its data for a ``start`` after ``kill``.
         options: further arguments of redis-server, such as ``("--maxmemory", "100mb")``.
+        start_timeout: seconds that it may take to accept connections. Arbitrary, as the next one:
+            both take 0.1 s, more only with gigabytes of data.
+        stop_timeout: seconds that ``stop`` waits before it uses force.
     """
 
     def __init__(
@@ -117,12 +120,15 @@ class LocalRedis:
         password: str | None = None,
         append_only: bool = False,
         options: Sequence[str] = (),
+        start_timeout: float = 30.0,
+        stop_timeout: float = 10.0,
     ) -> None:
         self.folder = None if folder is None else Path(folder).absolute()
         self.port = _free_port() if port is None else port
         self._is_port_fixed = port is not None
         self._is_temporary = folder is None
         self._password = password or ""
+        self._start_timeout, self._stop_timeout = start_timeout, stop_timeout
         self._options = ["--save", "", "--appendonly", "yes" if append_only else "no"]
         self._options += ["--appendfsync", "everysec", *options, *_FIXED]
         self._pid: Future[int] = Future()
@@ -146,7 +152,7 @@ class LocalRedis:
 
         Raises:
             FileNotFoundError: see ``find_server``.
-            RuntimeError: it ended, or was not ready within 30 s; includes the end of its log.
+            RuntimeError: it ended, or was not ready in time; includes the end of its log.
         """
         if self._thread is not None and self._owner != os.getpid():
             raise RuntimeError("the server belongs to the parent process of this fork")
@@ -183,7 +189,7 @@ class LocalRedis:
         self._thread.start()
         # Wait for its own log: another server on that port may answer a PING. A pipe would need no
         # polling, but Redis hangs if its owner does not read it.
-        for _ in range(round(_START_TIMEOUT / _INTERVAL)):
+        for _ in range(round(self._start_timeout / _INTERVAL)):
             self._thread.join(_INTERVAL)
             is_alive = self._thread.is_alive()  # read before the log, so that the log is complete
             text = log.read_text(errors="replace")
@@ -196,13 +202,13 @@ class LocalRedis:
         raise RuntimeError(f"{program} did not start on port {self.port}: {text[-1500:]}")
 
     def stop(self) -> None:
-        """Shut it down, by force after 10 s; remove a temporary folder. Idempotent."""
+        """Shut it down, by force if that takes long; remove a temporary folder. Idempotent."""
         if self._owner != os.getpid():
             return
         with contextlib.suppress(ProcessLookupError):
             self._signal(signal.SIGTERM, signal.SIGCONT)
         if self._thread is not None:
-            self._thread.join(_STOP_TIMEOUT)
+            self._thread.join(self._stop_timeout)
         self.kill()
         if self._is_temporary and self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from ..errors import BadMessage, BrokerUnavailable, StreamerError
-from ..remote.call_book import CallBook
+from ..remote.call_book import CallBook, answer
 from ..remote.open_calls import RemoteCall
 from ..workers.protocol import Failure
 from .ledger import SentCalls
@@ -76,7 +76,7 @@ class LostCalls:
                 break
             mark = secrets.token_hex(8).encode()
             ids = [call.id for call in calls]
-            gone = ask(mark, [id_ or b"0-0" for id_ in ids])
+            gone = ask(mark, ids)
             suspects = {**self._suspects, mark: [(calls[i], ids[i]) for i in gone]}
             self._suspects = {
                 mark: calls
@@ -99,6 +99,14 @@ class LostCalls:
                     book.changed.notify_all()
             for call, reason in lost:
                 book.fail_soon([call], Failure(self._why(reason)))
+
+    def fail_all(self, failure: Failure) -> None:
+        """Answer all open calls with an error of ours, in any thread."""
+        with self._book.lock:
+            calls = self._book.calls.give_up_all()
+            self._book.changed.notify_all()
+        for call in calls:
+            answer(call, call.reply, failure=failure)
 
     def _why(self, reason: str) -> StreamerError:
         if not reason:

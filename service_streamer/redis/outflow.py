@@ -51,6 +51,12 @@ class Outflow:
         self.is_not_kept = False
         self.outcome: Any = None
 
+    def clear(self) -> None:
+        """Drop what waits."""
+        self.waiting.clear()
+        self.size = 0
+        self.has_last = False
+
     @property
     def rests(self) -> bool:
         """Whether its item should take no step for now."""

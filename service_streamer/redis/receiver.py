@@ -12,7 +12,8 @@ from ..errors import BadMessage, BrokerUnavailable
 from ..remote.call_book import CallBook
 from ..remote.deliveries import Deliveries
 from ..remote.open_calls import Inflow, RemoteAnswer, RemoteCall
-from ..workers.protocol import summary
+from ..remote.quiet_log import report_bug
+from ..workers.protocol import Failure, summary
 from .ledger import SentCalls
 from .link import Address, Backoff, Link, LinkError, Outages, entries, log
 from .lost_calls import LostCalls
@@ -76,7 +77,6 @@ class Receiver:
         wire: Wire,
         deliveries: RedisDeliveries,
         lost: LostCalls,
-        book: CallBook[SentCalls],
         *,
         reply_ttl: float,
     ) -> None:
@@ -85,18 +85,20 @@ class Receiver:
         self._wire = wire
         self._deliveries = deliveries
         self._lost = lost
-        self._book = book
         self._life = math.ceil(1000 * reply_ttl)
-        self._outputs_read = 0  # bytes of outputs since the last time that something was deleted
+        self._start_over()
         self.link = Link(address, blocks=address.longest_block)
         self.name = ""
+
+    def _start_over(self) -> None:
+        """Read the first reply that Redis has next, and count from there."""
+        self._last = b"0"  # id of the last one read
+        self._entries_read = self._bytes_read = self._outputs_read = 0  # and not deleted
 
     def run(self, outages: Outages, is_ending: threading.Event) -> None:
         """Read until the end. Survives everything."""
         backoff = Backoff(random.random)
         key = self._keys.replies(self.name)
-        last, entries_read, bytes_read = b"0", 0, 0
-        self._outputs_read = 0
         block = round(1000 * self._address.longest_block)
         link = self.link
         while not is_ending.is_set():
@@ -104,40 +106,39 @@ class Receiver:
                 if link.failure is not None:  # to detect it before the next reply
                     link.call("PING")
                     outages.over(self._address)
-                if entries_read >= _READ_ENTRIES or bytes_read >= _READ_BYTES:
-                    self._trim(last)
-                    entries_read = bytes_read = 0
+                if self._entries_read >= _READ_ENTRIES or self._bytes_read >= _READ_BYTES:
+                    self._trim()
                 answer = link.call(
-                    "XREAD", "COUNT", _READ_ENTRIES, "BLOCK", block, "STREAMS", key, last
+                    "XREAD", "COUNT", _READ_ENTRIES, "BLOCK", block, "STREAMS", key, self._last
                 )
-                for _, last, fields in entries(answer):  # noqa: B007 - the next read starts there
-                    entries_read += 1
-                    bytes_read += sum(map(len, fields))
+                for _, self._last, fields in entries(answer):
+                    self._entries_read += 1
+                    self._bytes_read += sum(map(len, fields))
                     self._read(fields)
                 if self._deliveries.begin_again():
-                    last = b"0"
-                if not answer:
+                    self._start_over()
+                elif not answer and self._entries_read:
                     # Idle: drop what was read, and read from the start again, since Redis may have
                     # restarted with an earlier clock. A repeated reply is ignored.
-                    if entries_read:
-                        self._trim(last)
-                    last, entries_read, bytes_read = b"0", 0, 0
+                    self._trim()
                 backoff.succeeded()
             except LinkError as error:
+                self._start_over()  # Redis may have deleted what was read
                 if not is_ending.is_set():
                     outages.lost(error)
                 is_ending.wait(backoff.failed())
-            except BaseException:  # callers must not wait for a dead thread
+            except BaseException as bug:  # callers must not wait for a dead thread
                 if is_ending.is_set():
                     return
-                log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
+                self._lost.fail_all(Failure(report_bug("the streamer", bug)))
+                self._entries_read = _READ_ENTRIES  # delete what it was reading, and go on after it
                 is_ending.wait(backoff.failed())
 
-    def _trim(self, last: bytes) -> None:
+    def _trim(self) -> None:
         """Delete what was read from Redis."""
         keys = (self._keys.replies(self.name), self._keys.unread(self.name))
-        self.link.run(TRIM, keys, _after(last), self._outputs_read, self._life)
-        self._outputs_read = 0
+        self.link.run(TRIM, keys, _after(self._last), self._outputs_read, self._life)
+        self._start_over()
 
     def _read(self, fields: Sequence[bytes]) -> None:
         if fields and fields[0] == b"p":
@@ -169,8 +170,6 @@ class Receiver:
             log(logging.WARNING, "dropped malformed outputs in Redis: %.200s", summary(error))
             return
         self._deliveries.hand_out(runs)
-        if self._book.calls.to_tell:  # some came of a stream that was given up
-            self._book.doorbell.ring()
 
     def _read_other(self, fields: Sequence[bytes]) -> None:
         """Read a mark or a notice: unverified, so only a hint to check the call."""

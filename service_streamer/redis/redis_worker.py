@@ -18,6 +18,7 @@ from typing import Any, Self, Unpack
 from ..engine.build import build_engine
 from ..engine.core import EngineState
 from ..engine.operator_signals import (
+    SAME_SIGNAL,
     EndSignals,
     RollingRestart,
     SignalSocket,
@@ -382,9 +383,9 @@ def run_redis_workers_forever(
     run_until_signalled(worker)
 
 
-def run_until_signalled(worker: RedisWorker) -> None:
+def run_until_signalled(worker: RedisWorker, same_signal: float = SAME_SIGNAL) -> None:
     """``run_forever`` until SIGTERM or Ctrl-C: see ``run_redis_workers_forever``."""
-    with _signals(worker):
+    with _signals(worker, EndSignals(same_signal)):
         worker.run_forever()
 
 
@@ -396,13 +397,13 @@ def _name_of(model: Model) -> str:
 
 
 @contextlib.contextmanager
-def _signals(worker: RedisWorker) -> Iterator[None]:
+def _signals(worker: RedisWorker, end: EndSignals) -> Iterator[None]:
     """Handle signals for a worker host: see ``run_redis_workers_forever``."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     with SignalSocket() as signals:
-        listener = start_thread(lambda: _listen(worker, signals), "signals")
+        listener = start_thread(lambda: _listen(worker, signals, end), "signals")
         try:
             yield
         finally:
@@ -410,8 +411,8 @@ def _signals(worker: RedisWorker) -> Iterator[None]:
             listener.join()
 
 
-def _listen(worker: RedisWorker, signals: SignalSocket) -> None:
-    end, restart, terminal = EndSignals(), RollingRestart(worker.restart_workers), Terminal()
+def _listen(worker: RedisWorker, signals: SignalSocket, end: EndSignals) -> None:
+    restart, terminal = RollingRestart(worker.restart_workers), Terminal()
     while numbers := signals.answer():
         for number in numbers:
             if number == signal.SIGUSR1:

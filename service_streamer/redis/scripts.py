@@ -3,16 +3,16 @@
     key                                     what
     ---                                     ----
     {service_streamer:PREFIX}:calls         stream of calls: d = deadline in milliseconds of
-                                            Redis's clock, 0 for none; m = message; o = precedence,
-                                            if it has one; s = mark of a stream. Claimed calls are
-                                            pending in the consumer group ``hosts``
+                                            Redis's clock, 0 for none; m = message. Claimed calls
+                                            are pending in the consumer group ``hosts``
     {service_streamer:PREFIX}:host:NAME     stream, inbox of a live worker host; its first entry
                                             names the model
     {service_streamer:PREFIX}:orders:NAME   stream of what clients ask of this host: name = what, of
                                             ``TELL``; value = id of the call
     {service_streamer:PREFIX}:model         stream of one entry while a host lives: m = message, the
                                             description of the model
-    {service_streamer:PREFIX}:client:NAME   number of calls that a live client has sent
+    {service_streamer:PREFIX}:client:NAME   number of calls that a live client has sent, and the
+                                            ids of its last batch
     {service_streamer:PREFIX}:replies:NAME  stream of its replies: r = message, any number of them;
                                             p = message with outputs of streams, see ``OUTPUTS``;
                                             n = notice that a host could not read a call; c = mark,
@@ -88,8 +88,7 @@ class Script:
 LEFT: Final = 10**8
 
 #: What Redis counts as the number of hosts that have claimed a stream, once outputs of it were
-#: written: a host that takes it over knows by that, and older versions refuse it as they do a call
-#: that too many hosts have claimed.
+#: written: a host that takes it over knows by that.
 BEGUN: Final = 10**9
 
 # A host is dead once its inbox has expired. Its consumer is kept while it has calls.
@@ -214,33 +213,27 @@ end
 
 #: A client sends calls, in order, up to the limit.
 #: KEYS calls, client. ARGV maximum of calls, life of the client in ms, position of the first call,
-#: then for each its time in ms (or -1), its message, its precedence, its mark of a stream (''
-#: for none), and whether it was accepted before, so that no limit holds (1 or 0). Returns whether
-#: the client was known, and the ids of the accepted calls: '' for one that had arrived before, in a
-#: command whose answer was lost.
+#: then for each its time in ms (or -1), its message, and whether it was accepted before, so that no
+#: limit holds (1 or 0). Returns whether the client was known, and the ids of the accepted calls. A
+#: client repeats a batch whose answer was lost: calls that had arrived before keep their ids.
 ENQUEUE = Script("""
 local known = redis.call('GET', KEYS[2])
-local last = tonumber(known or 0)
+local value, before = known or '0', {}
+for word in string.gmatch(value, '%S+') do before[#before + 1] = word end
+local count = tonumber(before[1])
+local last = count
 local room = tonumber(ARGV[1]) - redis.call('XLEN', KEYS[1])
 local now = milliseconds()
 local ids = {}
-for i = 4, #ARGV, 5 do
-  local number = ARGV[3] + (i - 4) / 5
-  if number <= last then
-    ids[#ids + 1] = ''
-  elseif room > 0 or ARGV[i + 4] == '1' then
+for i = 4, #ARGV, 3 do
+  local number = ARGV[3] + (i - 4) / 3
+  if number <= count then
+    ids[#ids + 1] = before[#before - count + number] or ''
+  elseif room > 0 or ARGV[i + 2] == '1' then
     local left = tonumber(ARGV[i])
     local deadline = left < 0 and 0 or now + left
-    local fields = {'d', string.format('%.0f', deadline), 'm', ARGV[i + 1]}
-    if ARGV[i + 2] ~= '' then
-      table.insert(fields, 'o')
-      table.insert(fields, ARGV[i + 2])
-    end
-    if ARGV[i + 3] ~= '' then
-      table.insert(fields, 's')
-      table.insert(fields, ARGV[i + 3])
-    end
-    ids[#ids + 1] = redis.call('XADD', KEYS[1], '*', unpack(fields))
+    ids[#ids + 1] = redis.call(
+      'XADD', KEYS[1], '*', 'd', string.format('%.0f', deadline), 'm', ARGV[i + 1])
     room = room - 1
     last = number
   else
@@ -248,7 +241,8 @@ for i = 4, #ARGV, 5 do
   end
 end
 redis.call('PERSIST', KEYS[1])
-redis.call('SET', KEYS[2], string.format('%.0f', last), 'PX', ARGV[2])
+if last > count then value = string.format('%.0f ', last) .. table.concat(ids, ' ') end
+redis.call('SET', KEYS[2], value, 'PX', ARGV[2])
 return {known and 1 or 0, ids}
 """)
 

@@ -9,13 +9,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ..engine.timer import is_owned
 from ..errors import Overloaded
 from ..remote.call_book import CallBook
 from ..remote.open_calls import RemoteCall
 from ..workers.protocol import Failure
 from .hosts_seen import HostsSeen
 from .ledger import SentCalls
-from .link import Address, Link, LinkError
+from .link import Address, Link
 from .lost_calls import LostCalls
 from .scripts import CHECK, ENQUEUE, REFRESH, TELL, Keys, Script
 
@@ -59,7 +60,7 @@ class Sender:
         self._lost = lost
         self._max_pending = max_pending
         self._life = math.ceil(1000 * reply_ttl)
-        self._lock = threading.Lock()  # guards the next two
+        self._lock = threading.RLock()  # guards the next two
         self.link = Link(address)
         self._is_under_way = False  # ENQUEUE is sent, its answer not read
         self.name = ""
@@ -73,16 +74,23 @@ class Sender:
         """
         if not self.link.is_connected or not self._calls.is_alone(call):
             return
-        if self._lock.acquire(blocking=False):
-            try:
-                with self._book.lock:
-                    is_alone = not self._is_under_way and self._calls.is_alone(call)
-                if is_alone and self.link.is_connected:
-                    self._begin()
-            except LinkError:  # the sender's thread repeats it
-                pass
-            finally:
+        try:
+            if not self._lock.acquire(blocking=False):
+                return
+            with self._book.lock:
+                is_alone = not self._is_under_way and self._calls.is_alone(call)
+            if is_alone and self.link.is_connected:
+                self._begin()
+        except Exception:  # the sender's thread repeats it
+            pass
+        finally:  # a signal handler may raise right after it is acquired
+            if is_owned(self._lock):
                 self._lock.release()
+
+    def interrupted(self) -> None:
+        """A signal handler has raised in this caller's thread, perhaps in ``put_in_now``."""
+        if is_owned(self._lock):  # just before it was to be released
+            self._lock.release()
 
     def put_in(self) -> bool:
         """Send the next batch, or finish the one under way; whether there was one."""
@@ -110,7 +118,7 @@ class Sender:
             left = call.deadline - now
             milliseconds = -1 if left == math.inf else max(0, math.ceil(left * 1000))
             goes_on = call.inflow is not None and call.inflow.attempt.number > 0
-            arguments += (milliseconds, call.message, call.order, call.mark, int(goes_on))
+            arguments += (milliseconds, call.message, int(goes_on))
         self.link.send(
             ENQUEUE,
             (self._keys.calls, self._keys.client(self.name)),
@@ -135,6 +143,13 @@ class Sender:
                 "retry later"
             )
             book.fail_soon(refused, Failure(Overloaded(text)))
+
+    def begin_again(self) -> None:
+        """Forget what is under way: a bug of ours came in between."""
+        with self._lock, self._book.lock:
+            self.link.close()
+            self._is_under_way = False
+            self._calls.skip_batch()
 
     def _ask(self, script: Script, keys: Sequence[str], *arguments: Any) -> Any:
         """Run another script, after the batch under way."""

@@ -1,6 +1,6 @@
 """The messages: a call to a worker host, and its reply.
 
-    call     (FORMAT, codec, client, number, [payload, ...])
+    call     (FORMAT, codec, client, number, [[payload, ...], headers])
     reply    (FORMAT, codec, client, number, [payload, ...])          the results
              (FORMAT, codec, client, number, failure)                 why there are none
              (FORMAT, codec, client, number, {first: n, outputs: [payload, ...], error: failure,
@@ -8,14 +8,13 @@
     outputs  (FORMAT, codec, client, 0, [(number, first, [payload, ...], id), ...])   of streams
 
 Each is a msgpack array. With a secret it follows its HMAC-SHA256, which is verified before anything
-is decoded. The precedence of a call stands beside its message, where older hosts do not look:
-(priority, tenant, has_deadline), signed for that message; most calls have none. So does the mark of
-a stream, whose outputs are wanted as they come: an older host answers with all of them. It is True,
-or [attempt, losses] of a stream that goes on where its outputs ended, which follow its item in the
-message. Outputs of a call are numbered from 0: ``first`` is the number of the first one in a
-message. ``again`` says that the client may have the stream go on elsewhere. A payload is an item or
-result, encoded by the codec; a worker host passes it to its worker processes as it is. Anyone who
-can write to Redis can send messages, so their contents are not trusted.
+is decoded. The headers of a call are a map: ``priority``, ``tenant`` and ``has_deadline``, as far
+as they are not those of an ordinary call, and ``stream``, [attempt, losses], if its outputs are
+wanted as they come. If a stream goes on where its outputs ended, these follow its item. Outputs of
+a call are numbered from 0: ``first`` is the number of the first one in a message. ``again`` says
+that the client may have the stream go on elsewhere. A payload is an item or result, encoded by the
+codec; a worker host passes it to its worker processes as it is. Anyone who can write to Redis can
+send messages, so their contents are not trusted.
 
     model    (FORMAT, codec, "hosts", n, description)     the description of the hosts' model; n is
                                                           1 if it can resume streams, else 0
@@ -43,7 +42,7 @@ from ..errors import BadMessage, ModelError, RemoteTraceback
 from ..observe.record import ORDINARY, Precedence
 from ..options.checks import Devices, check_priority, check_tenant
 from ..options.table import BrokerOptions
-from ..remote.open_calls import FIRST_ATTEMPT, Attempt, OutputRun, RemoteAnswer
+from ..remote.open_calls import Attempt, OutputRun, RemoteAnswer
 from ..supervision.health import Timeout
 from ..workers.protocol import Failure, summary
 from .codec import Codec, MsgpackCodec, PickleCodec, check_complete
@@ -51,7 +50,11 @@ from .codec import Codec, MsgpackCodec, PickleCodec, check_complete
 __all__ = [
     "REASONS",
     "Announcement",
+    "Attempt",
+    "OutputRun",
     "PoolOptions",
+    "Precedence",
+    "RemoteAnswer",
     "Secret",
     "Serializer",
     "Wire",
@@ -68,8 +71,9 @@ REASONS: Mapping[str, str] = {
     "unreadable": "it cannot be decoded; see the log of the side that reads it",
 }
 
-#: The first element of every message: its version.
-_FORMAT = 1
+#: The first element of every message. Raise it with any change of the messages: both sides must
+#: have the same, and say so if they do not.
+_FORMAT = 2
 _MAC_BYTES = 32
 
 #: A client's name, which becomes part of a key.
@@ -121,66 +125,45 @@ class Wire:
         self._is_pickle = codec.name == "pickle"
         self._call_context = b"call\0" + prefix.encode() + b"\0"
         self._reply_context = b"reply\0" + prefix.encode() + b"\0"
-        self._order_context = b"order\0" + prefix.encode() + b"\0"
-        self._stream_context = b"stream\0" + prefix.encode() + b"\0"
         self._outputs_context = b"outputs\0" + prefix.encode() + b"\0"
         self._model_context = b"model\0" + prefix.encode() + b"\0"
         self._error_types = {_name(kind): kind for kind in error_types}
 
     # -- calls
 
-    def call(self, client: str, number: int, payloads: Sequence[bytes]) -> bytes:
-        """The message of a call. Raises ValueError: it would exceed ``max_bytes``."""
-        body = msgpack.packb((_FORMAT, self.codec.name, client, number, payloads))
+    def call(
+        self,
+        client: str,
+        number: int,
+        payloads: Sequence[bytes],
+        precedence: Precedence = ORDINARY,
+        attempt: Attempt | None = None,
+    ) -> bytes:
+        """The message of a call. Raises ValueError: it would exceed ``max_bytes``.
+
+        Args:
+            attempt: of a stream, which time it is sent; None for another call.
+        """
+        headers: dict[str, Any] = {}
+        if precedence is not ORDINARY:
+            headers = {name: value for name, value in precedence._asdict().items() if value}
+        if attempt is not None:
+            headers["stream"] = attempt
+        content = payloads, headers
+        body = msgpack.packb(
+            (_FORMAT, self.codec.name, client, number, content), unicode_errors=_ANY
+        )
         return self._sealed(body, self._call_context)
 
-    def read_call(self, message: object) -> tuple[str, int, list[bytes]]:
-        """The client, its number for the call, and the items. Raises BadMessage."""
-        client, number, payloads = self._read(message, self._call_context)
-        if not (payloads and _are_bytes(payloads)):
+    def read_call(
+        self, message: object
+    ) -> tuple[str, int, list[bytes], Precedence, Attempt | None]:
+        """The client, its number for the call, the items, and the headers. Raises BadMessage."""
+        client, number, content = self._read(message, self._call_context)
+        if type(content) is not list or len(content) != 2 or not _are_bytes(content[0]):
             raise BadMessage("it has no items")
-        return client, number, payloads
-
-    def order(self, precedence: Precedence, message: bytes) -> bytes:
-        """The encoded precedence of a call; empty for an ordinary one."""
-        if precedence == ORDINARY:
-            return b""
-        return self._sealed(
-            msgpack.packb(tuple(precedence), unicode_errors=_ANY), self._order_of(message)
-        )
-
-    def read_order(self, order: object, message: bytes) -> Precedence:
-        """Decode the precedence of a message that has been read. Raises BadMessage."""
-        if not order:
-            return ORDINARY
-        fields = self._unsealed(order, self._order_of(message))
-        try:
-            priority, tenant, has_deadline = fields
-            if type(fields) is not list or type(priority) is not int:
-                raise TypeError
-            if type(has_deadline) is not bool:
-                raise TypeError
-            return Precedence(check_priority(priority), check_tenant(tenant), has_deadline)
-        except (TypeError, ValueError):
-            raise BadMessage("its precedence is malformed") from None
-
-    def _order_of(self, message: bytes) -> bytes:
-        return self._order_context + message[:_MAC_BYTES]  # the signature covers the rest
-
-    def stream_mark(self, message: bytes, attempt: Attempt = FIRST_ATTEMPT) -> bytes:
-        """What says of a call that its outputs are wanted as they come."""
-        body = _STREAM if attempt == FIRST_ATTEMPT else msgpack.packb(attempt)
-        return self._sealed(body, self._stream_context + message[:_MAC_BYTES])
-
-    def read_stream_mark(self, mark: object, message: bytes) -> Attempt | None:
-        """Of a message that has been read; None if it is not a stream's. Raises BadMessage."""
-        if not mark:
-            return None
-        content = self._unsealed(mark, self._stream_context + message[:_MAC_BYTES])
-        attempt = FIRST_ATTEMPT if content is True else _attempt(content)
-        if attempt is None:
-            raise BadMessage("its mark of a stream is malformed")
-        return attempt
+        payloads, headers = content
+        return client, number, payloads, *_read_headers(headers)
 
     # -- replies
 
@@ -357,7 +340,9 @@ class Wire:
     def _read(self, message: object, context: bytes) -> tuple[str, int, Any]:
         fields = self._unsealed(message, context)
         if type(fields) is not list or len(fields) != 5 or fields[0] != _FORMAT:
-            raise BadMessage(f"it is not a message of format {_FORMAT}", reason="format")
+            text = f"it is not a message of format {_FORMAT}"
+            text += "; install the same version of service_streamer on both sides"
+            raise BadMessage(text, reason="format")
         _, codec, client, number, content = fields
         if type(client) is not str or not _NAME.fullmatch(client) or type(number) is not int:
             raise BadMessage("it does not name its client")
@@ -438,15 +423,29 @@ def _are_outputs(first: Any, outputs: Any) -> bool:
     return type(first) is int and first >= 0 and (outputs == [] or _are_bytes(outputs))
 
 
+def _read_headers(headers: Any) -> tuple[Precedence, Attempt | None]:
+    """What a call says besides its items. Raises BadMessage."""
+    if headers == {}:  # nearly all calls
+        return ORDINARY, None
+    try:
+        stream = headers.pop("stream", None)
+        attempt = _attempt(stream)
+        precedence = Precedence(**headers)
+        check_priority(precedence.priority)
+        check_tenant(precedence.tenant)
+        if type(precedence.has_deadline) is not bool or (attempt is None) != (stream is None):
+            raise TypeError
+    except (AttributeError, TypeError, ValueError):
+        raise BadMessage("its headers are malformed") from None
+    return precedence, attempt
+
+
 def _attempt(content: Any) -> Attempt | None:
     """None if there is none, or what is there is not one."""
     if type(content) is not list or [type(each) for each in content] != [int, int]:
         return None
     return Attempt(*content)
 
-
-#: True, packed: the mark of a stream.
-_STREAM = msgpack.packb(True)
 
 _BUILT_IN = {
     _name(kind): kind

@@ -48,8 +48,6 @@ class Deliveries:
             calls = [book.calls.answered(each.number) for each in answers]
             if book.is_closing:
                 book.changed.notify_all()
-        if book.is_abandoned:
-            book.doorbell.ring()
         for call, reply in zip(calls, answers, strict=True):
             if call is not None and call.inflow is not None:
                 call.inflow.came(reply.outputs)
@@ -60,6 +58,8 @@ class Deliveries:
         for call in again:
             self.pass_on(call)
             self.on_again(call)
+        if book.is_abandoned:
+            book.doorbell.ring()
 
     def _goes_on(self, reply: RemoteAnswer) -> RemoteCall | None:
         """The stream of a reply, if it is to go on elsewhere. Locked."""
@@ -108,6 +108,7 @@ class Deliveries:
     def _take_over(self, run: OutputRun) -> RemoteCall | None:
         """Note the outputs of a run that have not come before; the call if they are to go on."""
         book = self._book
+        is_untold = False
         with book.lock:
             call = book.calls.stream(run.number, run.id, run.first)
             if call is None or call.inflow is None:
@@ -120,14 +121,18 @@ class Deliveries:
             inflow.came(outputs)
             if run.id and inflow.is_held:  # the host that goes on with it was not told
                 book.calls.hold(call, is_held=True)
-                book.doorbell.ring()
+                is_untold = True
             self.outputs += len(outputs)
-            if len(inflow.backlog) > _MOST_BEHIND:
-                text = f"{len(inflow.backlog)} outputs of the stream wait for their consumer"
-                book.fail(call, Overloaded(text))
+            waiting = len(inflow.backlog)
             if book.is_closing:
                 book.changed.notify_all()
-            return call
+        # Without the lock: to ring may be to write to a socket.
+        if is_untold:
+            book.doorbell.ring()
+        if waiting > _MOST_BEHIND:
+            text = f"{waiting} outputs of the stream wait for their consumer"
+            book.fail(call, Overloaded(text))
+        return call
 
     def pass_on(self, call: RemoteCall) -> None:
         """The consumer of a stream takes more."""

@@ -130,21 +130,19 @@ class RemoteCall:
     Attributes:
         number: the client's number for it.
         message: what is sent.
-        order: encoded precedence, sent beside the message; empty for an ordinary call.
-        precedence: the same, of a stream that may be sent again.
+        precedence: of a stream that may be sent again.
         timeout: seconds that the caller waits; None for ever.
         deadline: end of that time on the client's clock.
         reply: receives the outcome; opaque here.
         is_over: answered, refused or given up; final.
         is_taken: being sent, or sent.
         id: what the other side calls it; empty until known.
-        mark: that of a stream, sent beside the message; empty for another call.
         inflow: of a stream, its outputs; None for another call.
     """
 
     __slots__ = (
-        "deadline", "id", "inflow", "is_over", "is_taken", "mark", "message", "number", "order",
-        "precedence", "reply", "timeout",
+        "deadline", "id", "inflow", "is_over", "is_taken", "message", "number", "precedence",
+        "reply", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -154,20 +152,18 @@ class RemoteCall:
         timeout: float | None,
         deadline: float,
         reply: Any,
-        order: bytes = b"",
-        mark: bytes = b"",
+        *,
+        is_stream: bool = False,
     ) -> None:
         self.number = number
         self.message = message
-        self.order = order
         self.precedence = ORDINARY
         self.timeout = timeout
         self.deadline = deadline
         self.reply = reply
         self.is_over = self.is_taken = False
         self.id = b""
-        self.mark = mark
-        self.inflow = Inflow() if mark else None
+        self.inflow = Inflow() if is_stream else None
 
     #: A client does not learn when a worker gets its call, nor the call's timing.
     is_running = False

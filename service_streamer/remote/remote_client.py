@@ -91,6 +91,7 @@ class RemoteClient(ABC, Generic[Ledger]):
         self._has_parted = threading.Event()
         self._patience: Patience | None = None  # since it was abandoned
         self._unflushed: RemoteCall | None = None  # the last call, if small
+        self._threads: dict[str, threading.Thread] = {}  # those that send and receive, by role
 
     # -- of a subclass
 
@@ -114,10 +115,6 @@ class RemoteClient(ABC, Generic[Ledger]):
     @abstractmethod
     def _start_threads(self) -> None:
         """Begin to send and to receive. Locked; again if it has raised."""
-
-    @abstractmethod
-    def _own_threads(self) -> Sequence[threading.Thread | None]:
-        """Those that send and receive, as far as there are any."""
 
     @abstractmethod
     def _part(self) -> None:
@@ -152,12 +149,18 @@ class RemoteClient(ABC, Generic[Ledger]):
         except ValueError as error:
             reply.fail(Failure(UnpicklableItem(f"the call is too large: {error}")))
             return
-        self._book.open(remote)
-        self._unflushed = remote if len(remote.message) <= _AT_ONCE_BYTES else None
-        if not call.more:
-            self.flush()
-        if call.is_watched and timeout is not None:
-            self._timer.watch(remote)
+        try:
+            self._book.open(remote)
+            self._unflushed = remote if len(remote.message) <= _AT_ONCE_BYTES else None
+            if not call.more:
+                self.flush()
+            if call.is_watched and timeout is not None:
+                self._timer.watch(remote)
+        except StreamerError:
+            raise
+        except BaseException:
+            self._interrupted()
+            raise
 
     def _encoded(self, items: Sequence[Any]) -> list[bytes]:
         encode = self._encode
@@ -190,6 +193,10 @@ class RemoteClient(ABC, Generic[Ledger]):
                 self._send_now(call)
         finally:  # always: other calls of the same pass rely on it
             self._book.doorbell.ring()
+
+    def _interrupted(self) -> None:
+        """A signal handler has raised in a caller's thread, perhaps in the middle of a change."""
+        self._book.doorbell.ring()
 
     def cancel(self, call: RemoteCall) -> bool:
         """Give up a call, which is withdrawn wherever it is."""
@@ -246,7 +253,7 @@ class RemoteClient(ABC, Generic[Ledger]):
             )
 
     def check_not_in_callback(self) -> None:
-        if threading.current_thread() in (*self._own_threads(), self._timer.thread):
+        if threading.current_thread() in (*self._threads.values(), self._timer.thread):
             self.check_process()  # a fork within a callback
             raise StreamerError(IN_CALLBACK)
 
@@ -261,6 +268,17 @@ class RemoteClient(ABC, Generic[Ledger]):
                 # Not atexit, which does not run in children of multiprocessing.
                 self._at_exit = util.Finalize(None, self._close_at_exit, exitpriority=100)
                 self._pid = os.getpid()
+
+    def _start_thread(self, role: str, run: Callable[[], object]) -> None:
+        """Start a thread, unless it runs: an interrupted start is repeated."""
+
+        def run_once() -> None:
+            this = threading.current_thread()
+            if self._threads.setdefault(role, this) is this:
+                run()
+
+        if role not in self._threads:
+            self._threads.setdefault(role, start_thread(run_once, role))
 
     # -- the end
 
@@ -287,9 +305,9 @@ class RemoteClient(ABC, Generic[Ledger]):
             resting = book.calls.resting() if drain else []
         for call in resting:  # without the lock: their consumers are given what waits
             self.hold(call, is_held=False)
+        book.doorbell.ring()  # a thread about to flush may wait for this
         with book.changed:
-            ours = (*self._own_threads(), self._timer.thread)
-            book.doorbell.ring()  # a thread about to flush may wait for this
+            ours = (*self._threads.values(), self._timer.thread)
             if drain and threading.current_thread() not in ours:
                 self._drain(timeout)
             calls = book.calls.give_up_all()

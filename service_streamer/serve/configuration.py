@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,8 +10,6 @@ from ..options.table import ServeOptions
 
 if TYPE_CHECKING:
     from .hosted_model import OpenedModel
-
-__all__ = ["Changes", "Configuration", "NamedModel", "changes"]
 
 
 class NamedModel(NamedTuple):
@@ -54,6 +52,16 @@ def changes(
         [name for name in after if name not in kept],
         kept,
     )
+
+
+def default_name(before: str, configured: Sequence[str], serving: Container[str]) -> str:
+    """The model of requests that name none: the first one of the configuration. Pure.
+
+    If the first configured model is not loaded, the default stays as it was, even if that model is
+    unloaded: another model would give other answers.
+    """
+    first = configured[0]
+    return first if first in serving or before not in configured else before
 
 
 @dataclass

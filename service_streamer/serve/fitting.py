@@ -17,15 +17,6 @@ from ..workers.diagnosis import counted
 from ..workers.placement import find_gpus
 from ..workers.visibility import places, visible
 
-__all__ = [
-    "check_pipeline",
-    "check_task",
-    "device_kind",
-    "device_of",
-    "gpus_of_worker",
-    "unused_gpus",
-]
-
 #: Of the model that comes with this package.
 _SHIPPED_TASK = "fill-mask"
 

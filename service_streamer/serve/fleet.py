@@ -51,14 +51,12 @@ from .plans import Plan
 from .pool_preparation import prepare_pools
 from .running import FleetPart, ServiceFailed, run_service
 
-__all__ = ["launch_fleet"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds until a dead process is restarted.
 _PAUSE = 1.0
 #: Seconds that web processes get to end, beyond the timeout of a request.
-_GRACE = 10.0
+GRACE = 10.0
 #: Maximum seconds of one wait: the system refuses longer ones.
 _LONGEST_WAIT = 3600.0
 #: Exit code of a web process that would fail again. Arbitrary; not one of Python's.
@@ -221,7 +219,10 @@ class _Fleet:
         return not numbers.isdisjoint({signal.SIGHUP, *_ENDS})
 
     def _report(self) -> None:
-        self._models.report(log_standing)
+        try:
+            self._models.report(log_standing)
+        except Exception:
+            logger.exception("SIGUSR1: the report failed")
 
     def _pass_on(self, number: signal.Signals) -> None:
         """Send a signal to the web processes: SIGHUP empties caches and renews the description."""
@@ -233,7 +234,7 @@ class _Fleet:
     def _end(self) -> None:
         signals = EndSignals()
         signals.begin()
-        deadline = time.monotonic() + self._options.timeout + _GRACE
+        deadline = time.monotonic() + self._options.timeout + GRACE
         self._sock.close()
         self._ours.close()  # asks them to end
         while alive := [each for each in self._processes.values() if each.is_alive()]:

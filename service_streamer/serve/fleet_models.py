@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -26,8 +27,6 @@ from .launching import waits_for
 from .plans import Plan, PlanDone, PlannedModel, Wish, WishAnswer
 from .pool_owner import PoolOwner
 from .replacing import given_up, restart_all
-
-__all__ = ["CannotChange", "FleetModels"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +45,29 @@ class CannotChange(Exception):
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
         self.kind = kind
+
+
+class ProcessLink:
+    """The connection to a web process. A thread sends: the process may hang, and read nothing."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="web process link", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Send it soon. Does not block."""
+        self._messages.put(message)
+
+    def close(self) -> None:
+        """The process has ended."""
+        self._messages.put(None)
+
+    def _run(self) -> None:
+        with self.connection:  # open until ``close``: the main thread waits for what comes by it
+            while (message := self._messages.get()) is not None:
+                with contextlib.suppress(OSError):  # the process has died: its parent will notice
+                    self.connection.send(message)
 
 
 class FleetModels:
@@ -71,7 +93,7 @@ class FleetModels:
         self._wakeup = wakeup
         self._changing = threading.Lock()  # one change at a time
         self._changed = threading.Condition()  # guards what follows
-        self._links: dict[int, Connection] = {}
+        self._links: dict[int, ProcessLink] = {}
         self._done: dict[int, int] = {}  # the plans that web processes serve by
         self._owners: dict[str, PoolOwner] = {}
         self._passing: list[PoolOwner] = []  # of models that are being loaded, or replaced
@@ -80,7 +102,7 @@ class FleetModels:
         self._is_given_up = False  # that load
         names = tuple(configuration.names)
         are_named = configuration.are_named
-        self.plan = Plan(options, (), names, are_named, rpc_address=rpc_address)
+        self.plan = Plan(options, (), names, are_named, names[0], rpc_address=rpc_address)
 
     def __enter__(self) -> Self:
         """Raises as ``pool_options`` does."""
@@ -141,8 +163,8 @@ class FleetModels:
     def attach(self, number: int, link: Connection, known: int) -> None:
         """A web process has been started, with the plan ``known``."""
         with self._changed:
-            self._links[number], self._done[number] = link, known
-            self._send(link, self.plan)
+            self._links[number], self._done[number] = ProcessLink(link), known
+            self._links[number].send(self.plan)
 
     def detach(self, number: int) -> None:
         """A web process has ended."""
@@ -156,13 +178,13 @@ class FleetModels:
     @property
     def links(self) -> dict[Connection, int]:
         """The connections to web processes, which may have messages for ``heard``."""
-        return {link: number for number, link in [*self._links.items()]}
+        return {link.connection: number for number, link in [*self._links.items()]}
 
     def heard(self, number: int) -> None:
         """Read what a web process has sent."""
         link = self._links[number]
         try:
-            message = link.recv()
+            message = link.connection.recv()
         except (EOFError, OSError):  # it ends
             self.detach(number)
             return
@@ -176,13 +198,9 @@ class FleetModels:
             target=self._grant, args=(link, message), name="model change", daemon=True
         ).start()
 
-    def _send(self, link: Connection, message: Any) -> None:
-        with contextlib.suppress(OSError):  # its process has died, which its parent notices
-            link.send(message)
-
     # -- changes; each blocks, and is for a thread of its own
 
-    def _grant(self, link: Connection, wish: Wish) -> None:
+    def _grant(self, link: ProcessLink, wish: Wish) -> None:
         answer = WishAnswer(wish.ticket)
         try:
             if wish.does == "load":
@@ -196,10 +214,7 @@ class FleetModels:
         except Exception as error:  # our bug; who has asked is to know
             logger.exception("model %s: the wish to %s it failed", wish.name, wish.does)
             answer = answer._replace(kind="failed", text=str(error))
-        with self._changed:
-            # Another process of the same number has tickets of its own.
-            if link in self._links.values():
-                self._send(link, answer)
+        link.send(answer)
 
     def _give_up(self, name: str) -> bool:
         """As ``Replacer.give_up``."""
@@ -312,7 +327,7 @@ class FleetModels:
             before = self.plan
             self.plan = plan = before.changed(models, tuple(self._configuration.names))
             for link in self._links.values():
-                self._send(link, plan)
+                link.send(plan)
             longest = max(each.named.options.timeout for each in (*before.models, *plan.models))
             patience = min(2 * longest + _GRACE, threading.TIMEOUT_MAX)
             if not self._changed.wait_for(lambda: self._is_over or not self._late(plan), patience):

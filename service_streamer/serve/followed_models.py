@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
 from .hosted_model import HostedModel
+from .http.background import start_task
 from .http.models import Models
 from .plans import Plan, PlanDone, Wish, WishAnswer
 from .replacing import Replacer, last_model, not_loaded
-
-__all__ = ["FollowedModels"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,9 @@ class FollowedModels:
         self._tickets = itertools.count()
         self._wishes: dict[int, asyncio.Future[WishAnswer]] = {}
         self._following: set[asyncio.Task[None]] = set()
+        models.default_name = plan.default_name
         asyncio.get_running_loop().add_reader(link.fileno(), self._readable)
+        os.set_blocking(link.fileno(), True)  # uvloop has changed that: half a message would raise
 
     def names(self) -> Mapping[str, str]:
         states = dict.fromkeys(self._plan.configured, "unloaded")
@@ -87,7 +88,7 @@ class FollowedModels:
             if answer is not None and not answer.done():
                 answer.set_result(message)
         else:
-            task = loop.create_task(self._follow(message))
+            task = start_task(self._follow(message), "following a change of the models failed")
             self._following.add(task)  # the loop alone would let it be collected
             task.add_done_callback(self._following.discard)
 
@@ -97,7 +98,7 @@ class FollowedModels:
                 try:
                     await self._change(plan)
                 except Exception:
-                    if self._models.default.is_draining:
+                    if self._models.first.is_draining:
                         return
                     # The parent starts another one, which serves by the plan.
                     logger.exception("this web process cannot serve by the new plan, and ends")
@@ -108,13 +109,12 @@ class FollowedModels:
                 self._link.send(PlanDone(self._plan.number))
 
     async def _change(self, plan: Plan) -> None:
-        order = [each.named.name for each in plan.models]
         for planned in plan.models:
             name = planned.named.name
             if planned != self._plan.find(name):
-                await self._replacer.load(name, planned.opened, order)
+                await self._replacer.load(name, planned.opened)
         for service in [*self._models]:
-            if service.model not in order:
+            if plan.find(service.model) is None:
                 self._replacer.unload(service)
-        self._models.arrange(order)
+        self._models.arrange(plan.configured, plan.default_name)
         self._plan = plan

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
-__all__ = ["keep_freed_memory"]
-
 #: Names of glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import StreamerBroken
-from ..streamer import BaseStreamer, ScaledStreamer
+from ..streamer import BaseStreamer, PoolStreamer, ScaledStreamer
 from .http.admission import ServiceOptions
 from .http.dashboard import advised
 from .http.pool_view import PoolFigures
 from .http.service import Service
-
-__all__ = ["HostedModel", "OpenedModel", "ServiceFailed"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +51,12 @@ class HostedModel:
         self._on_failure = on_failure
         # Not those of a ThreadedStreamer, which are threads of this process.
         self.has_workers = (
-            isinstance(opened.streamer, ScaledStreamer) and not opened.streamer.is_shared
+            isinstance(opened.streamer, ScaledStreamer) and opened.streamer.pool_client is None
         )
 
     def start(self) -> None:
-        pool = self.service.pool
-        if pool is not None and not pool.is_shared:
-            streamer: Any = self.streamer
+        streamer = self.streamer
+        if isinstance(streamer, PoolStreamer) and streamer.pool_client is None:
             loop = asyncio.get_running_loop()
             streamer.engine.when_ended(lambda: self._engine_ended(loop))
             # Worker hosts trace their own batches; those of a shared pool are not traced.
@@ -90,7 +87,8 @@ class HostedModel:
         """How it stands, in a few lines."""
         streamer: Any = self.streamer
         state, detail = await self.service.look()
-        lines = [f"{state}: {detail}"]
+        failure = self.service.failure
+        lines = [f"{state}: {detail if failure is None else failure}"]
         if self.service.pool is None:
             lines.append(streamer.stats().gist)
         elif self.has_workers:  # those of a shared pool are reported by the parent

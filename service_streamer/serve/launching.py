@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..engine.operator_signals import SAME_SIGNAL
 from ..options.declare import REDIS_WORKER
 from ..options.table import (
     AddressOptions,
@@ -36,11 +37,14 @@ class CannotListen(Exception):
     """Nobody can be served at this address."""
 
 
-def launch(configuration: Configuration, options: ServeOptions) -> Exception | None:
+def launch(
+    configuration: Configuration, options: ServeOptions, same_signal: float = SAME_SIGNAL
+) -> Exception | None:
     """Run ``serve`` until a signal; returns why no model could be loaded, or None.
 
     Args:
         options: of the service; those of the models are in the configuration.
+        same_signal: see ``EndSignals``.
 
     Raises:
         CannotListen: the address is in use, or none of this machine.
@@ -70,7 +74,10 @@ def launch(configuration: Configuration, options: ServeOptions) -> Exception | N
             progress.close()
             announce(models, address, seconds, rpc_address)
 
-        return run_service(configuration, opened, sock, on_ready=ready, rpc_address=rpc_address)
+        return run_service(
+            configuration, opened, sock,
+            on_ready=ready, rpc_address=rpc_address, same_signal=same_signal,
+        )  # fmt: skip
 
 
 def waits_for(models: Sequence[NamedModel]) -> str:
@@ -179,7 +186,7 @@ def announce(
     """Say where to go, now that there is something. ``address`` as sockets have it."""
     host, port = address[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    scheme = "http" if models.default.options.ssl_certfile is None else "https"
+    scheme = "http" if models.first.options.ssl_certfile is None else "https"
     url = f"{scheme}://{shown}:{port}"
     loaded = [each for each in models if each.failure is None]
     is_one = len(models) == 1

@@ -7,8 +7,6 @@ import sys
 import threading
 import time
 
-__all__ = ["LoadingProgress"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds between two lines that say that a model still loads, where a line cannot be redrawn.

@@ -15,8 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-__all__ = ["LogFormat", "configure_logging", "formatter", "lines_of", "name_lines", "was_logged"]
-
 LogFormat = Literal["text", "json"]
 
 _TEXT = "%(asctime)s %(levelname)s %(message)s"

@@ -19,25 +19,13 @@ from ..options.table import (
     WorkerCommandOptions,
 )
 from ..streamer import BaseStreamer, ScaledStreamer, Streamer
+from ..workers.memory.shared_memory import default_limit
 from .configuration import NamedModel
 from .fitting import check_task, gpus_of_worker, unused_gpus
 from .hosted_model import OpenedModel
 from .http.admission import ServiceOptions
 from .logs import name_lines
 from .pool_preparation import preparing
-
-__all__ = [
-    "ClusterUnavailable",
-    "ModelUnavailable",
-    "make_redis_streamer",
-    "model_name",
-    "only_model",
-    "open_model",
-    "pool_of_service",
-    "pool_options",
-    "service_options",
-    "streamer_of",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +115,7 @@ def service_options(named: NamedModel) -> ServiceOptions:
         max_pending=_max_pending(options),
         batch_size=None if has_redis else options.batch_size,
         max_large_pixels=_max_large_pixels(options),
+        max_bodies=_max_bodies(options),
     )
 
 
@@ -134,9 +123,21 @@ def _max_large_pixels(options: ServeOptions) -> int:
     """Of one web process. Those of one service share the bound of its workers."""
     has_redis = options.redis_broker is not None
     workers = _WORKERS_BEHIND_REDIS if has_redis else options.most_workers
-    processes = 1 if options.web_workers == "auto" else options.web_workers
     most = options.max_pixels
-    return max(most, _LARGE_REQUESTS * workers * most // processes)
+    return max(most, _LARGE_REQUESTS * workers * most // _web_processes(options))
+
+
+def _max_bodies(options: ServeOptions) -> int | None:
+    """Of one web process. Those of one service share a quarter of the memory.
+
+    There is room for two of the largest bodies at least: a compressed one, and what it becomes.
+    """
+    memory = default_limit()
+    return max(2 * options.max_body, memory // _web_processes(options)) if memory else None
+
+
+def _web_processes(options: ServeOptions) -> int:
+    return 1 if options.web_workers == "auto" else options.web_workers
 
 
 def _max_pending(options: ServeOptions) -> int:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..options.table import ServeOptions, StreamerOptions
-from .configuration import NamedModel
+from .configuration import NamedModel, default_name
 from .hosted_model import OpenedModel
 from .opening import make_redis_streamer, pool_of_service, service_options, streamer_of
 from .pool_owner import owned
-
-__all__ = ["Plan", "PlanDone", "PlannedModel", "Wish", "WishAnswer"]
 
 
 class PlannedModel(NamedTuple):
@@ -49,6 +47,7 @@ class Plan(NamedTuple):
         models: those that serve, in order.
         configured: the names of these, and of others that could be loaded.
         are_named: whether requests that name a model must name one of these.
+        default_name: the model of requests that name none.
         number: grows with each change.
         directory: of the pools' files, which is chosen once: with another, a web process that is
             restarted after XDG_RUNTIME_DIR was removed would start a second pool.
@@ -59,6 +58,7 @@ class Plan(NamedTuple):
     models: tuple[PlannedModel, ...]
     configured: tuple[str, ...]
     are_named: bool
+    default_name: str
     number: int = 0
     directory: str | None = None
     rpc_address: tuple[str, int] | None = None
@@ -77,7 +77,12 @@ class Plan(NamedTuple):
         """The next plan, with these models. Pure."""
         places = {name: place for place, name in enumerate(configured)}
         ordered = sorted(models.values(), key=lambda each: places.get(each.named.name, len(places)))
-        return self._replace(models=tuple(ordered), configured=configured, number=self.number + 1)
+        return self._replace(
+            models=tuple(ordered),
+            configured=configured,
+            default_name=default_name(self.default_name, configured, models),
+            number=self.number + 1,
+        )
 
 
 class PlanDone(NamedTuple):

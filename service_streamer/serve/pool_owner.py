@@ -12,13 +12,13 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from ..engine.operator_signals import SignalSocket
 from ..errors import PredictTimeout, StreamerClosed, StreamerError
 from ..options.table import StreamerOptions
 from ..pool.directory import own_directory, paths_of
 from ..pool.election import is_led
+from ..pool.pool_client import PoolClient
 from ..pool.visits import ask_pool, await_end
 from .http.dashboard import advised
 from .http.pool_view import PoolFigures
@@ -27,13 +27,10 @@ from .logs import lines_of, name_lines
 from .opening import streamer_of
 from .running import ServiceFailed
 
-__all__ = ["PoolOwner", "owned"]
-
 logger = logging.getLogger(__name__)
 
-#: Seconds that the pool may take to end when it has no clients any more: that of its workers. It
-#: answers at once, if it does: nobody else uses it then.
-_GRACE, _PATIENCE = 15.0, 2.0
+#: Seconds to wait for an answer of the pool. It answers at once, if it does: nobody else uses it.
+_PATIENCE = 2.0
 
 
 def owned(options: StreamerOptions) -> StreamerOptions:
@@ -49,6 +46,8 @@ class PoolOwner:
         label: what is waited for.
         model: its name, for the log.
         wakeup: rung when the service has to end.
+        grace: seconds that the pool may take to end, without clients, before it is killed: that of
+            its workers.
 
     Attributes:
         directory: that of the pool's files; known within the block.
@@ -64,11 +63,13 @@ class PoolOwner:
         wakeup: SignalSocket,
         *,
         model: str,
+        grace: float = 15.0,
     ) -> None:
         assert options.shared is not None
         self._name = options.shared
         self._target = target
         self._model = model
+        self._grace = grace
         # This client makes no calls: the web processes have the cache.
         self._options = dataclasses.replace(
             options, cache_size=0, cache_ttl=None, deduplicate=False
@@ -115,8 +116,10 @@ class PoolOwner:
         self.__exit__()
 
     @property
-    def _client(self) -> Any:
-        return self._streamer.engine
+    def _client(self) -> PoolClient:
+        client = self._streamer.pool_client
+        assert client is not None
+        return client
 
     def _end_pool(self, pid: int | None) -> None:
         """Wait until it has ended: it does by itself without clients."""
@@ -126,12 +129,12 @@ class PoolOwner:
             logger.warning("pool %s (pid %d) does not end, and is killed", self._name, pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            await_end(pid, _GRACE)
+            await_end(pid, self._grace)
         is_led(self._paths)  # removes what a killed one has left
 
     def _await_end(self, pid: int) -> bool:
         """Wait for the end of the pool, at most until a signal; false if it has not ended."""
-        until = time.monotonic() + _GRACE
+        until = time.monotonic() + self._grace
         with contextlib.suppress(ProcessLookupError):
             descriptor = os.pidfd_open(pid)
             try:

@@ -8,10 +8,8 @@ import logging
 import signal
 from collections.abc import Iterator
 
-from ..pool import directory, pool_process
+from ..pool import directory, pool_protocol
 from .logs import LogFormat, formatter
-
-__all__ = ["prepare_pools", "preparing"]
 
 
 def prepare_pools(
@@ -24,20 +22,20 @@ def prepare_pools(
         names_models: whether the lines of a pool name its model, if ``preparing`` has named it.
     """
     directory.chosen = folder
-    pool_process.preparation = functools.partial(_prepare, log_format, names_models)
+    pool_protocol.preparation = functools.partial(_prepare, log_format, names_models)
 
 
 @contextlib.contextmanager
 def preparing(model: str) -> Iterator[None]:
     """Name the model of the pools whose clients are made in the block. For one thread at a time."""
-    before = pool_process.preparation
+    before = pool_protocol.preparation
     if isinstance(before, functools.partial):  # of ``prepare_pools``
         log_format, names_models = before.args
-        pool_process.preparation = functools.partial(_prepare, log_format, names_models, model)
+        pool_protocol.preparation = functools.partial(_prepare, log_format, names_models, model)
     try:
         yield
     finally:
-        pool_process.preparation = before
+        pool_protocol.preparation = before
 
 
 def _prepare(log_format: LogFormat, names_models: bool, model: str | None = None) -> None:

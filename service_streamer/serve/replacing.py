@@ -17,12 +17,11 @@ from typing import Any
 
 from ..errors import StreamerClosed, StreamerError
 from .hosted_model import HostedModel, OpenedModel
+from .http.background import start_task
 from .http.endpoint import stopping
 from .http.models import Models
 from .http.refusals import Refusal
 from .http.service import Service
-
-__all__ = ["Replacer", "cannot_load", "given_up", "last_model", "not_loaded", "restart_all"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +40,11 @@ class Replacer:
         self._work: set[asyncio.Task[None]] = set()
         self._loading: dict[str, Callable[[Exception | None], None]] = {}  # each ends a wait
 
-    async def load(self, name: str, open_: Callable[[], OpenedModel], order: Iterable[str]) -> None:
+    async def load(self, name: str, open_: Callable[[], OpenedModel]) -> None:
         """Have a model serve, in the place of the one of its name, if there is one.
 
         Args:
             open_: begins to load it; it may block.
-            order: the names of all models; the first answers requests that name none.
 
         Raises:
             Refusal: it cannot be loaded.
@@ -77,7 +75,7 @@ class Replacer:
             failure = await self._settled(hosted, settled)
             if failure is not None:
                 raise cannot_load(name, failure) from failure
-            if self._models.default.is_draining:  # it would be ready again
+            if self._models.first.is_draining:  # it would be ready again
                 raise stopping()
         except BaseException:
             hosted.service.stop()
@@ -86,7 +84,6 @@ class Replacer:
         finally:
             del self._loading[name]
         before = self._models.put(hosted.service)
-        self._models.arrange(order)
         self._hosted.append(hosted)
         logger.info("model %s is loaded (%.1f s)", name, time.monotonic() - began)
         if before is not None:
@@ -145,7 +142,7 @@ class Replacer:
         self._later(retire())
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = start_task(work, "ending an old model failed")
         self._work.add(task)  # the loop alone would let it be collected
         task.add_done_callback(self._work.discard)
 

@@ -9,14 +9,12 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
 
-from .configuration import Configuration, NamedModel, changes
+from .configuration import Configuration, NamedModel, changes, default_name
 from .hosted_model import HostedModel
 from .http.models import Models
 from .http.refusals import Refusal
 from .http.service import Service
 from .replacing import Replacer, not_loaded, restart_all
-
-__all__ = ["ModelRepository"]
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +90,7 @@ class ModelRepository:
                 service = self._models.find(name)
                 if service is not None:
                     self._unload(service)
-            self._models.arrange(self._configuration.names)
+            self._arrange()
             kept = {*changed.kept}
             return [
                 each for each in self._hosted if each.service.model in kept and each.has_workers
@@ -107,6 +105,11 @@ class ModelRepository:
 
     async def _load(self, named: NamedModel) -> None:
         configuration = self._configuration
-        open_ = functools.partial(configuration.open, named)
-        await self._replacer.load(named.name, open_, configuration.names)
+        await self._replacer.load(named.name, functools.partial(configuration.open, named))
+        self._arrange()
         self._loaded[named.name] = named.options
+
+    def _arrange(self) -> None:
+        models, names = self._models, self._configuration.names
+        serving = [each.model for each in models]
+        models.arrange(names, default_name(models.default_name, names, serving))

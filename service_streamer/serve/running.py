@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import uvloop
 
 from ..engine.operator_signals import (
+    SAME_SIGNAL,
     EndSignals,
     RollingRestart,
     Terminal,
@@ -39,6 +40,7 @@ from .http.accepting import Turns
 from .http.access_log import AccessLog
 from .http.app import create_app, create_site, traced
 from .http.asgi import ASGIBridge
+from .http.background import Failures, start_task
 from .http.cors import CrossOrigin
 from .http.endpoint import stopping
 from .http.keyring import Keyring
@@ -95,6 +97,7 @@ def run_service(
     on_ready: Callable[[Models, float], None] = lambda _models, _seconds: None,
     rpc_address: tuple[str, int] | None = None,
     part: FleetPart | None = None,
+    same_signal: float = SAME_SIGNAL,
 ) -> Exception | None:
     """Serve until SIGINT or SIGTERM, or until no model can be loaded.
 
@@ -106,12 +109,14 @@ def run_service(
         rpc_address: where to answer gRPC, with whoever listens there with SO_REUSEPORT; None for
             nowhere.
         part: given if this is one of several web processes.
+        same_signal: see ``EndSignals``.
 
     Returns:
         Why no model could be loaded, or their streamers' failure; else None.
     """
     keep_freed_memory()
-    running = _Running(configuration, opened, sock, on_ready, rpc_address, part)
+    end_signals = EndSignals(same_signal)
+    running = _Running(configuration, opened, sock, on_ready, rpc_address, part, end_signals)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(running.run())
@@ -130,11 +135,16 @@ async def _look(*files: TLS | Keyring | None) -> None:
     A web process without requests would else miss a change, and if the file is broken afterwards,
     go on with what the others have long replaced: a revoked key, say.
     """
+    looks = [
+        (each.look, Failures("--ssl-certfile or --api-key-file was not read again"))
+        for each in files
+        if each is not None
+    ]
     while True:
         await asyncio.sleep(_LOOK)
-        for each in files:
-            if each is not None:
-                each.look()
+        for look, failures in looks:
+            with failures:
+                look()
 
 
 class _Running:
@@ -146,6 +156,7 @@ class _Running:
         on_ready: Callable[[Models, float], None],
         rpc_address: tuple[str, int] | None,
         part: FleetPart | None,
+        end_signals: EndSignals,
     ) -> None:
         self._configuration = configuration
         self._opened = opened
@@ -159,7 +170,7 @@ class _Running:
         self._failure: Exception | None = None
         self._is_ready = False
         self._reports: set[asyncio.Task[None]] = set()
-        self._end_signals = EndSignals()
+        self._end_signals = end_signals
 
     async def run(self) -> Exception | None:
         self._began = time.monotonic()
@@ -364,9 +375,9 @@ class _Running:
                 log_standing(lines)
 
         def begin_report() -> None:
-            task = loop.create_task(report())
+            task = start_task(report(), "SIGUSR1: the report failed")
             self._reports.add(task)  # the loop alone would let it be collected
-            task.add_done_callback(self._reported)
+            task.add_done_callback(self._reports.discard)
 
         def renew() -> None:
             repository = self._models.repository
@@ -376,12 +387,6 @@ class _Running:
         restart = RollingRestart(renew, refresh_soon)
         for number in heeded():
             loop.add_signal_handler(number, hang_up if number == signal.SIGHUP else begin_report)
-
-    def _reported(self, task: asyncio.Task[None]) -> None:
-        self._reports.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            log_standing([f"the report failed: {error!r}"])
 
     def _signalled(self) -> None:
         if not self._ended.is_set():

@@ -12,8 +12,6 @@ from ..workers.placement import available_cores
 from .configuration import NamedModel
 from .fitting import device_of
 
-__all__ = ["chosen_count", "with_count"]
-
 logger = logging.getLogger(__name__)
 
 #: One pool carries about 100,000 items per second, and a web process some 20,000 requests.

@@ -12,8 +12,6 @@ from ..errors import ModelError
 from ..extras import missing
 from ..workers.protocol import summary
 
-__all__ = ["SharedOutput", "key_of", "make_cache"]
-
 #: Not the highest one, so that a key means the same whatever Python computes it.
 _PROTOCOL = 5
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from ..observe.record import ORDINARY, Precedence, Timing
 
-__all__ = ["Caller", "Computation"]
-
 
 class Caller:
     """A call of a caller's.
@@ -20,6 +18,7 @@ class Caller:
         deadline: when that ends; infinity for never.
         precedence: as its caller wants it.
         computations: those that it waits for.
+        own: the one that was made for it, until that is submitted; None if there is none.
         is_over: answered, failed or gone; never changes back.
         joined_at: when it came.
         answered_by: the backend's call that gave the last output, if one did; opaque here.
@@ -35,6 +34,7 @@ class Caller:
         "missed",
         "missing",
         "outputs",
+        "own",
         "precedence",
         "reply",
         "timeout",
@@ -55,6 +55,7 @@ class Caller:
         self.deadline = deadline
         self.precedence = precedence
         self.computations: dict[Computation, None] = {}
+        self.own: Computation | None = None
         self.is_over = False
         self.joined_at = self.missed = 0.0
         self.answered_by: Any = None

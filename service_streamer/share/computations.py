@@ -25,13 +25,24 @@ locks or logs.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from ..observe.record import ORDINARY
 from .callers import Caller, Computation
 
-__all__ = ["Caller", "Computation", "Computations", "Joined", "Outcome"]
+
+class Ending(enum.Enum):
+    """Why a computation has no results, and who fails of that; the others are served anew.
+
+    Only what was ``COMPUTED`` may have run in a worker: see ``may_rerun`` of ``Computations``.
+    """
+
+    COMPUTED = "it was with a worker: callers fail all of whose items it had"
+    NOT_SENT = "an item cannot travel, or it cannot start again: the same callers fail"
+    LATE = "it was not with a worker by its time: callers fail whose time ends then, too"
+    REFUSED = "the backend did not accept it from the caller that it was made for: no other fails"
 
 
 class Joined(NamedTuple):
@@ -52,7 +63,7 @@ class Outcome(NamedTuple):
     """What to do when a computation has failed.
 
     Attributes:
-        failed: callers that fail with it: all of its items are theirs.
+        failed: callers that fail with it.
         sharers: callers that fail, too, though they wait for only some of its items.
         restarted: computations to be submitted for the others.
         abandoned: computations without a caller now: to be withdrawn, if they are submitted.
@@ -143,6 +154,7 @@ class Computations:
                     until += (self._slack - 1) * (deadline - now)
                 own = Computation(caller.precedence, deadline, until, now)
                 own.caller_count = 1
+                caller.own = own
                 caller.computations[own] = None
                 self._open[own] = None
             slot = own.add(key, items[position])
@@ -240,15 +252,9 @@ class Computations:
         return complete
 
     def failed(
-        self, computation: Computation, now: float, *, is_late: bool = False, is_final: bool = False
+        self, computation: Computation, now: float, ending: Ending = Ending.COMPUTED
     ) -> Outcome:
-        """A computation has failed, or was refused.
-
-        Args:
-            is_late: it was not with a worker by its time. That is the end for those only whose time
-                ends then, too.
-            is_final: nothing is to be tried again.
-        """
+        """A computation has failed, or was refused."""
         if computation.is_over:
             return Outcome((), (), (), ())
         left = self._waiting_callers(computation)
@@ -258,10 +264,12 @@ class Computations:
         for caller, items in left.items():
             # A call fails of any of its items. Whoever waits for some of them only does not know
             # that it is of theirs: so these are computed again, each by itself.
-            is_all_theirs = items == len(computation.items)
-            if is_final or (caller.deadline <= computation.until if is_late else is_all_theirs):
+            fails = ending is not Ending.REFUSED and items == len(computation.items)
+            if ending is Ending.LATE:
+                fails = caller.deadline <= computation.until
+            if fails:
                 failed.append(caller)
-            elif not self._may_rerun and not is_late:
+            elif ending is Ending.COMPUTED and not self._may_rerun:
                 sharers.append(caller)
             del caller.computations[computation]
         over = [*failed, *sharers]
@@ -292,7 +300,7 @@ class Computations:
                 self._by_key.setdefault(key, []).append((again, 0))
             yield again
 
-    def refused(self, computation: Computation, caller: Caller) -> list[Computation]:
+    def refused(self, computation: Computation | None, caller: Caller) -> list[Computation]:
         """The backend did not accept the computation of a caller, which gets the error itself.
 
         Returns:
@@ -312,15 +320,14 @@ class Computations:
 
     def _end(self, computation: Computation) -> None:
         computation.is_over = True
-        del self._open[computation]
+        self._open.pop(computation, None)  # ``join`` may have been interrupted
         self._stale.discard(computation)
         for key in computation.keys:
             if key is not None:
-                found = self._by_key[key]
-                if len(found) == 1:
-                    del self._by_key[key]
-                else:
-                    found[:] = [entry for entry in found if entry[0] is not computation]
+                found = self._by_key.get(key, [])
+                found[:] = [entry for entry in found if entry[0] is not computation]
+                if not found:
+                    self._by_key.pop(key, None)
 
     @staticmethod
     def _waiting_callers(computation: Computation) -> dict[Caller, int]:

@@ -37,16 +37,17 @@ from ..workers.payload_channel import kept
 from ..workers.protocol import Failure
 from .cache import SharedOutput, key_of, make_cache
 from .callers import Caller, Computation
-from .computations import Computations
+from .computations import Computations, Ending
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     Stats = TypeVar("Stats", bound=DataclassInstance)
 
-__all__ = ["Share", "SingleFlight", "make_share"]
-
 logger = logging.getLogger(__name__)
+
+#: Errors of ours that mean that nothing was computed. Others may come after a part was.
+_ENDINGS = {"PredictTimeout": Ending.LATE, "UnpicklableItem": Ending.NOT_SENT}
 
 
 class SingleFlight(PassThrough):
@@ -61,6 +62,11 @@ class SingleFlight(PassThrough):
         may_rerun: whether anything may be computed twice.
         cache: of outputs by key; None keeps none.
         clock: seconds from a monotonic clock: the one that ``extend`` goes by.
+
+    Attributes:
+        computations: what is in flight, and for whom; guarded by ``lock``.
+        lock: guards ``computations``.
+        timer: ends calls whose time is over before their computation is.
     """
 
     def __init__(
@@ -76,8 +82,8 @@ class SingleFlight(PassThrough):
     ) -> None:
         super().__init__(inner)
         # Reentrant as an engine's: a finalizer of a user's may run while it is held.
-        self._lock = threading.RLock()
-        self._computations = Computations(
+        self.lock = threading.RLock()
+        self.computations = Computations(
             can_extend=extend is not None,
             slack=slack,
             may_rerun=may_rerun,
@@ -87,7 +93,7 @@ class SingleFlight(PassThrough):
         self._copies = copies
         self._extend = extend
         self._clock = clock
-        self._timer: Timer[Caller] = Timer(self._time_ended, clock)
+        self.timer: Timer[Caller] = Timer(self._time_ended, clock)
         self._is_closing = False
 
     # -- calls
@@ -109,27 +115,31 @@ class SingleFlight(PassThrough):
         now = self._clock()
         deadline = math.inf if timeout is None else now + timeout
         caller = call.reply.call = Caller(len(keys), call.reply, deadline, call.precedence, timeout)
-        with self._lock:
-            computation, outlived, is_complete = self._computations.join(caller, keys, items, now)
-        if is_complete:  # from the cache
-            _finish(caller)
-            return
-        for other in outlived:
-            self._prolong(other, deadline)
-        if computation is not None:
-            try:
-                self._start(computation, now, more)
-            except BaseException as error:
-                if self._refused(computation, caller, error):
-                    raise
+        try:
+            with self.lock:
+                computation, outlived, is_complete = self.computations.join(
+                    caller, keys, items, now
+                )
+            if is_complete:  # from the cache
+                _finish(caller)
                 return
+            for other in outlived:
+                self._prolong(other, deadline)
+            if computation is not None:
+                self._start(computation, now, more)
+                caller.own = None
+        except BaseException as error:  # also of a signal handler: others may have joined already
+            if self._refused(caller.own, caller, error):
+                raise
+            return
+        if computation is not None:
             # Others may have joined, and flushed, before there was anything to flush.
             if more and computation.caller_count + computation.left_count > 1:
                 self._inner.flush()
         elif not more:
             self._inner.flush()  # what it shares may wait for others to be made, and it must not
         if call.is_watched and timeout is not None:
-            self._timer.watch(caller)
+            self.timer.watch(caller)
 
     def _start(self, computation: Computation, now: float, more: bool) -> None:
         computation.owner = self
@@ -137,7 +147,7 @@ class SingleFlight(PassThrough):
         self._inner.submit(
             Call(computation.items, computation, timeout, computation.precedence, more=more)
         )
-        with self._lock:
+        with self.lock:
             call = computation.accepted = computation.call
             is_over = computation.is_over
         if is_over and call is not None:
@@ -151,40 +161,50 @@ class SingleFlight(PassThrough):
         """
         extend, call = self._extend, computation.accepted
         if extend is not None and call is not None and extend(call, deadline):
-            with self._lock:
+            with self.lock:
                 computation.until = max(computation.until, deadline)
 
-    def _refused(self, computation: Computation, caller: Caller, error: BaseException) -> bool:
-        """The backend did not accept a computation; whether to raise that at its caller."""
-        with self._lock:
+    def _refused(
+        self, computation: Computation | None, caller: Caller, error: BaseException
+    ) -> bool:
+        """The backend did not accept a computation; whether to raise that at its caller.
+
+        Args:
+            computation: of the caller's own; None if it has none.
+        """
+        with self.lock:
             was_over = caller.is_over  # another computation of it has failed meanwhile
-            abandoned = self._computations.refused(computation, caller)
-            has_others = not computation.is_over
+            abandoned = self.computations.refused(computation, caller)
+            has_others = computation is not None and not computation.is_over
         self._drop(abandoned, self._inner.withdraw)
-        if has_others:  # which have joined it meanwhile
-            self.failed(computation, Failure(copy.copy(error).with_traceback(None)))
+        if computation is not None and has_others:  # which have joined it meanwhile
+            self._fail(computation, Failure(copy.copy(error).with_traceback(None)), Ending.REFUSED)
         return not was_over or not isinstance(error, Exception)
 
     def answered(self, computation: Computation, outputs: list[Any]) -> None:
         """For a computation: it succeeded."""
-        with self._lock:
-            complete = self._computations.answered(computation, outputs, computation.call)
+        with self.lock:
+            complete = self.computations.answered(computation, outputs, computation.call)
         for caller in complete:
             _finish(caller)
         if self._is_closing:
-            self._timer.look()  # it ends when nothing is left
+            self.timer.look()  # it ends when nothing is left
 
     def failed(self, computation: Computation, failure: Failure) -> None:
-        """For a computation: it failed, or was refused."""
+        """For a computation: it failed."""
+        is_ours = failure.remote_traceback is None  # and not of a model, which may raise ours, too
+        kind = failure.text.partition(":")[0] if is_ours else ""  # without unpickling it
+        self._fail(computation, failure, _ENDINGS.get(kind, Ending.COMPUTED))
+
+    def _fail(self, computation: Computation, failure: Failure, ending: Ending) -> None:
         # A list and not a recursion: what is started for the others may fail at once, too.
-        failing = [(computation, failure, False)]
+        failing = [(computation, failure, ending)]
         has_submitted = False
         while failing:
-            computation, failure, is_final = failing.pop()
-            is_late = failure.text.startswith(PredictTimeout.__qualname__)  # without unpickling it
-            with self._lock:
-                failed, sharers, restarted, abandoned = self._computations.failed(
-                    computation, self._clock(), is_late=is_late, is_final=is_final
+            computation, failure, ending = failing.pop()
+            with self.lock:
+                failed, sharers, restarted, abandoned = self.computations.failed(
+                    computation, self._clock(), ending
                 )
             self._drop(abandoned, self._inner.withdraw)
             for caller in failed:
@@ -197,12 +217,13 @@ class SingleFlight(PassThrough):
                     has_submitted = True
                 except (Exception, SystemExit) as error:  # which may be of the user's ``length``
                     # Also for lack of time: then callers that have more are tried.
-                    is_final = not isinstance(error, PredictTimeout)
-                    failing.append((again, Failure(error.with_traceback(None)), is_final))
+                    is_late = isinstance(error, PredictTimeout)
+                    ending = Ending.LATE if is_late else Ending.NOT_SENT
+                    failing.append((again, Failure(error.with_traceback(None)), ending))
         if has_submitted:
             self._inner.flush()
         if self._is_closing:
-            self._timer.look()
+            self.timer.look()
 
     # -- callers that give up
 
@@ -211,10 +232,10 @@ class SingleFlight(PassThrough):
         if type(call) is not Caller:
             return self._inner.cancel(call)
         self._inner.check_process()
-        with self._lock:
-            if not self._computations.can_cancel(call):
+        with self.lock:
+            if not self.computations.can_cancel(call):
                 return False
-            abandoned = self._computations.leave(call)
+            abandoned = self.computations.leave(call)
         call.reply = None
         self._drop(abandoned, self._inner.withdraw)
         return True
@@ -230,18 +251,18 @@ class SingleFlight(PassThrough):
             how(call)
             return
         self._inner.check_process()
-        with self._lock:
+        with self.lock:
             if call.is_over:
                 return
-            abandoned = self._computations.leave(call)
+            abandoned = self.computations.leave(call)
         call.reply = None
         self._drop(abandoned, how)
 
     def _time_ended(self, caller: Caller) -> None:
-        with self._lock:
+        with self.lock:
             if caller.is_over:
                 return
-            abandoned = self._computations.leave(caller)
+            abandoned = self.computations.leave(caller)
         self._drop(abandoned, self._inner.expire)
         _finish(caller, Failure(self._inner.late(caller.timeout)))
 
@@ -268,12 +289,12 @@ class SingleFlight(PassThrough):
     @property
     def counts(self) -> tuple[int, int]:
         """Items that were answered by another caller's computation, and from the cache."""
-        return self._computations.deduplicated, self._computations.cached
+        return self.computations.deduplicated, self.computations.cached
 
     def describe(self) -> str:
         counts = (
-            ("deduplicated", self._computations.deduplicated),
-            ("cached", self._computations.cached),
+            ("deduplicated", self.computations.deduplicated),
+            ("cached", self.computations.cached),
         )
         return " | ".join(
             [self._inner.describe(), *(f"{name} {count}" for name, count in counts if count)]
@@ -282,12 +303,12 @@ class SingleFlight(PassThrough):
     def forget(self) -> None:
         """Empty the cache. What is being computed does not come into it either."""
         self._inner.check_process()
-        with self._lock:
-            self._computations.forget()
+        with self.lock:
+            self.computations.forget()
 
     def check_not_in_callback(self) -> None:
         self._inner.check_not_in_callback()
-        if threading.current_thread() is self._timer.thread:
+        if threading.current_thread() is self.timer.thread:
             raise StreamerError(IN_CALLBACK)
 
     def close(self, *, drain: bool, timeout: float | None) -> None:
@@ -295,23 +316,23 @@ class SingleFlight(PassThrough):
             self._inner.check_process()
         except StreamerError:
             return  # a fork's copy
-        if is_owned(self._lock) or self._timer.is_held:
+        if is_owned(self.lock) or self.timer.is_held:
             # A finalizer interrupts this thread, which must not wait for others that need its lock.
             start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
             return
         self._is_closing = True
         self._inner.close(drain=drain, timeout=timeout)
-        with self._lock:
-            is_over = not len(self._computations)
+        with self.lock:
+            is_over = not len(self.computations)
         if is_over:  # else this is a callback, and the backend closes when that returns
-            self._timer.close()
+            self.timer.close()
         else:
-            self._timer.abandon()
+            self.timer.abandon()
 
     def abandon(self) -> None:
         """The streamer was forgotten. For a finalizer, which may run under our lock."""
         self._is_closing = True
-        self._timer.abandon()
+        self.timer.abandon()
 
 
 #: Makes a backend one that computes nothing twice.

@@ -139,6 +139,7 @@ class Autoscaling:
         wait: how long a new item would have waited with the last decision, seconds.
         target: as given, or as derived with the last decision; 0 before that.
         changes: how often more were wanted after fewer, or fewer after more.
+        share: what workers compute, measured while items wait, as a share of ``Load.speed``.
     """
 
     def __init__(self, least: int, most: int, target: float | None = None) -> None:
@@ -159,7 +160,7 @@ class Autoscaling:
             self._grown_at = now
         self._shrunk_at = -math.inf
         self._factor = 1.0  # of the delay
-        self._share = 1.0  # of ``Load.speed``, which is learned: what was measured
+        self.share = 1.0
         self.least, self.most = least, most
         self.wanted = max(least, min(most, self.wanted))
         self.is_fixed = least == most
@@ -187,7 +188,7 @@ class Autoscaling:
             self.target = max(LEAST_TARGET, TARGET_BATCHES * load.turn)
         else:
             self.target = max(self._given_target, load.turn)
-        speed = self._share * load.speed
+        speed = self.share * load.speed
         self.wait = self.wait_of(load)
         patience = max(PATIENCE * self.target, PATIENCE_OF_START * load.start_duration)
         if load.refused > self._refused:
@@ -211,7 +212,7 @@ class Autoscaling:
 
     def wait_of(self, load: Load) -> float:
         """How long an item that comes now would wait for a worker, seconds; 0 if not known."""
-        can_serve = load.ready * load.speed * self._share
+        can_serve = load.ready * load.speed * self.share
         return load.waiting / can_serve if can_serve else 0.0
 
     # -- more
@@ -238,7 +239,7 @@ class Autoscaling:
         if load.batches - first.batches >= ENOUGH_BATCHES * load.ready:
             # No worker was idle, so what they computed is what they can.
             speed = served / worked or speed
-            self._share = min(MOST_SHARE, speed / load.speed)
+            self.share = min(MOST_SHARE, speed / load.speed)
         else:  # they may be at batches that take much longer than others did
             speed = min(speed, (served + load.ready * load.full) / worked)
         arriving = (load.arrived - first.arrived) / took
@@ -292,7 +293,7 @@ class Autoscaling:
         if now < began + delay / PARTS:
             return
         self._part = now, load.arrived
-        self._share += (1.0 - self._share) / PARTS  # else an old measurement counts for ever
+        self.share += (1.0 - self.share) / PARTS  # else an old measurement counts for ever
         arriving = MARGIN * (load.arrived - arrived) / (now - began)
         need = self.wanted if arriving else 0  # as long as nothing has come back
         if speed:

@@ -22,9 +22,10 @@ batch, or living for ``window`` seconds, ends the row. A worker that dies of wha
 reason to give up its place: else some bad requests in a row would end the service for everybody.
 
 A renewal replaces every worker by a new one, one at a time. With overlap the new one is ready
-before the old one ends, which takes memory for both; without it the old one ends first. A
-worker that still waits for a place on a cluster is not waited for. If it has said so before the
-renewal it is replaced when it is ready: it may have begun to load before that, unheard.
+before the old one ends, which takes memory for both; without it the old one ends first. Of two
+renewals that are to replace a worker, the one decides that takes less memory. A worker that still
+waits for a place on a cluster is not waited for. If it has said so before the renewal it is
+replaced when it is ready: it may have begun to load before that, unheard.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ __all__ = [
 
 #: Whether a renewal starts the new worker before the old one ends; "auto" does if both fit.
 Overlap = bool | Literal["auto"]
+
+#: From the one that takes the least memory.
+_OVERLAPS: list[Overlap] = [False, "auto", True]
 
 #: How often a place is tried that never had a worker, if its processes die while they load. More
 #: than once, since several that load at the same time may run out of memory together.
@@ -154,6 +158,7 @@ class _Worker:
         "is_killed",
         "is_unwanted",
         "is_waiting",
+        "overlap",
         "place",
         "ready_at",
         "ready_by",
@@ -167,6 +172,7 @@ class _Worker:
         self.bound = bound  # of loading, seconds
         self.ready_by = now + bound
         self.generation = generation
+        self.overlap: Overlap = "auto"  # of the renewals that are to replace it
         self.state = WorkerState.STARTING
         self.has_progressed = False
         self.is_condemned = False
@@ -218,7 +224,6 @@ class Supervisor:
         restarts_at: the same by place, of those that had any.
         aborted: the last generation whose replacement could not be started.
         start_duration: what the last worker that is ready took to be so, seconds.
-        overlap: of the last renewal; "auto" becomes False when two workers did not fit.
         tries_once: whether places that have failed wait until a worker of another place is ready.
             For an owner that ends if none is: an unsuitable model would only be loaded again.
     """
@@ -234,7 +239,6 @@ class Supervisor:
         self.restarts_at: dict[int, int] = {}
         self.aborted = -1
         self.start_duration = 0.0
-        self.overlap: Overlap = "auto"
         self.tries_once = False
         self._is_winding_down = False
         self._longest_start: float | None = None  # seconds that loading has taken
@@ -262,8 +266,11 @@ class Supervisor:
 
         Places that have failed get another chance.
         """
+        for worker in self._workers.values():
+            is_old = worker.generation < self._generation  # another renewal is to replace it, too
+            wanted = [overlap, worker.overlap] if is_old else [overlap]
+            worker.overlap = min(wanted, key=_OVERLAPS.index)
         self._generation += 1
-        self.overlap = overlap
         self._retry_failed()
         self.due = -math.inf
         return self._generation
@@ -391,15 +398,18 @@ class Supervisor:
             was_busy: whether it held a batch, which may have been the cause.
             is_explained: whether it is known now that it was.
         """
+        overlap = self.overlap(slot)
         worker = self._workers.pop(slot)
         self.due = -math.inf
         if worker.state in (WorkerState.RETIRING, WorkerState.STOPPING):
             return False
-        if any(other.place == worker.place for other in self._workers.values()):
+        if overlap is not None:
             # One of a pair of which one was to replace the other.
             if worker.state is WorkerState.STARTING:
-                if loss is Loss.NO_MEMORY and self.overlap == "auto" and self._has_stand_in():
-                    self.overlap = False
+                may_end = overlap is False or (overlap == "auto" and self._has_stand_in())
+                if loss is Loss.NO_MEMORY and may_end:
+                    for other in self._workers.values():
+                        other.overlap = other.overlap is True
                 else:
                     self._abort()
             return True
@@ -543,7 +553,7 @@ class Supervisor:
         if not old or self._is_winding_down:
             return
         place, slot = min(old)
-        if self.overlap:
+        if self._workers[slot].overlap:
             self._start(place, orders, now)
         else:
             self._places[place].is_exchanged = True
@@ -591,6 +601,12 @@ class Supervisor:
     def place(self, slot: int) -> int:
         """The place of a worker that there is: what messages call its number."""
         return self._workers[slot].place
+
+    def overlap(self, slot: int) -> Overlap | None:
+        """How the other worker of its place is to be replaced; None if there is no other."""
+        place = self.place(slot)
+        beside = [w.overlap for s, w in self._workers.items() if w.place == place and s != slot]
+        return min(beside, key=_OVERLAPS.index, default=None)
 
     def start_bound(self, slot: int) -> float:
         """How long the worker was allowed to take to be ready, seconds."""

@@ -144,7 +144,7 @@ class _PipeChannel(CodedChannel):
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
         self._frames: collections.deque[Frame] = collections.deque()  # read, not yet received
-        self._writer = FrameWriter(responses.fileno())
+        self.writer = FrameWriter(responses.fileno())
         self._write_lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(requests.fileno(), select.POLLIN)
@@ -221,8 +221,8 @@ class _PipeChannel(CodedChannel):
         self.check_owner()
         pickled = _pickled(message)
         with self._write_lock:  # this thread may end the worker while another one answers
-            if not self._writer.write(pickled):
-                self._writer.flush()  # a signal came in between; this end blocks until it is done
+            if not self.writer.write(pickled):
+                self.writer.flush()  # a signal came in between; this end blocks until it is done
 
 
 def _pickled(value: Any) -> bytes:

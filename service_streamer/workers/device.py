@@ -38,8 +38,8 @@ T = TypeVar("T")
 #: Classes of results that are in nobody's memory but the interpreter's, as most are.
 PLAIN = frozenset((bool, bytes, float, int, str, type(None)))
 
-#: One stream per device and direction: a GPU has an engine for each.
-_streams: dict[tuple[str, int], Any] = {}
+#: One stream per device and direction, of this torch: a GPU has an engine for each.
+_streams: dict[tuple[Any, str, int], Any] = {}
 
 
 def to_pinned(batch: T) -> T:
@@ -181,9 +181,9 @@ def _recorded(stream: Any) -> Any:
 
 def stream_of(cuda: Any, direction: str, device: int) -> Any:
     """A device's stream for one purpose, made at its first use."""
-    stream = _streams.get((direction, device))
+    stream = _streams.get((cuda, direction, device))
     if stream is None:
-        stream = _streams.setdefault((direction, device), cuda.Stream(device))
+        stream = _streams.setdefault((cuda, direction, device), cuda.Stream(device))
     return stream
 
 

@@ -41,11 +41,22 @@ _VIRTUAL = re.compile(r"^Model:\s*(?:GRID .*|.*-\d+[ABCQ]\s*)$", re.MULTILINE)
 _CONTEXT = 512 << 20
 
 
-def allocator_variables(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that turn on expandable segments; none if the user has set any."""
-    if any(name in inherited for name in _NAMES) or not _has_expandable_segments(_GPUS, _JETSON):
+def allocator_variables(
+    inherited: Mapping[str, str],
+    *,
+    gpus: Path = _GPUS,
+    jetson: Path = _JETSON,
+    torch_version: str | None = None,
+) -> dict[str, str]:
+    """Environment variables that turn on expandable segments; none if the user has set any.
+
+    Args:
+        gpus, jetson: files of the driver.
+        torch_version: that of the installed torch by default.
+    """
+    if any(name in inherited for name in _NAMES) or not _has_expandable_segments(gpus, jetson):
         return {}
-    return {_name(): _EXPANDABLE}
+    return {_name(torch_version): _EXPANDABLE}
 
 
 @functools.lru_cache
@@ -58,12 +69,12 @@ def _has_expandable_segments(gpus: Path, jetson: Path) -> bool:
 
 
 @functools.lru_cache
-def _name() -> str:
-    """The name that the installed torch reads, and that a name set by the model overrides."""
+def _name(torch_version: str | None) -> str:
+    """The name that this torch reads, and that a name set by the model overrides."""
     from importlib.metadata import version  # only here: it takes some milliseconds to import
 
     with contextlib.suppress(Exception):
-        major, minor = map(int, version("torch").split(".")[:2])
+        major, minor = map(int, (torch_version or version("torch")).split(".")[:2])
         if (major, minor) >= _NEW_NAME_SINCE:
             return "PYTORCH_ALLOC_CONF"
     return "PYTORCH_CUDA_ALLOC_CONF"

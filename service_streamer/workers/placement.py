@@ -34,6 +34,7 @@ __all__ = [
     "check_gpu",
     "check_loaded_torch",
     "find_gpus",
+    "gpus_by_kfd",
     "limit_loaded_torch",
     "set_environment",
 ]
@@ -62,7 +63,7 @@ def find_gpus() -> Inventory:
     inventory = _by_nvml()
     if inventory is not None and (inventory.gpus is None or inventory.gpus):
         return inventory
-    amd = _by_kfd(Path("/sys/class/kfd/kfd/topology/nodes"))
+    amd = gpus_by_kfd(Path("/sys/class/kfd/kfd/topology/nodes"))
     if amd:
         return Inventory(tuple(amd), "amd")
     if inventory is not None:
@@ -184,7 +185,7 @@ def _gpus(nvml: _Nvml, index: int) -> list[Gpu]:
     ]
 
 
-def _by_kfd(nodes: Path) -> list[Gpu]:
+def gpus_by_kfd(nodes: Path) -> list[Gpu]:
     """AMD's GPUs; empty without a driver."""
     gpus: list[Gpu] = []
     with contextlib.suppress(OSError):

@@ -58,18 +58,22 @@ class PreprocessPool:
     Args:
         spec: the worker's; as it was pickled, if the worker was not forked.
         options: the worker's ``preprocess_options``.
+
+    Attributes:
+        transport: what starts the processes and talks with them.
+        may_start_at: when the next may start, after a start that failed; on the monotonic clock.
     """
 
     def __init__(self, spec: ModelSpec | bytes, options: WorkerOptions) -> None:
         self._is_forked = options.mp_start_method == "fork"
-        self._transport = ProcessTransport(PreprocessSpec(spec), options, noun="preprocess process")
+        self.transport = ProcessTransport(PreprocessSpec(spec), options, noun="preprocess process")
         self._count = options.most_workers
         self._started = 0  # so far, for names of slots
         self._sent = 0  # parts so far, for their ids
         self._places: dict[int, int] = {}  # of the living, by slot
         self._ready: set[int] = set()  # slots
         self._starter: ThreadPoolExecutor | None = None
-        self._may_start_at = -math.inf  # after a start that failed, on the monotonic clock
+        self.may_start_at = -math.inf
         self._collate: Callable[[list[Any]], Any] = list
 
     def start(self) -> None:
@@ -109,12 +113,12 @@ class PreprocessPool:
         """
         self._revive()
         parts = _split(items, len(self._ready))
-        payloads = self._transport.encode(parts)
+        payloads = self.transport.encode(parts)
         waiting: dict[int, int] = {}  # positions of parts, by slot
         first, self._sent = self._sent, self._sent + len(parts)
         for position, slot in enumerate(sorted(self._ready)[: len(parts)]):
             waiting[slot] = position
-            self._transport.send(slot, first + position, [payloads[position]])
+            self.transport.send(slot, first + position, [payloads[position]])
         outputs: list[Any] = [None] * len(parts)
         failure: Failure | None = None
         while waiting:
@@ -133,7 +137,7 @@ class PreprocessPool:
         if failure is not None:
             self._replace()
             raise failure.exception()
-        prepared = self._transport.decode(outputs)
+        prepared = self.transport.decode(outputs)
         errors: dict[int, Exception] = {}
         start = 0
         for part, made in zip(parts, prepared, strict=True):
@@ -147,14 +151,14 @@ class PreprocessPool:
 
     def close(self) -> None:
         """End them."""
-        self._transport.close(_CLOSE_GRACE)
+        self.transport.close(_CLOSE_GRACE)
         if self._starter is not None:
             self._starter.shutdown()
 
     def _start(self, place: int) -> None:
         slot = self._started
         self._started += 1
-        self._transport.start(slot, place, self._count)
+        self.transport.start(slot, place, self._count)
         self._places[slot] = place
 
     def _replace(self) -> None:
@@ -163,7 +167,7 @@ class PreprocessPool:
         if missing and self._is_forked:
             # A fork now could inherit locks that other threads hold.
             self._give_up("a preprocess process has died, and cannot be forked again")
-        if not self._places or time.monotonic() >= self._may_start_at:
+        if not self._places or time.monotonic() >= self.may_start_at:
             for place in missing:
                 try:
                     self._start_in_thread(place)
@@ -172,7 +176,7 @@ class PreprocessPool:
                     what = f"preprocess process {place} cannot be started again: {summary(error)}"
                     if not self._places:
                         self._give_up(what)
-                    self._may_start_at = time.monotonic() + _START_INTERVAL
+                    self.may_start_at = time.monotonic() + _START_INTERVAL
                     logger.warning("%s", what)
                     break
 
@@ -197,7 +201,7 @@ class PreprocessPool:
         raise SystemExit(EXIT_START_FAILED)
 
     def _events(self, timeout: float | None) -> list[_Event]:
-        waited = self._transport.wait(timeout)
+        waited = self.transport.wait(timeout)
         # It has no steps, and needs no place on a cluster.
         events = [event for event in waited if not isinstance(event, (StepReport, WorkerWaits))]
         for event in events:
@@ -207,7 +211,7 @@ class PreprocessPool:
                 del self._places[event.slot]
                 is_first_start = event.slot < self._count and event.slot not in self._ready
                 if event.slot not in self._ready:
-                    self._may_start_at = time.monotonic() + _START_INTERVAL
+                    self.may_start_at = time.monotonic() + _START_INTERVAL
                 self._ready.discard(event.slot)
                 if not is_first_start:  # ``wait_ready`` raises it
                     logger.warning("%s", event.failure.message)

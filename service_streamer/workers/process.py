@@ -33,6 +33,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from ..errors import WorkerLost
 from ..options.checks import Device
 from ..options.table import WorkerOptions
 from ..supervision.supervisor import Loss
@@ -116,6 +117,8 @@ class ProcessTransport(Transport):
         self._selector.register(self._wakeup_reader, selectors.EVENT_READ)
         self._has_unwritten = False  # whether a pipe may be full, or watched because it was
         self._is_closed = False
+        #: What ``wait`` has found and not returned, since an exception came in between.
+        self._events: list[WorkerEvent] = []
         # So that wakeup never writes to a reused descriptor. Reentrant, since a finalizer that runs
         # within it may wake us too.
         self._close_lock = threading.RLock()
@@ -169,11 +172,12 @@ class ProcessTransport(Transport):
         self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
     ) -> None:
         worker = self._workers.get(slot)
-        if worker is None:  # it was lost, and the batch with it, between its cutting and now
-            return
-        # Before the worker can answer. After the item of a stream come outputs that it has had.
-        worker.unanswered[batch_id] = 1 if is_stream else len(payloads)
+        if worker is None or batch_id <= worker.last_sent:
+            return  # it was lost, and the batch with it, between its cutting and now; or it has it
         try:
+            worker.last_sent = batch_id
+            # Before the worker can answer. After the item of a stream come outputs that it has had.
+            worker.unanswered[batch_id] = 1 if is_stream else len(payloads)
             self.memory.encoder.batch = len(payloads)
             if worker.wants_rows:
                 self.memory.expect_rows(len(payloads))
@@ -190,22 +194,33 @@ class ProcessTransport(Transport):
             message = (batch_id, payloads, released) if released else (batch_id, payloads)
             if is_stream:
                 message = (batch_id, payloads, released, True)
-            is_written = worker.write(pickle.dumps(message, _PROTOCOL))
+            self._write(worker, pickle.dumps(message, _PROTOCOL))
         except BaseException:
-            # KeyboardInterrupt, say, perhaps in the midst of the frame: this worker could wait for
-            # the rest of it for ever. Its end is reported like any other.
-            if not worker.is_gone:
-                worker.process.kill()
+            self._interrupted(worker)
             raise
-        if not is_written:
-            self._has_unwritten = True
-            self.wakeup()  # the loop watches for room in the pipe
 
     def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
         worker = self._workers.get(slot)
-        if worker is not None and not worker.write(pickle.dumps((what, batch_ids), _PROTOCOL)):
+        if worker is not None:
+            try:
+                self._write(worker, pickle.dumps((what, batch_ids), _PROTOCOL))
+            except BaseException:
+                self._interrupted(worker)
+                raise
+
+    def _write(self, worker: WorkerProcess, frame: bytes) -> None:
+        if not worker.write(frame):
             self._has_unwritten = True
-            self.wakeup()
+            self.wakeup()  # the loop watches for room in the pipe
+
+    def _interrupted(self, worker: WorkerProcess) -> None:
+        """End the worker: an exception has cut off a message to it, perhaps within its frame.
+
+        KeyboardInterrupt, say. The worker could wait for the rest of the frame for ever. Its end is
+        reported like any other.
+        """
+        if not worker.is_gone:
+            worker.process.kill()
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         if self._has_unwritten:
@@ -214,11 +229,14 @@ class ProcessTransport(Transport):
                 self._watch_writability(worker)
         if self._ending:
             timeout = self._take_steps(timeout)
-        events: list[WorkerEvent] = []
-        for key, _ in self._selector.select(timeout):
+        events = self._events
+        for key, _ in self._selector.select(0 if events else timeout):
             worker = key.data
             if worker is not None and key.fd == worker.response_descriptor and not worker.is_gone:
-                events += self._read(worker)  # as nearly always
+                try:
+                    events += self._read(worker)  # as nearly always
+                except BlockingIOError:
+                    continue  # a system may call a pipe ready that is empty
             elif worker is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeup_reader, 4096)
@@ -231,6 +249,7 @@ class ProcessTransport(Transport):
             elif key.fd == worker.stacks_end.fileno():
                 self._unregister(key.fd)
                 worker.hasten()
+        self._events = []
         return events
 
     def wakeup(self) -> None:
@@ -299,13 +318,14 @@ class ProcessTransport(Transport):
         return timeout
 
     def _read(self, worker: WorkerProcess) -> list[WorkerEvent]:
+        """Raises BlockingIOError: there is nothing to read."""
         try:
             frames = worker.reader.read()
         except EOFError:
             self._unregister(worker.response_end.fileno())
             return []
         except BlockingIOError:
-            raise
+            raise  # and not an error of the frame's
         except Exception as error:  # no memory for the frame, or it is none
             self._give_up(worker, error)
             return []
@@ -345,6 +365,16 @@ class ProcessTransport(Transport):
             self._unregister(descriptor)
         del self._workers[worker.slot]
         self._ending.discard(worker)
+        try:
+            events += self._obituary(worker)
+        except Exception as error:  # no descriptors, say: the engine must hear of it all the same
+            lost = WorkerLost(f"worker {worker.place} died; why cannot be told ({summary(error)})")
+            loss = Loss.CRASHED if worker.is_ready else Loss.DIED_STARTING
+            events.append(WorkerDied(worker.slot, Failure(lost), loss))
+        return events
+
+    def _obituary(self, worker: WorkerProcess) -> list[WorkerEvent]:
+        """Collect a dead worker, and say what it died of; nothing if it has said so itself."""
         name, begun = str(worker), worker.begun()
         exit_code, stacks = worker.reap()
         device_failure = worker.device_failure
@@ -353,22 +383,19 @@ class ProcessTransport(Transport):
             name += "" if device is None else f" on device {device}"
             batch_id, fault, report = device_failure
             error = obituary(name, exit_code, is_ready=True, device_fault=fault)
-            events.append(
+            return [
                 WorkerDied(worker.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, report, begun)
-            )
-        elif worker.start_failure is None:
-            error = obituary(
-                name, exit_code, is_ready=worker.is_ready, killed_for=worker.killed_for
-            )
-            if worker.is_ready:
-                loss = Loss.CRASHED
-            elif exit_code in MAIN_FAILURES and worker.killed_for is None:
-                loss = Loss.START_FAILED
-            else:
-                loss = Loss.DIED_STARTING
-            failure = Failure(error, stacks or None)
-            events.append(WorkerDied(worker.slot, failure, loss, begun=begun))
-        return events
+            ]
+        if worker.start_failure is not None:
+            return []
+        error = obituary(name, exit_code, is_ready=worker.is_ready, killed_for=worker.killed_for)
+        if worker.is_ready:
+            loss = Loss.CRASHED
+        elif exit_code in MAIN_FAILURES and worker.killed_for is None:
+            loss = Loss.START_FAILED
+        else:
+            loss = Loss.DIED_STARTING
+        return [WorkerDied(worker.slot, Failure(error, stacks or None), loss, begun=begun)]
 
     def _watch(self, worker: WorkerProcess) -> None:
         self._selector.register(worker.response_end.fileno(), selectors.EVENT_READ, worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import MutableSequence
 from typing import Any, cast
 
@@ -25,8 +26,13 @@ class StageProgress:
     def __init__(self) -> None:
         self._memory = Memory(PAGE)
 
-    def for_worker(self) -> MutableSequence[int]:
-        """Where the stages write. For the worker, once."""
+    def for_worker(self, places: int = 0) -> MutableSequence[int]:
+        """Where the stages write. For the worker, once.
+
+        Args:
+            places: how many items a model of steps may have in a call.
+        """
+        os.truncate(self._memory.descriptor, PAGE + 8 * places)  # a number has 8 bytes
         numbers: Any = self._numbers()
         return cast(MutableSequence[int], numbers)
 
@@ -45,4 +51,6 @@ class StageProgress:
         return frozenset(number - 1 for number in numbers[first:] if number)
 
     def _numbers(self) -> memoryview[int]:
-        return memoryview(self._memory.mapped()).cast("q")
+        memory = self._memory
+        memory.size = os.fstat(memory.descriptor).st_size  # the worker may have enlarged it
+        return memoryview(memory.mapped()).cast("q")

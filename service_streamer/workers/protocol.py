@@ -488,7 +488,7 @@ class FrameWriter:
     """Writes frames in order and keeps what the pipe does not take yet; one thread at a time."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._unwritten: deque[memoryview] = deque()
 
     def write(self, frame: bytes) -> bool:
@@ -501,7 +501,7 @@ class FrameWriter:
         written = 0
         if not self._unwritten:
             with contextlib.suppress(BlockingIOError):
-                written = os.writev(self._descriptor, (header, frame))
+                written = os.writev(self.descriptor, (header, frame))
         if written == len(header) + len(frame):
             return True
         whole = memoryview(header)[written:], memoryview(frame)[max(0, written - _HEADER_SIZE) :]
@@ -513,7 +513,7 @@ class FrameWriter:
         unwritten = self._unwritten
         while unwritten:
             try:
-                count = os.write(self._descriptor, unwritten[0])
+                count = os.write(self.descriptor, unwritten[0])
             except BlockingIOError:
                 return False
             if count == len(unwritten[0]):

@@ -34,7 +34,7 @@ from .stages import FORWARD, INTAKE, OUTLET, Job, Stages
 from .sticky_errors import DeviceFailed
 from .thread_modes import thread_modes
 
-__all__ = ["Channel", "serve"]
+__all__ = ["Channel", "DeviceFailed", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -180,14 +180,15 @@ def _has_real_threads() -> bool:
     return monkey is None or not monkey.is_module_patched("threading")
 
 
-_has_logged = False
+#: Whether this process has said that no threads can be started.
+has_warned = False
 
 
 def _log_once(error: BaseException) -> None:
     """In each process: as often as the worker tries, the log would be full of it."""
-    global _has_logged
-    if not _has_logged:
-        _has_logged = True
+    global has_warned
+    if not has_warned:
+        has_warned = True
         with contextlib.suppress(Exception):  # of a filter or handler of a user's
             logger.warning(
                 "the worker computes batches one after the other, since no threads can be started "

@@ -46,13 +46,14 @@ class _Note:
         return int(self._seen)
 
 
-_notes: dict[int, _Note] = {}
+_notes: dict[tuple[Any, int], _Note] = {}
 
 
 def _note_of(device: int) -> _Note:
-    note = _notes.get(device)
+    key = sys.modules["torch"], device
+    note = _notes.get(key)
     if note is None:
-        note = _notes[device] = _Note(device)
+        note = _notes[key] = _Note(device)
     return note
 
 

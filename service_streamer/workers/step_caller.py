@@ -95,8 +95,11 @@ class StepCaller:
     def _write_progress(self, numbers: list[int]) -> None:
         progress = self._progress
         if progress is not None:
-            del numbers[len(progress) - FORWARD :]
             progress[FORWARD : FORWARD + len(numbers)] = array("q", numbers)
+
+    def blame(self, requests: list[StepRequest], failure: Failure) -> Failure:
+        """What the items of a call fail with: a single one with what the model raised."""
+        return failure if len(requests) == 1 else self.not_blamed(failure)
 
     def not_blamed(self, failure: Failure) -> Failure:
         """For items that were in one call, if it is not known which of them it was.

@@ -9,7 +9,8 @@
                                                         is given up, and starts in halves
 
 Results that cannot be read fail all items of the call, since the model may have taken the step.
-Where nothing may be computed again, all items of a call fail with what it raised.
+Where nothing may be computed again, all items of a call fail. An item that was alone in the call
+gets the exception. Several get ``SharedBatchError``, since its text may quote any of them.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class StepCalls:
                     batch.ran_out_alone()
                     self._fail(part, ran.failure, names_item=True)
                 elif not self._model.may_rerun:
-                    self._fail(part, ran.failure, names_item=True)
+                    self._fail(part, self._caller.blame(part, ran.failure), names_item=True)
                 elif len(part) == 1:
                     batch.ran_out(others)
                     todo = []
@@ -105,10 +106,8 @@ class StepCalls:
                 release_memory()  # only now: where it was raised, frames still held tensors
             elif isinstance(ran, Unreadable):
                 self._fail(part, ran.failure)
-            elif len(part) == 1:
-                self._fail(part, ran)
-            elif not self._model.may_rerun:
-                self._fail(part, self._caller.not_blamed(ran))
+            elif len(part) == 1 or not self._model.may_rerun:
+                self._fail(part, self._caller.blame(part, ran))
             else:
                 todo += _halves(part)
             todo = [part for part in todo if part]
@@ -167,10 +166,8 @@ class StepCalls:
                 waiting += self._make_room(part, in_order, ran.failure)
             elif isinstance(ran, Unreadable):
                 self._fail(part, ran.failure)
-            elif len(part) == 1:
-                self._fail(part, ran)
-            elif not self._model.may_rerun:
-                self._fail(part, self._caller.not_blamed(ran))
+            elif len(part) == 1 or not self._model.may_rerun:
+                self._fail(part, self._caller.blame(part, ran))
             elif self._leave is not None:
                 self._give_up(part, ran)
             else:
@@ -209,7 +206,7 @@ class StepCalls:
         batch = self._batch
         size = len(batch.running)
         if not self._model.may_rerun:
-            self._fail(part, failure, names_item=True)
+            self._fail(part, self._caller.blame(part, failure), names_item=True)
             return []
         youngest = None
         if size > 1:
@@ -225,7 +222,7 @@ class StepCalls:
             first, second = reversed(_halves(part))
             return [first, second]  # the youngest next: if it fails the others have more
         else:
-            self._fail(lost, failure, names_item=True)
+            self._fail(lost, self._caller.blame(part, failure), names_item=True)
             self._let_go(lost)
             self._take_out(lost, failure)
         release_memory()  # as above

@@ -25,7 +25,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from .protocol import summary
 
@@ -147,14 +147,18 @@ class Guard:
 
     Attributes:
         row: batches in a row that failed; whoever computes one sets it to 0.
+        may_end, probe: as given.
+        logged: faults that this process has logged.
     """
 
-    __slots__ = ("_may_end", "_probe", "row")
+    __slots__ = ("may_end", "probe", "row")
+
+    logged: ClassVar[set[str]] = set()
 
     def __init__(self, *, may_end: bool = False, probe: Callable[[], str | None] = probe) -> None:
         self.row = 0
-        self._may_end = may_end
-        self._probe = probe
+        self.may_end = may_end
+        self.probe = probe
 
     def look(self, error: BaseException) -> None:
         """Look at an error while it still has its causes.
@@ -165,12 +169,14 @@ class Guard:
         self.row += 1
         fault = _known(error)
         if fault is None and (self.row >= _ROW or _is_suspicious(error)):
-            fault = self._probe()
+            fault = self.probe()
         if fault is None:
             return
-        if self._may_end:
+        if self.may_end:
             raise DeviceFailed(fault, _formatted(error)) from None
-        _log_once(fault)
+        if not self.logged:
+            self.logged.add(fault)
+            _log(fault)
 
 
 def _known(error: BaseException) -> str | None:
@@ -213,15 +219,10 @@ def _formatted(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))[-_LONGEST_REPORT:]
 
 
-_logged: set[str] = set()
-
-
-def _log_once(fault: str) -> None:
-    if not _logged:
-        _logged.add(fault)
-        with contextlib.suppress(Exception):  # raised by a user's filter or handler
-            logger.critical(
-                "every call to the GPU fails in this process from now on (%s), and so does every "
-                "batch until the process is restarted. Use a Streamer: its workers are "
-                "processes, which it restarts", fault,
-            )  # fmt: skip
+def _log(fault: str) -> None:
+    with contextlib.suppress(Exception):  # raised by a user's filter or handler
+        logger.critical(
+            "every call to the GPU fails in this process from now on (%s), and so does every batch "
+            "until the process is restarted. Use a Streamer: its workers are processes, which it "
+            "restarts", fault,
+        )  # fmt: skip

@@ -22,6 +22,7 @@ from .runner import Channel, serve
 
 __all__ = [
     "BatchReport",
+    "StepReport",
     "ThreadTransport",
     "Transport",
     "WorkerDied",
@@ -59,7 +60,8 @@ class WorkerDied(NamedTuple):
     Attributes:
         failure: a ``WorkerStartError`` if it never was ready, else an ``errors.WorkerLost``.
         batch_id: with ``Loss.DEVICE_FAILED``, the batch for which the error was raised.
-        report: for the log, what the model raised then; may quote items of callers.
+        report: what the model raised to end the worker, where it is known. For the log only: it may
+            quote items of any of the callers whose calls fail.
         begun: the batches that it was at; others it had not begun, or between two stages. None if
             that is not known.
     """
@@ -121,7 +123,9 @@ class Transport(ABC):
     ) -> None:
         """Send a batch. Never blocks, whatever the worker is doing.
 
-        If the worker is dying, the batch goes down with it: ``WorkerDied`` will say so.
+        If the worker is dying, the batch goes down with it: ``WorkerDied`` will say so. A batch
+        that was sent before is not sent again: after an exception from a signal handler, the engine
+        does not know whether it was, and calls this again.
 
         Args:
             is_stream: whether its outputs are wanted as they come, of a model of steps. Then it is
@@ -225,10 +229,14 @@ class ThreadTransport(Transport):
         self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
     ) -> None:
         channel = self._channels.get(slot)
-        if channel is not None:  # else it was lost, and the batch with it
-            no_failures: dict[int, Failure] = {}
-            more = (True,) if is_stream else ()
-            channel.batches.put((batch_id, payloads, no_failures, *more))
+        if channel is None or batch_id <= channel.last_sent:
+            return  # it was lost, and the batch with it; or it has the batch
+        no_failures: dict[int, Failure] = {}
+        message = (batch_id, payloads, no_failures, *((True,) if is_stream else ()))
+        put = channel.batches.put
+        # A signal handler can raise after a call only, so not between these two lines.
+        channel.last_sent = batch_id
+        put(message)
 
     def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
         channel = self._channels.get(slot)
@@ -296,6 +304,7 @@ class _ThreadChannel(Channel):
         self.slot = slot
         self.events = events
         self.batches: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self.last_sent = -1  # the id of a batch
         self.room = threading.Semaphore(_MOST_REPORTS)
         self.is_closing = False  # nobody reads its reports any more
 
@@ -318,8 +327,7 @@ class _ThreadChannel(Channel):
 
 def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
     """Whatever ends this thread, the engine hears of it."""
-    loss = Loss.START_FAILED
-    lost: WorkerLost | WorkerStartError
+    loss, report = Loss.START_FAILED, None
     try:
         predict = spec.load(None)
         channel.events.put(WorkerReady(channel.slot, predict.description, predict.places))
@@ -327,10 +335,13 @@ def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
         serve(channel, predict)
     except BaseException as error:
         if loss is Loss.CRASHED:
-            lost = WorkerLost(f"the worker thread ended by {summary(error)}")
+            code = error.code if isinstance(error, SystemExit) else None
+            kind = type(error).__qualname__ + (f": {code}" if type(code) is int else "")
+            failure = Failure(WorkerLost(f"the worker thread ended by {kind}"))
+            report = Failure.caught(error).remote_traceback
         else:
-            lost = WorkerStartError(f"the worker thread could not start: {summary(error)}")
-        failure = Failure(lost, cause=Failure.caught(error))
+            text = f"the worker thread could not start: {summary(error)}"
+            failure = Failure(WorkerStartError(text), cause=Failure.caught(error))
     else:
         failure = Failure(WorkerLost("the worker thread was asked to end"))
-    channel.events.put(WorkerDied(channel.slot, failure, loss))
+    channel.events.put(WorkerDied(channel.slot, failure, loss, report=report))

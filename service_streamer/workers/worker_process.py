@@ -74,6 +74,7 @@ class KnownWorker:
         place: its number in messages; decides about its device.
         exchange: for what is too large for a message; None if there is none.
         unanswered: the number of items in each batch that it was sent and has not answered, by id.
+        last_sent: the id of the last batch that it was sent, or may have been.
         is_ready: whether it has loaded its model.
         start_failure: what that raised.
         device_failure: what it said of its GPU before it ended; None if it did not.
@@ -86,6 +87,7 @@ class KnownWorker:
         self.place = place
         self.exchange: PayloadChannel | None = None
         self.unanswered: dict[int, int] = {}  # any thread adds, the loop's removes
+        self.last_sent = -1
         self.is_ready = False
         self.start_failure: Failure | None = None
         self.device_failure: DeviceFailure | None = None

@@ -50,7 +50,7 @@ class Hang:
 
     def __init__(self) -> None:
         self.has_begun = threading.Event()
-        self._may_go_on = threading.Event()
+        self.may_go_on = threading.Event()
 
     def __enter__(self) -> Hang:
         self._of_process[os.getpid()] = self
@@ -58,13 +58,13 @@ class Hang:
 
     def __exit__(self, *_: object) -> None:
         del self._of_process[os.getpid()]
-        self._may_go_on.set()
+        self.may_go_on.set()
 
     @classmethod
     def here(cls) -> None:
         hang = cls._of_process.get(os.getpid()) or Hang()
         hang.has_begun.set()
-        hang._may_go_on.wait()
+        hang.may_go_on.wait()
 
 
 def commit(fault: str) -> str:

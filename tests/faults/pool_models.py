@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from service_streamer import ManagedModel
+from stream_models import Countdown
 
 
 class Recorded(ManagedModel):
@@ -27,3 +28,14 @@ def large_or_small(batch: list[str]) -> list[bytes | str]:
 def echo_or_pid(batch: list[Any]) -> list[Any]:
     """The process of the worker in the place of None."""
     return [os.getpid() if item is None else item for item in batch]
+
+
+class Crowded(Countdown):
+    """Its outputs are how many items were in the step."""
+
+    def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
+        return [(len(states), is_last) for _, is_last in super().step(states)]
+
+
+def large(batch: list[Any]) -> list[bytearray]:
+    return [bytearray(1_300_000) for _ in batch]

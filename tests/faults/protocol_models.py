@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -21,7 +22,8 @@ from service_streamer.workers.protocol import (
 
 def channel() -> Any:
     """The worker's end of its pipes, from the frame that serves them."""
-    frame = sys._getframe()
+    frame = inspect.currentframe()
+    assert frame is not None
     while "channel" not in frame.f_locals:
         assert frame.f_back is not None
         frame = frame.f_back
@@ -126,11 +128,11 @@ def _commit(breach: str, size: int) -> None:
         case "no message":
             end.send_raw(())
         case "no tuple":
-            end._writer.write(pickle.dumps(5))
+            end.writer.write(pickle.dumps(5))
         case "no pickle":
-            end._writer.write(b"not a pickle")
+            end.writer.write(b"not a pickle")
         case "no frame":
-            os.write(end._writer._descriptor, b"print() went to the wrong descriptor\n")
+            os.write(end.writer.descriptor, b"print() went to the wrong descriptor\n")
 
 
 def odd(value: object) -> Any:
@@ -138,7 +140,8 @@ def odd(value: object) -> Any:
 
 
 def batch_id() -> int:
-    frame = sys._getframe()
+    frame = inspect.currentframe()
+    assert frame is not None
     while "job" not in frame.f_locals:
         assert frame.f_back is not None
         frame = frame.f_back

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -155,6 +155,10 @@ class Program:
     def is_over(self) -> bool:
         return self._process.poll() is not None
 
+    def await_exit(self, seconds: float) -> int:
+        """Block until it has ended, which takes no longer than that; its exit status."""
+        return self._process.wait(seconds)
+
     def await_end(self) -> int:
         """Block until it has ended, in order or not; its exit status."""
         code = self._process.wait()
@@ -171,6 +175,29 @@ class Program:
             pipe.close()
 
 
+@contextlib.contextmanager
+def stream_hosts(ask: Any, prefix: str, **common: Any) -> Iterator[Callable[..., Program]]:
+    """Starts worker hosts as programs; what they leave in Redis expires before the end."""
+    programs: list[Program] = []
+
+    def program(gate: Gate | None = None, **options: Any) -> Program:
+        options = {
+            "prefix": prefix, "batch_size": 1, "claim_timeout": 0.5, "reply_ttl": 5,
+            "model_init_args": [] if gate is None else [str(gate.__getstate__())],
+            **common, **options,
+        }  # fmt: skip
+        programs.append(Program("host", options))
+        programs[-1].await_ready()
+        return programs[-1]
+
+    yield program
+    for each in programs:
+        each.close()
+    until(lambda: not ask.keys(f"*{prefix}:host:*"))
+    if left := ask.keys(f"*{prefix}*"):
+        ask.delete(*left)
+
+
 # -- the other side
 
 
@@ -178,28 +205,27 @@ def host(options: dict[str, Any]) -> None:
     """A worker host, as in production but that it tells its stats."""
     # Here and not above: workers import this file, too, and need none of it.
     from service_streamer import RedisWorker, run_redis_workers_forever
-    from service_streamer.engine import core
-    from service_streamer.redis import redis_worker as worker
-    from service_streamer.workers.transport import BatchReport
+    from service_streamer.batching.batcher import Batcher
 
     if options.pop("breaks", False):  # as a bug in the engine would: with the first batch
-        happened = core.Core.happened
+        batch_returned = Batcher.batch_returned
+        bugs = [RuntimeError("a bug")]
 
-        def breaks(engine: core.Core, event: Any, now: float) -> Any:
-            if type(event) is BatchReport:
-                raise RuntimeError("a bug")
-            return happened(engine, event, now)
+        def breaks(batcher: Batcher, *args: Any) -> Any:
+            if bugs:
+                raise bugs.pop()
+            return batch_returned(batcher, *args)
 
-        core.Core.happened = breaks  # type: ignore[method-assign]
+        Batcher.batch_returned = breaks
 
     made: list[RedisWorker] = []
     is_made = threading.Event()
+    make = RedisWorker.__init__
 
-    class Watched(RedisWorker):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-            is_made.set()
+    def make_watched(worker: RedisWorker, *args: Any, **kwargs: Any) -> None:
+        make(worker, *args, **kwargs)
+        made.append(worker)
+        is_made.set()
 
     def stats() -> Any:
         found = made[0].stats()
@@ -211,7 +237,7 @@ def host(options: dict[str, Any]) -> None:
         say(ready=True)
         answer(lambda: say(stats=stats()))
 
-    worker.RedisWorker = Watched  # type: ignore[misc]  # of which it makes one
+    RedisWorker.__init__ = make_watched  # of the one that it makes
     threading.Thread(target=announce, daemon=True).start()
     model = options.pop("model", "Recording")
     name = model if ":" in model else f"redis_processes:{model}"

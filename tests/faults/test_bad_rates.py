@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
@@ -41,12 +40,11 @@ class Indiscreet(ManagedModel):
         return [2 * item for item in batch]
 
 
-class LoadsForLong(ManagedModel):
-    """Doubles numbers, and commits the faults among them; takes a second to load."""
+class LoadsAtGate(ManagedModel):
+    """Doubles numbers, and commits the faults among them."""
 
     def init_model(self, gate: Gate) -> None:
         gate.go_through()
-        time.sleep(1.0)
 
     def predict(self, batch: list[Any]) -> list[int]:
         return [commit(item) if isinstance(item, str) else 2 * item for item in batch]
@@ -68,6 +66,57 @@ class Small(ManagedModel):
         if len(batch) > 1:
             raise OutOfMemory(f"no room for {batch}")
         return batch
+
+
+class SmallSteps(ManagedModel):
+    """Steps one item at a time, and says of which it had more. ``where`` is "start" or "step".
+
+    It waits at the gate before it starts the item "first".
+    """
+
+    out_of_memory_errors = (OutOfMemory,)
+
+    def init_model(self, gate: Gate, where: str) -> None:
+        self.gate = gate
+        self.where = where
+
+    def start(self, items: list[Any]) -> list[Any]:
+        if "first" in items:
+            self.gate.go_through()
+        return self._within_memory("start", items)
+
+    def step(self, states: list[Any]) -> list[tuple[Any, bool]]:
+        return [(state, True) for state in self._within_memory("step", states)]
+
+    def _within_memory(self, where: str, items: list[Any]) -> list[Any]:
+        if where == self.where and len(items) > 1:
+            raise OutOfMemory(f"no room for {items}")
+        return items
+
+
+class SmallJoined(ManagedModel):
+    """Steps a joined batch, of which two that have made an output do not fit into memory."""
+
+    out_of_memory_errors = (OutOfMemory,)
+
+    def init_model(self, gate: Gate) -> None:
+        gate.go_through()
+
+    def start(self, items: list[Any]) -> list[list[Any]]:
+        return [[item, 0] for item in items]
+
+    def join(self, batch: Any, states: list[Any]) -> list[Any]:
+        return (batch or []) + states
+
+    def leave(self, batch: list[Any], positions: list[int]) -> list[Any]:
+        return [state for i, state in enumerate(batch) if i not in positions]
+
+    def step(self, batch: list[Any]) -> list[tuple[int, bool]]:
+        if len(batch) > 1 and all(made for _, made in batch):
+            raise OutOfMemory(f"no room for {batch}")
+        for state in batch:
+            state[1] += 1
+        return [(made, made == 3) for _, made in batch]
 
 
 def build(predict: Any, is_local: bool, options: dict[str, Any]) -> Streamer | ThreadedStreamer:
@@ -94,61 +143,56 @@ def assert_private(error: BaseException, own: str = "") -> None:
     assert "<secret" not in text_of(error).replace(own or "<no secret", "")
 
 
-@pytest.mark.short_cases("1-5", "2-20")
-@pytest.mark.parametrize("percent", [1, 2, 5, 10, 20])
-@pytest.mark.parametrize("worker_num", [1, 2])
+@pytest.mark.parametrize(
+    ("worker_num", "percent"),
+    [
+        (1, 5),
+        (2, 20),
+        *(pytest.param(1, percent, marks=pytest.mark.long) for percent in (1, 2, 10, 20)),
+        *(pytest.param(2, percent, marks=pytest.mark.long) for percent in (1, 2, 5, 10)),
+    ],
+)
 def test_no_good_call_fails_and_each_bad_one_with_its_own_error(
     percent: int, worker_num: int
 ) -> None:
     with Streamer(Indiscreet, worker_num=worker_num, worker_timeout=None) as streamer:
         streamer.wait_ready()
-
-        def call_often(caller: int) -> int:
-            bad = 0
-            for number in range(EACH):
-                # Spread evenly over callers and time, and the same in each run.
-                is_bad = (caller * EACH + number) * percent % 100 < percent
-                own = secret(caller, number)
-                future = streamer.submit([own if is_bad else number])
-                error = future.exception()
-                assert is_bad == (error is not None), "a good call has failed, or a bad one not"
-                if error is None:
-                    assert future.result() == [2 * number]
-                else:
-                    assert own in str(error)
-                    assert_private(error, own)
-                    bad += 1
-            return bad
-
-        with ThreadPoolExecutor(CALLERS) as pool:
-            bad = sum(pool.map(call_often, range(CALLERS)))
+        bad = call_often(streamer, percent)
         stats = streamer.stats()
     assert bad == CALLERS * EACH * percent // 100
     assert (stats.answered, stats.failed) == (CALLERS * EACH - bad, bad)
 
 
 @pytest.mark.long
-def test_nor_over_redis(
+def test_no_good_call_fails_over_redis(
     host: Callable[..., RedisWorker], client: Callable[..., RedisStreamer]
 ) -> None:
     host(Indiscreet)
-    streamer = client()
+    assert call_often(client(), 10) == CALLERS * EACH // 10
 
-    def call_often(caller: int) -> None:
+
+def call_often(streamer: Any, percent: int) -> int:
+    """Have many callers send bad items beside good ones; returns how many were bad."""
+
+    def call(caller: int) -> int:
+        bad = 0
         for number in range(EACH):
+            # Spread evenly over callers and time, and the same in each run.
+            is_bad = (caller * EACH + number) * percent % 100 < percent
             own = secret(caller, number)
-            is_bad = number % 10 == caller % 10
             future = streamer.submit([own if is_bad else number])
             error = future.exception()
-            assert is_bad == (error is not None)
+            assert is_bad == (error is not None), "a good call has failed, or a bad one not"
             if error is None:
                 assert future.result() == [2 * number]
             else:
                 assert own in str(error)
                 assert_private(error, own)
+                bad += 1
+        return bad
 
     with ThreadPoolExecutor(CALLERS) as pool:
-        list(pool.map(call_often, range(CALLERS)))
+        return sum(pool.map(call, range(CALLERS)))
 
 
 def test_calls_of_several_items_fail_by_their_own_only(gate: Gate) -> None:
@@ -168,7 +212,7 @@ def test_calls_of_several_items_fail_by_their_own_only(gate: Gate) -> None:
 
 @pytest.mark.parametrize("options", [{"retry": False}, {"isolate_errors": False}])
 @pytest.mark.parametrize("is_local", [True, False])
-def test_where_nothing_is_searched_for_nobody_gets_the_text_of_another(
+def test_callers_do_not_read_of_others_where_nothing_is_isolated(
     gate: Gate, options: dict[str, bool], is_local: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def predict(batch: list[Any]) -> list[int]:
@@ -218,23 +262,83 @@ def test_a_batch_that_found_no_memory_and_may_not_run_again_is_nobodys_fault(
             assert_private(error)
 
 
-@pytest.mark.long
-def test_one_that_kills_a_model_that_loads_for_long_is_found_before_others_time_out(
-    gate: Gate,
+@pytest.mark.parametrize("where", ["start", "step"])
+def test_items_of_a_step_that_found_no_memory_do_not_read_of_the_others(
+    gate: Gate, where: str
 ) -> None:
-    with (
-        Streamer(LoadsForLong, model_init_args=[gate]) as streamer,
-    ):
-        futures = [streamer.submit(["kill" if n == 4 else n]) for n in range(10)]
-        gate.let_through(100)
-        ends = [future.exception() or future.result() for future in futures]
-        assert isinstance(ends.pop(4), WorkerLost)
-        assert ends == [[2 * n] for n in range(10) if n != 4]
-        assert streamer.stats().restarts == 3, "by halves it is 4 or 5"
+    args = (gate, where)
+    with Streamer(SmallSteps, model_init_args=args, mp_start_method="fork", retry=False) as pool:
+        first = pool.submit(["first"])
+        gate.await_arrival()
+        futures = [pool.submit([secret(n, n)]) for n in range(2)]  # they wait in the worker
+        gate.let_through(1)
+        assert first.result() == [["first"]]
+        for future in futures:
+            error = future.exception()
+            assert isinstance(error, SharedBatchError)
+            assert_private(error)
+        assert pool.predict(["alone"]) == [["alone"]]
+
+
+def test_a_stream_that_gives_way_in_a_joined_batch_does_not_read_of_the_others(gate: Gate) -> None:
+    with Streamer(SmallJoined, model_init_args=[gate]) as streamer:
+        streams = [streamer.stream(secret(n, n)) for n in range(2)]
+        gate.let_through(1)
+        assert [*streams[0]] == [1, 2, 3]
+        assert next(streams[1]) == 1
+        with pytest.raises(SharedBatchError) as caught:
+            next(streams[1])
+        assert_private(caught.value)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_the_text_that_ends_a_worker_thread_is_only_in_the_log(
+    gate: Gate, kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def predict(batch: list[Any]) -> list[Any]:
+        gate.go_through()
+        if any(isinstance(item, str) for item in batch):
+            raise kind(f"no numbers: {batch}")
+        return batch
+
+    with ThreadedStreamer(predict, retry=False) as streamer:
+        streamer.submit([1])
+        gate.await_arrival()
+        shared = [streamer.submit([item]) for item in (2, secret(1, 1), 3)]
+        gate.let_through(3)
+        for future in shared:
+            error = future.exception()
+            assert isinstance(error, WorkerLost)
+            assert kind.__name__ in str(error)
+            assert_private(error)
+        assert streamer.predict([4]) == [4], "another thread has taken its place"
+    assert secret(1, 1) in caplog.text
+
+
+def test_callers_do_not_read_of_others_when_the_search_is_ended(gate: Gate) -> None:
+    def predict(batch: list[Any]) -> list[Any]:
+        if batch == ["first"]:
+            gate.go_through()
+        elif batch[0]:
+            raise SystemExit(f"no numbers: {batch}")
+        return batch
+
+    with ThreadedStreamer(predict, batch_size=16) as streamer:
+        streamer.submit(["first"])
+        gate.await_arrival()
+        futures = [streamer.submit([secret(n, n)]) for n in range(16)]
+        for _ in range(40 * 16):  # a thread that has computed a batch is replaced at once
+            streamer.submit([0])
+        gate.let_through(1)
+        errors = [future.exception() for future in futures]
+    assert any("may not be to blame" in str(error) for error in errors)
+    for error in errors:
+        assert isinstance(error, WorkerLost)
+        assert_private(error)
 
 
 @pytest.mark.long
-def test_whose_time_ends_before_the_killer_is_found_is_told_so(gate: Gate) -> None:
+def test_a_timeout_tells_of_the_death_when_the_killer_is_not_found_in_time(gate: Gate) -> None:
     async def call(streamer: Streamer, item: Any) -> Any:
         try:
             return await streamer.apredict([item], timeout=2.0)
@@ -244,7 +348,7 @@ def test_whose_time_ends_before_the_killer_is_found_is_told_so(gate: Gate) -> No
     async def call_all(streamer: Streamer) -> list[Any]:
         return await asyncio.gather(*(call(streamer, item) for item in (1, "kill", 2)))
 
-    with Streamer(LoadsForLong, model_init_args=[gate]) as streamer:
+    with Streamer(LoadsAtGate, model_init_args=[gate]) as streamer:
         gate.let_through(1)  # and no other worker loads
         streamer.wait_ready()
         ends = asyncio.run(call_all(streamer))

@@ -24,6 +24,7 @@ from fault_models import (
 )
 from fault_processes import GONE, Watch, await_line, descendants, running
 
+from cases import long_cases
 from service_streamer import (
     ModelError,
     Streamer,
@@ -32,7 +33,6 @@ from service_streamer import (
     WorkerStartError,
 )
 from service_streamer.testing import Gate
-from service_streamer.workers import worker_process
 
 
 class Fails(NamedTuple):
@@ -165,14 +165,17 @@ SERVING = ("pickle an item", "unpickle an item", "predict", "pickle a result", "
 BATCH_TIMEOUT = 4
 START_TIMEOUT = 15
 
-both_methods = pytest.mark.parametrize("method", ["spawn", "fork"])
+both_methods = pytest.mark.parametrize("method", ["spawn", *long_cases("fork")])
+#: Hangs take seconds; for `make test` it is enough to see those of the other stages.
+LONG_HANGS = ("unpickle an item", "pickle a result", "load the model", "idle")
 
 
 @pytest.fixture
 def time_for_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who hangs may write them down when the machine lets it."""
-    monkeypatch.setattr(worker_process, "_STACKS_GRACE", 30.0)
-    monkeypatch.setattr(worker_process, "_WRITING_GRACE", 0.5)
+    module = "service_streamer.workers.worker_process"
+    monkeypatch.setattr(f"{module}._STACKS_GRACE", 30.0)
+    monkeypatch.setattr(f"{module}._WRITING_GRACE", 0.5)
 
 
 def cells(
@@ -182,7 +185,13 @@ def cells(
     return pytest.mark.parametrize(
         ("stage", "fault", "expected"),
         [
-            pytest.param(stage, fault, outcome, id=f"{stage}-{fault}")
+            pytest.param(
+                stage,
+                fault,
+                outcome,
+                id=f"{stage}-{fault}",
+                marks=pytest.mark.long if fault == "hang" and stage in LONG_HANGS else (),
+            )
             for stage, fault in itertools.product(stages, FAULTS)
             if belongs(outcome := MATRIX[stage][fault])
         ],
@@ -218,8 +227,6 @@ def check(error: BaseException | None, expected: Fails) -> None:
 # -- while it serves
 
 
-@pytest.mark.short_cases("spawn")
-@pytest.mark.long_cases("pickle a result-hang", "unpickle an item-hang")
 @both_methods
 @cells(SERVING, lambda outcome: isinstance(outcome, Fails))
 @pytest.mark.usefixtures("time_for_stacks")
@@ -247,7 +254,6 @@ def results(futures: Sequence[Future[list[Any]]]) -> list[list[Any]]:
     return [future.result() for future in futures]
 
 
-@pytest.mark.short_cases("spawn")
 @both_methods
 @cells(SERVING, lambda outcome: outcome is DIES)
 def test_workers_end_with_a_web_process_that_dies_of_its_own_items_and_results(
@@ -280,7 +286,6 @@ def test_workers_end_with_a_web_process_that_dies_of_its_own_items_and_results(
             assert workers.alive_after(GONE) == []
 
 
-@pytest.mark.short_cases("spawn")
 @both_methods
 @cells(SERVING, lambda outcome: outcome is BLOCKS)
 def test_a_caller_whose_own_item_or_result_hangs_holds_up_nobody_else(
@@ -307,8 +312,6 @@ def test_a_caller_whose_own_item_or_result_hangs_holds_up_nobody_else(
 # -- while it loads
 
 
-@pytest.mark.short_cases("spawn")
-@pytest.mark.long_cases("hang")
 @both_methods
 @cells(["load the model"])
 @pytest.mark.usefixtures("time_for_stacks", "eight_gpus")
@@ -336,11 +339,9 @@ def test_a_worker_that_does_not_load_is_reported_and_the_other_one_serves(
 # -- while nothing is to be done
 
 
-@pytest.mark.short_cases("spawn")
-@pytest.mark.long_cases("hang")
 @both_methods
 @cells(["idle"])
-def test_what_happens_to_an_idle_worker_harms_nobody(
+def test_a_fault_in_an_idle_worker_fails_no_call(
     stage: str, fault: str, expected: Harmless, method: str, gate: Gate
 ) -> None:
     streamer = Streamer(

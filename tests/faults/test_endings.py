@@ -15,7 +15,6 @@ from fault_processes import running
 import models
 from service_streamer import ModelError, Streamer, StreamerClosed
 from service_streamer.engine import at_exit
-from service_streamer.errors import RemoteTraceback
 from service_streamer.workers.protocol import Failure, summary
 
 # -- Ctrl-C
@@ -111,7 +110,7 @@ def test_daemon_threads_that_wait_at_the_exit_print_no_tracebacks(
             streamer.predict([10**9], timeout=None)
 
         if __name__ == "__main__":
-            at_exit._LONGEST_EXIT = 3600.0  # whoever waits for such a thread would never end
+            at_exit.LONGEST_EXIT = 3600.0  # whoever waits for such a thread would never end
             begun = threading.Semaphore(0)
             streamer = {kind}(Countdown, 8)
             future = streamer.submit([10**9])
@@ -132,9 +131,9 @@ def test_daemon_threads_that_wait_at_the_exit_print_no_tracebacks(
 def test_what_others_wait_for_is_not_held_up_at_the_exit(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(at_exit, "_LONGEST_EXIT", 3600.0)
+    monkeypatch.setattr(at_exit, "LONGEST_EXIT", 3600.0)
     # Another has waited as long as all of them may.
-    monkeypatch.setattr(at_exit, "_waits_until", [0.0] if where == "later" else [])
+    monkeypatch.setattr(at_exit, "waits_until", [0.0] if where == "later" else [])
     failure = at_exit.AtExit(StreamerClosed("the end"))
     raised: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
 
@@ -179,10 +178,10 @@ def test_who_waits_for_workers_at_the_exit_holds_up_nothing(tmp_path: Path) -> N
                 streamer.wait_ready()
 
         if __name__ == "__main__":
-            at_exit._LONGEST_EXIT = 3600.0
+            at_exit.LONGEST_EXIT = 3600.0
             streamer = Streamer(Loads)
             threading.Thread(target=wait, daemon=True).start()
-            while not streamer._backend._core.changed._waiters:
+            while not streamer.engine.core.changed._waiters:
                 threading.Event().wait(0.001)
     """
     with running(source, tmp_path) as program:
@@ -200,7 +199,7 @@ def test_nor_do_those_that_wait_for_hosts_beyond_redis(
         from service_streamer.engine import at_exit
 
         if __name__ == "__main__":
-            at_exit._LONGEST_EXIT = 3600.0
+            at_exit.LONGEST_EXIT = 3600.0
             streamer = RedisStreamer({redis_server!r}, {prefix!r}, worker_timeout=None)
             threads = [
                 threading.Thread(target=streamer.predict, args=([1],), daemon=True),
@@ -262,8 +261,8 @@ def caught(error: BaseException) -> str:
         raise error
     except BaseException as raised:
         cause = Failure.caught(raised).exception().__cause__
-        assert isinstance(cause, RemoteTraceback)
-        return cause.text
+        assert type(cause).__name__ == "RemoteTraceback"
+        return cause.text  # type: ignore[attr-defined]
 
 
 def test_a_traceback_keeps_its_causes_when_their_texts_are_cut() -> None:

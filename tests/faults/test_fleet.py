@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fault_processes import children
 
+from cases import long_cases
 from serve_process import Serving, environment, until
+from service_streamer import PredictTimeout, StreamerBroken, WorkerStartError
 from service_streamer.engine.operator_signals import SignalSocket, passed_on_later
-from service_streamer.errors import PredictTimeout, StreamerBroken, WorkerStartError
 from service_streamer.options.table import StreamerOptions
-from service_streamer.pool.directory import paths_of
+from service_streamer.serve.fleet_models import ProcessLink
+from service_streamer.serve.hosted_model import ServiceFailed
 from service_streamer.serve.pool_owner import PoolOwner, owned
-from service_streamer.serve.running import ServiceFailed
 from service_streamer.testing import Gate
 
 OBEDIENT = ("served_models:Obedient", "--web-workers", "2")
@@ -136,6 +142,38 @@ def test_a_pool_that_hangs_makes_it_not_ready_and_no_web_process_hang(runtime: P
         assert service.terminate() == 0
 
 
+def test_a_web_process_that_is_stopped_does_not_keep_its_parent_from_the_others(
+    runtime: Path, tmp_path: Path
+) -> None:
+    """Plans that it does not read fill its connection, and this one is too large for it at once."""
+    keys = json.dumps([f"{number:064}" for number in range(10_000)])
+    config = tmp_path / "service.toml"
+    config.write_text(
+        f'[serve]\nmodel = "served_models:Obedient"\nweb-workers = 2\napi-key = {keys}'
+    )
+    with Serving("--config", str(config), **folders(runtime)) as service:
+        service.await_web_processes(2)
+        runs = r"web process \d+ runs \(pid (\d+)\)"
+        until(lambda: len(re.findall(runs, service.log())) == 2)
+        stopped, killed = map(int, re.findall(runs, service.log()))
+        service.process.send_signal(signal.SIGHUP)
+        until(lambda: "every worker has been replaced" in service.log())
+        assert "has not followed" not in service.log()
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            service.process.send_signal(signal.SIGHUP)
+            until(lambda: service.log().count("SIGHUP: replacing") == 2)
+            os.kill(killed, signal.SIGKILL)
+            until(lambda: f"(pid {killed}) died" in service.log(), seconds=30)
+            until(lambda: len(re.findall(runs, service.log())) == 3, seconds=30)
+            until(lambda: len(re.findall(r"web process \d+ is ready", service.log())) == 3)
+            figures = service.client.get("/metrics", headers={"x-api-key": f"{0:064}"}).text
+            assert len({*re.findall(r'process="(\d)"', figures)}) == 1, "the other is left out"
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        assert service.terminate() == 0
+
+
 def test_streams_come_through_the_pool_and_a_client_that_leaves_frees_its_place(
     runtime: Path, gate: Gate, tmp_path: Path
 ) -> None:
@@ -159,9 +197,8 @@ def test_streams_come_through_the_pool_and_a_client_that_leaves_frees_its_place(
         assert service.terminate() == 0
 
 
-@pytest.mark.short_cases("kill")
 @pytest.mark.parametrize(
-    "how", ["kill", "terminate", "interrupt", "terminate all", "interrupt all"]
+    "how", ["kill", *long_cases("terminate", "interrupt", "terminate all", "interrupt all")]
 )
 def test_nothing_is_left(how: str, runtime: Path) -> None:
     with Serving(*OBEDIENT, **folders(runtime)) as service:
@@ -236,13 +273,6 @@ def test_a_pool_that_cannot_be_started_again_ends_the_service_with_an_error() ->
             assert "the service ends, since its workers have no process any more" in last
 
 
-def test_a_service_whose_web_processes_have_a_cache_has_an_owner_of_its_pool() -> None:
-    options = StreamerOptions(cache_size=10, cache_ttl=60.0, deduplicate=True)
-    with SignalSocket() as wakeup:
-        owner: Any = PoolOwner("a:b", owned(options), "a model", wakeup, model="a")
-    assert (owner._options.cache_size, owner._options.deduplicate) == (0, False)
-
-
 @pytest.mark.long
 def test_a_web_process_starts_no_second_pool_after_the_directory_was_removed() -> None:
     """As systemd removes it when the user logs out."""
@@ -263,19 +293,47 @@ def test_a_web_process_starts_no_second_pool_after_the_directory_was_removed() -
             assert not service.pool()
 
 
-class Failing:
-    """A streamer of a pool that fails.
+class Watched(Connection):
+    """A connection that says when something is sent."""
+
+    def __init__(self, handle: int, sends: threading.Semaphore) -> None:
+        super().__init__(handle)
+        self._sends = sends
+
+    def send(self, message: Any) -> None:
+        self._sends.release()
+        super().send(message)
+
+
+def test_the_connection_to_a_dead_web_process_stays_open_until_its_parent_notices() -> None:
+    """The parent's main thread waits for it, and a closed one made that fail: the service ended."""
+    ours, theirs = multiprocessing.Pipe()
+    sends = threading.Semaphore(0)
+    with ours:
+        connection = Watched(os.dup(ours.fileno()), sends)
+    link = ProcessLink(connection)
+    theirs.close()
+    for plan in range(2):
+        link.send(plan)
+        assert sends.acquire(timeout=30)
+    assert wait([connection]) == [connection]
+    link.close()
+    until(lambda: connection.closed)
+
+
+class Pool:
+    """A streamer of a pool.
 
     Args:
         at: the call that raises.
         errors: what it raises, one after the other.
+        pid: of the pool; None if there is none.
     """
 
-    pool_pid = None
-
-    def __init__(self, at: str, *errors: Exception) -> None:
+    def __init__(self, at: str = "", *errors: Exception, pid: int | None = None) -> None:
         self._at, self._errors = at, iter(errors)
-        self.backend = self.engine = self
+        self.backend = self.pool_client = self
+        self.pool_pid = pid
 
     def when_workers_change(self, callback: Callable[[], None]) -> None:
         callback()
@@ -289,9 +347,30 @@ class Failing:
     def stats(self) -> None:
         self._step("stats")
 
+    def close(self, *, drain: bool) -> None:
+        """Nothing to end."""
+
     def _step(self, name: str) -> None:
         if name == self._at:
             raise next(self._errors)
+
+
+@pytest.fixture
+def owner(monkeypatch: pytest.MonkeyPatch, runtime: Path) -> Callable[..., PoolOwner]:
+    """Makes owners of pools whose streamers the test has."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+
+    def owner(pool: Pool, wakeup: SignalSocket, **options: Any) -> PoolOwner:
+        def streamer_of(_: str, given: StreamerOptions, __: str) -> Pool:
+            assert (given.cache_size, given.deduplicate) == (0, False), "the owner makes no calls"
+            return pool
+
+        monkeypatch.setattr("service_streamer.serve.pool_owner.streamer_of", streamer_of)
+        given = owned(StreamerOptions(cache_size=10, cache_ttl=60.0, deduplicate=True))
+        given = dataclasses.replace(given, shared="serve-of-a-test")
+        return PoolOwner("a:b", given, "a model", wakeup, model="a", **options)
+
+    return owner
 
 
 @pytest.mark.parametrize(
@@ -306,26 +385,24 @@ class Failing:
     ],
 )
 def test_the_service_never_goes_on_without_its_pool(
-    at: str, errors: list[Exception], kind: type[Exception]
+    owner: Callable[..., PoolOwner], at: str, errors: list[Exception], kind: type[Exception]
 ) -> None:
     with SignalSocket() as wakeup:
-        owner: Any = PoolOwner("a:b", owned(StreamerOptions()), "a model", wakeup, model="a")
-        owner._streamer = Failing(at, *errors)
-        owner._run()
-        assert wakeup.answer() == b"\0"
-    assert type(owner.failure) is kind
+        with owner(Pool(at, *errors), wakeup) as owning:
+            assert wakeup.ours.recv(1) == b"\0"
+        assert type(owning.failure) is kind
 
 
 def test_a_service_s_pool_leaves_signals_to_its_clients_and_keeps_its_log() -> None:
     program = (
         "import logging, os, signal, subprocess, sys\n"
-        "from service_streamer.pool import pool_process\n"
+        "from service_streamer.pool import pool_protocol\n"
         "from service_streamer.pool.pool_log import PoolLog\n"
         "from service_streamer.serve.pool_preparation import prepare_pools\n"
         "log = PoolLog(2, 'other: %(message)s')\n"
         "logging.basicConfig(handlers=[log])\n"
         "prepare_pools('json')\n"
-        "pool_process.preparation()\n"
+        "pool_protocol.preparation()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
         "assert logging.getLogger().handlers == [log]\n"
@@ -339,15 +416,15 @@ def test_a_service_s_pool_leaves_signals_to_its_clients_and_keeps_its_log() -> N
     assert json.loads(done.stderr)["message"] == "it goes on"
 
 
-def test_a_signal_hurries_the_end_of_a_pool_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PoolOwner, "_is_pool", lambda *_: True)
-    with subprocess.Popen(["sleep", "1000"]) as hung, SignalSocket() as wakeup:
-        owner: Any = PoolOwner("a:b", owned(StreamerOptions()), "a model", wakeup, model="a")
-        owner._paths = paths_of(owner._name, "/nowhere")
-        wakeup.ring()  # no wish of an operator
-        os.kill(os.getpid(), signal.SIGTERM)
-        monkeypatch.setattr("service_streamer.serve.pool_owner._GRACE", 1e6)
-        owner._end_pool(hung.pid)
+def test_a_signal_hurries_the_end_of_a_pool_that_hangs(owner: Callable[..., PoolOwner]) -> None:
+    title = "service-streamer pool serve-of-a-test"
+    with (
+        subprocess.Popen([title, "1000"], executable=shutil.which("sleep")) as hung,
+        SignalSocket() as wakeup,
+    ):
+        with owner(Pool(pid=hung.pid), wakeup, grace=1e6):
+            wakeup.ring()  # no wish of an operator
+            os.kill(os.getpid(), signal.SIGTERM)
         assert hung.wait() == -signal.SIGKILL
 
 

@@ -13,6 +13,7 @@ from fault_processes import GONE, Watch, await_line, descendants, running
 from signal_models import HandlesSigterm, exit_codes_of_children
 
 import models
+from cases import long_cases
 from serve_process import Serving, until
 from service_streamer import RedisStreamer, Streamer
 from service_streamer.testing import Gate
@@ -46,9 +47,10 @@ def program_that_drains(method: str, gate: Path) -> str:
     """
 
 
-@pytest.mark.short_cases("while they compute")
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("when", ["while they start", "while they load", "while they compute"])
+@pytest.mark.parametrize(
+    "when", ["while they compute", *long_cases("while they start", "while they load")]
+)
 def test_workers_outlive_a_signal_to_the_group_and_finish_their_work(
     number: signal.Signals, when: str, gate: Gate, tmp_path: Path
 ) -> None:
@@ -69,8 +71,7 @@ def test_workers_outlive_a_signal_to_the_group_and_finish_their_work(
     assert (program.returncode, out, err) == (0, "2 0\n", "")
 
 
-@pytest.mark.short_cases("fork")
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", *long_cases("forkserver")])
 def test_so_do_those_of_other_start_methods(method: str, gate: Gate, tmp_path: Path) -> None:
     with running(program_that_drains(method, tmp_path / "gate"), tmp_path) as program:
         await_line(program, "begun")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import io
@@ -17,19 +16,19 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 from PIL import Image
 
+import served_models
 import tiny_models
+from cases import long_cases
 from serve_process import Serving, command, environment, until
-from service_streamer.engine.operator_signals import RollingRestart
-from service_streamer.serve.http.connection import Connection, Listeners
-from service_streamer.serve.http.slow_readers import LEAST_RATE, SlowReaders, is_too_slow
-from service_streamer.testing import Gate
+from service_streamer import Streamer
+from service_streamer.engine.operator_signals import EndSignals, RollingRestart
+from service_streamer.testing import Gate, ManualClock
 
 OBEDIENT = "served_models:Obedient"
 
@@ -66,7 +65,7 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 # -- SIGHUP
 
 
-def test_a_hangup_answers_everybody(gate: Gate) -> None:
+def test_sighup_answers_all_requests(gate: Gate) -> None:
     """It ended the service at once, with 99 of 100 requests unanswered."""
     env = {"TEST_GATE": str(gate.__getstate__())}
     with Serving(OBEDIENT, **env) as service, ThreadPoolExecutor(100) as threads:
@@ -86,22 +85,25 @@ def requests_open(service: Serving) -> int:
     return int(queue["pending"] + queue["in_flight"])
 
 
-@pytest.mark.short_cases("more0")
-@pytest.mark.parametrize("more", [(), ("--web-workers", "2", "--cache-size", "10")])
-def test_a_hangup_loads_new_weights(weights: Path, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("more", [(), *long_cases(("--web-workers", "2", "--cache-size", "10"))])
+def test_sighup_loads_new_weights_and_keeps_the_old_ones_when_these_are_broken(
+    weights: Path, more: tuple[str, ...]
+) -> None:
     with Serving("weighing:Weights", *more, cwd=weights.parent) as service:
+        assert service.answer(1) == "old"
+        weights.write_text("broken")
+        os.kill(service.process.pid, signal.SIGHUP)
+        until(lambda: "the restart failed; the remaining workers go on" in service.log())
         assert service.answer(1) == "old"
         weights.write_text("new")
         os.kill(service.process.pid, signal.SIGHUP)
         until(lambda: service.predict(1).json() == "new")
         until(lambda: all(service.predict(1).json() == "new" for _ in range(10)))
         assert service.terminate() == 0
-        assert "Traceback" not in service.log()
 
 
-@pytest.mark.short_cases("more0")
-@pytest.mark.parametrize("more", [(), ("--web-workers", "2")])
-def test_the_end_does_not_wait_for_a_restart(gate: Gate, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("more", [(), *long_cases(("--web-workers", "2"))])
+def test_end_does_not_wait_for_a_restart(gate: Gate, more: tuple[str, ...]) -> None:
     env = {"TEST_GATE": str(gate.__getstate__())}
     gate.let_through(1)
     with Serving("served_models:Late", *more, **env) as service:
@@ -113,16 +115,7 @@ def test_the_end_does_not_wait_for_a_restart(gate: Gate, more: tuple[str, ...]) 
         assert "Traceback" not in service.log()
 
 
-def test_weights_that_cannot_be_loaded_leave_the_old_ones(weights: Path) -> None:
-    with Serving("weighing:Weights", cwd=weights.parent) as service:
-        weights.write_text("broken")
-        os.kill(service.process.pid, signal.SIGHUP)
-        until(lambda: "the restart failed; the remaining workers go on" in service.log())
-        assert service.predict(1).json() == "old"
-        assert service.ready() == 200
-
-
-def test_a_hangup_of_a_worker_host_loads_new_weights(
+def test_worker_host_loads_new_weights_on_sighup_and_answers_other_signals(
     weights: Path, redis_server: str, prefix: str
 ) -> None:
     redis = ("--redis", redis_server, "--prefix", prefix)
@@ -137,15 +130,16 @@ def test_a_hangup_of_a_worker_host_loads_new_weights(
         until(lambda: service.predict(1).json() == "new")
         os.kill(host.process.pid, signal.SIGUSR1)
         until(lambda: "SIGUSR1: running | pending 0" in host.log())
+        os.kill(host.process.pid, signal.SIGUSR2)
+        until(lambda: "most recent call first" in host.log())
         os.kill(service.process.pid, signal.SIGHUP)  # has no workers
         until(lambda: "only the cache is emptied" in service.log())
         assert service.terminate() == 0
         assert host.terminate() == 0
 
 
-@pytest.mark.short_cases("serve")
-@pytest.mark.parametrize("role", ["serve", "worker"])
-def test_a_signal_while_the_model_is_loading_does_not_kill(
+@pytest.mark.parametrize("role", ["serve", *long_cases("worker")])
+def test_signal_does_not_kill_while_the_model_is_loading(
     gate: Gate, role: str, redis_server: str, prefix: str
 ) -> None:
     env = {"TEST_GATE": str(gate.__getstate__())}
@@ -159,7 +153,7 @@ def test_a_signal_while_the_model_is_loading_does_not_kill(
         assert service.terminate() == 0
 
 
-def test_the_end_of_the_terminal_is_the_end_of_the_service() -> None:
+def test_service_ends_with_its_terminal() -> None:
     """It sends SIGHUP, too; a service that went on would hold the port and nobody would know."""
     leader, follower = pty.openpty()
     serve = command("serve", "served_models:double", "--port", "0")
@@ -179,7 +173,7 @@ def test_the_end_of_the_terminal_is_the_end_of_the_service() -> None:
         process.wait()
 
 
-def test_nohup_is_respected() -> None:
+def test_idle_service_ignores_sighup_under_nohup_and_answers_other_signals() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         service = Serving("served_models:double")
@@ -189,10 +183,12 @@ def test_nohup_is_respected() -> None:
         os.kill(service.process.pid, signal.SIGHUP)
         os.kill(service.process.pid, signal.SIGUSR1)
         until(lambda: "SIGUSR1: ready: the model answers" in service.log())
+        os.kill(service.process.pid, signal.SIGUSR2)
+        until(lambda: "most recent call first" in service.log())
         assert "SIGHUP" not in service.log()
 
 
-def test_usr1_tells_how_things_stand_and_usr2_the_stacks() -> None:
+def test_usr1_writes_the_standing_and_usr2_the_stacks() -> None:
     with Serving("served_models:double", "--web-workers", "2") as service:
         service.answer(1)
         until(lambda: len(re.findall(r"web process \d+ is ready", service.log())) == 2)
@@ -207,25 +203,17 @@ def test_usr1_tells_how_things_stand_and_usr2_the_stacks() -> None:
         assert service.terminate() == 0
 
 
-def test_usr2_tells_the_stacks_of_an_idle_service() -> None:
-    with Serving("served_models:double") as service:
-        assert service.answer(1) == 2
-        os.kill(service.process.pid, signal.SIGUSR2)
-        until(lambda: "most recent call first" in service.log())
-        assert service.answer(2) == 4
-        assert service.terminate() == 0
+def test_signals_to_end_within_a_second_are_one_wish() -> None:
+    clock = ManualClock()
+    end = EndSignals(clock=clock)
+    end.begin()
+    clock.advance(1.0)
+    assert not end.is_second()
+    clock.advance(0.01)
+    assert end.is_second()
 
 
-def test_usr2_tells_the_stacks_of_an_idle_worker_host(redis_server: str, prefix: str) -> None:
-    redis = ("--redis", redis_server, "--prefix", prefix)
-    with Serving("served_models:double", *redis, role="worker", ready=False) as host:
-        until(lambda: "serves" in host.log())
-        os.kill(host.process.pid, signal.SIGUSR2)
-        until(lambda: "most recent call first" in host.log())
-        assert host.terminate() == 0
-
-
-def test_a_wish_during_a_restart_is_for_another_one() -> None:
+def test_restart_is_repeated_once_when_it_is_asked_for_during_one() -> None:
     begun, may_end = threading.Semaphore(0), threading.Semaphore(0)
     done: list[int] = []
 
@@ -241,11 +229,11 @@ def test_a_wish_during_a_restart_is_for_another_one() -> None:
     may_end.release()
     begun.acquire()
     may_end.release()
-    until(lambda: len(done) == 2)
     until(lambda: not [each for each in threading.enumerate() if each.name == "rolling restart"])
+    assert done == [0, 1]
 
 
-def test_a_restart_that_fails_does_not_end_all_others() -> None:
+def test_restart_works_again_after_one_that_failed() -> None:
     tried: list[int] = []
 
     def restart() -> None:
@@ -262,83 +250,6 @@ def test_a_restart_that_fails_does_not_end_all_others() -> None:
 
 
 # -- clients who do not read
-
-
-@pytest.mark.parametrize(
-    ("waited", "taken", "allowed", "is_cut"),
-    [
-        (29.9, 0, 30, False),
-        (30.1, 0, 30, True),
-        (31.0, LEAST_RATE, 30, False),
-        (31.1, LEAST_RATE, 30, True),
-        (1000.0, 1000 * LEAST_RATE, 30, False),
-        (1000.0, 960 * LEAST_RATE, 30, True),
-    ],
-)
-def test_who_reads_slowly_has_longer(
-    waited: float, taken: int, allowed: float, *, is_cut: bool
-) -> None:
-    assert is_too_slow(waited, taken, allowed) is is_cut
-
-
-class Buffer:
-    """A connection's, of which a client has read some."""
-
-    def __init__(self, unread: int) -> None:
-        self.unread = unread
-        self.is_aborted = False
-
-    def get_write_buffer_size(self) -> int:
-        return self.unread
-
-    def get_extra_info(self, _: str) -> None:
-        return None
-
-    def is_closing(self) -> bool:
-        return False
-
-    def abort(self) -> None:
-        self.is_aborted = True
-
-
-def test_the_slowest_is_cut_where_all_together_leave_too_much() -> None:
-    """Nobody is cut whose answer is just written: alone it may be larger than all may be."""
-
-    async def read() -> list[bool]:
-        readers = SlowReaders(1000, 100)
-        silent, reading, large = Buffer(60), Buffer(60), Buffer(1000)
-        readers.stalled(cast(Any, reading))
-        reading.unread = 30
-        readers.stalled(cast(Any, silent))
-        assert not silent.is_aborted
-        readers.stalled(cast(Any, Buffer(20)))
-        found = [silent.is_aborted, reading.is_aborted]
-        readers.stalled(cast(Any, large))
-        assert readers.cut == 3, "all but that"
-        readers.flows(cast(Any, large))
-        return [*found, reading.is_aborted, large.is_aborted]
-
-    assert asyncio.run(read()) == [True, False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "is_aborted"),
-    [((0, 0, 0), False), ((9, 8, 7), False), ((9, 8, 8), True), ((5, 0), False)],
-)
-def test_a_little_that_is_never_read_does_not_stay(
-    sizes: tuple[int, ...], *, is_aborted: bool
-) -> None:
-    connection: Any = Connection.__new__(Connection)
-    connection.transport, connection._unread, connection._interval = Buffer(0), 0, 1.0
-    connection._listeners = Listeners(cast(Any, None), SlowReaders(1, 100))
-    connection._serving, connection._spills, connection._awaits_head = None, None, False
-    connection._idle_since = connection._unread_since = 0.0
-    for second, size in enumerate(sizes):
-        now = float(second)
-        connection._loop = SimpleNamespace(time=lambda now=now: now, call_later=lambda *_: None)
-        connection.transport.unread = size
-        connection._check_limits()
-    assert connection.transport.is_aborted is is_aborted
 
 
 ANSWER = 15 << 20
@@ -372,7 +283,7 @@ def resident(service: Serving) -> int:
     return int(pages) * os.sysconf("SC_PAGESIZE")
 
 
-def test_who_does_not_read_is_cut(sockets: Callable[[Serving], socket.socket]) -> None:
+def test_clients_that_do_not_read_are_cut(sockets: Callable[[Serving], socket.socket]) -> None:
     with Serving(OBEDIENT, "--write-timeout", "1") as service:
         request = big_request()
         silent = [sockets(service) for _ in range(4)]
@@ -503,22 +414,20 @@ def test_limits_of_a_request_are_options_and_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "env", "threads", "spins"),
+    ("threads", "env", "expected"),
     [
-        (("--cpu-threads", "3"), {}, "3", "1000"),
-        (("--cpu-threads", "3"), {"OMP_WAIT_POLICY": "ACTIVE"}, "3", None),
-        ((), {"OMP_NUM_THREADS": "5"}, "5", "1000"),
+        (3, {}, ["3", "1000"]),
+        (3, {"OMP_WAIT_POLICY": "ACTIVE"}, ["3", None]),
+        ("auto", {"OMP_NUM_THREADS": "5"}, ["5", "1000"]),
     ],
 )
 def test_threads_of_a_worker_do_not_keep_each_other_from_running(
-    tmp_path: Path, more: tuple[str, ...], env: dict[str, str], threads: str, spins: str | None
+    threads: Any, env: dict[str, str], expected: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They spun for milliseconds: a batch took 444 ms in place of 12 beside two busy programs."""
-    (tmp_path / "environment.py").write_text(
-        "import os\ndef of(names): return [os.environ.get(name) for name in names]\n"
-    )
-    with Serving("environment:of", *more, cwd=tmp_path, **env) as service:
-        asked = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT"]
-        found = dict(zip(asked, service.predict(asked).json(), strict=True))
-    assert found["OMP_NUM_THREADS"] == threads
-    assert found["GOMP_SPINCOUNT"] == spins
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with Streamer(served_models.environment_of, cpu_threads=threads) as streamer:
+        assert streamer.predict(["OMP_NUM_THREADS", "GOMP_SPINCOUNT"]) == expected

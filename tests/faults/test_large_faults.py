@@ -15,6 +15,7 @@ import pytest
 from fault_processes import GONE, Watch, await_line, descendants, running, workers
 
 import large_models
+from cases import long_cases
 from models import echo
 from service_streamer import Streamer
 from service_streamer.testing import Gate
@@ -72,8 +73,7 @@ def test_nothing_is_left_of_processes_that_are_killed(who: str, tmp_path: Path) 
     assert "leaked" not in said
 
 
-@pytest.mark.short_cases("True")
-@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("closes", [True, *long_cases(False)])
 def test_nothing_is_said_when_a_program_ends(closes: bool, tmp_path: Path) -> None:
     before = shared_memory()
     with running(SOURCE.replace("END", str(closes)), tmp_path) as program:

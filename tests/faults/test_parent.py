@@ -14,15 +14,14 @@ from fault_processes import GONE, Watch, await_line, descendants, running
 from redis_processes import until
 
 import models
+from cases import long_cases
 from service_streamer import Future, PredictTimeout, Streamer, ThreadedStreamer
-from service_streamer.observe.record import Call
 from service_streamer.testing import Gate
 
 # -- killed
 
 
-@pytest.mark.short_cases("spawn")
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", *long_cases("fork", "forkserver")])
 def test_no_child_outlives_a_parent_that_is_killed_under_load(method: str, tmp_path: Path) -> None:
     source = f"""
         import itertools, threading
@@ -55,8 +54,9 @@ def test_no_child_outlives_a_parent_that_is_killed_under_load(method: str, tmp_p
 # -- ended
 
 
-@pytest.mark.short_cases("hangs", "stopped")
-@pytest.mark.parametrize("how", ["hangs", "hangs, deaf", "stopped", "hangs, being killed"])
+@pytest.mark.parametrize(
+    "how", ["hangs", "stopped", *long_cases("hangs, deaf", "hangs, being killed")]
+)
 def test_the_interpreter_ends_with_a_worker_that_hangs(how: str, tmp_path: Path) -> None:
     source = f"""
         import os, signal, threading
@@ -118,8 +118,7 @@ def test_the_interpreter_ends_with_a_worker_that_backs_off(tmp_path: Path) -> No
         assert (program.returncode, out, err) == (0, "1 64\n", "")
 
 
-@pytest.mark.short_cases("Streamer")
-@pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
+@pytest.mark.parametrize("kind", ["Streamer", *long_cases("ThreadedStreamer")])
 def test_the_interpreter_ends_while_many_threads_wait_for_results(
     kind: str, tmp_path: Path
 ) -> None:
@@ -164,11 +163,17 @@ SWEPT_BEYOND = 32
 def nothing_new() -> Iterator[None]:
     """What is made within the block, for calls, is let go of within it."""
     kinds = Future, Payload, PredictTimeout
-    before, calls_before = count(*kinds), count(Call)
+    before, calls_before = count(*kinds), calls()
     yield
     # Who waits is told first: the thread that tells lets go of it all a moment later.
     until(lambda: count(*kinds) <= before)
-    until(lambda: count(Call) <= calls_before + SWEPT_BEYOND)
+    until(lambda: calls() <= calls_before + SWEPT_BEYOND)
+
+
+def calls() -> int:
+    """How many calls there are, in any state."""
+    gc.collect()
+    return sum(type(each).__qualname__ == "Call" for each in gc.get_objects())
 
 
 def count(*kinds: type) -> int:
@@ -177,12 +182,12 @@ def count(*kinds: type) -> int:
     return sum(issubclass(type(each), kinds) for each in gc.get_objects())
 
 
-@pytest.fixture
-def occupied(kind: str, gate: Gate) -> Iterator[Streamer | ThreadedStreamer]:
+@pytest.fixture(params=["process", *long_cases("thread")])
+def occupied(request: pytest.FixtureRequest, gate: Gate) -> Iterator[Streamer | ThreadedStreamer]:
     """A streamer that computes one batch until the end of the test, and begins no other."""
     # Room for all that is to wait, or a full batch would be sent ahead.
     streamer: Any
-    if kind == "process":
+    if request.param == "process":
         streamer = Streamer(models.Gated, 2_000, model_init_args=(gate,))
     else:
         streamer = ThreadedStreamer(lambda batch: [gate.go_through() for _ in batch], 2_000)
@@ -195,7 +200,6 @@ def occupied(kind: str, gate: Gate) -> Iterator[Streamer | ThreadedStreamer]:
         first.result()
 
 
-@pytest.mark.short_cases("process")
 def test_a_thousand_predicts_that_end_too_late_leave_nothing(
     occupied: Streamer | ThreadedStreamer,
 ) -> None:
@@ -207,7 +211,6 @@ def test_a_thousand_predicts_that_end_too_late_leave_nothing(
         assert (stats.pending, stats.expired) == (0, 1_000)
 
 
-@pytest.mark.short_cases("process")
 def test_a_thousand_submits_that_end_too_late_leave_nothing(
     occupied: Streamer | ThreadedStreamer,
 ) -> None:
@@ -239,3 +242,5 @@ def test_a_thousand_results_that_nobody_asks_for_leave_nothing(
         futures = [streamer.submit([Payload()]) for _ in range(1_000)]
         concurrent.futures.wait(futures)
         del futures
+    stats = streamer.stats()
+    assert (stats.pending, stats.expired) == (0, 0)

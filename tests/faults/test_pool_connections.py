@@ -1,9 +1,14 @@
-"""Connections to a shared pool that break while both ends live: a call is computed once."""
+"""Connections to a shared pool that break, or are not read, while both ends live."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import pickle
+import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +18,12 @@ import pytest
 
 import models
 from conftest import await_that
-from service_streamer import Streamer, WorkerLost
-from service_streamer.pool.visits import ask_pool
+from pools import ask_pool, connected, folder, greeting, pool_pid
+from service_streamer import Streamer
+from service_streamer.engine.engine import Engine
+from service_streamer.pool.pool_protocol import HOLD_STREAM, RELEASED, pack
 from service_streamer.testing import Gate
-from stream_models import Resumed
+from stream_models import Countdown, Resumed
 
 Shared = Callable[..., Streamer]
 
@@ -38,76 +45,80 @@ class Echo(models.Gated):
         return batch
 
 
-def status() -> dict[str, Any]:
-    found: dict[str, Any] = ask_pool("a", "status")
-    return found
+class Large(models.Gated):
+    def predict(self, batch: list[Any]) -> list[Any]:
+        super().predict(batch)
+        return [bytes(5_000_000)] * len(batch)
 
 
 def cut(streamer: Streamer) -> None:
-    """End the connection from outside, as a debugger could."""
-    link = streamer._backend._bell.link  # type: ignore[attr-defined]
-    with socket.socket(fileno=os.dup(link._connection.fileno())) as connection:
-        connection.shutdown(socket.SHUT_RDWR)
-    await_that(lambda: streamer._backend._bell.link not in (None, link))  # type: ignore[attr-defined]
+    """End the only connection of this process from outside, as a debugger could."""
+    client: Any = streamer.pool_client
+    ended = threading.Event()
+    client.when_workers_change(ended.set)
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # it was the descriptor of this list
+            if os.readlink(each).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(each.name))) as connection:
+                    if connection.getpeername() == str(folder() / "a.sock"):
+                        connection.shutdown(socket.SHUT_RDWR)
+    ended.wait()
+    await_that(lambda: client.pool_pid is not None)
 
 
-def test_what_is_being_computed_is_computed_once(lasting: Shared, gate: Gate) -> None:
+def test_open_calls_are_sent_again_after_a_broken_connection(lasting: Shared, gate: Gate) -> None:
     streamer = lasting(models.gated(gate), 1)
     streamer.wait_ready()
-    pid = status()["pid"]
+    pid = pool_pid()
     futures = [streamer.submit([0])]
     gate.await_arrival()
     futures += [streamer.submit([n]) for n in range(1, 5)]
     await_that(lambda: streamer.stats().pending >= 3)
     for _ in range(2):
         cut(streamer)
-        await_that(lambda: streamer.stats().pending >= 3)
-    gate.let_through(5)  # one each, and no more
+        await_that(lambda: streamer.stats().pending >= 4)  # what is being computed, too
+    gate.let_through(20)
     for future in futures:
-        future.result()
-    stats = streamer.stats()
-    assert (stats.answered, stats.pending, stats.in_flight) == (5, 0, 0)
-    assert status()["pid"] == pid
+        assert future.result() == [1]
+    await_that(lambda: (stats := streamer.stats()).pending == stats.in_flight == 0)
+    assert pool_pid() == pid
 
 
-def test_large_items_and_results_survive_it(lasting: Shared, gate: Gate) -> None:
+def test_a_large_result_arrives_after_a_broken_connection(lasting: Shared, gate: Gate) -> None:
+    # With the message, and more than a socket takes at once: it waits for room there.
+    streamer = lasting(Large, 1, model_init_args=(gate,), shared_memory_limit=0)
+    future = streamer.submit([0])
+    gate.await_arrival()
+    cut(streamer)
+    gate.let_through(2)
+    assert future.result(60) == [bytes(5_000_000)]
+
+
+def test_large_items_and_results_survive_a_broken_connection(lasting: Shared, gate: Gate) -> None:
     streamer = lasting(Echo, 1, model_init_args=(gate,))
     items = [bytearray([n]) * 200_000 for n in range(4)]
     futures = [streamer.submit([item]) for item in items]
     gate.await_arrival()
     cut(streamer)
-    gate.let_through(4)
+    gate.let_through(20)
     for item, future in zip(items, futures, strict=True):
         assert future.result() == [item]
-    calls = streamer._backend._calls  # type: ignore[attr-defined]
-    await_that(lambda: not calls._lent)
 
 
-def test_under_load_nothing_is_lost(lasting: Shared, tmp_path: Path) -> None:
+def test_no_call_is_lost_under_load_by_broken_connections(lasting: Shared, tmp_path: Path) -> None:
     streamer = lasting(pool_models.Recorded, 4, model_init_args=[str(tmp_path / "record")])
     streamer.wait_ready()
-    pid = status()["pid"]
+    pid = pool_pid()
     futures = []
     for part in range(10):
         futures += [streamer.submit([f"item-{part}-{n}"]) for n in range(50)]
         cut(streamer)
     for n, future in enumerate(futures):
         assert future.result() == [f"ITEM-{n // 50}-{n % 50}"]
-    assert status()["pid"] == pid
+    assert pool_pid() == pid
 
 
-def test_without_retries_callers_are_told(lasting: Shared, gate: Gate) -> None:
-    streamer = lasting(models.gated(gate), 1, retry=False)
-    future = streamer.submit([1])
-    gate.await_arrival()
-    cut(streamer)
-    with pytest.raises(WorkerLost, match=r"or the connection to it.* retry is False"):
-        future.result()
-    gate.let_through(20)
-    assert streamer.predict([2])
-
-
-def test_streams_go_on_after_it(lasting: Shared) -> None:
+def test_streams_go_on_after_a_broken_connection(lasting: Shared) -> None:
     streamer = lasting(Resumed, 4)
     stream = streamer.stream({"n": 500}, timeout=None, max_buffered=16)
     got = [next(stream)]
@@ -115,13 +126,125 @@ def test_streams_go_on_after_it(lasting: Shared) -> None:
     assert [*got, *stream] == [*range(1, 501)]
 
 
-def test_who_leaves_after_it_leaves_nothing(lasting: Shared, gate: Gate) -> None:
-    streamer, other = (lasting(models.gated(gate), 1) for _ in range(2))
+def test_a_client_that_closes_after_a_broken_connection_leaves_nothing(
+    lasting: Shared, gate: Gate
+) -> None:
+    streamer = lasting(models.gated(gate), 1)
     futures = [streamer.submit([n]) for n in range(4)]
     gate.await_arrival()
     cut(streamer)
     streamer.close(drain=False)
     assert all(future.exception() for future in futures)
+    other = lasting(models.gated(gate), 1)
     await_that(lambda: other.stats().pending == 0)
     gate.let_through(20)
     assert other.predict([5])
+
+
+# -- clients that read late, or say what cannot be done
+
+
+def stream_call(number: int, item: int = 10**9) -> Any:
+    return number, [pack(item)], None, None, None, []
+
+
+def test_streams_are_held_while_their_client_is_behind(shared: Shared) -> None:
+    streamer = shared(pool_models.Crowded, 8, shared="a")
+    streamer.wait_ready()
+    with streamer.stream(10**9, timeout=None) as stream, connected("a") as peer:
+
+        def await_hold(calls: int) -> None:
+            """Until the peer has so many, and steps are of our stream alone."""
+            await_that(lambda: [n for _, n in ask_pool("a", "status")["clients"]] == [1, calls])
+            await_that(lambda: {next(stream) for _ in range(100)} == {1})
+
+        peer.send(stream_call(1), stream_call(2))
+        await_hold(2)
+        peer.send(stream_call(3))  # one that begins then
+        await_hold(3)
+        peer.send((HOLD_STREAM, 3))
+        while next(stream) != 3:  # the first two go on
+            peer.receive_frame()
+
+
+def hold_late(path: Path) -> None:
+    """When a stream is to be held, let a test read all that has come before that."""
+    hold = Engine.hold
+
+    def held_late(engine: Engine, call: Any, *, is_held: bool) -> None:
+        if is_held:
+            path.read_bytes()
+            await_that(lambda: not call.reply.session.unsent)
+        hold(engine, call, is_held=is_held)
+
+    Engine.hold = held_late  # type: ignore[method-assign]
+
+
+def test_a_stream_goes_on_if_its_client_catches_up_just_when_it_is_held(
+    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(path := tmp_path / "may hold")
+    monkeypatch.setattr(
+        "service_streamer.pool.pool_protocol.preparation", functools.partial(hold_late, path)
+    )
+    shared(Countdown, 4, shared="a").wait_ready()
+    with connected("a") as peer:
+        peer.send(stream_call(1, 20_000))
+        path.write_bytes(b"as soon as the pool reads")
+        while len(peer.receive()) == 2:  # to the end of the stream
+            pass
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """Of a client's large items."""
+    descriptor = os.memfd_create("a client's")
+    os.truncate(descriptor, 1 << 20)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_a_call_whose_items_cannot_be_read_fails_alone(shared: Shared, memory: int) -> None:
+    shared(models.double, shared="a").wait_ready()
+    with connected("a", memory=memory) as peer:
+        peer.send((1, [(b"nonsense",)], None, None, None, None), (2, pack(4), None))
+        answers = dict((peer.receive_kind(n)[:2]) for n in (1, 2))
+    assert "IndexError" in answers[1].text
+    assert pickle.loads(answers[2]) == 8
+
+
+def test_a_client_that_keeps_results_leaves_room_for_others(shared: Shared, memory: int) -> None:
+    streamer = shared(pool_models.large, 1, shared="a", shared_memory_limit=32 << 20)
+    streamer.predict([bytearray(100_000)])  # from the first large item on, it is used
+
+    def kept(peer: Any, count: int) -> list[tuple[int, int]]:
+        """Where in shared memory so many results are; the others come with the messages."""
+        found = []
+        for _ in range(count):
+            peer.send((1, pack(1), None))
+            [outcome] = peer.receive_kind(1)[1]
+            if type(outcome) is tuple:
+                found.append((outcome[5], outcome[1]))
+        return found
+
+    with connected("a", memory=memory) as greedy, connected("a", memory=memory) as other:
+        blocks = kept(greedy, 20)
+        assert 2 <= len(blocks) < 10
+        assert kept(greedy, 1) == []
+        assert len(kept(other, 2)) == 2
+        greedy.send((RELEASED, 0, blocks))
+        assert len(kept(greedy, 1)) == 1
+
+
+def test_a_pool_stays_as_long_as_a_client_has_wished_that_left_at_once(shared: Shared) -> None:
+    streamer = shared(models.double, shared="a", linger=0)
+    streamer.wait_ready()
+    pid, wishes = pool_pid(), ask_pool("a", "status")["wishes"]
+    os.kill(pid, signal.SIGSTOP)
+    with greeting("a", wishes, linger=60):
+        pass
+    os.kill(pid, signal.SIGCONT)
+    streamer.stats()
+    streamer.close()
+    assert pool_pid() == pid
+    ask_pool("a", "stop", False)

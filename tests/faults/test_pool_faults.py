@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fault_processes import GONE, Watch, await_line, descendants, running, workers
 
 import models
+from cases import long_cases
 from conftest import await_that
-from service_streamer import PredictTimeout, Streamer
-from service_streamer.errors import StreamerBroken, StreamerError
-from service_streamer.pool.directory import paths_of, private_directory
-from service_streamer.pool.pool_protocol import PROTOCOL, Hello, pack
-from service_streamer.pool.visits import ask_pool, await_end, pool_names
+from pools import Peer, ask_pool, await_end, folder, pool_names, pool_pid
+from service_streamer import PredictTimeout, Streamer, StreamerBroken, StreamerError
+from service_streamer.pool.pool_protocol import PROTOCOL, Hello, times
 
 Shared = Callable[..., Streamer]
 
@@ -121,18 +120,12 @@ def computed(folder: Path) -> Counter[str]:
     return Counter((folder / "record").read_text().split())
 
 
-def pool() -> dict[str, Any]:
-    status: dict[str, Any] = ask_pool("a", "status")
-    return status
-
-
-@pytest.mark.short_cases("all")
-@pytest.mark.parametrize("victims", ["pool", "worker", "client", "all"])
+@pytest.mark.parametrize("victims", ["all", *long_cases("pool", "worker", "client")])
 def test_a_death_under_load_loses_no_call(
     victims: str, callers: Callable[..., Callers], tmp_path: Path
 ) -> None:
     calls = callers(3)
-    pid = pool()["pid"]
+    pid = pool_pid()
     with Watch({pid, *descendants(pid)}) as family:
         if victims in ("worker", "all"):
             for worker in workers(pid):
@@ -154,7 +147,7 @@ def test_without_retries_no_item_is_computed_twice(
     callers: Callable[..., Callers], tmp_path: Path
 ) -> None:
     calls = callers(3, retry=False)
-    os.kill(pool()["pid"], signal.SIGKILL)
+    os.kill(pool_pid(), signal.SIGKILL)
     answered, lost = calls.end()
     assert len(lost) <= 3 * 8
     assert not answered & lost
@@ -184,7 +177,7 @@ def test_clients_go_on_with_a_pool_that_has_given_up_its_name(
     old = ask_pool("a", "replace")
     other = shared(models.double, shared="a")  # other wishes: a new version, say
     assert other.predict([1]) == [2]
-    assert pool()["pid"] != old
+    assert pool_pid() != old
     answered, lost = calls.end()
     assert answered
     assert not lost
@@ -192,22 +185,24 @@ def test_clients_go_on_with_a_pool_that_has_given_up_its_name(
     assert other.predict([2]) == [4]
 
 
-def test_who_came_while_a_pool_gave_up_its_name_finds_the_next_one(shared: Shared) -> None:
+def test_a_client_that_came_while_a_pool_gave_up_its_name_finds_the_next_one(
+    shared: Shared,
+) -> None:
     """It is refused for no wishes that the next pool may have."""
     streamer = shared(models.double, shared="a")
     streamer.predict([1])
-    paths = paths_of("a", private_directory(os.environ, os.geteuid()))
-    frame = pack([(*Hello(PROTOCOL, "early", os.getpid(), {"model": "another"}, 0.0),)])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(paths.socket)
+        connection.connect(str(folder() / "a.sock"))
         old = ask_pool("a", "replace")
         await_that(lambda: not pool_names())
-        connection.sendall(b"\0" + len(frame).to_bytes(8, "little") + frame)
-        connection.settimeout(60)
-        came = b"".join(iter(lambda: connection.recv(1 << 16), b""))
-    assert came in (b"", b"\0"), "no word, and no refusal, before the end"
+        with contextlib.closing(Peer(connection)) as peer:
+            peer.begin()
+            peer.send((*Hello(PROTOCOL, "early", os.getpid(), {"model": "another"}, 0.0),))
+            with contextlib.suppress(EOFError):
+                peer.begun()
+            assert peer.receive_all() == [], "no word, and no refusal, before the end"
     assert streamer.predict([2]) == [4]
-    assert streamer.backend.pool_pid == old  # type: ignore[attr-defined]
+    assert streamer.pool_client.pool_pid == old  # type: ignore[union-attr]
 
 
 def test_a_client_that_is_stopped_holds_up_nobody(shared: Shared, tmp_path: Path) -> None:
@@ -251,7 +246,7 @@ def test_a_client_that_is_stopped_holds_up_nobody(shared: Shared, tmp_path: Path
 def test_a_pool_that_is_stopped_lets_calls_time_out(shared: Shared) -> None:
     streamer = shared(models.double, shared="a", linger=0)
     streamer.predict([1])
-    pid = pool()["pid"]
+    pid = pool_pid()
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(PredictTimeout, match=r"no result within 0\.1 s \(pool"):
@@ -264,18 +259,16 @@ def test_a_pool_that_is_stopped_lets_calls_time_out(shared: Shared) -> None:
         os.kill(pid, signal.SIGCONT)
     assert waiting.result() == [8]
     assert len(large.result()[0]) == 20_000_000
-    assert pool()["pid"] == pid
+    assert pool_pid() == pid
 
 
 def test_a_pool_that_is_stopped_is_said_not_to_answer(
     shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from service_streamer.pool import pool_client
-
-    monkeypatch.setattr(pool_client, "_PATIENCE", 0.1)
+    monkeypatch.setattr(times, "answer", 0.1)
     streamer = shared(models.double, shared="a")
     streamer.predict([1])
-    pid = pool()["pid"]
+    pid = pool_pid()
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(PredictTimeout, match=r"within 0\.1 s; is its process stopped\?"):
@@ -287,31 +280,30 @@ def test_a_pool_that_is_stopped_is_said_not_to_answer(
 def test_nonsense_from_a_process_concerns_that_process_only(shared: Shared) -> None:
     streamer = shared(models.double, shared="a")
     streamer.predict([1])
-    paths = paths_of("a", private_directory(os.environ, os.geteuid()))
     for nonsense in (b"x" * 100, b"\0" * 8, (5).to_bytes(8, "little") + b"hello", b""):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.connect(paths.socket)
+            connection.connect(str(folder() / "a.sock"))
             connection.sendall(nonsense)
     assert streamer.predict([2]) == [4]
-    await_that(lambda: len(pool()["clients"]) == 1)
+    await_that(lambda: len(ask_pool("a", "status")["clients"]) == 1)
 
 
 def test_the_directory_of_pools_is_made_again(shared: Shared) -> None:
     streamer = shared(models.double, shared="a")
     streamer.predict([1])
-    pid = pool()["pid"]
-    folder = Path(private_directory(os.environ, os.geteuid()))
-    for each in folder.iterdir():
+    pid = pool_pid()
+    for each in folder().iterdir():
         each.unlink()
-    folder.rmdir()
+    folder().rmdir()
     os.kill(pid, signal.SIGKILL)
     assert streamer.predict([2]) == [4]
-    pid = pool()["pid"]
-    folder.parent.rename(f"{folder.parent}-moved")  # before: the next pool is started at once
+    pid = pool_pid()
+    runtime = folder().parent
+    runtime.rename(f"{runtime}-moved")  # before: the next pool is started at once
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(StreamerBroken, match="is gone, and the one that it was in"):
         streamer.predict([3])
-    Path(f"{folder.parent}-moved").rename(folder.parent)
+    Path(f"{runtime}-moved").rename(runtime)
     assert streamer.predict([4]) == [8]
 
 
@@ -326,140 +318,99 @@ def test_a_working_directory_that_was_removed(
     folder.rmdir()
     os.kill(worker, signal.SIGKILL)
     assert streamer.predict([2]) != [worker]  # the pool carries on
-    os.kill(pool()["pid"], signal.SIGKILL)
+    os.kill(pool_pid(), signal.SIGKILL)
     with pytest.raises(StreamerError, match="the working directory of this process was removed"):
         streamer.predict([3])
     os.chdir(tmp_path)
     assert streamer.predict([4])
 
 
-def test_who_starts_while_a_pool_is_killed_again_and_again_is_served(shared: Shared) -> None:
+def test_clients_are_served_while_a_pool_is_killed_again_and_again(shared: Shared) -> None:
     streamers = [shared(models.double, shared="a") for _ in range(4)]
     for n in range(4):
         futures = [streamer.submit([n]) for streamer in streamers]
         for future in futures:
             assert future.result() == [2 * n]
-        os.kill(pool()["pid"], signal.SIGKILL)
+        os.kill(pool_pid(), signal.SIGKILL)
     assert [streamer.predict([9]) for streamer in streamers] == [[18]] * 4
-    assert len(pool()["clients"]) == 4
+    assert len(ask_pool("a", "status")["clients"]) == 4
 
 
-def test_a_process_that_cannot_be_started_is_told(
-    shared: Shared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from service_streamer.pool import client_loop, pool_process
-
-    monkeypatch.setattr(client_loop, "_FAILING", 0.0)
-    monkeypatch.setattr(pool_process, "_PROGRAM", "raise SystemExit(3)")
-    streamer = shared(models.double, shared="a")
-    with pytest.raises(StreamerBroken, match="has ended 5 times before it could serve"):
-        streamer.predict([1])
+# -- pools that cannot serve
 
 
-_REFUSING = """\
-import service_streamer.pool.pool_process as module
-def refuse(*_): raise ConnectionError("no cluster\\n  at all")
-module.PoolMemory = refuse
-run_pool(file)
-"""
-
-
-def failing(counter: Path, *fails: str) -> str:
-    """The program of a pool: the first of them do that at their start, the others serve."""
-    from service_streamer.pool import pool_process
-
-    does = f"""\
-def fail(*_):
-    with open({str(counter)!r}, "a") as file:
+def fail_in_turn(starts: Path, errors: Sequence[Exception | int | None]) -> None:
+    """In the process of a pool: the first of them fail, exit with a status, or serve."""
+    with starts.open("a") as file:
         file.write("x")
-        if file.tell() <= {len(fails)}: exec({fails!r}[file.tell() - 1])
-    return memory(*_)
-import service_streamer.pool.pool_process as module
-memory, module.PoolMemory = module.PoolMemory, fail
-run_pool(file)
-"""
-    return pool_process._PROGRAM.replace("run_pool(file)\n", does)
+        number = file.tell() - 1
+    error = errors[number] if number < len(errors) else None
+    if isinstance(error, int):
+        os._exit(error)
+    if error is not None:
+        raise error
 
 
-_IS_AWAY = "raise ConnectionError('nobody there')"
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """From its call on, pools of new clients fail so; they are started again soon."""
+
+    def failing(*errors: Exception | int | None) -> Path:
+        starts = tmp_path / "starts"
+        prepare = functools.partial(fail_in_turn, starts, errors)
+        monkeypatch.setattr("service_streamer.pool.pool_protocol.preparation", prepare)
+        return starts
+
+    monkeypatch.setattr(times, "failing", 0.0)
+    monkeypatch.setattr(times, "between_failures", 0.01)
+    return failing
 
 
-def test_who_was_never_served_waits_a_little_for_the_other_side(
-    shared: Shared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+IS_AWAY = ConnectionError("no cluster\n  at all")
+Failing = Callable[..., Path]
+
+
+@pytest.mark.parametrize(
+    ("errors", "says"),
+    [
+        ([3] * 5, "has ended 5 times before it could serve; its log says why"),
+        ([ValueError("no address")], "has ended before it could serve; ValueError: no address$"),
+        ([IS_AWAY] * 3, "has ended 3 times .*; ConnectionError: no cluster at all$"),
+    ],
+)
+def test_a_pool_that_cannot_serve_is_told_with_its_reason(
+    shared: Shared, failing: Failing, errors: list[Exception | int], says: str
 ) -> None:
-    from service_streamer.pool import client_loop, pool_process
-
-    monkeypatch.setattr(client_loop, "_LONGEST_AFTER_FAILURES", 0.01)
-    program = failing(tmp_path / "starts", _IS_AWAY, _IS_AWAY)
-    monkeypatch.setattr(pool_process, "_PROGRAM", program)
-    assert shared(models.double, shared="a").predict([1]) == [2]
-
-
-def test_what_does_not_pass_is_told_at_once(
-    shared: Shared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from service_streamer.pool import pool_process
-
-    program = failing(tmp_path / "starts", "raise ValueError('no address')")
-    monkeypatch.setattr(pool_process, "_PROGRAM", program)
+    failing(*errors)
     streamer = shared(models.double, shared="a")
-    says = "has ended before it could serve; ValueError: no address$"
     with pytest.raises(StreamerBroken, match=says):
         streamer.predict([1])
-
-
-def test_a_reason_is_not_that_of_a_pool_before(
-    shared: Shared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The first says why, and those after it end without a word."""
-    from service_streamer.pool import client_loop, pool_process
-
-    monkeypatch.setattr(client_loop, "_FAILING", 0.0)
-    monkeypatch.setattr(client_loop, "_LONGEST_AFTER_FAILURES", 0.01)
-    streamer = shared(models.double, shared="a")
-    assert streamer.predict([1]) == [2]
-    program = failing(tmp_path / "starts", _IS_AWAY, *["os._exit(3)"] * 4)
-    monkeypatch.setattr(pool_process, "_PROGRAM", program)
-    os.kill(pool()["pid"], signal.SIGKILL)
-    with pytest.raises(StreamerBroken, match=r"has ended 5 times .*; its log says why"):
-        streamer.predict([1])
-
-
-@pytest.mark.parametrize("has_served", [False, True])
-def test_what_a_process_failed_of_is_told(
-    shared: Shared, monkeypatch: pytest.MonkeyPatch, has_served: bool
-) -> None:
-    from service_streamer.pool import client_loop, pool_process
-
-    monkeypatch.setattr(client_loop, "_FAILING", 0.0)
-    monkeypatch.setattr(client_loop, "_LONGEST_AFTER_FAILURES", 0.01)
-    if has_served:
-        streamer = shared(models.double, shared="a")
-        assert streamer.predict([1]) == [2]
-    whole = pool_process._PROGRAM
-    with monkeypatch.context() as patch:
-        patch.setattr(pool_process, "_PROGRAM", whole.replace("run_pool(file)\n", _REFUSING))
-        if has_served:
-            os.kill(pool()["pid"], signal.SIGKILL)
-        else:  # which starts a pool at once
-            streamer = shared(models.double, shared="a")
-        says = "before it could serve; ConnectionError: no cluster at all$"
-        with pytest.raises(StreamerBroken, match=says):
-            streamer.predict([1])
     assert streamer.predict([2]) == [4]
 
 
-def test_processes_that_are_killed_at_their_start_are_replaced(
-    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_client_that_was_never_served_waits_a_little_for_the_other_side(
+    shared: Shared, failing: Failing
 ) -> None:
-    from service_streamer.pool import client_loop, pool_process
-
-    monkeypatch.setattr(client_loop, "_FAILING", 300.0)
-    counter = str(tmp_path / "starts")
-    dies = f"""\
-with open({counter!r}, "a") as file:
-    if file.write("x") and file.tell() <= 6: raise SystemExit(3)
-"""
-    monkeypatch.setattr(pool_process, "_PROGRAM", dies + pool_process._PROGRAM)
+    failing(IS_AWAY, IS_AWAY)
     assert shared(models.double, shared="a").predict([1]) == [2]
-    assert os.path.getsize(counter) == 7
+
+
+def test_a_pool_that_can_serve_no_more_is_not_told_with_the_reason_of_another(
+    shared: Shared, failing: Failing
+) -> None:
+    failing(None, IS_AWAY, *[3] * 4)
+    streamer = shared(models.double, shared="a")
+    assert streamer.predict([1]) == [2]
+    os.kill(pool_pid(), signal.SIGKILL)
+    with pytest.raises(StreamerBroken, match=r"has ended 5 times .*; its log says why"):
+        streamer.predict([1])
+    assert streamer.predict([2]) == [4]
+
+
+def test_pools_that_are_killed_at_their_start_are_replaced(
+    shared: Shared, failing: Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(times, "failing", 300.0)
+    starts = failing(*[3] * 6)
+    assert shared(models.double, shared="a").predict([1]) == [2]
+    assert starts.stat().st_size == 7

@@ -19,8 +19,8 @@ from pool_models import echo_or_pid
 import large_models
 from conftest import await_that
 from large_models import checksum
+from pools import ask_pool
 from service_streamer import PredictTimeout, Streamer
-from service_streamer.pool.visits import ask_pool
 from service_streamer.testing import Gate
 
 Shared = Callable[..., Streamer]

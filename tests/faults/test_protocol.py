@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from protocol_models import Forks, breaches
 
+from cases import long_cases
 from service_streamer import Streamer, WorkerLost
-from service_streamer.workers.diagnosis import EXIT_FORK_RETURNED
 
-both_methods = pytest.mark.parametrize("method", ["spawn", "fork"])
+both_methods = pytest.mark.parametrize("method", ["spawn", *long_cases("fork")])
 
 BREACHES = {
     # By itself it is right, so it is the worker's own answer that is one too many.
@@ -56,11 +56,10 @@ def test_a_breach_of_the_protocol_is_the_death_of_its_worker_alone(breach: str) 
         assert streamer.stats().state == "running"
 
 
-@pytest.mark.short_cases("spawn")
 @both_methods
 @pytest.mark.parametrize(
     ("how", "status"),
-    [("returns", EXIT_FORK_RETURNED), ("raises", EXIT_FORK_RETURNED), ("exits", 7)],
+    [("returns", 70), ("raises", 70), ("exits", 7)],
 )
 def test_a_fork_that_comes_back_from_the_model_ends_and_answers_nothing(
     how: str, status: int, method: str, capfd: pytest.CaptureFixture[str]
@@ -75,7 +74,6 @@ def test_a_fork_that_comes_back_from_the_model_ends_and_answers_nothing(
     assert said == (how != "exits")
 
 
-@pytest.mark.short_cases("spawn")
 @both_methods
 @pytest.mark.parametrize("how", ["returns", "raises", "exits"])
 def test_a_fork_that_comes_back_from_loading_ends_as_well(

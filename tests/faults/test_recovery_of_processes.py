@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from service_streamer import (
     RedisStreamer,
     RedisWorker,
     Streamer,
+    StreamerBroken,
     WorkerStartError,
 )
 from service_streamer.engine import loop
-from service_streamer.errors import StreamerBroken
 from service_streamer.supervision.supervisor import RestartPolicy
 from service_streamer.testing import Gate
 
@@ -128,8 +129,11 @@ class Exclusive(ManagedModel):
         return [self.version] * len(batch)
 
 
-@pytest.mark.short_cases("1-False")
-@pytest.mark.parametrize(("worker_num", "overlap"), [(2, "auto"), (2, False), (1, False)], ids=str)
+@pytest.mark.parametrize(
+    ("worker_num", "overlap"),
+    [(1, False), *(pytest.param(2, each, marks=pytest.mark.long) for each in ("auto", False))],
+    ids=str,
+)
 def test_new_weights_where_two_workers_do_not_fit(
     worker_num: int, overlap: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -284,15 +288,15 @@ def test_a_worker_host_ends_while_it_waits_for_a_worker(
         models.NeedsFile, redis_broker=redis_server, prefix=prefix,
         model_init_args=(weights,), max_restarts=0,
     )  # fmt: skip
-    thread = threading.Thread(target=worker.run_forever)
-    thread.start()
-    with RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer:
-        [pid] = streamer.predict([None])
-        weights.unlink()
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: "service_streamer recovery" in [t.name for t in threading.enumerate()])
-    worker.stop()
-    thread.join()
+    with ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(worker.run_forever)
+        with RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer:
+            [pid] = streamer.predict([None])
+            weights.unlink()
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: "service_streamer recovery" in [t.name for t in threading.enumerate()])
+        worker.stop()
+        assert serving.exception() is None
 
 
 def test_a_service_ends_a_worker_that_hangs(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -18,8 +17,8 @@ import pytest
 import redis
 from redis_processes import Program, recorded, until
 
+from cases import long_cases
 from service_streamer import BrokerUnavailable, Future, PredictTimeout, RedisStreamer, WorkerLost
-from service_streamer.engine.operator_signals import SAME_SIGNAL
 from service_streamer.redis.local import LocalRedis
 from service_streamer.testing import Gate
 
@@ -29,9 +28,6 @@ CLAIM_TIMEOUT = 0.75
 #: A host with this batch size and one worker claims exactly twice as many calls of one item.
 BATCH = 2
 HELD = 2 * BATCH
-
-#: What a busy machine may need beyond what is promised, seconds.
-SLACK = 30.0
 
 
 class Tally:
@@ -189,7 +185,7 @@ def site(
 # -- worker hosts that are killed
 
 
-def test_what_a_killed_host_had_claimed_another_computes(site: Site) -> None:
+def test_calls_of_a_killed_host_are_computed_by_another(site: Site) -> None:
     gate = site.gate()
     doomed = site.host(gate)
     tally = Tally()
@@ -199,16 +195,14 @@ def test_what_a_killed_host_had_claimed_another_computes(site: Site) -> None:
     heir = site.host()
     tally.await_ends(10 - HELD)
     doomed.kill()
-    killed_at = time.monotonic()
     tally.assert_served()
-    assert time.monotonic() - killed_at < 4 / 3 * CLAIM_TIMEOUT + SLACK
     stats = until(lambda: (found := heir.stats())["held"] == 0 and found)
     assert stats["taken_over"] >= HELD
     assert set(recorded(site.record)) == set(range(10))
 
 
 @pytest.mark.long
-def test_without_retry_what_a_killed_host_had_claimed_fails(site: Site) -> None:
+def test_calls_of_a_killed_host_fail_without_retry(site: Site) -> None:
     gate = site.gate()
     doomed = site.host(gate, retry=False)
     tally = Tally()
@@ -275,8 +269,9 @@ def test_an_item_that_kills_its_worker_fails_alone(site: Site) -> None:
     assert (stats["taken_over"], stats["taken_away"]) == (0, 0)
 
 
-@pytest.mark.short_cases("with its workers")
-@pytest.mark.parametrize("alone", [False, True], ids=["with its workers", "without its workers"])
+@pytest.mark.parametrize(
+    "alone", [False, *long_cases(True)], ids=["with its workers", "without its workers"]
+)
 def test_a_host_that_was_frozen_answers_late_and_goes_on(site: Site, alone: bool) -> None:
     gate = site.gate()
     frozen = site.host(gate)
@@ -360,8 +355,8 @@ def test_a_host_that_is_told_twice_to_end_hands_back_what_it_has_claimed(site: S
     until(lambda: leaving.stats()["held"] == HELD)
     leaving.signal(signal.SIGTERM, alone=True)
     until(lambda: leaving.stats()["pool"]["state"] == "draining")
-    told_at = time.monotonic()
-    until(lambda: time.monotonic() > told_at + SAME_SIGNAL)
+    [told_at, _] = site.call("TIME")
+    until(lambda: site.call("TIME")[0] > told_at + 1)  # within a second the two would count as one
     leaving.signal(signal.SIGTERM, alone=True)
     code, stats = leaving.left()
     assert code == 0
@@ -372,8 +367,7 @@ def test_a_host_that_is_told_twice_to_end_hands_back_what_it_has_claimed(site: S
     assert heir.stats()["taken_over"] == 0, "they are as new"
 
 
-@pytest.mark.short_cases("alone")
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with its workers"])
+@pytest.mark.parametrize("alone", [True, *long_cases(False)], ids=["alone", "with its workers"])
 def test_a_host_that_is_told_to_end_under_load_loses_nothing(site: Site, alone: bool) -> None:
     hosts = site.hosts(2, batch_size=16)
     leaving, _ = hosts
@@ -401,7 +395,7 @@ def test_a_host_that_is_told_to_end_under_load_loses_nothing(site: Site, alone: 
 # -- a client that is killed
 
 
-def test_of_a_killed_client_nothing_stays_and_nobody_else_notices(site: Site) -> None:
+def test_killed_client_leaves_nothing_and_disturbs_no_other(site: Site) -> None:
     gate = site.gate()
     host = site.host(gate)
     streamer = site.streamer()
@@ -454,13 +448,11 @@ class TestOutage:
         tally = Tally()
         tally.submit(streamer, range(10))  # these have time
         until(lambda: streamer.stats().state == "disconnected")
-        started = time.monotonic()
         with pytest.raises(BrokerUnavailable, match=str(server.port)):
             streamer.predict([1], timeout=1)
         late = streamer.submit([1], timeout=0.5)
         with pytest.raises(BrokerUnavailable, match=str(server.port)):
             late.result()
-        assert 1.5 <= time.monotonic() - started < 1.5 + SLACK
         with pytest.raises(BrokerUnavailable):
             streamer.wait_ready(timeout=0.2)
         stats = streamer.stats()
@@ -502,7 +494,7 @@ class TestCrash:
             yield server
 
     @pytest.mark.long
-    def test_of_ten_thousand_calls_none_is_lost_or_doubled(
+    def test_ten_thousand_calls_are_neither_lost_nor_doubled(
         self, server: LocalRedis, site: Site
     ) -> None:
         hosts = site.hosts(2, batch_size=64, claim_timeout=5)
@@ -548,10 +540,9 @@ class TestFrozen:
         server.pause()
         os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
         tally.submit(streamer, range(10, 20))
-        started = time.monotonic()
         with pytest.raises((BrokerUnavailable, PredictTimeout)):
             streamer.predict([-1], timeout=0.5)
-        assert 0.5 <= time.monotonic() - started < 0.5 + SLACK
+        assert streamer.stats().expired == 1
         # Both sides take the connection for dead, and make others that do not answer either.
         until(lambda: streamer.stats().state == "disconnected")
         with pytest.raises(BrokerUnavailable):
@@ -570,9 +561,8 @@ class TestForgetful:
         with LocalRedis() as server:
             yield server
 
-    @pytest.mark.short_cases("flushed")
-    @pytest.mark.parametrize("how", ["flushed", "killed"])
-    def test_what_was_lost_fails_and_all_goes_on(
+    @pytest.mark.parametrize("how", ["flushed", *long_cases("killed")])
+    def test_calls_that_redis_lost_fail_and_all_goes_on(
         self, server: LocalRedis, site: Site, how: str
     ) -> None:
         gate = site.gate()

@@ -14,6 +14,7 @@ from fault_models import fail_as_a_streamer_of_its_own
 from redis_processes import until
 
 import models
+from redis_peers import Keys, Traffic, client_name
 from service_streamer import (
     BadMessage,
     BrokerUnavailable,
@@ -23,9 +24,7 @@ from service_streamer import (
     StreamerClosed,
     WorkerStartError,
 )
-from service_streamer.redis import client as client_module
 from service_streamer.redis.local import LocalRedis
-from service_streamer.redis.scripts import Keys
 from service_streamer.testing import Gate
 
 SECRET = "of sixteen bytes or more"
@@ -36,9 +35,9 @@ Client = Callable[..., RedisStreamer]
 
 
 @pytest.fixture
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients look every tenth of a second for calls that are gone, not every five."""
-    monkeypatch.setattr(client_module, "_REFRESH", 0.1)
+def looking(client: Client) -> RedisStreamer:
+    """A client that looks each second for calls that are gone, not every five."""
+    return client(reply_ttl=3)
 
 
 @pytest.fixture
@@ -65,8 +64,10 @@ def no_dead_letters(ask: redis.Redis, keys: Keys) -> Iterator[None]:
     ids=["other secret", "no secret here", "no secret there", "serializer", "size"],
 )  # fmt: skip
 @pytest.mark.usefixtures("no_dead_letters")
-def test_what_hosts_cannot_read_fails_with_the_reason(
+def test_call_that_hosts_cannot_read_is_set_aside_and_fails_with_the_reason(
     host: Host,
+    ask: redis.Redis,
+    keys: Keys,
     redis_server: str,
     prefix: str,
     caplog: pytest.LogCaptureFixture,
@@ -75,7 +76,7 @@ def test_what_hosts_cannot_read_fails_with_the_reason(
     reason: str,
     text: str,
 ) -> None:
-    host(models.echo, **ours)
+    worker = host(models.echo, **ours)
     with RedisStreamer(redis_server, prefix, None, **theirs) as streamer:
         futures = [streamer.submit(["x" * 5000]) for _ in range(50)]
     for future in futures:
@@ -88,24 +89,27 @@ def test_what_hosts_cannot_read_fails_with_the_reason(
     assert (stats.unreadable, stats.lost, stats.pending) == (50, 0, 0)
     told = [record for record in caplog.records if "could not read this call" in record.message]
     assert len(told) == 1, "once, not for each call"
+    assert worker.stats().set_aside == ask.xlen(keys.dead) == 50  # type: ignore[union-attr]
+    assert ask.pttl(keys.dead) > 0
+    with RedisStreamer(redis_server, prefix, None, **ours) as streamer:
+        assert streamer.predict([1]) == [1], "the others go on"
 
 
 @pytest.mark.usefixtures("no_dead_letters")
 def test_a_message_that_says_nothing_of_its_sender_is_found_to_be_gone(
-    host: Host, client: Client, ask: redis.Redis, keys: Keys, looks_often: None
+    host: Host, looking: RedisStreamer, ask: redis.Redis, keys: Keys
 ) -> None:
-    streamer = client()
-    future = streamer.submit([1])
+    future = looking.submit([1])
     until(lambda: ask.xlen(keys.calls) == 1)
     [(id_, _)] = ask.xrange(keys.calls)
     ask.xdel(keys.calls, id_)  # somebody mutilates it
     ask.xadd(keys.calls, {"d": 0, "m": b"\x95\x01"})
     host(models.echo)
-    other = streamer.submit([2])
+    other = looking.submit([2])
     assert other.result() == [2]
     with pytest.raises(BrokerUnavailable, match="no longer in Redis and has no reply"):
         future.result()
-    assert streamer.stats().lost == 1
+    assert looking.stats().lost == 1
 
 
 def test_a_reply_that_this_side_cannot_read_fails_its_call(host: Host, client: Client) -> None:
@@ -120,21 +124,18 @@ def test_a_reply_that_this_side_cannot_read_fails_its_call(host: Host, client: C
 
 
 def test_notices_of_a_stranger_fail_no_call_and_put_no_words_into_errors(
-    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys, looks_often: None
+    host: Host, traffic: Traffic, looking: RedisStreamer, gate: Gate, ask: redis.Redis, keys: Keys
 ) -> None:
     host(models.Gated, model_init_args=(gate,))
-    streamer = client()
-    future = streamer.submit([1])
+    future = looking.submit([1])
     gate.await_arrival()
-    [key] = ask.keys(keys.client("*"))
-    replies = keys.replies(key.decode().rpartition(":")[2])
+    replies = keys.replies(client_name(ask, keys))
     for notice in (b"1 signature", b"1 evil words", b"99 size", b"1", b"", b"\xff 1", b"9" * 99):
         ask.xadd(replies, {"n": notice})
     ask.xadd(replies, {"c": "a mark"})
+    looked_for = traffic.count("look for calls")
     ask.xadd(replies, {"n": "1 signature", "c": "1"})
-    # What comes later has been looked after later
-    before = streamer._client._calls._reasons
-    until(lambda: before and not streamer._client._lost.is_noticed)
+    until(lambda: traffic.count("look for calls") > looked_for + 1)
     assert not future.done()
     gate.let_through()
     assert future.result() == [1]
@@ -158,52 +159,63 @@ def test_an_error_of_a_streamer_that_the_model_uses_is_an_answer(
 # -- a call that is gone
 
 
-def test_a_call_that_somebody_deletes_fails(
-    client: Client, ask: redis.Redis, keys: Keys, looks_often: None
+def test_calls_that_somebody_deletes_fail(
+    looking: RedisStreamer, ask: redis.Redis, keys: Keys
 ) -> None:
-    streamer = client()
-    future = streamer.submit([1])
-    until(lambda: ask.xlen(keys.calls) == 1)
+    futures = [looking.submit([number]) for number in range(3)]
+    until(lambda: ask.xlen(keys.calls) == 3)
     ask.delete(keys.calls)
+    for future in futures:
+        with pytest.raises(BrokerUnavailable, match="the call was deleted"):
+            future.result()
+
+
+def test_call_that_is_gone_is_found_behind_more_calls_than_are_looked_for_at_once(
+    looking: RedisStreamer, ask: redis.Redis, keys: Keys
+) -> None:
+    futures = [looking.submit([number]) for number in range(1500)]
+    until(lambda: ask.xlen(keys.calls) == 1500)
+    ask.xgroup_create(keys.calls, "hosts", "0")
+    [(_, entries)] = ask.xreadgroup("hosts", "a host", {keys.calls: ">"})
+    ask.xack(keys.calls, "hosts", entries[-1][0])
+    ask.xdel(keys.calls, entries[-1][0])
     with pytest.raises(BrokerUnavailable, match="the call was deleted"):
-        future.result()
+        futures[-1].result()
+    assert looking.stats().pending == 1499
 
 
 def test_a_call_that_is_being_computed_outlives_that_redis_forgets_its_client(
-    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys, looks_often: None
+    host: Host, looking: RedisStreamer, gate: Gate, ask: redis.Redis, keys: Keys
 ) -> None:
     host(models.Gated, model_init_args=(gate,))
-    streamer = client()
-    future = streamer.submit([1])
+    future = looking.submit([1])
     gate.await_arrival()
     [key] = ask.keys(keys.client("*"))
     ask.delete(key)  # as when its time to live ends, which a clock that is set forward brings about
     until(lambda: ask.exists(key))
     gate.let_through()
     assert future.result() == [1]
-    assert streamer.predict([]) == []
+    assert looking.predict([]) == []
     assert ask.get(key) == b"1", "so that what is sent again is known"
 
 
 def test_a_call_that_was_handed_back_is_not_taken_for_gone(
-    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys, looks_often: None
+    host: Host, traffic: Traffic, looking: RedisStreamer, gate: Gate, ask: redis.Redis, keys: Keys
 ) -> None:
     leaving = host(models.Gated, model_init_args=(gate,))
-    streamer = client()
-    future = streamer.submit([1])
+    future = looking.submit([1])
     gate.await_arrival()
     [(id_, _)] = ask.xrange(keys.calls)
     leaving.close(drain=False)
     assert [entry for entry, _ in ask.xrange(keys.calls)] == [id_]
-    checked = streamer._client._calls
-    until(lambda: checked.doubtful(9, all_sent=True))
+    until(lambda: traffic.count("look for calls"))
     assert not future.done()
     host(models.Gated, model_init_args=(gate,))
     gate.let_through(2)
     assert future.result() == [1]
 
 
-def test_what_was_handed_back_is_withdrawn_with_its_client(
+def test_call_that_was_handed_back_is_withdrawn_with_its_client(
     host: Host, client: Client, gate: Gate, ask: redis.Redis, prefix: str
 ) -> None:
     leaving = host(models.Gated, model_init_args=(gate,))
@@ -254,9 +266,8 @@ def test_a_block_ends_where_redis_hangs() -> None:
 
 @pytest.mark.long
 def test_a_block_ends_where_redis_hangs_and_the_users_client_would_wait_for_ever(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(client_module, "_LONGEST_PARTING", 0.5)
     with LocalRedis() as server:
         broker = redis.Redis.from_url(server.url, socket_timeout=None)
         with RedisStreamer(broker, drain_timeout=0.2) as streamer:
@@ -296,7 +307,7 @@ def test_closing_finishes_what_goes_on(host: Host, client: Client, gate: Gate) -
 
 
 def test_a_forgotten_streamer_ends_although_nobody_answers(
-    redis_server: str, prefix: str, ask: redis.Redis, keys: Keys, looks_often: None
+    redis_server: str, prefix: str, ask: redis.Redis, keys: Keys
 ) -> None:
     others = {*threading.enumerate()}
     streamer = RedisStreamer(redis_server, prefix, drain_timeout=0.2)
@@ -308,12 +319,6 @@ def test_a_forgotten_streamer_ends_although_nobody_answers(
         thread.join()
     assert isinstance(future.exception(0), StreamerClosed)
     assert ask.keys(keys.client("*")) == []
-
-
-@pytest.mark.parametrize("bad", [0, -1, "soon", float("nan")])
-def test_a_time_to_drain_that_is_none_is_refused(bad: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="drain_timeout"):
-        RedisStreamer(drain_timeout=bad)
 
 
 @pytest.fixture(autouse=True)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import redis
-from redis_processes import Program, until
+from redis_processes import Program, stream_hosts, until
 
-from service_streamer import Overloaded, RedisStreamer, RedisWorker, WorkerLost
-from service_streamer.redis.claims import Claim
+from redis_peers import Keys, Traffic, await_paused
+from service_streamer import RedisStreamer, RedisWorker, WorkerLost
 from service_streamer.redis.local import LocalRedis
-from service_streamer.redis.scripts import Keys
-from service_streamer.remote import deliveries, open_calls
 from service_streamer.testing import Gate
 from stream_models import Countdown, Resumed
 
-CLAIM_TIMEOUT = 0.5
 FOR_EVER = 10**9
 
 Client = Callable[..., RedisStreamer]
@@ -28,30 +27,8 @@ Host = Callable[..., RedisWorker]
 
 @pytest.fixture
 def program(redis_server: str, prefix: str, ask: redis.Redis) -> Iterator[Callable[..., Program]]:
-    """Starts worker hosts as programs; what they leave in Redis expires before the test ends."""
-    programs: list[Program] = []
-
-    def program(gate: Gate | None = None, **options: Any) -> Program:
-        options = {
-            "redis_broker": redis_server, "prefix": prefix, "batch_size": 1, "model": "Resuming",
-            "claim_timeout": CLAIM_TIMEOUT, "reply_ttl": 5,
-            "model_init_args": [] if gate is None else [str(gate.__getstate__())], **options,
-        }  # fmt: skip
-        programs.append(Program("host", options))
-        programs[-1].await_ready()
-        return programs[-1]
-
-    yield program
-    for each in programs:
-        each.close()
-    until(lambda: not ask.keys(f"*{prefix}:host:*"))
-    ask.delete(Keys(prefix).calls, *ask.keys(f"*{prefix}*"))
-
-
-def claims(worker: RedisWorker) -> list[Claim]:
-    """The streams that a host holds."""
-    assert worker._host is not None
-    return [claim for claim in [*worker._host._held.claims] if claim.outflow is not None]
+    with stream_hosts(ask, prefix, redis_broker=redis_server, model="Resuming") as program:
+        yield program
 
 
 def made(outputs: Any) -> list[int]:
@@ -140,7 +117,7 @@ def test_many_streams_outlive_host_after_host(
 @pytest.mark.parametrize(
     ("options", "losses"), [({"retry": False}, 1), ({"max_attempts": 2}, 2)], ids=["", "twice"]
 )
-def test_it_is_lost_where_too_many_hosts_were(
+def test_stream_is_lost_after_too_many_hosts(
     program: Callable[..., Program],
     client: Client,
     gate: Gate,
@@ -159,19 +136,15 @@ def test_it_is_lost_where_too_many_hosts_were(
         next(stream)
 
 
-def test_it_is_lost_if_it_is_too_large_to_be_kept(
-    program: Callable[..., Program],
-    client: Client,
-    gate: Gate,
-    monkeypatch: pytest.MonkeyPatch,
+def test_stream_is_lost_if_it_is_too_large_to_be_kept(
+    host: Host, client: Client, gate: Gate
 ) -> None:
-    monkeypatch.setattr(open_calls, "_MOST_KEPT", 3)
-    doomed = program(gate)
-    stream = client(reply_ttl=5).stream(FOR_EVER)
+    leaving = host(Resumed, 1, model_init_args=(gate,))
+    stream = client().stream({"n": FOR_EVER, "text": "x" * (5 << 20)})
     gate.let_through()
-    next(stream)
-    doomed.kill()
-    program()
+    assert next(stream) == 1
+    leaving.close(drain=False)
+    host(Resumed, 1)
     with pytest.raises(WorkerLost, match="after outputs were handed out"):
         next(stream)
 
@@ -188,7 +161,7 @@ def test_a_host_that_leaves_at_once_lets_others_go_on(
     assert [*got, *stream] == [*range(1, 101)]
 
 
-def test_it_is_not_refused_when_others_have_taken_its_room(
+def test_stream_that_goes_on_is_not_refused_when_others_have_taken_its_room(
     host: Host, client: Client, gate: Gate
 ) -> None:
     leaving = host(Resumed, 1, model_init_args=(gate,))
@@ -203,7 +176,7 @@ def test_it_is_not_refused_when_others_have_taken_its_room(
     assert other.result() == [[1]]
 
 
-def test_without_retries_it_is_not_begun_again(host: Host, client: Client, gate: Gate) -> None:
+def test_stream_is_not_begun_again_without_retries(host: Host, client: Client, gate: Gate) -> None:
     leaving = host(Resumed, 1, model_init_args=(gate,), max_attempts=1)
     stream = client().stream({"n": 100})
     gate.let_through()
@@ -214,38 +187,32 @@ def test_without_retries_it_is_not_begun_again(host: Host, client: Client, gate:
         next(stream)
 
 
-def test_what_is_over_keeps_neither_its_item_nor_its_outputs(
-    host: Host, client: Client, gate: Gate
-) -> None:
-    host(Resumed, 1, model_init_args=(gate,))
-    streamer = client()
-    stream = streamer.stream({"n": 100})
-    gate.let_through(1)
-    assert next(stream) == 1
-    [call] = streamer._client._calls._calls.values()
-    gate.let_through(99)
-    assert [*stream] == [*range(2, 101)]
-    assert call.inflow is not None
-    assert call.inflow.kept is None
-
-
-def test_a_host_that_drains_does_not_wait_for_a_consumer_that_lags(
+def test_stream_that_is_over_keeps_neither_its_item_nor_its_outputs(
     host: Host, client: Client
 ) -> None:
-    leaving = host(Resumed, 1)
-    stream = client().stream({"n": FOR_EVER}, max_buffered=10)
-    until(lambda: [each.outflow.is_held for each in claims(leaving)] == [True])
-    leaving.close()
     host(Resumed, 1)
-    assert [next(stream) for _ in range(500)] == [*range(1, 501)]
-    stream.close()
+    streamer = client()
+    tracemalloc.start()
+    try:
+        streams = [streamer.stream({"n": 1, "text": "x" * (1 << 20)}) for _ in range(16)]
+        assert [[*stream] for stream in streams] == [[1]] * 16
+        assert tracemalloc.get_traced_memory()[0] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
-def test_nor_for_one_that_begins_to_lag(host: Host, client: Client, gate: Gate) -> None:
+@pytest.mark.parametrize("when", ["before", "while"], ids="it lags {} the host closes".format)
+def test_host_that_drains_does_not_wait_for_a_consumer_that_lags(
+    host: Host, client: Client, gate: Gate, traffic: Traffic, ask: redis.Redis, keys: Keys,
+    when: str,
+) -> None:  # fmt: skip
     leaving = host(Resumed, 1, model_init_args=(gate,))
     stream = client().stream({"n": FOR_EVER}, max_buffered=10)
     gate.let_through(5)
     assert [next(stream) for _ in range(5)] == [*range(1, 6)]
+    if when == "before":
+        gate.let_through(1000)
+        await_paused(1, traffic, ask, keys)
     closing = threading.Thread(target=leaving.close)
     closing.start()
     until(lambda: leaving.stats().state == "leaving")  # type: ignore[union-attr]
@@ -256,48 +223,48 @@ def test_nor_for_one_that_begins_to_lag(host: Host, client: Client, gate: Gate) 
     stream.close()
 
 
-def test_nor_for_one_whose_model_cannot_resume(
-    host: Host, client: Client, monkeypatch: pytest.MonkeyPatch
+def test_host_that_drains_has_a_consumer_that_lags_get_all_if_its_model_cannot_resume(
+    host: Host, client: Client, traffic: Traffic, ask: redis.Redis, keys: Keys
 ) -> None:
-    """Its item goes on, and all outputs wait in the client, as far as it keeps them."""
-    monkeypatch.setattr(deliveries, "_MOST_BEHIND", 5000)
     leaving = host(Countdown, 1)
-    streamer = client()
-    endless = streamer.stream({"n": FOR_EVER}, max_buffered=10)
-    until(lambda: [each.outflow.is_held for each in claims(leaving)] == [True])
-    short = streamer.stream(2000, max_buffered=10)
-    until(lambda: len(claims(leaving)) == 2)
+    stream = client().stream(2000, max_buffered=10)
+    await_paused(1, traffic, ask, keys)
     leaving.close()
-    assert [*short] == [*range(1, 2001)]
-    with pytest.raises(Overloaded, match="wait for their consumer"):
-        for _ in endless:
-            pass
+    assert [*stream] == [*range(1, 2001)]
 
 
-def test_what_a_client_is_told_twice_it_sends_once(host: Host, client: Client, gate: Gate) -> None:
-    """A client reads its replies again after a pause, and after an outage."""
+def test_client_that_reads_a_reply_again_does_not_send_the_stream_again(
+    host: Host, client: Client, gate: Gate, traffic: Traffic
+) -> None:
+    """It reads its replies again after a pause, and after an outage."""
+    read: list[Any] = []
+
+    def keep(answer: Any) -> Any:
+        """The reply by which the stream may go on elsewhere."""
+        [(_, entries)] = answer
+        read.extend(entries)
+        traffic.at_answer("XREAD", repeat)
+        return answer
+
+    def repeat(answer: Any) -> Any:
+        [(key, entries)] = answer
+        return [[key, [*read, *entries]]]
+
     leaving = host(Resumed, 1, model_init_args=(gate,))
-    streamer = client()
-    deliver = streamer._client._deliveries.deliver
-
-    def twice(answers: Any) -> None:
-        answers = [*answers]
-        deliver([answer._replace(outputs=[*answer.outputs]) for answer in answers])
-        deliver(answers)
-
-    streamer._client._deliveries.deliver = twice  # type: ignore[method-assign]
-    stream = streamer.stream({"n": 100})
+    stream = client().stream({"n": 100})
     gate.let_through(2)
     got = [next(stream), next(stream)]
+    traffic.at_answer("XREAD", keep)
     leaving.close(drain=False)
-    heir = host(Resumed, 1)
+    heir = host(Resumed, 1, model_init_args=(gate,))
+    gate.let_through()
+    got.append(next(stream))  # with which the reply came again
+    gate.let_through(200)
     assert [*got, *stream] == [*range(1, 101)]
-    stats = heir.stats()
-    assert stats is not None
-    assert stats.claimed == 1
+    assert heir.stats().claimed == 1  # type: ignore[union-attr]
 
 
-def test_it_goes_on_after_a_worker_and_a_host_were_lost(
+def test_stream_goes_on_after_a_worker_and_a_host_were_lost(
     host: Host, client: Client, gate: Gate
 ) -> None:
     """What another worker of the heir gets is the item with the outputs of all before it."""
@@ -310,33 +277,35 @@ def test_it_goes_on_after_a_worker_and_a_host_were_lost(
     gate.let_through()
     got.append(next(stream))
     gate.await_arrival()
-    pool = heir._pool
-    assert pool is not None
-    transport: Any = pool.engine._transport
-    [worker] = transport._workers.values()
-    worker.process.kill()
+    [process] = multiprocessing.active_children()
+    process.kill()
     gate.let_through(200)
     assert [*got, *stream] == [*range(1, 101)]
+    assert heir.stats().pool.restarts == 1  # type: ignore[union-attr]
 
 
-def test_the_client_has_it_go_on_if_the_host_has_not_kept_its_outputs(
+class Long(Resumed):
+    """Its outputs are long numbers."""
+
+    def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
+        return [(f"{made:<100000}", is_over) for made, is_over in super().step(states)]
+
+    def resume(self, item: dict[str, Any], outputs: list[Any]) -> dict[str, Any]:
+        return super().resume(item, [*map(int, outputs)])
+
+
+def test_stream_of_long_outputs_goes_on_after_its_worker_died(
     host: Host, client: Client, gate: Gate
 ) -> None:
-    """As of those that lie in memory that a worker takes with it."""
-    worker = host(Resumed, 1, model_init_args=(gate,))
-    stream = client().stream({"n": 100})
-    gate.let_through()
-    got = [next(stream)]
-    [claim] = claims(worker)
-    claim.call.handed_out = None
-    gate.let_through()
-    got.append(next(stream))
-    assert worker._pool is not None
-    transport: Any = worker._pool.engine._transport
-    [process] = transport._workers.values()
-    process.process.kill()
-    gate.let_through(200)
-    assert [*got, *stream] == [*range(1, 101)]
+    host(Long, 1, model_init_args=(gate,))
+    stream = client().stream({"n": 20})
+    gate.let_through(2)
+    got = [next(stream), next(stream)]
+    gate.await_arrival()
+    [process] = multiprocessing.active_children()
+    process.kill()
+    gate.let_through(100)
+    assert [int(output) for output in (*got, *stream)] == [*range(1, 21)]
 
 
 def test_a_redis_that_has_lost_its_data_fails_the_stream() -> None:
@@ -356,12 +325,14 @@ def test_a_redis_that_has_lost_its_data_fails_the_stream() -> None:
         assert type(failed.value).__name__ in ("BrokerUnavailable", "WorkerLost")
 
 
-def test_workers_are_replaced_while_streams_run_and_rest(host: Host, client: Client) -> None:
+def test_workers_are_replaced_while_streams_run_and_pause(
+    host: Host, client: Client, traffic: Traffic, ask: redis.Redis, keys: Keys
+) -> None:
     worker = host(Resumed, 4, worker_num=2)
     worker.wait_ready()
     streamer = client()
-    resting = [streamer.stream({"n": FOR_EVER}, max_buffered=5) for _ in range(3)]
-    until(lambda: sum(each.outflow.is_held for each in claims(worker)) == 3)  # type: ignore[union-attr]
+    paused = [streamer.stream({"n": FOR_EVER}, max_buffered=5) for _ in range(3)]
+    await_paused(3, traffic, ask, keys)
     got: dict[int, list[int]] = {}
 
     def consume(n: int) -> None:
@@ -375,7 +346,7 @@ def test_workers_are_replaced_while_streams_run_and_rest(host: Host, client: Cli
     for thread in threads:
         thread.join()
     assert got == {n: [*range(1, n + 1)] for n in wanted}
-    for stream in resting:
+    for stream in paused:
         assert [next(stream) for _ in range(300)] == [*range(1, 301)]
         stream.close()
 

@@ -21,9 +21,11 @@ from sticky_models import (
     make_error,
 )
 
-from service_streamer import Streamer, ThreadedStreamer, WorkerLost
+from service_streamer import ManagedModel, Streamer, ThreadedStreamer, WorkerLost
+from service_streamer.supervision.supervisor import RestartPolicy
 from service_streamer.testing import Gate
-from service_streamer.workers import sticky_errors as sticky
+from service_streamer.workers.runner import DeviceFailed
+from worker_loop import loaded, served
 
 ENDED = (
     r"^worker \d+ \(pid \d+\) ended itself, since its GPU failed with an error after which every "
@@ -31,7 +33,7 @@ ENDED = (
 )
 
 
-def test_of_64_callers_of_four_workers_none_fails_but_the_one_at_fault() -> None:
+def test_only_the_call_at_fault_fails_of_64_callers_of_four_workers() -> None:
     good = 20 * 64
     with Streamer(OnGpu, 16, worker_num=4, worker_timeout=None) as streamer:
         streamer.wait_ready()
@@ -60,7 +62,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_those_in_the_same_batch_are_computed_and_each_but_once(
+def test_items_of_the_same_batch_are_computed_once_more(
     how: str, gate: Gate, tmp_path: Path
 ) -> None:
     diary = tmp_path / "diary"
@@ -111,7 +113,7 @@ def test_no_input_ends_a_worker_by_its_words() -> None:
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_what_is_never_run_twice_fails_at_once_and_without_the_text_of_another(
+def test_calls_that_never_run_twice_fail_at_once_without_the_text_of_another(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Streamer(
@@ -131,7 +133,7 @@ def test_what_is_never_run_twice_fails_at_once_and_without_the_text_of_another(
     assert "could not compute secret-of-user-7" in caplog.text, "the log says it"
 
 
-def test_what_its_worker_had_not_begun_is_not_blamed(gate: Gate) -> None:
+def test_a_batch_that_its_worker_had_not_begun_is_not_blamed(gate: Gate) -> None:
     with Streamer(OnGpu, 2, worker_timeout=None, model_init_args=(gate,)) as streamer:
         culprit = streamer.submit([("fail", "assert"), 0])
         others = [streamer.submit([i, i]) for i in range(6)]  # one of them is sent ahead
@@ -144,15 +146,14 @@ def test_what_its_worker_had_not_begun_is_not_blamed(gate: Gate) -> None:
 def test_a_gpu_that_is_gone_for_good_is_tried_with_pauses() -> None:
     with Streamer(OnGpu, 1, worker_timeout=None, model_init_args=(None, True)) as streamer:
         pauses = []
-        policy = streamer.engine._core.supervisor._policy
-        delay = type(policy).delay
+        delay = RestartPolicy.delay
 
-        def watched(self: Any, restarts: int, jitter: float) -> float:
+        def watched(self: RestartPolicy, restarts: int, jitter: float) -> float:
             pauses.append(restarts)
             return delay(self, restarts, jitter) / 100
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(policy), "delay", watched)
+            patch.setattr(RestartPolicy, "delay", watched)
             for _ in range(2):
                 assert type(streamer.submit([1]).exception()) is WorkerLost
         assert pauses == [0, 1, 2, 3]
@@ -162,13 +163,13 @@ def test_a_gpu_that_is_gone_for_good_is_tried_with_pauses() -> None:
 # -- in a thread, which cannot end its process
 
 
-def test_in_a_thread_it_is_said_once_and_calls_fail_with_it(
+def test_a_failed_gpu_is_logged_once_in_a_thread_and_calls_fail_with_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpu = Gpu()
     gpu.error = make_error("assert")
     monkeypatch.setitem(sys.modules, "torch", gpu.module())
-    monkeypatch.setattr(sticky, "_logged", set())
+    monkeypatch.setattr(type(loaded(in_thread).guard), "logged", set())
     with ThreadedStreamer(in_thread, 4, worker_timeout=None) as streamer:
         for _ in range(4):
             with pytest.raises(AcceleratorError):
@@ -212,6 +213,30 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
+class Raises(ManagedModel):
+    """Raises one error after the other; None is a batch that succeeds."""
+
+    def init_model(self, *errors: BaseException | None) -> None:
+        self.errors = list(errors)
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        error = self.errors.pop(0)
+        if error is not None:
+            raise error
+        return batch
+
+
+def fault_of(*errors: BaseException | None) -> str | None:
+    """What the GPU said for which a worker process ended after such errors; None if it did not."""
+    model = loaded(Raises, *errors)
+    model.guard.may_end = True
+    try:
+        served(model, *([1] for _ in errors))
+    except DeviceFailed as failed:
+        return failed.fault
+    return None
+
+
 @pytest.mark.parametrize("how", ["itself", "cause", "context", "group", "circle"])
 @pytest.mark.parametrize(
     "text",
@@ -224,12 +249,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "operation not supported on global/shared address space",
     ],
 )  # fmt: skip
-def test_what_torch_s_own_class_says_is_known(text: str, how: str, gpu: Gpu) -> None:
-    guard = sticky.Guard(may_end=True)
-    error = AcceleratorError(TEXT.format(text))
-    with pytest.raises(sticky.DeviceFailed) as caught:
-        guard.look(wrapped(error, how))
-    assert caught.value.fault.removeprefix("CUDA error: ") in text
+def test_a_worker_ends_at_what_torch_s_own_class_says(text: str, how: str, gpu: Gpu) -> None:
+    fault = fault_of(wrapped(AcceleratorError(TEXT.format(text)), how))
+    assert fault is not None
+    assert fault.removeprefix("CUDA error: ") in text
     assert gpu.probes == 0
 
 
@@ -253,42 +276,53 @@ TEXT = "CUDA error: {}\nCUDA kernel errors might be ..."
     ids=lambda error: str(error)[:40],
 )
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_what_may_be_is_looked_at(error: Exception, is_broken: bool, gpu: Gpu) -> None:
-    guard = sticky.Guard(may_end=True)
+def test_the_gpu_is_looked_at_after_an_error_that_may_be_its_own(
+    error: Exception, is_broken: bool, gpu: Gpu
+) -> None:
     gpu.error = make_error("without a name") if is_broken else None
-    if is_broken:
-        with pytest.raises(sticky.DeviceFailed, match="CUDNN_STATUS_EXECUTION_FAILED"):
-            guard.look(error)
-    else:
-        guard.look(error)
-        assert gpu.probes
+    assert (fault_of(error) is not None) == is_broken
+    assert gpu.probes or is_broken
 
 
-def test_other_errors_are_looked_at_from_the_third_in_a_row_on(gpu: Gpu) -> None:
-    guard = sticky.Guard(may_end=True)
-    for row in (1, 2):
-        guard.look(ValueError("bad"))
-        assert (guard.row, gpu.probes) == (row, 0)
-    guard.look(ValueError("bad"))
-    assert gpu.probes == 1
-    guard.row = 0  # one was computed
-    guard.look(ValueError("bad"))
-    assert gpu.probes == 1
+class Odd(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+BAD = ValueError("bad")
+
+
+@pytest.mark.parametrize(
+    ("errors", "probes"),
+    [
+        ([BAD] * 2, 0),
+        ([BAD] * 3, 1),
+        ([BAD] * 4, 2),
+        ([BAD, BAD, None, BAD, BAD], 0),  # one was computed
+        ([Odd(), ValueError("x" * 64_000_000)], 0),
+        ([RuntimeError("CUDA error: x")] * 2, 2),
+    ],
+    ids=["two", "three", "four", "interrupted", "odd texts", "suspicious"],
+)
+def test_the_gpu_is_looked_at_from_the_third_error_in_a_row_on(
+    errors: list[Exception | None], probes: int, gpu: Gpu
+) -> None:
+    assert fault_of(*errors) is None
+    assert gpu.probes == probes
+
+
+ASSERTS = [RuntimeError(ASSERT)] * 5
 
 
 def test_a_gpu_that_is_not_in_use_is_not_touched(gpu: Gpu) -> None:
     gpu.is_initialized = False
-    guard = sticky.Guard(may_end=True)
-    for _ in range(5):
-        guard.look(RuntimeError(ASSERT))
+    assert fault_of(*ASSERTS) is None
     assert gpu.probes == 0
 
 
 def test_a_full_memory_is_no_fault(gpu: Gpu) -> None:
     gpu.error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 MiB")
-    guard = sticky.Guard(may_end=True)
-    for _ in range(5):
-        guard.look(RuntimeError("CUDA error: x"))
+    assert fault_of(*ASSERTS) is None
 
 
 def test_an_error_that_the_next_call_does_not_get_is_no_fault(
@@ -296,18 +330,20 @@ def test_an_error_that_the_next_call_does_not_get_is_no_fault(
 ) -> None:
     errors = [make_error("without a name")]
     monkeypatch.setattr(gpu, "call", lambda: (_ for _ in ()).throw(errors.pop()) if errors else 0)
-    sticky.Guard(may_end=True).look(RuntimeError("CUDA error: x"))
+    assert fault_of(RuntimeError("CUDA error: x")) is None
     assert errors == []
 
 
 @pytest.mark.parametrize("torch", [None, object(), "no module"], ids=["none", "half", "odd"])
-def test_without_a_whole_torch_nothing_is_looked_at(
+def test_errors_are_no_fault_without_a_whole_torch(
     torch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
-    guard = sticky.Guard(may_end=True)
-    for _ in range(5):
-        guard.look(RuntimeError(ASSERT))
+    assert fault_of(*ASSERTS) is None
+
+
+def pointed(reference: Any, kind: Any) -> Any:
+    return ctypes.cast(reference, ctypes.POINTER(kind)).contents
 
 
 class Driver:
@@ -319,7 +355,7 @@ class Driver:
         self.asked: list[str] = []
 
     def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802 - its name
-        context._obj.value = 1 if self.has_context else None
+        pointed(context, ctypes.c_void_p).value = 1 if self.has_context else None
         return 0
 
     def cuCtxSynchronize(self) -> int:  # noqa: N802 - its name
@@ -327,7 +363,7 @@ class Driver:
         return self.error
 
     def cuGetErrorName(self, error: int, name: Any) -> int:  # noqa: N802 - its name
-        name._obj.value = {700: b"CUDA_ERROR_ILLEGAL_ADDRESS"}[error]
+        pointed(name, ctypes.c_char_p).value = {700: b"CUDA_ERROR_ILLEGAL_ADDRESS"}[error]
         return 0
 
 
@@ -341,7 +377,7 @@ class Driver:
     ],
     ids=["failed", "works", "full", "not in use"],
 )
-def test_without_torch_the_driver_is_asked(
+def test_the_driver_is_asked_where_there_is_no_torch(
     driver: Driver, fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loaded(name: str, mode: int) -> Driver:
@@ -350,15 +386,4 @@ def test_without_torch_the_driver_is_asked(
 
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(ctypes, "CDLL", loaded)
-    assert sticky.probe() == fault
-
-
-class Odd(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-def test_errors_without_a_text_and_with_a_gigantic_one_do_no_harm(gpu: Gpu) -> None:
-    guard = sticky.Guard(may_end=True)
-    guard.look(Odd())
-    guard.look(ValueError("x" * 64_000_000))
+    assert fault_of(*ASSERTS) == fault

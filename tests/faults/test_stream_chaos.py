@@ -121,5 +121,5 @@ def test_each_stream_is_whole_or_fails_for_a_reason(kind: Callable[..., Any], se
         del running, each
         gc.collect()
         assert streamer.predict([{"n": 2}], 120) == [[1, 2]]
-        streamer.engine._core.batcher.check_invariants()
+        streamer.engine.core.batcher.check_invariants()
         assert streamer.stats().pending == 0

@@ -19,7 +19,7 @@ from service_streamer import BrokerUnavailable, RedisStreamer, RedisWorker, Stre
 from service_streamer.pipelines import SteppedPipeline
 from service_streamer.redis.local import LocalRedis
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("text-over-redis")]
 
 Client = Callable[..., RedisStreamer]
 
@@ -104,7 +104,6 @@ def test_it_goes_on_at_another_host(
         got = [next(stream) for _ in range(3)]
         doomed.kill()
     until(lambda: not ask.keys(f"*{prefix}:host:*"))
-    assert len(stream._outputs.buffer) + 3 < len(wanted[-1]), "it was in the middle"
     with contextlib.closing(Program("host", options)) as heir:
         got += stream
         assert got == wanted[-1]

@@ -10,19 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from service_streamer.workers.memory.arena import PAGE, Arena
-from service_streamer.workers.memory.payload import Parts, dump
-from service_streamer.workers.memory.shared_memory import (
-    Memory,
-    Placed,
-)
-from service_streamer.workers.memory.window import Window
-from service_streamer.workers.payload_channel import (
-    Encoder,
-    PayloadChannel,
-)
+from service_streamer.workers.payload_channel import Encoder, SharedMemory, in_worker
 
 MB = 1 << 20
+#: What is shared begins on a page, or some.
+PAGE = max(4096, mmap.PAGESIZE)
 #: Of an item that is shared, bytes: no multiple of a page, so that rows share some.
 SIZE = 10 * PAGE + 100
 
@@ -31,22 +23,18 @@ def filled(value: int, size: int = SIZE) -> Any:
     return np.full(size, value, "u1")
 
 
-def put(arena: Arena, item: Any) -> Placed:
-    parts = dump(item)
-    assert type(parts) is Parts
-    placed = arena.put(parts)
-    assert placed is not None
-    return placed
+def is_shared(payload: Any) -> bool:
+    """Whether it lies in shared memory, and does not go with the message."""
+    return type(payload) is not bytes
 
 
-def used(arena: Arena) -> int:
+def used(arena: Any) -> int:
     """How much is taken, now that what has ended is given back."""
-    with arena._lock:
-        arena._reclaim()
-    return arena.used
+    taken: int = arena.reclaim()
+    return taken
 
 
-def pages_of(memory: Memory) -> int:
+def pages_of(memory: Any) -> int:
     """How much of it there is, bytes."""
     return os.fstat(memory.descriptor).st_blocks * 512
 
@@ -55,7 +43,7 @@ class Link:
     """A writer and its readers, and the messages between them.
 
     Args:
-        private: whether readers may write.
+        private: whether readers may write: what goes to workers. Else what comes from one.
         readers: how many there are, each with a mapping of its own.
         rows: how many items of one size are to lie side by side.
     """
@@ -63,14 +51,16 @@ class Link:
     def __init__(
         self, size: int = 4 * MB, *, private: bool = True, readers: int = 1, rows: int = 0
     ) -> None:
-        memory = Memory(size)
-        self.arena = Arena(memory)
+        web = SharedMemory(2 * size)
+        ends = [web.for_worker(1) for _ in range(readers)]
+        workers = [in_worker(end[0]) for end in ends if end is not None]
+        here = [end[1] for end in ends if end is not None]
+        there = [worker[1] for worker in workers if worker[1] is not None]
+        self.encoder: Encoder = web.encoder if private else workers[0][0]
+        self.writers, self.readers = (here, there) if private else (there, here)
+        self.arena: Any = self.writers[0].arena
         self.arena.rows = rows
-        self.windows = [Window(memory, private=private) for _ in range(readers)]
-        self.readers = [PayloadChannel(None, window) for window in self.windows]
-        back = Window(Memory(PAGE))
-        self.writers = [PayloadChannel(self.arena, back) for _ in range(readers)]
-        self.encode: Callable[[Any], Any] = Encoder(self.arena, "items").encode
+        self.encode: Callable[[Any], Any] = self.encoder.encode
 
     def send(self, *payloads: Any, to: int = 0) -> list[Any]:
         """The items of a batch, as the reader has them."""
@@ -82,6 +72,13 @@ class Link:
     def share(self, *items: Any) -> list[Any]:
         return self.send(*map(self.encode, items))
 
+    def receive(self, *payloads: Any) -> list[Any]:
+        """The payloads of an answer, held by their reader but not loaded."""
+        batch = [*payloads]
+        self.writers[0].sent(batch)
+        self.readers[0].received(batch)
+        return batch
+
     def settle(self) -> None:
         """The readers' next messages."""
         for reader, writer in zip(self.readers, self.writers, strict=True):
@@ -92,17 +89,14 @@ class Link:
         self.settle()
         return used(self.arena)
 
+    def close_rows(self) -> None:
+        """No block is filled any further with rows."""
+        self.arena.reclaim(keep_rows=False)
+
 
 def read_only(of: Any) -> Any:
     of.flags.writeable = False
     return of
-
-
-class Unmapped(Memory):
-    """Cannot be mapped, as if the process's addresses were limited."""
-
-    def mapped(self, *, private: bool = False) -> mmap.mmap:
-        raise OSError(12, "Cannot allocate memory")
 
 
 def decode(payload: Any) -> Any:

@@ -7,42 +7,52 @@ import os
 from typing import Any
 
 import pytest
-from ends import MB, SIZE, Link, decode, filled, pages_of, put, used
+from ends import MB, PAGE, SIZE, Link, decode, filled, is_shared, pages_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from service_streamer.workers.memory import arena as arena_module
-from service_streamer.workers.memory.arena import PAGE, Arena
-from service_streamer.workers.memory.payload import LARGE, Parts, dump
-from service_streamer.workers.memory.shared_memory import (
-    Memory,
-    Placed,
-)
-from service_streamer.workers.payload_channel import (
-    Encoder,
-    SharedMemory,
-)
+from service_streamer.workers.memory.payload import LARGE
+from service_streamer.workers.payload_channel import Encoder, SharedMemory
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
+
+
+def pages(link: Link, count: int) -> Any:
+    """What takes so many pages; it goes with the message if there is no room."""
+    assert count * PAGE >= LARGE
+    return link.encode(filled(1, count * PAGE))
+
 
 # -- when it is full
 
 
-def test_what_does_not_fit_is_not_put_there() -> None:
-    arena = Arena(Memory(16 * PAGE))
-    assert arena.put(dump(filled(1, 17 * PAGE))) is None  # type: ignore[arg-type]
-    first = put(arena, filled(1, 9 * PAGE))
-    assert arena.put(dump(filled(1, 9 * PAGE))) is None  # type: ignore[arg-type]
-    assert used(arena) == 9 * PAGE
+def test_a_payload_goes_with_the_message_if_there_is_no_room() -> None:
+    link = Link(16 * PAGE)
+    assert not is_shared(link.encode(filled(1, 17 * PAGE)))
+    first = link.encode(filled(1, 9 * PAGE))
+    assert not is_shared(link.encode(filled(1, 9 * PAGE)))
+    assert link.used == 9 * PAGE
     del first
-    put(arena, filled(1, 16 * PAGE))
-    assert used(arena) == 0
+    assert is_shared(link.encode(filled(1, 16 * PAGE)))
+    assert link.used == 0
 
 
-@pytest.mark.parametrize("size", [PAGE, PAGE + 1, 3 * PAGE - 1])
+@pytest.mark.parametrize("size", [15 * PAGE, 15 * PAGE + 1, 16 * PAGE - 1])
 def test_only_whole_pages_of_the_memory_are_used(size: int) -> None:
-    memory = Memory(size)
-    arena = Arena(memory)
-    placed = [arena.put(Parts([bytes(1)], [memoryview(bytes(100))])) for _ in range(4)]
-    assert sum(each is not None for each in placed) == size // PAGE
+    link = Link(size)
+    assert not is_shared(pages(link, 16))
+    assert is_shared(pages(link, 15))
+
+
+@pytest.mark.parametrize(
+    ("count", "taken"), [(9, 9), (16, 16), (17, 18), (18, 18), (31, 32), (33, 36), (147, 160)]
+)
+def test_large_blocks_are_taken_in_sizes_that_are_few(count: int, taken: int) -> None:
+    link = Link()
+    payload = pages(link, count)
+    assert is_shared(payload)
+    assert link.used == taken * PAGE
 
 
 def test_all_of_a_small_memory_is_used_again_and_again(private: bool) -> None:
@@ -55,37 +65,27 @@ def test_all_of_a_small_memory_is_used_again_and_again(private: bool) -> None:
         assert link.used == 0
 
 
-def test_open_blocks_are_given_up_when_the_room_is_needed() -> None:
-    arena = Arena(Memory(8 * 64 * PAGE))
-    arena.rows = 4
+def test_blocks_of_rows_are_given_up_when_the_room_is_needed() -> None:
+    link = Link(8 * 64 * PAGE, rows=4)
     for size in (8 * PAGE, 9 * PAGE, 10 * PAGE, 11 * PAGE):
-        put(arena, filled(1, size))
-    assert used(arena) >= 4 * 32 * PAGE
-    whole = put(arena, filled(1, 8 * 64 * PAGE))
-    assert used(arena) == 8 * 64 * PAGE
+        link.encode(filled(1, size))
+    assert link.used >= 4 * 32 * PAGE
+    whole = link.encode(filled(1, 8 * 64 * PAGE))
+    assert is_shared(whole)
+    assert link.used == 8 * 64 * PAGE
     del whole
-    assert used(arena) == 0
+    assert link.used == 0
 
 
-def test_what_cannot_be_copied_leaves_no_room_taken() -> None:
-    arena = Arena(Memory(MB))
-    wrong = memoryview(bytearray(64)).cast("I")
-    with pytest.raises(ValueError, match="structure"):
-        arena.put(Parts([b"."], [memoryview(bytes(100)), wrong]))
-    assert used(arena) == 0
-
-
-def test_it_is_said_once_that_it_is_full(caplog: pytest.LogCaptureFixture) -> None:
-    arena = Arena(Memory(MB))
-    encoder = Encoder(arena, "things")
+def test_full_memory_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    link = Link(MB)
     for _ in range(3):
-        payload = encoder.encode(filled(5, 2 * MB))
+        payload = link.encode(filled(5, 2 * MB))
         assert decode(payload).tobytes() == bytes([5]) * (2 * MB)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert "things" in record.getMessage()
     assert "shared_memory_limit" in record.getMessage()
-    assert type(encoder.encode(filled(5))) is Placed
+    assert is_shared(link.encode(filled(5)))
 
 
 def test_a_handler_that_raises_does_not_lose_the_item(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,19 +95,17 @@ def test_a_handler_that_raises_does_not_lose_the_item(monkeypatch: pytest.Monkey
     logger = logging.getLogger("service_streamer.workers.payload_channel")
     logger.addFilter(fail)
     try:
-        payload = Encoder(Arena(Memory(PAGE)), "things").encode(filled(5))
+        payload = Link(PAGE).encode(filled(5))
     finally:
         logger.removeFilter(fail)
     assert decode(payload)[0] == 5
 
 
-def test_in_batches_less_is_large() -> None:
-    encoder = Encoder(Arena(Memory(MB)), "things")
+def test_the_size_of_a_large_payload_is_lower_in_batches() -> None:
+    encoder = Link().encoder
 
     def kinds() -> list[bool]:
-        return [
-            type(encoder.encode(filled(1, size))) is Placed for size in (15_000, 17_000, 33_000)
-        ]
+        return [is_shared(encoder.encode(filled(1, size))) for size in (15_000, 17_000, 33_000)]
 
     assert kinds() == [False, False, True]
     encoder.batch = 4
@@ -119,25 +117,74 @@ def test_in_batches_less_is_large() -> None:
     assert kinds() == [False, False, False]
 
 
-def test_an_encoder_without_an_arena_sends_everything_with_the_message() -> None:
-    encoder = Encoder(None, "things")
-    arena = Arena(Memory(MB))
-    closed = Encoder(arena, "things")
-    payload = closed.encode(filled(1))
-    closed.close()
-    assert type(payload) is Placed
-    for each in (encoder, closed):
-        assert decode(each.encode([filled(5), bytes(SIZE)]))[0].tolist() == [5] * SIZE
+def test_an_encoder_without_memory_sends_everything_with_the_message() -> None:
+    link = Link()
+    payload = link.encode(filled(1))
+    link.encoder.close()
+    assert is_shared(payload)
+    for encoder in (Encoder(None, "things"), link.encoder):
+        assert decode(encoder.encode([filled(5), bytes(SIZE)]))[0].tolist() == [5] * SIZE
     del payload
-    assert used(arena) == 0
+    assert link.used == 0
+
+
+# -- which part is taken
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Takes and gives back in any order, beside a model that knows the owner of each page."""
+
+    SIZE = 96
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.link = Link(self.SIZE * PAGE)
+        self.taken: dict[int, Any] = {}
+        self.owners: list[int | None] = [None] * self.SIZE
+
+    @rule(size=st.integers(9, 16), times=st.integers(1, 3))
+    def take(self, size: int, times: int) -> None:
+        for _ in range(times):
+            payload = pages(self.link, size)
+            fitting = [
+                at
+                for at in range(self.SIZE - size + 1)
+                if all(owner is None for owner in self.owners[at : at + size])
+            ]
+            assert is_shared(payload) == bool(fitting)
+            if fitting:
+                start = payload.wire[1] // PAGE
+                assert start == fitting[0], "the lowest gap that is wide enough"
+                self.owners[start : start + size] = [start] * size
+                self.taken[start] = payload
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        start = data.draw(st.sampled_from(sorted(self.taken)))
+        del self.taken[start]
+        self.owners = [None if owner == start else owner for owner in self.owners]
+
+    @invariant()
+    def only_what_is_held_is_taken(self) -> None:
+        assert self.link.used == PAGE * sum(owner is not None for owner in self.owners)
+
+    def teardown(self) -> None:
+        self.taken.clear()
+        assert is_shared(self.link.encode(filled(1, self.SIZE * PAGE))), "it is one piece again"
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 # -- memory that is not needed any more
 
 
-def pass_time(arena: Arena) -> None:
-    for _ in range(arena_module._REVIEW_INTERVAL + 1):
-        put(arena, filled(1, LARGE))
+def pass_time(link: Link) -> None:
+    """Put down so many small things that it is looked at what was needed meanwhile."""
+    for _ in range(513):
+        link.encode(filled(1, LARGE))
 
 
 def test_after_a_burst_the_memory_is_given_back_to_the_machine(private: bool) -> None:
@@ -147,8 +194,9 @@ def test_after_a_burst_the_memory_is_given_back_to_the_machine(private: bool) ->
     assert pages_of(link.arena.memory) > 6 * MB
     del burst
     link.settle()
-    for _ in range(2):
-        pass_time(link.arena)
+    pass_time(link)
+    assert pages_of(link.arena.memory) > 6 * MB, "the burst was since the last time"
+    pass_time(link)
     assert pages_of(link.arena.memory) < MB
     assert [each[-1] for each in link.send(*before)] == [0, 1, 2]
     for turn in range(2):
@@ -159,10 +207,26 @@ def test_after_a_burst_the_memory_is_given_back_to_the_machine(private: bool) ->
         link.settle()
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("is_in_use", [True, False])
+def test_memory_is_not_given_back_while_it_is_in_use_or_registered(
+    is_kept: bool, is_in_use: bool
+) -> None:
+    link = Link(8 * MB)
+    link.arena.is_kept = is_kept
+    burst = [link.encode(filled(1, 6 * MB)), link.encode(filled(2, MB))]
+    del burst[0]
+    if not is_in_use:
+        burst.clear()
+    for _ in range(3):
+        pass_time(link)
+    assert (pages_of(link.arena.memory) > 6 * MB) is (is_kept or is_in_use)
+
+
 # -- rows
 
 
-def starts(payloads: list[Placed]) -> list[int]:
+def starts(payloads: list[Any]) -> list[int]:
     return [placed.wire[3] for placed in payloads]
 
 
@@ -176,7 +240,7 @@ def test_things_of_one_size_lie_side_by_side() -> None:
     assert [each.tobytes() for each in got] == [bytes([n]) * SIZE for n in range(4)]
     start = got[0].ctypes.data
     assert [each.ctypes.data - start for each in got] == [n * SIZE for n in range(4)]
-    view = link.windows[0].view(start, 4 * SIZE)
+    view = link.readers[0].view(start, 4 * SIZE)
     assert view is not None
     assert view == b"".join(bytes([n]) * SIZE for n in range(4))
 
@@ -194,7 +258,7 @@ def test_single_things_have_pages_of_their_own(rows: int) -> None:
     [[filled(1), filled(2)], bytes(SIZE), ["x" * 5000, filled(1)]],
     ids=["two buffers", "a large stream", "a buffer and a large stream"],
 )
-def test_what_is_more_than_one_buffer_is_no_row(item: Any) -> None:
+def test_an_item_of_several_buffers_is_no_row(item: Any) -> None:
     link = Link(rows=4)
     payloads = [link.encode(item) for _ in range(2)]
     assert payloads[0].wire[1] != payloads[1].wire[1]
@@ -203,7 +267,7 @@ def test_what_is_more_than_one_buffer_is_no_row(item: Any) -> None:
 def test_when_a_block_is_full_the_next_one_is_begun() -> None:
     link = Link(rows=2)
     payloads = [link.encode(filled(n)) for n in range(20)]
-    by_block: dict[int, list[Placed]] = {}
+    by_block: dict[int, list[Any]] = {}
     for placed in payloads:
         by_block.setdefault(placed.wire[1], []).append(placed)
     assert len(by_block) > 1
@@ -244,7 +308,7 @@ def test_a_block_of_rows_is_free_when_all_of_them_are() -> None:
     link = Link(rows=2)
     payloads = [link.encode(filled(n)) for n in range(12)]
     assert len({placed.wire[1] for placed in payloads}) == 2
-    one = arena_module.rounded(8 * SIZE)
+    one = payloads[0].wire[2]
     first = link.send(*payloads[:2])
     second = link.send(*payloads[2:6])
     others = link.send(*payloads[6:])
@@ -257,7 +321,7 @@ def test_a_block_of_rows_is_free_when_all_of_them_are() -> None:
     del others
     assert link.used == one, "it is kept to be filled"
     link.share(filled(1, SIZE + 1))
-    link.arena._open.clear()
+    link.close_rows()
     assert link.used == 0
 
 
@@ -280,35 +344,35 @@ def test_as_many_rows_are_expected_as_batches_have(counts: list[int], rows: int)
 
 def test_a_finalizer_that_comes_in_between_gets_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs in the thread that holds the lock, in the midst of what that is at."""
-    arena = Arena(Memory(MB))
-    between: list[Any] = []
-    take = arena._extents.take
+    link = Link(MB)
+    between: list[bool] = []
+    allocate = os.posix_fallocate
 
-    def interrupted(size: int) -> int | None:
-        between.append(arena.put(dump(filled(2))))  # type: ignore[arg-type]
-        return take(size)
+    def interrupted(*args: int) -> None:
+        between.append(is_shared(link.encode(filled(2))))
+        allocate(*args)
 
-    monkeypatch.setattr(type(arena._extents), "take", lambda _, size: interrupted(size))
-    placed = put(arena, filled(1))
-    assert between == [None]
-    assert used(arena) == placed.lease.size
+    monkeypatch.setattr(os, "posix_fallocate", interrupted)
+    placed = link.encode(filled(1))
+    assert between == [False]
+    assert link.used == placed.lease.size
 
 
-def test_where_there_is_no_memory_for_pages_there_is_no_room(
+def test_a_payload_goes_with_the_message_if_the_machine_has_no_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Writing there all the same would end the process."""
-    arena = Arena(Memory(MB))
-    first = put(arena, filled(1))
+    link = Link(MB)
+    first = link.encode(filled(1))
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", fail)
-        assert arena.put(dump(filled(2))) is None  # type: ignore[arg-type]
-        assert used(arena) == first.lease.size
+        assert not is_shared(link.encode(filled(2)))
+        assert link.used == first.lease.size
         del first
-        second = put(arena, filled(3))  # on the pages that are there
-    third = put(arena, filled(4))
-    assert used(arena) == second.lease.size + third.lease.size
+        second = link.encode(filled(3))  # on the pages that are there
+    third = link.encode(filled(4))
+    assert link.used == second.lease.size + third.lease.size

@@ -11,14 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ends import SIZE, Link, decode, filled
+from ends import PAGE, SIZE, Link, decode, filled, is_shared
 
-from service_streamer.workers.memory import arena as arena_module
-from service_streamer.workers.memory.arena import PAGE
 from service_streamer.workers.memory.payload import LARGE
-from service_streamer.workers.memory.shared_memory import (
-    Placed,
-)
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
 
@@ -92,8 +87,8 @@ class Chaos:
             if self.random.random() < 0.2:
                 item = [item, filled(value, LARGE)]
             payload = self.link.encode(item)
-            self.full += type(payload) is bytes
-            self.placed += type(payload) is Placed
+            self.full += not is_shared(payload)
+            self.placed += is_shared(payload)
             sent.append((payload, value))
         self.receive(sent, self.random.randrange(len(self.link.readers)))
         if self.private and self.random.random() < 0.3:
@@ -141,7 +136,8 @@ class Chaos:
 
     def cut(self) -> None:
         """As if it were time to look whether anything is to be cut off."""
-        self.link.arena._extents._takes = arena_module._REVIEW_INTERVAL
+        for _ in range(600):
+            self.link.encode(filled(0, PAGE + LARGE))
 
     def end(self) -> None:
         for held in self.held:
@@ -149,12 +145,12 @@ class Chaos:
         del held
         self.held.clear()
         self.payloads.clear()
-        self.link.arena._open.clear()
+        self.link.close_rows()
         assert self.link.used == 0
-        assert self.link.arena._extents._free == [(0, self.link.arena._extents.size)]
-        assert [writer._lent._leases for writer in self.link.writers] == [{}] * len(
-            self.link.writers
-        )
+        whole = self.link.encode(filled(0, self.link.arena.memory.size // PAGE * PAGE))
+        assert is_shared(whole), "all of it is one piece again"
+        del whole
+        assert self.link.used == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -186,7 +182,7 @@ def test_many_threads_put_down_and_read_at_once() -> None:
         for turn in range(60):
             value = (number * 60 + turn) % 251
             payloads = [link.encode(filled(value, chance.randrange(LARGE, 20 * PAGE)))]
-            shared += type(payloads[0]) is Placed
+            shared += is_shared(payloads[0])
             writer.sent(payloads)
             received = payloads
             reader.received(received)

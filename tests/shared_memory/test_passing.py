@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ends import MB, filled, put, used
+from ends import MB, Link, filled, used
 
-from service_streamer.workers.memory import passing
-from service_streamer.workers.memory.arena import Arena
-from service_streamer.workers.memory.passing import MemorySender, Windows, memory_sockets
-from service_streamer.workers.memory.shared_memory import Memory
-from service_streamer.workers.memory.window import Window
-from service_streamer.workers.payload_channel import PayloadChannel
+from service_streamer.workers.memory.passing import (
+    MemorySender,
+    MemorySocket,
+    Windows,
+    memory_sockets,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
 
@@ -34,16 +35,21 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def new_memory() -> Any:
+    return Link(MB).arena.memory
+
+
 def test_a_payload_is_read_in_memory_that_came_later() -> None:
     sender, windows = ends(private=True)
-    reader = PayloadChannel(None, Window(Memory(MB), private=True), windows)
-    arenas = [Arena(Memory(MB)) for _ in range(2)]
-    payloads = [put(arena, filled(n)) for n, arena in enumerate(arenas)]
-    for arena in arenas:
-        assert sender.send(arena.memory)
-        assert sender.send(arena.memory)  # nothing is sent again
+    reader = Link().readers[0]
+    reader.more = windows
+    links = [Link(MB) for _ in range(2)]
+    payloads = [link.encode(filled(n)) for n, link in enumerate(links)]
+    for link in links:
+        assert sender.send(link.arena.memory)
+        assert sender.send(link.arena.memory)  # nothing is sent again
     load = reader.loader()
-    numbers = [arena.memory.number for arena in arenas]
+    numbers = [link.arena.memory.number for link in links]
     wires = [(*each.wire, number) for each, number in zip(payloads, numbers, strict=True)]
     items = [load(wire) for wire in wires]
     for n, item in enumerate(items):
@@ -54,14 +60,14 @@ def test_a_payload_is_read_in_memory_that_came_later() -> None:
     assert reader.sent([]) == [(numbers[0], wires[0][1])]
     items.clear()
     assert reader.sent([]) == [(numbers[1], wires[1][1])]
-    again = Window(arenas[1].memory)
-    assert (again.load(wires[1], again.look(wires[1])) == 1).all()
+    [again] = links[1].send(payloads[1])
+    assert (again == 1).all()
 
 
-def test_what_is_forgotten_is_unmapped_and_closed() -> None:
+def test_forgotten_memory_is_unmapped_and_closed() -> None:
     sender, windows = ends()
     before = mapped(), descriptors()
-    memories = [Memory(MB) for _ in range(3)]
+    memories = [new_memory() for _ in range(3)]
     for memory in memories:
         assert sender.send(memory)
     assert windows.take_in()
@@ -75,10 +81,10 @@ def test_what_is_forgotten_is_unmapped_and_closed() -> None:
     assert (mapped(), descriptors()) == before
 
 
-def test_what_is_forgotten_may_come_again() -> None:
+def test_forgotten_memory_may_be_passed_on_again() -> None:
     sender, windows = ends()
-    arena = Arena(Memory(MB))
-    placed = put(arena, filled(5))
+    link = Link(MB)
+    arena, placed = link.arena, link.encode(filled(5))
     for _ in range(2):
         assert sender.send(arena.memory)
         window = windows.window(arena.memory.number, 0)
@@ -92,7 +98,7 @@ def test_what_is_forgotten_may_come_again() -> None:
 
 def test_a_reader_that_takes_nothing_gets_no_more_and_blocks_nobody() -> None:
     sender, windows = ends()
-    memory = Memory(MB)
+    memory = new_memory()
     rounds = 0
     while sender.send(memory):  # until the socket is full
         sender.forget(memory.number)
@@ -103,45 +109,50 @@ def test_a_reader_that_takes_nothing_gets_no_more_and_blocks_nobody() -> None:
     assert windows.window(memory.number, 0)
 
 
-def test_a_reader_has_so_many_memories_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passing, "_MOST", 2)
-    sender, _ = ends()
-    one, other, third = (Memory(MB) for _ in range(3))
-    assert sender.send(one)
-    assert sender.send(other)
-    assert not sender.send(third)
-    sender.forget(one.number)
-    assert sender.send(third)
-    assert {each.number for each in sender.passed()} == {other.number, third.number}
+def test_a_reader_has_so_many_memories_at_most() -> None:
+    sender, windows = ends()
+    memories = [new_memory() for _ in range(129)]
+    sent = []
+    for memory in memories:
+        sent.append(sender.send(memory))
+        assert windows.take_in()
+    assert sent == [True] * 128 + [False]
+    sender.forget(memories[0].number)
+    assert sender.send(memories[128])
+    assert {each.number for each in sender.passed()} == {each.number for each in memories[1:]}
 
 
 def test_a_block_that_could_not_be_read_is_reported() -> None:
-    sender, windows = ends()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    windows = Windows(MemorySocket(theirs), private=False)
     # As the kernel delivers it to a process that may not open more files: without a descriptor.
-    sender._connection.send(passing._packed(7))
+    ours.send((7).to_bytes(8, "little", signed=True))
     with pytest.raises(OSError, match="too many files open"):
         windows.window(7, 4096)
     assert windows.ended() == [(7, 4096)]
     assert windows.ended() == []
+    ours.close()
 
 
 def test_the_end_of_the_sender_is_seen() -> None:
     sender, windows = ends()
     assert windows.take_in()
     sender.close()
-    assert not sender.send(Memory(MB))
+    assert not sender.send(new_memory())
     assert not windows.take_in()
 
 
 def test_several_memories_with_the_same_blocks_are_told_apart() -> None:
     sender, windows = ends()
-    writer = PayloadChannel(Arena(Memory(MB)), Window(Memory(MB)))
-    reader = PayloadChannel(None, Window(writer.arena.memory), windows)  # type: ignore[union-attr]
-    arenas = [Arena(Memory(MB)) for _ in range(2)]
-    batch: list[Any] = [put(writer.arena, filled(9))]  # type: ignore[arg-type]
-    for n, arena in enumerate(arenas):
+    link = Link(MB)
+    [writer], [reader] = link.writers, link.readers
+    reader.more = windows
+    links = [Link(MB) for _ in range(2)]
+    arenas = [each.arena for each in links]
+    batch: list[Any] = [link.encode(filled(9))]
+    for n, (each, arena) in enumerate(zip(links, arenas, strict=True)):
         assert sender.send(arena.memory)
-        placed = put(arena, filled(n))
+        placed = each.encode(filled(n))
         placed.wire = *placed.wire[:5], arena.memory.number
         placed.lease = Borrowed(placed.lease, arena.memory.number)
         batch.append(placed)
@@ -155,11 +166,11 @@ def test_several_memories_with_the_same_blocks_are_told_apart() -> None:
     del items[1]
     writer.released(reader.sent([]))
     assert [used(arena) > 0 for arena in arenas] == [False, True]
-    assert used(writer.arena)  # type: ignore[arg-type]
+    assert used(link.arena)
     items.clear()
     writer.released(reader.sent([]))
     assert not any(map(used, arenas))
-    assert not used(writer.arena)  # type: ignore[arg-type]
+    assert not used(link.arena)
 
 
 class Borrowed:

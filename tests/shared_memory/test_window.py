@@ -12,9 +12,6 @@ import pytest
 from ends import SIZE, Link, filled, read_only
 
 from service_streamer.workers.memory.payload import LARGE
-from service_streamer.workers.memory.shared_memory import (
-    positions,
-)
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
 
@@ -63,7 +60,7 @@ def check(sent: Any, got: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ITEMS)
-def test_what_is_put_down_is_what_is_read(kind: str, private: bool) -> None:
+def test_a_shared_item_arrives_as_it_is(kind: str, private: bool) -> None:
     item = ITEMS[kind]()
     link = Link(private=private)
     [got] = link.share(item)
@@ -74,7 +71,7 @@ def test_what_is_put_down_is_what_is_read(kind: str, private: bool) -> None:
 
 @pytest.mark.usefixtures("without_mapping")
 @pytest.mark.parametrize("kind", ITEMS)
-def test_where_nothing_can_be_mapped_it_is_read(kind: str, private: bool) -> None:
+def test_a_shared_item_arrives_where_nothing_can_be_mapped(kind: str, private: bool) -> None:
     item = ITEMS[kind]()
     link = Link(private=private)
     [got, again] = link.share(item, item)
@@ -102,25 +99,20 @@ def test_tensors_are_read_without_a_copy(private: bool) -> None:
         assert link.used == 0
 
 
-def test_what_is_small_beside_it_goes_with_the_message() -> None:
+def test_small_items_go_with_the_message() -> None:
     link = Link()
     assert link.share(1, filled(5), "a", filled(6, 10))[::2] == [1, "a"]
     assert type(link.encode([1, filled(5, 10)])) is bytes
 
 
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [
-        ([], [0]),
-        ([1], [0, 1]),
-        ([64, 64], [0, 64, 128]),
-        ([65, 1], [0, 128, 129]),
-        ([1, 1, 1], [0, 64, 128, 129]),
-        ([0, 5, 0], [0, 0, 64, 64]),
-    ],
-)
-def test_parts_are_aligned(lengths: list[int], expected: list[int]) -> None:
-    assert positions(lengths) == expected
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (64, 64), (65, 1), (0, 5, 0), (LARGE + 1, 3)])
+def test_the_parts_of_an_item_are_aligned(lengths: tuple[int, ...], private: bool) -> None:
+    large = np.arange(LARGE)
+    sent = [large, *(filled(n, length) for n, length in enumerate(lengths)), large]
+    [got] = Link(private=private).share(sent)
+    for one, other in zip(sent, got, strict=True):
+        assert one.tobytes() == other.tobytes()
+    assert [each.ctypes.data % 64 for each in (got[0], got[-1])] == [0, 0]
 
 
 # -- how long it is held
@@ -222,7 +214,7 @@ def test_a_reader_holds_it_without_the_payload() -> None:
     assert before > link.used == 0
 
 
-def test_what_was_read_outlives_both_ends(private: bool) -> None:
+def test_an_item_outlives_both_ends(private: bool) -> None:
     link = Link(private=private)
     [got] = link.share(filled(7))
     del link
@@ -232,7 +224,7 @@ def test_what_was_read_outlives_both_ends(private: bool) -> None:
     assert got.tobytes() == bytes([8]) * SIZE
 
 
-def test_what_raises_when_it_is_loaded_holds_nothing() -> None:
+def test_an_item_that_cannot_be_loaded_holds_nothing() -> None:
     link = Link()
     payload = link.encode([filled(7), Breaks()])
     for _ in range(3):

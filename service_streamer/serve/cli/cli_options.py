@@ -21,16 +21,6 @@ from ...options.kinds import Flag, Kind
 from ...options.table import GROUPS
 from .config import read_defaults, tables_of
 
-__all__ = [
-    "CONFIG",
-    "SEVERAL",
-    "KindOf",
-    "in_flags",
-    "refuse_without_effect",
-    "with_options",
-    "without_effect",
-]
-
 #: In ``click.Context.meta``: the TOML file, and whether it has tables of several models. Each of
 #: them is looked at with its own options, so the common ones may have no effect on some.
 CONFIG, SEVERAL = "service_streamer.config", "service_streamer.several"

@@ -20,8 +20,6 @@ from ...options.declare import SERVE
 from ...workers.placement import COUNT as GPU_COUNT
 from ..http.tls import PASSWORD
 
-__all__ = ["check_environment", "checked", "read_defaults", "tables_of"]
-
 _PREFIX = "SERVICE_STREAMER_"
 
 #: Kubernetes sets these in every pod beside a Service of the name "service-streamer".

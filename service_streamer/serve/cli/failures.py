@@ -12,8 +12,6 @@ from pathlib import Path
 from ...errors import RemoteTraceback
 from ...options.checks import IMPORT_STRING
 
-__all__ = ["explain_name", "reason", "users_traceback"]
-
 _NAME = r"[^\W\d]\w*"
 _DOTTED = re.compile(rf"{_NAME}(\.{_NAME})+")
 

@@ -6,8 +6,6 @@ import click
 
 from ..http.api_keys import COMPUTE, SCOPES, check_key_name, key_table, new_key
 
-__all__ = ["key_command"]
-
 
 @click.group("key")
 def key_command() -> None:

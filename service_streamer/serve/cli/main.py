@@ -37,8 +37,6 @@ from .simulate_command import simulate_command
 if TYPE_CHECKING:
     from ..configuration import NamedModel
 
-__all__ = ["main"]
-
 #: Exit codes beside 0, and click's 2 for a wrong command line.
 _MODEL_FAILED, _PORT_TAKEN, _NOT_INSTALLED, _CALLS_LEFT = 3, 4, 5, 6
 
@@ -98,12 +96,15 @@ def serve(options: ServeOptions) -> None:
 
     configure_logging(options.log_format)
     options, counted = with_count(options, models)
+    run_service: Callable[[Configuration, ServeOptions], Exception | None] = launch
     if options.web_workers != 1:
-        from ..fleet import launch_fleet as launch
+        from ..fleet import launch_fleet
+
+        run_service = launch_fleet
     several = bool(context.meta.get(SEVERAL))
     again = functools.partial(_configured_again, context, options) if several else None
     try:
-        failure = launch(Configuration(counted, open_model, again, several), options)
+        failure = run_service(Configuration(counted, open_model, again, several), options)
     except CannotListen as error:
         _end(_PORT_TAKEN, str(error))
     except ClusterUnavailable as error:

@@ -20,8 +20,6 @@ from ..configuration import NamedModel
 from .cli_options import without_effect
 from .config import checked, read_defaults, tables_of
 
-__all__ = ["MODEL", "common_again", "model_command", "read_models"]
-
 #: The name of the tables.
 MODEL = "model"
 

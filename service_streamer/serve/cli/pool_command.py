@@ -12,8 +12,6 @@ from ...options.checks import check_pool_name
 from ...pool.directory import own_directory
 from ...pool.visits import ask_pool, await_end, pool_names
 
-__all__ = ["pool_command"]
-
 
 @click.group("pool")
 def pool_command() -> None:

@@ -25,8 +25,6 @@ from ...simulate.model_cost import CostModel, LogNormal, Observed
 from ...simulate.simulator import Report, simulate
 from .cli_options import with_options
 
-__all__ = ["simulate_command"]
-
 #: Of a sweep, as shares of the capacity.
 _LOADS = [number / 10 for number in range(1, 13)]
 

@@ -10,11 +10,10 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 from collections.abc import Callable, MutableSequence
 
 from .tls import HANDSHAKE, TLS
-
-__all__ = ["Acceptor", "Turns"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,6 @@ _RETRY = 1.0
 _AFTER_YIELD = 16
 
 _CLOSED, _ENDING = -1, -2
-
 
 #: Seconds until an encrypted connection that is closed is cut off. That may be before the client
 #: has read the last answer, so ``Connection`` sees to it with better knowledge.
@@ -74,6 +72,11 @@ class Turns:
             self._counts[self._number] += by
 
     @property
+    def count(self) -> int:
+        """The open connections of this process."""
+        return self._counts[self._number]
+
+    @property
     def is_ours(self) -> bool:
         """Whether no other process has fewer connections."""
         counts = self._counts[:]
@@ -87,6 +90,7 @@ class Acceptor:
         sock: the listening socket; its owner closes it, after ``close``.
         protocol: makes the protocol of a connection.
         tls: encrypts the connections; None for plain ones.
+        most: maximum number of connections; half of it, at most 2,048, may be TLS handshakes.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Acceptor:
         protocol: Callable[[], asyncio.Protocol],
         turns: Turns,
         tls: TLS | None = None,
+        most: int = sys.maxsize,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._sock = sock
@@ -102,7 +107,9 @@ class Acceptor:
         self._turns = turns
         self._tls = tls
         self._timer: asyncio.TimerHandle | None = None
-        self._connecting: set[asyncio.Task[object]] = set()
+        self._most = most
+        self._connecting: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._has_many = False  # and the log says so
         sock.setblocking(False)
         turns.open()
         turns.on_ending = self._stop
@@ -143,7 +150,8 @@ class Acceptor:
     def _accept_some(self) -> None:
         """The other process does not take its turn, or not soon enough."""
         for _ in range(_AFTER_YIELD):
-            if not self._accept():
+            is_full = self._turns.count + len(self._connecting) >= self._most
+            if (is_full and not self._turns.is_ours) or not self._accept():
                 break
 
     def _accept(self) -> bool:
@@ -159,10 +167,25 @@ class Acceptor:
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # macOS refuses it once the client is gone
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is not None:
+            self._end_handshakes()
         task = self._loop.create_task(self._connect(connection))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        self._connecting[task] = None
+        task.add_done_callback(lambda task: self._connecting.pop(task, None))
         return True
+
+    def _end_handshakes(self) -> None:
+        """Make room for one more."""
+        connecting, most = self._connecting, min(self._most // 2, 2048)
+        if len(connecting) < most:
+            self._has_many = self._has_many and len(connecting) > most // 2
+            return
+        if not self._has_many:
+            self._has_many = True
+            logger.warning("more than %d TLS handshakes at once: the oldest ones are ended", most)
+        oldest = next(iter(connecting))
+        del connecting[oldest]
+        oldest.cancel()
 
     async def _connect(self, connection: socket.socket) -> None:
         # The client is gone again; or it does not speak TLS, or has no valid certificate.

@@ -10,13 +10,14 @@ import functools
 import logging
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from .exchange import Headers
-from .http_exchange import Carrier, HTTPExchange
+from .http_exchange import HTTPExchange
 
-__all__ = ["AccessLog", "Line", "LoggedExchange"]
+if TYPE_CHECKING:
+    from .connection import Connection
 
 _logger = logging.getLogger("service_streamer.access")
 
@@ -111,7 +112,7 @@ class LoggedExchange(HTTPExchange):
 
     __slots__ = ("_log", "_status", "began", "sent")
 
-    def __init__(self, log: AccessLog, carrier: Carrier, *request: Any, **more: Any) -> None:
+    def __init__(self, log: AccessLog, carrier: Connection, *request: Any, **more: Any) -> None:
         super().__init__(carrier, *request, **more)
         self._log: AccessLog | None = log
         self._status = self.sent = 0

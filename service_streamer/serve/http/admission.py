@@ -1,4 +1,4 @@
-"""Options of the web service, and admission: limits on the cost of a request and of large images.
+"""Options of the web service, and admission: limits on the cost of requests, and on their bodies.
 
 A batch takes as long as its costliest inputs, and other callers wait for it. So a request is
 measured before it joins a batch: decoded pixels, seconds of sound, characters, generated tokens.
@@ -7,6 +7,7 @@ measured before it joins a batch: decoded pixels, seconds of sound, characters, 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from ...options.table import WebOptions
 from ...pipelines.sizes import Sizes, sizes_of
 from .refusals import Refusal
 
-__all__ = ["HEADERS", "Admission", "ServiceOptions"]
+logger = logging.getLogger(__name__)
 
 #: Headers that are always read. Looking up a name costs less than comparing it with all of them.
 HEADERS = (
@@ -33,6 +34,7 @@ class ServiceOptions(WebOptions):
         max_pending: maximum number of queued inputs; None sets no limit.
         batch_size: maximum number of inputs per batch; None if the worker hosts decide.
         max_large_pixels: maximum pixels of large images in all open requests; None sets no limit.
+        max_bodies: maximum bytes of the bodies of all open requests; None sets no limit.
         headers_read: lower-case names of all headers that are read.
     """
 
@@ -40,6 +42,7 @@ class ServiceOptions(WebOptions):
     max_pending: int | None = None
     batch_size: int | None = None
     max_large_pixels: int | None = None
+    max_bodies: int | None = None
     headers_read: frozenset[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,6 +59,53 @@ class ServiceOptions(WebOptions):
     def needs_key(self) -> bool:
         """Whether requests need an API key."""
         return bool(self.api_keys) or self.api_key_file is not None
+
+
+class Bodies:
+    """The bodies of all open requests of a web process. Belongs to one event loop.
+
+    Attributes:
+        held: their bytes, those that have arrived.
+    """
+
+    def __init__(self) -> None:
+        self.held = 0
+        self._full_at = 0  # the limit that was reached, as the log says; 0 for none
+
+    def check(self, size: int, most: int | None) -> None:
+        """Refuse more bytes if there is no room for them.
+
+        Args:
+            size: bytes that have arrived, or are about to.
+            most: maximum of all bodies together; None for no limit.
+
+        Raises:
+            Refusal: 503.
+        """
+        if most is None or self.held + size <= most:
+            return
+        if not self._full_at:
+            self._full_at = most
+            logger.warning(
+                "the bodies of all open requests have %d MB, and this web process takes at most %d "
+                "MB: others get 503. The limit is a quarter of the memory, shared by the web "
+                "processes; more memory or a lower --max-body admits more requests",
+                self.held >> 20, most >> 20,
+            )  # fmt: skip
+        raise Refusal(
+            503,
+            "overloaded",
+            "the service holds too many request bodies; retry soon, or send a smaller body",
+            reason="overloaded",
+            code="overloaded",
+            retry_after=1,
+        )
+
+    def release(self, size: int) -> None:
+        """A request with so many bytes is over."""
+        self.held -= size
+        if self.held < self._full_at // 2:
+            self._full_at = 0
 
 
 class Admission:

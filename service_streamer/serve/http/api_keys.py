@@ -4,7 +4,6 @@
     hash = "sha256:9f86d0..."          # service-streamer key new alice
     scopes = ["compute", "metrics"]    # default: compute
     requests-per-minute = 600
-    tokens-per-minute = 100000
     concurrency = 8
     expires = 2027-01-31T00:00:00Z
 
@@ -24,19 +23,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "ADMIN",
-    "COMPUTE",
-    "METRICS",
-    "SCOPES",
-    "ApiKey",
-    "check_key_name",
-    "digest_of",
-    "key_table",
-    "new_key",
-    "read_keys",
-]
-
 #: What a key may be for: the model's operations; figures and events; loading and unloading models.
 COMPUTE, METRICS, ADMIN = SCOPES = ("compute", "metrics", "admin")
 
@@ -50,7 +36,7 @@ _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 #: The largest limit; beyond it floats, in which limits are counted, are not exact.
 _LARGEST = 1 << 53
 
-_LIMITS = ("requests-per-minute", "tokens-per-minute", "concurrency")
+_LIMITS = ("requests-per-minute", "concurrency")
 _FIELDS = ("hash", "scopes", *_LIMITS, "expires")
 
 
@@ -61,7 +47,7 @@ class ApiKey:
     Attributes:
         name: of its holder; the tenant of its requests.
         scopes: what it may be used for.
-        requests_per_minute, tokens_per_minute: rates that it is limited to; None for no limit.
+        requests_per_minute: rate that it is limited to; None for no limit.
         concurrency: maximum number of its open requests; None for no limit.
         expires: Unix time in seconds at which it ends; None for never.
     """
@@ -69,14 +55,12 @@ class ApiKey:
     name: str
     scopes: frozenset[str] = frozenset((COMPUTE,))
     requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
     concurrency: int | None = None
     expires: float | None = None
 
     @property
     def has_limits(self) -> bool:
-        limits = (self.requests_per_minute, self.tokens_per_minute, self.concurrency)
-        return any(each is not None for each in limits)
+        return self.requests_per_minute is not None or self.concurrency is not None
 
 
 def digest_of(key: bytes) -> bytes:
@@ -136,6 +120,11 @@ def read_keys(text: str) -> dict[bytes, ApiKey]:
 
 
 def _key(name: str, table: Mapping[str, Any]) -> tuple[bytes, ApiKey]:
+    if "tokens-per-minute" in table:  # a limit of earlier versions
+        raise ValueError(
+            "has the field 'tokens-per-minute', which is not supported any more; delete it, and "
+            "limit the key with requests-per-minute and concurrency. A gateway can limit tokens"
+        )
     for field in table:
         if field not in _FIELDS:
             near = difflib.get_close_matches(field.replace("_", "-"), _FIELDS, 1)

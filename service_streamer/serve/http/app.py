@@ -34,17 +34,21 @@ from .routes import PREFIX, Routes
 from .service import Service
 from .v2_pages import is_v2
 
-__all__ = ["create_app", "create_site", "traced"]
-
 #: Paths without spans: polled every few seconds, or endless.
 _UNTRACED = "health$,health/live,health/ready,metrics,stats,events,static/.*"
+
+
+#: Paths at the root that are for the default model, where models are named.
+_OF_DEFAULT = frozenset(op.path for op in OPERATIONS if not op.is_openais) | {
+    "/docs", "/info", "/openapi.json", "/stats", "/events",
+}  # fmt: skip
 
 
 def create_site(models: Models) -> Callable[[HTTPExchange], Awaitable[None]]:
     """What answers our connections. The caller starts and stops the services and streamers."""
     routes = Routes(models)
     rest = ASGIBridge(create_app(models))
-    allowed_hosts = models.default.options.allowed_hosts
+    allowed_hosts = models.first.options.allowed_hosts
 
     def site(exchange: HTTPExchange) -> Awaitable[None]:
         if exchange.method == b"POST":
@@ -61,7 +65,7 @@ def create_site(models: Models) -> Callable[[HTTPExchange], Awaitable[None]]:
 def create_app(models: Models) -> ASGIApp:
     """The same for an ASGI server."""
     routes, pages = Routes(models), _Sites(models)
-    options = models.default.options
+    options = models.first.options
     strangers = ExchangeBridge(functools.partial(_refuse_host, models))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,17 +82,19 @@ def create_app(models: Models) -> ASGIApp:
                 await ExchangeBridge(endpoint)(scope, receive, send)
                 return
         site, place = pages.root(), path
+        if path in _OF_DEFAULT and models.default is None:
+            site = _response(models.without_default(path))
         if path.startswith(PREFIX):
             found = models.split(path[len(PREFIX) :])
             if found is None:
-                answer: ASGIApp = _response(models.unknown(path[len(PREFIX) :].partition("/")[0]))
-                await answer(scope, receive, send)
+                unknown = _response(models.unknown(path[len(PREFIX) :].partition("/")[0]))
+                await unknown(scope, receive, send)
                 return
             service, place = found
             site = pages.of(service)
-            if not place:  # or the links of the page would lead elsewhere
+            if not place:  # or the links of the page would lead elsewhere; a name may have a ":"
                 name = scope["raw_path"].rpartition(b"/")[2].decode("ascii", "replace")
-                site, place = RedirectResponse(f"{name}/"), path
+                site, place = RedirectResponse(f"./{name}/"), path
         await site({**scope, "path": place or "/"}, receive, send)
 
     return app
@@ -103,7 +109,7 @@ class _Sites:
         self._number = models.number
 
     def root(self) -> ASGIApp:
-        return self._site(self._models.default, is_root=True)
+        return self._site(self._models.default or self._models.first, is_root=True)
 
     def of(self, service: Service) -> ASGIApp:
         return self._site(service, is_root=False)
@@ -147,7 +153,7 @@ def _has_allowed_host(scope: Scope, allowed: tuple[str, ...]) -> bool:
 
 
 async def _refuse_host(models: Models, exchange: Exchange) -> None:
-    service = models.default
+    service = models.first
     headers = exchange.headers
     hosts = [value[:100].decode("latin-1") for name, value in headers if name == b"host"]
     refused = Refusal(

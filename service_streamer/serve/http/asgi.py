@@ -16,17 +16,6 @@ import httptools
 from .exchange import Application, Disconnected, Headers
 from .http_exchange import HTTPExchange, find_request_id, new_request_id
 
-__all__ = [
-    "ASGIBridge",
-    "ExchangeBridge",
-    "Message",
-    "Receive",
-    "Scope",
-    "Send",
-    "exchange_of",
-    "request_id_of",
-]
-
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -9,8 +9,6 @@ from .context import Context, encode, invalid, unsupported
 from .hub_embeddings import TRUNCATE, said
 from .hub_schemas import ClassificationRequest, cutting
 
-__all__ = ["classify", "is_hub_form"]
-
 _FIELDS = ("truncate", "truncation_direction", "raw_scores")
 
 

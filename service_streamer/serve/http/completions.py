@@ -28,8 +28,6 @@ from .streaming import EventStream
 from .text_forms import text_form
 from .token_inputs import inputs_of
 
-__all__ = ["chat", "completions"]
-
 #: Parameters that the model and the requests call the same, and that have no default.
 _AS_THEY_ARE = (
     "frequency_penalty", "presence_penalty", "repetition_penalty", "top_k", "min_p", "logit_bias",

@@ -8,13 +8,14 @@ A general server's connection takes twice the processor time (docs/http.md, Perf
 
 Limits of a client: 64 kB of head within 30 s. The body is read as fast as it is taken, and the next
 request is begun when the client has read the answers before it. For answers that it does not read
-see ``slow_readers``.
+see ``slow_readers``. Limits of all clients together: see ``Listeners.make_room``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +27,6 @@ from .access_log import AccessLog, LoggedExchange
 from .exchange import Application, Disconnected
 from .http_exchange import HTTPExchange, date_line
 from .slow_readers import SlowReaders
-
-__all__ = ["Connection", "Listeners"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,21 @@ _INTERVAL = 10.0
 _SPILL = 64 << 20
 _SPILL_TIME = 30.0
 
+#: Seconds without a request after which a connection is idle. Sooner the request may be under way:
+#: of many clients that connect at once all are accepted before any of their requests is read.
+_IDLE = 0.1
+
+#: Seconds that a refused client gets to read the answer.
+_FAREWELL = 2.0
+
 _TEXT = (b"content-type", b"text/plain; charset=utf-8")
+
+
+def _plain(status: bytes, text: str, more: bytes = b"") -> bytes:
+    """An answer that ends the connection."""
+    return b"HTTP/1.1 %b\r\n%b%b: %b\r\n%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
+        status, date_line(), *_TEXT, more, len(text), text.encode("ascii"),
+    )  # fmt: skip
 
 
 class _BadHead(ValueError):
@@ -61,10 +74,12 @@ class Listeners:
         readers: watches clients that do not read their answers.
         turns: counts the connections for the other processes on the socket; None if there are none.
         access_log: gets a line for each request; None for no log.
+        most: maximum number of connections.
 
     Attributes:
         exchange: makes a request of a connection.
         open: the connections.
+        refused: those beyond the maximum that are being answered, the oldest first.
         on_empty: called when the last one has closed.
     """
 
@@ -74,6 +89,7 @@ class Listeners:
         readers: SlowReaders,
         turns: Turns | None = None,
         access_log: AccessLog | None = None,
+        most: int = sys.maxsize,
     ) -> None:
         self.application = application
         self.access_log = access_log
@@ -81,7 +97,41 @@ class Listeners:
         self.readers = readers
         self.turns = turns
         self.open: set[Connection] = set()
+        self.refused: dict[asyncio.Transport, None] = {}
         self.on_empty: Callable[[], None] = lambda: None
+        self.most = most
+        self._is_full = False  # and the log says so
+        self._search_at = 0.0
+
+    def make_room(self) -> bool:
+        """Whether one more connection may be open.
+
+        At the maximum some without a request are closed for it: first those whose request has not
+        come yet, the longest-waiting first, then those that are kept alive.
+        """
+        if len(self.open) < self.most:
+            return True
+        if not self._is_full:
+            self._is_full = True
+            logger.warning(
+                "clients hold %d connections, the maximum of this process: those without a request "
+                "are closed, and if there are none, new ones get 503. The maximum is half of the "
+                "limit of open files, at most 16,384: raise `ulimit -Hn`, or use more "
+                "`--web-workers`: each process has its own maximum",
+                self.most,
+            )
+        now = asyncio.get_running_loop().time()
+        if now < self._search_at:
+            return False
+        idle = sorted(
+            (each for each in self.open if each.is_idle(now)), key=lambda each: each.idle_since
+        )
+        if not idle:
+            self._search_at = now + _IDLE
+        for each in idle[: max(1, self.most // 16)]:  # several: a search looks at all
+            self.open.discard(each)
+            each.transport.abort()
+        return bool(idle)
 
     def opened(self, connection: Connection) -> None:
         self.open.add(connection)
@@ -90,6 +140,8 @@ class Listeners:
 
     def closed(self, connection: Connection) -> None:
         self.open.discard(connection)
+        if len(self.open) < self.most // 2:
+            self._is_full = False
         if self.turns is not None:
             self.turns.changed(-1)
         if not self.open:
@@ -108,8 +160,9 @@ class Connection(asyncio.Protocol):
     def __init__(self, listeners: Listeners) -> None:
         self._listeners = listeners
         self._loop = asyncio.get_running_loop()
-        #: For exchanges: see ``Carrier``.
+        #: Set while the client reads slowly: exchanges wait for it before the next write.
         self.writable: asyncio.Event | None = None
+        #: Addresses, as ASGI has them.
         self.server: tuple[str, int] | None = None
         self.client: tuple[str, int] | None = None
         self._parser = self._made_parser(self)
@@ -292,14 +345,9 @@ class Connection(asyncio.Protocol):
             before.keeps_alive = False
             return
         if before is None or not before.has_begun:
-            body = text.encode()
-            self.transport.write(
-                b"HTTP/1.1 400 Bad Request\r\n%b%b: %b\r\n"
-                b"content-length: %d\r\nconnection: close\r\n\r\n%b"
-                % (date_line(), *_TEXT, len(body), body)
-            )
+            self.transport.write(_plain(b"400 Bad Request", text))
             if self._listeners.access_log is not None:
-                self._listeners.access_log.unreadable(self.client, before, len(body))
+                self._listeners.access_log.unreadable(self.client, before, len(text))
         if before is not None:
             before.lost()
         self.transport.close()
@@ -416,9 +464,49 @@ class Connection(asyncio.Protocol):
             return now >= self._spills_until
         if self._serving is not None and not self._serving.is_over:
             return False
-        if self._awaits_head:
-            return now - self._awaits_head_since >= _HEAD_TIME
-        return now - self._idle_since >= _KEEP_ALIVE
+        is_kept_alive, since = self.idle_since
+        return now - since >= (_KEEP_ALIVE if is_kept_alive else _HEAD_TIME)
+
+    @property
+    def idle_since(self) -> tuple[bool, float]:
+        """Whether a client without a request has sent one before, and when it became idle."""
+        since = self._awaits_head_since if self._awaits_head else self._idle_since
+        return not self._awaits_head, since
+
+    def is_idle(self, now: float) -> bool:
+        """Whether the client has no request, and has read all answers."""
+        if self._serving is not None or self._queue or self.transport.get_write_buffer_size():
+            return False
+        return now - self.idle_since[1] >= _IDLE
+
+
+class RefusedConnection(asyncio.Protocol):
+    """A connection beyond the maximum: the client is answered, and what it sends is dropped.
+
+    To close it at once could destroy the answer: the kernel resets a connection of which something
+    was not read.
+    """
+
+    def __init__(self, listeners: Listeners) -> None:
+        self._refused, self._most = listeners.refused, max(1, listeners.most // 8)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        if len(self._refused) >= self._most:  # the oldest client has most likely read its answer
+            oldest = next(iter(self._refused))
+            del self._refused[oldest]
+            oldest.abort()
+        self._refused[transport] = None
+        text = "The service has too many connections; retry soon."
+        transport.write(_plain(b"503 Service Unavailable", text, b"retry-after: 1\r\n"))
+        if transport.can_write_eof():
+            transport.write_eof()
+        else:
+            transport.close()
+        asyncio.get_running_loop().call_later(_FAREWELL, transport.abort)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._refused.pop(self._transport, None)
 
 
 class _Body:

@@ -11,8 +11,6 @@ import zlib
 
 from .refusals import Refusal, too_large
 
-__all__ = ["CODINGS", "decompressed"]
-
 #: Window sizes for zlib: of gzip, and of the zlib format, which HTTP calls deflate.
 _WINDOWS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 
@@ -21,6 +19,12 @@ CODINGS = b"gzip, deflate, identity"
 
 #: Bytes that are decompressed in the event loop, in about 0.2 ms.
 _AT_ONCE = 64 << 10
+
+#: Members of a gzip body, each of which costs about 2 µs even if it is empty. Arbitrary.
+_MOST_MEMBERS = 1000
+
+#: Bytes that zlib gets at once. It copies those behind the end of a member.
+_PIECE = 4096
 
 
 async def decompressed(body: bytes, coding: bytes, most: int) -> bytes:
@@ -50,22 +54,38 @@ async def decompressed(body: bytes, coding: bytes, most: int) -> bytes:
             code="unsupported_content_encoding",
             more=((b"accept-encoding", CODINGS),),
         )
-    name = "gzip" if window == 31 else "deflate"
-    stream = zlib.decompressobj(window)
-    try:
-        part = stream.decompress(body, min(_AT_ONCE, most + 1))
-        if not stream.eof and stream.unconsumed_tail and len(part) <= most:
-            left = most + 1 - len(part)
-            part += await asyncio.to_thread(stream.decompress, stream.unconsumed_tail, left)
-    except zlib.error:
-        raise _malformed(f"is not in the format of {name}") from None
-    if len(part) > most:
+    text = _decompress(body, window, _AT_ONCE) if len(body) <= _AT_ONCE else None
+    if text is None or len(text) > _AT_ONCE:
+        text = await asyncio.to_thread(_decompress, body, window, most)
+    if len(text) > most:
         raise too_large(most)
-    if not stream.eof:
-        raise _malformed(f"ends before the end of its {name} data")
-    if stream.unused_data:
-        raise _malformed(f"goes on after the end of its {name} data")
-    return part
+    return text
+
+
+def _decompress(body: bytes, window: int, most: int) -> bytes:
+    """A body without its compression; not more than one byte beyond ``most``. Raises Refusal."""
+    name, members = ("gzip", _MOST_MEMBERS) if window == 31 else ("deflate", 1)
+    parts: list[bytes] = []
+    size = place = 0
+    for _ in range(members):
+        stream = zlib.decompressobj(window)
+        while not stream.eof:
+            piece = body[place : place + _PIECE]
+            try:
+                part = stream.decompress(piece, most + 1 - size)
+            except zlib.error:
+                raise _malformed(f"is not in the format of {name}") from None
+            if not piece and not part:
+                raise _malformed(f"ends before the end of its {name} data")
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                return b"".join(parts)
+            place += len(piece) - len(stream.unconsumed_tail) - len(stream.unused_data)
+        if place == len(body):
+            return b"".join(parts)
+    limit = f" (member limit: {members})" if members > 1 else ""
+    raise _malformed(f"goes on after the end of its {name} data{limit}")
 
 
 def _malformed(problem: str) -> Refusal:

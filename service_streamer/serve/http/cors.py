@@ -12,9 +12,7 @@ from collections.abc import Awaitable, Callable
 from .http_exchange import HTTPExchange
 from .refusals import Refusal
 
-__all__ = ["CrossOrigin"]
-
-_METHODS = b"GET, HEAD, POST, DELETE"
+_METHODS = b"GET, HEAD, POST"
 
 #: Headers of answers that scripts may read.
 _EXPOSED = (

@@ -17,7 +17,7 @@ from typing import Any
 from ...engine.backend import Backend, LoopReply, Mailbox
 from ...engine.streams import AsyncStream
 from ...observe.record import ORDINARY, Call, Precedence, Timing
-from .admission import ServiceOptions
+from .admission import Bodies, ServiceOptions
 from .api_keys import COMPUTE
 from .content_coding import decompressed
 from .exchange import Disconnected, Exchange
@@ -40,13 +40,16 @@ class Cycle:
         loop: the running one; to ask asyncio for it costs a system call in Python 3.11.
         mailbox: of the loop.
         keyring: checks the request's key; None if the service needs none.
+        bodies: those of all requests.
     """
 
     __slots__ = (
         "_asked",
         "_backend",
         "_began",
+        "_bodies",
         "_coding",
+        "_held",
         "_keyring",
         "_loop",
         "_mailbox",
@@ -68,10 +71,13 @@ class Cycle:
         loop: asyncio.AbstractEventLoop,
         mailbox: Mailbox,
         keyring: Keyring | None = None,
+        bodies: Bodies | None = None,
     ) -> None:
         self._options = options
         self._backend = backend
         self._keyring = keyring
+        self._bodies = Bodies() if bodies is None else bodies
+        self._held = 0  # bytes of the body
         self._coding = b""
         self._loop = loop
         self._mailbox = mailbox
@@ -86,13 +92,13 @@ class Cycle:
         #: Timing of the last call; None if unknown.
         self.timing: Timing | None = None
         self.precedence = ORDINARY
-        #: Who has sent it, once it is admitted, and has to ``leave``; None without keys.
+        #: Who has sent it, once it is admitted; None without keys.
         self.caller: KeyHolder | None = None
 
     # -- reading
 
     def check(self) -> None:
-        """Check the headers. Raises Refusal."""
+        """Check the headers. Then the request has to ``leave``. Raises Refusal."""
         options, exchange = self._options, self.exchange
         priority, tenant, has_deadline = ORDINARY
         priority_header, tenant_header = options.priority_header, options.tenant_header
@@ -112,6 +118,7 @@ class Cycle:
                 size = int(value) if len(value) < 20 else None  # leading zeros have no end
                 if size is None or size > options.max_body:
                     raise too_large(options.max_body, size)
+                self._bodies.check(size, options.max_bodies)
             elif name == b"x-request-timeout":
                 self._asked = read_seconds(value)
                 self.timeout = min(self.timeout, self._asked)
@@ -128,6 +135,12 @@ class Cycle:
                 tenant = f"{tenant}: {part}" if tenant and part else part or tenant
         if priority or tenant or has_deadline:
             self.precedence = Precedence(priority, tenant, has_deadline)
+
+    def leave(self) -> None:
+        """The request is over: nothing of it counts as open any more."""
+        if self.caller is not None:
+            self.caller.leave()
+        self._bodies.release(self._held)
 
     def header(self, name: bytes) -> bytes:
         """Another header, of a name in lower case; empty if missing."""
@@ -150,31 +163,39 @@ class Cycle:
             precedence = precedence._replace(priority=priority)
         self.precedence = precedence
 
+    def hold(self, size: int) -> None:
+        """Count bytes of the body until ``leave``. Raises Refusal: there is no room for them."""
+        self._bodies.check(size, self._options.max_bodies)
+        self._bodies.held += size
+        self._held += size
+
     async def read(self) -> bytes:
         """The body.
 
         Raises:
-            Refusal: it is too large, or too slow.
+            Refusal: it is too large, or too slow; or those of all requests are too large.
             Disconnected: the client disconnected.
         """
         body = self.exchange.take()
+        self.hold(len(body))
         if not self.exchange.is_read:
             body = await self._read_rest(body)
         if len(body) > self._options.max_body:
             raise too_large(self._options.max_body, len(body))
         if self._coding:
-            return await decompressed(body, self._coding, self._options.max_body)
+            body = await decompressed(body, self._coding, self._options.max_body)
+            self.hold(len(body))
         return body
 
     async def _read_rest(self, body: bytes) -> bytes:
-        parts, size, exchange = [body], len(body), self.exchange
+        parts, exchange = [body], self.exchange
         try:
             async with asyncio.timeout(self.timeout):
                 while not exchange.is_read:
                     part = await exchange.more()
+                    self.hold(len(part))
                     parts.append(part)
-                    size += len(part)
-                    if size > self._options.max_body:
+                    if self._held > self._options.max_body:
                         raise too_large(self._options.max_body)
         except TimeoutError:
             raise Refusal(

@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 
 from ...observe.explain import Finding
+from .background import Failures
 from .pool_view import PoolFigures
 from .request_figures import RequestFigures, Requests, decoded, question_of, requests_of
 from .service import Service
-
-__all__ = ["ADVICE", "Dashboard", "advised"]
 
 #: Seconds between snapshots, and number of snapshots per percentile.
 _INTERVAL = 1.0
@@ -78,11 +77,14 @@ class Dashboard:
 
     async def _publish_on(self) -> None:
         """Publish at once, once per second while there are viewers, and when the service drains."""
+        failures = Failures("the figures of /events were not renewed")
         try:
-            await self._publish()
+            with failures:
+                await self._publish()
             while self._viewers and not self._service.is_draining:
                 await self._service.pause(_INTERVAL)
-                await self._publish()
+                with failures:
+                    await self._publish()
         finally:
             self._renewed.set()  # no viewer may wait for a snapshot that never comes
 

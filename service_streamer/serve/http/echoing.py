@@ -8,8 +8,6 @@ from typing import Any
 from .context import Context, unsupported
 from .logprobs import Echo
 
-__all__ = ["echoes_of"]
-
 
 async def echoes_of(
     prompts: Sequence[Any], logprobs: int | None, context: Context, *, counts: bool

@@ -14,8 +14,6 @@ from .context import Context, decoded, encode, invalid, renamed
 from .schemas import Embedding, EmbeddingsRequest, EmbeddingsResponse, Usage
 from .token_inputs import inputs_of
 
-__all__ = ["embeddings", "shortened"]
-
 _read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from time import perf_counter
 from typing import Any
 
@@ -18,13 +18,11 @@ from .events import Form
 from .exchange import Disconnected, Exchange
 from .headers import timing_header
 from .joined_streams import open_streams
-from .keyring import KeyHolder
 from .models import Models
 from .operations import Description, Operation
 from .refusals import Refusal, refusal
 from .service import Service
 from .streaming import MAX_BUFFERED, EventStream
-from .token_usage import CountedForm, StreamTokens, estimated, tokens_used
 
 __all__ = ["Endpoint", "ServiceCycle", "check_served", "stopping"]
 
@@ -34,7 +32,8 @@ class Endpoint:
 
     Args:
         service: the model.
-        models: given if the body names the model; until it is read, ``service`` stands for it.
+        models: given if the body names the model; until it is read, ``service`` stands for it, with
+            the longest timeout of all.
     """
 
     def __init__(
@@ -43,6 +42,7 @@ class Endpoint:
         self._service = service
         self._operation = operation
         self._models = models
+        self._longest = max(each.options.timeout for each in models or (service,))
         self._is_logged = service.options.access_log
 
     async def __call__(self, exchange: Exchange) -> None:
@@ -50,6 +50,7 @@ class Endpoint:
         service, operation, models = self._service, self._operation, self._models
         requests = service.requests
         cycle = ServiceCycle(service, exchange)
+        cycle.timeout = self._longest
         stream = refused = None
         is_welcome = False  # whether the rest of the body may come, whatever the answer is
         requests.open += 1
@@ -70,8 +71,8 @@ class Endpoint:
                     chosen.requests.open += 1
                     service.request_over()
                     service, requests = chosen, chosen.requests
-                    cycle.turn_to(service)
                     exchange.model = service.model
+                cycle.turn_to(service)
                 check_served(service, operation)
             body = await operation.run(sent, cycle)
             if type(body) is EventStream:
@@ -90,8 +91,7 @@ class Endpoint:
             exchange.key = exchange.key or refused.key
         finally:  # a drain no longer waits for it
             if stream is None:
-                if cycle.caller is not None:
-                    cycle.caller.leave()
+                cycle.leave()
                 service.request_over()
         if stream is not None:
             await self._stream(service, stream, cycle, began)
@@ -134,8 +134,7 @@ class Endpoint:
                 service.requests.refused(path, refused.status, refused.reason)
         finally:
             service.requests.outputs += stream.outputs
-            if cycle.caller is not None:
-                cycle.caller.leave()
+            cycle.leave()
             service.request_over()
 
 
@@ -176,7 +175,10 @@ class ServiceCycle(Cycle):
 
     def __init__(self, service: Service, exchange: Exchange) -> None:
         loop, mailbox = service.loop
-        super().__init__(service.options, service.backend, exchange, loop, mailbox, service.keyring)
+        super().__init__(
+            service.options, service.backend, exchange, loop, mailbox,
+            service.keyring, service.bodies,
+        )  # fmt: skip
         self._service = service
 
     def turn_to(self, service: Service) -> None:
@@ -211,37 +213,11 @@ class ServiceCycle(Cycle):
     def compute(self, items: list[Any]) -> Awaitable[list[Any]]:
         service = self._service
         large = service.admission.check(service.description, items)
-        computed = self._compute_large(items, large) if large else self.submit(items)
-        caller = self.caller
-        if caller is None or not caller.counts_tokens:
-            return computed
-        return self._charged(caller, items, computed)
-
-    async def _charged(
-        self, caller: KeyHolder, items: list[Any], computed: Awaitable[list[Any]]
-    ) -> list[Any]:
-        description = self.description
-        try:
-            outputs = await computed
-        except (Disconnected, asyncio.CancelledError):  # it may be computed, and would be free
-            caller.charge(estimated(description, items))
-            raise
-        caller.charge(tokens_used(description, items, outputs))
-        return outputs
+        return self._compute_large(items, large) if large else self.submit(items)
 
     async def _compute_large(self, items: list[Any], large: int) -> list[Any]:
         with self._service.admission.holding(large):
             return await self.submit(items)
-
-    @contextlib.contextmanager
-    def charging(self, items: list[Any]) -> Iterator[StreamTokens]:
-        """Counts the tokens of a stream for these items, whose key pays for them at its end."""
-        tokens = StreamTokens(estimated(self.description, items))
-        try:
-            yield tokens
-        finally:
-            if self.caller is not None:
-                self.caller.charge(tokens.total)
 
     async def stream(self, item: Any, form: Form, *others: Any) -> EventStream:
         service = self._service
@@ -251,8 +227,6 @@ class ServiceCycle(Cycle):
         )
         held = contextlib.ExitStack()  # until the stream is closed
         held.enter_context(service.admission.holding(large))
-        if self.caller is not None and self.caller.counts_tokens:
-            form = CountedForm(form, held.enter_context(self.charging([item, *others])))
 
         def closed(stream: EventStream) -> None:
             service.streams.discard(stream)

@@ -22,19 +22,6 @@ import msgspec
 
 from .logprobs import Echo, LegacyLogprobs, chat_logprobs, hub_token, hub_top_tokens
 
-__all__ = [
-    "DONE",
-    "KEEP_ALIVE",
-    "ChatEvents",
-    "CompletionEvents",
-    "Form",
-    "Numbered",
-    "OutputEvents",
-    "TokenEvents",
-    "event",
-    "hub_reason",
-]
-
 #: The end of a stream that has succeeded. A stream that has failed ends without it.
 DONE = b"data: [DONE]\n\n"
 

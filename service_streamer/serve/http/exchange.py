@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-__all__ = ["Application", "Disconnected", "Exchange", "Headers"]
-
 #: Names in lower case.
 Headers = Sequence[tuple[bytes, bytes]]
 

@@ -16,8 +16,6 @@ from .generation_schemas import GenerateRequest, GenerateResponse
 from .hub_generation import hub_details, hub_generation
 from .streaming import EventStream
 
-__all__ = ["check_single", "generate"]
-
 _read_generate = msgspec.json.Decoder(GenerateRequest)
 
 

@@ -11,22 +11,6 @@ from .context import invalid
 from .schemas import HubTextRequest, Ignored, Metadata, Parameters, Stream, TextRequest, Usage
 from .token_inputs import TextsOrTokens
 
-__all__ = [
-    "NOT_OFFERED",
-    "ChatAnswer",
-    "ChatChoice",
-    "ChatRequest",
-    "ChatResponse",
-    "Completion",
-    "CompletionsRequest",
-    "CompletionsResponse",
-    "GenerateRequest",
-    "GenerateResponse",
-    "GenerationRequest",
-    "HubGenerationRequest",
-    "texts_of",
-]
-
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):
     """A text to continue, or to make another of.

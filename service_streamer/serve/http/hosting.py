@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ...redis.redis_stats import RedisWorkerStats
     from ...redis.redis_worker import RedisWorker
 
-__all__ = ["Probes", "standing"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds to wait for open requests at the end.

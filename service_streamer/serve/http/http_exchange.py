@@ -10,14 +10,15 @@ import secrets
 import time
 from collections.abc import Callable
 from email.utils import formatdate
-from typing import Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import httptools
 
 from .exchange import Disconnected, Headers
 
-__all__ = ["Carrier", "HTTPExchange", "date_line", "find_request_id", "new_request_id"]
+if TYPE_CHECKING:
+    from .connection import Connection
 
 #: Bytes of a body that wait to be taken; then the client has to wait.
 _MOST_UNTAKEN = 64 << 10
@@ -74,33 +75,6 @@ def find_request_id(headers: Headers) -> bytes | None:
     return None
 
 
-class Carrier(Protocol):
-    """What an exchange asks of its connection.
-
-    Attributes:
-        writable: set while the client reads slowly: wait for it before the next write.
-        server, client: their addresses, as ASGI has them.
-    """
-
-    transport: asyncio.Transport
-    writable: asyncio.Event | None
-    server: tuple[str, int] | None
-    client: tuple[str, int] | None
-
-    @property
-    def is_secure(self) -> bool:
-        """Whether the connection is encrypted."""
-
-    def answered(self, exchange: HTTPExchange) -> None:
-        """The answer is complete."""
-
-    def look_at_reading(self) -> None:
-        """Read on, or let the client wait."""
-
-    def spill(self, most: int | None = None) -> None:
-        """Receive and drop so many bytes of the body."""
-
-
 class HTTPExchange:
     """An ``Exchange`` on one of our connections.
 
@@ -141,7 +115,7 @@ class HTTPExchange:
 
     def __init__(
         self,
-        carrier: Carrier,
+        carrier: Connection,
         method: bytes,
         target: bytes,
         headers: Headers,

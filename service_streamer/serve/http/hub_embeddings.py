@@ -22,8 +22,6 @@ from .hub_schemas import (
 from .schemas import hub_parameters
 from .token_inputs import inputs_of
 
-__all__ = ["TRUNCATE", "embed", "embed_all", "infer_features", "said", "similarity"]
-
 _read_embed = msgspec.json.Decoder(EmbedRequest)
 _read_embed_all = msgspec.json.Decoder(EmbedAllRequest)
 _read_similarity = msgspec.json.Decoder(SimilarityRequest)

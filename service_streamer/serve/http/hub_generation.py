@@ -12,8 +12,6 @@ from .events import TokenEvents, hub_reason
 from .logprobs import best_rows, hub_token, hub_top_tokens
 from .text_forms import text_form
 
-__all__ = ["HUB_PARAMETERS", "HubWishes", "hub_details", "hub_generation"]
-
 #: Further parameters of these requests, besides the model's own.
 HUB_PARAMETERS: Mapping[str, Parameter] = {
     "details": Parameter("boolean", "Return the text's tokens with their log probabilities."),

@@ -10,23 +10,6 @@ from .context import unsupported
 from .schemas import HubTextRequest, Ignored, TextRequest
 from .token_inputs import TextsOrTokens, Token
 
-__all__ = [
-    "ClassificationRequest",
-    "Cut",
-    "DecodeRequest",
-    "DetokenizeRequest",
-    "DetokenizeResponse",
-    "EmbedAllRequest",
-    "EmbedRequest",
-    "HubFeaturesRequest",
-    "SimilarityInputs",
-    "SimilarityRequest",
-    "TokenInText",
-    "TokenizeRequest",
-    "TokensOfPrompt",
-    "cutting",
-]
-
 _Truncate = Annotated[
     bool | None, Meta(description="truncate a text that is too long instead of refusing it")
 ]

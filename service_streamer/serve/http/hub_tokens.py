@@ -18,8 +18,6 @@ from .hub_schemas import (
 )
 from .token_inputs import inputs_of
 
-__all__ = ["decode", "detokenize", "tokenize"]
-
 _read_tokenize = msgspec.json.Decoder(TokenizeRequest)
 _read_decode = msgspec.json.Decoder(DecodeRequest)
 _read_detokenize = msgspec.json.Decoder(DetokenizeRequest)

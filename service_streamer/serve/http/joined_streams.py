@@ -10,8 +10,6 @@ from typing import Any
 from .events import Numbered
 from .streaming import OutputStream
 
-__all__ = ["JoinedStreams", "open_streams"]
-
 
 class JoinedStreams:
     """The outputs of several streams, as ``Numbered``. Belongs to one task.

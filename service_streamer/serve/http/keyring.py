@@ -18,8 +18,6 @@ from .quotas import Quota
 from .refusals import Refusal
 from .shared_cells import SharedCells, cells_needed
 
-__all__ = ["ANYBODY", "KeyHolder", "Keyring", "load_keys"]
-
 logger = logging.getLogger(__name__)
 
 #: Maximum bytes of the file.
@@ -66,16 +64,6 @@ class KeyHolder:
         """The request is over."""
         if self.quota is not None:
             self.quota.leave()
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether ``charge`` has an effect."""
-        return self.quota is not None and self.key.tokens_per_minute is not None
-
-    def charge(self, tokens: float) -> None:
-        """Count tokens of the request."""
-        if self.quota is not None:
-            self.quota.charge(tokens, time.monotonic())
 
 
 #: The caller of a service without keys: everybody may do everything.

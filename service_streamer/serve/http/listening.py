@@ -8,12 +8,11 @@ import socket
 
 from .accepting import Acceptor, Turns
 from .access_log import AccessLog
-from .connection import Connection, Listeners
+from .connection import Connection, Listeners, RefusedConnection
+from .descriptors import max_connections
 from .exchange import Application
 from .slow_readers import SlowReaders
 from .tls import TLS
-
-__all__ = ["HTTPServer", "bind"]
 
 _BACKLOG = 2048
 
@@ -50,6 +49,9 @@ class HTTPServer:
         turns: with whom the socket is shared; None for nobody.
         tls: encrypts the connections; None for plain ones.
         access_log: gets a line for each request; None for no log.
+
+    Attributes:
+        listeners: what its connections have in common.
     """
 
     def __init__(
@@ -70,9 +72,14 @@ class HTTPServer:
         self._turns = turns
         self._tls = tls
         readers = SlowReaders(write_timeout, max_unread)
-        self._listeners = Listeners(application, readers, turns, access_log)
+        self.listeners = Listeners(application, readers, turns, access_log, max_connections())
         self._stopping = asyncio.Event()
         self._hurried = asyncio.Event()
+
+    def connected(self) -> asyncio.Protocol:
+        """The protocol of a new connection."""
+        listeners = self.listeners
+        return Connection(listeners) if listeners.make_room() else RefusedConnection(listeners)
 
     def stop(self, *, in_a_hurry: bool = False) -> None:
         """Accept no more connections; end once open requests are answered, or immediately."""
@@ -82,16 +89,13 @@ class HTTPServer:
 
     async def serve(self) -> None:
         """Serve until ``stop``, and until open requests are answered."""
-        listeners, loop = self._listeners, asyncio.get_running_loop()
-
-        def connected() -> Connection:
-            return Connection(listeners)
-
+        loop = asyncio.get_running_loop()
         listener: asyncio.Server | Acceptor
         if self._turns is None:
-            listener = await loop.create_server(connected, sock=self._sock, backlog=_BACKLOG)
+            listener = await loop.create_server(self.connected, sock=self._sock, backlog=_BACKLOG)
         else:
-            listener = Acceptor(self._sock, connected, self._turns, self._tls)
+            most = self.listeners.most
+            listener = Acceptor(self._sock, self.connected, self._turns, self._tls, most)
         try:
             await self._stopping.wait()
         finally:
@@ -101,7 +105,7 @@ class HTTPServer:
         await listener.wait_closed()
 
     async def _close_connections(self) -> None:
-        listeners = self._listeners
+        listeners = self.listeners
         for connection in [*listeners.open]:
             connection.shut_down()
         if listeners.open:
@@ -111,5 +115,5 @@ class HTTPServer:
         cut_off = [task for each in listeners.open if (task := each.cancel()) is not None]
         if cut_off:
             await asyncio.wait(cut_off, timeout=_HURRY)
-        for connection in [*listeners.open]:
-            connection.transport.abort()
+        for transport in (*(each.transport for each in listeners.open), *listeners.refused):
+            transport.abort()

@@ -8,8 +8,6 @@ from .asgi import exchange_of
 from .refusals import Refusal
 from .service import Service
 
-__all__ = ["check_caller"]
-
 
 def check_caller(service: Service, path: str, scope: str | None, request: Request) -> None:
     """Check the key of a request, and have the access log name it.

@@ -11,8 +11,6 @@ import codecs
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Echo", "LegacyLogprobs", "best_rows", "chat_logprobs", "hub_token", "hub_top_tokens"]
-
 _Tokens = Sequence[Mapping[str, Any]]
 
 #: In place of minus infinity, which JSON lacks: OpenAI's number.

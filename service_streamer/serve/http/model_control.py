@@ -24,8 +24,6 @@ from .locks import check_caller
 from .models import Models
 from .refusals import Refusal
 
-__all__ = ["CONTROL", "ModelControl"]
-
 #: The paths.
 CONTROL = (
     "/v2/repository/index",
@@ -75,7 +73,7 @@ class ModelControl:
         ]
 
     async def _answer(self, path: str, handler: Handler, request: Request) -> Response:
-        service = self._models.default
+        service = self._models.first
         if not service.options.needs_key:
             service.requests.refused(path, 403, "unauthorized")
             raise Refusal(

@@ -1,7 +1,7 @@
 """The models of one web process, and which of them a request is for.
 
 /models/NAME/predict     the model of that name; any path of a service may follow
-/predict                 the first model
+/predict                 the default model, which is the first one that is configured
 /v1/completions          the one that the body names in ``model``, if the models are named
 """
 
@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 from urllib.parse import quote
 
+from .admission import Bodies
 from .keyring import Keyring
 from .refusals import Refusal
 from .service import Service
 from .siblings import Siblings
-
-__all__ = ["Models", "Repository", "combined"]
 
 #: Characters of an unknown name in an error, and names that the error lists.
 _LONGEST_NAME, _MOST_NAMES = 100, 20
@@ -40,12 +39,14 @@ class Models:
     """The services of one web process, one for each model. Belongs to one event loop.
 
     Args:
-        services: at least one; the first answers requests that name no model.
+        services: at least one; the first is the default model.
         are_named: whether OpenAI's requests must name one of the models. A service of one model
             that was given on the command line answers any name, since clients have their own.
         keyring: checks API keys; None to let everybody in.
 
     Attributes:
+        default_name: the model of requests that name none, if the models are named. It may be
+            unloaded: no other one answers in its place.
         number: of the last change; it grows.
         on_change: called when a model has come or gone, or answers at last.
         repository: loads models, and takes them away; None if that is not possible.
@@ -61,18 +62,25 @@ class Models:
     ) -> None:
         self._services = [*services]
         self._keyring = keyring
+        self._bodies = Bodies()
         self.are_named = are_named
+        self.default_name = self.first.model
         self.siblings: Siblings | None = None
         for service in self._services:
-            service.keyring = keyring
+            service.keyring, service.bodies = keyring, self._bodies
         self.number = 0
         self.on_change: Callable[[], None] = lambda: None
         self.repository: Repository | None = None
 
     @property
-    def default(self) -> Service:
-        """The model of requests that name none."""
+    def first(self) -> Service:
+        """Any loaded model: for options that all models share."""
         return self._services[0]
+
+    @property
+    def default(self) -> Service | None:
+        """The model of requests that name none; None while it is not there."""
+        return self.find(self.default_name) if self.are_named else self.first
 
     def __iter__(self) -> Iterator[Service]:
         return iter(self._services)
@@ -82,10 +90,7 @@ class Models:
 
     def find(self, name: str) -> Service | None:
         """The model of a name; None if there is none."""
-        for service in self._services:
-            if service.model == name:
-                return service
-        return None
+        return next((each for each in self._services if each.model == name), None)
 
     def get(self, name: str) -> Service:
         """The model of a name. Raises Refusal: there is none."""
@@ -97,13 +102,20 @@ class Models:
     def unknown(self, name: str) -> Refusal:
         """The answer to a request for a model that is not there."""
         shown = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
+        return self._not_found(f"no model {shown!r}")
+
+    def without_default(self, path: str) -> Refusal:
+        """The answer to a request at a path of the default model, while that is not there."""
+        return self._not_found(f"{path} is for the model {self.default_name!r}, which is unloaded")
+
+    def _not_found(self, text: str) -> Refusal:
         names = [repr(each.model) for each in self._services]
         if len(names) > _MOST_NAMES:
             names = [*names[:_MOST_NAMES], "others"]
         return Refusal(
             404,
             "not_found",
-            f"model: no model {shown!r}; this service runs {', '.join(names)}",
+            f"model: {text}; this service runs {', '.join(names)}",
             reason="invalid",
             param="model",
             code="model_not_found",
@@ -133,6 +145,7 @@ class Models:
         Its open requests go on. It is told that it gets no new ones.
         """
         service.siblings, service.keyring = self.siblings, self._keyring
+        service.bodies = self._bodies
         before = self.find(service.model)
         if before is None:
             self._services.append(service)
@@ -151,10 +164,11 @@ class Models:
         self.number += 1
         self.on_change()
 
-    def arrange(self, names: Iterable[str]) -> None:
-        """Put the models in this order; the first answers requests that name none."""
+    def arrange(self, names: Iterable[str], default_name: str) -> None:
+        """Put the models in this order, and have requests that name none go to this model."""
         places = {name: place for place, name in enumerate(names)}
         self._services.sort(key=lambda each: places.get(each.model, len(places)))
+        self.default_name = default_name
         self.number += 1
 
     # -- how they stand
@@ -180,7 +194,7 @@ class Models:
         these come is not in the hands of this service.
         """
         loading = self.loading
-        if loading and len(self._services) > 1 and not self.default.is_draining:
+        if loading and len(self._services) > 1 and not self.first.is_draining:
             return "starting", f"loading {', '.join(loading)}"
         return combined({each.model: each.standing() for each in self._services})
 

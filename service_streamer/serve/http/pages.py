@@ -24,9 +24,7 @@ from .prometheus import CONTENT_TYPE_LATEST, METRICS, Exposition, merged
 from .refusals import Refusal
 from .schemas import hub_info
 from .service import Service
-from .v2_pages import V2Pages
-
-__all__ = ["Pages"]
+from .v2_pages import V2Pages, json_answer
 
 _STATIC = Path(__file__).parent.parent / "static"
 
@@ -58,6 +56,8 @@ class Pages:
         self._is_root = is_root
         self._dashboard = Dashboard(service)
         self._exposition = Exposition(models)
+        self._described: object = None  # the description that the document was made of
+        self._document = msgspec.Raw()
 
     def routes(self) -> list[BaseRoute]:
         """Routes for Starlette; those in ``LOCKED`` need the API key, if there is one."""
@@ -89,14 +89,14 @@ class Pages:
         ]
 
     async def _live(self, _: Request) -> Response:
-        return _json({"status": "live"})
+        return json_answer({"status": "live"})
 
     async def _ready(self, _: Request) -> Response:
         state, detail = await (self._models if self._is_root else self._service).look()
         answer: dict[str, Any] = {"status": state, "detail": detail}
         if self._is_root and len(self._models) > 1:
             answer["models"] = {each.model: each.standing()[0] for each in self._models}
-        return _json(answer, 200 if state == "ready" else 503)
+        return json_answer(answer, 200 if state == "ready" else 503)
 
     async def _info(self, _: Request) -> Response:
         service, options = self._service, self._service.options
@@ -122,10 +122,14 @@ class Pages:
             "streams": service.has_steps,
             "endpoints": [op.path for op in OPERATIONS if service.offers(op.does)],
         }  # fmt: skip
-        return _json(info)
+        return json_answer(info)
 
     async def _openapi(self, _: Request) -> Response:
-        return _json(openapi(self._service))
+        description = self._service.description
+        if self._described is not description:
+            self._document = msgspec.Raw(msgspec.json.encode(openapi(self._service)))
+            self._described = description
+        return json_answer(self._document)
 
     async def _metrics(self, _: Request) -> Response:
         siblings = self._service.siblings
@@ -140,7 +144,7 @@ class Pages:
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _stats(self, _: Request) -> Response:
-        return _json(await self._dashboard.snapshot())
+        return json_answer(await self._dashboard.snapshot())
 
     async def _events(self, request: Request) -> Response:
         if request.method == "HEAD":  # events never end
@@ -162,10 +166,10 @@ class Pages:
         )
 
     async def _models_served(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [_served(each) for each in self._models]})
+        return json_answer({"object": "list", "data": [_served(each) for each in self._models]})
 
     async def _model_served(self, request: Request) -> Response:
-        return _json(_served(self._models.get(request.path_params["model"])))
+        return json_answer(_served(self._models.get(request.path_params["model"])))
 
 
 def _served(service: Service) -> dict[str, Any]:
@@ -195,9 +199,3 @@ def _locked(service: Service, path: str, scope: str | None, handler: Handler) ->
 
 async def _page(name: str, _: Request) -> Response:
     return FileResponse(_STATIC / name, headers=_PAGE_HEADERS)
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    body = msgspec.json.encode(value)
-    headers = {"cache-control": "no-store"}
-    return Response(body, status, headers, media_type="application/json")

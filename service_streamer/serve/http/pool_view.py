@@ -10,12 +10,15 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ...errors import StreamerError
 from ...observe.explain import Finding
 from ...observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from ...streamer import BaseStreamer, PoolStreamer
+
+if TYPE_CHECKING:  # most services share no pool
+    from ...pool.pool_client import PoolClient
 
 __all__ = ["PoolFigures", "PoolView", "asked", "view_of"]
 
@@ -74,9 +77,10 @@ class PoolView(Protocol):
 
 def view_of(streamer: BaseStreamer) -> PoolView | None:
     """None if the workers are behind a broker."""
-    if isinstance(streamer, PoolStreamer) and streamer.is_shared:
-        return _SharedView(streamer)
-    return _OwnView(streamer) if isinstance(streamer, PoolStreamer) else None
+    if not isinstance(streamer, PoolStreamer):
+        return None
+    client = streamer.pool_client
+    return _OwnView(streamer) if client is None else _SharedView(streamer, client)
 
 
 class _OwnView:
@@ -109,9 +113,8 @@ class _SharedView:
     is_shared = True
     has_steps = None
 
-    def __init__(self, streamer: PoolStreamer) -> None:
+    def __init__(self, streamer: PoolStreamer, client: PoolClient) -> None:
         self._streamer = streamer
-        client: Any = streamer.engine
         self._stats: StreamerStats | None = None
         self._figures: PoolFigures | None = None
         self._for_stats = _Question(client, streamer.stats)
@@ -142,7 +145,7 @@ class _Question(Generic[T]):
         ask: asks it, and blocks.
     """
 
-    def __init__(self, client: Any, ask: Callable[[], T]) -> None:
+    def __init__(self, client: PoolClient, ask: Callable[[], T]) -> None:
         self._client = client
         self._ask = ask
         self._asking: asyncio.Future[T] | None = None

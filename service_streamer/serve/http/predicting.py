@@ -30,15 +30,6 @@ from .schemas import (
 )
 from .streaming import EventStream
 
-__all__ = [
-    "REQUESTS_OF_TASKS",
-    "TEXT_FROM_TEXT",
-    "TEXT_TASKS",
-    "infer",
-    "predict",
-    "with_parameters",
-]
-
 #: Tasks whose results are texts made of texts.
 TEXT_FROM_TEXT = ("text-generation", "text2text-generation")
 

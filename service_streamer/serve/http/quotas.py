@@ -1,10 +1,7 @@
-"""Limits of an API key: requests and tokens per minute, and open requests. Pure.
+"""Limits of an API key: requests per minute, and open requests. Pure.
 
-A rate is a token bucket that holds the amount of a minute, and that is full at the start. Its one
-number is the time at which it will be full again. To take an amount moves that time forward.
-
-The tokens of a request are known with its answer. It is admitted if any are left, and what it used
-is taken afterwards, perhaps more than was left. Then the key waits until that has flowed in again.
+The rate is a bucket that holds the requests of a minute, and that is full at the start. Its one
+number is the time at which it will be full again. Each request moves that time forward.
 
 The numbers are in cells that all web processes of a service have, so the limits hold for all of
 them together. There is no lock, which a dying process could keep: two that take at the same moment
@@ -19,17 +16,12 @@ from typing import NamedTuple
 
 from .api_keys import ApiKey
 
-__all__ = ["CELLS", "Quota", "Shortage", "new_cells"]
-
 #: Seconds that a bucket takes to fill.
 _MINUTE = 60.0
 
-#: Tokens that one answer is charged for. A model may report any number, and floats have an end.
-_MOST_TOKENS = 1 << 53
-
 #: Cells of a key, besides one for each web process with the number of its open requests.
-CELLS = 2
-_REQUESTS, _TOKENS = range(CELLS)
+CELLS = 1
+_FULL_AT = 0
 
 
 class Shortage(NamedTuple):
@@ -78,31 +70,16 @@ class Quota:
         key, cells = self.key, self._cells
         if key.concurrency is not None and sum(cells[CELLS:]) >= key.concurrency:
             return Shortage(f"concurrency = {key.concurrency}", 1)
-        if key.tokens_per_minute is not None:
-            late = cells[_TOKENS] - now - _MINUTE
-            if late >= 0:  # none are left
-                share = _MINUTE / key.tokens_per_minute
-                return Shortage(f"tokens-per-minute = {key.tokens_per_minute}", _up(late + share))
         if key.requests_per_minute is not None:
-            full_at = max(cells[_REQUESTS], now) + _MINUTE / key.requests_per_minute
+            full_at = max(cells[_FULL_AT], now) + _MINUTE / key.requests_per_minute
             late = full_at - now - _MINUTE
             if late > 1e-6:  # the sum of many shares of a minute is not exact
-                return Shortage(f"requests-per-minute = {key.requests_per_minute}", _up(late))
-            cells[_REQUESTS] = full_at
+                seconds = max(1, math.ceil(late))
+                return Shortage(f"requests-per-minute = {key.requests_per_minute}", seconds)
+            cells[_FULL_AT] = full_at
         cells[self._own] += 1
         return None
-
-    def charge(self, tokens: float, now: float) -> None:
-        """Take what an answer has used."""
-        if self.key.tokens_per_minute is not None and tokens > 0:
-            cells = self._cells
-            used = min(tokens, _MOST_TOKENS) * _MINUTE / self.key.tokens_per_minute
-            cells[_TOKENS] = max(cells[_TOKENS], now) + used
 
     def leave(self) -> None:
         """A request that was admitted is over."""
         self._cells[self._own] -= 1
-
-
-def _up(seconds: float) -> int:
-    return max(1, math.ceil(seconds))

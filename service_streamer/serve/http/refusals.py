@@ -15,6 +15,7 @@ import msgspec
 from ...errors import (
     BadMessage,
     BrokerError,
+    InternalError,
     InvalidInput,
     Overloaded,
     PredictTimeout,
@@ -236,14 +237,14 @@ def _meant(name: str, fields: Sequence[str]) -> str:
 def _internal(error: Exception, *, debug: bool, request_id: str | None) -> Refusal:
     id_ = request_id or secrets.token_hex(8)
     logger.error("request %s failed", id_, exc_info=error, extra={"request_id": id_})
+    code, message = "model_failed", "the model failed on this request"
     if isinstance(error, WorkerLost):
-        message = "the model's process died while it computed this request"
-    else:
-        message = "the model failed on this request"
+        code, message = "worker_lost", "the model's process died while it computed this request"
+    elif isinstance(error, InternalError):
+        code, message = "internal_error", "a bug in service_streamer ended this request"
     message += f"; the service's log has the details under id {id_}"
     if debug:
         message += "\n" + "".join(traceback.format_exception(error))
-    code = "worker_lost" if isinstance(error, WorkerLost) else "model_failed"
     return Refusal(500, "server_error", message, reason="failed", log_id=id_, code=code)
 
 

@@ -12,15 +12,6 @@ from ...observe.metrics import Histogram
 from .request_metrics import LATENCIES
 from .service import Service
 
-__all__ = [
-    "RequestFigures",
-    "Requests",
-    "decoded",
-    "model_asked_for",
-    "question_of",
-    "requests_of",
-]
-
 #: The question to the other web processes, before the name of a model.
 _REQUESTS = b"requests "
 

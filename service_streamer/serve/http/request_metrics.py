@@ -6,8 +6,6 @@ import collections
 
 from ...observe.metrics import SECONDS, Histogram
 
-__all__ = ["LATENCIES", "RequestMetrics"]
-
 #: Bucket bounds in seconds, about 25 % apart: percentiles are precise to about 10 %.
 LATENCIES = tuple(
     round(start * 10.0**power, 6)

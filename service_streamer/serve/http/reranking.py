@@ -16,15 +16,6 @@ from .hub_embeddings import TRUNCATE, said
 from .hub_schemas import Cut, cutting
 from .schemas import Ignored
 
-__all__ = [
-    "DocumentsRequest",
-    "DocumentsResponse",
-    "Rank",
-    "RerankRequest",
-    "rerank",
-    "rerank_documents",
-]
-
 
 class RerankRequest(Cut):
     """Texts to order by how well they match the query."""

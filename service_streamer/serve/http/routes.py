@@ -10,8 +10,6 @@ from .models import Models
 from .operations import INFER, OPERATIONS
 from .service import Service
 
-__all__ = ["PREFIX", "TENSORS", "Routes", "model_and_place"]
-
 #: Below it each model has all paths of a service of its own.
 PREFIX = "/models/"
 
@@ -46,7 +44,7 @@ class Routes:
     def __init__(self, models: Models) -> None:
         self._models = models
         self._endpoints: dict[Service, dict[bytes, Endpoint]] = {}
-        self._naming: dict[bytes, Endpoint] = {}
+        self._at_root: dict[bytes, Endpoint] = {}
         self._of_tensors: dict[bytes, Endpoint] = {}
         self._infers: dict[Service, Endpoint] = {}
         self._number = -1
@@ -56,9 +54,7 @@ class Routes:
         models = self._models
         if self._number != models.number:
             self._renew()
-        endpoint = self._naming.get(target)
-        if endpoint is None:
-            endpoint = self._endpoints[models.default].get(target)
+        endpoint = self._at_root.get(target)
         if endpoint is None and target.startswith(_PREFIX):
             found = models.split(target[len(_PREFIX) :].decode("utf-8", "replace"))
             if found is not None:
@@ -80,8 +76,10 @@ class Routes:
             service: {op.path.encode(): Endpoint(service, op) for op in OPERATIONS}
             for service in models
         }
-        self._naming = {
-            op.path.encode(): Endpoint(models.default, op, models)
+        default = models.default
+        self._at_root = {} if default is None else {**self._endpoints[default]}
+        self._at_root |= {
+            op.path.encode(): Endpoint(models.first, op, models)
             for op in OPERATIONS
             if op.is_openais and models.are_named
         }

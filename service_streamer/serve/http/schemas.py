@@ -9,26 +9,6 @@ from msgspec import Meta, Struct
 
 from .token_inputs import TextsOrTokens
 
-__all__ = [
-    "Embedding",
-    "EmbeddingsRequest",
-    "EmbeddingsResponse",
-    "ErrorResponse",
-    "HubRequest",
-    "HubTextRequest",
-    "Ignored",
-    "Metadata",
-    "Parameters",
-    "PredictRequest",
-    "Stream",
-    "TextRequest",
-    "Usage",
-    "hub_answer",
-    "hub_info",
-    "hub_parameters",
-    "refused_field",
-]
-
 Parameters = Annotated[
     dict[str, Any], Meta(description="parameters of the pipeline, such as top_k")
 ]

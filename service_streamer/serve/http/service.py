@@ -14,6 +14,7 @@ from ...engine.backend import Mailbox
 from ...errors import (
     BadMessage,
     BrokerError,
+    InternalError,
     Overloaded,
     PoolMismatch,
     RemoteTraceback,
@@ -24,7 +25,8 @@ from ...errors import (
 )
 from ...observe.metrics import StreamerStats
 from ...streamer import BaseStreamer
-from .admission import Admission, ServiceOptions
+from .admission import Admission, Bodies, ServiceOptions
+from .background import start_task
 from .exchange import Headers
 from .keyring import ANYBODY, KeyHolder, Keyring
 from .operations import Description
@@ -32,8 +34,6 @@ from .pool_view import view_of
 from .request_metrics import RequestMetrics
 from .siblings import Siblings
 from .streaming import EventStream
-
-__all__ = ["Service"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,8 @@ _CALM = 1.0
 
 #: After these errors the model never answers.
 _ENDS = (PoolMismatch, StreamerBroken, StreamerClosed, WorkerStartError)
+
+_RENEWING = "reading its new description failed"
 
 _DESCRIBE: dict[str, Any] = {"do": "describe", "inputs": None, "parameters": {}}
 
@@ -71,6 +73,7 @@ class Service:
         backend: the streamer's backend.
         pool: the workers; None if they are behind a broker.
         keyring: checks API keys; None to let everybody in.
+        bodies: those of all models' requests.
         description: the model's description; empty until it is known, or if it has none.
         is_draining: whether the service is about to end.
         is_retired: whether the model gets no new requests, since another one has taken its place.
@@ -88,6 +91,7 @@ class Service:
     ) -> None:
         self.streamer = streamer
         self.keyring: Keyring | None = None
+        self.bodies = Bodies()
         self.backend = streamer.backend
         self.pool = view_of(streamer)
         self.options = options
@@ -149,7 +153,7 @@ class Service:
 
     def start(self) -> None:
         """Read the model's description, as soon as a worker has loaded it."""
-        self._asking = asyncio.create_task(self._ask())
+        self._asking = start_task(self._ask(), f"model {self.model}: reading what it is failed")
 
     async def _ask(self) -> None:
         loop, backend = asyncio.get_running_loop(), self.backend
@@ -186,7 +190,9 @@ class Service:
                     if not self.is_draining:
                         self._on_failure(error)
                     return
-                if isinstance(error, (BrokerError, Overloaded)) and not is_models:
+                if isinstance(error, (BrokerError, InternalError, Overloaded)) and not is_models:
+                    if str(error) != self._obstacle:
+                        logger.warning("the worker hosts do not answer: %s", error)
                     self._obstacle = str(error)
                     # It stays so until both sides have the same settings.
                     self._mismatch = str(error) if isinstance(error, BadMessage) else None
@@ -199,11 +205,7 @@ class Service:
         self._on_ready()
 
     def _has_silent_hosts(self) -> bool:
-        """Whether there are worker hosts, and none announces its model in a way that we can read.
-
-        They have another secret or serializer, and what they answer to a call says so; or they are
-        of an earlier version, which tells of its model when it is asked by a call.
-        """
+        """Whether hosts have another secret, serializer or version: a call's error says which."""
         return self.pool is None and self._broker_standing()[1] > 0
 
     async def _described(self) -> Mapping[str, Any] | None:
@@ -228,7 +230,7 @@ class Service:
         """
         if self.pool is not None and self.pool.is_shared:
             if not self.is_draining:
-                self._renewing = asyncio.create_task(self._take_over())
+                self._renewing = start_task(self._take_over(), f"model {self.model}: {_RENEWING}")
             return
         with contextlib.suppress(StreamerError):  # none of them can be asked
             self._describe_as(self.backend.model_description())
@@ -244,7 +246,7 @@ class Service:
     def refresh(self) -> None:
         """Read the description again: the workers may have loaded another model."""
         if self._is_known and not self.is_draining:
-            self._asking = asyncio.create_task(self._ask_again())
+            self._asking = start_task(self._ask_again(), f"model {self.model}: {_RENEWING}")
 
     async def _ask_again(self) -> None:
         try:
@@ -317,7 +319,7 @@ class Service:
         if self.is_draining:
             return "draining", "the service is stopping"
         if self._failure is not None:
-            return "broken", f"the model is not running: {self._failure}"
+            return "broken", self._with_cause("the model is not running", self._failure)
         if not self._is_known:
             if self._mismatch is not None:
                 return "failing", self._mismatch
@@ -334,13 +336,13 @@ class Service:
     def _why_unknown(self) -> str:
         if self.pool is not None:
             if self._obstacle:
-                return f"the workers cannot be asked for the model: {self._obstacle}"
+                return self._with_cause("the workers cannot be asked for the model", self._obstacle)
             return "the model is loading"
         state, hosts = self._broker_standing()
         if state == "disconnected":
             return "Redis cannot be reached"
         if self._obstacle:
-            return f"the worker hosts do not answer: {self._obstacle}"
+            return self._with_cause("the worker hosts do not answer", self._obstacle)
         if not hosts:
             return "there is no worker host"
         are = "worker host has" if hosts == 1 else "worker hosts have"
@@ -348,6 +350,10 @@ class Service:
             f"{hosts} {are} not answered yet: the model is loading, or their --secret differs "
             "from this service's"
         )
+
+    def _with_cause(self, text: str, cause: object) -> str:
+        """Anybody may read it, and the exception of a model that cannot be loaded may say a lot."""
+        return f"{text}: {cause}" if self.options.debug else f"{text}; the service's log says why"
 
     def _broker_standing(self) -> tuple[str, int]:
         stats: Any = self.streamer.stats()  # type: ignore[attr-defined]

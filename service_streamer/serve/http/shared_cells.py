@@ -7,8 +7,6 @@ from typing import Any
 
 from .quotas import CELLS, new_cells
 
-__all__ = ["SLOTS", "SharedCells", "cells_needed"]
-
 #: Keys that there is room for, including those that were used before and are gone. Later ones are
 #: limited by each process alone.
 SLOTS = 4096

@@ -12,8 +12,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["Siblings"]
-
 #: Seconds to wait for a process's answer, and its maximum size in bytes.
 _PATIENCE = 1.0
 _MOST_BYTES = 16 << 20

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 
-__all__ = ["LEAST_RATE", "SlowReaders", "is_too_slow"]
-
 logger = logging.getLogger(__name__)
 
 #: Minimum rate of a client, bytes per second. Arbitrary: 15 MB may take 8 minutes.
@@ -97,13 +95,13 @@ class SlowReaders:
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
+        self._timer = None
+        if self._readers:  # first, so that a failure below does not end the watch
+            self._timer = loop.call_later(min(_INTERVAL, self.allowed), self._look)
         for reader in [*self._readers.values()]:
             waited = now - reader.since
             if is_too_slow(waited, reader.taken(), self.allowed):
                 self._cut(reader, f"it read almost nothing for {waited:.0f} s")
-        self._timer = None
-        if self._readers:
-            self._timer = loop.call_later(min(_INTERVAL, self.allowed), self._look)
 
     def _cut(self, reader: _Reader, why: str) -> None:
         del self._readers[reader.transport]

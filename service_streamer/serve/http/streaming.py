@@ -21,8 +21,6 @@ from .events import KEEP_ALIVE, Form, event
 from .exchange import Disconnected, Exchange
 from .refusals import Refusal
 
-__all__ = ["MAX_BUFFERED", "EventStream", "OutputStream"]
-
 #: How many outputs of a stream may wait for its client, beside what the connection's buffer holds.
 MAX_BUFFERED = 128
 
@@ -58,7 +56,6 @@ class EventStream:
         form: makes events of them.
         exchange: whose body has been read.
         on_close: called once, when it is closed.
-        quiet: seconds without an output until a comment is sent.
 
     Attributes:
         outputs: how many have been made events of.
@@ -76,7 +73,6 @@ class EventStream:
         "_leaving",
         "_loop",
         "_on_close",
-        "_quiet",
         "_sent_at",
         "_stream",
         "_timer",
@@ -89,14 +85,11 @@ class EventStream:
         form: Form,
         exchange: Exchange,
         on_close: Callable[[EventStream], None] = lambda _: None,
-        *,
-        quiet: float = _QUIET,
     ) -> None:
         self.outputs = 0
         self._stream = stream
         self._form = form
         self._on_close: Callable[[EventStream], None] | None = on_close
-        self._quiet = quiet
         self._chunk = b""
         self._failure: Exception | None = None
         self._is_over = self._is_waiting = False
@@ -142,7 +135,7 @@ class EventStream:
         try:
             exchange.start(200, _HEADERS)
             self._sent_at = self._loop.time()
-            self._timer = self._loop.call_later(self._quiet, self._tick)
+            self._timer = self._loop.call_later(_QUIET, self._tick)
             chunk, self._chunk = self._chunk, b""
             while not self._is_over:
                 await self._comment_is_sent()
@@ -215,11 +208,11 @@ class EventStream:
 
     def _tick(self) -> None:
         """Nothing may have been sent for a while. One timer: a timer per output would cost more."""
-        left = self._sent_at + self._quiet - self._loop.time()
+        left = self._sent_at + _QUIET - self._loop.time()
         if left <= 0:
             if self._is_waiting and (self._comment is None or self._comment.done()):
                 self._comment = self._loop.create_task(self._send_comment())
-            left = self._quiet
+            left = _QUIET
         self._timer = self._loop.call_later(left, self._tick)
 
     async def _send_comment(self) -> None:

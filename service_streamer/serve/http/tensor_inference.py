@@ -18,8 +18,6 @@ from .context import BinaryAnswer, Context, decoded, invalid
 from .predicting import with_parameters
 from .refusals import Refusal
 
-__all__ = ["LENGTH_HEADER", "infer_tensors", "lacks_numpy", "read_tensors", "write_tensors"]
-
 #: How long the JSON of a body with binary data is.
 LENGTH_HEADER = b"inference-header-content-length"
 

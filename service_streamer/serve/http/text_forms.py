@@ -9,8 +9,6 @@ import msgspec
 
 from .context import invalid
 
-__all__ = ["FORM_KINDS", "text_form"]
-
 #: The types of forms, under all of their names.
 FORM_KINDS = ("text", "json_object", "json_schema", "json", "regex")
 

@@ -9,8 +9,6 @@ from msgspec import Meta
 
 from .context import invalid
 
-__all__ = ["TextsOrTokens", "Token", "inputs_of"]
-
 Token = Annotated[int, Meta(ge=0, le=2**31 - 1, description="the number of a token of the model")]
 
 #: A text or its tokens, or a list of texts and lists of tokens.

@@ -17,8 +17,6 @@ from .refusals import Refusal
 from .routes import TENSORS, model_and_place
 from .service import Service
 
-__all__ = ["V2Pages", "is_v2"]
-
 
 def is_v2(path: str) -> bool:
     """Whether errors at this path have the protocol's form."""
@@ -45,24 +43,24 @@ class V2Pages:
         ]
 
     async def _server(self, _: Request) -> Response:
-        return _json(server_metadata(over_http=True))
+        return json_answer(server_metadata(over_http=True))
 
     async def _live(self, _: Request) -> Response:
-        return _json({"live": True})
+        return json_answer({"live": True})
 
     async def _ready(self, _: Request) -> Response:
         is_ready = (await self._models.look())[0] == "ready"
-        return _json({"ready": is_ready}, 200 if is_ready else 503)
+        return json_answer({"ready": is_ready}, 200 if is_ready else 503)
 
     async def _of_model(self, request: Request) -> Response:
-        check_caller(self._models.default, f"{TENSORS}{{model}}", None, request)
+        check_caller(self._models.first, f"{TENSORS}{{model}}", None, request)
         service, place = self._found(request)
         if place in ("", "/ready") and request.method != "POST":
             if place:
                 return await self._model_ready(service)
             if not service.is_known:
                 raise stopping(service.standing()[1])
-            return _json(model_metadata(service.model, service.description))
+            return json_answer(model_metadata(service.model, service.description))
         is_known = place in ("", "/ready", "/infer")
         raise Refusal(
             405 if is_known else 404,
@@ -77,8 +75,8 @@ class V2Pages:
     async def _model_ready(self, service: Service) -> Response:
         state, detail = await service.look()
         if state == "ready":
-            return _json({"name": service.model, "ready": True})
-        return _json({"name": service.model, "ready": False, "error": detail}, 503)
+            return json_answer({"name": service.model, "ready": True})
+        return json_answer({"name": service.model, "ready": False, "error": detail}, 503)
 
     def _found(self, request: Request) -> tuple[Service, str]:
         path = TENSORS + request.path_params["place"]
@@ -103,7 +101,7 @@ class V2Pages:
         )
 
 
-def _json(value: Any, status: int = 200) -> Response:
+def json_answer(value: Any, status: int = 200) -> Response:
     body = msgspec.json.encode(value)
     headers = {"cache-control": "no-store"}
     return Response(body, status, headers, media_type="application/json")

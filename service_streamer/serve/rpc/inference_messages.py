@@ -11,22 +11,6 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-__all__ = [
-    "METHODS",
-    "POOL",
-    "SERVICE",
-    "ModelInferRequest",
-    "ModelInferResponse",
-    "ModelMetadataRequest",
-    "ModelMetadataResponse",
-    "ModelReadyRequest",
-    "ModelReadyResponse",
-    "ModelStreamInferResponse",
-    "ServerLiveResponse",
-    "ServerMetadataResponse",
-    "ServerReadyResponse",
-]
-
 PACKAGE = "inference"
 SERVICE = f"{PACKAGE}.GRPCInferenceService"
 

@@ -45,8 +45,6 @@ from .inference_messages import (
 from .message_tensors import read_message, write_message
 from .metadata_exchange import MetadataExchange
 
-__all__ = ["InferenceService", "code_of", "shortened"]
-
 logger = logging.getLogger(__name__)
 
 _Code = grpc.StatusCode
@@ -120,12 +118,14 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
         The key is checked here, before a message is received: it may have many megabytes.
         """
         path: str = details.method
+        if not path.startswith(_path("")):  # of health or reflection, or of no service
+            return None
         if path in _OPEN:
             return self._handlers[path]
         headers = MetadataExchange(details.invocation_metadata).headers
         scope = COMPUTE if path in (_INFER, _STREAM) else None
         try:
-            caller = self._models.default.authorize(headers, scope)
+            caller = self._models.first.authorize(headers, scope)
         except Refusal as error:  # as a stream, of which nothing has to be read
             refuse = functools.partial(self._refuse, error, path)
             return grpc.stream_stream_rpc_method_handler(refuse)
@@ -135,14 +135,14 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._handlers.get(path)
 
     async def _refuse(self, error: Refusal, path: str, _: Any, context: Any) -> None:
-        await _abort(context, _refused(self._models.default, error, context, path))
+        await _abort(context, _refused(self._models.first, error, context, path))
 
     def _told(self, path: str, tell: Callable[[bytes], Awaitable[Any]]) -> Any:
         async def handle(message: bytes, context: Any) -> bytes:
             try:
                 answer: bytes = (await tell(message)).SerializeToString()
             except Exception as error:
-                await _abort(context, _refused(self._models.default, error, context, path))
+                await _abort(context, _refused(self._models.first, error, context, path))
                 raise
             return answer
 
@@ -193,9 +193,10 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _infer(self, data: bytes, context: Any) -> bytes:
         began = perf_counter()
-        service = self._models.default
+        service = self._models.first
         try:
             with _entered(service, context) as cycle:
+                cycle.hold(len(data))
                 message, size = _parsed(ModelInferRequest, data), len(data)
                 del data  # the message has its own copy
                 service = self._turned(cycle, message)
@@ -214,7 +215,7 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
     ) -> bytes:
         service.requests.open += 1
         try:
-            request = await _ready_request(service, message, size)
+            request = await ready_request(service, message, size)
             results = await cycle.compute(read_tensors(request, cycle))
             answer = write_message(service.model, request, write_tensors(request, results, cycle))
             done: bytes = answer.SerializeToString()
@@ -265,9 +266,10 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _answer_one(self, data: bytes, context: Any, answers: asyncio.Queue[Any]) -> None:
         """Put the answers to a message, and None behind them."""
         began = perf_counter()
-        service, id_ = self._models.default, ""
+        service, id_ = self._models.first, ""
         try:
             with _entered(service, context) as cycle:
+                cycle.hold(len(data))
                 message = _parsed(ModelInferRequest, data)
                 id_ = message.id
                 service = self._turned(cycle, message)
@@ -293,7 +295,7 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
     ) -> None:
         service.requests.open += 1
         try:
-            request = await _ready_request(service, message, size)
+            request = await ready_request(service, message, size)
             wants_end = bool(request.parameters.pop(_WANTS_END, False))
             items = read_tensors(request, cycle)
             if service.has_steps and len(items) == 1:
@@ -319,11 +321,9 @@ async def _send_steps(
     with service.admission.holding(large):
         async with cycle.open_stream(item, MAX_BUFFERED) as outputs:
             requests.streams += 1
-            with cycle.charging([item]) as tokens:
-                async for output in outputs:
-                    tokens.count(output)
-                    await answers.put(_streamed(cycle, request, [output]))
-                    requests.outputs += 1
+            async for output in outputs:
+                await answers.put(_streamed(cycle, request, [output]))
+                requests.outputs += 1
 
 
 def _streamed(cycle: ServiceCycle, request: InferRequest, results: list[Any]) -> Any:
@@ -348,11 +348,10 @@ def _entered(service: Service, context: Any) -> Iterator[ServiceCycle]:
             cycle.hasten(max(left, 0.0), 0)
         yield cycle
     finally:
-        if cycle.caller is not None:
-            cycle.caller.leave()
+        cycle.leave()
 
 
-async def _ready_request(service: Service, message: Any, size: int) -> InferRequest:
+async def ready_request(service: Service, message: Any, size: int) -> InferRequest:
     check_served(service, INFER)
     service.backend.check_room()
     if size <= _AT_ONCE or message.raw_input_contents:  # these become views

@@ -19,8 +19,6 @@ from ..v2.infer_request import (
 )
 from .inference_messages import ModelInferResponse
 
-__all__ = ["read_message", "write_message"]
-
 #: The field of each datatype's elements. The others have none, and come as raw contents only.
 _CONTENTS = {
     "BOOL": "bool_contents",

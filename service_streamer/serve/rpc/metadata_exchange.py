@@ -8,11 +8,13 @@ from typing import Any
 from ..http.exchange import Headers
 from ..http.http_exchange import find_request_id, new_request_id
 
-__all__ = ["MetadataExchange"]
+_FRAMING = ("content-length", "transfer-encoding")
 
 
 class MetadataExchange:
     """An ``Exchange`` whose headers are the metadata of a call. gRPC reads and answers by itself.
+
+    Headers of HTTP's framing are left out: they say nothing about the message.
 
     gRPC cancels the task of a client that has gone, so nothing is watched here.
     """
@@ -25,6 +27,7 @@ class MetadataExchange:
         self.headers: Headers = [
             (name.encode(), value if isinstance(value, bytes) else value.encode())
             for name, value in metadata or ()
+            if name not in _FRAMING
         ]
         self.on_gone: Callable[[], None] | None = None
         self._request_id = ""

@@ -15,6 +15,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from ..http.admission import ServiceOptions
+from ..http.background import Failures
+from ..http.descriptors import max_connections
 from ..http.file_stamps import stamp_of
 from ..http.models import Models
 from .inference_messages import POOL, SERVICE
@@ -55,12 +57,13 @@ class RPCServer:
         logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_departure)
         self._models = models
         host, port = address
-        options = models.default.options
+        options = models.first.options
         self._server = grpc.aio.server(
             options=(
                 ("grpc.so_reuseport", 1),
                 ("grpc.max_receive_message_length", min(options.max_body + _ROOM, _LARGEST)),
                 ("grpc.max_send_message_length", -1),
+                ("grpc.max_allowed_incoming_connections", max_connections() // 4),
             )
         )
         self._health = health.aio.HealthServicer()
@@ -88,11 +91,13 @@ class RPCServer:
         self._looking = asyncio.create_task(self._look())
 
     async def _look(self) -> None:
+        failures = Failures("gRPC's health was not renewed")
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _LOOK)
             self._changed.clear()
-            await self._tell_health()
+            with failures:
+                await self._tell_health()
 
     def look_soon(self) -> None:
         """A model has become ready: whoever watches its health is told now."""

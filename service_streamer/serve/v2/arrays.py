@@ -16,18 +16,6 @@ import numpy as np
 from ...errors import BadModelOutput
 from .nested_lists import flat_numbers, pieces
 
-__all__ = [
-    "array_of",
-    "array_of_bytes",
-    "array_of_json",
-    "array_of_texts",
-    "bytes_of",
-    "cast",
-    "json_of",
-    "rows_of",
-    "stacked",
-]
-
 _DTYPES = {
     "BOOL": np.dtype("?"),
     "UINT8": np.dtype("u1"),

@@ -20,16 +20,6 @@ from ...errors import BadModelOutput, InvalidInput
 from ...pipelines.declared_tensors import TensorSpec
 from .infer_request import InferRequest, WantedOutput, arrays
 
-__all__ = [
-    "VERSION",
-    "OutputTensor",
-    "binary_of",
-    "check_wanted",
-    "chosen",
-    "encode_answer",
-    "output_tensors",
-]
-
 #: The version of every model: there is one.
 VERSION = "1"
 

@@ -20,21 +20,6 @@ from ...errors import InvalidInput
 from ...pipelines.declared_tensors import DATATYPES
 from .nested_lists import flat_texts
 
-__all__ = [
-    "Calling",
-    "InferRequest",
-    "InferenceHeader",
-    "InputTensor",
-    "WantedOutput",
-    "arrays",
-    "calling",
-    "check_counts",
-    "check_input",
-    "parse_header",
-    "read_binary",
-    "split_texts",
-]
-
 #: How many texts a tensor may have. Arbitrary: each takes 100 ns of the web process, and bytes.
 _MOST_TEXTS = 1 << 18
 

@@ -10,14 +10,6 @@ from ...pipelines.declared_tensors import TensorSpec
 from ...pipelines.tasks import TASKS
 from .infer_answer import VERSION
 
-__all__ = [
-    "inputs_of",
-    "model_metadata",
-    "outputs_of",
-    "server_metadata",
-    "wanted_of",
-]
-
 #: What is understood besides the protocol itself, by Triton's names.
 _EXTENSIONS = ("binary_tensor_data", "parameters")
 _OVER_HTTP = ("model_repository",)

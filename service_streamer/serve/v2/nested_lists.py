@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = ["flat_numbers", "flat_texts", "pieces"]
-
 _BLANKS = b" \t\r\n"
 _ALL_BUT_SKELETON = bytes({*range(256)} - {*b"[],"})
 

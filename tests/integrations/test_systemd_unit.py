@@ -1,0 +1,65 @@
+"""The unit of systemd is one, and fits the signals and exit codes of ``serve``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from command_line import END_SECONDS, launched
+
+UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "service-streamer.service"
+
+
+def settings() -> dict[str, list[str]]:
+    found = defaultdict(list)
+    for name, value in re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE):
+        found[name].append(value)
+    return found
+
+
+@pytest.mark.parametrize("change", [None, ("KillMode=mixed", "KillMode=most"), ("OOM", "OMM")])
+def test_systemd_reads_it(change: tuple[str, str] | None, tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("there is no systemd-analyze (Debian's package systemd has it)")
+    text = UNIT.read_text().replace("/opt/service-streamer/bin/service-streamer", sys.executable)
+    unit = tmp_path / UNIT.name
+    unit.write_text(text.replace(*change) if change else text)
+    done = subprocess.run(
+        [analyze, "verify", "--man=no", str(unit)], capture_output=True, text=True, check=False
+    )
+    told = [line for line in done.stderr.splitlines() if str(unit) in line or UNIT.name in line]
+    # Its exit status is 0 for a setting that it does not know.
+    assert bool(told) == bool(change), done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_serve_takes_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    [command] = settings()["ExecStart"]
+    program, *arguments = shlex.split(command)
+    assert Path(program).name == "service-streamer"
+    (tmp_path / "service.toml").write_text("[serve]\n")
+    found = [each.replace("/etc/service-streamer", str(tmp_path)) for each in arguments]
+    options = launched(monkeypatch, *found).options
+    [stop] = settings()["TimeoutStopSec"]
+    assert float(stop) >= options.timeout + END_SECONDS
+
+
+def test_it_starts_again_what_another_start_can_help() -> None:
+    assert settings()["Restart"] == ["on-failure"]
+    [never] = settings()["RestartPreventExitStatus"]
+    usage, missing_package = 2, 5
+    assert {*map(int, never.split())} == {usage, missing_package}
+
+
+def test_only_the_service_gets_the_signal() -> None:
+    assert settings()["KillMode"] == ["mixed"]
+    assert "KillSignal" not in settings()  # SIGTERM
+    assert settings()["ExecReload"] == ["/bin/kill -HUP $MAINPID"]

@@ -1,0 +1,161 @@
+"""Streamers in programs that start their own processes: uWSGI, Celery, Jupyter."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import urllib.request
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from test_by_value import DATA, SAID, USES, run
+from test_starting import environment, write
+
+PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+def ended(stream: IO[str]) -> str:
+    """All that is said from now on. Every descendant has the stream, so its end is theirs."""
+    return stream.read()
+
+
+@pytest.mark.parametrize(
+    "loaded_as", ["--module=app", pytest.param("--wsgi-file=app.py", marks=pytest.mark.long)]
+)
+def test_streamer_serves_in_uwsgi(tmp_path: Path, loaded_as: str) -> None:
+    uwsgi = shutil.which("uwsgi", path=PLACES)
+    if uwsgi is None:
+        pytest.skip("uWSGI is not installed: pip install uwsgi")
+    write(
+        tmp_path / "app.py",
+        """
+        from service_streamer import ManagedModel, Streamer
+
+        class Doubler(ManagedModel):
+            def init_model(self):
+                pass
+
+            def predict(self, batch):
+                return [2 * item for item in batch]
+
+        streamer = Streamer(Doubler, worker_timeout=None)
+
+        def application(environ, start_response):
+            start_response("200 OK", [("Content-Type", "text/plain")])
+            return [repr(streamer.predict([1, 2])).encode()]
+        """,
+    )
+    server = subprocess.Popen(
+        [
+            *(uwsgi, "--http-socket=127.0.0.1:0", loaded_as, "--master", "--lazy-apps"),
+            *("--enable-threads", "--die-on-term", "--need-app", f"--home={sys.prefix}"),
+        ],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stderr is not None
+    try:
+        said = []
+        for line in server.stderr:
+            said.append(line)
+            if "port auto-assigned" in line:
+                break
+        port = said[-1].partition("127.0.0.1:")[2].split()[0]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as answer:
+            assert answer.read() == b"[2, 4]"
+    finally:
+        server.terminate()
+        rest = ended(server.stderr)
+        server.stderr.close()
+    server.wait()
+    assert "Traceback" not in rest
+
+
+@pytest.mark.long
+def test_streamer_serves_in_a_prefork_pool_of_celery(tmp_path: Path) -> None:
+    pytest.importorskip("celery")
+    write(
+        tmp_path / "tasks.py",
+        """
+        import functools
+        import models
+        from celery import Celery
+        from service_streamer import Streamer
+
+        folder = __file__.rpartition("/")[0]
+        app = Celery(
+            "tasks",
+            broker="filesystem://",
+            backend=f"file://{folder}",
+            broker_transport_options={
+                "data_folder_in": folder, "data_folder_out": folder, "control_folder": folder
+            },
+        )
+
+        @functools.cache
+        def streamer():
+            return Streamer(models.double, worker_timeout=None)
+
+        @app.task
+        def double(number):
+            return streamer().predict([number])
+        """,
+    )
+    worker = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "celery", "-A", "tasks", "worker", "--concurrency=1"),
+            *("--pool=prefork", "--without-gossip", "--without-mingle"),
+        ],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert worker.stdout is not None
+    try:
+        client = subprocess.run(
+            [sys.executable, "-c", "import tasks; print(tasks.double.delay(21).get(timeout=240))"],
+            cwd=tmp_path,
+            env=environment(tmp_path),
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        worker.terminate()
+        said = ended(worker.stdout)
+        worker.stdout.close()
+    worker.wait()
+    assert client.stdout == "[42]\n", client.stderr + said
+
+
+def test_model_of_a_notebook_is_served_cell_after_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real kernel runs it: cell after cell, as a person would."""
+    pytest.importorskip("nbclient")
+    program = textwrap.dedent("""
+        import json, sys, warnings
+        warnings.simplefilter("ignore")
+        import nbformat
+        from nbclient import NotebookClient
+
+        cells = [nbformat.v4.new_code_cell(cell) for cell in json.load(sys.stdin)]
+        notebook = nbformat.v4.new_notebook(cells=cells)
+        NotebookClient(notebook, kernel_name="python3", timeout=280).execute()
+        for cell in notebook.cells:
+            for output in cell.outputs:
+                print(output["text"], end="")
+    """)
+    run(tmp_path, "-m", "ipykernel", "install", "--prefix", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
+    done = run(tmp_path, "-c", program, program=json.dumps([DATA, *USES]))
+    assert done.stdout.splitlines() == SAID, done.stderr

@@ -1,0 +1,245 @@
+"""What a client wants of its pool: the same in all processes with one model and its options."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import types
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import models
+from conftest import PATIENCE
+from pools import fake_pool
+from service_streamer import Streamer
+
+Wishes = Callable[..., dict[str, str]]
+
+TESTS = Path(__file__).parent
+
+
+def wishes_of(pool: Any, model: Any, **options: Any) -> dict[str, str]:
+    """As a client with this model and these options says them to its pool."""
+    options = {"shared": "a", "worker_timeout": PATIENCE} | options
+    streamer = Streamer(model, **options)
+    with pool.accepted() as peer:
+        streamer.close()
+        return {**peer.hello.wishes}
+
+
+@pytest.fixture
+def wishes(shared: Any) -> Iterator[Wishes]:
+    with fake_pool() as pool:
+        yield lambda model=models.double, **options: wishes_of(pool, model, **options)
+
+
+def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+
+
+def nested(depth: int) -> Any:
+    """Lists of which the same one is in many others."""
+    return [] if not depth else [part := nested(depth - 1), part]
+
+
+def test_arguments_of_a_model_that_are_equal_are_the_same_wish(wishes: Wishes) -> None:
+    for one, other in (
+        ([1, "a", None], (1, "a", None)),
+        ({"a": 1, "b": [2.5]}, {"b": (2.5,), "a": 1}),
+        ({"x", "y", "z"}, frozenset("zyx")),
+        (models.double, models.double),
+        (Path("a/b"), Path("a") / "b"),
+        (models.Multiplier, models.Multiplier),
+        (nested(100), nested(100)),
+    ):
+        found = (wishes(models.Multiplier, model_init_args=[each]) for each in (one, other))
+        assert differing(*found) == set(), (one, other)
+
+
+def test_arguments_of_a_model_that_differ_are_another_wish(wishes: Wishes) -> None:
+    for one, other in (
+        (1, "1"),
+        (1, 1.5),
+        ([1], [2]),
+        ({"a": 1}, {"a": 2}),
+        (models.double, models.echo),
+        ([], None),
+        (re.compile("a"), re.compile("b")),
+        (nested(100), nested(99)),
+    ):
+        found = (wishes(models.Multiplier, model_init_args=[each]) for each in (one, other))
+        assert differing(*found) == {"model_init_args"}, (one, other)
+
+
+class Settings:
+    """What a user may hand to a model."""
+
+    def __init__(self, *words: str, **more: Any) -> None:
+        self.words = {*words}
+        self.own = self  # a circle
+        self.more = more
+
+
+@pytest.mark.long  # imports torch
+def test_an_argument_of_a_model_is_known_by_all_that_it_contains(wishes: Wishes) -> None:
+    numpy = pytest.importorskip("numpy")
+    torch = pytest.importorskip("torch")
+
+    def settings(*words: str, number: float = 1.0) -> Settings:
+        module = torch.nn.Linear(2, 1)
+        torch.nn.init.constant_(module.weight, number)
+        torch.nn.init.zeros_(module.bias)
+        return Settings(
+            *words,
+            module=module,
+            tensors=[torch.tensor(number), torch.ones(3, dtype=torch.bfloat16)],
+            array=numpy.arange(6.0).reshape(2, 3).T,
+            objects=numpy.array([{"a", "b"}, None]),
+        )
+
+    def word(value: Any) -> str:
+        return wishes(models.Multiplier, model_init_args=[value])["model_init_args"]
+
+    assert word(settings("a", "b")) == word(settings("b", "a"))
+    assert word(settings("a")) != word(settings("b"))
+    assert word(settings(number=2)) != word(settings(number=3))
+    assert word(numpy.zeros((2, 3))) != word(numpy.zeros((3, 2)))
+
+
+PROGRAM = """
+import models
+from pools import fake_pool
+from test_pool_wishes import wishes_of
+
+with fake_pool() as pool:
+    words = {"the", "a", "of", "an", "in"}
+    print(wishes_of(pool, models.Multiplier, model_init_args=[words]))
+"""
+
+
+def test_wishes_are_the_same_in_processes_with_other_hashes(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    variables = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    variables["PYTHONPATH"] = f"{TESTS.parent}:{TESTS}"
+    found = {
+        subprocess.check_output(
+            [sys.executable, "-c", PROGRAM], env={**variables, "PYTHONHASHSEED": seed}
+        )
+        for seed in "12"
+    }
+    assert len(found) == 1
+
+
+def test_a_wish_that_may_be_secret_or_is_long_is_a_digest(wishes: Wishes) -> None:
+    usual = wishes(models.Multiplier)
+    for option, value in (
+        ("model_init_kwargs", {"token": "hf_secret"}),
+        ("model_init_args", ("hf_secret",)),
+        ("tenant_weights", {f"tenant {number}": 1.0 for number in range(1000)}),
+    ):
+        found = wishes(models.Multiplier, **{option: value})
+        assert differing(found, usual) == {option}
+        assert re.fullmatch(r"\(digest \w{12}\)", found[option])
+
+
+def test_options_that_only_concern_the_caller_are_no_wishes(wishes: Wishes, tmp_path: Path) -> None:
+    own = wishes(worker_timeout=1, trace=tmp_path / "trace", deduplicate=True, linger=3)
+    assert own == wishes()
+
+
+# -- the code of a model
+
+
+def test_code_of_a_model_is_the_content_of_its_file_which_is_not_imported(
+    wishes: Wishes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "a_model").mkdir()
+    file = tmp_path / "a_model" / "parts.py"
+    file.write_text("class Model: pass")
+    before = wishes("a_model.parts:Model")
+    assert "a_model" not in sys.modules
+    assert before == wishes("a_model.parts:Model")
+    file.write_text("class Model: other = True")
+    after = wishes("a_model.parts:Model")
+    assert differing(before, after) == {"code"}
+    assert after["code"].startswith(f"{file} ")
+    assert wishes("nowhere:Model")["code"] == "unknown"
+
+
+def test_code_of_a_model_in_an_archive_is_its_content(
+    wishes: Wishes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[str] = []
+    for number in (1, 1, 2):
+        path = tmp_path / f"{len(codes)}" / "models.zip"
+        path.parent.mkdir()
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("zipped_model.py", f"def model(batch): return {number}")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "path", [str(path), *sys.path])
+            patch.delitem(sys.modules, "zipped_model", raising=False)
+            codes.append(wishes(importlib.import_module("zipped_model").model)["code"].split()[-1])
+    sys.modules.pop("zipped_model")
+    assert codes[0] == codes[1] != codes[2]
+
+
+_TYPED = """
+from service_streamer import ManagedModel
+FACTOR = {factor}
+def scaled(item): return FACTOR * item
+class Base(ManagedModel):
+    def init_model(self): pass
+    def helper(self, batch, start={start}): return [scaled(each) + start for each in batch]
+class Model(Base):
+    def predict(self, batch): return self.helper(batch)
+def made(offset):
+    def model(batch): return [each + offset for each in batch]
+    return model
+"""
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A main module without a file, as a notebook has it."""
+
+    def typed(**values: int) -> Any:
+        main: Any = types.ModuleType("__main__")
+        main.__file__ = "<stdin>"
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        exec(_TYPED.format(**{"factor": 2, "start": 0} | values), vars(main))
+        return main
+
+    return typed
+
+
+def test_code_of_a_typed_model_is_its_bytecode_and_the_variables_that_it_reads(
+    wishes: Wishes, typed: Callable[..., Any]
+) -> None:
+    def code(**values: int) -> str:
+        return wishes(typed(**values).Model)["code"]
+
+    assert code() == code()
+    assert len({code(), code(factor=3), code(start=1)}) == 3
+    made = [wishes(typed().made(offset))["code"] for offset in (1, 1, 2)]
+    assert made[0] == made[1] != made[2]
+
+
+def test_annotations_that_somebody_has_asked_for_are_no_other_code(
+    wishes: Wishes, typed: Callable[..., Any]
+) -> None:
+    """Python 3.14 keeps them in the class then: of two processes, one may have asked."""
+    found = []
+    for members in ({}, {"__annotations_cache__": {"width": int}}, {"width": 3}):
+        main = typed()
+        for name, value in members.items():
+            setattr(main.Model, name, value)
+        found.append(wishes(main.Model)["code"])
+    assert found[0] == found[1] != found[2]

@@ -1,0 +1,588 @@
+"""The order of calls that are not all alike, whatever comes and goes meanwhile.
+
+Calls go into a batcher, and batches come out. test_queue_lengths.py has items with lengths.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service_streamer.batching.batcher import Batcher
+from service_streamer.observe.record import ORDINARY, BatchRecord, BatchReport, Call, Precedence
+
+#: Each turn of a tenant whose number this divides goes to the call that has waited longest.
+AGING = 8
+
+
+class Line:
+    """Calls that wait for workers, of which each takes one batch and goes.
+
+    Batches take no time, unless a test says so. So nothing is learned, and a batch has as many
+    items as fit.
+
+    Attributes:
+        late: calls whose time has ended, in order.
+        took: what a batch of so many items takes, seconds.
+    """
+
+    def __init__(
+        self, batch_size: int = 1, *, weights: Mapping[str, float] | None = None, **options: Any
+    ) -> None:
+        self.batcher = Batcher(
+            batch_size=batch_size,
+            max_latency=0.0,
+            expired="too late",
+            tenant_weights=weights,
+            **{"max_attempts": 1, **options},  # so that nothing is sent ahead
+        )
+        self._has_lengths = bool(options.get("has_lengths"))
+        self.now = 0.0
+        self.took: Callable[[int], float] = lambda _: 0.0
+        self.late: list[Call] = []
+        self._slots = itertools.count()
+
+    def add(
+        self,
+        name: object = None,
+        size: int = 1,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        seconds: float = math.inf,
+        has_deadline: bool = False,
+        lengths: Iterable[float] = (),
+        payloads: Sequence[object] = (),
+    ) -> Call:
+        """A call comes; ``seconds`` are what it has, given with it or by a default."""
+        call = Call([*payloads] or [name] * size, name)
+        precedence = Precedence(priority, tenant, has_deadline)
+        call.precedence = ORDINARY if precedence == ORDINARY else precedence
+        call.deadline = self.now + seconds
+        if self._has_lengths:
+            call.lengths = [*lengths] or [1.0] * call.size
+        assert not self.batcher.call_submitted(call, self.now).batches
+        return call
+
+    def drop(self, call: Call) -> None:
+        assert self.batcher.call_withdrawn(call)
+
+    def cut(self) -> BatchRecord | None:
+        """The next batch, if anything waits; it has been computed."""
+        batcher, slot = self.batcher, next(self._slots)
+        actions = batcher.worker_ready(slot, self.now)
+        self.late += actions.calls
+        batch = next(iter(actions.batches), None)
+        assert len(actions.batches) <= 1
+        batcher.check_invariants()
+        batcher.worker_retiring(slot, self.now)
+        if batch is not None:
+            record = copy.copy(batch)  # which is not released
+            took = self.took(batch.size)
+            self.now += took
+            report = BatchReport(batch.id, batch.payloads, duration=took, slot=slot)
+            batcher.batch_returned(report, self.now)
+            batch = record
+        batcher.worker_lost(slot, "gone", self.now)
+        return batch
+
+    def take(self) -> list[Any]:
+        """The names of the items of the next batch."""
+        batch = self.cut()
+        return [] if batch is None else batch.payloads
+
+    def order(self) -> list[Any]:
+        """The names of all that wait."""
+        return [name for batch in iter(self.take, []) for name in batch]
+
+
+# -- tables
+
+
+def test_ordinary_calls_go_by_arrival_and_are_split_where_a_batch_is_full() -> None:
+    line = Line(5)
+    for number in range(4):
+        line.add(number, 2)
+    batch = line.cut()
+    assert batch is not None
+    assert [span[1:] for span in batch.spans] == [(0, 2), (0, 2), (0, 1)]
+    assert line.order() == [2, 3, 3]
+
+
+def test_calls_that_wait_share_fairly_with_the_first_that_is_not_ordinary() -> None:
+    line = Line()
+    waiting = [line.add(number) for number in range(4)]
+    assert line.take() == [0]
+    line.drop(waiting[1])
+    line.add("first", priority=9)
+    assert line.order() == ["first", 2, 3]
+    line.add("next")
+    line.add("and next")
+    assert line.order() == ["next", "and next"]
+
+
+def test_higher_priority_goes_first_and_equal_ones_by_arrival() -> None:
+    line = Line()
+    for number in range(2):
+        for priority in (0, 2, -1):
+            line.add(f"{priority}{number}", priority=priority)
+    assert line.order() == ["20", "21", "00", "01", "-10", "-11"]
+
+
+def test_deadline_goes_before_any_priority_and_the_earlier_before_the_later() -> None:
+    line = Line()
+    line.add("urgent", priority=9)
+    line.add("later", seconds=9.0, has_deadline=True, priority=5)
+    line.add("soon", seconds=3.0, has_deadline=True, priority=-5)
+    line.add("as soon", seconds=3.0, has_deadline=True)
+    line.add("plain")
+    assert line.order() == ["as soon", "soon", "later", "urgent", "plain"]
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        (4.9, ["given 8", "given 20", "high", "default"]),
+        (5.0, ["given 8", "default", "given 20", "high"]),
+    ],
+)
+def test_default_time_counts_from_its_half(now: float, expected: list[str]) -> None:
+    line = Line()
+    line.add("given 20", seconds=20.0, has_deadline=True)
+    line.add("given 8", seconds=8.0, has_deadline=True)
+    line.add("high", priority=1)
+    line.add("default", seconds=10.0)
+    line.now = now
+    assert line.order() == expected
+
+
+def test_items_of_a_call_keep_their_order_over_several_batches() -> None:
+    line = Line(4)
+    line.add("x", 5, tenant="x")
+    line.add("y", 5, tenant="y")
+    spans = [span for _ in range(3) for span in line.cut().spans]  # type: ignore[union-attr]
+    for name in "xy":
+        places = [range(start, stop) for call, start, stop in spans if call.reply == name]
+        assert [place for part in places for place in part] == [*range(5)]
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+@pytest.mark.parametrize("priority", [0, 1], ids=["in order", "fairly"])
+def test_late_calls_give_way_while_others_fill_the_batch(priority: int, has_lengths: bool) -> None:
+    line = Line(2, has_lengths=has_lengths)
+    line.took = lambda _: 1.0  # with which batches are back, and a half more is reckoned with
+    for _ in range(6):
+        line.add("before", 2)
+    for _ in range(4):
+        line.take()
+    late = [line.add(f"late {n}", seconds=1.2, priority=priority) for n in range(2)]
+    in_time = [line.add(n, seconds=9.0, priority=priority) for n in range(3)]
+    taken = {name for _ in range(4) for name in line.take()}
+    assert line.late == late
+    assert taken - {"before"} == {*range(3)}
+    assert not any(call.failure for call in in_time)
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_late_calls_are_computed_where_there_is_room_for_all(has_lengths: bool) -> None:
+    line = Line(2, has_lengths=has_lengths)
+    line.took = lambda _: 1.0
+    for _ in range(6):
+        line.add("before", 2)
+    for _ in range(6):
+        line.take()
+    line.add("late", seconds=0.5)
+    line.add("other")
+    assert sorted(line.take()) == ["late", "other"]
+    assert line.late == []
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_calls_whose_time_has_ended_are_never_computed(has_lengths: bool) -> None:
+    line = Line(3, has_lengths=has_lengths)
+    ended = line.add("ended", 2, seconds=1.0, has_deadline=True)
+    line.add("a")
+    line.add("b", tenant="b")
+    line.now = 1.0
+    assert sorted(line.take()) == ["a", "b"]
+    assert line.late == [ended]
+    assert line.batcher.is_empty
+
+
+@pytest.mark.parametrize("priority", [0, 1], ids=["in order", "fairly"])
+def test_calls_that_are_late_at_the_earliest_are_left_out_but_the_last(priority: int) -> None:
+    line = Line(8, max_attempts=2)
+    line.took = lambda size: 2.0 + size  # as is soon known exactly
+    for size in [1, 8, 2, 4] * 15:
+        line.now += 1e3
+        line.add("before", size)
+        line.order()
+    line.now += 1e3
+    for name, seconds in (("a", 2.4), ("b", 3.4), ("c", 4.1), ("d", 9.0)):
+        line.add(name, seconds=seconds, priority=priority)
+    assert line.take() == ["c", "d"]
+    assert [call.reply for call in line.late] == ["a", "b"]
+    line.now += 1e3
+    line.add("alone", seconds=2.4, priority=priority)
+    assert line.take() == ["alone"], "or it would never be known that it is not late"
+
+
+# -- whatever comes, in whatever order
+
+
+class Arrival(NamedTuple):
+    """A call that comes; ``kind`` is where its deadline is from."""
+
+    priority: int
+    tenant: str
+    size: int
+    seconds: float
+    kind: str
+
+    def come(self, line: Line, name: object) -> Call:
+        return line.add(
+            name,
+            self.size,
+            priority=self.priority,
+            tenant=self.tenant,
+            seconds=math.inf if self.kind == "none" else self.seconds,
+            has_deadline=self.kind == "given",
+        )
+
+
+ARRIVALS = st.builds(
+    Arrival,
+    st.integers(-2, 2),
+    st.sampled_from(["", "a", "b"]),
+    st.integers(1, 4),
+    st.integers(30, 90).map(float),
+    st.sampled_from(["none", "default", "given"]),
+)
+#: Calls that come; True for a batch that is cut, False for one of those that wait to leave.
+EVENTS = st.lists(ARRIVALS | st.booleans(), max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(EVENTS, st.integers(1, 6))
+def test_no_deadline_is_missed_for_a_later_one(
+    events: list[Arrival | bool], batch_size: int
+) -> None:
+    line = Line(batch_size, weights={"a": 2.0})
+    waiting: dict[Call, int] = {}  # with the items that are left
+
+    def take() -> list[Call]:
+        """The call of each item that is cut."""
+        batch = line.cut()
+        spans = [] if batch is None else batch.spans
+        cut = [call for call, start, stop in spans for _ in range(start, stop)]
+        for call, size in Counter(cut).items():
+            waiting[call] -= size
+            if not waiting[call]:
+                del waiting[call]
+        return cut
+
+    for event in events:
+        line.now += 0.5
+        if isinstance(event, Arrival):
+            waiting[event.come(line, len(waiting))] = event.size
+        elif event:
+            cut = take()
+            for call in waiting:
+                if call.precedence.has_deadline:
+                    # Then what has gone before it, of its tenant's, is more urgent, or was there
+                    # first, and of those one in eight.
+                    before = [
+                        other
+                        for other in cut
+                        if other.precedence.tenant == call.precedence.tenant
+                        and other.deadline > call.deadline
+                    ]
+                    assert len(before) <= -(-batch_size // AGING)
+                    assert all(other.arrived_at <= call.arrived_at for other in before)
+        elif waiting:
+            first = next(iter(waiting))
+            line.drop(first)
+            del waiting[first]
+    while take():
+        pass
+    assert not waiting, "each item exactly once"
+    assert line.batcher.is_empty
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-2, 2) | st.none(), max_size=80))
+def test_order_is_priority_then_arrival_and_every_eighth_by_arrival(
+    events: list[int | None],
+) -> None:
+    """None cuts one item; a number is the priority of a call that comes."""
+    line = Line()
+    waiting = [line.add(priority=1)]  # so that they take turns
+    turns = 0
+    is_fair = True  # until none waits, all take turns
+    for number, priority in enumerate([*events, None, *[None] * len(events)]):
+        line.now = float(number)
+        if priority is not None:
+            waiting.append(line.add(priority=priority))
+            is_fair |= priority != 0
+        elif waiting:
+            turns = turns + 1 if is_fair else 0
+            expected = waiting[0]
+            if turns % AGING:
+                expected = max(waiting, key=lambda made: made.precedence.priority)
+            batch = line.cut()
+            assert batch is not None
+            assert [call for call, _, _ in batch.spans] == [expected]
+            waiting.remove(expected)
+        if not waiting:
+            turns, is_fair = 0, False
+    assert line.batcher.is_empty
+
+
+#: Those of two tenants, and which of them has calls of how many items.
+WEIGHTS = st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0, 10.0])
+SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=5)
+EPSILON = 1e-9
+
+
+def assert_fair(served: Counter[str], weights: dict[str, float], *names: str) -> None:
+    for a in names:
+        for b in names:
+            difference = served[a] / weights[a] - served[b] / weights[b]
+            assert abs(difference) <= 1 / weights[a] + 1 / weights[b] + EPSILON
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.fixed_dictionaries({"a": WEIGHTS, "b": WEIGHTS, "c": WEIGHTS}),
+    st.fixed_dictionaries({"a": SIZES, "b": SIZES, "c": SIZES}),
+    st.integers(1, 9),
+    st.integers(1, 60),
+    st.integers(0, 60),
+)
+def test_tenants_that_wait_get_as_much_for_their_weight(
+    weights: dict[str, float],
+    sizes: dict[str, list[int]],
+    batch_size: int,
+    batches: int,
+    joins_at: int,
+) -> None:
+    line = Line(batch_size, weights=weights)
+    waiting: Counter[str] = Counter()
+    served: Counter[str] = Counter()
+    since: Counter[str] = Counter()
+    names = "ab"
+    for number in range(batches):
+        if number == joins_at:  # one that comes late has not saved up turns
+            names = "abc"
+        for name in names:
+            while waiting[name] < 10:
+                for size in sizes[name]:
+                    line.add(name, size, tenant=name)
+                    waiting[name] += size
+        taken = Counter(line.take())
+        waiting -= taken
+        served += taken
+        if names == "abc":
+            since += taken
+        assert_fair(served, weights, "a", "b")
+        assert_fair(since, weights, *names)
+
+
+def test_tenant_that_was_away_has_saved_up_nothing_and_lost_nothing() -> None:
+    line = Line()
+
+    def served(count: int) -> Counter[Any]:
+        return Counter(name for _ in range(count) for name in line.take())
+
+    for _ in range(300):
+        line.add("a", tenant="a")
+    line.add("b", tenant="b")
+    served(100)
+    for _ in range(20):
+        line.add("b", tenant="b")
+    assert served(20) == pytest.approx({"a": 10, "b": 10}, abs=1)
+    # Nor can one jump the queue by coming with one call at a time
+    came, has_call = 0, False
+    for _ in range(100):
+        if not has_call:
+            line.add("c", tenant="c")
+        has_call = line.take() != ["c"]
+        came += not has_call
+    assert came <= 50 + 1
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_flood_of_one_tenant_does_not_starve_the_others(has_lengths: bool) -> None:
+    line = Line(2, has_lengths=has_lengths)
+    for _ in range(100):
+        line.add("flood", 10, tenant="flood")
+    line.take()
+    lone = []
+    for _ in range(100):
+        line.add("lone")
+        lone += [name for name in line.take() if name == "lone"]
+    # Where items have lengths, those that are in the window go first.
+    assert len(lone) >= (80 if has_lengths else 100)
+
+
+# -- what goes before a new call
+
+
+def saturated() -> Line:
+    """A line whose workers compute 100 items a second, one by one, as is known by now."""
+    line = Line(weights={"heavy": 3.0})
+    line.took = lambda _: 0.01
+    line.add("before", 40)
+    for _ in range(39):
+        line.take()
+    assert line.batcher.is_behind
+    return line
+
+
+def ahead(line: Line, tenant: str) -> int:
+    """How many items go before a new call: the time in which it is not hopeless says so."""
+
+    def is_hopeless(items: int) -> bool:
+        call = Call(["new"], None)
+        call.precedence = Precedence(tenant=tenant)
+        call.arrived_at, call.deadline = line.now, line.now + items / 100 + 0.005
+        return line.batcher.is_hopeless(call, line.now)
+
+    return next(items for items in itertools.count() if not is_hopeless(items))
+
+
+def test_call_of_a_tenant_is_hopeless_by_what_its_share_takes() -> None:
+    line = saturated()
+    for name, count in (("heavy", 90), ("long", 500), ("short", 10), ("ours", 20)):
+        for _ in range(count):
+            line.add(name, tenant=name, seconds=100.0)
+    left = Counter({"heavy": 90, "long": 500, "short": 10, "ours": 20})
+    left -= Counter(name for _ in range(9) for name in line.take())
+
+    def share(tenant: str, weight: float) -> float:
+        shares = {"heavy": 3.0, "long": 1.0, "short": 1.0, "ours": 1.0}
+        each = left[tenant] / weight
+        return sum(min(left[name], each * other) for name, other in shares.items())
+
+    assert ahead(line, "ours") == pytest.approx(share("ours", 1.0), abs=2)
+    assert ahead(line, "heavy") == pytest.approx(share("heavy", 3.0), abs=2)
+    assert ahead(line, "long") == pytest.approx(left.total(), abs=2)
+    assert ahead(line, "new") <= 1
+    for number in range(50):
+        line.add(tenant=str(number), seconds=100.0)
+    assert ahead(line, "new") == pytest.approx(50, abs=2), "these have had no turn, too"
+
+
+# -- nobody waits for ever
+
+#: Calls that wait when the one comes that must not wait for ever.
+BEFORE = 5
+BATCH_SIZE = 4
+
+#: What a call is like, by name: priority, tenant, seconds that it has, and whether they were given
+#: with it. A tenant of ``None`` is a new one for each call.
+KINDS: dict[str, tuple[int, str | None, float, bool]] = {
+    "plain": (0, "", math.inf, False),
+    "timed": (0, "", 20.0, False),  # by a default that all have
+    "deadline": (0, "", 30.0, True),
+    "short deadline": (0, "", 2.0, True),
+    "long deadline": (0, "", 3600.0, True),
+    "high": (9, "", math.inf, False),
+    "low": (-9, "", math.inf, False),
+    "high, with a deadline": (9, "", 30.0, True),
+    "of another tenant": (0, "b", math.inf, False),
+    "of another tenant, with a deadline": (0, "b", 2.0, True),
+    "of tenants that come once": (0, None, math.inf, False),
+}
+FLOODS = [kind for kind in KINDS if kind != "low"]
+
+
+def come(line: Line, kind: str, name: str, length: float = 1.0) -> Call:
+    priority, tenant, seconds, has_deadline = KINDS[kind]
+    if tenant is None:
+        tenant = f"tenant {line.batcher.figures.accepted_calls}"
+    return line.add(
+        name, priority=priority, tenant=tenant, seconds=seconds, has_deadline=has_deadline,
+        lengths=[length],
+    )  # fmt: skip
+
+
+def turns_until_cut(line: Line, floods: Iterable[str], kind: str, batch_size: int) -> int:
+    """Items that are cut before the call of a kind is, while as many come as are cut."""
+    flood = itertools.cycle(floods)
+    for _ in range(BEFORE):
+        come(line, next(flood), "flood")
+        line.now += 1e-4
+    come(line, kind, "waits", length=50.0)
+    for turn in itertools.count(batch_size, batch_size):
+        for _ in range(batch_size):
+            line.now += 1e-4
+            come(line, next(flood), "flood")
+        if "waits" in line.take():
+            return turn
+        if turn > 4_000:
+            pytest.fail(f"{kind} waits for ever")
+    raise AssertionError
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+@pytest.mark.parametrize("waits", KINDS)
+def test_each_kind_is_passed_over_a_bounded_number_of_times(waits: str, has_lengths: bool) -> None:
+    """By each other kind, and by all of them together."""
+    # Where items have lengths, in the line, and again in the window.
+    most = AGING * (BEFORE + 2) + (AGING * 8 if has_lengths else 0)
+    for flood in FLOODS:
+        line = Line(has_lengths=has_lengths)
+        assert turns_until_cut(line, [flood], waits, 1) <= most, flood
+    line = Line(BATCH_SIZE, has_lengths=has_lengths)
+    assert turns_until_cut(line, FLOODS, waits, BATCH_SIZE) <= 2 * AGING * 8 * BATCH_SIZE
+
+
+def test_tenants_that_come_once_do_not_starve_one_that_has_several_calls() -> None:
+    line = Line()
+    for _ in range(20):
+        come(line, "of another tenant", "ours")
+    ours = 20
+    for _ in range(20 * (AGING + 1)):
+        while line.batcher.pending_items < ours + BEFORE:
+            come(line, "of tenants that come once", "flood")
+        ours -= line.take() == ["ours"]
+    assert not ours, "one turn in eight"
+
+
+@pytest.mark.parametrize(("flood", "waits"), [("plain", "deadline"), ("low", "high")])
+def test_urgent_call_goes_before_the_others_whichever_turn_it_is(flood: str, waits: str) -> None:
+    for before in range(AGING):
+        line = Line()
+        for _ in range(20):
+            come(line, flood, "flood")
+        come(line, "high", "first")  # so that they take turns
+        for _ in range(1 + before):
+            line.take()
+        line.now = 1.0
+        come(line, waits, "waits")
+        assert "waits" in [*line.take(), *line.take()]
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+@pytest.mark.parametrize("kind", ["plain", "high", "deadline", "of tenants that come once"])
+def test_calls_that_are_over_are_not_kept_behind_a_hung_worker(
+    kind: str, has_lengths: bool
+) -> None:
+    line = Line(has_lengths=has_lengths)
+    come(line, "low", "waits")
+    for _ in range(1_000):
+        line.drop(come(line, kind, "over"))
+    gc.collect()  # what earlier tests have left
+    kept = sum(type(each) is Call and each.reply == "over" for each in gc.get_objects())
+    assert kept < 200
+    assert line.order() == ["waits"]

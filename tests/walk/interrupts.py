@@ -1,0 +1,139 @@
+"""Exceptions in the middle of the package's code, as a handler of a signal raises them.
+
+``interrupted_at`` raises at an exact place, the same in every run. ``interrupts`` are those of a
+real timer, which come anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import service_streamer
+
+__all__ = ["Interrupted", "interrupted_at", "interrupts"]
+
+_FOLDER = service_streamer.__path__[0]
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which would end the tests."""
+
+
+#: The interpreter looks for signals when a function begins, after a call, and in a loop: only
+#: there. An exception elsewhere, as between the end of a ``with`` block and the release of its
+#: lock, does not happen.
+_LOOKS_AFTER = ("CALL", "PRECALL", "RESUME", "JUMP_BACKWARD")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a word about those that come in a finalizer, where Python drops exceptions."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if unraisable.exc_type is not Interrupted:
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    """Whether Python would drop the exception, and what the finalizer was about to do is undone.
+
+    No code can help that: it may come before the first line of the finalizer.
+    """
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
+_places: dict[CodeType, frozenset[int]] = {}
+
+
+def _places_of(code: CodeType) -> frozenset[int]:
+    """Offsets of the instructions before which a signal may be handled."""
+    found = _places.get(code)
+    if found is None:
+        offsets, is_after = set(), False
+        for each in dis.get_instructions(code):
+            if is_after:
+                offsets.add(each.offset)
+            is_after = each.opname.startswith(_LOOKS_AFTER) and each.opname != "PRECALL"
+        found = _places[code] = frozenset(offsets)
+    return found
+
+
+@contextlib.contextmanager
+def interrupted_at(place: int) -> Iterator[None]:
+    """Raise ``Interrupted`` at the ``place``-th point, from 0, where a signal may be handled.
+
+    Only code of the package is interrupted, and only in this thread.
+    """
+    left = place
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(_FOLDER):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and frame.f_lasti in _places_of(frame.f_code):
+            left -= 1
+            if left < 0 and not _is_in_finalizer(frame):
+                sys.settrace(None)
+                raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    with _quiet():
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+@contextlib.contextmanager
+def interrupts(rng: random.Random, most: float) -> Iterator[None]:
+    """Raise ``Interrupted`` once, within ``most`` seconds, unless the block ends before that.
+
+    For the main thread. The timer of the tests' alarm goes on afterwards.
+    """
+    is_armed = True
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_armed
+        if is_armed and _is_in_finalizer(frame):
+            signal.setitimer(signal.ITIMER_REAL, 1e-5)  # soon after it
+        elif is_armed:
+            is_armed = False
+            raise Interrupted
+
+    hook = sys.unraisablehook
+    handler = signal.signal(signal.SIGALRM, handle)
+    began = time.monotonic()
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, most))
+    try:
+        try:
+            with _quiet():
+                yield
+        finally:
+            is_armed = False  # a late one does nothing
+    finally:
+        sys.unraisablehook = hook  # if it came while that was set
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining:
+            spent = time.monotonic() - began
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, remaining - spent), interval)
