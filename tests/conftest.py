@@ -89,6 +89,22 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Groups of tests have an effect, or each process would start each shared server.
+
+    pytest-xdist 3.8.0 writes the group into a field that pytest 9.2.0 does not read.
+    """
+    if not hasattr(config, "workerinput") or not config.getoption("loadgroup", False):
+        return
+    for item in items:
+        if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+            raise pytest.UsageError(
+                f"pytest {pytest.__version__} does not keep groups of tests together;"
+                " install the version that constraints.txt names"
+            )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
