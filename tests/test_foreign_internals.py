@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 #: Packages whose internals are patched or called: a new version may break them silently.
-BOUNDED = {"httptools", "ray", "redis", "transformers"}
+BOUNDED = {"httptools", "pytest", "ray", "redis", "transformers"}
 
 
 #: What is called or replaced there, and by which module.
