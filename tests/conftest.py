@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import models
+import service_streamer.service_streamer as names_of_0_1_2
 from cases import long_cases
 from service_streamer import Streamer, ThreadedStreamer
-from service_streamer.streamer import defaults
 from service_streamer.testing import Gate
 
 if TYPE_CHECKING:  # at run time where they are used: workers import this file, too
@@ -390,7 +390,7 @@ _SHOWN = {
 @pytest.fixture(autouse=True)
 def calls_have_patience() -> None:
     """The 20 s of the library may not be enough on a machine that runs something else as well."""
-    defaults.worker_timeout = PATIENCE
+    names_of_0_1_2.WORKER_TIMEOUT = PATIENCE
 
 
 @pytest.fixture(autouse=True)

@@ -16,27 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import pytest
-from click.testing import CliRunner
-
 from serve_process import environment
-from service_streamer.options.table import ServeOptions
-from service_streamer.serve import launching, logs
-from service_streamer.serve.cli import main
 
 _MARK = "TEST_RAY_NODES"
-
-
-def served_options(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> ServeOptions:
-    """The options of a command line, which is not run."""
-    taken: list[ServeOptions] = []
-    monkeypatch.setattr(launching, "launch", lambda _, options: taken.append(options))
-    # Of the whole process:
-    monkeypatch.setattr(logs, "configure_logging", lambda _: None)
-    monkeypatch.setattr(main, "hold_signals", lambda: None)
-    done = CliRunner().invoke(main.main, arguments)
-    assert done.exit_code == 0, done.output
-    return taken[0]
 
 
 def printed(text: str) -> str:

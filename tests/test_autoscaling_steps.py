@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+import service_streamer.supervision.autoscaling as autoscaling
 from service_streamer.batching.batcher import Actions, build_batcher
 from service_streamer.observe.record import BatchReport, Call, StepReport
 from service_streamer.options.table import StreamerOptions
 from service_streamer.simulate.crew import Crew
-from service_streamer.supervision import autoscaling
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import service_streamer.workers.transport as events
 from conftest import await_that
 from service_streamer import (
     Future,
@@ -29,7 +30,6 @@ from service_streamer.engine.engine import Engine, EngineState
 from service_streamer.observe.record import Call
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.testing import ManualClock, StubTransport
-from service_streamer.workers import transport as events
 from service_streamer.workers.protocol import Failure
 
 

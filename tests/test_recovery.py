@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+import service_streamer.workers.transport as events
 from service_streamer import StreamerBroken, WorkerStartError
 from service_streamer.engine.engine import EngineState
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
-from service_streamer.workers import transport as events
 from service_streamer.workers.protocol import Failure
 from test_engine import Setup
 from test_supervision import Walk

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service_streamer.pipelines.custom import CustomModel
+from service_streamer.pipelines import CustomModel
 from web_application import WebApplication
 
 INFER = "/v2/models/m/infer"

@@ -15,8 +15,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from command_line import launched
 from object_shapes import ANY, COUNT, FLAG, METADATA, TEXT, TEXTS, closed
-from ray_nodes import served_options
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kuberay"
@@ -149,7 +149,7 @@ def test_traffic_finds_the_web_process() -> None:
 
 
 def test_the_command_serves_on_all_gpus_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = served_options(monkeypatch, *command())
+    options = launched(monkeypatch, *command()).options
     assert options.ray == "auto"
     group = GROUPS["gpu"]
     assert options.worker_num == (group["minReplicas"], group["maxReplicas"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import pickle
@@ -27,7 +28,6 @@ import tiny_models
 from cases import long_cases
 from conftest import await_that
 from service_streamer import ManagedModel
-from service_streamer.serve.http.api_keys import key_table
 from service_streamer.testing import Gate
 
 if TYPE_CHECKING:  # workers import this file, too: for the model in it
@@ -659,12 +659,11 @@ def test_the_api_key_is_asked_for(visit: Callable[..., Page]) -> None:
 def test_a_key_for_the_model_only_works_without_the_figures(
     tmp_path: Path, visit: Callable[..., Page]
 ) -> None:
-    tables = [
-        key_table(name, f"{KEY}-{name}", dict.fromkeys([scope]))
-        for name, scope in {"alice": "compute", "watcher": "metrics"}.items()
-    ]
     keys = tmp_path / "keys.toml"
-    keys.write_text("\n".join(tables))
+    for name, scope in {"alice": "compute", "watcher": "metrics"}.items():
+        digest = hashlib.sha256(f"{KEY}-{name}".encode()).hexdigest()
+        with keys.open("a") as file:
+            file.write(f'[{name}]\nhash = "sha256:{digest}"\nscopes = ["{scope}"]\n')
     keys.chmod(0o600)
     with Service("test_page:Door", "--api-key-file", str(keys)) as service:
         page = visit(service.url)

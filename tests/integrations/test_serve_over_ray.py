@@ -14,10 +14,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from ray_nodes import RayNodes, printed, served_options
+import service_streamer.serve.opening as opening
+from command_line import launched
+from ray_nodes import RayNodes, printed
 from ray_stub import RayStub
 from serve_process import ROOT, Serving, environment, run, until
-from service_streamer.serve import opening
 from service_streamer.serve.cli.failures import reason
 from service_streamer.serve.cli.main import main
 
@@ -43,7 +44,7 @@ def nodes() -> Iterator[RayNodes]:
 def test_the_address_may_be_left_out(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], ray: str | None, model: str | None
 ) -> None:
-    options = served_options(monkeypatch, "serve", *arguments)
+    options = launched(monkeypatch, "serve", *arguments).options
     assert (options.ray, options.model) == (ray, model)
 
 
@@ -57,7 +58,7 @@ def test_a_file_says_what_each_worker_asks_for(
         'ray-scheduling-strategy = "SPREAD"\n'
         'ray-runtime-env = \'{"working_dir": "."}\'\n'
     )
-    options = served_options(monkeypatch, "serve", "--config", str(path))
+    options = launched(monkeypatch, "serve", "--config", str(path)).options
     assert (options.ray, options.num_gpus, options.num_cpus) == ("auto", 0.5, 4)
     assert options.resources == {"disk": 1, "accelerator_type:A100": 0.001}
     assert options.scheduling_strategy == "SPREAD"
@@ -130,7 +131,8 @@ def open_over_ray(monkeypatch: pytest.MonkeyPatch, error: Exception, *, connects
     stub.replace_ray(monkeypatch)
     monkeypatch.setattr("ray.put", refuse)
     monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
-    target, pool = opening.pool_of_service(served_options(monkeypatch, "serve", "--ray"))
+    options = launched(monkeypatch, "serve", "--ray").options
+    target, pool = opening.pool_of_service(options)
     opening.streamer_of(target, pool, "")
 
 
