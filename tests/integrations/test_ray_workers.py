@@ -195,6 +195,21 @@ def test_a_worker_that_answers_nonsense_is_ended(
     assert streamer.predict([2]) == [4]
 
 
+def test_a_worker_that_answers_with_a_result_too_many_is_ended(build: Build, stub: RayStub) -> None:
+    def with_one_more(actor: StubActor, answer: bytes) -> bytes:
+        said, report = pickle.loads(answer)
+        [outputs] = (part for part in report if isinstance(part, list))
+        outputs.append(outputs[0])
+        return pickle.dumps((said, report))
+
+    stub.changes["compute"].append(with_one_more)
+    streamer = build(models.double, retry=False)
+    with pytest.raises(WorkerLost, match="a batch of 1 with 2 results"):
+        streamer.predict([1])
+    assert stub.actors[0].kills > 0
+    assert streamer.predict([2]) == [4]
+
+
 # -- calls to it
 
 
