@@ -293,13 +293,9 @@ def test_options_of_the_application_s_own_types_are_plain_in_the_pool(shared: Sh
 # -- large payloads
 
 
-def shapes(batch: list[Any]) -> list[Any]:
-    return [(each.shape, float(each.sum()), 2 * each) for each in batch]
-
-
 def test_large_items_and_results_are_right_and_may_be_kept(shared: Shared) -> None:
     numpy = pytest.importorskip("numpy")
-    one, other = (shared(shapes, shared="a") for _ in range(2))
+    one, other = (shared(models.shapes, shared="a") for _ in range(2))
     kept = []
     for n in range(1, 30):
         items = [numpy.full(20_000 + each, n + each, dtype="f4") for each in range(3)]
@@ -316,7 +312,7 @@ def test_large_items_and_results_are_right_and_may_be_kept(shared: Shared) -> No
 def test_large_items_arrive_without_room_in_shared_memory(shared: Shared) -> None:
     numpy = pytest.importorskip("numpy")
     for name, limit in (("none", 0), ("little", 400_000)):
-        streamer = shared(shapes, shared=name, shared_memory_limit=limit)
+        streamer = shared(models.shapes, shared=name, shared_memory_limit=limit)
         items = [numpy.full(60_000, n, dtype="f4") for n in range(4)]
         results = [streamer.submit([item]) for item in items]
         for item, result in zip(items, results, strict=True):
@@ -327,7 +323,7 @@ def test_large_items_arrive_without_room_in_shared_memory(shared: Shared) -> Non
 
 def test_large_items_are_read_again_by_the_next_pool(shared: Shared) -> None:
     numpy = pytest.importorskip("numpy")
-    streamer = shared(shapes, shared="a")
+    streamer = shared(models.shapes, shared="a")
     item = numpy.arange(100_000, dtype="f4")
     streamer.predict([item])
     for _ in range(2):

@@ -29,7 +29,7 @@ from service_streamer import (
 )
 from service_streamer.redis.wire import OutputRun
 from service_streamer.testing import Gate
-from stream_models import Countdown, Resumed, Summed
+from stream_models import Countdown, LongTexts, Resumed, Summed
 
 Host = Callable[..., RedisWorker]
 Client = Callable[..., RedisStreamer]
@@ -47,13 +47,6 @@ def gated(host: Host, gate: Gate) -> RedisWorker:
 def silent(host: Host, gate: Gate) -> RedisWorker:
     """The same, as after a pause: it gives no sign of life, and takes no call of others over."""
     return host(Countdown, 1, model_init_args=(gate,), claim_timeout=6000)
-
-
-class Long(Countdown):
-    """Its outputs are long."""
-
-    def step(self, states: Any) -> Any:
-        return [("x" * 200_000, is_over) for _, is_over in super().step(states)]
 
 
 def held(worker: RedisWorker) -> int:
@@ -440,7 +433,7 @@ def test_client_that_reads_no_messages_gets_a_thousand_and_then_its_item_is_paus
 def test_client_that_reads_no_bytes_does_not_fill_redis(
     host: Host, raw: RawClient, is_gone: bool
 ) -> None:
-    worker = host(Long, 1)
+    worker = host(LongTexts, 1)
     raw.stream(FOR_EVER if is_gone else 300)
     await_that(lambda: sum(raw.sizes) > MOST_BYTES_UNREAD)
     assert sum(raw.sizes[:-1]) <= MOST_BYTES_UNREAD
@@ -573,7 +566,7 @@ def test_another_host_does_not_go_on_past_the_end(
 
 
 def test_a_last_output_that_is_large_comes_with_the_end(host: Host, client: Client) -> None:
-    host(Long, 1)
+    host(LongTexts, 1)
     assert [len(output) for output in client().stream(30)] == [200_000] * 30
 
 

@@ -39,18 +39,6 @@ def lasting(shared: Shared) -> Iterator[Shared]:
     ask_pool("a", "stop", False)
 
 
-class Echo(models.Gated):
-    def predict(self, batch: list[Any]) -> list[Any]:
-        super().predict(batch)
-        return batch
-
-
-class Large(models.Gated):
-    def predict(self, batch: list[Any]) -> list[Any]:
-        super().predict(batch)
-        return [bytes(5_000_000)] * len(batch)
-
-
 def cut(streamer: Streamer) -> None:
     """End the only connection of this process from outside, as a debugger could."""
     client: Any = streamer.pool_client
@@ -86,7 +74,7 @@ def test_open_calls_are_sent_again_after_a_broken_connection(lasting: Shared, ga
 
 def test_a_large_result_arrives_after_a_broken_connection(lasting: Shared, gate: Gate) -> None:
     # With the message, and more than a socket takes at once: it waits for room there.
-    streamer = lasting(Large, 1, model_init_args=(gate,), shared_memory_limit=0)
+    streamer = lasting(pool_models.LargeResults, 1, model_init_args=(gate,), shared_memory_limit=0)
     future = streamer.submit([0])
     gate.await_arrival()
     cut(streamer)
@@ -95,7 +83,7 @@ def test_a_large_result_arrives_after_a_broken_connection(lasting: Shared, gate:
 
 
 def test_large_items_and_results_survive_a_broken_connection(lasting: Shared, gate: Gate) -> None:
-    streamer = lasting(Echo, 1, model_init_args=(gate,))
+    streamer = lasting(pool_models.Echo, 1, model_init_args=(gate,))
     items = [bytearray([n]) * 200_000 for n in range(4)]
     futures = [streamer.submit([item]) for item in items]
     gate.await_arrival()
@@ -214,7 +202,7 @@ def test_a_call_whose_items_cannot_be_read_fails_alone(shared: Shared, memory: i
 
 
 def test_a_client_that_keeps_results_leaves_room_for_others(shared: Shared, memory: int) -> None:
-    streamer = shared(pool_models.large, 1, shared="a", shared_memory_limit=32 << 20)
+    streamer = shared(pool_models.memory_each, 1, shared="a", shared_memory_limit=32 << 20)
     streamer.predict([bytearray(100_000)])  # from the first large item on, it is used
 
     def kept(peer: Any, count: int) -> list[tuple[int, int]]:

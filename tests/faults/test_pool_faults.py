@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pool_models
 import pytest
 from fault_processes import GONE, Watch, await_line, descendants, running, workers
 
@@ -223,8 +224,6 @@ def test_a_client_that_is_stopped_holds_up_nobody(shared: Shared, tmp_path: Path
             print("done", flush=True)
     """
     with running(source, tmp_path) as program:
-        import pool_models
-
         streamer = shared(pool_models.large_or_small, 8, shared="a")
         await_line(program, "ready")
         assert program.stdin is not None
@@ -339,25 +338,13 @@ def test_clients_are_served_while_a_pool_is_killed_again_and_again(shared: Share
 # -- pools that cannot serve
 
 
-def fail_in_turn(starts: Path, errors: Sequence[Exception | int | None]) -> None:
-    """In the process of a pool: the first of them fail, exit with a status, or serve."""
-    with starts.open("a") as file:
-        file.write("x")
-        number = file.tell() - 1
-    error = errors[number] if number < len(errors) else None
-    if isinstance(error, int):
-        os._exit(error)
-    if error is not None:
-        raise error
-
-
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """From its call on, pools of new clients fail so; they are started again soon."""
 
     def failing(*errors: Exception | int | None) -> Path:
         starts = tmp_path / "starts"
-        prepare = functools.partial(fail_in_turn, starts, errors)
+        prepare = functools.partial(pool_models.fail_in_turn, starts, errors)
         monkeypatch.setattr("service_streamer.pool.pool_protocol.preparation", prepare)
         return starts
 

@@ -17,7 +17,7 @@ from redis_peers import Keys, Traffic, await_paused
 from service_streamer import RedisStreamer, RedisWorker, WorkerLost
 from service_streamer.redis.local import LocalRedis
 from service_streamer.testing import Gate
-from stream_models import Countdown, Resumed
+from stream_models import Countdown, LongNumbers, Resumed
 
 FOR_EVER = 10**9
 
@@ -284,20 +284,10 @@ def test_stream_goes_on_after_a_worker_and_a_host_were_lost(
     assert heir.stats().pool.restarts == 1  # type: ignore[union-attr]
 
 
-class Long(Resumed):
-    """Its outputs are long numbers."""
-
-    def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
-        return [(f"{made:<100000}", is_over) for made, is_over in super().step(states)]
-
-    def resume(self, item: dict[str, Any], outputs: list[Any]) -> dict[str, Any]:
-        return super().resume(item, [*map(int, outputs)])
-
-
 def test_stream_of_long_outputs_goes_on_after_its_worker_died(
     host: Host, client: Client, gate: Gate
 ) -> None:
-    host(Long, 1, model_init_args=(gate,))
+    host(LongNumbers, 1, model_init_args=(gate,))
     stream = client().stream({"n": 20})
     gate.let_through(2)
     got = [next(stream), next(stream)]
