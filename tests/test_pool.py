@@ -527,49 +527,54 @@ def test_a_pool_can_be_asked_by_a_process_with_many_files(shared: Shared) -> Non
         assert ask_pool("a", "status")["state"] == "running"
 
 
-@pytest.mark.parametrize("free", [0, 1, 2, 3])
 def test_a_client_without_free_descriptors_says_so_and_goes_on_when_there_are(
-    program: Callable[..., str], free: int
+    program: Callable[..., str],
 ) -> None:
-    source = """
-import contextlib, os, resource, sys, threading
-import models
-from service_streamer import Streamer, StreamerError
+    out = program("""
+        import contextlib, os, resource, threading
+        import models
+        from service_streamer import Streamer, StreamerError
 
-if __name__ == "__main__":
-    are_gone, start = threading.Event(), threading.Thread.start
+        def call(free):
+            are_gone, start = threading.Event(), threading.Thread.start
 
-    def start_late(thread):  # that of the client
-        run = thread.run
-        thread.run = lambda: are_gone.wait() and run()
-        start(thread)
+            def start_late(thread):  # that of the client
+                run = thread.run
+                thread.run = lambda: are_gone.wait() and run()
+                start(thread)
 
-    threading.Thread.start = start_late
-    streamer = Streamer(models.double, shared="a", linger=0)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    held = []
-    with contextlib.suppress(OSError):
-        while True:
-            held.append(os.dup(0))
-    for _ in range(int(sys.argv[1])):
-        os.close(held.pop())
-    are_gone.set()
-    try:
-        streamer.predict([1])
-    except StreamerError as error:
-        print(error)
-    for descriptor in held:
-        os.close(descriptor)
-    answer = None
-    while answer is None:  # until its thread has tried again
-        with contextlib.suppress(StreamerError):
-            answer = streamer.predict([1])
-    print(answer)
-    streamer.close()
-"""
-    told, answer = program(source, str(free)).splitlines()
-    assert re.search("neither reached nor started.*ulimit -n", told)
-    assert answer == "[2]"
+            threading.Thread.start = start_late
+            streamer = Streamer(models.double, shared=f"a{free}", linger=0)
+            threading.Thread.start = start
+            held = []
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            for _ in range(free):
+                os.close(held.pop())
+            are_gone.set()
+            try:
+                streamer.predict([1])
+            except StreamerError as error:
+                print(error)
+            for descriptor in held:
+                os.close(descriptor)
+            answer = None
+            while answer is None:  # until its thread has tried again
+                with contextlib.suppress(StreamerError):
+                    answer = streamer.predict([1])
+            print(answer)
+            streamer.close()
+
+        if __name__ == "__main__":
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+            for free in range(4):
+                call(free)
+    """).splitlines()
+    assert len(out) == 8
+    for told, answer in zip(out[::2], out[1::2], strict=True):
+        assert re.search("neither reached nor started.*ulimit -n", told)
+        assert answer == "[2]"
 
 
 # -- several processes

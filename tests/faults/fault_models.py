@@ -338,3 +338,13 @@ class Exclusive(ManagedModel):
 
     def predict(self, batch: list[Any]) -> list[str]:
         return [self.version] * len(batch)
+
+
+def culprit(stage: str, fault: str) -> Any:
+    """An item for ``Faulty`` that goes wrong at this stage."""
+    match stage:
+        case "pickle an item":
+            return FailsToPickle(fault)
+        case "unpickle an item":
+            return FailsToUnpickle(fault)
+    return stage, fault

