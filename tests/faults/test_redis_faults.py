@@ -449,12 +449,12 @@ class TestOutage:
         tally.submit(streamer, range(10))  # these have time
         until(lambda: streamer.stats().state == "disconnected")
         with pytest.raises(BrokerUnavailable, match=str(server.port)):
-            streamer.predict([1], timeout=1)
-        late = streamer.submit([1], timeout=0.5)
+            streamer.predict([1], timeout=0.1)
+        late = streamer.submit([1], timeout=0.1)
         with pytest.raises(BrokerUnavailable, match=str(server.port)):
             late.result()
         with pytest.raises(BrokerUnavailable):
-            streamer.wait_ready(timeout=0.2)
+            streamer.wait_ready(timeout=0.1)
         stats = streamer.stats()
         assert (stats.state, stats.pending, stats.expired) == ("disconnected", 10, 2)
         server.start()
@@ -478,7 +478,7 @@ class TestWrongPassword:
         future = streamer.submit([1])
         until(lambda: streamer.stats().state == "disconnected")
         with pytest.raises(BrokerUnavailable, match=r"(?i)password") as caught:
-            streamer.predict([1], timeout=1)
+            streamer.predict([1], timeout=0.1)
         assert url not in str(caught.value)
         until(lambda: host.stats()["outages"] == 1)
         site.call("CONFIG", "SET", "requirepass", "wrong")
@@ -541,12 +541,12 @@ class TestFrozen:
         os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
         tally.submit(streamer, range(10, 20))
         with pytest.raises((BrokerUnavailable, PredictTimeout)):
-            streamer.predict([-1], timeout=0.5)
+            streamer.predict([-1], timeout=0.1)
         assert streamer.stats().expired == 1
         # Both sides take the connection for dead, and make others that do not answer either.
         until(lambda: streamer.stats().state == "disconnected")
         with pytest.raises(BrokerUnavailable):
-            streamer.predict([-1], timeout=0.5)
+            streamer.predict([-1], timeout=0.1)
         server.resume()
         tally.submit(streamer, range(20, 30))
         tally.assert_served()
