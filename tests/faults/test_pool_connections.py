@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pool_models
+import pool_preparations
 import pytest
 
 import models
 from conftest import await_that
 from pools import ask_pool, connected, folder, greeting, pool_pid
 from service_streamer import Streamer
-from service_streamer.engine.engine import Engine
 from service_streamer.pool.pool_protocol import HOLD_STREAM, RELEASED, pack
 from service_streamer.testing import Gate
 from stream_models import Countdown, Resumed
@@ -155,25 +155,13 @@ def test_streams_are_held_while_their_client_is_behind(shared: Shared) -> None:
             peer.receive_frame()
 
 
-def hold_late(path: Path) -> None:
-    """When a stream is to be held, let a test read all that has come before that."""
-    hold = Engine.hold
-
-    def held_late(engine: Engine, call: Any, *, is_held: bool) -> None:
-        if is_held:
-            path.read_bytes()
-            await_that(lambda: not call.reply.session.unsent)
-        hold(engine, call, is_held=is_held)
-
-    Engine.hold = held_late  # type: ignore[method-assign]
-
-
 def test_a_stream_goes_on_if_its_client_catches_up_just_when_it_is_held(
     shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkfifo(path := tmp_path / "may hold")
     monkeypatch.setattr(
-        "service_streamer.pool.pool_protocol.preparation", functools.partial(hold_late, path)
+        "service_streamer.pool.pool_protocol.preparation",
+        functools.partial(pool_preparations.hold_late, path),
     )
     shared(Countdown, 4, shared="a").wait_ready()
     with connected("a") as peer:
