@@ -39,8 +39,8 @@ FOR_EVER = 10**9
 
 @pytest.fixture
 def gated(host: Host, gate: Gate) -> RedisWorker:
-    """A host with one place, whose steps wait at the gate."""
-    return host(Countdown, 1, model_init_args=(gate,))
+    """A host with one place, whose steps wait at the gate; it soon looks what is still its own."""
+    return host(Countdown, 1, model_init_args=(gate,), claim_timeout=1)
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def test_stream_that_is_given_up_while_the_host_submits_it_is_dropped(
                 await_that(lambda: held(worker) == 0)
         return 1
 
-    worker = host(Countdown, 2, length=length)
+    worker = host(Countdown, 2, length=length, claim_timeout=1)
     left = streamer.stream(FOR_EVER)
     streams.put(left)
     await_that(lambda: worker.stats().pool.cancelled == 1)  # type: ignore[union-attr]
