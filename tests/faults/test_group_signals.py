@@ -47,11 +47,12 @@ def program_that_drains(method: str, gate: Path) -> str:
     """
 
 
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize(
     "when", ["while they compute", *long_cases("while they start", "while they load")]
 )
-def test_workers_outlive_signals_to_the_group_and_finish_their_work(
-    when: str, gate: Gate, tmp_path: Path
+def test_workers_outlive_a_signal_to_the_group_and_finish_their_work(
+    number: signal.Signals, when: str, gate: Gate, tmp_path: Path
 ) -> None:
     with running(program_that_drains("spawn", tmp_path / "gate"), tmp_path) as program:
         await_line(program, "begun")
@@ -61,8 +62,7 @@ def test_workers_outlive_signals_to_the_group_and_finish_their_work(
         if when == "while they compute":
             gate.let_through(2)
             gate.await_arrival()
-        for number in NUMBERS:
-            os.killpg(program.pid, number)
+        os.killpg(program.pid, number)
         await_line(program, "told")
         gate.let_through(4)
         out, err = program.communicate()
