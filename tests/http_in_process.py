@@ -25,7 +25,7 @@ from service_streamer.serve.http.service import Keyring, Service, ServiceOptions
 from service_streamer.testing import ManualClock
 
 __all__ = [
-    "ASGIBridge", "ExchangeBridge", "HTTPServer", "StubClient", "StubStreamer", "Turns",
+    "ASGIBridge", "ExchangeBridge", "HTTPServer", "Keyring", "StubClient", "StubStreamer", "Turns",
     "await_that", "in_still_time", "pass_time", "post", "run", "serving",
     "settled",
 ]  # fmt: skip

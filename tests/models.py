@@ -370,3 +370,14 @@ class NamesNoErrors(ManagedModel):
 
     def predict(self, batch: list[Any]) -> list[Any]:
         return batch
+
+
+def shapes(batch: list[Any]) -> list[Any]:
+    return [(each.shape, float(each.sum()), 2 * each) for each in batch]
+
+
+def loud(batch: list[int]) -> list[int]:
+    """Prints so many bytes, which is more than a pipe holds."""
+    for size in batch:
+        print("worker" + "." * size, flush=True)  # noqa: T201 - what is tested
+    return batch

@@ -47,6 +47,9 @@ def environment(**more: str) -> dict[str, str]:
 #: ``serve`` for which a second signal need not come a second later.
 IMPATIENT = (sys.executable, "-m", "impatient_serve", "serve", "--port", "0")
 
+#: ``serve`` that looks at the files of certificates and keys twenty times a second.
+ATTENTIVE = (sys.executable, "-m", "attentive_serve", "serve", "--port", "0")
+
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "service_streamer", *arguments]

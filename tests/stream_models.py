@@ -81,3 +81,20 @@ class Summed(Countdown):
 
     def join_outputs(self, outputs: list[int]) -> int:
         return sum(outputs)
+
+
+class LongTexts(Countdown):
+    """Its outputs are long."""
+
+    def step(self, states: Any) -> Any:
+        return [("x" * 200_000, is_over) for _, is_over in super().step(states)]
+
+
+class LongNumbers(Resumed):
+    """Its outputs are long numbers."""
+
+    def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
+        return [(f"{made:<100000}", is_over) for made, is_over in super().step(states)]
+
+    def resume(self, item: dict[str, Any], outputs: list[Any]) -> dict[str, Any]:
+        return super().resume(item, [*map(int, outputs)])

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from command_line import error_of, invoke
-from serve_process import ROOT, Serving, until
-from service_streamer.serve.http.keyring import Keyring
+from http_in_process import Keyring
+from serve_process import ATTENTIVE, ROOT, Serving, until
 from service_streamer.testing import Gate
 from web_application import WebApplication
 
@@ -382,6 +381,8 @@ def test_a_request_beyond_the_limit_of_its_key_is_refused(service: WebApplicatio
 
 
 def test_openais_client_reads_the_refusals(service: WebApplication) -> None:
+    import openai  # takes a second
+
     def ask(key: str) -> Any:
         client = openai.AsyncOpenAI(
             base_url="http://m/v1", api_key=key, max_retries=0, http_client=service.client
@@ -411,7 +412,8 @@ def test_all_web_processes_follow_the_file_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(table("alice", "a", "requests-per-minute = 2"))
     path.chmod(0o644)
-    with Serving(KINDS, "--api-key-file", str(path), "--web-workers", "2") as service:
+    arguments = (KINDS, "--api-key-file", str(path), "--web-workers", "2")
+    with Serving(*arguments, program=ATTENTIVE) as service:
         assert "every user of this machine can read" in service.log()
         service.await_web_processes(2)
         answers = [service.predict(1, x_api_key="a").status_code for _ in range(12)]
@@ -434,6 +436,7 @@ def test_all_web_processes_follow_the_file_of_keys(tmp_path: Path) -> None:
 #: Starts a service that has a bug: a file of keys with the word "bug" cannot be read.
 BUG = """
 import sys
+from service_streamer.serve import running
 from service_streamer.serve.http import keyring
 from service_streamer.serve.cli.main import main
 
@@ -444,6 +447,7 @@ def read_keys(text, read=keyring.read_keys):
     return read(text)
 
 keyring.read_keys = read_keys
+running._LOOK = 0.05
 main()
 """
 

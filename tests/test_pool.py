@@ -293,13 +293,9 @@ def test_options_of_the_application_s_own_types_are_plain_in_the_pool(shared: Sh
 # -- large payloads
 
 
-def shapes(batch: list[Any]) -> list[Any]:
-    return [(each.shape, float(each.sum()), 2 * each) for each in batch]
-
-
 def test_large_items_and_results_are_right_and_may_be_kept(shared: Shared) -> None:
     numpy = pytest.importorskip("numpy")
-    one, other = (shared(shapes, shared="a") for _ in range(2))
+    one, other = (shared(models.shapes, shared="a") for _ in range(2))
     kept = []
     for n in range(1, 30):
         items = [numpy.full(20_000 + each, n + each, dtype="f4") for each in range(3)]
@@ -316,7 +312,7 @@ def test_large_items_and_results_are_right_and_may_be_kept(shared: Shared) -> No
 def test_large_items_arrive_without_room_in_shared_memory(shared: Shared) -> None:
     numpy = pytest.importorskip("numpy")
     for name, limit in (("none", 0), ("little", 400_000)):
-        streamer = shared(shapes, shared=name, shared_memory_limit=limit)
+        streamer = shared(models.shapes, shared=name, shared_memory_limit=limit)
         items = [numpy.full(60_000, n, dtype="f4") for n in range(4)]
         results = [streamer.submit([item]) for item in items]
         for item, result in zip(items, results, strict=True):
@@ -327,7 +323,7 @@ def test_large_items_arrive_without_room_in_shared_memory(shared: Shared) -> Non
 
 def test_large_items_are_read_again_by_the_next_pool(shared: Shared) -> None:
     numpy = pytest.importorskip("numpy")
-    streamer = shared(shapes, shared="a")
+    streamer = shared(models.shapes, shared="a")
     item = numpy.arange(100_000, dtype="f4")
     streamer.predict([item])
     for _ in range(2):
@@ -531,49 +527,54 @@ def test_a_pool_can_be_asked_by_a_process_with_many_files(shared: Shared) -> Non
         assert ask_pool("a", "status")["state"] == "running"
 
 
-@pytest.mark.parametrize("free", [0, 1, 2, 3])
 def test_a_client_without_free_descriptors_says_so_and_goes_on_when_there_are(
-    program: Callable[..., str], free: int
+    program: Callable[..., str],
 ) -> None:
-    source = """
-import contextlib, os, resource, sys, threading
-import models
-from service_streamer import Streamer, StreamerError
+    out = program("""
+        import contextlib, os, resource, threading
+        import models
+        from service_streamer import Streamer, StreamerError
 
-if __name__ == "__main__":
-    are_gone, start = threading.Event(), threading.Thread.start
+        def call(free):
+            are_gone, start = threading.Event(), threading.Thread.start
 
-    def start_late(thread):  # that of the client
-        run = thread.run
-        thread.run = lambda: are_gone.wait() and run()
-        start(thread)
+            def start_late(thread):  # that of the client
+                run = thread.run
+                thread.run = lambda: are_gone.wait() and run()
+                start(thread)
 
-    threading.Thread.start = start_late
-    streamer = Streamer(models.double, shared="a", linger=0)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    held = []
-    with contextlib.suppress(OSError):
-        while True:
-            held.append(os.dup(0))
-    for _ in range(int(sys.argv[1])):
-        os.close(held.pop())
-    are_gone.set()
-    try:
-        streamer.predict([1])
-    except StreamerError as error:
-        print(error)
-    for descriptor in held:
-        os.close(descriptor)
-    answer = None
-    while answer is None:  # until its thread has tried again
-        with contextlib.suppress(StreamerError):
-            answer = streamer.predict([1])
-    print(answer)
-    streamer.close()
-"""
-    told, answer = program(source, str(free)).splitlines()
-    assert re.search("neither reached nor started.*ulimit -n", told)
-    assert answer == "[2]"
+            threading.Thread.start = start_late
+            streamer = Streamer(models.double, shared=f"a{free}", linger=0)
+            threading.Thread.start = start
+            held = []
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            for _ in range(free):
+                os.close(held.pop())
+            are_gone.set()
+            try:
+                streamer.predict([1])
+            except StreamerError as error:
+                print(error)
+            for descriptor in held:
+                os.close(descriptor)
+            answer = None
+            while answer is None:  # until its thread has tried again
+                with contextlib.suppress(StreamerError):
+                    answer = streamer.predict([1])
+            print(answer)
+            streamer.close()
+
+        if __name__ == "__main__":
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+            for free in range(4):
+                call(free)
+    """).splitlines()
+    assert len(out) == 8
+    for told, answer in zip(out[::2], out[1::2], strict=True):
+        assert re.search("neither reached nor started.*ulimit -n", told)
+        assert answer == "[2]"
 
 
 # -- several processes

@@ -53,20 +53,13 @@ def send_nonsense(name: str) -> None:
                 pass
 
 
-def loud(batch: list[int]) -> list[int]:
-    """Prints so many bytes, which is more than a pipe holds."""
-    for size in batch:
-        print("worker" + "." * size, flush=True)  # noqa: T201 - what is tested
-    return batch
-
-
 def test_a_log_that_nobody_reads_holds_up_nobody_and_has_what_workers_print(
     shared: Shared, unread: tuple[int, int]
 ) -> None:
     reader, writer = unread
     stderr = os.dup(2)
     os.dup2(writer, 2)  # where the log of a pool goes that starts now
-    streamer = shared(loud, shared="a")
+    streamer = shared(models.loud, shared="a")
     streamer.wait_ready()
     os.dup2(stderr, 2)
     os.close(stderr)
@@ -83,7 +76,7 @@ def test_a_log_that_nobody_reads_holds_up_nobody_and_has_what_workers_print(
 def test_a_file_has_the_log_and_what_workers_print(shared: Shared, tmp_path: Path) -> None:
     path = tmp_path / "pool.log"
     path.write_text("what was there\n")
-    streamer = shared(loud, shared="a", pool_log=path)
+    streamer = shared(models.loud, shared="a", pool_log=path)
     streamer.predict([3])
     await_that(lambda: path.read_text() == "what was there\nworker...\n")  # another thread writes
     send_nonsense("a")
@@ -93,7 +86,7 @@ def test_a_file_has_the_log_and_what_workers_print(shared: Shared, tmp_path: Pat
 
 def test_a_file_that_was_renamed_is_begun_again(shared: Shared, tmp_path: Path) -> None:
     path, old = tmp_path / "pool.log", tmp_path / "pool.log.1"
-    streamer = shared(loud, shared="a", pool_log=str(path))
+    streamer = shared(models.loud, shared="a", pool_log=str(path))
     streamer.predict([3])
     await_that(lambda: path.read_text() == "worker...\n")
     path.rename(old)

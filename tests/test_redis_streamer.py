@@ -568,8 +568,11 @@ def test_call_beyond_max_pending_is_refused(
 
 @pytest.fixture
 def busy(host: Host, gate: Gate) -> RedisWorker:
-    """A host whose worker is at the gate, and that has claimed all that it has room for: two."""
-    return host(models.Gated, 1, model_init_args=(gate,))
+    """A host whose worker is at the gate, and that has claimed all that it has room for: two.
+
+    By a short claim_timeout it soon looks whether they are still its own.
+    """
+    return host(models.Gated, 1, model_init_args=(gate,), claim_timeout=1)
 
 
 def fill(streamer: RedisStreamer, worker: RedisWorker, gate: Gate) -> list[Future]:

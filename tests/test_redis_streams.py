@@ -29,7 +29,7 @@ from service_streamer import (
 )
 from service_streamer.redis.wire import OutputRun
 from service_streamer.testing import Gate
-from stream_models import Countdown, Resumed, Summed
+from stream_models import Countdown, LongTexts, Resumed, Summed
 
 Host = Callable[..., RedisWorker]
 Client = Callable[..., RedisStreamer]
@@ -39,21 +39,14 @@ FOR_EVER = 10**9
 
 @pytest.fixture
 def gated(host: Host, gate: Gate) -> RedisWorker:
-    """A host with one place, whose steps wait at the gate."""
-    return host(Countdown, 1, model_init_args=(gate,))
+    """A host with one place, whose steps wait at the gate; it soon looks what is still its own."""
+    return host(Countdown, 1, model_init_args=(gate,), claim_timeout=1)
 
 
 @pytest.fixture
 def silent(host: Host, gate: Gate) -> RedisWorker:
     """The same, as after a pause: it gives no sign of life, and takes no call of others over."""
     return host(Countdown, 1, model_init_args=(gate,), claim_timeout=6000)
-
-
-class Long(Countdown):
-    """Its outputs are long."""
-
-    def step(self, states: Any) -> Any:
-        return [("x" * 200_000, is_over) for _, is_over in super().step(states)]
 
 
 def held(worker: RedisWorker) -> int:
@@ -319,7 +312,7 @@ def test_stream_that_is_given_up_while_the_host_submits_it_is_dropped(
                 await_that(lambda: held(worker) == 0)
         return 1
 
-    worker = host(Countdown, 2, length=length)
+    worker = host(Countdown, 2, length=length, claim_timeout=1)
     left = streamer.stream(FOR_EVER)
     streams.put(left)
     await_that(lambda: worker.stats().pool.cancelled == 1)  # type: ignore[union-attr]
@@ -329,12 +322,12 @@ def test_stream_that_is_given_up_while_the_host_submits_it_is_dropped(
     left.close()
 
 
-def test_hundreds_of_streams_that_are_dropped_leave_nothing(
+def test_a_hundred_streams_that_are_dropped_leave_nothing(
     host: Host, client: Client, ask: redis.Redis, keys: Keys, prefix: str
 ) -> None:
     worker = host(Countdown, 16)
     streamer = client()
-    for number in range(300):
+    for number in range(100):
         stream = streamer.stream(FOR_EVER)
         if number % 2:  # the others are dropped wherever they are
             assert next(stream) == 1
@@ -343,7 +336,7 @@ def test_hundreds_of_streams_that_are_dropped_leave_nothing(
     await_that(lambda: held(worker) == 0 and ask.xlen(keys.calls) == 0)
     await_that(lambda: not ask.keys(keys.orders_of("*")))
     assert ask.xpending(keys.calls, "hosts")["pending"] == 0
-    assert streamer.stats().cancelled == 300
+    assert streamer.stats().cancelled == 100
     kinds = sorted(
         key.decode().rpartition(prefix)[2][2:].split(":")[0] for key in ask.keys(f"*{prefix}*")
     )
@@ -427,12 +420,12 @@ def test_client_that_reads_no_messages_gets_a_thousand_and_then_its_item_is_paus
 ) -> None:
     raw.pretend_unread(1, count=MOST_UNREAD - 5)
     worker = host(Countdown, 2)
-    raw.stream(20_000)
+    raw.stream(8000)
     await_that(lambda: raw.unread == MOST_UNREAD)
     # Each step is of both items: by now the one that is behind would have made too many to wait.
-    assert len([*client().stream(10_000)]) == 10_000
+    assert len([*client().stream(4000)]) == 4000
     assert raw.unread == MOST_UNREAD
-    assert read_all(raw) == [0, *range(1, 20_001)]
+    assert read_all(raw) == [0, *range(1, 8001)]
     await_that(lambda: held(worker) == 0)
 
 
@@ -440,7 +433,7 @@ def test_client_that_reads_no_messages_gets_a_thousand_and_then_its_item_is_paus
 def test_client_that_reads_no_bytes_does_not_fill_redis(
     host: Host, raw: RawClient, is_gone: bool
 ) -> None:
-    worker = host(Long, 1)
+    worker = host(LongTexts, 1)
     raw.stream(FOR_EVER if is_gone else 300)
     await_that(lambda: sum(raw.sizes) > MOST_BYTES_UNREAD)
     assert sum(raw.sizes[:-1]) <= MOST_BYTES_UNREAD
@@ -573,7 +566,7 @@ def test_another_host_does_not_go_on_past_the_end(
 
 
 def test_a_last_output_that_is_large_comes_with_the_end(host: Host, client: Client) -> None:
-    host(Long, 1)
+    host(LongTexts, 1)
     assert [len(output) for output in client().stream(30)] == [200_000] * 30
 
 
@@ -675,13 +668,13 @@ def test_outputs_that_wait_for_a_client_are_counted_once_however_often_it_reads_
         pipeline.xadd(unread, {"b": sum(map(len, outputs))})
         pipeline.execute()
     # Then hosts never think that less waits than there is
-    is_any = True
-    while is_any:
+    waits = len(outputs)
+    while waits > 1:  # the last one is deleted later
         with ask.pipeline(transaction=True) as pipeline:
             replies, counted = pipeline.xrange(forged.replies).xrange(unread).execute()
         waiting = sum(len(fields.get(b"p", b"")) for _, fields in replies)
         assert sum(int(fields[b"b"]) for _, fields in counted) >= waiting
-        is_any = bool(replies)
+        waits = len(replies)
     forged.write(end=2)
     assert [*forged.stream] == [0, 1]
 

@@ -16,7 +16,7 @@ import trustme
 
 from command_line import error_of
 from http_in_process import ASGIBridge, StubClient, in_still_time, settled
-from serve_process import Serving, until
+from serve_process import ATTENTIVE, Serving, until
 
 pytestmark = [pytest.mark.no_gevent, pytest.mark.xdist_group("tls")]
 
@@ -75,7 +75,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture(scope="module")
 def service(files: Files) -> Iterator[Serving]:
-    with Serving(KINDS, *files.arguments) as service:
+    with Serving(KINDS, *files.arguments, "--write-timeout", "1") as service:
         yield service
 
 
@@ -126,17 +126,16 @@ async def test_application_knows_the_scheme(is_secure: bool, scheme: bytes) -> N
     assert client.received.endswith(b"\r\n\r\n" + scheme)
 
 
-def test_client_is_cut_when_it_does_not_read_over_tls(files: Files) -> None:
+def test_client_is_cut_when_it_does_not_read_over_tls(service: Serving, files: Files) -> None:
     body = b'{"inputs": "%b"}' % (b"x" * (12 << 20))
     head = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
-    with Serving(KINDS, *files.arguments, "--write-timeout", "1") as service:
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
-            sock.connect(address(service))
-            with files.context().wrap_socket(sock, server_hostname="127.0.0.1") as secure:
-                secure.sendall(head + body)
-                until(lambda: "of an answer unread" in service.log())
-        assert names(service, files), "others are served"
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        sock.connect(address(service))
+        with files.context().wrap_socket(sock, server_hostname="127.0.0.1") as secure:
+            secure.sendall(head + body)
+            until(lambda: "of an answer unread" in service.log())
+    assert names(service, files), "others are served"
 
 
 def test_old_protocols_are_refused(service: Serving, files: Files) -> None:
@@ -169,16 +168,6 @@ def test_slow_handshakes_do_not_hold_up_others(service: Serving, files: Files) -
         assert names(service, files)
 
 
-def test_stop_does_not_wait_for_a_handshake(files: Files) -> None:
-    with Serving(KINDS, *files.arguments) as service:
-        with socket.create_connection(address(service)) as sock:
-            assert names(service, files)  # so the other one is accepted, too
-            assert service.terminate() == 0
-            assert not sock.recv(1)
-        assert "Traceback" not in service.log()
-        assert "never retrieved" not in service.log()
-
-
 def status_of_health(connection: http.client.HTTPSConnection) -> int:
     connection.request("GET", "/health/live")
     response = connection.getresponse()
@@ -186,22 +175,20 @@ def status_of_health(connection: http.client.HTTPSConnection) -> int:
     return response.status
 
 
-@pytest.mark.parametrize("processes", [1, 2])
 def test_certificate_is_replaced_when_its_file_is_renewed_and_kept_when_that_is_unusable(
-    tmp_path: Path, processes: int
+    tmp_path: Path,
 ) -> None:
     files = Files(tmp_path)
-    with Serving(KINDS, *files.arguments, "--web-workers", str(processes)) as service:
+    with Serving(KINDS, *files.arguments, "--web-workers", "2", program=ATTENTIVE) as service:
         until(lambda: service.predict(1).status_code == 200)
-        if processes > 1:
-            service.await_web_processes(processes)
+        service.await_web_processes(2)
         kept = http.client.HTTPSConnection(*address(service), context=files.context())
         with contextlib.closing(kept):
             assert status_of_health(kept) == 200
             assert names(service, files) == {"first.test"}
             connection = kept.sock
             files.issue("second.test")
-            until(lambda: service.log().count("was read again") >= processes)
+            until(lambda: service.log().count("was read again") >= 2)
             assert status_of_health(kept) == 200
             assert kept.sock is connection, "it goes on with its certificate"
         for broken, says in (("nonsense", "cannot be used"), (None, "No such file")):
@@ -209,7 +196,7 @@ def test_certificate_is_replaced_when_its_file_is_renewed_and_kept_when_that_is_
                 files.cert.unlink()
             else:
                 files.cert.write_text(broken)
-            until(lambda says=says: service.log().count(says) >= processes)
+            until(lambda says=says: service.log().count(says) >= 2)
             assert names(service, files) == {"second.test"}
         assert "Traceback" not in service.log()
 
@@ -257,7 +244,9 @@ def test_service_does_not_start_with_unusable_files(files: Files, tmp_path: Path
     assert "without --ssl-certfile" in refused("--ssl-ca-certs", cert)
 
 
-def test_encrypted_key_needs_its_password(files: Files, tmp_path: Path) -> None:
+def test_encrypted_key_needs_its_password_and_stop_does_not_wait_for_a_handshake(
+    files: Files, tmp_path: Path
+) -> None:
     from cryptography.hazmat.primitives import serialization
 
     key = serialization.load_pem_private_key(files.key.read_bytes(), None)
@@ -273,5 +262,9 @@ def test_encrypted_key_needs_its_password(files: Files, tmp_path: Path) -> None:
     assert "is encrypted" in refused(*arguments)
     assert "may be wrong" in refused(*arguments, SSL_KEYFILE_PASSWORD="wrong")
     with Serving(KINDS, *arguments, **{PASSWORD: "open sesame"}) as service:
-        assert names(service, files) == {"first.test"}
-        assert "not an option" not in service.log()
+        with socket.create_connection(address(service)) as sock:
+            assert names(service, files) == {"first.test"}  # so the other one is accepted, too
+            assert service.terminate() == 0
+            assert not sock.recv(1)
+        for text in ("not an option", "Traceback", "never retrieved"):
+            assert text not in service.log()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -214,3 +216,135 @@ def fail_as_a_streamer_of_its_own(batch: list[Any]) -> list[Any]:
     """As a model that calls another model through a streamer, whose workers are gone."""
     errors: list[type[StreamerError]] = [StreamerBroken, StreamerClosed, WorkerStartError]
     raise errors[batch[0]]("the other model is away")
+
+
+class Indiscreet(ManagedModel):
+    """Doubles numbers; raises on strings, and quotes all that the batch has."""
+
+    def init_model(self, gate: Gate | None = None) -> None:
+        if gate is not None:
+            gate.go_through()
+
+    def predict(self, batch: list[Any]) -> list[int]:
+        secrets = [item for item in batch if isinstance(item, str)]
+        if secrets:
+            raise ValueError(f"no numbers: {secrets}")
+        return [2 * item for item in batch]
+
+
+class LoadsAtGate(ManagedModel):
+    """Doubles numbers, and commits the faults among them."""
+
+    def init_model(self, gate: Gate) -> None:
+        gate.go_through()
+
+    def predict(self, batch: list[Any]) -> list[int]:
+        return [commit(item) if isinstance(item, str) else 2 * item for item in batch]
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+class Small(ManagedModel):
+    """Computes one item at a time, and says of which it had more."""
+
+    out_of_memory_errors = (OutOfMemory,)
+
+    def init_model(self, gate: Gate) -> None:
+        gate.go_through()
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        if len(batch) > 1:
+            raise OutOfMemory(f"no room for {batch}")
+        return batch
+
+
+class SmallSteps(ManagedModel):
+    """Steps one item at a time, and says of which it had more. ``where`` is "start" or "step".
+
+    It waits at the gate before it starts the item "first".
+    """
+
+    out_of_memory_errors = (OutOfMemory,)
+
+    def init_model(self, gate: Gate, where: str) -> None:
+        self.gate = gate
+        self.where = where
+
+    def start(self, items: list[Any]) -> list[Any]:
+        if "first" in items:
+            self.gate.go_through()
+        return self._within_memory("start", items)
+
+    def step(self, states: list[Any]) -> list[tuple[Any, bool]]:
+        return [(state, True) for state in self._within_memory("step", states)]
+
+    def _within_memory(self, where: str, items: list[Any]) -> list[Any]:
+        if where == self.where and len(items) > 1:
+            raise OutOfMemory(f"no room for {items}")
+        return items
+
+
+class SmallJoined(ManagedModel):
+    """Steps a joined batch, of which two that have made an output do not fit into memory."""
+
+    out_of_memory_errors = (OutOfMemory,)
+
+    def init_model(self, gate: Gate) -> None:
+        gate.go_through()
+
+    def start(self, items: list[Any]) -> list[list[Any]]:
+        return [[item, 0] for item in items]
+
+    def join(self, batch: Any, states: list[Any]) -> list[Any]:
+        return (batch or []) + states
+
+    def leave(self, batch: list[Any], positions: list[int]) -> list[Any]:
+        return [state for i, state in enumerate(batch) if i not in positions]
+
+    def step(self, batch: list[Any]) -> list[tuple[int, bool]]:
+        if len(batch) > 1 and all(made for _, made in batch):
+            raise OutOfMemory(f"no room for {batch}")
+        for state in batch:
+            state[1] += 1
+        return [(made, made == 3) for _, made in batch]
+
+
+class GatedLater(ManagedModel):
+    """Cannot be loaded without the file, and waits at the gate with it."""
+
+    def init_model(self, path: Path, gate: Gate) -> None:
+        path.read_bytes()
+        gate.go_through()
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return batch
+
+
+class Exclusive(ManagedModel):
+    """Needs memory that only so many processes can have; tells its version."""
+
+    def init_model(self, folder: Path, room: int) -> None:
+        self.version = (folder / "version").read_text()
+        for place in range(room):
+            # Kept as long as this process lives, and of one process alone, even of two that start.
+            self.memory = (folder / f"memory{place}").open("w")
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self.memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            self.memory.close()
+        raise RuntimeError("CUDA error: out of memory")
+
+    def predict(self, batch: list[Any]) -> list[str]:
+        return [self.version] * len(batch)
+
+
+def culprit(stage: str, fault: str) -> Any:
+    """An item for ``Faulty`` that goes wrong at this stage."""
+    match stage:
+        case "pickle an item":
+            return FailsToPickle(fault)
+        case "unpickle an item":
+            return FailsToUnpickle(fault)
+    return stage, fault

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import models
 from service_streamer import ManagedModel
-from stream_models import Countdown
+from stream_models import Countdown, Resumed
 
 
 class Recorded(ManagedModel):
@@ -37,5 +40,45 @@ class Crowded(Countdown):
         return [(len(states), is_last) for _, is_last in super().step(states)]
 
 
-def large(batch: list[Any]) -> list[bytearray]:
+def memory_each(batch: list[Any]) -> list[bytearray]:
     return [bytearray(1_300_000) for _ in batch]
+
+
+def fail_in_turn(starts: Path, errors: Sequence[Exception | int | None]) -> None:
+    """In the process of a pool: the first of them fail, exit with a status, or serve."""
+    with starts.open("a") as file:
+        file.write("x")
+        number = file.tell() - 1
+    error = errors[number] if number < len(errors) else None
+    if isinstance(error, int):
+        os._exit(error)
+    if error is not None:
+        raise error
+
+
+class Echo(models.Gated):
+    def predict(self, batch: list[Any]) -> list[Any]:
+        super().predict(batch)
+        return batch
+
+
+class LargeResults(models.Gated):
+    def predict(self, batch: list[Any]) -> list[Any]:
+        super().predict(batch)
+        return [bytes(5_000_000)] * len(batch)
+
+
+class LargeOutputs(Resumed):
+    """Its outputs are so large that they come through shared memory, all but every third."""
+
+    def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
+        return [(large_output(made), is_last) for made, is_last in super().step(states)]
+
+    def resume(self, item: dict[str, Any], outputs: list[Any]) -> dict[str, Any]:
+        assert outputs == [large_output(made) for made in range(1, len(outputs) + 1)]
+        outputs[0][0] += 1  # it may write there, too
+        return {**item, "made": len(outputs)}
+
+
+def large_output(made: int) -> bytearray:
+    return bytearray(made.to_bytes(4, "little") * (25_000 if made % 3 else 2))

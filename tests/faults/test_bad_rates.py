@@ -8,10 +8,9 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
-from fault_models import commit
+from fault_models import Indiscreet, LoadsAtGate, Small, SmallJoined, SmallSteps
 
 from service_streamer import (
-    ManagedModel,
     PredictTimeout,
     RedisStreamer,
     RedisWorker,
@@ -24,99 +23,6 @@ from service_streamer.testing import Gate
 
 CALLERS = 64
 EACH = 25
-
-
-class Indiscreet(ManagedModel):
-    """Doubles numbers; raises on strings, and quotes all that the batch has."""
-
-    def init_model(self, gate: Gate | None = None) -> None:
-        if gate is not None:
-            gate.go_through()
-
-    def predict(self, batch: list[Any]) -> list[int]:
-        secrets = [item for item in batch if isinstance(item, str)]
-        if secrets:
-            raise ValueError(f"no numbers: {secrets}")
-        return [2 * item for item in batch]
-
-
-class LoadsAtGate(ManagedModel):
-    """Doubles numbers, and commits the faults among them."""
-
-    def init_model(self, gate: Gate) -> None:
-        gate.go_through()
-
-    def predict(self, batch: list[Any]) -> list[int]:
-        return [commit(item) if isinstance(item, str) else 2 * item for item in batch]
-
-
-class OutOfMemory(Exception):
-    pass
-
-
-class Small(ManagedModel):
-    """Computes one item at a time, and says of which it had more."""
-
-    out_of_memory_errors = (OutOfMemory,)
-
-    def init_model(self, gate: Gate) -> None:
-        gate.go_through()
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        if len(batch) > 1:
-            raise OutOfMemory(f"no room for {batch}")
-        return batch
-
-
-class SmallSteps(ManagedModel):
-    """Steps one item at a time, and says of which it had more. ``where`` is "start" or "step".
-
-    It waits at the gate before it starts the item "first".
-    """
-
-    out_of_memory_errors = (OutOfMemory,)
-
-    def init_model(self, gate: Gate, where: str) -> None:
-        self.gate = gate
-        self.where = where
-
-    def start(self, items: list[Any]) -> list[Any]:
-        if "first" in items:
-            self.gate.go_through()
-        return self._within_memory("start", items)
-
-    def step(self, states: list[Any]) -> list[tuple[Any, bool]]:
-        return [(state, True) for state in self._within_memory("step", states)]
-
-    def _within_memory(self, where: str, items: list[Any]) -> list[Any]:
-        if where == self.where and len(items) > 1:
-            raise OutOfMemory(f"no room for {items}")
-        return items
-
-
-class SmallJoined(ManagedModel):
-    """Steps a joined batch, of which two that have made an output do not fit into memory."""
-
-    out_of_memory_errors = (OutOfMemory,)
-
-    def init_model(self, gate: Gate) -> None:
-        gate.go_through()
-
-    def start(self, items: list[Any]) -> list[list[Any]]:
-        return [[item, 0] for item in items]
-
-    def join(self, batch: Any, states: list[Any]) -> list[Any]:
-        return (batch or []) + states
-
-    def leave(self, batch: list[Any], positions: list[int]) -> list[Any]:
-        return [state for i, state in enumerate(batch) if i not in positions]
-
-    def step(self, batch: list[Any]) -> list[tuple[int, bool]]:
-        if len(batch) > 1 and all(made for _, made in batch):
-            raise OutOfMemory(f"no room for {batch}")
-        for state in batch:
-            state[1] += 1
-        return [(made, made == 3) for _, made in batch]
 
 
 def build(predict: Any, is_local: bool, options: dict[str, Any]) -> Streamer | ThreadedStreamer:

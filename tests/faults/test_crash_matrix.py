@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 from fault_models import (
     FAULTS,
-    FailsToPickle,
-    FailsToUnpickle,
     Faulty,
     FaultyOnDevice1,
     FaultyThread,
     Hang,
     Mishap,
+    culprit,
 )
 from fault_processes import GONE, Watch, await_line, descendants, running
 
@@ -66,10 +65,10 @@ DIES = "the web process dies"
 #: It happens in the caller's own thread.
 BLOCKS = "the caller waits for itself"
 
-#: Of an item that kills among eight: by halves with 8, 4, 2 and 1. Where a death takes long, beside
+#: Of an item that kills among four: by halves with 4, 2 and 1. Where a death takes long, beside
 #: a call of the model, the parts are smaller, and it is one less.
-DEATHS = 4
-FEWEST_DEATHS = 3
+DEATHS = 3
+FEWEST_DEATHS = 2
 # One of two, of two attempts: each takes the batch_timeout and what it takes to end a worker.
 HANGS = 2
 # What was in a batch with which a GPU failed for good has two attempts in all.
@@ -166,8 +165,8 @@ BATCH_TIMEOUT = 4
 START_TIMEOUT = 15
 
 both_methods = pytest.mark.parametrize("method", ["spawn", *long_cases("fork")])
-#: Hangs take seconds; for `make test` it is enough to see those of the other stages.
-LONG_HANGS = ("unpickle an item", "pickle a result", "load the model", "idle")
+#: Hangs take seconds: test_hangs.py and test_a_service_ends_a_worker_that_hangs have short tests.
+LONG_HANGS = ("unpickle an item", "predict", "pickle a result", "load the model", "idle")
 
 
 @pytest.fixture
@@ -203,16 +202,6 @@ def test_the_matrix_is_whole() -> None:
     assert all(tuple(row) == FAULTS for row in MATRIX.values())
 
 
-def culprit(stage: str, fault: str) -> Any:
-    """An item for ``Faulty`` that goes wrong at this stage."""
-    match stage:
-        case "pickle an item":
-            return FailsToPickle(fault)
-        case "unpickle an item":
-            return FailsToUnpickle(fault)
-    return stage, fault
-
-
 def check(error: BaseException | None, expected: Fails) -> None:
     """The error is the one that is expected, with the cause that is expected."""
     assert type(error) is expected.error
@@ -234,7 +223,7 @@ def test_the_culprit_fails_and_those_in_the_same_batch_do_not(
     stage: str, fault: str, expected: Fails, method: str, gate: Gate
 ) -> None:
     # Two items are enough for those that hang, since each time takes seconds.
-    size, attempts, limit = (2, 2, BATCH_TIMEOUT) if fault == "hang" else (8, 3, None)
+    size, attempts, limit = (2, 2, BATCH_TIMEOUT) if fault == "hang" else (4, 3, None)
     streamer = Streamer(
         Faulty, size, model_init_args=(gate,), mp_start_method=method,
         max_attempts=attempts, batch_timeout=limit,
@@ -261,10 +250,9 @@ def test_workers_end_with_a_web_process_that_dies_of_its_own_items_and_results(
 ) -> None:
     source = f"""
         import sys
-        from fault_models import Faulty
+        from fault_models import Faulty, culprit
         from service_streamer import Streamer
         from service_streamer.testing import Gate
-        from test_crash_matrix import culprit
 
         if __name__ == "__main__":
             gate = Gate({str(tmp_path / "gate")!r})

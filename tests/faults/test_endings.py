@@ -227,7 +227,7 @@ def test_who_joins_the_workers_meanwhile_is_not_disturbed() -> None:
 
 # -- errors of megabytes
 
-LONG = 64 << 20
+LONG = 4 << 20
 
 
 def raise_long_text(batch: list[int]) -> None:

@@ -38,7 +38,7 @@ SOURCE = """
 
     def call():
         for i in itertools.count():
-            array = np.full(1_000_000, i)
+            array = np.full(200_000, i)
             (back,) = streamer.predict([array])
             assert (back == 2 * i).all()
             if i == 5:
@@ -54,7 +54,9 @@ SOURCE = """
 """
 
 
-@pytest.mark.parametrize("who", ["the parent", "a worker, then the parent", "all at once"])
+@pytest.mark.parametrize(
+    "who", ["the parent", *long_cases("a worker, then the parent", "all at once")]
+)
 def test_nothing_is_left_of_processes_that_are_killed(who: str, tmp_path: Path) -> None:
     before = shared_memory()
     with running(SOURCE.replace("END", "False"), tmp_path) as program:
@@ -134,7 +136,7 @@ def test_workers_are_killed_again_and_again(echoing: Streamer) -> None:
     assert echoing.stats().restarts > 0
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, *long_cases(signal.SIGSEGV)])
 def test_a_worker_dies_with_large_items(signal_number: int, gate: Gate) -> None:
     """In its midst, and with a batch sent ahead: all is computed again, from the same memory."""
     with Streamer(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pool_preparations import break_outputs, break_packing, break_submit, break_timing
 
 import models
 from conftest import await_that
 from pools import FakePool, ask_pool, connected, fake_pool
 from service_streamer import InternalError, Streamer, WorkerLost, WorkerStartTimeout
-from service_streamer.engine.engine import Engine
-from service_streamer.observe.record import BatchRecord
 from service_streamer.pool.pool_protocol import (
     ANSWER,
     ASK,
@@ -130,58 +128,25 @@ def logged(path: Path) -> int:
     return path.read_text().count(f"CRITICAL: the shared pool failed; {BUG}\nTraceback")
 
 
-@pytest.mark.parametrize("nonsense", [(7,), (7, 8, 9, 10), (HOLD_STREAM,), (-77,), 5, ()])
 def test_a_pool_that_fails_at_a_message_drops_that_client_only(
-    nonsense: Any, shared: Shared, gate: Gate, tmp_path: Path
+    shared: Shared, gate: Gate, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
     streamer = shared(models.gated(gate), 1, shared="a", pool_log=log)
     future = streamer.submit([1])
     gate.await_arrival()
     pid = streamer.backend.pool_pid  # type: ignore[attr-defined]
-    with connected("a") as peer:
-        peer.send(nonsense)
-        failures = [message[1] for message in peer.receive_all() if message[0] == 7]
-    assert len(failures) == (nonsense == (7,) or nonsense == (7, 8, 9, 10))
-    assert all(BUG in failure.text for failure in failures)
+    are_calls = [(7,), (7, 8, 9, 10)]
+    for nonsense in (*are_calls, (HOLD_STREAM,), (-77,), 5, ()):
+        with connected("a") as peer:
+            peer.send(nonsense)
+            failures = [message[1] for message in peer.receive_all() if message[0] == 7]
+        assert len(failures) == (nonsense in are_calls)
+        assert all(BUG in failure.text for failure in failures)
     gate.let_through()
     assert future.result() == [1]
     assert streamer.backend.pool_pid == pid  # type: ignore[attr-defined]
-    assert logged(log) == 1
-
-
-def breaks(place: Any, name: str, concerns: Callable[..., bool] = lambda *_: True) -> None:
-    """Have something of ours raise the first time that it concerns a call."""
-    inner, has_raised = getattr(place, name), False
-
-    def raises_once(*args: Any, **options: Any) -> Any:
-        nonlocal has_raised
-        if not has_raised and concerns(*args):
-            has_raised = True
-            raise LookupError("of ours")
-        return inner(*args, **options)
-
-    setattr(place, name, raises_once)
-
-
-def break_submit() -> None:
-    breaks(Engine, "submit")
-
-
-def break_timing() -> None:
-    breaks(BatchRecord, "spent")
-
-
-def break_outputs() -> None:
-    breaks(Engine, "hold")
-
-
-def break_packing() -> None:
-    breaks(pickle, "dumps", has_answers)
-
-
-def has_answers(messages: Any, *_: Any) -> bool:
-    return type(messages) is list and any(each[0] > 0 for each in messages)
+    assert logged(log) >= 1
 
 
 @pytest.mark.parametrize("broken", [break_submit, break_timing, break_packing])

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pool_models
+import pool_preparations
 import pytest
 
 import models
 from conftest import await_that
 from pools import ask_pool, connected, folder, greeting, pool_pid
 from service_streamer import Streamer
-from service_streamer.engine.engine import Engine
 from service_streamer.pool.pool_protocol import HOLD_STREAM, RELEASED, pack
 from service_streamer.testing import Gate
 from stream_models import Countdown, Resumed
@@ -37,18 +37,6 @@ def lasting(shared: Shared) -> Iterator[Shared]:
 
     yield lasting
     ask_pool("a", "stop", False)
-
-
-class Echo(models.Gated):
-    def predict(self, batch: list[Any]) -> list[Any]:
-        super().predict(batch)
-        return batch
-
-
-class Large(models.Gated):
-    def predict(self, batch: list[Any]) -> list[Any]:
-        super().predict(batch)
-        return [bytes(5_000_000)] * len(batch)
 
 
 def cut(streamer: Streamer) -> None:
@@ -86,7 +74,7 @@ def test_open_calls_are_sent_again_after_a_broken_connection(lasting: Shared, ga
 
 def test_a_large_result_arrives_after_a_broken_connection(lasting: Shared, gate: Gate) -> None:
     # With the message, and more than a socket takes at once: it waits for room there.
-    streamer = lasting(Large, 1, model_init_args=(gate,), shared_memory_limit=0)
+    streamer = lasting(pool_models.LargeResults, 1, model_init_args=(gate,), shared_memory_limit=0)
     future = streamer.submit([0])
     gate.await_arrival()
     cut(streamer)
@@ -95,7 +83,7 @@ def test_a_large_result_arrives_after_a_broken_connection(lasting: Shared, gate:
 
 
 def test_large_items_and_results_survive_a_broken_connection(lasting: Shared, gate: Gate) -> None:
-    streamer = lasting(Echo, 1, model_init_args=(gate,))
+    streamer = lasting(pool_models.Echo, 1, model_init_args=(gate,))
     items = [bytearray([n]) * 200_000 for n in range(4)]
     futures = [streamer.submit([item]) for item in items]
     gate.await_arrival()
@@ -167,25 +155,13 @@ def test_streams_are_held_while_their_client_is_behind(shared: Shared) -> None:
             peer.receive_frame()
 
 
-def hold_late(path: Path) -> None:
-    """When a stream is to be held, let a test read all that has come before that."""
-    hold = Engine.hold
-
-    def held_late(engine: Engine, call: Any, *, is_held: bool) -> None:
-        if is_held:
-            path.read_bytes()
-            await_that(lambda: not call.reply.session.unsent)
-        hold(engine, call, is_held=is_held)
-
-    Engine.hold = held_late  # type: ignore[method-assign]
-
-
 def test_a_stream_goes_on_if_its_client_catches_up_just_when_it_is_held(
     shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkfifo(path := tmp_path / "may hold")
     monkeypatch.setattr(
-        "service_streamer.pool.pool_protocol.preparation", functools.partial(hold_late, path)
+        "service_streamer.pool.pool_protocol.preparation",
+        functools.partial(pool_preparations.hold_late, path),
     )
     shared(Countdown, 4, shared="a").wait_ready()
     with connected("a") as peer:
@@ -214,7 +190,7 @@ def test_a_call_whose_items_cannot_be_read_fails_alone(shared: Shared, memory: i
 
 
 def test_a_client_that_keeps_results_leaves_room_for_others(shared: Shared, memory: int) -> None:
-    streamer = shared(pool_models.large, 1, shared="a", shared_memory_limit=32 << 20)
+    streamer = shared(pool_models.memory_each, 1, shared="a", shared_memory_limit=32 << 20)
     streamer.predict([bytearray(100_000)])  # from the first large item on, it is used
 
     def kept(peer: Any, count: int) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pool_models import LargeOutputs, large_output
 
 from conftest import await_that
 from pools import await_end, connected, pool_pid
@@ -28,22 +29,6 @@ def kill_pool(streamer: Streamer) -> None:
     assert await_end(pid, 60)
 
 
-class Large(Resumed):
-    """Its outputs are so large that they come through shared memory, all but every third."""
-
-    def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
-        return [(large(made), is_last) for made, is_last in super().step(states)]
-
-    def resume(self, item: dict[str, Any], outputs: list[Any]) -> dict[str, Any]:
-        assert outputs == [large(made) for made in range(1, len(outputs) + 1)]
-        outputs[0][0] += 1  # it may write there, too
-        return {**item, "made": len(outputs)}
-
-
-def large(made: int) -> bytearray:
-    return bytearray(made.to_bytes(4, "little") * (25_000 if made % 3 else 2))
-
-
 def test_streams_go_on_with_the_next_pool(shared: Shared) -> None:
     streamer = shared(Resumed, 4, shared="a")
     streams = [streamer.stream({"n": 600}, timeout=None, max_buffered=16) for _ in range(3)]
@@ -59,14 +44,14 @@ def test_streams_go_on_with_the_next_pool(shared: Shared) -> None:
 
 
 def test_outputs_in_shared_memory_go_to_the_next_pool(shared: Shared) -> None:
-    streamer = shared(Large, 4, shared="a")
+    streamer = shared(LargeOutputs, 4, shared="a")
     stream = streamer.stream({"n": 12, "item": bytearray(100_000)}, max_buffered=4)
     got = [next(stream) for _ in range(5)]
     kill_pool(streamer)
     got += [next(stream) for _ in range(2)]
     kill_pool(streamer)
     got += stream
-    assert got == [large(made) for made in range(1, 13)]
+    assert got == [large_output(made) for made in range(1, 13)]
 
 
 def test_streams_are_held_and_closed_without_a_pool(shared: Shared) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_models import AwayOnce
+from fault_models import AwayOnce, Exclusive, GatedLater
 from redis_processes import until
 
 import models
@@ -98,35 +96,6 @@ def test_closing_does_not_wait_for_a_worker_that_is_tried_again(
     weights.touch()
     gate.await_arrival()
     streamer.close()
-
-
-class GatedLater(ManagedModel):
-    """Cannot be loaded without the file, and waits at the gate with it."""
-
-    def init_model(self, path: Path, gate: Gate) -> None:
-        path.read_bytes()
-        gate.go_through()
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        return batch
-
-
-class Exclusive(ManagedModel):
-    """Needs memory that only so many processes can have; tells its version."""
-
-    def init_model(self, folder: Path, room: int) -> None:
-        self.version = (folder / "version").read_text()
-        for place in range(room):
-            # Kept as long as this process lives, and of one process alone, even of two that start.
-            self.memory = (folder / f"memory{place}").open("w")
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self.memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            self.memory.close()
-        raise RuntimeError("CUDA error: out of memory")
-
-    def predict(self, batch: list[Any]) -> list[str]:
-        return [self.version] * len(batch)
 
 
 @pytest.mark.parametrize(

@@ -377,7 +377,7 @@ def test_a_host_that_is_told_to_end_under_load_loses_nothing(site: Site, alone: 
     tally = Tally()
 
     def call(thread: int) -> None:
-        for start in range(thread, 4000, 400):
+        for start in range(thread, 2000, 400):
             wait(tally.submit(streamer, range(start, start + 400, 8)))
 
     with ThreadPoolExecutor(8) as pool:
@@ -387,9 +387,9 @@ def test_a_host_that_is_told_to_end_under_load_loses_nothing(site: Site, alone: 
         code, _ = leaving.left()
         wait(calling)
     assert code == 0
-    assert len(tally.futures) == 4000
+    assert len(tally.futures) == 2000
     tally.assert_served()
-    assert streamer.predict([4000]) == [8000]
+    assert streamer.predict([2000]) == [4000]
 
 
 # -- a client that is killed
@@ -449,12 +449,12 @@ class TestOutage:
         tally.submit(streamer, range(10))  # these have time
         until(lambda: streamer.stats().state == "disconnected")
         with pytest.raises(BrokerUnavailable, match=str(server.port)):
-            streamer.predict([1], timeout=1)
-        late = streamer.submit([1], timeout=0.5)
+            streamer.predict([1], timeout=0.1)
+        late = streamer.submit([1], timeout=0.1)
         with pytest.raises(BrokerUnavailable, match=str(server.port)):
             late.result()
         with pytest.raises(BrokerUnavailable):
-            streamer.wait_ready(timeout=0.2)
+            streamer.wait_ready(timeout=0.1)
         stats = streamer.stats()
         assert (stats.state, stats.pending, stats.expired) == ("disconnected", 10, 2)
         server.start()
@@ -478,7 +478,7 @@ class TestWrongPassword:
         future = streamer.submit([1])
         until(lambda: streamer.stats().state == "disconnected")
         with pytest.raises(BrokerUnavailable, match=r"(?i)password") as caught:
-            streamer.predict([1], timeout=1)
+            streamer.predict([1], timeout=0.1)
         assert url not in str(caught.value)
         until(lambda: host.stats()["outages"] == 1)
         site.call("CONFIG", "SET", "requirepass", "wrong")
@@ -541,12 +541,12 @@ class TestFrozen:
         os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
         tally.submit(streamer, range(10, 20))
         with pytest.raises((BrokerUnavailable, PredictTimeout)):
-            streamer.predict([-1], timeout=0.5)
+            streamer.predict([-1], timeout=0.1)
         assert streamer.stats().expired == 1
         # Both sides take the connection for dead, and make others that do not answer either.
         until(lambda: streamer.stats().state == "disconnected")
         with pytest.raises(BrokerUnavailable):
-            streamer.predict([-1], timeout=0.5)
+            streamer.predict([-1], timeout=0.1)
         server.resume()
         tally.submit(streamer, range(20, 30))
         tally.assert_served()

@@ -255,7 +255,8 @@ def test_a_block_ends_where_redis_is_away(caplog: pytest.LogCaptureFixture) -> N
 
 def test_a_block_ends_where_redis_hangs() -> None:
     with LocalRedis() as server:
-        with RedisStreamer(server.url, drain_timeout=0.2) as streamer:
+        url = f"{server.url}?socket_timeout=1"
+        with RedisStreamer(url, drain_timeout=0.2) as streamer:
             future = streamer.submit([1])
             until(lambda: streamer.stats().queued is not None)
             server.pause()
