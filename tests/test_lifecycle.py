@@ -123,28 +123,6 @@ def test_the_same_for_a_program_that_only_serves(start: Start) -> None:
     assert "Traceback" not in err
 
 
-def test_a_guarded_main_module_may_define_the_model(start: Start) -> None:
-    program = start("""
-        from service_streamer import ManagedModel, Streamer
-
-        class Model(ManagedModel):
-            def init_model(self):
-                self.factor = 2
-
-            def predict(self, batch):
-                return [self.factor * item for item in batch]
-
-        def add_one(batch):
-            return [item + 1 for item in batch]
-
-        if __name__ == "__main__":
-            for model in (Model, add_one):
-                with Streamer(model) as streamer:
-                    print(streamer.predict([1, 2]))
-    """)
-    assert program.communicate() == ("[2, 4]\n[2, 3]\n", "")
-
-
 def test_the_web_process_does_not_import_what_the_model_imports(start: Start) -> None:
     program = start("""
         import sys
