@@ -314,7 +314,7 @@ def test_new_bounds_change_the_number_only_as_far_as_they_have_to() -> None:
         assert (scaling.due == -math.inf) == (bounds[0] < wanted and not scaling.is_fixed)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     share=st.floats(0, 30),
     start=st.floats(0.05, 60),

@@ -573,15 +573,8 @@ def test_urgent_call_goes_before_the_others_whichever_turn_it_is(flood: str, wai
         assert "waits" in [*line.take(), *line.take()]
 
 
-@pytest.mark.parametrize(
-    ("kind", "has_lengths"),
-    [
-        ("plain", True),
-        ("high", True),
-        ("deadline", False),
-        ("of tenants that come once", False),
-    ],
-)
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+@pytest.mark.parametrize("kind", ["plain", "high", "deadline", "of tenants that come once"])
 def test_calls_that_are_over_are_not_kept_behind_a_hung_worker(
     kind: str, has_lengths: bool
 ) -> None:
