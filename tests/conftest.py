@@ -105,6 +105,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             )
 
 
+#: How many modules were imported when the garbage collector was last told of them.
+_modules_frozen = 0
+
+
+def _freeze_imports() -> None:
+    """What was imported is no garbage: tests that collect it need not go through that.
+
+    Nor is it among the objects that ``gc.get_objects`` gives.
+    """
+    global _modules_frozen
+    if len(sys.modules) > _modules_frozen + 200:  # torch, transformers and the like
+        _modules_frozen = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    _freeze_imports()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -399,6 +419,12 @@ def the_process_is_as_it_was() -> None:
     builtins.print = _PRINT
     if getattr(signal.getsignal(signal.SIGTERM), "__module__", "").startswith("ray."):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def the_heap_is_small() -> Iterator[None]:
+    yield
+    _freeze_imports()
 
 
 @pytest.fixture(autouse=True)

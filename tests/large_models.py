@@ -168,21 +168,16 @@ class StackIsAMethod(ManagedModel):
         return [type(batch).__name__, *self.stack(batch)[1:]]
 
 
-def tensors(batch: list[Any]) -> list[Any]:
-    """For a dtype and a shape, a tensor that requires a gradient."""
+def tensors(batch: list[Any]) -> Any:
+    """For a dtype and a shape, a tensor that requires a gradient; for numbers, one tensor."""
     import torch
 
+    if isinstance(batch[0], int):
+        return torch.arange(len(batch) * 30_000.0).reshape(len(batch), 30_000)
     return [
         torch.ones(shape, dtype=getattr(torch, dtype)).requires_grad_(dtype == "float32")
         for dtype, shape in batch
     ]
-
-
-def one_tensor(batch: list[Any]) -> Any:
-    """All results in one tensor, of which each caller gets a row."""
-    import torch
-
-    return torch.arange(len(batch) * 30_000.0).reshape(len(batch), 30_000)
 
 
 class Pinning(ManagedModel):

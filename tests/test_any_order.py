@@ -321,8 +321,8 @@ class AnyOrderOfLengths(AnyOrder):
 
 
 SETTINGS = settings(
-    max_examples=150,
-    stateful_step_count=60,
+    max_examples=60,
+    stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

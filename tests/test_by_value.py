@@ -56,15 +56,11 @@ def arguments_for(way: str, folder: Path, program: str) -> tuple[list[str], str 
     match way:
         case "python -c":
             return ["-c", program], None
-        case "python -":
-            return ["-"], program
         case "python <":
             return [], program
         case "an archive":
             zipapp.create_archive(package, folder / "archive.pyz")
             return ["archive.pyz"], None
-        case "a folder":
-            return ["package"], None
         case "python -m package":
             return ["-m", "package"], None
         case "python -m package.module":
@@ -75,7 +71,7 @@ def arguments_for(way: str, folder: Path, program: str) -> tuple[list[str], str 
 
 
 #: In these no worker can import the main module.
-BY_VALUE = ["python -c", "python -", "python <", "an archive", "a folder", "python -m package"]
+BY_VALUE = ["python -c", "python <", "an archive", "python -m package"]
 BY_NAME = ["python -m package.module", "a script"]
 
 
@@ -109,7 +105,7 @@ def test_a_model_of_the_main_module_is_served_with_other_start_methods(
     assert (done.stdout, done.stderr) == ("[2, 4]\n", "")
 
 
-@pytest.mark.parametrize("way", ["python -c", "an archive", "a profiler"])
+@pytest.mark.parametrize("way", ["python -c", "a profiler"])
 def test_the_error_says_what_to_do_without_cloudpickle(way: str, tmp_path: Path) -> None:
     arguments, program = arguments_for(way, tmp_path, WITHOUT + MODEL)
     done = run(tmp_path, *arguments, program=program)

@@ -29,7 +29,7 @@ def run(*arguments: str, **variables: str) -> str:
 
 @pytest.mark.timeout(1200)  # of all its tests: each of them has the usual alarm
 @pytest.mark.parametrize(
-    "suite", ["compatibility", *long_cases("streamers", "live", "single_flight", "streams")]
+    "suite", long_cases("compatibility", "streamers", "live", "single_flight", "streams")
 )
 def test_the_behaviour_suites_hold(redis_server: str, suite: str) -> None:
     file = f"tests/test_{suite}.py"

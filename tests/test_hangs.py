@@ -243,7 +243,7 @@ def hang_on_one(batch: list[int]) -> list[int]:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_hang_is_healed_without_any_option() -> None:
-    with Streamer(hang_on_one, worker_timeout=None) as streamer:
+    with Streamer(hang_on_one, worker_timeout=None, max_attempts=2) as streamer:
         for _ in range(WARM):
             assert streamer.predict([0]) == [0]
         hangs_ = streamer.submit([1], timeout=1000)
@@ -255,10 +255,15 @@ def test_a_hang_is_healed_without_any_option() -> None:
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("kind", ["process", *long_cases("thread")])
 def test_a_hung_worker_that_is_not_ended_is_reported_and_goes_on(
-    kind: str, build: Callable[..., Any], gate: Gate, caplog: pytest.LogCaptureFixture
+    kind: str,
+    build: Callable[..., Any],
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     import models
 
+    monkeypatch.setattr(health, "_FACTOR", 2.0)  # of the bound for a worker that is not warm
     if kind == "thread":
         streamer = build(models.gated(gate))
     else:

@@ -277,8 +277,7 @@ KINDS = pytest.mark.parametrize(
 
 
 @KINDS
-@pytest.mark.parametrize("good", [0, 1, 2, 3, 8, 64])
-@pytest.mark.parametrize("bad", [1, 2, 8])
+@pytest.mark.parametrize(("good", "bad"), [(0, 2), (1, 8), (3, 2), (8, 8), (64, 1)])
 def test_no_bad_callers_have_a_worker_replaced(
     good: int, bad: int, options: dict[str, Any]
 ) -> None:
@@ -291,13 +290,13 @@ def test_no_bad_callers_have_a_worker_replaced(
 
 
 @KINDS
-@pytest.mark.parametrize("good", [1, 4, 16, 64])
+@pytest.mark.parametrize("good", [1, 4, 64])
 def test_one_that_fails_everything_is_replaced_once(good: int, options: dict[str, Any]) -> None:
     world = World(
         4, lambda slot, items: slot == 2, lambda slot, _: 0.005 if slot == 2 else 0.1, **options
     )
     world.call(*GOOD[:good])
-    world.run(60.0)
+    world.run(20.0)
     assert [slot for _, slot in world.condemned] == [2]
     assert world.condemned[0][0] < 10.0
     failed = sum(count for (_, how), count in world.told.items() if how == "failed")
@@ -336,8 +335,8 @@ def test_where_bad_items_are_everywhere_workers_are_not_held_back(share: int) ->
 
 def test_two_that_fail_everything_are_replaced_a_minute_apart() -> None:
     world = World(4, lambda slot, _: slot in (1, 2), duration)
-    world.call(*GOOD)
-    world.run(200.0)
+    world.call(*GOOD[:16])
+    world.run(100.0)
     (first, _), (second, _) = world.condemned
     assert {slot for _, slot in world.condemned} == {1, 2}
     assert INTERVAL <= second - first < INTERVAL + 1

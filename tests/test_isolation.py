@@ -52,9 +52,8 @@ def test_the_dearer_a_death_the_more_parts(
 # -- services with bad items
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-@pytest.mark.parametrize("slope", [0.0, 0.0001])
-@pytest.mark.parametrize("share", [0.01, 0.02, 0.05, 0.1, 0.2, 0.5])
+@pytest.mark.parametrize(("workers", "slope"), [(1, 0.0001), (4, 0.0)])
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.2, 0.5])
 def test_no_good_call_fails_however_many_are_bad(share: float, slope: float, workers: int) -> None:
     service = Service(
         share_of_bad(share), workers=workers, seconds=lambda size: 0.001 + slope * size
@@ -128,7 +127,7 @@ def test_one_that_kills_a_worker_that_loads_for_long_is_found_in_three_deaths(ca
     service = Service(
         lambda _: next(items), callers=callers, seconds=lambda _: 0.02, restart=4.0, timeout=20.0
     )
-    service.run(25.0)
+    service.run(15.0)
     assert service.ends["kill", "died"] == 1
     assert service.failed("good") == 0
     assert service.deaths == 3
@@ -153,7 +152,7 @@ def test_others_are_served_beside_a_search_for_one_that_kills() -> None:
     before = service.answered("good")
     service.run(4.0 + 1.5)
     assert service.answered("good") - before > 64 * 1.0 / 0.02 / 8
-    service.run(20.0)
+    service.run(15.0)
     assert service.failed("good") == 0
     assert service.ends["kill", "died"] == 1
 

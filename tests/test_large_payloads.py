@@ -50,6 +50,13 @@ def echoing() -> Iterator[Streamer]:
         yield streamer
 
 
+@pytest.fixture(scope="module")
+def stacking() -> Iterator[Streamer]:
+    """The same for batches that are one array."""
+    with Streamer(large_models.TellsOfStack, worker_timeout=600) as streamer:
+        yield streamer
+
+
 def arena(streamer: Streamer) -> Any:
     """Where its items lie, after those have been given back that can be."""
     transport: Any = streamer.engine.transport
@@ -99,25 +106,22 @@ def test_data_of_any_size_comes_back(kind: Any, echoing: Streamer) -> None:
     assert backs == items
 
 
-@pytest.mark.parametrize(
-    ("size", "count", "expected"),
-    [
+def test_a_payload_uses_shared_memory_by_its_size_and_those_of_its_batch(
+    streamer: Build,
+) -> None:
+    made = streamer(large_models.are_mapped)
+    for size, count, expected in [
         (LARGE, 1, True),
         (LARGE - 1000, 1, False),
         (LARGE_IN_BATCH, 8, True),
         (LARGE_IN_BATCH - 1000, 8, False),
         (LARGE_IN_BATCH, 2, False),
-    ],
-)
-def test_a_payload_uses_shared_memory_by_its_size_and_those_of_its_batch(
-    size: int, count: int, expected: bool, streamer: Build
-) -> None:
-    made = streamer(large_models.are_mapped)
-    items = [np.zeros(size, "u1") for _ in range(count)]
-    made.predict(items)  # a batch is known to its senders when it is sent
-    results = made.predict(items)
-    assert [bool(each[0]) for each in results] == [expected] * count
-    assert [is_mapped(each) for each in results] == [expected] * count
+    ]:
+        items = [np.zeros(size, "u1") for _ in range(count)]
+        made.predict(items)  # a batch is known to its senders when it is sent
+        results = made.predict(items)
+        assert [bool(each[0]) for each in results] == [expected] * count
+        assert [is_mapped(each) for each in results] == [expected] * count
 
 
 @pytest.mark.long
@@ -138,7 +142,7 @@ def test_more_than_the_limit_comes_back(streamer: Build, caplog: pytest.LogCaptu
     assert "shared_memory_limit" in record.getMessage()
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.usefixtures("no_forkserver_is_left")
 def test_large_items_come_back_however_the_workers_start(method: str, streamer: Build) -> None:
     many = streamer(echo, worker_num=2, mp_start_method=method)
@@ -164,21 +168,17 @@ def test_large_items_come_back_in_an_event_loop(echoing: Streamer) -> None:
 def test_a_tensor_arrives_as_data(size: int, streamer: Build) -> None:
     torch = pytest.importorskip("torch")
     dtypes = ["float32", "bfloat16", "bool", "int64", "complex64", "float8_e4m3fn"]
-    results = streamer(large_models.tensors).predict([(dtype, (size, 2)) for dtype in dtypes])
+    tensors = streamer(large_models.tensors)
+    results = tensors.predict([(dtype, (size, 2)) for dtype in dtypes])
     for dtype, result in zip(dtypes, results, strict=True):
         assert type(result) is torch.Tensor
         assert result.dtype is getattr(torch, dtype)
         assert result.shape == (size, 2)
         assert not result.requires_grad
         assert bool((result.to(torch.complex64) == 1).all())
-
-
-def test_each_row_of_one_tensor_travels_alone(streamer: Build) -> None:
-    torch = pytest.importorskip("torch")
-    rows = streamer(large_models.one_tensor).predict([0, 1, 2])
-    for number, row in enumerate(rows):
+    for number, row in enumerate(tensors.predict([0, 1, 2])):
         assert torch.equal(row, torch.arange(30_000.0) + 30_000 * number)
-        assert row.untyped_storage().nbytes() == 120_000
+        assert row.untyped_storage().nbytes() == 120_000, "each row travels alone"
 
 
 # -- who may write
@@ -247,7 +247,7 @@ def test_a_result_lives_as_long_as_anything_looks_at_it(streamer: Build) -> None
     draw = random.Random(7)
     few = streamer(echo, 4, shared_memory_limit=16 << 20)
     held: list[tuple[Any, bytes]] = []
-    for number in range(600):
+    for number in range(200):
         array = np.frombuffer(draw.randbytes(draw.choice([40_000, 200_000, 1_000_000])), "u1")
         (back,) = few.predict([array])
         del array
@@ -289,7 +289,7 @@ def test_a_model_may_keep_its_items(writes: bool, streamer: Build) -> None:
         shared_memory_limit=4 << 20,
     )
     draw = random.Random(3)
-    for _ in range(100):
+    for _ in range(40):
         size = draw.choice([33_000, 100_000, 300_001])
         array = np.frombuffer(bytearray(draw.randbytes(size)), "u1")
         was = checksum(array)
@@ -316,14 +316,14 @@ def test_an_item_lives_until_the_worker_has_seen_it(streamer: Build, gate: Gate)
     assert seen[-28:] == [checksum(array) for array in arrays[2:]]
 
 
-def test_nothing_is_held_when_all_is_over(streamer: Build) -> None:
-    idle = streamer(echo, 4)
-    results = idle.predict([np.arange(100_000) for _ in range(20)])
-    assert arena(idle).used == 0
+@shares_the_streamer
+def test_nothing_is_held_when_all_is_over(echoing: Streamer) -> None:
+    results = echoing.predict([np.arange(100_000) for _ in range(20)])
+    assert arena(echoing).used == 0
     del results
     for _ in range(3):
-        idle.predict([np.arange(100_000)])
-    assert arena(idle).used == 0
+        echoing.predict([np.arange(100_000)])
+    assert arena(echoing).used == 0
 
 
 @pytest.mark.long
@@ -379,7 +379,7 @@ def test_large_items_come_back_where_there_is_no_shared_memory(
     monkeypatch.setattr(os, fails, refuse)
     array = np.arange(1_000_000)
     with caplog.at_level(logging.WARNING, "service_streamer"):
-        without = streamer(echo, worker_num=2)
+        without = streamer(echo)
         for back in without.predict([array] * 3):
             np.testing.assert_array_equal(back, array)
     (record,) = caplog.records
@@ -395,10 +395,10 @@ def test_a_bad_limit_is_refused(limit: Any, error: type[Exception]) -> None:
 
 
 def test_workers_that_come_and_go_leave_no_memory(streamer: Build) -> None:
-    few = streamer(process_ids, worker_num=2)
+    few = streamer(process_ids)
     few.predict([np.arange(100_000)])
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
+    for _ in range(2):
         few.restart_workers()
         few.predict([np.arange(100_000)])
     gc.collect()
@@ -422,29 +422,29 @@ def test_a_stacked_batch_is_one_array(streamer: Build, gate: Gate) -> None:
             assert start == 0 or shape[0] == 1 or not is_copy
 
 
-def test_rows_that_were_written_to_are_new_to_the_next_model(streamer: Build) -> None:
-    stacked = streamer(large_models.TellsOfStack)
-    for number in range(200):
+@shares_the_streamer
+def test_rows_that_were_written_to_are_new_to_the_next_model(stacking: Streamer) -> None:
+    for number in range(40):
         size = 33_333 + number % 2  # rows share their pages
         items = [np.full(size, float(i + number), "f4") for i in range(3)]
-        if number == 100:
+        if number == 20:
             items[1][:] = 0
             items[1][0] = -1.0
-            futures = [stacked.submit([item]) for item in items]
+            futures = [stacking.submit([item]) for item in items]
             with pytest.raises(ValueError, match="a row is -1"):
                 futures[1].result()
             assert futures[0].result()[0][3] == float(items[0].sum())
             assert futures[2].result()[0][3] == float(items[2].sum())
             continue
-        for item, result in zip(items, stacked.predict(items), strict=True):
+        for item, result in zip(items, stacking.predict(items), strict=True):
             assert result[3] == float(item.sum())
 
 
-def test_each_shape_of_a_stacked_batch_is_an_array_of_its_own(streamer: Build) -> None:
-    stacked = streamer(large_models.TellsOfStack)
+@shares_the_streamer
+def test_each_shape_of_a_stacked_batch_is_an_array_of_its_own(stacking: Streamer) -> None:
     items = [np.full((1 + i % 3, 20_000), float(i)) for i in range(12)]
     items += [np.full(5, float(i), "f4") for i in range(3)]
-    for item, (_, shape, _, total) in zip(items, stacked.predict(items), strict=True):
+    for item, (_, shape, _, total) in zip(items, stacking.predict(items), strict=True):
         assert shape[1:] == item.shape
         assert total == float(item.sum())
 
@@ -461,16 +461,17 @@ def test_a_stacked_batch_is_one_tensor(streamer: Build) -> None:
             assert total == 30_000.0 * number
 
 
-def test_an_item_that_is_no_array_fails_alone_in_a_stacked_batch(streamer: Build) -> None:
-    stacked = streamer(large_models.TellsOfStack)
-    futures = [stacked.submit([item]) for item in (np.ones(10), "text", np.ones(10))]
+@shares_the_streamer
+def test_an_item_that_is_no_array_fails_alone_in_a_stacked_batch(stacking: Streamer) -> None:
+    futures = [stacking.submit([item]) for item in (np.ones(10), "text", np.ones(10))]
     with pytest.raises(TypeError, match=r"takes numpy arrays or torch tensors.* is a str"):
         futures[1].result()
     assert futures[0].result()[0][3] == futures[2].result()[0][3] == 10
 
 
-def test_a_model_of_before_may_have_a_method_of_that_name(streamer: Build) -> None:
-    assert streamer(large_models.StackIsAMethod).predict([np.ones(3)]) == ["list"]
+def test_a_model_of_before_may_have_a_method_of_that_name() -> None:
+    with ThreadedStreamer(large_models.StackIsAMethod) as before:
+        assert before.predict([np.ones(3)]) == ["list"]
 
 
 def test_a_batch_is_stacked_in_a_thread() -> None:

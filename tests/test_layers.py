@@ -78,6 +78,11 @@ def source(module: str) -> Path:
 
 
 @functools.cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(source(module).read_text())
+
+
+@functools.cache
 def room(module: str) -> str:
     """The folder of a module; a module at the top level is a room of its own."""
     if source(module).name == "__init__.py":
@@ -95,16 +100,15 @@ def imports(module: str, *, nested: bool = True) -> frozenset[str]:
 
 
 def _imports(module: str, *, nested: bool) -> Iterator[str]:
-    tree = ast.parse(source(module).read_text())
     skipped = {
         node
-        for block in ast.walk(tree)
+        for block in ast.walk(tree(module))
         if (isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING")
         or (not nested and isinstance(block, ast.FunctionDef | ast.AsyncFunctionDef))
         for node in ast.walk(block)
     }
     package = module.split(".") if source(module).name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(tree):
+    for node in ast.walk(tree(module)):
         if node in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -156,7 +160,7 @@ def test_no_two_modules_have_one_name() -> None:
 def test_no_two_classes_have_one_name() -> None:
     names = defaultdict(list)
     for module in MODULES:
-        for node in ast.parse(source(module).read_text()).body:
+        for node in tree(module).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 names[node.name].append(module)
     assert not {name: modules for name, modules in names.items() if len(modules) > 1}

@@ -13,7 +13,6 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -73,7 +72,9 @@ def test_a_streamer_at_import_time_of_main_gives_one_clear_sentence(start: Start
         import models
         from service_streamer import Streamer
 
-        streamer = Streamer(models.echo, worker_num=3)
+        model = models.Doubler(3)
+        model.weights = bytes(1_000_000)  # more than a pipe holds
+        streamer = Streamer(model.predict, worker_num=2)
         print(streamer.predict([1]))
     """)
     out, err = program.communicate()
@@ -85,21 +86,6 @@ def test_a_streamer_at_import_time_of_main_gives_one_clear_sentence(start: Start
     assert "WorkerStartError" in last.partition(":")[0]
 
 
-def test_the_same_with_a_model_larger_than_a_pipe(start: Start) -> None:
-    program = start("""
-        import models
-        from service_streamer import Streamer
-
-        model = models.Doubler(3)
-        model.weights = bytes(1_000_000)
-        streamer = Streamer(model.predict, worker_num=2)
-        print(streamer.predict([1]))
-    """)
-    _, err = program.communicate()
-    assert program.returncode == 1
-    assert "build it under `if __name__ == '__main__':`" in err.strip().splitlines()[-1]
-
-
 def test_a_child_of_multiprocessing_that_forgets_its_streamer_ends(start: Start) -> None:
     program = start("""
         import multiprocessing
@@ -108,7 +94,7 @@ def test_a_child_of_multiprocessing_that_forgets_its_streamer_ends(start: Start)
 
         def child():
             global streamer
-            streamer = Streamer(models.double, worker_num=2)
+            streamer = Streamer(models.double)
             streamer.wait_ready()  # one that still loads may have to be terminated, which is told
             print(streamer.predict([1]), flush=True)
 
@@ -137,37 +123,15 @@ def test_the_same_for_a_program_that_only_serves(start: Start) -> None:
     assert "Traceback" not in err
 
 
-def test_a_guarded_main_module_may_define_the_model(start: Start) -> None:
-    program = start("""
-        from service_streamer import ManagedModel, Streamer
-
-        class Model(ManagedModel):
-            def init_model(self):
-                self.factor = 2
-
-            def predict(self, batch):
-                return [self.factor * item for item in batch]
-
-        def add_one(batch):
-            return [item + 1 for item in batch]
-
-        if __name__ == "__main__":
-            for model in (Model, add_one):
-                with Streamer(model) as streamer:
-                    print(streamer.predict([1, 2]))
-    """)
-    assert program.communicate() == ("[2, 4]\n[2, 3]\n", "")
-
-
 def test_the_web_process_does_not_import_what_the_model_imports(start: Start) -> None:
     program = start("""
         import sys
         from service_streamer import Streamer
 
         if __name__ == "__main__":
-            with Streamer("models:torch_threads", worker_timeout=None) as streamer:
-                streamer.predict([1])
-                print(not {"torch", "models", "numpy"} & set(sys.modules))
+            with Streamer("large_models:checksums", worker_timeout=None) as streamer:
+                streamer.predict([b"1"])
+                print(not {"large_models", "numpy"} & set(sys.modules))
     """)
     assert program.communicate() == ("True\n", "")
 
@@ -240,16 +204,12 @@ def test_workers_end_by_themselves_when_their_parent_is_killed(start: Start, met
         from service_streamer import Streamer
 
         if __name__ == "__main__":
-            streamer = Streamer(models.process_ids, worker_num=2, mp_start_method="{method}")
-            streamer.wait_ready()
-            print(*sorted({{streamer.predict([1])[0] for _ in range(2)}}), flush=True)
+            streamer = Streamer(models.process_ids, mp_start_method="{method}")
+            print(streamer.predict([1])[0], flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
     """)
     assert program.stdout is not None
-    pids = [int(pid) for pid in program.stdout.readline().split()]
-    assert len(pids) == 2
-    for pid in pids:
-        await_end(pid)
+    await_end(int(program.stdout.readline()))
 
 
 def test_a_worker_that_computes_ends_when_its_parent_is_killed(
@@ -276,7 +236,7 @@ def test_a_worker_that_computes_ends_when_its_parent_is_killed(
 
 
 @pytest.mark.parametrize("kind", ["Streamer", *long_cases("ThreadedStreamer")])
-@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "streamer = None"])
+@pytest.mark.parametrize("ending", ["", "streamer = None"])
 def test_the_interpreter_ends_with_work_in_flight(start: Start, kind: str, ending: str) -> None:
     program = start(f"""
         import sys, threading
@@ -392,14 +352,6 @@ def test_an_idle_streamer_makes_no_wake_ups(start: Start, kind: str) -> None:
         raise AssertionError("it never comes to rest")
     program.communicate()
     assert program.returncode == 0
-
-
-def test_streamers_do_not_wear_out() -> None:
-    results: list[Any] = []
-    for i in range(10):
-        with Streamer(models.double) as streamer:
-            results += streamer.predict([i])
-    assert results == list(range(0, 20, 2))
 
 
 def test_a_closed_streamer_is_closed_to_the_heir_of_its_threads_number() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import models
+from cases import long_cases
 from conftest import AnyStreamer, await_that, pool_only
 from service_streamer import (
     ManagedModel,
@@ -62,27 +63,23 @@ def test_predict_has_a_timeout_of_its_own(held: Streamer) -> None:
     assert held.stats().pending == 0
 
 
-@pytest.mark.parametrize("timeout", [0, -1.5])
-def test_without_time_nothing_is_enqueued(held: Streamer, timeout: float) -> None:
+def test_without_time_nothing_is_enqueued(held: Streamer) -> None:
     pending = held.stats().pending
-    calls = (
-        lambda: held.predict(["late"], timeout),
-        lambda: held.submit(["late"], timeout),
-        lambda: asyncio.run(held.apredict(["late"], timeout)),
-    )
-    for call in calls:
+    for call in (
+        lambda: held.predict(["late"], 0),
+        lambda: held.submit(["late"], -1.5),
+        lambda: asyncio.run(held.apredict(["late"], -1.5)),
+    ):
         with pytest.raises(PredictTimeout, match="no time left when it was made"):
             call()
+    bad: list[tuple[Any, type[Exception]]] = [
+        ("1", TypeError), (True, TypeError), (float("nan"), ValueError),
+    ]  # fmt: skip
+    for timeout, error in bad:
+        for method in (held.predict, held.submit):
+            with pytest.raises(error, match="timeout must be a number of seconds"):
+                method(["late"], timeout)
     assert held.stats().pending == pending
-
-
-@pytest.mark.parametrize(
-    ("timeout", "error"), [("1", TypeError), (True, TypeError), (float("nan"), ValueError)]
-)
-def test_a_timeout_that_is_none_is_refused(held: Streamer, timeout: Any, error: type) -> None:
-    for method in (held.predict, held.submit):
-        with pytest.raises(error, match="timeout must be a number of seconds"):
-            method(["late"], timeout)
 
 
 @pool_only("the message tells of the connection")
@@ -242,7 +239,9 @@ class Callers:
             thread.join()
 
 
-@pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=pytest.mark.no_gevent)])
+@pytest.mark.parametrize(
+    "method", [pytest.param("fork", marks=pytest.mark.no_gevent), *long_cases("spawn")]
+)
 def test_new_weights_are_deployed_without_a_failed_call(tmp_path: Path, method: str) -> None:
     weights = tmp_path / "weights"
     weights.write_text("old")
@@ -337,11 +336,11 @@ def test_a_closed_streamer_is_neither_scaled_nor_restarted() -> None:
         streamer.restart_workers()
 
 
-@pytest.mark.parametrize("worker_num", [0, 1.5, "2", True])
-def test_scale_wants_a_number(worker_num: Any) -> None:
-    match = "worker_num must be a whole number"
-    with Streamer(models.echo) as streamer, pytest.raises((TypeError, ValueError), match=match):
-        streamer.scale(worker_num)
+def test_scale_wants_a_number() -> None:
+    with Streamer(models.echo) as streamer:
+        for bad in (0, 1.5, "2", True):
+            with pytest.raises((TypeError, ValueError), match="worker_num must be a whole number"):
+                streamer.scale(bad)  # type: ignore[arg-type]
 
 
 def test_a_drain_outlives_the_death_of_the_worker(gate: Gate) -> None:

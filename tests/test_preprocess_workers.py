@@ -51,26 +51,33 @@ def pool_of(count: int) -> PreprocessPool:
     return PreprocessPool(pickle.dumps(ModelSpec(preprocess_models.Where, (0,))), options)
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_a_batch_is_split_among_the_processes(method: str) -> None:
-    with streamer_of(preprocess_models.Where, 10, mp_start_method=method) as streamer:
-        results = streamer.predict([0, 1, 2, 3, 4])
-        assert [value for value, _, _ in results] == [10, 11, 12, 13, 14]
-        preprocessing = [pid for _, pid, _ in results]
-        computing = {pid for _, _, pid in results}
-        assert len(set(preprocessing)) == 2, "each has a part"
-        assert preprocessing == sorted(preprocessing, key=preprocessing.index), "of adjacent items"
-        assert not computing & {*preprocessing, os.getpid()}
-        (device,) = streamer.predict(["device"])
-        assert device[0] == ("", "1"), "no GPU, and one thread"
-        ((is_loaded, *_),) = streamer.predict(["loaded"])
-        assert not is_loaded, "the model is only in the worker"
+def check_that_batches_are_split(streamer: Streamer) -> None:
+    results = streamer.predict([0, 1, 2, 3, 4])
+    assert [value for value, _, _ in results] == [0, 1, 2, 3, 4]
+    preprocessing = [pid for _, pid, _ in results]
+    computing = {pid for _, _, pid in results}
+    assert len(set(preprocessing)) == 2, "each has a part"
+    assert preprocessing == sorted(preprocessing, key=preprocessing.index), "of adjacent items"
+    assert not computing & {*preprocessing, os.getpid()}
+    (device,) = streamer.predict(["device"])
+    assert device[0] == ("", "1"), "no GPU, and one thread"
+    ((is_loaded, *_),) = streamer.predict(["loaded"])
+    assert not is_loaded, "the model is only in the worker"
+
+
+def test_a_batch_is_split_among_the_processes(shared: Streamer) -> None:
+    check_that_batches_are_split(shared)
+
+
+def test_a_batch_is_split_among_forked_processes() -> None:
+    with streamer_of(preprocess_models.Where, 0, mp_start_method="fork") as streamer:
+        check_that_batches_are_split(streamer)
 
 
 def test_rows_of_arrays_are_split_and_joined() -> None:
     rng = np.random.default_rng(0)
     images = list(rng.integers(0, 255, (7, 100, 100), np.uint8))  # of 10 kB; prepared, of 40 kB
-    with streamer_of(preprocess_models.Images, preprocess_workers=3) as streamer:
+    with streamer_of(preprocess_models.Images) as streamer:
         for _ in range(3):  # so that blocks are released, and used again
             sums = streamer.predict(images)
             assert sums == [2 * image.astype(np.float32).sum() for image in images]
@@ -232,7 +239,7 @@ def test_a_forked_process_is_replaced_with_its_worker() -> None:
 
 
 def test_worker_reports_why_a_preprocess_process_cannot_start() -> None:
-    with streamer_of(preprocess_models.NoFile, 0) as streamer:
+    with streamer_of(preprocess_models.NoFile, 0, preprocess_workers=1) as streamer:
         with pytest.raises(WorkerStartError, match="vocabulary"):
             streamer.wait_ready()
         streamer.close(drain=False)
@@ -261,7 +268,7 @@ def test_a_process_that_cannot_start_again_leaves_the_work_to_the_others(tmp_pat
 
 
 def test_items_of_a_batch_that_ran_out_of_memory_are_preprocessed_again() -> None:
-    with streamer_of(preprocess_models.SmallMemory, 0) as streamer:
+    with streamer_of(preprocess_models.SmallMemory, 0, preprocess_workers=1) as streamer:
         assert [value for value, _, _ in streamer.predict([1, 2, 3, 4, 5])] == [1, 2, 3, 4, 5]
 
 
@@ -272,7 +279,7 @@ def test_items_of_a_batch_that_ran_out_of_memory_are_preprocessed_again() -> Non
 def test_missing_attribute_in_preprocess_names_init_preprocess(
     model: Any, args: tuple[Any, ...]
 ) -> None:
-    with streamer_of(model, *args) as streamer:
+    with streamer_of(model, *args, preprocess_workers=1) as streamer:
         with pytest.raises(AttributeError, match="vocabulary") as raised:
             streamer.predict(["a"])
         assert "init_preprocess" in str(raised.value.__cause__)
@@ -285,7 +292,7 @@ def test_streamer_with_preprocess_workers_refuses_a_model_without_stages(model: 
 
 
 def test_worker_with_preprocess_workers_refuses_a_named_model_without_stages() -> None:
-    with streamer_of("preprocess_models:OnlyPredict") as streamer:
+    with streamer_of("preprocess_models:OnlyPredict", preprocess_workers=1) as streamer:
         with pytest.raises(WorkerStartError, match="OnlyPredict"):
             streamer.wait_ready()
         streamer.close(drain=False)

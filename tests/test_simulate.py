@@ -49,25 +49,25 @@ def test_the_latency_of_one_caller_is_transport_and_model() -> None:
 
 
 def test_a_saturated_worker_computes_full_batches() -> None:
-    report = simulate(ClosedLoop(256), STEEP, fixed_wait=0, requests=20_000)
+    report = simulate(ClosedLoop(256), STEEP, fixed_wait=0, requests=5_000)
     assert report.throughput == pytest.approx(64 / (5e-3 + 64e-4), rel=0.001)
     assert report.throughput == pytest.approx(STEEP.capacity(1, 64), rel=0.001)
     assert report.busy == pytest.approx(1)
     assert report.mean_batch_size == 64
     assert report.reasons.keys() == {Reason.FULL}
-    learned = simulate(ClosedLoop(256), STEEP, requests=20_000)
+    learned = simulate(ClosedLoop(256), STEEP, requests=5_000)
     assert learned.throughput == pytest.approx(report.throughput, rel=0.1)
 
 
 def test_a_batch_sent_ahead_starts_when_the_worker_is_done() -> None:
     slow = Overheads(transport=4e-3, return_time=0, per_caller=0)
     # Without sending ahead each batch would take 8 ms more.
-    report = simulate(ClosedLoop(256), STEEP, fixed_wait=0, overheads=slow, requests=20_000)
+    report = simulate(ClosedLoop(256), STEEP, fixed_wait=0, overheads=slow, requests=5_000)
     assert report.throughput == pytest.approx(STEEP.capacity(1, 64), rel=0.001)
 
 
 def test_workers_compute_side_by_side() -> None:
-    report = simulate(ClosedLoop(1024), STEEP, fixed_wait=0, workers=4, requests=50_000)
+    report = simulate(ClosedLoop(1024), STEEP, fixed_wait=0, workers=4, requests=10_000)
     assert report.throughput == pytest.approx(STEEP.capacity(4, 64), rel=0.02)
 
 
@@ -82,10 +82,10 @@ def test_a_queue_without_waiting_is_one_with_constant_service() -> None:
     """M/D/1 with a load of one half: the mean wait is half of a service."""
     model = CostModel(10e-3)
     report = simulate(
-        Poisson(50), model, batch_size=1, fixed_wait=0, overheads=NOTHING_ELSE, requests=100_000
+        Poisson(50), model, batch_size=1, fixed_wait=0, overheads=NOTHING_ELSE, requests=20_000
     )
-    assert report.mean == pytest.approx(15e-3, rel=0.02)
-    assert report.busy == pytest.approx(0.5, rel=0.02)
+    assert report.mean == pytest.approx(15e-3, rel=0.03)
+    assert report.busy == pytest.approx(0.5, rel=0.03)
 
 
 def test_a_fixed_wait_is_waited_for() -> None:
@@ -112,7 +112,7 @@ def test_more_than_can_be_computed_waits() -> None:
 
 
 def test_think_time() -> None:
-    report = simulate(ClosedLoop(1, think_time=0.1), STEEP, overheads=NOTHING_ELSE, requests=5000)
+    report = simulate(ClosedLoop(1, think_time=0.1), STEEP, overheads=NOTHING_ELSE, requests=2000)
     assert report.throughput == pytest.approx(1 / 0.1051, rel=0.05)
 
 
@@ -152,11 +152,6 @@ def test_every_call_is_answered_once() -> None:
         report = simulate(load, STEEP, requests=1000, warm_up=0)
         assert report.calls == len(report.latencies) == 1000
         assert min(report.latencies) >= 5e-3
-
-
-def test_a_hundred_thousand_calls() -> None:
-    report = simulate(ClosedLoop(32), STEEP, requests=100_000, warm_up=0)
-    assert report.calls == 100_000
 
 
 def test_bursts() -> None:
@@ -202,9 +197,10 @@ def test_a_replay_has_the_calls_of_the_trace() -> None:
 
 
 def test_a_load_that_ends_by_itself_is_not_cut_short() -> None:
-    recorded = [Arrival(number / 1000) for number in range(21_000)]
-    assert simulate(Replay(recorded), STEEP, warm_up=0).calls == 21_000
-    assert simulate(Phases([(50, Poisson(500))]), STEEP, warm_up=0).calls > 21_000
+    """As one is that does not, after 20,000 calls."""
+    recorded = [Arrival(number / 10_000) for number in range(20_500)]
+    assert simulate(Replay(recorded), STEEP, warm_up=0).calls == 20_500
+    assert simulate(Phases([(2, Poisson(11_000))]), STEEP, warm_up=0).calls > 20_500
     assert simulate(Phases([(1, Poisson(9)), (math.inf, Poisson(99))]), STEEP).calls < 20_000
 
 
@@ -214,25 +210,17 @@ def test_a_run_ends_with_its_seconds() -> None:
     assert report.calls == pytest.approx(500, rel=0.2)
 
 
-def test_the_same_seed_gives_the_same_result() -> None:
-    def run(seed: int) -> Any:
-        load = Bursts(10, 0.05, rate=300)
-        jitter = Overheads(jitter=1e-4)
-        return simulate(load, STEEP, requests=2000, seed=seed, overheads=jitter)
-
-    assert run(1) == run(1)
-    assert run(1) != run(2)
-
-
-def test_jitter_and_lengths_are_of_the_seed_too() -> None:
-    def run(seed: int) -> Any:
-        return simulate(
-            ClosedLoop(8), CostModel(1e-3, per_unit=1e-5), requests=500, seed=seed,
-            overheads=Overheads(jitter=1e-4), lengths=LogNormal(25),
-        )  # fmt: skip
-
-    assert run(3) == run(3)
-    assert run(3) != run(4)
+@pytest.mark.parametrize("load", [Bursts(10, 0.05, rate=300), ClosedLoop(8)])
+@pytest.mark.parametrize(
+    "more", [{"overheads": Overheads(jitter=1e-4)}, {"lengths": LogNormal(25)}]
+)
+def test_the_same_seed_gives_the_same_result(load: Any, more: dict[str, Any]) -> None:
+    """Arrivals, jitter and lengths are drawn from it."""
+    model = CostModel(1e-3, per_unit=1e-5)
+    first, again, other = (
+        simulate(load, model, requests=300, seed=seed, **more) for seed in (1, 1, 2)
+    )
+    assert first == again != other
 
 
 def test_lengths_have_their_mean() -> None:
@@ -337,8 +325,11 @@ def told(result: Result) -> dict[str, str]:
     return {row[0].strip(): row[1].strip() for row in rows}
 
 
+ONE_CALLER = ("--closed-loop", 1, "--requests", 500)
+
+
 def test_a_closed_loop_from_the_command_line() -> None:
-    table = told(command("--closed-loop", 1, "--requests", 500))
+    table = told(command(*ONE_CALLER))
     assert table["calls"] == "450"
     assert table["mean latency, ms"] == "5.20"
     assert table["items of a batch"] == "1.0"
@@ -346,10 +337,10 @@ def test_a_closed_loop_from_the_command_line() -> None:
 
 
 def test_the_model_from_the_command_line() -> None:
-    table = told(command("--closed-loop", 1, "--base", "0.01", "--per-item", "2ms"))
+    table = told(command(*ONE_CALLER, "--base", "0.01", "--per-item", "2ms"))
     assert table["mean latency, ms"] == "12.10"
     lengths = ["--base", "0", "--per-item", "0", "--per-unit", "100us", "--lengths", "20:0"]
-    table = told(command("--closed-loop", 1, *lengths, "--quadratic", "1e-5"))
+    table = told(command(*ONE_CALLER, *lengths, "--quadratic", "1e-5"))
     assert table["mean latency, ms"] == "6.10"
 
 
@@ -364,7 +355,7 @@ def test_the_model_from_the_command_line() -> None:
     ],
 )
 def test_loads_from_the_command_line(load: list[object], throughput: float) -> None:
-    table = told(command(*load, "--seconds", 60, "--seed", 7))
+    table = told(command(*load, "--seconds", 30, "--seed", 7))
     assert float(table["throughput, items/s"]) == pytest.approx(throughput, rel=0.1)
 
 
@@ -382,10 +373,10 @@ def test_a_trace_from_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--items", 2], ["--lengths", "20:0"]])
 def test_a_load_that_steps_in_multiples_of_a_worker(more: list[object]) -> None:
-    model = ["--base", "100ms", "--batch-size", 8, "--workers", "1:16", *more]
+    model = ["--base", "400ms", "--batch-size", 8, "--workers", "1:16", *more]
     table = told(command(*model, "--load", "0.2:20s,3:60s,0.2:120s", "--start-duration", "1s"))
     # The first 20 s are the warm-up.
-    worker = 8 / (0.1 + 8 * 1e-4)
+    worker = 8 / (0.4 + 8 * 1e-4)
     expected = worker * (3 * 60 + 0.2 * 120) / 180
     assert float(table["throughput, items/s"]) == pytest.approx(expected, rel=0.05)
     assert 4 <= int(table["at the most"]) <= 10
@@ -401,7 +392,7 @@ def test_a_fixed_wait_beside_it() -> None:
 
 def test_a_sweep_with_its_picture(tmp_path: Path) -> None:
     path = tmp_path / "latency.svg"
-    result = command("--requests", 1000, "--plot", path)
+    result = command("--requests", 200, "--plot", path)
     assert result.exit_code == 0, result.output
     loads = [line.split()[0] for line in result.output.splitlines()[3:]]
     assert loads == [f"{number / 10:.1f}" for number in range(1, 13)]
@@ -409,7 +400,7 @@ def test_a_sweep_with_its_picture(tmp_path: Path) -> None:
     assert "latency, ms" in picture
     assert "99 of 100 within" in picture
     assert "date" not in picture.lower().replace("dated", "")
-    again = command("--requests", 1000, "--sweep", "--plot", path)
+    again = command("--requests", 200, "--sweep", "--plot", path)
     assert again.output == result.output
     assert path.read_text() == picture
 
@@ -424,7 +415,9 @@ def test_a_picture_has_no_background_of_its_own(tmp_path: Path) -> None:
 
 
 def test_settings_of_a_simulation_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "plan.toml").write_text('[simulate]\nclosed-loop = 1\nbase = "10ms"\nworkers = 2\n')
+    (tmp_path / "plan.toml").write_text(
+        '[simulate]\nclosed-loop = 1\nrequests = 500\nbase = "10ms"\nworkers = 2\n'
+    )
     assert told(command("--config", tmp_path / "plan.toml"))["mean latency, ms"] == "10.20"
 
 
@@ -474,7 +467,8 @@ def test_simulate_command_names_matplotlib_when_it_is_missing(tmp_path: Path) ->
         "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "service_streamer", "simulate", "--plot", str(tmp_path / "x.svg")],
+        [sys.executable, "-m", "service_streamer", "simulate", "--requests", "100",
+         "--plot", str(tmp_path / "x.svg")],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 2

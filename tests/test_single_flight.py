@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import models
-from conftest import AnyStreamer, await_that, pool_only
-from contract.single_flight import Counting, SharedComputations, results
+from conftest import AnyStreamer, await_that
+from contract.single_flight import CallsThatShare, Counting, SharedComputations, results
 from service_streamer import (
     Future,
     ManagedModel,
@@ -48,7 +48,15 @@ Build = Callable[..., AnyStreamer]
 
 
 class TestSingleFlight(SharedComputations):
-    @pool_only("a host may have claimed it by then")
+    pass
+
+
+class TestCallsThatShare(CallsThatShare):
+    @pytest.fixture(params=["thread", "redis"])
+    def kind(self, request: pytest.FixtureRequest) -> Any:
+        return request.param
+
+    @pytest.mark.parametrize("kind", ["thread"])  # a host may have claimed it by then
     def test_item_is_not_computed_when_all_its_calls_are_cancelled(
         self, counting: Build, gate: Gate
     ) -> None:

@@ -73,7 +73,8 @@ def generated(name: str, row: GeneratedRow) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *itertools.product(MAKERS, ["the fastest", "alone"]),
+        *itertools.product(MAKERS, ["the fastest"]),
+        *itertools.product(["gpt2", "t5", "trocr"], ["alone"]),
         *itertools.product(SHIFTED, ["aligned"]),
     ],
 )
@@ -82,8 +83,8 @@ def test_rows_that_come_and_go_get_the_tokens_of_generate(name: str, way: Any) -
     source = random.Random(name)
     running: list[GeneratedRow] = []
     over: list[GeneratedRow] = []
-    for step in range(20 if way == "the fastest" else 8):
-        if step < 16:
+    for step in range(12 if way == "the fastest" else 8):
+        if step < 9:
             running += [new_row(name, source) for _ in range(source.choice([0, 0, 1, 3]))]
         # Some are left out of a step, as after an error that was one of the others'.
         stepped = [row for row in running if source.random() < 0.9]

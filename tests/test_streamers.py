@@ -14,7 +14,7 @@ import pytest
 
 import models
 from conftest import AnyStreamer, await_that
-from contract.calls import Calls
+from contract.calls import Calls, Forms
 from service_streamer import (
     Future,
     ModelError,
@@ -35,6 +35,12 @@ class TestCalls(Calls):
     def kind(self, request: pytest.FixtureRequest) -> Any:
         """Here, tests on a shared pool are not long; elsewhere they are."""
         return request.param
+
+
+class TestForms(Forms):
+    @pytest.fixture
+    def kind(self) -> str:
+        return "thread"
 
 
 def test_ten_thousand_items_from_fifty_threads_keep_their_order() -> None:

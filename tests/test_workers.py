@@ -41,7 +41,7 @@ def test_a_bound_method_takes_its_object_along() -> None:
         assert streamer.predict([1, 2]) == [5, 10]
 
 
-@pytest.mark.parametrize("name", ["models:Multiplier", "models:double", "models:Multiplier.mro"])
+@pytest.mark.parametrize("name", ["models:Multiplier", "models:Multiplier.mro"])
 def test_an_import_string_is_imported_in_the_worker(name: str) -> None:
     with Streamer(name) as streamer:
         if name.endswith("mro"):
@@ -60,9 +60,7 @@ def test_a_threaded_streamer_takes_the_same_models() -> None:
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 @pytest.mark.usefixtures("no_forkserver_is_left")
 def test_every_start_method_serves(method: str) -> None:
-    with Streamer(
-        models.Multiplier, worker_num=2, mp_start_method=method, cuda_devices=("cpu",)
-    ) as streamer:
+    with Streamer(models.Multiplier, mp_start_method=method, cuda_devices=("cpu",)) as streamer:
         streamer.wait_ready()
         assert streamer.predict(["gpu", 1]) == ["cpu", 2]
 
@@ -94,35 +92,36 @@ def test_a_forked_worker_tells_its_stacks_though_a_library_has_taken_the_signal(
 # -- failing to start
 
 
-@pytest.mark.parametrize(
-    ("model", "match", "traceback"),
-    [
-        (models.BrokenInit, "FileNotFoundError: no weights at /nowhere", "in init_model"),
-        ("models:Nothing", "AttributeError", "import_model"),
-        ("no_such_module:Model", "ModuleNotFoundError", "import_module"),
-        ("models:os", "TypeError", "import_model"),
-    ],
-)
-def test_a_model_that_cannot_be_loaded_fails_every_call_with_its_error(
-    model: type[ManagedModel] | str, match: str, traceback: str
-) -> None:
-    with Streamer(model, worker_num=2) as streamer:
+def test_a_model_that_cannot_be_loaded_fails_every_call_with_its_error() -> None:
+    match = "FileNotFoundError: no weights at /nowhere"
+    with Streamer(models.BrokenInit, worker_num=2) as streamer:
         with pytest.raises(WorkerStartError, match=match):
             streamer.predict([1])
         with pytest.raises(WorkerStartError, match=match) as caught:
             streamer.wait_ready()
         cause = caught.value.__cause__
         assert cause is not None
-        assert traceback in str(cause.__cause__)
+        assert "in init_model" in str(cause.__cause__)
         with pytest.raises(WorkerStartError, match=match):
             streamer.submit([1])
 
 
-def test_a_thread_that_cannot_load_its_model_fails_every_call_with_its_error() -> None:
-    with ThreadedStreamer(models.BrokenInit) as streamer:
-        with pytest.raises(WorkerStartError, match="no weights at /nowhere"):
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (models.BrokenInit, "FileNotFoundError: no weights at /nowhere"),
+        ("models:Nothing", "AttributeError"),
+        ("no_such_module:Model", "ModuleNotFoundError"),
+        ("models:os", "TypeError"),
+    ],
+)
+def test_a_thread_that_cannot_load_its_model_fails_every_call_with_its_error(
+    model: type[ManagedModel] | str, match: str
+) -> None:
+    with ThreadedStreamer(model) as streamer:
+        with pytest.raises(WorkerStartError, match=match):
             streamer.wait_ready()
-        with pytest.raises(WorkerStartError, match="no weights at /nowhere"):
+        with pytest.raises(WorkerStartError, match=match):
             streamer.predict([1])
     models.await_worker_threads()
 
@@ -134,7 +133,9 @@ def test_the_constructor_raises_that_error_with_wait_for_worker_ready() -> None:
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_a_broken_worker_is_reported_and_the_others_serve() -> None:
-    with Streamer(models.BrokenOnOne, worker_num=3, cuda_devices=(0, 1, "cpu")) as streamer:
+    with Streamer(
+        models.BrokenOnOne, worker_num=3, cuda_devices=(0, 1, "cpu"), mp_start_method="fork"
+    ) as streamer:
         with pytest.raises(WorkerStartError, match="no such device"):
             streamer.wait_ready()
         assert streamer.predict(list(range(200))) == list(range(200))
@@ -176,7 +177,9 @@ def test_an_item_that_kills_its_worker_is_given_up_and_says_why(how: str, match:
 def test_every_call_fails_when_no_worker_can_be_started_any_more(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     weights.touch()
-    with Streamer(models.NeedsFile, model_init_args=(weights,), max_restarts=1) as streamer:
+    with Streamer(
+        models.NeedsFile, model_init_args=(weights,), max_restarts=1, mp_start_method="fork"
+    ) as streamer:
         [pid] = streamer.predict([None])
         weights.unlink()
         os.kill(pid, signal.SIGKILL)
@@ -197,7 +200,9 @@ def test_every_call_fails_when_no_worker_can_be_started_any_more(tmp_path: Path)
 @pytest.mark.parametrize("how", ["restart", "scale"])
 def test_a_broken_streamer_is_revived_or_stays_broken(tmp_path: Path, how: str) -> None:
     weights = tmp_path / "weights"
-    with Streamer(models.NeedsFile, model_init_args=(weights,), worker_num=2) as streamer:
+    with Streamer(
+        models.NeedsFile, model_init_args=(weights,), worker_num=2, mp_start_method="fork"
+    ) as streamer:
         with pytest.raises(WorkerStartError, match="FileNotFoundError"):
             streamer.predict([None])
         if how == "scale":
@@ -216,7 +221,7 @@ def test_a_broken_streamer_is_revived_or_stays_broken(tmp_path: Path, how: str) 
 
 
 def test_requests_that_kill_do_not_use_up_the_restarts() -> None:
-    with Streamer(models.misbehave, max_restarts=1, worker_timeout=None) as streamer:
+    with Streamer(models.misbehave, max_restarts=1, mp_start_method="fork") as streamer:
         for _ in range(3):
             with pytest.raises(WorkerLost, match="SIGKILL"):
                 streamer.predict(["kill"])
@@ -235,7 +240,9 @@ def test_a_thread_of_the_model_s_does_not_hide_the_end_of_its_worker(method: str
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_a_worker_that_is_killed_is_started_again_on_its_device() -> None:
-    with Streamer(models.WhereAndWho, worker_num=2, cuda_devices=(5, 6)) as streamer:
+    with Streamer(
+        models.WhereAndWho, worker_num=2, cuda_devices=(5, 6), mp_start_method="fork"
+    ) as streamer:
         streamer.wait_ready()
         before = dict(streamer.predict([None])[0] for _ in range(2))
         os.kill(before[6], signal.SIGKILL)
@@ -284,7 +291,9 @@ def test_a_thread_that_is_ended_by_its_model_is_started_again() -> None:
 @pytest.mark.usefixtures("eight_gpus")
 def test_devices_go_round_the_workers_and_zero_is_one_of_them() -> None:
     devices = (0, "1", "GPU-8a2f", "cpu")
-    with Streamer(models.Multiplier, worker_num=5, cuda_devices=devices) as streamer:
+    with Streamer(
+        models.Multiplier, worker_num=5, cuda_devices=devices, mp_start_method="fork"
+    ) as streamer:
         streamer.wait_ready()
         seen = {streamer.predict(["gpu"])[0] for _ in range(5)}
     assert seen == {0, "1", "GPU-8a2f", "cpu"}

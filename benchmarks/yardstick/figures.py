@@ -256,7 +256,8 @@ def _measured(
     return {
         result.round: result.figures[figure]
         for result in record.results
-        if (result.section, result.system) == (section, system)
+        if result.section == section
+        and result.system == system
         and result.figures.get(figure) is not None
         and all(result.point.get(key) == value for key, value in point.items())
     }

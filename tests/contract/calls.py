@@ -38,16 +38,6 @@ def two(item: Any) -> float:
 
 
 class Calls:
-    def test_results_come_in_the_order_of_the_items(self, build: Build) -> None:
-        assert build(models.double).predict([3, 1, 2]) == [6, 2, 4]
-
-    def test_an_empty_batch_returns_at_once_without_a_worker(self, build: Build) -> None:
-        streamer = build(models.echo)
-        assert streamer.predict([]) == []
-        assert streamer.submit([]).done()
-        streamer.close()
-        models.await_worker_threads()
-
     def test_a_call_larger_than_batch_size_is_split_and_comes_back_whole(
         self, build: Build
     ) -> None:
@@ -56,37 +46,6 @@ class Calls:
         assert len(sizes) == 11
         assert max(sizes) <= 4
         assert build(models.double, 4).predict(list(range(1000))) == list(range(0, 2000, 2))
-
-    def test_any_iterable_of_items_is_a_batch(self, build: Build) -> None:
-        numpy = pytest.importorskip("numpy")
-        streamer = build(models.double)
-        assert streamer.predict((1, 2)) == [2, 4]
-        assert streamer.predict(numpy.array([1, 2])) == [2, 4]
-        assert streamer.predict(iter([1, 2])) == [2, 4]
-        assert streamer.predict(i for i in (1, 2)) == [2, 4]
-        assert streamer.predict({1: "a", 2: "b"}.keys()) == [2, 4]
-        assert streamer.predict(collections.deque([1, 2])) == [2, 4]
-        assert sorted(streamer.predict({1, 2})) == [2, 4]
-        items = {5, 7, 11}
-        assert streamer.submit(items).result() == [2 * item for item in items]
-        assert streamer.predict(map(int, [])) == []
-
-    def test_an_error_of_the_iterator_reaches_its_caller(self, build: Build) -> None:
-        def items() -> Iterator[int]:
-            yield 1
-            raise KeyError("no more")
-
-        with pytest.raises(KeyError, match="no more"):
-            build(models.double).predict(items())
-
-    def test_streamer_refuses_a_single_item_in_place_of_a_batch(self, build: Build) -> None:
-        streamer = build(models.echo)
-        buffers = (memoryview(b"ab"), io.BytesIO(b"a\nb"))
-        for batch in ("text", b"bytes", {"a": 1}, 5, None, list, *buffers, Record()):
-            with pytest.raises(TypeError, match=type(batch).__name__):
-                streamer.predict(batch)
-        streamer.close()
-        models.await_worker_threads()
 
     def test_an_exception_of_the_model_reaches_its_callers_as_itself(self, build: Build) -> None:
         streamer = build(models.misbehave)
@@ -97,17 +56,15 @@ class Calls:
         cause = str(caught.value.__cause__)
         assert "in misbehave" in cause
         assert 'raise DetailedError("bad luck", 7)' in cause
-        assert streamer.predict(["fine"]) == ["fine"], "the worker goes on"
-
-    def test_a_timeout_error_of_the_model_is_not_mistaken_for_ours(self, build: Build) -> None:
-        future = build(models.misbehave).submit(["raise timeout"])
+        future = streamer.submit(["raise timeout"])
         for read in (future.result, future.exception):
             try:
                 error = read(60)
             except TimeoutError as raised:
                 error = raised
-            assert type(error) is TimeoutError
+            assert type(error) is TimeoutError, "it is not mistaken for ours"
             assert str(error) == "the model's own"
+        assert streamer.predict(["fine"]) == ["fine"], "the worker goes on"
 
     def test_unusable_output_names_the_model_and_what_it_returned(self, build: Build) -> None:
         streamer = build(models.misbehave)
@@ -123,24 +80,6 @@ class Calls:
             with pytest.raises(BadModelOutput, match=f"misbehave.*{got}"):
                 streamer.predict([how, "x"])
         assert streamer.predict(["tuple", "x"]) == ["tuple", "x"]
-
-    def test_a_future_is_a_standard_one(self, build: Build) -> None:
-        streamer = build(models.double)
-        futures = [streamer.submit([i]) for i in range(20)]
-        assert all(isinstance(future, Future) for future in futures)
-        done, not_done = concurrent.futures.wait(futures)
-        assert not not_done
-        assert {future.result()[0] for future in concurrent.futures.as_completed(done)} == set(
-            range(0, 40, 2)
-        )
-
-    def test_future_has_no_objects_for_waiters_when_there_are_none(self, build: Build) -> None:
-        """The garbage collector goes through each object of a future again and again."""
-        future = build(models.double).submit([1])
-        assert future.result() == [2]
-        lists = [each for each in vars(future).values() if isinstance(each, list)]
-        assert lists == [[2]]
-        assert future._awaited is None
 
     def test_a_callback_runs_and_may_submit_again(self, build: Build) -> None:
         streamer = build(models.double)
@@ -198,6 +137,66 @@ class Calls:
         if thread is not threading.current_thread():  # in which it is called if it is done by then
             thread.join()
         assert "closed" in repr(streamer)
+
+
+class Forms:
+    """What is done before workers have part in it, or after."""
+
+    def test_an_empty_batch_returns_at_once_without_a_worker(self, build: Build) -> None:
+        streamer = build(models.echo)
+        assert streamer.predict([]) == []
+        assert streamer.submit([]).done()
+        streamer.close()
+        models.await_worker_threads()
+
+    def test_any_iterable_of_items_is_a_batch(self, build: Build) -> None:
+        numpy = pytest.importorskip("numpy")
+        streamer = build(models.double)
+        assert streamer.predict((1, 2)) == [2, 4]
+        assert streamer.predict(numpy.array([1, 2])) == [2, 4]
+        assert streamer.predict(iter([1, 2])) == [2, 4]
+        assert streamer.predict(i for i in (1, 2)) == [2, 4]
+        assert streamer.predict({1: "a", 2: "b"}.keys()) == [2, 4]
+        assert streamer.predict(collections.deque([1, 2])) == [2, 4]
+        assert sorted(streamer.predict({1, 2})) == [2, 4]
+        items = {5, 7, 11}
+        assert streamer.submit(items).result() == [2 * item for item in items]
+        assert streamer.predict(map(int, [])) == []
+
+    def test_an_error_of_the_iterator_reaches_its_caller(self, build: Build) -> None:
+        def items() -> Iterator[int]:
+            yield 1
+            raise KeyError("no more")
+
+        with pytest.raises(KeyError, match="no more"):
+            build(models.double).predict(items())
+
+    def test_streamer_refuses_a_single_item_in_place_of_a_batch(self, build: Build) -> None:
+        streamer = build(models.echo)
+        buffers = (memoryview(b"ab"), io.BytesIO(b"a\nb"))
+        for batch in ("text", b"bytes", {"a": 1}, 5, None, list, *buffers, Record()):
+            with pytest.raises(TypeError, match=type(batch).__name__):
+                streamer.predict(batch)
+        streamer.close()
+        models.await_worker_threads()
+
+    def test_a_future_is_a_standard_one(self, build: Build) -> None:
+        streamer = build(models.double)
+        futures = [streamer.submit([i]) for i in range(20)]
+        assert all(isinstance(future, Future) for future in futures)
+        done, not_done = concurrent.futures.wait(futures)
+        assert not not_done
+        assert {future.result()[0] for future in concurrent.futures.as_completed(done)} == set(
+            range(0, 40, 2)
+        )
+
+    def test_future_has_no_objects_for_waiters_when_there_are_none(self, build: Build) -> None:
+        """The garbage collector goes through each object of a future again and again."""
+        future = build(models.double).submit([1])
+        assert future.result() == [2]
+        lists = [each for each in vars(future).values() if isinstance(each, list)]
+        assert lists == [[2]]
+        assert future._awaited is None
 
 
 class AsyncCalls:

@@ -46,7 +46,7 @@ def results(futures: list[Future]) -> list[Any]:
     return [future.result() for future in futures]
 
 
-class SharedComputations:
+class Counted:
     @pytest.fixture
     def counting(self, kind: str, build: Build) -> Callable[..., AnyStreamer]:
         """A streamer of the kind for the model above."""
@@ -60,6 +60,8 @@ class SharedComputations:
 
         return make
 
+
+class SharedComputations(Counted):
     def test_items_in_flight_are_computed_once(self, counting: Build, gate: Gate) -> None:
         streamer = counting(gate, deduplicate=True)
         first = streamer.submit(["a", "b", "a"])
@@ -73,17 +75,6 @@ class SharedComputations:
         assert "deduplicated 7" in streamer.stats().gist
         gate.let_through()
         assert streamer.predict(["a"]) == [["a", 2]], "it is not in flight any more"
-
-    def test_every_item_is_computed_when_deduplicate_is_off(
-        self, counting: Build, gate: Gate
-    ) -> None:
-        streamer = counting(gate)
-        futures = [streamer.submit(["a", "a"])]
-        gate.await_arrival()
-        futures.append(streamer.submit(["a"]))
-        gate.let_through(2)
-        assert results(futures) == [[["a", 1], ["a", 2]], [["a", 3]]]
-        assert streamer.stats().deduplicated == 0
 
     def test_results_are_kept_in_a_cache(self, counting: Build) -> None:
         streamer = counting(cache_size=2)
@@ -110,6 +101,55 @@ class SharedComputations:
         with pytest.raises(ValueError, match="bad item"):
             streamer.predict(["bad"])
         assert streamer.stats().cached == 0
+
+    def test_tasks_are_answered_when_the_first_is_cancelled(
+        self, counting: Build, gate: Gate
+    ) -> None:
+        streamer = counting(gate, deduplicate=True)
+
+        async def main() -> list[Any]:
+            tasks = [asyncio.ensure_future(streamer.apredict(["a"])) for _ in range(4)]
+            await asyncio.sleep(0)
+            tasks[0].cancel()
+            gate.let_through()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        first, *others = asyncio.run(main())
+        assert isinstance(first, asyncio.CancelledError)
+        assert others == [[["a", 1]]] * 3
+
+    def test_many_threads_get_their_own_results(self, build: Build) -> None:
+        streamer = build(models.double, deduplicate=True, cache_size=20)
+        wrong: list[Any] = []
+
+        def call(seed: int) -> None:
+            for i in range(40):
+                items = [(seed * i + k) % 37 for k in range(3)]
+                if streamer.predict(items) != [2 * item for item in items]:
+                    wrong.append(items)
+
+        threads = [threading.Thread(target=call, args=(seed,)) for seed in range(1, 17)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert not len(streamer.backend.computations)
+
+
+class CallsThatShare(Counted):
+    """What the client decides. That of Redis does not extend calls as an engine does."""
+
+    def test_every_item_is_computed_when_deduplicate_is_off(
+        self, counting: Build, gate: Gate
+    ) -> None:
+        streamer = counting(gate)
+        futures = [streamer.submit(["a", "a"])]
+        gate.await_arrival()
+        futures.append(streamer.submit(["a"]))
+        gate.let_through(2)
+        assert results(futures) == [[["a", 1], ["a", 2]], [["a", 3]]]
+        assert streamer.stats().deduplicated == 0
 
     def test_call_is_answered_when_a_call_that_shares_an_item_fails(
         self, counting: Build, gate: Gate
@@ -154,22 +194,6 @@ class SharedComputations:
         gate.let_through(9)
         assert second.result()[0][0] == "a"  # over Redis it is a call of its own
         assert blocker.result() == [["blocker", 1]]
-
-    def test_tasks_are_answered_when_the_first_is_cancelled(
-        self, counting: Build, gate: Gate
-    ) -> None:
-        streamer = counting(gate, deduplicate=True)
-
-        async def main() -> list[Any]:
-            tasks = [asyncio.ensure_future(streamer.apredict(["a"])) for _ in range(4)]
-            await asyncio.sleep(0)
-            tasks[0].cancel()
-            gate.let_through()
-            return await asyncio.gather(*tasks, return_exceptions=True)
-
-        first, *others = asyncio.run(main())
-        assert isinstance(first, asyncio.CancelledError)
-        assert others == [[["a", 1]]] * 3
 
     def test_predict_does_not_wait_for_the_loop_that_it_blocks(self, build: Build) -> None:
         """The first call is made in this pass of the loop, and the second one shares it."""
@@ -225,24 +249,6 @@ class SharedComputations:
         assert results(futures) == [[["a", 1]]] * 3
         with pytest.raises(StreamerClosed):
             streamer.predict(["a"])
-
-    def test_many_threads_get_their_own_results(self, build: Build) -> None:
-        streamer = build(models.double, deduplicate=True, cache_size=20)
-        wrong: list[Any] = []
-
-        def call(seed: int) -> None:
-            for i in range(100):
-                items = [(seed * i + k) % 37 for k in range(3)]
-                if streamer.predict(items) != [2 * item for item in items]:
-                    wrong.append(items)
-
-        threads = [threading.Thread(target=call, args=(seed,)) for seed in range(1, 17)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
-        assert not len(streamer.backend.computations)
 
     @pytest.mark.parametrize(
         ("options", "error", "text"),

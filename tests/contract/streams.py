@@ -27,7 +27,7 @@ class Stops(Countdown):
         raise StopIteration("of the model")
 
 
-class Streams:
+class Counts:
     @pytest.fixture
     def build(self, build: Build) -> Build:
         """Builds a streamer of ``Countdown`` with eight slots, unless a test says otherwise."""
@@ -37,6 +37,8 @@ class Streams:
 
         return make
 
+
+class Streams(Counts):
     def test_outputs_come_one_by_one_to_a_thread(self, build: Build) -> None:
         streamer = build()
         with streamer.stream(10**9) as endless:
@@ -75,6 +77,76 @@ class Streams:
         assert 0 < future.timing.first_output <= future.timing.total
         assert 0 < future.timing.longest_between <= future.timing.computed
         assert [*summed.stream(3)] == [1, 2, 3], "a stream is not joined"
+
+    def test_stream_that_raises_fails_alone_after_its_outputs(self, build: Build) -> None:
+        streamer = build()
+        bad = streamer.stream({"n": 5, "raise_at": 3})
+        good = [streamer.stream(4) for _ in range(6)]
+        assert (next(bad), next(bad)) == (1, 2)
+        with pytest.raises(ValueError, match="cannot make 3"):
+            next(bad)
+        assert [*bad] == []
+        assert all([*stream] == [1, 2, 3, 4] for stream in good)
+
+    def test_stream_that_is_invalid_or_cannot_begin_fails_alone(self, build: Build) -> None:
+        streamer = build()
+        good = [streamer.stream(2) for _ in range(3)]
+        with pytest.raises(InvalidInput, match=r"^too long$"):
+            next(streamer.stream({"n": 1, "invalid": "too long"}))
+        with pytest.raises(ValueError, match="cannot begin"):
+            next(streamer.stream({"n": 1, "raise_at_start": True}))
+        assert all([*stream] == [1, 2] for stream in good)
+
+    def test_stream_is_paused_when_its_consumer_lags(self, build: Build) -> None:
+        """If it did not, too many outputs would wait, and the stream would fail."""
+        streamer = build(batch_size=2)
+        slow = streamer.stream(10**6, max_buffered=64)
+        for _ in range(3):
+            assert len([*streamer.stream(400)]) == 400
+        assert not slow._outputs.is_over
+        assert [next(slow) for _ in range(500)] == [*range(1, 501)]
+        slow.close()
+        assert [*streamer.stream(1)] == [1]
+
+    def test_streams_are_paused_when_they_fill_all_slots(self, build: Build) -> None:
+        streamer = build(batch_size=2)
+        slow = [streamer.stream(60, max_buffered=2) for _ in range(4)]
+        got: list[list[int]] = [[] for _ in slow]
+        for _ in range(60):
+            for stream, outputs in zip(slow[:2], got, strict=False):
+                outputs.append(next(stream))
+        got[2], got[3] = [*slow[2]], [*slow[3]]
+        assert got == [[*range(1, 61)]] * 4
+
+    def test_many_streams_that_are_dropped_leave_nothing(self, build: Build) -> None:
+        streamer = build()
+        for _ in range(60):
+            stream = streamer.stream(10**9)
+            next(stream)
+            del stream
+        assert [*streamer.stream(2)] == [1, 2]
+        assert streamer.stats().cancelled == 60
+
+    def test_stream_is_refused_in_a_fork_and_continues_in_the_parent(self, build: Build) -> None:
+        streamer = build()
+        stream = streamer.stream(500, max_buffered=64)
+        assert next(stream) == 1
+        child = os.fork()
+        if not child:
+            refused = 0
+            for _ in range(3):  # also those that have come already
+                try:
+                    next(stream)
+                except StreamerForked:
+                    refused += 1
+            del stream
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert [*stream] == [*range(2, 501)]
+
+
+class StreamForms(Counts):
+    """What is done where outputs are read."""
 
     def test_a_model_without_steps_is_a_stream_of_one_output(self, build: Build) -> None:
         streamer = build(models.double)
@@ -144,55 +216,6 @@ class Streams:
         gc.collect()
         assert [stream() for stream in streams] == [None, None]
 
-    def test_stream_that_raises_fails_alone_after_its_outputs(self, build: Build) -> None:
-        streamer = build()
-        bad = streamer.stream({"n": 5, "raise_at": 3})
-        good = [streamer.stream(4) for _ in range(6)]
-        assert (next(bad), next(bad)) == (1, 2)
-        with pytest.raises(ValueError, match="cannot make 3"):
-            next(bad)
-        assert [*bad] == []
-        assert all([*stream] == [1, 2, 3, 4] for stream in good)
-
-    def test_stream_that_is_invalid_or_cannot_begin_fails_alone(self, build: Build) -> None:
-        streamer = build()
-        good = [streamer.stream(2) for _ in range(3)]
-        with pytest.raises(InvalidInput, match=r"^too long$"):
-            next(streamer.stream({"n": 1, "invalid": "too long"}))
-        with pytest.raises(ValueError, match="cannot begin"):
-            next(streamer.stream({"n": 1, "raise_at_start": True}))
-        assert all([*stream] == [1, 2] for stream in good)
-
-    def test_stream_is_paused_when_its_consumer_lags(self, build: Build) -> None:
-        """If it did not, too many outputs would wait, and the stream would fail."""
-        streamer = build(batch_size=2)
-        slow = streamer.stream(10**6, max_buffered=64)
-        for _ in range(3):
-            assert len([*streamer.stream(3000)]) == 3000
-        assert not slow._outputs.is_over
-        assert [next(slow) for _ in range(5000)] == [*range(1, 5001)]
-        slow.close()
-        assert [*streamer.stream(1)] == [1]
-
-    def test_streams_are_paused_when_they_fill_all_slots(self, build: Build) -> None:
-        streamer = build(batch_size=2)
-        slow = [streamer.stream(400, max_buffered=2) for _ in range(4)]
-        got: list[list[int]] = [[] for _ in slow]
-        for _ in range(400):
-            for stream, outputs in zip(slow[:2], got, strict=False):
-                outputs.append(next(stream))
-        got[2], got[3] = [*slow[2]], [*slow[3]]
-        assert got == [[*range(1, 401)]] * 4
-
-    def test_many_streams_that_are_dropped_leave_nothing(self, build: Build) -> None:
-        streamer = build()
-        for _ in range(300):
-            stream = streamer.stream(10**9)
-            next(stream)
-            del stream
-        assert [*streamer.stream(2)] == [1, 2]
-        assert streamer.stats().cancelled == 300
-
     def test_many_threads_read_a_stream_each(self, build: Build) -> None:
         streamer = build(batch_size=4)
         got: dict[int, list[int]] = {}
@@ -217,14 +240,14 @@ class Streams:
         build: Build,
     ) -> None:
         streamer = build()
-        stream = streamer.stream(5000, timeout=None, max_buffered=8)
+        stream = streamer.stream(500, timeout=None, max_buffered=8)
         assert [next(stream) for _ in range(9)] == [*range(1, 10)]
         streamer.close()
-        assert [*stream] == [*range(10, 5001)]
+        assert [*stream] == [*range(10, 501)]
 
     def test_threads_that_read_one_stream_get_each_output_once(self, build: Build) -> None:
         """Those that would wait beside another one are told; they ask again."""
-        stream = build().stream(3000, timeout=None, max_buffered=64)
+        stream = build().stream(600, timeout=None, max_buffered=16)
         got: list[int] = []
 
         def read() -> None:
@@ -241,7 +264,7 @@ class Streams:
             thread.start()
         for thread in threads:
             thread.join()
-        assert sorted(got) == [*range(1, 3001)]
+        assert sorted(got) == [*range(1, 601)]
 
     def test_stream_raises_runtime_error_when_the_model_raises_stop_iteration(
         self, build: Build
@@ -256,20 +279,3 @@ class Streams:
 
         with pytest.raises(RuntimeError, match="the model raised StopIteration"):
             asyncio.run(main())
-
-    def test_stream_is_refused_in_a_fork_and_continues_in_the_parent(self, build: Build) -> None:
-        streamer = build()
-        stream = streamer.stream(5000, max_buffered=64)
-        assert next(stream) == 1
-        child = os.fork()
-        if not child:
-            refused = 0
-            for _ in range(3):  # also those that have come already
-                try:
-                    next(stream)
-                except StreamerForked:
-                    refused += 1
-            del stream
-            os._exit(refused)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-        assert [*stream] == [*range(2, 5001)]

@@ -25,11 +25,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import models
 import ray_models
 from conftest import PATIENCE, await_that
-from contract.calls import AsyncCalls, Calls, Lengths
+from contract.calls import AsyncCalls, Calls, Forms, Lengths
 from contract.figures import Figures
 from contract.hazards import Hazards
-from contract.single_flight import SharedComputations
-from contract.streams import Streams
+from contract.single_flight import CallsThatShare, SharedComputations
+from contract.streams import StreamForms, Streams
 from ray_nodes import printed
 from service_streamer import (
     InvalidInput,
@@ -127,12 +127,14 @@ def kind() -> str:
 
 
 @pytest.mark.long
-class TestCalls(Calls, AsyncCalls, Lengths, Figures, Hazards, SharedComputations):
+class TestCalls(
+    Calls, Forms, AsyncCalls, Lengths, Figures, Hazards, SharedComputations, CallsThatShare
+):
     """With workers on Ray."""
 
 
 @pytest.mark.long
-class TestStreams(Streams):
+class TestStreams(Streams, StreamForms):
     """With workers on Ray."""
 
 

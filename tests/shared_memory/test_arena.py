@@ -175,7 +175,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 
 
 # -- memory that is not needed any more
