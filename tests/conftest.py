@@ -455,9 +455,12 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     left = _leavings() - before
     over = time.monotonic() + _MOMENT
+    looks = 0
     while left and time.monotonic() < over:
-        gc.collect()  # an exception's frames may have held a streamer
-        time.sleep(0.01)
+        if looks >= 5:  # else it may be about to end, and the collector takes long
+            gc.collect()  # an exception's frames may have held a streamer
+        time.sleep(0.005)
+        looks += 1
         left = _leavings() - before
     assert not left
 

@@ -11,7 +11,6 @@ import math
 import random
 import shutil
 import struct
-import tempfile
 import wave
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -24,25 +23,14 @@ import torch
 import transformers
 
 import quiet_torch  # noqa: F401
-import tiny_models
 from service_streamer import InvalidInput, InvalidItems, ManagedModel
 from service_streamer.pipelines import PipelineModel, SteppedPipeline
+from tiny_models import folder
 
 transformers.utils.logging.disable_progress_bar()
 
 SHORT = "the quick fox"
 LONG = "once upon a time there was a king who had three daughters, and a garden."
-
-
-@cache
-def _root() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="tiny-models-")
-
-
-@cache
-def folder(name: str) -> Path:
-    """The folder of a tiny model, which nothing may change; "" is the shipped one."""
-    return tiny_models.build(name, Path(_root().name) / name) if name else tiny_models.DEFAULT_MODEL
 
 
 def variant(name: str, target: Path, **config: Any) -> Path:

@@ -78,14 +78,83 @@ def figures_in(metrics: str) -> dict[str, float]:
     return found
 
 
-class Serving:
+class Client:
+    """What asks a service.
+
+    Attributes:
+        url: where it answers.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._clients = threading.local()
+
+    @property
+    def client(self) -> httpx.Client:
+        """Of each thread its own: with one for several, connections were closed twice at times."""
+        client = getattr(self._clients, "client", None)
+        if client is None or client.base_url != httpx.URL(self.url):
+            # No connection outlives its request: the guard of the suite would take it for a leak.
+            alone = httpx.Limits(max_keepalive_connections=0)
+            client = self._clients.client = httpx.Client(
+                base_url=self.url, timeout=240, limits=alone, verify=False
+            )
+        return client
+
+    def of(self, model: str) -> Self:
+        """The same service, as clients see it at the paths of one of its models."""
+        view = copy.copy(self)
+        view._clients, view.url = threading.local(), f"{self.url}/models/{model}/"
+        return view
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        """Send JSON, or bytes as they are."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.client.post(
+            path, content=content, headers={"content-type": "application/json", **named}
+        )
+
+    def answer(self, inputs: Any) -> Any:
+        """What is predicted, as soon as all of several web processes can be asked."""
+        until(lambda: all(self.predict(inputs).status_code == 200 for _ in range(10)))
+        return self.predict(inputs).json()
+
+    def predict(self, inputs: Any, **headers: str) -> httpx.Response:
+        return self.post("/predict", {"inputs": inputs}, **headers)
+
+    def stats(self) -> dict[str, Any]:
+        told: dict[str, Any] = self.client.get("/stats").json()
+        return told
+
+    def stats_status(self, **headers: str) -> int:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.client.get("/stats", headers=named).status_code
+
+    def ready(self) -> int:
+        """The status of /health/ready."""
+        return self.client.get("/health/ready").status_code
+
+    def close(self) -> None:
+        """End the service."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Serving(Client):
     """A service in a process group of its own.
 
     Args:
         program: what to start in place of this package, if anything.
-
-    Attributes:
-        url: where it answers.
     """
 
     def __init__(
@@ -105,20 +174,7 @@ class Serving:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._log, text=True,
             process_group=0, env=environment(**env), cwd=cwd,
         )  # fmt: skip
-        self._clients = threading.local()
-        self.url = self.await_line() if ready and role == "serve" else ""
-
-    @property
-    def client(self) -> httpx.Client:
-        """Of each thread its own: with one for several, connections were closed twice at times."""
-        client = getattr(self._clients, "client", None)
-        if client is None or client.base_url != httpx.URL(self.url):
-            # No connection outlives its request: the guard of the suite would take it for a leak.
-            alone = httpx.Limits(max_keepalive_connections=0)
-            client = self._clients.client = httpx.Client(
-                base_url=self.url, timeout=240, limits=alone, verify=False
-            )
-        return client
+        super().__init__(self.await_line() if ready and role == "serve" else "")
 
     def await_line(self) -> str:
         """Block until it says where it serves; returns that."""
@@ -130,49 +186,15 @@ class Serving:
         self.process.wait()
         raise AssertionError(f"the service did not come up:\n{self.log()}")
 
-    def of(self, model: str) -> Self:
-        """The same service, as clients see it at the paths of one of its models."""
-        view = copy.copy(self)
-        view._clients, view.url = threading.local(), f"{self.url}/models/{model}/"
-        return view
-
     def log(self) -> str:
         """What it has logged so far."""
         self._log.flush()
         return os.pread(self._log.fileno(), 1 << 24, 0).decode()
 
-    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        """Send JSON, or bytes as they are."""
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.client.post(
-            path, content=content, headers={"content-type": "application/json", **named}
-        )
-
-    def answer(self, inputs: Any) -> Any:
-        """What is predicted, as soon as all of several web processes can be asked."""
-        until(lambda: all(self.predict(inputs).status_code == 200 for _ in range(10)))
-        return self.predict(inputs).json()
-
     def await_web_processes(self, number: int) -> None:
         """Block until each of so many serves; the first one is enough for an answer."""
         for each in range(number):
             until(lambda each=each: f"web process {each} is ready" in self.log())  # type: ignore[misc]
-
-    def predict(self, inputs: Any, **headers: str) -> httpx.Response:
-        return self.post("/predict", {"inputs": inputs}, **headers)
-
-    def stats(self) -> dict[str, Any]:
-        told: dict[str, Any] = self.client.get("/stats").json()
-        return told
-
-    def stats_status(self, **headers: str) -> int:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.client.get("/stats", headers=named).status_code
-
-    def ready(self) -> int:
-        """The status of /health/ready."""
-        return self.client.get("/health/ready").status_code
 
     def children(self) -> list[int]:
         """The processes that it has started and that are there."""
@@ -209,17 +231,6 @@ class Serving:
         if self.process.stdout is not None:
             self.process.stdout.close()
         self._log.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class GatedServing(Serving):

@@ -16,6 +16,8 @@ from huggingface_hub.errors import HfHubHTTPError
 
 import tiny_models
 from serve_process import Serving, until
+from served_here import ServingHere
+from service_streamer.pipelines import SteppedPipeline
 
 pytestmark = pytest.mark.xdist_group("generation-clients")
 
@@ -39,19 +41,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(folder: Path) -> Iterator[Serving]:
-    with Serving(str(folder)) as service:
+def service(folder: Path) -> Iterator[ServingHere]:
+    with ServingHere(str(folder), kind=SteppedPipeline) as service:
         yield service
 
 
 @pytest.fixture
-def client(service: Serving) -> Iterator[Any]:
+def client(service: ServingHere) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="any", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-def hub(service: Serving) -> Iterator[Any]:
+def hub(service: ServingHere) -> Iterator[Any]:
     yield huggingface_hub.InferenceClient(model=service.url)
     huggingface_hub.close_session()
 
@@ -229,7 +231,7 @@ def test_chat_may_have_an_empty_answer(client: Any) -> None:
 
 
 @pytest.mark.parametrize("depth", [300, 900, 5000, 100_000])
-def test_deeply_nested_form_is_refused(service: Serving, depth: int) -> None:
+def test_deeply_nested_form_is_refused(service: ServingHere, depth: int) -> None:
     form = b'{"type":"json_object","value":%b1%b}' % (b'{"a":' * depth, b"}" * depth)
     body = b'{"messages":[{"role":"user","content":"a"}],"response_format":%b}' % form
     assert service.post("/v1/chat/completions", body).status_code == 400
@@ -238,12 +240,12 @@ def test_deeply_nested_form_is_refused(service: Serving, depth: int) -> None:
     assert service.stats()["totals"]["restarts"] == 0
 
 
-def tokens_of(service: Serving, text: str) -> list[int]:
+def tokens_of(service: ServingHere, text: str) -> list[int]:
     tokens: list[int] = service.post("/tokenize", {"prompt": text}).json()["tokens"]
     return tokens
 
 
-def test_tokens_are_prompts(service: Serving, client: Any) -> None:
+def test_tokens_are_prompts(service: ServingHere, client: Any) -> None:
     texts = ["the sun \u00e9", "a moon"]
     tokens = [tokens_of(service, text) for text in texts]
     wanted = client.completions.create(**ASKED, prompt=texts, echo=True)
@@ -263,7 +265,7 @@ def test_tokens_are_prompts(service: Serving, client: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
-def test_log_probabilities_of_a_prompt(service: Serving, client: Any, kind: str) -> None:
+def test_log_probabilities_of_a_prompt(service: ServingHere, client: Any, kind: str) -> None:
     """As programs that compare models ask for them: each is that of the token when it is next."""
     text = "the sun \u00e9"
     tokens = tokens_of(service, text)
@@ -301,7 +303,7 @@ def test_log_probabilities_of_a_prompt(service: Serving, client: Any, kind: str)
         assert joined == getattr(told, name)
 
 
-def test_echo_without_new_tokens(service: Serving, client: Any) -> None:
+def test_echo_without_new_tokens(service: ServingHere, client: Any) -> None:
     texts = ["the sun", "a moon"]
     count = sum(len(tokens_of(service, text)) for text in texts)
     made = client.completions.create(model="any", prompt=texts, echo=True, max_tokens=0)
@@ -341,7 +343,9 @@ def test_several_prompts_stream_side_by_side(client: Any) -> None:
     assert (last.choices, last.usage) == ([], whole.usage)
 
 
-def test_places_of_all_prompts_are_free_when_their_client_has_left(service: Serving) -> None:
+def test_places_of_all_prompts_are_free_when_their_client_has_left(
+    service: ServingHere, caplog: pytest.LogCaptureFixture
+) -> None:
     most = service.client.get("/info").json()["max_tokens"] - 10
     body = {"prompt": ["the sun", "a moon", "a"], "n": 16, "max_tokens": most, "stream": True}
     before = service.stats()["totals"]["disconnected"]
@@ -353,7 +357,7 @@ def test_places_of_all_prompts_are_free_when_their_client_has_left(service: Serv
     until(lambda: service.stats()["totals"]["disconnected"] == before + 1)
     until(lambda: service.stats()["queue"]["in_flight"] == 0)
     assert service.stats()["streams"]["open"] == 0
-    assert "Traceback" not in service.log()
+    assert "Traceback" not in caplog.text
 
 
 def test_stream_ends_when_one_of_its_prompts_is_wrong(client: Any) -> None:
@@ -478,7 +482,7 @@ def test_wrong_parameter_of_hugging_faces_client_is_refused(
     assert says in str(caught.value)
 
 
-def test_schema_names_all_forms(service: Serving) -> None:
+def test_schema_names_all_forms(service: ServingHere) -> None:
     requests = service.client.get("/openapi.json").json()["components"]["schemas"]
     parameters = requests["GenerateRequest"]["properties"]["parameters"]["properties"]
     offered = parameters["grammar"]["properties"]["type"]["enum"]
@@ -498,7 +502,7 @@ def test_schema_names_all_forms(service: Serving) -> None:
     ],
 )
 def test_two_names_of_the_same_are_refused_together(
-    service: Serving, theirs: dict[str, Any], ours: dict[str, Any]
+    service: ServingHere, theirs: dict[str, Any], ours: dict[str, Any]
 ) -> None:
     answer = service.post("/generate", {"text": "a", "parameters": {**theirs, **ours}})
     [name], [other] = theirs, ours
@@ -521,7 +525,7 @@ def test_hugging_faces_chat_takes_all_parameters_together(hub: Any) -> None:
 # -- /generate, and /predict with chats
 
 
-def test_generate_in_the_form_of_text_generation_inference(service: Serving) -> None:
+def test_generate_in_the_form_of_text_generation_inference(service: ServingHere) -> None:
     parameters = {"max_new_tokens": 4, "do_sample": False}
     ours = service.post("/generate", {"text": "the sun", "parameters": parameters}).json()
     theirs = service.post("/generate", {"inputs": "the sun", "parameters": parameters}).json()
@@ -548,7 +552,7 @@ def test_generate_in_the_form_of_text_generation_inference(service: Serving) -> 
 
 
 @pytest.mark.parametrize("path", ["/predict", "/"])
-def test_chats_are_inputs(service: Serving, path: str) -> None:
+def test_chats_are_inputs(service: ServingHere, path: str) -> None:
     parameters = {"max_new_tokens": 4, "do_sample": False, "return_full_text": False}
 
     def ask(inputs: Any, **more: Any) -> Any:
@@ -587,7 +591,7 @@ def test_chats_are_inputs(service: Serving, path: str) -> None:
     ],
 )  # fmt: skip
 def test_input_that_is_neither_text_nor_chat_is_refused(
-    service: Serving, inputs: Any, param: str
+    service: ServingHere, inputs: Any, param: str
 ) -> None:
     told = service.post("/predict", {"inputs": inputs})
     assert told.status_code == 422, told.text
@@ -597,7 +601,7 @@ def test_input_that_is_neither_text_nor_chat_is_refused(
 
 @pytest.mark.long
 def test_over_redis_it_is_the_same(
-    service: Serving, folder: Path, redis_server: str, prefix: str
+    service: ServingHere, folder: Path, redis_server: str, prefix: str
 ) -> None:
     redis = ("--redis", redis_server, "--prefix", prefix)
     asked = {

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import openai
 import pytest
 
 import tiny_models
-from serve_process import Serving
+from serve_process import Client, Serving
+from served_here import served
 from service_streamer.testing import Gate
 from test_generation_errors import parrot, read
 
@@ -23,28 +23,16 @@ pytestmark = pytest.mark.xdist_group("infilling")
 LONG = "the king " * 60
 
 
-def served(name: str) -> Any:
-    """A fixture: the service of a tiny model."""
-
-    @pytest.fixture(scope="module")
-    def fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-        folder = tiny_models.build(name, tmp_path_factory.mktemp("models") / name)
-        with Serving(str(folder)) as service:
-            yield service
-
-    return fixture
-
-
 features, ranker, classifier = map(served, ("features", "cross_encoder", "classifier"))
 
 
-def asked(service: Serving, path: str, **body: Any) -> Any:
+def asked(service: Client, path: str, **body: Any) -> Any:
     response = service.post(path, body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-def refused(service: Serving, path: str, status: int, **body: Any) -> tuple[str | None, str]:
+def refused(service: Client, path: str, status: int, **body: Any) -> tuple[str | None, str]:
     """The field and the message of a refusal."""
     response = service.post(path, body)
     assert response.status_code == status, response.text
@@ -121,7 +109,7 @@ def test_streams_are_closed_when_one_of_them_cannot_be_opened(tmp_path: Path) ->
 # -- /embed, /embed_all, /similarity
 
 
-def test_embed(features: Serving) -> None:
+def test_embed(features: Client) -> None:
     [one] = asked(features, "/embed", inputs="the king")
     assert math.isclose(math.hypot(*one), 1, rel_tol=1e-5)
     openais = asked(features, "/v1/embeddings", input="the king")
@@ -138,7 +126,7 @@ def test_embed(features: Serving) -> None:
     assert cut == pytest.approx(raw[:4], abs=1e-5)
 
 
-def test_embed_takes_tokens(features: Serving) -> None:
+def test_embed_takes_tokens(features: Client) -> None:
     [tokens] = asked(features, "/tokenize", inputs="the king")
     ids = [token["id"] for token in tokens]
     [wanted] = asked(features, "/embed", inputs="the king")
@@ -148,7 +136,7 @@ def test_embed_takes_tokens(features: Serving) -> None:
     assert both[0] == pytest.approx(both[1], abs=1e-6)
 
 
-def test_truncation(features: Serving) -> None:
+def test_truncation(features: Client) -> None:
     text = "the tree " * 20 + "the king " * 20
     param, message = refused(features, "/embed", 422, inputs=text)
     assert (param, "truncate" in message) == ("inputs", True)
@@ -168,7 +156,7 @@ def test_truncation(features: Serving) -> None:
         assert found == pytest.approx(asked(features, "/embed", inputs=part)[0], abs=1e-6)
 
 
-def test_embed_all(features: Serving) -> None:
+def test_embed_all(features: Client) -> None:
     states = asked(features, "/embed_all", inputs=["the king", "a"])
     assert [len(each) for each in states] == [4, 3]
     assert states[0] == asked(features, "/predict", inputs="the king")[0]
@@ -176,7 +164,7 @@ def test_embed_all(features: Serving) -> None:
     assert len(cut) == 32
 
 
-def test_similarity(features: Serving) -> None:
+def test_similarity(features: Client) -> None:
     inputs = {"source_sentence": "the king", "sentences": ["the king", "a tree"]}
     found = asked(features, "/similarity", inputs=inputs)
     one, other = asked(features, "/embed", inputs=["the king", "a tree"])
@@ -220,7 +208,7 @@ def test_similarity(features: Serving) -> None:
     ],
 )  # fmt: skip
 def test_requests_for_features_and_tokens_are_refused_with_their_field(
-    features: Serving, path: str, body: dict[str, Any], param: str, word: str
+    features: Client, path: str, body: dict[str, Any], param: str, word: str
 ) -> None:
     found, message = refused(features, path, 422, **body)
     assert found == param
@@ -230,7 +218,7 @@ def test_requests_for_features_and_tokens_are_refused_with_their_field(
 # -- /tokenize, /decode, /detokenize
 
 
-def test_tokens_and_back(features: Serving) -> None:
+def test_tokens_and_back(features: Client) -> None:
     text = "The  king, \u00e9ternal"
     [tokens] = asked(features, "/tokenize", inputs=text)
     assert [token["special"] for token in tokens] == [True, *[False] * (len(tokens) - 2), True]
@@ -254,7 +242,7 @@ def test_tokens_and_back(features: Serving) -> None:
     assert len(long) == 122, "the model's limit is of no concern"
 
 
-def test_every_model_of_texts_has_a_tokenizer(infilling: Serving) -> None:
+def test_every_model_of_texts_has_a_tokenizer(infilling: Client) -> None:
     [tokens] = asked(infilling, "/tokenize", inputs="Happy [MASK]", add_special_tokens=False)
     assert [token["text"] for token in tokens] == ["Happy", "[MASK]"]
     [text] = asked(infilling, "/decode", ids=[token["id"] for token in tokens])
@@ -264,7 +252,7 @@ def test_every_model_of_texts_has_a_tokenizer(infilling: Serving) -> None:
 # -- /rerank
 
 
-def test_ranks(ranker: Serving) -> None:
+def test_ranks(ranker: Client) -> None:
     texts = ["a tree", "the king", "a daughter"]
     ranks = asked(ranker, "/rerank", query="the king", texts=texts)
     scores = [rank["score"] for rank in ranks]
@@ -281,7 +269,7 @@ def test_ranks(ranker: Serving) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
-def test_documents(ranker: Serving, path: str) -> None:
+def test_documents(ranker: Client, path: str) -> None:
     documents = ["a tree", {"text": "the king"}, LONG]
     body: dict[str, Any] = {"model": "any", "query": "the king", "documents": documents}
     made = asked(ranker, path, **body)
@@ -314,7 +302,7 @@ def test_documents(ranker: Serving, path: str) -> None:
     ],
 )
 def test_requests_for_ranks_are_refused_with_their_field(
-    ranker: Serving, more: dict[str, Any], status: int, param: str | None, word: str
+    ranker: Client, more: dict[str, Any], status: int, param: str | None, word: str
 ) -> None:
     found, message = refused(ranker, "/rerank", status, **{"query": "a", "texts": ["b"], **more})
     assert found == param
@@ -322,7 +310,7 @@ def test_requests_for_ranks_are_refused_with_their_field(
 
 
 def test_paths_name_the_model_that_they_need_when_the_service_has_another(
-    features: Serving, classifier: Serving
+    features: Client, classifier: Client
 ) -> None:
     for service, task in ((features, "feature-extraction"), (classifier, "text-classification")):
         for path in ("/rerank", "/v1/rerank"):
@@ -336,7 +324,7 @@ def test_paths_name_the_model_that_they_need_when_the_service_has_another(
 # -- /predict of classifiers
 
 
-def test_predictions(classifier: Serving) -> None:
+def test_predictions(classifier: Client) -> None:
     best = asked(classifier, "/predict", inputs="the king")
     assert len(best) == 1
     scored = asked(classifier, "/predict", inputs="the king", raw_scores=False)
@@ -371,7 +359,7 @@ def test_predictions(classifier: Serving) -> None:
     ],
 )
 def test_requests_for_predictions_are_refused_with_their_field(
-    classifier: Serving, body: dict[str, Any], param: str, word: str
+    classifier: Client, body: dict[str, Any], param: str, word: str
 ) -> None:
     found, message = refused(classifier, "/predict", 422, **body)
     assert found == param
@@ -381,7 +369,7 @@ def test_requests_for_predictions_are_refused_with_their_field(
 # -- /info and /health
 
 
-def test_info_and_health(features: Serving) -> None:
+def test_info_and_health(features: Client) -> None:
     info = features.client.get("/info").json()
     assert info["model_id"] == "features"
     assert (info["max_input_length"], info["auto_truncate"]) == (32, False)
@@ -391,7 +379,7 @@ def test_info_and_health(features: Serving) -> None:
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/rerank", "/v1/rerank"])
-def test_the_lines_of_the_page_of_clients(infilling: Serving, ranker: Serving, path: str) -> None:
+def test_the_lines_of_the_page_of_clients(infilling: Client, ranker: Client, path: str) -> None:
     page = (Path(__file__).parent.parent / "docs" / "clients.md").read_text()
     [body] = re.findall(rf"^curl http://127\.0\.0\.1:8000{path} -d '(.*)'$", page, re.MULTILINE)
     service = infilling if path == "/tokenize" else ranker
@@ -408,7 +396,7 @@ def test_the_lines_of_the_page_of_clients(infilling: Serving, ranker: Serving, p
 
 @pytest.mark.long
 def test_over_redis_it_is_the_same(
-    ranker: Serving, tmp_path: Path, redis_server: str, prefix: str
+    ranker: Client, tmp_path: Path, redis_server: str, prefix: str
 ) -> None:
     redis = ("--redis", redis_server, "--prefix", prefix)
     folder = str(tiny_models.build("cross_encoder", tmp_path / "cross_encoder"))

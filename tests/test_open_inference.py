@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tiny_models
 from cases import long_cases
 from command_line import error_of
-from serve_process import Serving, table
-from tensor_clients import run_client
+from serve_process import Client, Serving, table
+from served_here import ServingHere, Whole
+from service_streamer.pipelines import SteppedPipeline
+from tensor_clients import run_clients
 from test_serve_clients import fuzz
+from tiny_models import folder
 
 pytestmark = pytest.mark.xdist_group("open-inference")
 
@@ -50,13 +53,9 @@ def told(response: Any, status: int) -> str:
     return body["error"]
 
 
-@pytest.mark.parametrize("client", ["http", "http_aio"])
-def test_tritons_client(service: Serving, client: str) -> None:
-    run_client(client, service.url.removeprefix("http://"), TWICE)
-
-
-def test_bodies_may_be_compressed(service: Serving) -> None:
-    run_client("compressed", service.url.removeprefix("http://"), TWICE)
+def test_tritons_clients_and_their_compressed_bodies(service: Serving) -> None:
+    address = service.url.removeprefix("http://")
+    run_clients(*((name, address, TWICE) for name in ("http", "http_aio", "compressed")))
 
 
 def test_kserves_client_sends_the_models_name_in_the_body(service: Serving) -> None:
@@ -178,11 +177,16 @@ def test_a_model_is_described_by_its_declaration(models: Serving) -> None:
     assert "[-1, 3, -1]" in told(models.post("/v2/models/Rows/infer", wrong), 400)
 
 
-def post_array(service: Serving, model: str, shape: list[int]) -> Any:
+def post_array(service: Client, model: str, shape: list[int]) -> Any:
     """Send an array of ones as binary data."""
-    data = np.ones(shape, "f4").tobytes()
+    return post_binary(service, model, "x", shape, "FP32", np.ones(shape, "f4").tobytes())
+
+
+def post_binary(
+    service: Client, model: str, name: str, shape: list[int], datatype: str, data: bytes
+) -> Any:
     tensor = {
-        "name": "x", "shape": shape, "datatype": "FP32",
+        "name": name, "shape": shape, "datatype": datatype,
         "parameters": {"binary_data_size": len(data)},
     }  # fmt: skip
     header = json.dumps({"inputs": [tensor]}).encode()
@@ -250,9 +254,9 @@ def test_a_web_process_without_numpy_says_what_to_install(tmp_path: Path) -> Non
 
 # -- tasks
 
-#: A tiny model for each task.
-TASK_MODELS: dict[str, tuple[str | None, str]] = {
-    "fill-mask": (None, "happy birthday to [MASK]"),
+#: A tiny model for each task; "" is the shipped one.
+TASK_MODELS: dict[str, tuple[str, str]] = {
+    "fill-mask": ("", "happy birthday to [MASK]"),
     "text-classification": ("classifier", "a film"),
     "token-classification": ("tagger", "a film"),
     "feature-extraction": ("features", "a film"),
@@ -270,45 +274,40 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What to call ``serve`` with for a task. Of the module: transformers leaves a thread."""
-    built, _ = {**TASK_MODELS, **FILES}[request.param]
-    model = []
-    if built is not None:
-        model.append(str(tiny_models.build(built, tmp_path_factory.mktemp(built) / built)))
-    return [*model, "--task", request.param]
+def tiny(request: pytest.FixtureRequest) -> Iterator[ServingHere]:
+    """A service of this task. Of the module: transformers leaves a thread."""
+    model, _ = {**TASK_MODELS, **FILES}[request.param]
+    kind = SteppedPipeline if request.param in GENERATING else Whole
+    with ServingHere(str(folder(model)), "--task", request.param, kind=kind) as service:
+        yield service
 
 
-SHORT = ("fill-mask", "token-classification", "feature-extraction")
+#: Tasks whose models generate their answers.
+GENERATING = ("text-generation", "text2text-generation", "image-to-text")
 
 
-@pytest.mark.parametrize(
-    "tiny",
-    [*SHORT, *long_cases(*(task for task in TASK_MODELS if task not in SHORT))],
-    indirect=True,
-)
-def test_tasks_of_texts(tiny: list[str]) -> None:
-    task = tiny[-1]
+@pytest.mark.parametrize("tiny", TASK_MODELS, indirect=True)
+def test_tasks_of_texts(tiny: ServingHere) -> None:
+    info = tiny.client.get("/info").json()
+    name, task = info["model"], info["task"]
     _, text = TASK_MODELS[task]
     parameters = _PARAMETERS.get(task, {})
-    with Serving(*tiny) as service:
-        name = service.client.get("/info").json()["model"]
-        assert service.client.get(f"/v2/models/{name}").json()["inputs"][0]["name"] == "text"
-        body = {
-            "inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [text]}],
-            "parameters": parameters,
-        }
-        answer = service.post(f"/v2/models/{name}/infer", body).json()
-        [output] = answer["outputs"]
-        said = service.post("/predict", {"inputs": [text], "parameters": parameters}).json()
-        if task == "feature-extraction":
-            assert output["datatype"] == "FP64"
-            assert output["data"] == np.array(said).reshape(-1).tolist()
-        else:
-            assert [json.loads(each) for each in output["data"]] == said
+    assert tiny.client.get(f"/v2/models/{name}").json()["inputs"][0]["name"] == "text"
+    body = {
+        "inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [text]}],
+        "parameters": parameters,
+    }
+    answer = tiny.post(f"/v2/models/{name}/infer", body).json()
+    [output] = answer["outputs"]
+    said = tiny.post("/predict", {"inputs": [text], "parameters": parameters}).json()
+    if task == "feature-extraction":
+        assert output["datatype"] == "FP64"
+        assert output["data"] == np.array(said).reshape(-1).tolist()
+    else:
+        assert [json.loads(each) for each in output["data"]] == said
 
 
-FILES: dict[str, tuple[str | None, str]] = {
+FILES: dict[str, tuple[str, str]] = {
     "image-classification": ("pictures", "image"),
     "object-detection": ("detector", "image"),
     "image-to-text": ("captions", "image"),
@@ -317,57 +316,20 @@ FILES: dict[str, tuple[str | None, str]] = {
 }
 
 
-SHORT_FILE = "image-classification"
+@pytest.mark.parametrize("tiny", FILES, indirect=True)
+def test_tasks_of_files(tiny: ServingHere) -> None:
+    from pipeline_cases import image, saved, sound  # which import torch
 
-
-@pytest.mark.parametrize(
-    "tiny",
-    [SHORT_FILE, *long_cases(*(task for task in FILES if task != SHORT_FILE))],
-    indirect=True,
-)
-def test_tasks_of_files(tiny: list[str]) -> None:
-    _, kind = FILES[tiny[-1]]
-    file = _image() if kind == "image" else _sound()
-    with Serving(*tiny) as service:
-        name = service.client.get("/info").json()["model"]
-        data = len(file).to_bytes(4, "little") + file
-        tensor = {
-            "name": kind, "shape": [1], "datatype": "BYTES",
-            "parameters": {"binary_data_size": len(data)},
-        }  # fmt: skip
-        header = json.dumps({"inputs": [tensor]}).encode()
-        response = service.post(
-            f"/v2/models/{name}/infer",
-            header + data,
-            inference_header_content_length=str(len(header)),
-        )
-        assert response.status_code == 200, response.text
-        [output] = response.json()["outputs"]
-        said = service.client.post("/predict", content=file, headers={"content-type": f"{kind}/x"})
-        assert json.loads(output["data"][0]) == said.json()
-
-
-def _image() -> bytes:
-    import io
-
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.new("RGB", (32, 32), "red").save(file, "png")
-    return file.getvalue()
-
-
-def _sound() -> bytes:
-    import io
-    import wave
-
-    file = io.BytesIO()
-    with wave.open(file, "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(16000)
-        sound.writeframes(np.sin(np.arange(16000) / 9).astype("f4").__mul__(9999).astype("<i2"))
-    return file.getvalue()
+    info = tiny.client.get("/info").json()
+    _, kind = FILES[info["task"]]
+    file = base64.b64decode(saved(image(32, 32)) if kind == "image" else sound(16_000))
+    response = post_binary(
+        tiny, info["model"], kind, [1], "BYTES", len(file).to_bytes(4, "little") + file
+    )
+    assert response.status_code == 200, response.text
+    [output] = response.json()["outputs"]
+    said = tiny.client.post("/predict", content=file, headers={"content-type": f"{kind}/x"})
+    assert json.loads(output["data"][0]) == said.json()
 
 
 def test_every_task_is_tried() -> None:

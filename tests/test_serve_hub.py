@@ -22,27 +22,19 @@ from PIL import Image
 
 import served_models
 import tiny_models
-from serve_process import Serving
+from serve_process import Client
+from served_here import ServingHere, served
+from service_streamer.pipelines import SteppedPipeline
 from web_application import WebApplication
 
 pytestmark = pytest.mark.xdist_group("infilling")
 
 
-def served(name: str, *arguments: str) -> Any:
-    """A fixture: the service of a tiny model."""
-
-    @pytest.fixture(scope="module")
-    def fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-        folder = tiny_models.build(name, tmp_path_factory.mktemp("models") / name)
-        with Serving(str(folder), *arguments) as service:
-            yield service
-
-    return fixture
-
-
-classifier, tagger, features, gpt2 = map(served, ("classifier", "tagger", "features", "gpt2"))
+classifier, tagger, features = map(served, ("classifier", "tagger", "features"))
 pictures, detector, sounds, speech = map(served, ("pictures", "detector", "sounds", "speech"))
-t5, captions, whisper = map(served, ("t5", "captions", "whisper"))
+gpt2, t5, captions, whisper = (
+    served(name, kind=SteppedPipeline) for name in ("gpt2", "t5", "captions", "whisper")
+)
 entailment = served("entailment", "--task", "zero-shot-classification")
 
 
@@ -64,7 +56,7 @@ def post(own: WebApplication, path: str, **sent: Any) -> httpx.Response:
     return own.run(own.client.post(path, **sent))
 
 
-def client(service: Serving, **options: Any) -> InferenceClient:
+def client(service: Client, **options: Any) -> InferenceClient:
     return InferenceClient(model=service.url, **options)
 
 
@@ -86,13 +78,12 @@ def wav(rate: int) -> bytes:
 # -- InferenceClient
 
 
-def test_fill_mask(infilling: Serving) -> None:
+def test_fill_mask(infilling: Client) -> None:
     words = client(infilling).fill_mask("Happy birthday to [MASK].", top_k=2)
     assert [words[0].token_str, len(words)] == ["you", 2]
 
 
-@pytest.mark.long
-def test_text_classification(classifier: Serving) -> None:
+def test_text_classification(classifier: Client) -> None:
     labels = client(classifier).text_classification("the quick brown fox", top_k=2)
     assert len(labels) == 2
     assert labels[0].score >= labels[1].score
@@ -102,7 +93,7 @@ def test_text_classification(classifier: Serving) -> None:
     assert [len(each) for each in several] == [1, 1]
 
 
-def test_translation_and_summarization(t5: Serving) -> None:
+def test_translation_and_summarization(t5: Client) -> None:
     [made] = t5.post("/", {"inputs": "the fox"}).json()
     assert made["generated_text"]
     assert client(t5).translation("the fox").translation_text == made["generated_text"]
@@ -111,16 +102,14 @@ def test_translation_and_summarization(t5: Serving) -> None:
         client(t5).translation("the fox", src_lang="en", tgt_lang="fr")
 
 
-@pytest.mark.long
-def test_token_classification(tagger: Serving) -> None:
+def test_token_classification(tagger: Client) -> None:
     found = client(tagger).token_classification(
         "the king lived there", aggregation_strategy="simple"
     )
     assert all({"word", "score", "start", "end"} <= each.keys() for each in found)
 
 
-@pytest.mark.long
-def test_feature_extraction(features: Serving) -> None:
+def test_feature_extraction(features: Client) -> None:
     found = client(features).feature_extraction("the king")
     assert (found.ndim, found.shape[0], found.dtype) == (3, 1, np.float32)
     long = "the king " * 100
@@ -147,20 +136,18 @@ def test_feature_extraction(features: Serving) -> None:
             client(features).feature_extraction("the king", **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.long
-def test_sentence_similarity(features: Serving) -> None:
+def test_sentence_similarity(features: Client) -> None:
     same, other = client(features).sentence_similarity("the king", ["the king", "a tree"])
     assert same == pytest.approx(1, abs=1e-5)
     assert -1 <= other < 0.999
 
 
-@pytest.mark.long
 def test_embeddings_that_a_model_does_not_have(tmp_path: Path) -> None:
     """Its files name a part that is not supported, so the vectors would be others."""
     folder = tiny_models.build("features", tmp_path / "features")
     modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Pooling", "Dense")]
     (folder / "modules.json").write_text(json.dumps(modules))
-    with Serving(str(folder)) as service:
+    with ServingHere(str(folder)) as service:
         assert client(service).feature_extraction("the king").ndim == 3
         with pytest.raises(HfHubHTTPError, match="normalize: is not supported: this model has no"):
             client(service).feature_extraction("the king", normalize=True)
@@ -168,8 +155,7 @@ def test_embeddings_that_a_model_does_not_have(tmp_path: Path) -> None:
             client(service).sentence_similarity("the king", ["a tree"])
 
 
-@pytest.mark.long
-def test_text_generation(gpt2: Serving) -> None:
+def test_text_generation(gpt2: Client) -> None:
     asked = client(gpt2)
     text = asked.text_generation("the sun", max_new_tokens=3, do_sample=False)
     whole = asked.text_generation(
@@ -188,16 +174,14 @@ def test_text_generation(gpt2: Serving) -> None:
     assert last.details.generated_tokens <= 3
 
 
-@pytest.mark.long
-def test_zero_shot_classification(entailment: Serving) -> None:
+def test_zero_shot_classification(entailment: Client) -> None:
     labels = client(entailment).zero_shot_classification(
         "the match ended", ["sports", "politics"], multi_label=True
     )
     assert {each.label for each in labels} == {"sports", "politics"}
 
 
-@pytest.mark.long
-def test_images(pictures: Serving, tmp_path: Path) -> None:
+def test_images(pictures: Client, tmp_path: Path) -> None:
     (tmp_path / "red.png").write_bytes(png())
     asked = client(pictures)
     first = asked.image_classification(png())
@@ -210,8 +194,7 @@ def base64_of(content: bytes) -> dict[str, str]:
     return {"inputs": base64.b64encode(content).decode()}
 
 
-@pytest.mark.long
-def test_sounds(sounds: Serving) -> None:
+def test_sounds(sounds: Client) -> None:
     content = wav(16000)
     first = client(sounds).audio_classification(content)
     assert [each.label for each in first] == [
@@ -219,8 +202,7 @@ def test_sounds(sounds: Serving) -> None:
     ]
 
 
-@pytest.mark.long
-def test_objects_and_speech(detector: Serving, speech: Serving) -> None:
+def test_objects_and_speech(detector: Client, speech: Client) -> None:
     found = client(detector).object_detection(png(), threshold=0.0)
     assert all(each.box.xmax >= each.box.xmin for each in found)
     rate = 16000
@@ -228,20 +210,18 @@ def test_objects_and_speech(detector: Serving, speech: Serving) -> None:
     assert said.text == speech.post("/predict", base64_of(wav(rate))).json()["text"]
 
 
-@pytest.mark.long
-def test_image_to_text(captions: Serving) -> None:
+def test_image_to_text(captions: Client) -> None:
     made = client(captions).image_to_text(png())
     [wanted] = captions.post("/predict", base64_of(png())).json()
     assert made.generated_text == wanted["generated_text"]
 
 
-@pytest.mark.long
-def test_whisper(whisper: Serving) -> None:
+def test_whisper(whisper: Client) -> None:
     said = client(whisper).automatic_speech_recognition(wav(16000))
     assert said.text == whisper.post("/predict", base64_of(wav(16000))).json()["text"]
 
 
-def test_health_and_info(infilling: Serving) -> None:
+def test_health_and_info(infilling: Client) -> None:
     asked = client(infilling, provider="hf-inference")
     assert asked.health_check()
     info = asked.get_endpoint_info()
@@ -266,7 +246,7 @@ TABLE = {"name": ["a", "b"], "size": ["1", "2"]}
     ],
 )  # fmt: skip
 def test_tasks_that_the_model_does_not_have(
-    infilling: Serving, method: str, arguments: dict[str, Any], says: str
+    infilling: Client, method: str, arguments: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(HfHubHTTPError) as caught:
         getattr(client(infilling), method)(**arguments)
@@ -292,9 +272,8 @@ def test_a_file_is_the_input(own: WebApplication, path: str, kind: str) -> None:
     assert response.json() == "bytes b'{\"\\xff'"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "image/png"])
-def test_an_image_without_a_fitting_type(pictures: Serving, kind: str | None) -> None:
+def test_an_image_without_a_fitting_type(pictures: Client, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}
     response = pictures.client.post("/predict", content=png(), headers=headers)
     assert response.status_code == 200, response.text
@@ -304,8 +283,7 @@ def test_an_image_without_a_fitting_type(pictures: Serving, kind: str | None) ->
     assert as_json.json() == response.json()
 
 
-@pytest.mark.long
-def test_a_form_with_files(pictures: Serving) -> None:
+def test_a_form_with_files(pictures: Client) -> None:
     alone = pictures.post("/predict", base64_of(png())).json()
     one = pictures.client.post("/predict", files={"file": ("a.png", png(), "image/png")})
     assert one.json() == alone
@@ -318,7 +296,7 @@ def test_a_form_with_files(pictures: Serving) -> None:
     assert first["label"] == alone[0]["label"]
 
 
-def test_a_form_with_texts(infilling: Serving) -> None:
+def test_a_form_with_texts(infilling: Client) -> None:
     text = "Happy birthday to [MASK]."
     fields = {"inputs": (None, text), "parameters": (None, '{"top_k": 1}')}
     assert infilling.client.post("/predict", files=fields).json()[0]["token_str"] == "you"
@@ -365,7 +343,7 @@ def test_more_files_than_may_wait(own: WebApplication) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (413, "too_many_inputs")
 
 
-def test_a_model_of_texts_takes_no_files(infilling: Serving) -> None:
+def test_a_model_of_texts_takes_no_files(infilling: Client) -> None:
     response = infilling.client.post(
         "/predict", content=png(), headers={"content-type": "image/png"}
     )
@@ -373,8 +351,7 @@ def test_a_model_of_texts_takes_no_files(infilling: Serving) -> None:
     assert "this model takes text" in response.json()["error"]["message"]
 
 
-@pytest.mark.long
-def test_a_file_that_is_none_of_an_image(pictures: Serving) -> None:
+def test_a_file_that_is_none_of_an_image(pictures: Client) -> None:
     response = pictures.client.post(
         "/", content=b"\x89PNG broken", headers={"content-type": "image/png"}
     )

@@ -7,7 +7,9 @@ should not have changed is seen.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,17 @@ def build(name: str, folder: Path) -> Path:
         torch.manual_seed(0)
         MODELS[name](folder)
     return folder
+
+
+@cache
+def _root() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="tiny-models-")
+
+
+@cache
+def folder(name: str) -> Path:
+    """The folder of a tiny model, which nothing may change; "" is the shipped one."""
+    return build(name, Path(_root().name) / name) if name else DEFAULT_MODEL
 
 
 def _model(function: Callable[[Path], None]) -> Callable[[Path], None]:
