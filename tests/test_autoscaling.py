@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import models
+import service_streamer.supervision.autoscaling as autoscaling
+import service_streamer.workers.transport as events
 from adapters.simulated_step import MODELS, Stepped, stepped
 from cases import long_cases
 from conftest import await_that
@@ -26,11 +28,9 @@ from service_streamer.observe.record import Call
 from service_streamer.options.table import RedisWorkerOptions, StreamerOptions
 from service_streamer.serve.cli.main import main
 from service_streamer.simulate import ClosedLoop, CostModel, Phases, Poisson, simulate
-from service_streamer.supervision import autoscaling
 from service_streamer.supervision.autoscaling import Autoscaling, Load
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.testing import Gate, ManualClock, StubTransport
-from service_streamer.workers import transport as events
 from service_streamer.workers.protocol import Failure
 from test_explaining import about
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+import service_streamer.supervision.health as health
 from cases import long_cases
 from service_streamer import Streamer, ThreadedStreamer
 from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from service_streamer.options.table import FaultOptions
 from service_streamer.serve.cli.main import main
-from service_streamer.supervision import health
 from service_streamer.supervision.health import WARM, BatchBound
 from service_streamer.testing import Gate
 from test_engine import Setup

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from service_streamer.engine import backend
+import service_streamer.engine.backend as backend
 from service_streamer.engine.backend import Mailbox
 
 

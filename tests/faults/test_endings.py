@@ -13,8 +13,8 @@ import pytest
 from fault_processes import running
 
 import models
+import service_streamer.engine.at_exit as at_exit
 from service_streamer import ModelError, Streamer, StreamerClosed
-from service_streamer.engine import at_exit
 from service_streamer.workers.protocol import Failure, summary
 
 # -- Ctrl-C
@@ -99,7 +99,7 @@ def test_daemon_threads_that_wait_at_the_exit_print_no_tracebacks(
     source = f"""
         import threading
         from service_streamer import {kind}
-        from service_streamer.engine import at_exit
+        import service_streamer.engine.at_exit as at_exit
         from stream_models import Countdown
 
         def read():
@@ -164,7 +164,7 @@ def test_who_waits_for_workers_at_the_exit_holds_up_nothing(tmp_path: Path) -> N
         atexit.register(lambda: print(streamer.stats().state))  # runs after ours
 
         from service_streamer import ManagedModel, Streamer, StreamerClosed
-        from service_streamer.engine import at_exit
+        import service_streamer.engine.at_exit as at_exit
 
         class Loads(ManagedModel):
             def init_model(self):
@@ -196,7 +196,7 @@ def test_nor_do_those_that_wait_for_hosts_beyond_redis(
     source = f"""
         import threading
         from service_streamer import RedisStreamer
-        from service_streamer.engine import at_exit
+        import service_streamer.engine.at_exit as at_exit
 
         if __name__ == "__main__":
             at_exit.LONGEST_EXIT = 3600.0

@@ -16,6 +16,7 @@ from fault_models import AwayOnce, Exclusive, GatedLater
 from redis_processes import until
 
 import models
+import service_streamer.engine.loop as loop
 from serve_process import Serving
 from service_streamer import (
     ManagedModel,
@@ -25,7 +26,6 @@ from service_streamer import (
     StreamerBroken,
     WorkerStartError,
 )
-from service_streamer.engine import loop
 from service_streamer.supervision.supervisor import RestartPolicy
 from service_streamer.testing import Gate
 
