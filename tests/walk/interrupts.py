@@ -108,7 +108,8 @@ def interrupted_at(place: int) -> Iterator[None]:
 def interrupts(rng: random.Random, most: float) -> Iterator[None]:
     """Raise ``Interrupted`` once, within ``most`` seconds, unless the block ends before that.
 
-    For the main thread. The timer of the tests' alarm goes on afterwards.
+    For the main thread. The alarm of the tests, which uses the same signal, is set again as soon as
+    the exception is raised: what hangs after it is found.
     """
     is_armed = True
 
@@ -118,12 +119,21 @@ def interrupts(rng: random.Random, most: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 1e-5)  # soon after it
         elif is_armed:
             is_armed = False
+            set_back()
             raise Interrupted
 
+    def set_back() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining:
+            spent = time.monotonic() - began
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, remaining - spent), interval)
+
     hook = sys.unraisablehook
-    handler = signal.signal(signal.SIGALRM, handle)
     began = time.monotonic()
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, most))
+    remaining, interval = signal.getitimer(signal.ITIMER_REAL)
+    handler = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, most))
     try:
         try:
             with _quiet():
@@ -132,8 +142,4 @@ def interrupts(rng: random.Random, most: float) -> Iterator[None]:
             is_armed = False  # a late one does nothing
     finally:
         sys.unraisablehook = hook  # if it came while that was set
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if remaining:
-            spent = time.monotonic() - began
-            signal.setitimer(signal.ITIMER_REAL, max(0.001, remaining - spent), interval)
+        set_back()
