@@ -101,12 +101,10 @@ def run(
     **options: Any,
 ) -> None:
     """Have a worker serve the channel until that is empty."""
-    gc.freeze()  # after each lack of memory it collects garbage, and the tests' own is large
-    try:
-        with mock.patch.object(time, "monotonic", clock or time.monotonic):
-            serve(channel, model, **options)
-    finally:
-        gc.unfreeze()
+    clocked = mock.patch.object(time, "monotonic", clock or time.monotonic)
+    # A worker freezes what it has loaded. Here that would be the garbage of the tests as well.
+    with clocked, mock.patch.object(gc, "freeze"):
+        serve(channel, model, **options)
 
 
 def loaded(model: Any, *args: Any, **options: Any) -> LoadedModel:
