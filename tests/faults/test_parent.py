@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -221,26 +221,3 @@ def test_hundreds_of_submits_that_end_too_late_leave_nothing(
         stats = occupied.stats()
         assert (stats.pending, stats.expired) == (0, 300)
         del futures
-
-
-@pytest.mark.long
-def test_a_thousand_cancelled_futures_leave_nothing(occupied: Streamer | ThreadedStreamer) -> None:
-    with nothing_new():
-        futures = [occupied.submit([Payload()]) for _ in range(1_000)]
-        assert all(future.cancel() for future in futures)
-        stats = occupied.stats()
-        assert (stats.pending, stats.cancelled) == (0, 1_000)
-        del futures
-
-
-@pytest.mark.long
-def test_a_thousand_results_that_nobody_asks_for_leave_nothing(
-    kind: str, build: Callable[..., Any]
-) -> None:
-    streamer = build(models.echo)
-    with nothing_new():
-        futures = [streamer.submit([Payload()]) for _ in range(1_000)]
-        concurrent.futures.wait(futures)
-        del futures
-    stats = streamer.stats()
-    assert (stats.pending, stats.expired) == (0, 0)
