@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from fault_processes import GONE, Watch, running
-from node_models import Noting, SlowToLoad
+from node_models import Noting
 
 from conftest import PATIENCE, await_that
 from service_streamer import (
@@ -238,32 +238,6 @@ def test_a_lost_worker_has_the_words_of_ray_as_its_cause(
         assert "The actor is dead because" in str(lost.value.__cause__)
 
 
-@pytest.mark.long
-def test_without_retries_nothing_is_computed_twice(
-    build: Callable[..., RayStreamer], notes: Path
-) -> None:
-    streamer = build(retry=False)
-    with Callers(streamer) as callers:
-        for _ in range(2):
-            kill(max(pids(notes)))
-            callers.await_more(50)
-            await_workers(streamer, 2)
-    assert {type(error) for error in callers.errors.values()} <= {WorkerLost}
-    # Each call has its item twice; a worker may be killed between the two.
-    assert set(counts(notes).values()) <= {1, 2}
-
-
-@pytest.mark.long
-def test_only_the_item_fails_that_kills_its_workers(build: Callable[..., RayStreamer]) -> None:
-    streamer = build(max_latency=0.1)
-    with Callers(streamer) as callers:
-        poisoned = streamer.submit(["die"])
-        with pytest.raises(WorkerLost, match="its process died"):
-            poisoned.result()
-        callers.await_more(50)
-    assert callers.errors == {}
-
-
 def test_a_worker_that_hangs_is_ended_with_its_stacks(
     build: Callable[..., RayStreamer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,34 +276,6 @@ def test_a_lost_node_loses_no_call_and_the_next_one_is_used(
         await_workers(streamer, 2)
         callers.await_more(100)
     assert callers.errors == {}
-
-
-@pytest.mark.long
-def test_a_node_that_is_removed_loses_no_call(
-    build: Callable[..., RayStreamer], cluster: Any
-) -> None:
-    streamer = build()
-    with Callers(streamer) as callers:
-        cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=True)
-        await_that(lambda: ready(streamer) < 2)
-        callers.await_more(100)
-        cluster.add_node(**NODE)
-        await_workers(streamer, 2)
-    assert callers.errors == {}
-
-
-@pytest.mark.long
-def test_a_node_is_lost_while_its_worker_loads(
-    build: Callable[..., RayStreamer], cluster: Any, notes: Path, gate: Gate
-) -> None:
-    streamer = build(SlowToLoad, gate, wait_for_worker_ready=False)
-    call = streamer.submit([4])
-    await_that(lambda: len(pids(notes)) == 2)
-    cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
-    gate.let_through(10)
-    assert call.result() == [8]
-    cluster.add_node(**NODE)
-    await_workers(streamer, 2)
 
 
 @pytest.mark.long
