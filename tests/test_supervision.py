@@ -73,6 +73,13 @@ def test_all_are_started_and_nothing_is_due_then() -> None:
     assert walk.told() == []
 
 
+def test_a_crashed_worker_is_started_again_at_once_in_its_place() -> None:
+    walk = Walk(2)
+    assert walk.lose(1)
+    assert walk.told() == ["start 2 at 1"]
+    assert walk.supervisor.restarts == 1
+
+
 def test_pauses_double_while_workers_die_without_having_done_anything() -> None:
     walk = Walk(max_restarts=9)
     pauses = []
@@ -119,6 +126,17 @@ def test_a_worker_that_says_it_cannot_load_is_not_tried_again() -> None:
     assert not walk.supervisor.is_starting
     walk.lose(0)
     assert not walk.supervisor.is_broken
+
+
+def test_one_that_dies_while_loading_is_tried_three_times() -> None:
+    walk = Walk(ready=False)
+    walk.lose(0, Loss.DIED_STARTING)
+    walk.lose(1, Loss.DIED_STARTING)
+    walk.pass_time()
+    assert not walk.supervisor.failed
+    walk.lose(2, Loss.DIED_STARTING)
+    assert walk.supervisor.is_broken
+    assert not walk.supervisor.was_served
 
 
 # -- replacing
@@ -178,6 +196,33 @@ def test_renewal_goes_on_beside_one_that_waits_for_its_place() -> None:
     assert not walk.supervisor.is_renewed(generation), "it loads now"
     walk.ready(1)
     assert walk.told() == ["retire 0"], "it is new, and stays"
+    assert walk.supervisor.is_renewed(generation)
+
+
+def test_the_place_that_a_renewal_leaves_may_go_to_one_that_waited() -> None:
+    walk = Walk(3, ready=False)
+    for slot in (0, 1):
+        walk.ready(slot)
+    waiting(walk, 2)
+    generation = walk.supervisor.renew(overlap=False)
+    walk.obey()
+    walk.supervisor.vacant(0)
+    walk.lose(0)
+    assert walk.told()[3:] == ["retire 0", "start 3 at 0"]
+    waiting(walk, 2, has_place=True)
+    waiting(walk, 3)
+    assert walk.told() == [], "never two fewer"
+    assert not walk.supervisor.is_renewed(generation)
+    walk.ready(2)
+    assert walk.told() == ["retire 1"]
+    walk.supervisor.vacant(1)
+    walk.lose(1)
+    assert walk.told() == ["start 4 at 1"]
+    walk.ready(4)
+    assert walk.told() == ["retire 2"], "it may have loaded before the renewal"
+    walk.supervisor.vacant(2)
+    walk.lose(2)
+    walk.ready(5)
     assert walk.supervisor.is_renewed(generation)
 
 
