@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from cases import long_cases
-
 TESTS = Path(__file__).parent
 
 MODEL = """
@@ -74,32 +72,22 @@ def arguments_for(way: str, folder: Path, program: str) -> tuple[list[str], str 
 BY_VALUE = ["python -c", "python <", "an archive", "python -m package"]
 BY_NAME = ["python -m package.module", "a script"]
 
-
 WITHOUT = "import sys; sys.modules['cloudpickle'] = None\n"
 
 
 @pytest.mark.parametrize(
-    ("way", "has_cloudpickle"),
+    ("way", "method", "head"),
     [
-        *((way, True) for way in (*BY_VALUE, "a profiler")),
-        *((way, False) for way in BY_NAME),
+        *((way, "spawn", "") for way in (*BY_VALUE, "a profiler")),
+        *((way, "spawn", WITHOUT) for way in BY_NAME),
+        ("python <", "fork", ""),
+        pytest.param("python <", "forkserver", "", marks=pytest.mark.long),
     ],
 )
 def test_a_model_of_the_main_module_is_served(
-    way: str, has_cloudpickle: bool, tmp_path: Path
+    way: str, method: str, head: str, tmp_path: Path
 ) -> None:
-    text = MODEL if has_cloudpickle else WITHOUT + MODEL
-    arguments, program = arguments_for(way, tmp_path, text)
-    done = run(tmp_path, *arguments, program=program)
-    assert (done.stdout, done.stderr) == ("[2, 4]\n", "")
-
-
-@pytest.mark.parametrize("method", ["fork", *long_cases("forkserver")])
-@pytest.mark.parametrize("way", ["python <", *long_cases("python -c", "python -m package")])
-def test_a_model_of_the_main_module_is_served_with_other_start_methods(
-    way: str, method: str, tmp_path: Path
-) -> None:
-    text = MODEL.replace('"spawn"', repr(method))
+    text = head + MODEL.replace('"spawn"', repr(method))
     arguments, program = arguments_for(way, tmp_path, text)
     done = run(tmp_path, *arguments, program=program)
     assert (done.stdout, done.stderr) == ("[2, 4]\n", "")
@@ -112,17 +100,6 @@ def test_the_error_says_what_to_do_without_cloudpickle(way: str, tmp_path: Path)
     last = done.stderr.splitlines()[-1]
     for word in ("NotImportable: Doubler", "pip install cloudpickle"):
         assert word in last
-
-
-def test_a_model_of_a_module_needs_no_cloudpickle(tmp_path: Path) -> None:
-    program = WITHOUT + textwrap.dedent("""
-        import models
-        from service_streamer import Streamer
-        with Streamer(models.double, worker_timeout=None) as streamer:
-            print(streamer.predict([1]))
-    """)
-    done = run(tmp_path, program=program)
-    assert (done.stdout, done.stderr) == ("[2]\n", "")
 
 
 def test_an_item_that_cannot_go_by_value_says_what_to_do_and_fails_alone(tmp_path: Path) -> None:

@@ -79,8 +79,11 @@ def test_a_model_that_was_served_is_never_given_up(weights: Path) -> None:
         weights.unlink()
         os.kill(pid, signal.SIGKILL)
         until(lambda: streamer.stats().state == "broken")
-        with pytest.raises(StreamerBroken):
-            streamer.predict([None])
+        for call in (streamer.predict, streamer.submit):
+            with pytest.raises(StreamerBroken, match="no worker is left") as caught:
+                call([None])
+            assert isinstance(caught.value.__cause__, WorkerStartError)
+            assert "FileNotFoundError" in str(caught.value.__cause__)
         weights.touch()
         until(lambda: streamer.stats().state == "running")
         assert streamer.predict([None]) != [pid]

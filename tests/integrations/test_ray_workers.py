@@ -183,28 +183,28 @@ def test_a_device_that_fails_is_the_reason_of_the_end(
     assert len(stub.actors) == 2
 
 
-@pytest.mark.parametrize("nonsense", [b"nonsense", pickle.dumps((0.0, (4, "no such kind")))])
+def with_one_more(answer: bytes) -> bytes:
+    said, report = pickle.loads(answer)
+    [outputs] = (part for part in report if isinstance(part, list))
+    outputs.append(outputs[0])
+    return pickle.dumps((said, report))
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "why"),
+    [
+        (lambda answer: b"nonsense", "broke the protocol"),
+        (lambda answer: pickle.dumps((0.0, (4, "no such kind"))), "broke the protocol"),
+        (with_one_more, "a batch of 1 with 2 results"),
+    ],
+    ids=["no message", "no kind of message", "a result too many"],
+)
 def test_a_worker_that_answers_nonsense_is_ended(
-    build: Build, stub: RayStub, nonsense: bytes
+    build: Build, stub: RayStub, nonsense: Callable[[bytes], bytes], why: str
 ) -> None:
-    stub.changes["compute"].append(lambda actor, answer: nonsense)
+    stub.changes["compute"].append(lambda actor, answer: nonsense(answer))
     streamer = build(models.double, retry=False)
-    with pytest.raises(WorkerLost, match="broke the protocol"):
-        streamer.predict([1])
-    assert stub.actors[0].kills > 0
-    assert streamer.predict([2]) == [4]
-
-
-def test_a_worker_that_answers_with_a_result_too_many_is_ended(build: Build, stub: RayStub) -> None:
-    def with_one_more(actor: StubActor, answer: bytes) -> bytes:
-        said, report = pickle.loads(answer)
-        [outputs] = (part for part in report if isinstance(part, list))
-        outputs.append(outputs[0])
-        return pickle.dumps((said, report))
-
-    stub.changes["compute"].append(with_one_more)
-    streamer = build(models.double, retry=False)
-    with pytest.raises(WorkerLost, match="a batch of 1 with 2 results"):
+    with pytest.raises(WorkerLost, match=why):
         streamer.predict([1])
     assert stub.actors[0].kills > 0
     assert streamer.predict([2]) == [4]
@@ -246,17 +246,6 @@ def test_a_worker_answers_what_it_has_before_it_ends(
     stub.actors[0].end()
     gate.let_through()
     assert future.result() == [1]
-
-
-def test_a_call_whose_answer_was_lost_goes_with_its_worker(build: Build, stub: RayStub) -> None:
-    """Whether it was computed nobody knows."""
-    unavailable = error_of_ray("ActorUnavailableError", "Socket closed")
-    stub.changes["compute"].append(raises(unavailable))
-    streamer = build(models.double, retry=False)
-    with pytest.raises(WorkerLost, match="it cannot be reached"):
-        streamer.predict([1])
-    assert stub.actors[0].kills > 0
-    assert streamer.predict([2]) == [4]
 
 
 @pytest.mark.parametrize("kind", ["ObjectStoreFullError", "OutOfDiskError"])
