@@ -21,6 +21,8 @@ from service_streamer.workers.visibility import Gpu, Inventory, places, sharers,
 
 GB = 1 << 30
 
+Load = Callable[[CudaMemory], CudaMemory]
+
 
 # -- growing segments
 
@@ -106,7 +108,7 @@ def test_workers_that_share_a_gpu_are_counted(
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudaMemory], CudaMemory]:
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Load:
     def load(cuda: CudaMemory) -> CudaMemory:
         monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
         return cuda
@@ -115,9 +117,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudaMemory], CudaMemory
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_the_limit_waits_for_a_context(
-    loaded: Callable[[CudaMemory], CudaMemory], is_old: bool
-) -> None:
+def test_the_limit_waits_for_a_context(loaded: Load, is_old: bool) -> None:
     cuda = loaded(CudaMemory(is_old=is_old, count=2))
     assert limit_device_memory((2, 4))
     assert not cuda.is_initialized()
@@ -126,9 +126,7 @@ def test_the_limit_waits_for_a_context(
     assert cuda.current == 0
 
 
-def test_a_context_of_the_model_s_is_limited_at_once(
-    loaded: Callable[[CudaMemory], CudaMemory],
-) -> None:
+def test_a_context_of_the_model_s_is_limited_at_once(loaded: Load) -> None:
     cuda = loaded(CudaMemory())
     cuda.initialize()
     assert limit_device_memory((2,))
@@ -136,9 +134,7 @@ def test_a_context_of_the_model_s_is_limited_at_once(
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_a_limit_of_the_user_s_stays(
-    loaded: Callable[[CudaMemory], CudaMemory], is_old: bool
-) -> None:
+def test_a_limit_of_the_user_s_stays(loaded: Load, is_old: bool) -> None:
     cuda = loaded(CudaMemory(is_old=is_old))
     cuda.set_per_process_memory_fraction(0.9)  # at the import of the model's module
     limit_device_memory((2,))
@@ -149,7 +145,7 @@ def test_a_limit_of_the_user_s_stays(
     assert cuda.limits == {0: 1.0}
 
 
-def test_a_single_worker_has_no_limit(loaded: Callable[[CudaMemory], CudaMemory]) -> None:
+def test_a_single_worker_has_no_limit(loaded: Load) -> None:
     cuda = loaded(CudaMemory())
     assert limit_device_memory((1,))
     assert limit_device_memory(())
@@ -162,9 +158,7 @@ def test_memory_is_not_limited_without_torch(monkeypatch: pytest.MonkeyPatch) ->
     assert sys.modules["torch"] is None
 
 
-def test_a_gpu_that_fails_does_not_fail_the_start(
-    loaded: Callable[[CudaMemory], CudaMemory],
-) -> None:
+def test_a_gpu_that_fails_does_not_fail_the_start(loaded: Load) -> None:
     cuda = loaded(CudaMemory())
     cuda.get_device_properties = lambda _: 1 / 0  # type: ignore[assignment]
     limit_device_memory((2,))

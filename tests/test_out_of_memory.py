@@ -248,15 +248,6 @@ def test_a_device_without_any_room_fails_each_item_and_is_tried_again() -> None:
     assert device.sizes(16, 16) == [16]
 
 
-def test_the_limit_is_learned_where_nothing_may_run_twice() -> None:
-    device = Device(20, may_rerun=False)
-    assert device.sizes(64) == [-64]
-    assert device.sizes(64) == [-32, 16, 16]
-    assert device.sizes(64) == [16] * 4
-    assert device.sizes(3, 0) == [-3]
-    assert device.limit == 2
-
-
 def halvings(size: int) -> int:
     return math.ceil(math.log2(size)) + 1
 
@@ -299,38 +290,6 @@ def test_every_batch_is_done_in_few_runs_while_the_room_changes(
                 full = 0
             elif run.size == run.limit and full is not None:
                 full += 1
-
-
-@ANY_TIME
-@given(batches=st.lists(st.integers(1, 300), min_size=1, max_size=60), room=st.integers(1, 300))
-def test_a_room_that_stays_is_found_once(batches: list[int], room: int) -> None:
-    device = Device(room)
-    runs = [run for size in batches for run in device.compute(size)]
-    probes = sum(run.size > run.limit > 0 for run in runs)
-    failed = sum(not run.fitted for run in runs)
-    assert failed <= halvings(max(batches)) - 1 + probes
-    assert probes <= len(runs) // FIRST_INTERVAL
-    assert device.limit <= room
-
-
-@ANY_TIME
-@given(
-    size=st.integers(1, 200),
-    room=st.integers(1, 200),
-    huge=st.sets(st.integers(0, 199), max_size=8),
-    before=st.integers(1, 200),
-)
-def test_huge_items_fail_alone_at_the_cost_of_a_search_each(
-    size: int, room: int, huge: set[int], before: int
-) -> None:
-    device = Device(before)
-    device.compute(200)
-    runs = device.compute(size, room, huge)
-    alone = {run.start for run in runs if run.size == 1 and not run.fitted}
-    assert alone == {position for position in huge if position < size}
-    fitted = sum(run.fitted for run in runs)
-    bound = (len(alone) + 1) * halvings(size) + fitted // FIRST_INTERVAL
-    assert len(runs) - fitted <= bound
 
 
 # -- the limit in costs
@@ -663,18 +622,6 @@ class Fits(ManagedModel):
         return [2 * item for item in batch]
 
 
-def test_results_come_together_again_in_order() -> None:
-    model = loaded(Fits, 10)
-    batches = [[1, 2], list(range(64)), list(range(20))]
-    first, second, third = served(model, *batches)
-    assert (first.outputs, first.ceiling) == ([2, 4], 0)
-    assert (second.outputs, second.ceiling) == ([2 * i for i in range(64)], 8)
-    assert (third.outputs, third.ceiling) == ([2 * i for i in range(20)], 8)
-    seen = model_of(model).batches
-    assert [len(batch) for batch in seen] == [2, 64, 32, 16, *[8] * 8, 8, 8, 4]
-    assert seen[0] is batches[0], "without an error the model gets the very list"
-
-
 def test_an_item_that_is_too_large_fails_alone_with_its_own_error() -> None:
     missing = SimpleNamespace()
     (report,) = served(loaded(Fits, 10), [1, "huge", 4, "huge", 6], failures={0: missing})
@@ -840,13 +787,6 @@ def test_the_tensors_of_a_run_are_gone_before_the_cache_is_emptied(
 # -- with real workers
 
 Build = Callable[..., Any]
-
-
-def test_a_batch_that_is_too_large_is_answered_all_the_same(build: Build) -> None:
-    streamer = build(models.Fitting, batch_size=64)
-    for first_run in (4, 12):
-        results = streamer.predict(list(range(64)))
-        assert results == [(i, first_run + i // 8, 8) for i in range(64)]
 
 
 def test_callers_are_not_failed_by_an_item_that_is_too_large(build: Build) -> None:

@@ -18,6 +18,8 @@ from cases import long_cases
 from service_streamer import Future, PredictTimeout, Streamer, ThreadedStreamer
 from service_streamer.testing import Gate
 
+AnyStreamer = Streamer | ThreadedStreamer
+
 # -- killed
 
 
@@ -183,7 +185,7 @@ def count(*kinds: type) -> int:
 
 
 @pytest.fixture(params=["process", *long_cases("thread")])
-def occupied(request: pytest.FixtureRequest, gate: Gate) -> Iterator[Streamer | ThreadedStreamer]:
+def occupied(request: pytest.FixtureRequest, gate: Gate) -> Iterator[AnyStreamer]:
     """A streamer that computes one batch until the end of the test, and begins no other."""
     # Room for all that is to wait, or a full batch would be sent ahead.
     streamer: Any
@@ -200,9 +202,7 @@ def occupied(request: pytest.FixtureRequest, gate: Gate) -> Iterator[Streamer | 
         first.result()
 
 
-def test_hundreds_of_predicts_that_end_too_late_leave_nothing(
-    occupied: Streamer | ThreadedStreamer,
-) -> None:
+def test_hundreds_of_predicts_that_end_too_late_leave_nothing(occupied: AnyStreamer) -> None:
     with nothing_new():
         for _ in range(300):
             with pytest.raises(PredictTimeout):
@@ -211,9 +211,7 @@ def test_hundreds_of_predicts_that_end_too_late_leave_nothing(
         assert (stats.pending, stats.expired) == (0, 300)
 
 
-def test_hundreds_of_submits_that_end_too_late_leave_nothing(
-    occupied: Streamer | ThreadedStreamer,
-) -> None:
+def test_hundreds_of_submits_that_end_too_late_leave_nothing(occupied: AnyStreamer) -> None:
     with nothing_new():
         futures = [occupied.submit([Payload()], timeout=0.05) for _ in range(300)]
         concurrent.futures.wait(futures)

@@ -36,6 +36,8 @@ from service_streamer.testing import Gate
 
 pytestmark = pytest.mark.xdist_group("ray-faults")
 
+Build = Callable[..., RayStreamer]
+
 ROOT = Path(__file__).parents[2]
 NODE: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 80_000_000}
 
@@ -147,7 +149,7 @@ def nothing_is_left() -> None:
 
 
 @pytest.fixture
-def build(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., RayStreamer]]:
+def build(cluster: Any, tmp_path: Path) -> Iterator[Build]:
     """Builds a streamer with two workers, one on each node, and closes it after the test."""
     built: list[RayStreamer] = []
     folder = tmp_path / "notes"
@@ -194,9 +196,7 @@ def await_workers(streamer: RayStreamer, count: int) -> None:
 # -- a worker's process
 
 
-def test_a_worker_that_is_killed_loses_no_call(
-    build: Callable[..., RayStreamer], notes: Path
-) -> None:
+def test_a_worker_that_is_killed_loses_no_call(build: Build, notes: Path) -> None:
     streamer = build()
     with Callers(streamer) as callers:
         for _ in range(2):
@@ -209,7 +209,7 @@ def test_a_worker_that_is_killed_loses_no_call(
     await_workers(streamer, 2)
 
 
-def test_a_worker_that_is_killed_while_idle_is_replaced(build: Callable[..., RayStreamer]) -> None:
+def test_a_worker_that_is_killed_while_idle_is_replaced(build: Build) -> None:
     streamer = build(worker_num=1)
     (pid,) = streamer.predict(["pid"])
     os.kill(pid, signal.SIGKILL)
@@ -217,9 +217,7 @@ def test_a_worker_that_is_killed_while_idle_is_replaced(build: Callable[..., Ray
     assert other != pid
 
 
-def test_a_lost_worker_has_the_words_of_ray_as_its_cause(
-    build: Callable[..., RayStreamer], gate: Gate
-) -> None:
+def test_a_lost_worker_has_the_words_of_ray_as_its_cause(build: Build, gate: Gate) -> None:
     import ray
 
     streamer = build(gate=gate, worker_num=1, retry=False)
@@ -239,7 +237,7 @@ def test_a_lost_worker_has_the_words_of_ray_as_its_cause(
 
 
 def test_a_worker_that_hangs_is_ended_with_its_stacks(
-    build: Callable[..., RayStreamer], monkeypatch: pytest.MonkeyPatch
+    build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(times, "stacks", PATIENCE)
     streamer = build(worker_num=1, batch_timeout=1, max_attempts=1)
@@ -249,7 +247,7 @@ def test_a_worker_that_hangs_is_ended_with_its_stacks(
     assert streamer.predict([1]) == [2]
 
 
-def test_close_ends_a_worker_that_hangs(build: Callable[..., RayStreamer], notes: Path) -> None:
+def test_close_ends_a_worker_that_hangs(build: Build, notes: Path) -> None:
     streamer = build(worker_num=1)
     (pid,) = streamer.predict(["pid"])
     call = streamer.submit(["hang"])
@@ -265,7 +263,7 @@ def test_close_ends_a_worker_that_hangs(build: Callable[..., RayStreamer], notes
 
 
 def test_a_lost_node_loses_no_call_and_the_next_one_is_used(
-    build: Callable[..., RayStreamer], cluster: Any, notes: Path
+    build: Build, cluster: Any, notes: Path
 ) -> None:
     streamer = build()
     with Callers(streamer) as callers:
@@ -280,7 +278,7 @@ def test_a_lost_node_loses_no_call_and_the_next_one_is_used(
 
 @pytest.mark.long
 def test_calls_go_on_while_the_head_does_not_answer(
-    build: Callable[..., RayStreamer], cluster: Any, notes: Path
+    build: Build, cluster: Any, notes: Path
 ) -> None:
     """Also those of a worker that dies meanwhile; its successor starts when the head is back."""
     streamer = build()
@@ -307,9 +305,7 @@ def test_calls_go_on_while_the_head_does_not_answer(
 
 
 def test_a_worker_that_finds_no_place_says_what_is_missing(
-    build: Callable[..., RayStreamer],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(times, "placing", 0.0)
     import ray
@@ -326,7 +322,7 @@ def test_a_worker_that_finds_no_place_says_what_is_missing(
 
 
 def test_the_bound_of_a_start_says_what_is_missing(
-    build: Callable[..., RayStreamer], monkeypatch: pytest.MonkeyPatch
+    build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(times, "last_calls", PATIENCE)  # for the cluster to answer
     streamer = build(
@@ -339,7 +335,7 @@ def test_the_bound_of_a_start_says_what_is_missing(
     )
 
 
-def test_a_placement_group_is_removed(build: Callable[..., RayStreamer]) -> None:
+def test_a_placement_group_is_removed(build: Build) -> None:
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -360,9 +356,7 @@ def test_a_placement_group_is_removed(build: Callable[..., RayStreamer]) -> None
 # -- this process
 
 
-def test_calls_fail_when_this_process_leaves_the_cluster(
-    build: Callable[..., RayStreamer], notes: Path
-) -> None:
+def test_calls_fail_when_this_process_leaves_the_cluster(build: Build, notes: Path) -> None:
     import ray
 
     streamer = build()

@@ -99,12 +99,6 @@ def test_tensors_are_read_without_a_copy(private: bool) -> None:
         assert link.used == 0
 
 
-def test_small_items_go_with_the_message() -> None:
-    link = Link()
-    assert link.share(1, filled(5), "a", filled(6, 10))[::2] == [1, "a"]
-    assert type(link.encode([1, filled(5, 10)])) is bytes
-
-
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (64, 64), (65, 1), (0, 5, 0), (LARGE + 1, 3)])
 def test_the_parts_of_an_item_are_aligned(lengths: tuple[int, ...], private: bool) -> None:
     large = np.arange(LARGE)
@@ -195,23 +189,6 @@ def test_the_payload_holds_it_without_any_reader() -> None:
         assert link.used > 0
     del payload
     assert link.used == 0
-
-
-def test_a_reader_holds_it_without_the_payload() -> None:
-    link = Link(readers=2)
-    payload = link.encode(filled(7))
-    [first], [second] = link.send(payload), link.send(payload, to=1)
-    del payload
-    first[:] = 8
-    assert second[0] == 7
-    del first
-    assert link.used > 0
-    [other] = link.share(filled(9))
-    assert second[-1] == 7
-    del second
-    before = link.used
-    del other
-    assert before > link.used == 0
 
 
 def test_an_item_outlives_both_ends(private: bool) -> None:
