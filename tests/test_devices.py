@@ -269,6 +269,10 @@ def test_a_worker_finds_out_that_its_gpu_is_gone(
 
 # -- finding GPUs: a library with NVML's functions in place of the driver's
 
+STUB_0, STUB_1 = (Gpu(i, f"GPU-{i}{i}{i}{i}", f"NVIDIA Stub {i}") for i in range(2))
+STUB_PARTS = [Gpu(0, f"MIG-0{i}", "MIG of NVIDIA Stub 0", "GPU-0000") for i in range(2)]
+LOST = Gpu(1, problem="NVML says 'GPU is lost'")
+
 
 @pytest.fixture
 def no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -284,50 +288,25 @@ def stub(nvml: Path, no_gpus: None, monkeypatch: pytest.MonkeyPatch) -> pytest.M
 
 
 @pytest.mark.parametrize(
-    ("stubbed", "inventory"),
+    ("stubbed", "gpus"),
     [
-        (
-            {"GPUS": "2"},
-            Inventory(
-                (Gpu(0, "GPU-0000", "NVIDIA Stub 0"), Gpu(1, "GPU-1111", "NVIDIA Stub 1")),
-                "nvidia",
-            ),
-        ),
-        (
-            {"GPUS": "2", "PARTS": "2"},
-            Inventory(
-                (
-                    Gpu(0, "MIG-00", "MIG of NVIDIA Stub 0", "GPU-0000"),
-                    Gpu(0, "MIG-01", "MIG of NVIDIA Stub 0", "GPU-0000"),
-                    Gpu(1, "GPU-1111", "NVIDIA Stub 1"),
-                ),
-                "nvidia",
-            ),
-        ),
-        (
-            {"GPUS": "2", "LOST": "1"},
-            Inventory(
-                (Gpu(0, "GPU-0000", "NVIDIA Stub 0"), Gpu(1, problem="NVML says 'GPU is lost'")),
-                "nvidia",
-            ),
-        ),
-        (
-            {"GPUS": "2", "DENIED": "0"},
-            Inventory((Gpu(1, "GPU-1111", "NVIDIA Stub 1"),), "nvidia"),
-        ),
-        ({"GPUS": "0"}, Inventory((), "nvidia")),
-        ({"INIT": "9"}, Inventory((), "nvidia")),
-        ({"INIT": "999"}, Inventory(None, "nvidia")),
+        ({"GPUS": "2"}, (STUB_0, STUB_1)),
+        ({"GPUS": "2", "PARTS": "2"}, (*STUB_PARTS, STUB_1)),
+        ({"GPUS": "2", "LOST": "1"}, (STUB_0, LOST)),
+        ({"GPUS": "2", "DENIED": "0"}, (STUB_1,)),
+        ({"GPUS": "0"}, ()),
+        ({"INIT": "9"}, ()),
+        ({"INIT": "999"}, None),
     ],
 )
 def test_nvml_says_which_gpus_there_are(
-    stub: pytest.MonkeyPatch, stubbed: dict[str, str], inventory: Inventory
+    stub: pytest.MonkeyPatch, stubbed: dict[str, str], gpus: tuple[Gpu, ...] | None
 ) -> None:
     for name, value in stubbed.items():
         stub.setenv(f"NVML_STUB_{name}", value)
     found = find_gpus()
-    assert (found.gpus, found.vendor) == (inventory.gpus, inventory.vendor)
-    assert found.why or inventory.gpus is None
+    assert (found.gpus, found.vendor) == (gpus, "nvidia")
+    assert found.why or gpus is None
 
 
 def test_amd_s_gpus_are_read_from_the_kernel_s_files(tmp_path: Path) -> None:

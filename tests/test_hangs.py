@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Callable
@@ -10,8 +9,10 @@ from typing import Any
 
 import pytest
 
+import models
 import service_streamer.supervision.health as health
 from cases import long_cases
+from conftest import await_that
 from service_streamer import Streamer, ThreadedStreamer
 from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
@@ -203,28 +204,14 @@ def test_a_hung_worker_that_is_not_ended_is_reported_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    import models
-
     monkeypatch.setattr(health, "_FACTOR", 2.0)  # of the bound for a worker that is not warm
     if kind == "thread":
         streamer = build(models.gated(gate))
     else:
         streamer = build(models.Gated, model_init_args=(gate,), batch_timeout=None)
-    told = threading.Event()
-
-    class Tell(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "is not ended" in record.getMessage():
-                told.set()
-
-    logger, handler = logging.getLogger("service_streamer"), Tell()
-    logger.addHandler(handler)
-    try:
-        future = streamer.submit([1], timeout=1000)
-        gate.await_arrival()
-        told.wait()
-    finally:
-        logger.removeHandler(handler)
+    future = streamer.submit([1], timeout=1000)
+    gate.await_arrival()
+    await_that(lambda: "is not ended" in caplog.text)
     assert "every worker has been at one batch" in streamer.stats().trouble
     gate.let_through()
     assert future.result() == [1]

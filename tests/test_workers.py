@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
+import resource
 import selectors
 import signal
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 
 import models
 from cases import long_cases
+from conftest import await_that
 from service_streamer import (
     ManagedModel,
     Streamer,
@@ -135,26 +138,19 @@ def test_wait_ready_ends_with_its_time(gate: Gate) -> None:
 # -- dying
 
 
-@pytest.mark.parametrize("how", ["restart", "scale"])
-def test_a_broken_streamer_is_revived_or_stays_broken(tmp_path: Path, how: str) -> None:
+def test_a_broken_streamer_is_revived_or_stays_broken(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     with Streamer(
         models.NeedsFile, model_init_args=(weights,), worker_num=2, mp_start_method="fork"
     ) as streamer:
         with pytest.raises(WorkerStartError, match="FileNotFoundError"):
             streamer.predict([None])
-        if how == "scale":
-            streamer.scale(1)
         with pytest.raises(WorkerStartError, match="FileNotFoundError"):
-            streamer.restart_workers() if how == "restart" else streamer.wait_ready()
+            streamer.restart_workers()
         with pytest.raises(WorkerStartError, match="FileNotFoundError"):
             streamer.predict([None])
         weights.touch()
-        if how == "restart":
-            streamer.restart_workers()
-        else:
-            streamer.scale(2)
-            streamer.wait_ready()
+        streamer.restart_workers()
         assert streamer.predict([None])
 
 
@@ -174,6 +170,27 @@ def test_a_thread_of_the_model_s_does_not_hide_the_end_of_its_worker(method: str
         with pytest.raises(WorkerLost, match="exited with code 1"):
             streamer.predict(["interrupt in silence"])
         assert streamer.predict(["fine"]) == ["fine"]
+
+
+def test_a_death_is_told_though_no_descriptor_is_free(gate: Gate) -> None:
+    """What the worker was at cannot be read then."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Streamer(
+        models.Gated, model_init_args=(gate,), mp_start_method="fork", max_attempts=1
+    ) as streamer:
+        future = streamer.submit([1])
+        gate.await_arrival()
+        [worker] = multiprocessing.active_children()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        try:
+            worker.kill()
+            with pytest.raises(WorkerLost, match="SIGKILL"):
+                future.result()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        await_that(lambda: streamer.stats().state == "running")
+        gate.let_through()
+        assert streamer.predict([2]) == [1]
 
 
 class EagerSelector(selectors.DefaultSelector):
