@@ -209,14 +209,6 @@ def test_a_worker_that_is_killed_loses_no_call(build: Build, notes: Path) -> Non
     await_workers(streamer, 2)
 
 
-def test_a_worker_that_is_killed_while_idle_is_replaced(build: Build) -> None:
-    streamer = build(worker_num=1)
-    (pid,) = streamer.predict(["pid"])
-    os.kill(pid, signal.SIGKILL)
-    (other,) = streamer.predict(["pid"])
-    assert other != pid
-
-
 def test_a_lost_worker_has_the_words_of_ray_as_its_cause(build: Build, gate: Gate) -> None:
     import ray
 
