@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -336,16 +335,6 @@ def test_the_number_of_gpus_may_be_set_in_the_environment(
 # -- with workers
 
 
-@pytest.mark.usefixtures("eight_gpus")
-def test_a_worker_s_device_is_one_of_its_parent_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CUDA, "4,5")
-    monkeypatch.setenv(ROCR, "4,5")
-    monkeypatch.setenv(HIP, "0")
-    with Streamer(models.environment, worker_num=2, cuda_devices=(1,)) as streamer:
-        assert streamer.predict([CUDA, HIP, ROCR]) == ["5", None, None]
-    assert (os.environ[CUDA], os.environ[ROCR], os.environ[HIP]) == ("4,5", "4,5", "0")
-
-
 @pytest.mark.usefixtures("no_forkserver_is_left", "eight_gpus")
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_a_managed_model_sees_the_device_of_its_parent_s_list(
@@ -419,14 +408,6 @@ def test_a_gpu_that_is_not_there_fails_the_start(monkeypatch: pytest.MonkeyPatch
             streamer.wait_ready()
         with pytest.raises(WorkerStartError, match='name an available device, or "cpu"'):
             streamer.predict([1])
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_the_other_workers_serve_when_one_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Streamer(models.double, worker_num=2, cuda_devices=(0, 8)) as streamer:
-        with pytest.raises(WorkerStartError, match="device 8 was requested, but 8 GPUs are"):
-            streamer.wait_ready()
-        assert streamer.predict([1]) == [2]
 
 
 @pytest.mark.usefixtures("eight_gpus")

@@ -262,13 +262,7 @@ def test_every_batch_of_a_compiled_model_has_one_of_its_shapes(
 
 @pytest.mark.parametrize(
     ("name", "do"),
-    [
-        ("pictures", "predict"),
-        pytest.param("", "predict", marks=pytest.mark.long),
-        pytest.param("classifier", "predict", marks=pytest.mark.long),
-        pytest.param("tagger", "predict", marks=pytest.mark.long),
-        pytest.param("features", "embed", marks=pytest.mark.long),
-    ],
+    [("pictures", "predict"), pytest.param("features", "embed", marks=pytest.mark.long)],
 )
 def test_a_compiled_model_is_compiled_before_its_first_batch_only(
     name: str, do: str, monkeypatch: pytest.MonkeyPatch
@@ -292,7 +286,7 @@ def test_a_compiled_model_is_compiled_before_its_first_batch_only(
     for rows in range(1, 5):
         inputs = [example] * rows
         if name != "pictures":
-            inputs = [f"{'good ' * (7 * at % 20)}{'[MASK]' * (not name)}." for at in range(rows)]
+            inputs = [f"{'good ' * (7 * at % 20)}." for at in range(rows)]
         items = [item(each, do) for each in inputs]
         assert_close(model.predict(items), served(name).predict(items), 1e-4)
     assert len(compiled) == before, "every batch fits a shape that was compiled before"

@@ -85,20 +85,6 @@ def test_a_forked_worker_tells_its_stacks_though_a_library_has_taken_the_signal(
 # -- failing to start
 
 
-def test_a_model_that_cannot_be_loaded_fails_every_call_with_its_error() -> None:
-    match = "FileNotFoundError: no weights at /nowhere"
-    with Streamer(models.BrokenInit, worker_num=2) as streamer:
-        with pytest.raises(WorkerStartError, match=match):
-            streamer.predict([1])
-        with pytest.raises(WorkerStartError, match=match) as caught:
-            streamer.wait_ready()
-        cause = caught.value.__cause__
-        assert cause is not None
-        assert "in init_model" in str(cause.__cause__)
-        with pytest.raises(WorkerStartError, match=match):
-            streamer.submit([1])
-
-
 @pytest.mark.parametrize(
     ("model", "match"),
     [

@@ -18,19 +18,6 @@ from service_streamer.workers.model_spec import LoadedModel, ModelSpec
 from service_streamer.workers.runner import Channel, serve
 from service_streamer.workers.transport import BatchReport
 
-__all__ = [
-    "Batches",
-    "Clock",
-    "loaded",
-    "model_of",
-    "raised",
-    "run",
-    "served",
-    "texts",
-    "ticking",
-    "with_guard",
-]
-
 
 class Clock:
     """Stands still unless a model moves it. In place of ``time.monotonic``."""

@@ -120,36 +120,6 @@ def test_the_interpreter_ends_with_a_worker_that_backs_off(tmp_path: Path) -> No
         assert (program.returncode, out, err) == (0, "1 64\n", "")
 
 
-@pytest.mark.parametrize("kind", ["Streamer", *long_cases("ThreadedStreamer")])
-def test_the_interpreter_ends_while_many_threads_wait_for_results(
-    kind: str, tmp_path: Path
-) -> None:
-    source = f"""
-        import threading
-        from service_streamer import StreamerClosed, {kind}
-
-        def hang(batch):
-            print("hangs", flush=True)
-            threading.Event().wait()
-
-        def call():
-            try:
-                streamer.predict([1], timeout=None)
-            except StreamerClosed:
-                pass
-
-        if __name__ == "__main__":
-            streamer = {kind}(hang, 4)
-            for _ in range(20):
-                threading.Thread(target=call, daemon=True).start()
-            input()
-    """
-    with running(source, tmp_path) as program:
-        await_line(program, "hangs")
-        program.communicate("end\n")
-        assert program.returncode == 0
-
-
 # -- called by people who do not wait
 
 
