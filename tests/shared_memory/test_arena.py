@@ -245,23 +245,23 @@ def test_things_of_one_size_lie_side_by_side() -> None:
     assert view == b"".join(bytes([n]) * SIZE for n in range(4))
 
 
-@pytest.mark.parametrize("rows", [0, 1])
-def test_single_things_have_pages_of_their_own(rows: int) -> None:
-    link = Link(rows=rows)
-    payloads = [link.encode(filled(n)) for n in range(4)]
-    assert len({placed.wire[1] for placed in payloads}) == 4
-    assert all(start % PAGE == 0 for start in starts(payloads))
-
-
 @pytest.mark.parametrize(
-    "item",
-    [[filled(1), filled(2)], bytes(SIZE), ["x" * 5000, filled(1)]],
-    ids=["two buffers", "a large stream", "a buffer and a large stream"],
+    ("rows", "item"),
+    [
+        (0, filled(1)),
+        (1, filled(1)),
+        (4, filled(1, 4 * MB // 12)),
+        (4, [filled(1), filled(2)]),
+        (4, bytes(SIZE)),
+        (4, ["x" * 5000, filled(1)]),
+    ],
+    ids=["alone", "of one", "too large", "two buffers", "a large stream", "both"],
 )
-def test_an_item_of_several_buffers_is_no_row(item: Any) -> None:
-    link = Link(rows=4)
-    payloads = [link.encode(item) for _ in range(2)]
-    assert payloads[0].wire[1] != payloads[1].wire[1]
+def test_what_is_no_row_has_pages_of_its_own(rows: int, item: Any) -> None:
+    link = Link(4 * MB, rows=rows)
+    payloads = [link.encode(item) for _ in range(3)]
+    assert len({placed.wire[1] for placed in payloads}) == 3
+    assert all(placed.wire[1] % PAGE == 0 for placed in payloads)
 
 
 def test_when_a_block_is_full_the_next_one_is_begun() -> None:
@@ -296,12 +296,6 @@ def test_rows_of_several_sizes_are_open_at_once() -> None:
     assert [each[0] for each in link.send(*payloads, *again, one)] == [0] * 4 + [1] * 4 + [
         2
     ] * 4 + [0, 1, 2, 3, 1]
-
-
-def test_a_row_that_is_too_large_for_a_block_of_several_has_its_own() -> None:
-    link = Link(4 * MB, rows=4)
-    payloads = [link.encode(filled(n, 4 * MB // 12)) for n in range(3)]
-    assert len({placed.wire[1] for placed in payloads}) == 3
 
 
 def test_a_block_of_rows_is_free_when_all_of_them_are() -> None:
