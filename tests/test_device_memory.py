@@ -72,8 +72,7 @@ def test_segments_grow_unless_the_user_or_the_gpu_says_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("total", "workers", "gigabytes"),
-    [(80, 1, 80), (80, 2, 39.5), (24, 4, 5.5), (1, 2, 1)],
+    ("total", "workers", "gigabytes"), [(80, 1, 80), (80, 2, 39.5), (24, 4, 5.5), (1, 2, 1)]
 )
 def test_a_share_is_an_equal_part_without_the_context(
     total: int, workers: int, gigabytes: float

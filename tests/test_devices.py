@@ -323,9 +323,7 @@ def test_amd_s_gpus_are_read_from_the_kernel_s_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_gpus")
-def test_the_number_of_gpus_may_be_set_in_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_number_of_gpus_may_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COUNT, "2")
     assert find_gpus().gpus == (Gpu(0), Gpu(1))
     monkeypatch.setenv(COUNT, "0")

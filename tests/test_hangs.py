@@ -64,10 +64,7 @@ class Walk:
 
     def __init__(self, count: int = 1, bound: BatchBound | None = None) -> None:
         self.batcher = Batcher(
-            batch_size=1,
-            max_latency=0.0,
-            max_attempts=1,
-            batch_timeout=bound or BatchBound(20.0),
+            batch_size=1, max_latency=0.0, max_attempts=1, batch_timeout=bound or BatchBound(20.0)
         )
         for slot in range(count):
             self.batcher.worker_ready(slot, 0.0)

@@ -99,10 +99,7 @@ class Device:
         return self._worker.ceiling.limit
 
     def compute(
-        self,
-        batch: int | Sequence[float],
-        room: float | None = None,
-        huge: Iterable[int] = (),
+        self, batch: int | Sequence[float], room: float | None = None, huge: Iterable[int] = ()
     ) -> list[Run]:
         """The runs of a batch of so many items, or of items of such lengths."""
         if room is not None:

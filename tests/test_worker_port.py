@@ -18,12 +18,7 @@ import pytest
 import models
 from conftest import PATIENCE, await_that
 from serve_process import Serving, figures_in, run, until
-from service_streamer import (
-    RedisStreamer,
-    RedisWorker,
-    RedisWorkerStats,
-    run_redis_workers_forever,
-)
+from service_streamer import RedisStreamer, RedisWorker, RedisWorkerStats, run_redis_workers_forever
 from service_streamer.redis.local import LocalRedis
 from service_streamer.serve.http.hosting import standing
 from service_streamer.testing import Gate

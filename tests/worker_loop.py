@@ -82,10 +82,7 @@ class Batches(Channel):
 
 
 def run(
-    channel: Channel,
-    model: LoadedModel,
-    clock: Callable[[], float] | None = None,
-    **options: Any,
+    channel: Channel, model: LoadedModel, clock: Callable[[], float] | None = None, **options: Any
 ) -> None:
     """Have a worker serve the channel until that is empty."""
     gc.freeze()  # after each lack of memory it collects garbage, and the tests' own is large

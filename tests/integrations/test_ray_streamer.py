@@ -198,9 +198,7 @@ except Own as error:
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["file", "-c"])
 def test_a_program_s_own_classes_travel_and_it_ends_without_closing(
-    cluster: None,
-    tmp_path: Path,
-    how: str,
+    cluster: None, tmp_path: Path, how: str
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     arguments = ["program.py"] if how == "file" else ["-c", PROGRAM]

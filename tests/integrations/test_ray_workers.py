@@ -387,10 +387,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_without_threads_no_worker_starts(
-    build: Build,
-    stub: RayStub,
-    no_threads: Callable[..., None],
-    caplog: pytest.LogCaptureFixture,
+    build: Build, stub: RayStub, no_threads: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     streamer = build(models.double)
     streamer.wait_ready()

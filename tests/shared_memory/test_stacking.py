@@ -288,7 +288,7 @@ def test_each_shape_and_dtype_is_an_array_of_its_own() -> None:
     for view in (None, Block(64).view):
         made = stacks(items, view)
         assert [stack.positions for stack in made] == [
-            *([0, 2], [1, 9], [3, 6], [4], [5], [7], [8], [10]),
+            *([0, 2], [1, 9], [3, 6], [4], [5], [7], [8], [10])
         ]
         for stack in made:
             first = items[stack.positions[0]]
