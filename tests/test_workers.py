@@ -30,26 +30,23 @@ from service_streamer.testing import Gate
 # -- what a model may be
 
 
-def test_a_managed_model_gets_its_arguments_and_lives_in_the_worker() -> None:
-    with Streamer(
-        models.Multiplier, model_init_args=[3], model_init_kwargs={"offset": 1}
-    ) as streamer:
-        assert streamer.predict([1, 2]) == [4, 7]
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        (models.Multiplier, {"model_init_args": [3], "model_init_kwargs": {"offset": 1}}, [4, 7]),
+        (models.Doubler(5).predict, {}, [5, 10]),
+        ("models:Multiplier", {}, [2, 4]),
+    ],
+    ids=["a class with arguments", "a method with its object", "a name"],
+)
+def test_a_model_lives_in_the_worker(model: Any, options: Any, expected: list[int]) -> None:
+    with Streamer(model, **options) as streamer:
+        assert streamer.predict([1, 2]) == expected
 
 
-def test_a_bound_method_takes_its_object_along() -> None:
-    with Streamer(models.Doubler(5).predict) as streamer:
-        assert streamer.predict([1, 2]) == [5, 10]
-
-
-@pytest.mark.parametrize("name", ["models:Multiplier", "models:Multiplier.mro"])
-def test_an_import_string_is_imported_in_the_worker(name: str) -> None:
-    with Streamer(name) as streamer:
-        if name.endswith("mro"):
-            with pytest.raises(Exception, match="mro"):
-                streamer.predict([1])
-        else:
-            assert streamer.predict([1, 2]) == [2, 4]
+def test_the_name_of_what_is_no_model_is_an_error() -> None:
+    with Streamer("models:Multiplier.mro") as streamer, pytest.raises(Exception, match="mro"):
+        streamer.predict([1])
 
 
 def test_a_threaded_streamer_takes_the_same_models() -> None:
