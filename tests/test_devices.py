@@ -409,23 +409,22 @@ def test_a_gpu_that_is_not_there_fails_the_start(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_a_gpu_that_is_lost_fails_the_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Streamer(models.double, cuda_devices=(1,)) as streamer:
+@pytest.mark.parametrize(
+    ("devices", "left", "why"),
+    [
+        ((1,), "1", "CUDA_VISIBLE_DEVICES=1 leaves none; this mach"),
+        ("auto", "0", "a GPU was visible when the streamer was built"),
+    ],
+)
+def test_a_gpu_that_is_lost_fails_the_restart(
+    devices: Any, left: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Streamer(models.double, cuda_devices=devices) as streamer:
         assert streamer.predict([1]) == [2]
-        monkeypatch.setenv(COUNT, "1")
-        with pytest.raises(WorkerStartError, match="CUDA_VISIBLE_DEVICES=1 leaves none; this mach"):
+        monkeypatch.setenv(COUNT, left)
+        with pytest.raises(WorkerStartError, match=why):
             streamer.restart_workers()
-        assert streamer.predict([2]) == [4], "the old one goes on"
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_a_single_worker_does_not_move_to_the_cpu_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Streamer(models.double, cuda_devices="auto") as streamer:
-        assert streamer.predict([1]) == [2]
-        monkeypatch.setenv(COUNT, "0")
-        with pytest.raises(WorkerStartError, match="a GPU was visible when the streamer was built"):
-            streamer.restart_workers()
-        assert streamer.predict([2]) == [4]
+        assert streamer.predict([2]) == [4], "the old one goes on, and not on the CPU"
 
 
 SCRIPT = """
