@@ -356,16 +356,6 @@ def test_a_forked_process_is_refused(build: Build) -> None:
     assert streamer.predict([1]) == [2]
 
 
-@pytest.mark.long
-def test_a_restart_does_not_wait_for_a_worker_without_a_place(build: Build) -> None:
-    streamer = build(models.process_ids, worker_num=3, resources={"seat": 1})
-    await_that(lambda: streamer.stats().workers["idle"] == 2)
-    before = {streamer.predict([None])[0] for _ in range(50)}
-    streamer.restart_workers(timeout=PATIENCE)
-    assert streamer.stats().workers["starting"] == 1
-    assert before.isdisjoint(streamer.predict([None])[0] for _ in range(50))
-
-
 # -- connecting
 
 
