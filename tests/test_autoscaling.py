@@ -177,11 +177,6 @@ def test_workers_are_ended_long_after_they_were_needed() -> None:
     assert walk.until(10_000, step=1.0) == []
 
 
-def test_a_burst_is_no_reason() -> None:
-    walk = Fluid(1, 16, lambda now: 2_000 if 10 <= now < 10.1 else 20)
-    assert walk.until(60) == []
-
-
 def test_without_a_load_nothing_is_looked_at() -> None:
     walk = Fluid(1, 16, steady(0))
     walk.until(1)
@@ -270,19 +265,6 @@ def test_workers_that_cannot_be_started_are_not_asked_for_again(
     walk.startable = startable
     walk.until(120, step=0.1)
     assert [number for _, number in walk.history[1:]] == wanted
-
-
-def test_where_one_worker_cannot_be_started_others_are_tried_one_by_one() -> None:
-    class OneBad(Fluid):
-        def load(self) -> Load:
-            bad = int(len(self.workers) > 1)
-            waiting, in_flight, arrived, served, batches, ready, _, *rest = super().load()
-            ready = max(1, ready - bad)
-            return Load(waiting, in_flight, arrived, served, batches, ready, bad, *rest)
-
-    walk = OneBad(1, 5, steady(1_000))
-    first, *others = walk.until(120)
-    assert first == 5 or others == [*range(first + 1, 6)]
 
 
 def test_workers_that_were_ended_too_soon_stay_longer_the_next_time() -> None:

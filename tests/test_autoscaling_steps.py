@@ -12,10 +12,16 @@ from typing import Any
 import pytest
 
 import service_streamer.supervision.autoscaling as autoscaling
+from cases import long_cases
 from service_streamer.batching.batcher import Actions, build_batcher
 from service_streamer.observe.record import BatchReport, Call, StepReport
 from service_streamer.options.table import StreamerOptions
 from service_streamer.simulate.crew import Crew
+
+#: What a worker takes to load its model, seconds. The first one has.
+START = 5.0
+#: Steps of an item, and the spread of their logarithm.
+MEAN, SPREAD = 94, 0.8
 
 
 @dataclass
@@ -32,26 +38,18 @@ class Stepped:
     A step takes 20 ms and 0.2 ms for each item that has a place. An item takes as many steps as a
     lognormal number says.
 
-    Args:
-        places: of each worker.
-        start: what a worker takes to load its model, seconds. The first one has.
-        mean: steps of an item.
-        spread: of the logarithm of the steps.
-
     Attributes:
         waited: of each item, when it arrived, and how long it waited until a worker had it.
     """
 
-    def __init__(
-        self, places: int, start: float, mean: float, spread: float, most: int, seed: int
-    ) -> None:
-        self.places, self.mean, self.spread = places, mean, spread
-        self.random = random.Random(seed)
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self.random = random.Random(1)
         self.batcher = build_batcher(StreamerOptions(batch_size=places), has_lengths=False)
         self.batcher.begin_steps(places)
         self.crew = Crew(
-            self.batcher, 1, most, target=None, start_duration=start,
-            will_be_ready=self.will_be_ready, do=self.do,
+            self.batcher, 1, 16, target=None, start_duration=START,
+            will_be_ready=lambda slot, at: self.add(at, "ready", slot), do=self.do,
         )  # fmt: skip
         self.events: list[tuple[float, int, str, Any]] = []
         self.order = itertools.count()
@@ -63,14 +61,11 @@ class Stepped:
     @property
     def capacity(self) -> float:
         """Items that one worker with no free place computes in a second."""
-        return self.places / (self.mean * self.duration(self.places))
+        return self.places / (MEAN * self.duration(self.places))
 
     @staticmethod
     def duration(items: int) -> float:
         return 20e-3 + 2e-4 * items
-
-    def will_be_ready(self, slot: int, at: float) -> None:
-        self.add(at, "ready", slot)
 
     def add(self, at: float, kind: str, about: Any = None) -> None:
         heapq.heappush(self.events, (at, next(self.order), kind, about))
@@ -104,8 +99,7 @@ class Stepped:
     def do(self, actions: Actions, now: float) -> None:
         for batch in actions.batches:
             (arrived,) = batch.payloads
-            steps = self.random.lognormvariate(0, self.spread)
-            steps *= self.mean / math.exp(self.spread**2 / 2)
+            steps = self.random.lognormvariate(0, SPREAD) * MEAN / math.exp(SPREAD**2 / 2)
             self.held.setdefault(batch.slot, {})[batch.id] = Item(max(1, round(steps)))
             self.waited.append((arrived, now - arrived))
             self.begin(batch.slot, now)
@@ -136,26 +130,16 @@ class Stepped:
         self.begin(slot, now)
 
 
-@pytest.mark.parametrize(
-    ("places", "mean", "spread", "start", "seed"),
-    [
-        (32, 94, 0.8, 5.0, 1),
-        pytest.param(32, 94, 0.8, 5.0, 0, marks=pytest.mark.long),
-        *(pytest.param(32, 94, 0.8, 20.0, seed, marks=pytest.mark.long) for seed in (0, 1)),
-        *(pytest.param(8, 30, 0.0, 5.0, seed, marks=pytest.mark.long) for seed in (0, 1)),
-    ],
-)
-def test_after_a_step_of_the_load_items_wait_for_twice_the_target_at_most(
-    places: int, mean: float, spread: float, start: float, seed: int
-) -> None:
+@pytest.mark.parametrize("places", [32, *long_cases(8)])
+def test_after_a_step_of_the_load_items_wait_for_twice_the_target_at_most(places: int) -> None:
     """Items of very different lengths do not have far more workers started than are needed."""
-    run = Stepped(places, start, mean, spread, most=16, seed=seed)
-    until = 10 * start + 60
+    run = Stepped(places)
+    until = 110.0
     run.run([(until, 0.2), (3 * until, 3.0), (6 * until, 0.2)])
-    turn = mean * run.duration(places) / places
+    turn = MEAN * run.duration(places) / places
     target = max(autoscaling.LEAST_TARGET, 2 * turn)
     # Time to load, and as long again for what has gathered meanwhile.
-    loaded = until + 3 * start + 4 * target
+    loaded = until + 3 * START + 4 * target
     later = sorted(took for at, took in run.waited if at < until or at >= loaded)
     assert later[int(0.99 * len(later))] <= 2 * target
     numbers = [number for _, number in run.crew.wanted]

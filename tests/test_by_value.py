@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from cases import long_cases
-
 TESTS = Path(__file__).parent
 
 MODEL = """
@@ -74,55 +72,32 @@ def arguments_for(way: str, folder: Path, program: str) -> tuple[list[str], str 
 BY_VALUE = ["python -c", "python <", "an archive", "python -m package"]
 BY_NAME = ["python -m package.module", "a script"]
 
-
 WITHOUT = "import sys; sys.modules['cloudpickle'] = None\n"
 
 
 @pytest.mark.parametrize(
-    ("way", "has_cloudpickle"),
+    ("way", "method", "has_cloudpickle"),
     [
-        *((way, True) for way in (*BY_VALUE, "a profiler")),
-        *((way, False) for way in BY_NAME),
+        *((way, "spawn", True) for way in (*BY_VALUE, "a profiler")),
+        *((way, "spawn", False) for way in BY_NAME),
+        ("python <", "fork", True),
+        pytest.param("python <", "forkserver", True, marks=pytest.mark.long),
     ],
 )
 def test_a_model_of_the_main_module_is_served(
-    way: str, has_cloudpickle: bool, tmp_path: Path
+    way: str, method: str, has_cloudpickle: bool, tmp_path: Path
 ) -> None:
-    text = MODEL if has_cloudpickle else WITHOUT + MODEL
+    text = ("" if has_cloudpickle else WITHOUT) + MODEL.replace('"spawn"', repr(method))
     arguments, program = arguments_for(way, tmp_path, text)
     done = run(tmp_path, *arguments, program=program)
     assert (done.stdout, done.stderr) == ("[2, 4]\n", "")
 
 
-@pytest.mark.parametrize("method", ["fork", *long_cases("forkserver")])
-@pytest.mark.parametrize("way", ["python <", *long_cases("python -c", "python -m package")])
-def test_a_model_of_the_main_module_is_served_with_other_start_methods(
-    way: str, method: str, tmp_path: Path
-) -> None:
-    text = MODEL.replace('"spawn"', repr(method))
-    arguments, program = arguments_for(way, tmp_path, text)
-    done = run(tmp_path, *arguments, program=program)
-    assert (done.stdout, done.stderr) == ("[2, 4]\n", "")
-
-
-@pytest.mark.parametrize("way", ["python -c", "a profiler"])
-def test_the_error_says_what_to_do_without_cloudpickle(way: str, tmp_path: Path) -> None:
-    arguments, program = arguments_for(way, tmp_path, WITHOUT + MODEL)
-    done = run(tmp_path, *arguments, program=program)
+def test_the_error_says_what_to_do_without_cloudpickle(tmp_path: Path) -> None:
+    done = run(tmp_path, "-c", WITHOUT + MODEL)
     last = done.stderr.splitlines()[-1]
     for word in ("NotImportable: Doubler", "pip install cloudpickle"):
         assert word in last
-
-
-def test_a_model_of_a_module_needs_no_cloudpickle(tmp_path: Path) -> None:
-    program = WITHOUT + textwrap.dedent("""
-        import models
-        from service_streamer import Streamer
-        with Streamer(models.double, worker_timeout=None) as streamer:
-            print(streamer.predict([1]))
-    """)
-    done = run(tmp_path, program=program)
-    assert (done.stdout, done.stderr) == ("[2]\n", "")
 
 
 def test_an_item_that_cannot_go_by_value_says_what_to_do_and_fails_alone(tmp_path: Path) -> None:
@@ -222,6 +197,19 @@ streamer.close()
 with Streamer(lambda batch: [kind_of(item) for item in batch], worker_timeout=None) as other:
     print(other.predict(["abcd"]) == [Kind.LONG])
 """,
+    """
+def factor(): return 2
+def model(batch): return [factor() * item for item in batch]
+
+with Streamer(model, worker_timeout=None) as first:
+    print(first.predict([1]))
+""",
+    """
+def factor(): return 100
+
+with Streamer(model, worker_timeout=None) as second:
+    print(second.predict([1]), "has what was defined anew")
+""",
 ]
 
 SAID = [
@@ -231,6 +219,8 @@ SAID = [
     "hi defined after the streamer",
     "hi z",
     "True",
+    "[2]",
+    "[100] has what was defined anew",
 ]
 
 
@@ -272,25 +262,3 @@ def test_a_module_that_a_server_has_made_is_named_without_cloudpickle(tmp_path: 
     last = run(tmp_path, "-c", WITHOUT + MADE).stderr.splitlines()[-1]
     assert "made_by_a_server" in last
     assert "Define it in a module that the worker can import" in last
-
-
-REDEFINED = """
-from service_streamer import Streamer
-
-def factor(): return 2
-def model(batch): return [factor() * item for item in batch]
-
-with Streamer(model, worker_timeout=None) as streamer:
-    print(streamer.predict([1]))
-
-def factor(): return 100
-
-with Streamer(model, worker_timeout=None) as streamer:
-    print(streamer.predict([1]))
-"""
-
-
-def test_a_new_streamer_has_what_was_defined_anew(tmp_path: Path) -> None:
-    """As in a notebook, whose cells are run again."""
-    done = run(tmp_path, "-c", REDEFINED)
-    assert (done.stdout.splitlines(), done.stderr) == (["[2]", "[100]"], "")

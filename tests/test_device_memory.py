@@ -21,6 +21,8 @@ from service_streamer.workers.visibility import Gpu, Inventory, places, sharers,
 
 GB = 1 << 30
 
+Load = Callable[[CudaMemory], CudaMemory]
+
 
 # -- growing segments
 
@@ -30,7 +32,6 @@ GB = 1 << 30
     [
         ("2.13.0+cu128", "PYTORCH_ALLOC_CONF"),
         ("2.9.1", "PYTORCH_CUDA_ALLOC_CONF"),
-        ("2.2.0", "PYTORCH_CUDA_ALLOC_CONF"),
         ("main", "PYTORCH_CUDA_ALLOC_CONF"),
     ],
 )
@@ -38,7 +39,6 @@ GB = 1 << 30
     ("models", "inherited", "is_set"),
     [
         (["NVIDIA H100 80GB HBM3"], {}, True),
-        (["NVIDIA A100-SXM4-40GB"] * 2, {"PATH": "/bin"}, True),
         (["NVIDIA A100-PCIE-40GB"], {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, False),
         (["NVIDIA A100-PCIE-40GB"], {"PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:512"}, False),
         (["NVIDIA A100-PCIE-40GB"], {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, False),
@@ -72,8 +72,7 @@ def test_segments_grow_unless_the_user_or_the_gpu_says_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("total", "workers", "gigabytes"),
-    [(80, 1, 80), (80, 2, 39.5), (24, 4, 5.5), (1, 2, 1), (1, 4, 1)],
+    ("total", "workers", "gigabytes"), [(80, 1, 80), (80, 2, 39.5), (24, 4, 5.5), (1, 2, 1)]
 )
 def test_a_share_is_an_equal_part_without_the_context(
     total: int, workers: int, gigabytes: float
@@ -87,13 +86,9 @@ NVIDIA = Inventory(tuple(Gpu(i, f"GPU-{i}{i}{i}{i}") for i in range(8)), "nvidia
 @pytest.mark.parametrize(
     ("devices", "worker_num", "shown", "expected"),
     [
-        ([0], 1, "4,5", [(1,)]),
         ([0], 3, "4,5", [(3,), (3,), (3,)]),
-        ([0, 1], 3, "4,5", [(2,), (1,), (2,)]),
-        ([0, "GPU-4444"], 2, "4,5", [(2,), (2,)]),
         (["0,1", 1], 2, "4,5", [(1, 2), (2,)]),
         (["cpu", 0], 4, "4,5", [(), (2,), (), (2,)]),
-        (["cpu"], 2, "4,5", [(), ()]),
         ([7], 2, "4,5", [(), ()]),  # is not there
         ("auto", 3, "4,5", [(2,), (1,), (2,)]),
         ("auto", 1, "4,5", [()]),
@@ -112,7 +107,7 @@ def test_workers_that_share_a_gpu_are_counted(
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudaMemory], CudaMemory]:
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Load:
     def load(cuda: CudaMemory) -> CudaMemory:
         monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
         return cuda
@@ -121,9 +116,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudaMemory], CudaMemory
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_the_limit_waits_for_a_context(
-    loaded: Callable[[CudaMemory], CudaMemory], is_old: bool
-) -> None:
+def test_the_limit_waits_for_a_context(loaded: Load, is_old: bool) -> None:
     cuda = loaded(CudaMemory(is_old=is_old, count=2))
     assert limit_device_memory((2, 4))
     assert not cuda.is_initialized()
@@ -132,9 +125,7 @@ def test_the_limit_waits_for_a_context(
     assert cuda.current == 0
 
 
-def test_a_context_of_the_model_s_is_limited_at_once(
-    loaded: Callable[[CudaMemory], CudaMemory],
-) -> None:
+def test_a_context_of_the_model_s_is_limited_at_once(loaded: Load) -> None:
     cuda = loaded(CudaMemory())
     cuda.initialize()
     assert limit_device_memory((2,))
@@ -142,9 +133,7 @@ def test_a_context_of_the_model_s_is_limited_at_once(
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_a_limit_of_the_user_s_stays(
-    loaded: Callable[[CudaMemory], CudaMemory], is_old: bool
-) -> None:
+def test_a_limit_of_the_user_s_stays(loaded: Load, is_old: bool) -> None:
     cuda = loaded(CudaMemory(is_old=is_old))
     cuda.set_per_process_memory_fraction(0.9)  # at the import of the model's module
     limit_device_memory((2,))
@@ -155,7 +144,7 @@ def test_a_limit_of_the_user_s_stays(
     assert cuda.limits == {0: 1.0}
 
 
-def test_a_single_worker_has_no_limit(loaded: Callable[[CudaMemory], CudaMemory]) -> None:
+def test_a_single_worker_has_no_limit(loaded: Load) -> None:
     cuda = loaded(CudaMemory())
     assert limit_device_memory((1,))
     assert limit_device_memory(())
@@ -168,9 +157,7 @@ def test_memory_is_not_limited_without_torch(monkeypatch: pytest.MonkeyPatch) ->
     assert sys.modules["torch"] is None
 
 
-def test_a_gpu_that_fails_does_not_fail_the_start(
-    loaded: Callable[[CudaMemory], CudaMemory],
-) -> None:
+def test_a_gpu_that_fails_does_not_fail_the_start(loaded: Load) -> None:
     cuda = loaded(CudaMemory())
     cuda.get_device_properties = lambda _: 1 / 0  # type: ignore[assignment]
     limit_device_memory((2,))

@@ -17,6 +17,13 @@ pytest.importorskip("gevent")
 TESTS = Path(__file__).parent
 
 
+def run_text(folder: Path, text: str, *arguments: str, **variables: str) -> str:
+    """Run a program of this text, as a file."""
+    program = folder / "program.py"
+    program.write_text(textwrap.dedent(text))
+    return run(str(program), *arguments, **variables)
+
+
 def run(*arguments: str, **variables: str) -> str:
     process = subprocess.run(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -71,9 +78,7 @@ SERVICE = """
 
 @pytest.mark.parametrize("kind", ["Streamer", *long_cases("ThreadedStreamer")])
 def test_greenlets_of_pywsgi_wait_side_by_side_and_share_batches(tmp_path: Path, kind: str) -> None:
-    program = tmp_path / "service.py"
-    program.write_text(textwrap.dedent(SERVICE.format(kind=kind)))
-    assert run(str(program)) == "100 True\n"
+    assert run_text(tmp_path, SERVICE.format(kind=kind)) == "100 True\n"
 
 
 OVER_REDIS = """
@@ -106,9 +111,7 @@ OVER_REDIS = """
 def test_greenlets_wait_side_by_side_for_hosts_beyond_redis(
     tmp_path: Path, redis_server: str, prefix: str
 ) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(OVER_REDIS))
-    assert run(str(program), redis_server, prefix) == "False\nlate\n[0]\nTrue\n"
+    assert run_text(tmp_path, OVER_REDIS, redis_server, prefix) == "False\nlate\n[0]\nTrue\n"
 
 
 COLLECTED = """
@@ -137,9 +140,7 @@ COLLECTED = """
 
 @pytest.mark.long
 def test_workers_that_gevent_has_collected_leave_nothing(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(COLLECTED))
-    assert run(str(program)) == "[0, 0, 0] []\n"
+    assert run_text(tmp_path, COLLECTED) == "[0, 0, 0] []\n"
 
 
 WAITING = """
@@ -170,9 +171,8 @@ WAITING = """
 
 
 def test_while_a_model_computes_other_greenlets_run(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(WAITING))
-    assert run(str(program), str(tmp_path / "gate")) == "False True\n[1] [[1], [1], [1]]\n"
+    said = run_text(tmp_path, WAITING, str(tmp_path / "gate"))
+    assert said == "False True\n[1] [[1], [1], [1]]\n"
 
 
 STREAMS = """
@@ -214,10 +214,8 @@ STREAMS = """
 def test_a_time_that_ends_leaves_a_stream_open_and_a_greenlet_that_is_killed_does_not(
     tmp_path: Path,
 ) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(STREAMS))
     still_open, closed = "still open\nstill open\n[1, 2]\n", "before its end\n[1, 2]\n"
-    said = run(str(program), str(tmp_path / "gate"))
+    said = run_text(tmp_path, STREAMS, str(tmp_path / "gate"))
     assert said.startswith(still_open), said
     assert said.endswith(closed), said
 
@@ -265,7 +263,5 @@ SHARED = """
 
 
 def test_a_shared_pool(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(SHARED))
     tmp_path.chmod(0o700)
-    assert run(str(program), XDG_RUNTIME_DIR=str(tmp_path)) == "done\n"
+    assert run_text(tmp_path, SHARED, XDG_RUNTIME_DIR=str(tmp_path)) == "done\n"

@@ -53,7 +53,7 @@ def test_the_dearer_a_death_the_more_parts(
 
 
 @pytest.mark.parametrize(("workers", "slope"), [(1, 0.0001), (4, 0.0)])
-@pytest.mark.parametrize("share", [0.01, 0.05, 0.2, 0.5])
+@pytest.mark.parametrize("share", [0.05, 0.5])
 def test_no_good_call_fails_however_many_are_bad(share: float, slope: float, workers: int) -> None:
     service = Service(
         share_of_bad(share), workers=workers, seconds=lambda size: 0.001 + slope * size
@@ -81,9 +81,9 @@ def test_what_it_costs_to_find_the_bad_ones(share: float, calls_for_each: float)
 
 def test_one_who_sends_nothing_good_takes_about_half_of_the_batches() -> None:
     alone = Service(lambda _: "good")
-    alone.run(1.0)
+    alone.run(0.5)
     service = Service(lambda caller: "good" if caller else "bad", callers=65)
-    service.run(1.0)
+    service.run(0.5)
     assert service.failed("good") == 0
     assert service.new_batches > 0.4 * service.batches
     assert service.answered("good") > alone.answered("good") / 3
@@ -112,7 +112,7 @@ def test_batches_grow_again_when_the_model_has_recovered() -> None:
 def test_now_and_then_a_bad_item_leaves_batches_as_they_are() -> None:
     items = iter(range(10**9))
     service = Service(lambda _: "bad" if next(items) % 1000 == 500 else "good")
-    service.run(2.0)
+    service.run(1.0)
     assert service.failed("good") == 0
     assert service.answered("good") > 50 * service.new_batches
 

@@ -99,10 +99,7 @@ class Device:
         return self._worker.ceiling.limit
 
     def compute(
-        self,
-        batch: int | Sequence[float],
-        room: float | None = None,
-        huge: Iterable[int] = (),
+        self, batch: int | Sequence[float], room: float | None = None, huge: Iterable[int] = ()
     ) -> list[Run]:
         """The runs of a batch of so many items, or of items of such lengths."""
         if room is not None:
@@ -141,13 +138,6 @@ def settled(limit: int, asked: int) -> Device:
     return device
 
 
-def test_a_batch_is_computed_whole_while_nothing_runs_out() -> None:
-    device = Device(10_000)
-    for size in (1, 64, 10_000):
-        assert device.sizes(size) == [size]
-    assert device.limit == 0
-
-
 @pytest.mark.parametrize(
     ("size", "room", "expected", "limit"),
     [
@@ -167,15 +157,6 @@ def test_a_batch_is_halved_until_it_fits(
     assert device.sizes(size) == expected
     assert device.limit == limit
     assert device.sizes(size) == [run for run in expected if run > 0]
-
-
-def test_a_limit_leaves_smaller_batches_alone_and_falls_if_one_runs_out() -> None:
-    device = settled(16, asked=64)
-    for size in range(1, 17):
-        assert device.sizes(size) == [size]
-    assert device.sizes(17) == [16, 1]
-    assert device.sizes(10, 5) == [-10, 5, 5]
-    assert device.limit == 5
 
 
 def test_a_probe_is_a_quarter_more_after_enough_full_runs() -> None:
@@ -220,7 +201,7 @@ def test_the_limit_stays_until_as_much_has_fitted_as_is_asked_for() -> None:
     assert device.limit == 0
 
 
-@pytest.mark.parametrize("position", range(16))
+@pytest.mark.parametrize("position", [0, 6, 15])
 def test_a_huge_item_fails_alone_and_leaves_no_limit(position: int) -> None:
     device = Device(16)
     runs = device.compute(16, huge=[position])
@@ -246,15 +227,6 @@ def test_a_device_without_any_room_fails_each_item_and_is_tried_again() -> None:
     device = Device(0)
     assert len(device.compute(16)) == 2 * 16 - 1
     assert device.sizes(16, 16) == [16]
-
-
-def test_the_limit_is_learned_where_nothing_may_run_twice() -> None:
-    device = Device(20, may_rerun=False)
-    assert device.sizes(64) == [-64]
-    assert device.sizes(64) == [-32, 16, 16]
-    assert device.sizes(64) == [16] * 4
-    assert device.sizes(3, 0) == [-3]
-    assert device.limit == 2
 
 
 def halvings(size: int) -> int:
@@ -301,38 +273,6 @@ def test_every_batch_is_done_in_few_runs_while_the_room_changes(
                 full += 1
 
 
-@ANY_TIME
-@given(batches=st.lists(st.integers(1, 300), min_size=1, max_size=60), room=st.integers(1, 300))
-def test_a_room_that_stays_is_found_once(batches: list[int], room: int) -> None:
-    device = Device(room)
-    runs = [run for size in batches for run in device.compute(size)]
-    probes = sum(run.size > run.limit > 0 for run in runs)
-    failed = sum(not run.fitted for run in runs)
-    assert failed <= halvings(max(batches)) - 1 + probes
-    assert probes <= len(runs) // FIRST_INTERVAL
-    assert device.limit <= room
-
-
-@ANY_TIME
-@given(
-    size=st.integers(1, 200),
-    room=st.integers(1, 200),
-    huge=st.sets(st.integers(0, 199), max_size=8),
-    before=st.integers(1, 200),
-)
-def test_huge_items_fail_alone_at_the_cost_of_a_search_each(
-    size: int, room: int, huge: set[int], before: int
-) -> None:
-    device = Device(before)
-    device.compute(200)
-    runs = device.compute(size, room, huge)
-    alone = {run.start for run in runs if run.size == 1 and not run.fitted}
-    assert alone == {position for position in huge if position < size}
-    fitted = sum(run.fitted for run in runs)
-    bound = (len(alone) + 1) * halvings(size) + fitted // FIRST_INTERVAL
-    assert len(runs) - fitted <= bound
-
-
 # -- the limit in costs
 
 
@@ -347,15 +287,6 @@ def test_a_limit_in_costs_does_not_hold_short_items_to_what_long_ones_allow() ->
     assert device.sizes([5.0] * 64) == [64]
     assert device.sizes([10.0] * 64) == [40, 24]
     assert device.sizes([100.0, 100.0, 10.0, 10.0, 10.0]) == [4, 1]
-
-
-def test_an_item_beyond_the_limit_is_computed_alone_and_teaches_nothing() -> None:
-    device = with_lengths(400)
-    device.compute([100.0] * 16)
-    assert device.sizes([10.0, 10.0, 900.0, 10.0], 1000) == [2, 1, 1]
-    assert device.limit == 400
-    assert device.sizes([900.0, 10.0], 400) == [-1, 1]
-    assert device.limit == 400
 
 
 def test_more_is_tried_when_enough_cost_has_fitted() -> None:
@@ -426,14 +357,6 @@ def test_lengths_that_end_in_the_midst_do_not_mix_units() -> None:
     first, second = served(model, ["x" * 100] * 16, ["x" * 100] * 16)
     assert (first.ceiling, second.ceiling) == (400.0, 4)
     assert second.outputs == [4] * 16
-
-
-def test_the_worker_asks_the_model_s_class_what_items_cost() -> None:
-    model = loaded(device_models.Padding, has_lengths=True)
-    long, short = served(model, ["x" * 100] * 16, ["x" * 5] * 64)
-    assert (long.outputs, long.ceiling) == ([4] * 16, 400.0)
-    assert isinstance(long.ceiling, float)
-    assert short.outputs == [64] * 64
 
 
 LARGE_TEXT = "x" * (1 << 20)
@@ -663,18 +586,6 @@ class Fits(ManagedModel):
         return [2 * item for item in batch]
 
 
-def test_results_come_together_again_in_order() -> None:
-    model = loaded(Fits, 10)
-    batches = [[1, 2], list(range(64)), list(range(20))]
-    first, second, third = served(model, *batches)
-    assert (first.outputs, first.ceiling) == ([2, 4], 0)
-    assert (second.outputs, second.ceiling) == ([2 * i for i in range(64)], 8)
-    assert (third.outputs, third.ceiling) == ([2 * i for i in range(20)], 8)
-    seen = model_of(model).batches
-    assert [len(batch) for batch in seen] == [2, 64, 32, 16, *[8] * 8, 8, 8, 4]
-    assert seen[0] is batches[0], "without an error the model gets the very list"
-
-
 def test_an_item_that_is_too_large_fails_alone_with_its_own_error() -> None:
     missing = SimpleNamespace()
     (report,) = served(loaded(Fits, 10), [1, "huge", 4, "huge", 6], failures={0: missing})
@@ -840,13 +751,6 @@ def test_the_tensors_of_a_run_are_gone_before_the_cache_is_emptied(
 # -- with real workers
 
 Build = Callable[..., Any]
-
-
-def test_a_batch_that_is_too_large_is_answered_all_the_same(build: Build) -> None:
-    streamer = build(models.Fitting, batch_size=64)
-    for first_run in (4, 12):
-        results = streamer.predict(list(range(64)))
-        assert results == [(i, first_run + i // 8, 8) for i in range(64)]
 
 
 def test_callers_are_not_failed_by_an_item_that_is_too_large(build: Build) -> None:

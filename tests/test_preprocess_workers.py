@@ -51,27 +51,18 @@ def pool_of(count: int) -> PreprocessPool:
     return PreprocessPool(pickle.dumps(ModelSpec(preprocess_models.Where, (0,))), options)
 
 
-def check_that_batches_are_split(streamer: Streamer) -> None:
-    results = streamer.predict([0, 1, 2, 3, 4])
+def test_a_batch_is_split_among_the_processes(shared: Streamer) -> None:
+    results = shared.predict([0, 1, 2, 3, 4])
     assert [value for value, _, _ in results] == [0, 1, 2, 3, 4]
     preprocessing = [pid for _, pid, _ in results]
     computing = {pid for _, _, pid in results}
     assert len(set(preprocessing)) == 2, "each has a part"
     assert preprocessing == sorted(preprocessing, key=preprocessing.index), "of adjacent items"
     assert not computing & {*preprocessing, os.getpid()}
-    (device,) = streamer.predict(["device"])
+    (device,) = shared.predict(["device"])
     assert device[0] == ("", "1"), "no GPU, and one thread"
-    ((is_loaded, *_),) = streamer.predict(["loaded"])
+    ((is_loaded, *_),) = shared.predict(["loaded"])
     assert not is_loaded, "the model is only in the worker"
-
-
-def test_a_batch_is_split_among_the_processes(shared: Streamer) -> None:
-    check_that_batches_are_split(shared)
-
-
-def test_a_batch_is_split_among_forked_processes() -> None:
-    with streamer_of(preprocess_models.Where, 0, mp_start_method="fork") as streamer:
-        check_that_batches_are_split(streamer)
 
 
 def test_rows_of_arrays_are_split_and_joined() -> None:
@@ -230,7 +221,8 @@ def test_without_retry_a_crash_fails_the_batch() -> None:
 def test_a_forked_process_is_replaced_with_its_worker() -> None:
     options: dict[str, Any] = {"mp_start_method": "fork", "max_attempts": 1}
     with streamer_of(preprocess_models.Where, 0, **options) as streamer:
-        ((_, _, worker),) = streamer.predict([0])
+        ((_, first, worker), (_, second, _)) = streamer.predict([0, 1])
+        assert len({os.getpid(), worker, first, second}) == 4
         with pytest.raises(WorkerLost):
             streamer.predict(["crash"])
         ((value, _, new),) = streamer.predict([1])

@@ -63,36 +63,6 @@ def test_with_an_owner_that_ends_a_failed_start_waits_for_another_worker(loss: L
     assert walk.told() == ["start 3 at 0"], "as ever, now that there is something to serve"
 
 
-@pytest.mark.parametrize(("jitter", "pause"), [(0.0, 8.0), (1.0, 4.0)])
-def test_jitter_shortens_these_pauses_too(jitter: float, pause: float) -> None:
-    assert RestartPolicy().retry_delay(3, jitter) == pause
-
-
-def test_one_that_dies_again_without_a_batch_is_soon_tried_seldom_again() -> None:
-    walk = Walk(max_restarts=0)
-    walk.lose(0)
-    walk.pass_time()
-    walk.ready(1)
-    before = walk.now
-    walk.lose(1)
-    walk.pass_time()
-    assert walk.now - before == 2.0
-    # But progress ends the row
-    walk.ready(2)
-    walk.supervisor.progressed(2)
-    before = walk.now
-    walk.lose(2)
-    walk.pass_time()
-    assert walk.now - before == 1.0
-
-
-def test_lack_of_memory_is_no_reason_to_give_up_a_first_start_at_once() -> None:
-    walk = Walk(2, ready=False)
-    walk.ready(0)
-    walk.lose(1, Loss.NO_MEMORY)
-    assert not walk.supervisor.failed
-
-
 # -- the end
 
 
@@ -108,17 +78,6 @@ def test_at_the_end_nothing_is_started_while_a_worker_is_there() -> None:
     walk.lose(3, Loss.DIED_STARTING)
     walk.pass_time()
     assert len(walk.told()) == 1
-
-
-def test_at_the_end_a_renewal_stops() -> None:
-    walk = Walk(2)
-    walk.supervisor.renew()
-    walk.obey()
-    walk.supervisor.wind_down()
-    walk.ready(2)
-    assert walk.supervisor.vacant(0)
-    walk.lose(0)
-    assert walk.told() == ["start 2 at 0", "retire 0"]
 
 
 # -- replacing without overlap
@@ -138,32 +97,6 @@ def test_without_overlap_the_old_worker_ends_first() -> None:
         assert walk.told() == (["retire 1"] if not old else [])
     assert walk.supervisor.is_renewed(generation)
     assert walk.supervisor.restarts == 0
-
-
-def test_a_lone_worker_is_replaced_so_too() -> None:
-    walk = Walk()
-    generation = walk.supervisor.renew(overlap=False)
-    walk.obey()
-    walk.supervisor.vacant(0)
-    walk.lose(0)
-    walk.ready(1)
-    assert walk.told() == ["retire 0", "start 1 at 0"]
-    assert walk.supervisor.is_renewed(generation)
-
-
-@pytest.mark.parametrize("loss", [Loss.START_FAILED, Loss.DIED_STARTING, Loss.NO_MEMORY])
-def test_without_overlap_a_failed_start_leaves_the_others(loss: Loss) -> None:
-    walk = Walk(3)
-    generation = walk.supervisor.renew(overlap=False)
-    walk.obey()
-    walk.supervisor.vacant(0)
-    walk.lose(0)
-    walk.lose(3, loss)
-    assert walk.supervisor.aborted == generation
-    assert walk.told() == ["retire 0", "start 3 at 0", "start 4 at 0"]
-    walk.ready(4)
-    assert walk.states() == {"ready": 3}
-    assert walk.told() == []
 
 
 def test_auto_ends_the_old_ones_first_when_two_do_not_fit() -> None:

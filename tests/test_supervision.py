@@ -139,33 +139,6 @@ def test_one_that_dies_while_loading_is_tried_three_times() -> None:
     assert not walk.supervisor.was_served
 
 
-@pytest.mark.parametrize("loss", [Loss.DIED_STARTING, Loss.START_FAILED])
-def test_a_place_that_was_served_is_tried_more_often(loss: Loss) -> None:
-    walk = Walk(max_restarts=5)
-    walk.lose(0)
-    for slot in range(1, 6):
-        assert not walk.supervisor.failed
-        walk.lose(slot, loss)
-        if slot + 1 not in walk.places and not walk.supervisor.failed:
-            walk.pass_time()
-    assert walk.supervisor.is_broken
-    assert walk.supervisor.was_served
-
-
-def test_no_restarts_if_none_are_allowed() -> None:
-    walk = Walk(max_restarts=0)
-    walk.lose(0)
-    assert walk.supervisor.is_broken
-
-
-def test_a_slow_start_is_ended_once() -> None:
-    walk = Walk(ready=False, start_timeout=30.0)
-    walk.told()
-    walk.pass_time()
-    assert (walk.now, walk.told()) == (30.0, ["kill 0"])
-    assert walk.supervisor.due == math.inf
-
-
 # -- replacing
 
 
@@ -188,36 +161,6 @@ def test_renewal_goes_one_by_one_and_the_new_is_ready_before_the_old_ends() -> N
     assert walk.supervisor.restarts == 0
 
 
-def test_a_new_worker_that_does_not_start_ends_the_renewal() -> None:
-    walk = Walk(2)
-    generation = walk.supervisor.renew()
-    walk.obey()
-    walk.lose(2, Loss.START_FAILED)
-    assert walk.supervisor.aborted == generation
-    assert walk.states() == {"ready": 2}
-    assert walk.told() == ["start 2 at 0"], "the second is not even tried"
-    assert not walk.supervisor.failed
-
-
-def test_an_old_worker_that_dies_meanwhile_is_replaced_by_the_new_one() -> None:
-    walk = Walk()
-    generation = walk.supervisor.renew()
-    walk.obey()
-    walk.lose(0)
-    assert walk.told() == ["start 1 at 0"]
-    walk.ready(1)
-    assert walk.supervisor.is_renewed(generation)
-
-
-def test_if_both_die_the_place_is_served_again() -> None:
-    walk = Walk()
-    walk.supervisor.renew()
-    walk.obey()
-    walk.lose(0)
-    walk.lose(1, Loss.DIED_STARTING)
-    assert walk.told() == ["start 1 at 0", "start 2 at 0"]
-
-
 def test_renewal_gives_failed_places_another_chance() -> None:
     walk = Walk(max_restarts=0)
     walk.lose(0)
@@ -225,22 +168,6 @@ def test_renewal_gives_failed_places_another_chance() -> None:
     walk.obey()
     assert walk.told() == ["start 1 at 0"]
     assert not walk.supervisor.is_broken
-
-
-def test_a_second_renewal_replaces_the_new_ones_too() -> None:
-    walk = Walk()
-    walk.supervisor.renew()
-    walk.obey()
-    second = walk.supervisor.renew()
-    walk.obey()
-    walk.ready(1)
-    walk.supervisor.vacant(0)
-    walk.lose(0)
-    assert walk.told() == ["start 1 at 0", "retire 0", "start 2 at 0"]
-    walk.ready(2)
-    walk.supervisor.vacant(1)
-    walk.lose(1)
-    assert walk.supervisor.is_renewed(second)
 
 
 # -- renewal beside workers that wait for a place on a cluster
@@ -270,34 +197,6 @@ def test_renewal_goes_on_beside_one_that_waits_for_its_place() -> None:
     walk.ready(1)
     assert walk.told() == ["retire 0"], "it is new, and stays"
     assert walk.supervisor.is_renewed(generation)
-
-
-def test_one_that_has_got_its_place_before_the_renewal_is_replaced() -> None:
-    walk = Walk(1, ready=False)
-    waiting(walk, 0)
-    waiting(walk, 0, has_place=True)
-    generation = walk.supervisor.renew()
-    walk.ready(0)
-    assert walk.told() == ["start 0 at 0", "start 1 at 0"]
-    assert not walk.supervisor.is_renewed(generation)
-
-
-def test_one_that_got_its_place_unheard_before_the_renewal_is_replaced() -> None:
-    walk = Walk(2, ready=False)
-    walk.ready(0)
-    waiting(walk, 1)
-    # It gets its place and loads its model now, which is heard only later
-    generation = walk.supervisor.renew()
-    walk.obey()
-    waiting(walk, 1, has_place=True)
-    walk.ready(1)
-    for old, new in ((0, 2), (1, 3)):
-        walk.ready(new)
-        walk.supervisor.vacant(old)
-        assert not walk.supervisor.is_renewed(generation)
-        walk.lose(old)
-    assert walk.supervisor.is_renewed(generation)
-    assert walk.told()[2:] == ["start 2 at 0", "retire 0", "start 3 at 1", "retire 1"]
 
 
 def test_the_place_that_a_renewal_leaves_may_go_to_one_that_waited() -> None:
@@ -338,19 +237,6 @@ def test_a_renewal_waits_for_the_successor_of_one_that_it_has_ended() -> None:
     assert not walk.supervisor.is_renewed(generation)
 
 
-def test_a_renewal_is_not_over_while_all_wait_for_their_places() -> None:
-    walk = Walk(2, ready=False)
-    waiting(walk, 0)
-    waiting(walk, 1)
-    generation = walk.supervisor.renew()
-    walk.obey()
-    assert not walk.supervisor.is_renewed(generation), "perhaps nobody can load the new model"
-    waiting(walk, 0)
-    waiting(walk, 0, has_place=True)
-    walk.ready(0)
-    assert walk.supervisor.is_renewed(generation)
-
-
 def exchanged_beside_another() -> tuple[Walk, int]:
     """Worker 3 is to follow 0, and loads; worker 2, which had no place, has got one, and is ready.
 
@@ -384,41 +270,7 @@ def test_one_that_is_ready_stands_in_for_one_of_which_it_is_heard_later_that_it_
     assert walk.told() == ["retire 1"]
 
 
-@pytest.mark.parametrize("failing", [2, 3])
-def test_a_renewal_ends_if_whoever_got_the_place_does_not_start(failing: int) -> None:
-    walk = Walk(3, ready=False)
-    for slot in (0, 1):
-        walk.ready(slot)
-    waiting(walk, 2)
-    generation = walk.supervisor.renew(overlap=False)
-    walk.obey()
-    walk.supervisor.vacant(0)
-    walk.lose(0)
-    waiting(walk, 2, has_place=True)
-    walk.told()
-    walk.lose(failing, Loss.START_FAILED)
-    assert walk.supervisor.aborted == generation
-    assert walk.states()["ready"] == 1
-    walk.ready(5 - failing)
-    assert not [line for line in walk.told() if line.startswith("retire")]
-
-
 # -- scaling
-
-
-def test_scaling_up_starts_and_scaling_down_retires_the_last() -> None:
-    walk = Walk(2)
-    walk.supervisor.scale(3)
-    walk.obey()
-    assert walk.told() == ["start 2 at 2"]
-    walk.ready(2)
-    walk.supervisor.scale(1)
-    walk.obey()
-    assert walk.told() == ["retire 1", "retire 2"]
-    for slot in (1, 2):
-        walk.supervisor.vacant(slot)
-        walk.lose(slot)
-    assert walk.states() == {"ready": 1}
 
 
 def test_one_that_still_retires_is_kept_if_more_are_wanted_again() -> None:
@@ -467,24 +319,6 @@ def test_one_that_retires_for_another_reason_is_not_kept(why: str) -> None:
     assert not [line for line in walk.told() if line.startswith("keep")]
 
 
-def test_an_old_one_that_is_kept_is_renewed_then() -> None:
-    walk = Walk(2)
-    walk.supervisor.want(1)
-    walk.obey()
-    generation = walk.supervisor.renew()
-    walk.supervisor.want(2)
-    walk.obey()
-    assert walk.told() == ["retire 1", "start 2 at 0", "keep 1"]
-    walk.ready(2)
-    walk.supervisor.vacant(0)
-    walk.lose(0)
-    assert walk.told() == ["retire 0", "start 3 at 1"]
-    walk.ready(3)
-    walk.supervisor.vacant(1)
-    walk.lose(1)
-    assert walk.supervisor.is_renewed(generation)
-
-
 def test_scaling_down_stops_those_that_still_load() -> None:
     walk = Walk(2, ready=False)
     walk.supervisor.scale(1)
@@ -522,27 +356,6 @@ def test_one_that_is_ended_since_it_is_slow_takes_no_batches() -> None:
     assert not walk.supervisor.ready(0, walk.now)
     walk.lose(0)
     assert not walk.supervisor.failed
-
-
-def test_a_place_that_is_scaled_away_and_back_was_served() -> None:
-    walk = Walk(2)
-    walk.supervisor.scale(1)
-    walk.supervisor.scale(2)
-    walk.obey()
-    walk.lose(1)
-    assert not walk.supervisor.failed
-
-
-def test_deaths_that_a_batch_may_have_caused_do_not_use_up_the_budget() -> None:
-    walk = Walk(max_restarts=1)
-    for slot in range(20):
-        del walk.places[slot]
-        walk.supervisor.lost(slot, Loss.CRASHED, walk.now, 0.0, was_busy=True)
-        walk.obey()
-        while not walk.places:
-            walk.pass_time()
-        walk.ready(slot + 1)
-    assert walk.now > 50, "but the pauses grow"
 
 
 def test_pauses_begin_anew_when_it_is_known_who_was_at_fault() -> None:

@@ -1,11 +1,13 @@
-"""``service-streamer worker --port``: a worker host that can be probed and scraped."""
+"""A worker host that can be probed and scraped (``worker --port``), and what it does on signals."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from conftest import PATIENCE
+import models
+from conftest import PATIENCE, await_that
 from serve_process import Serving, figures_in, run, until
-from service_streamer import RedisStreamer, RedisWorkerStats
+from service_streamer import RedisStreamer, RedisWorker, RedisWorkerStats, run_redis_workers_forever
 from service_streamer.redis.local import LocalRedis
 from service_streamer.serve.http.hosting import standing
 from service_streamer.testing import Gate
@@ -158,3 +161,29 @@ def test_how_a_host_stands(given: dict[str, Any], state: str, text: str) -> None
     assert found == state
     assert text in detail
     assert standing(None)[0] == "starting"
+
+
+# -- signals, as they come to the thread that listens for them
+
+
+def test_a_host_that_cannot_say_how_it_stands_still_ends(
+    redis_server: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(worker: RedisWorker) -> str:
+        raise ZeroDivisionError
+
+    def send_signals() -> None:
+        await_that(lambda: signal.getsignal(signal.SIGTERM) is not before)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await_that(lambda: "could not be logged" in caplog.text)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(RedisWorker, "explain", fail)
+    before = signal.getsignal(signal.SIGTERM)
+    sender = threading.Thread(target=send_signals)
+    sender.start()
+    run_redis_workers_forever(
+        models.double, redis_broker=redis_server, prefix="signals", mp_start_method="fork"
+    )
+    sender.join()
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -18,19 +18,6 @@ from service_streamer.workers.model_spec import LoadedModel, ModelSpec
 from service_streamer.workers.runner import Channel, serve
 from service_streamer.workers.transport import BatchReport
 
-__all__ = [
-    "Batches",
-    "Clock",
-    "loaded",
-    "model_of",
-    "raised",
-    "run",
-    "served",
-    "texts",
-    "ticking",
-    "with_guard",
-]
-
 
 class Clock:
     """Stands still unless a model moves it. In place of ``time.monotonic``."""
@@ -95,10 +82,7 @@ class Batches(Channel):
 
 
 def run(
-    channel: Channel,
-    model: LoadedModel,
-    clock: Callable[[], float] | None = None,
-    **options: Any,
+    channel: Channel, model: LoadedModel, clock: Callable[[], float] | None = None, **options: Any
 ) -> None:
     """Have a worker serve the channel until that is empty."""
     clocked = mock.patch.object(time, "monotonic", clock or time.monotonic)

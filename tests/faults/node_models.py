@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,6 @@ class Noting(ManagedModel):
         match item:
             case "pid":
                 return os.getpid()
-            case "die":
-                os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
                 time.sleep(1e6)
             case "gate":
@@ -40,12 +37,3 @@ class Noting(ManagedModel):
                 self.gate.go_through()
                 return "went through"
         return 2 * item
-
-
-class SlowToLoad(Noting):
-    """Loads when the gate lets it. It has left its file by then."""
-
-    def init_model(self, folder: Path, gate: Gate | None = None) -> None:
-        super().init_model(folder)
-        if gate is not None:
-            gate.go_through()

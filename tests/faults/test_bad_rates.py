@@ -142,9 +142,7 @@ def test_callers_do_not_read_of_others_where_nothing_is_isolated(
 
 
 def test_a_caller_who_shares_an_item_does_not_read_of_the_others(gate: Gate) -> None:
-    with (
-        Streamer(Indiscreet, model_init_args=[gate], deduplicate=True, retry=False) as streamer,
-    ):
+    with Streamer(Indiscreet, model_init_args=[gate], deduplicate=True, retry=False) as streamer:
         first = streamer.submit([1, secret(1, 1)])
         second = streamer.submit([1])
         gate.let_through(1)
@@ -154,12 +152,8 @@ def test_a_caller_who_shares_an_item_does_not_read_of_the_others(gate: Gate) -> 
         assert_private(error)
 
 
-def test_a_batch_that_found_no_memory_and_may_not_run_again_is_nobodys_fault(
-    gate: Gate,
-) -> None:
-    with (
-        Streamer(Small, model_init_args=[gate], retry=False) as streamer,
-    ):
+def test_a_batch_that_found_no_memory_and_may_not_run_again_is_nobodys_fault(gate: Gate) -> None:
+    with Streamer(Small, model_init_args=[gate], retry=False) as streamer:
         futures = [streamer.submit([secret(n, n)]) for n in range(3)]
         gate.let_through(1)
         for future in futures:

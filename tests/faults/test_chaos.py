@@ -95,26 +95,6 @@ def test_workers_that_are_killed_lose_nothing_and_double_nothing() -> None:
     assert stats.retries >= 1
 
 
-@pytest.mark.long
-def test_the_only_worker_may_be_killed_as_well() -> None:
-    killer = Killer(seed=2)
-    numbers = itertools.count()
-    answers: list[tuple[int, list[int]]] = []
-
-    def call(_: int) -> None:
-        while (number := next(numbers)) < 2_000:
-            answers.append((number, streamer.predict([number])))
-            if number % 200 == 0:  # so that it gets somewhere, however slow it is to start
-                killer.kill_one()
-
-    with Streamer(double_slowly, worker_timeout=None, max_attempts=ATTEMPTS) as streamer:
-        in_threads(call)
-        stats = until(lambda: (found := streamer.stats()).restarts and found)
-    assert sorted(answers) == [(number, [2 * number]) for number in range(2_000)]
-    assert (stats.pending, stats.in_flight) == (0, 0)
-    assert stats.restarts <= 10
-
-
 def test_each_future_ends_once_whatever_happens_to_it() -> None:
     killer = Killer(seed=3)
     ended: list[int] = []

@@ -12,25 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from fault_models import (
-    FAULTS,
-    Faulty,
-    FaultyOnDevice1,
-    FaultyThread,
-    Hang,
-    Mishap,
-    culprit,
-)
+from fault_models import FAULTS, Faulty, FaultyOnDevice1, FaultyThread, Hang, Mishap, culprit
 from fault_processes import GONE, Watch, await_line, descendants, running
 
 from cases import long_cases
-from service_streamer import (
-    ModelError,
-    Streamer,
-    UnpicklableItem,
-    WorkerLost,
-    WorkerStartError,
-)
+from service_streamer import ModelError, Streamer, UnpicklableItem, WorkerLost, WorkerStartError
 from service_streamer.testing import Gate
 
 

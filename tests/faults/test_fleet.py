@@ -34,6 +34,8 @@ from service_streamer.testing import Gate
 
 OBEDIENT = ("served_models:Obedient", "--web-workers", "2")
 
+OwnerOf = Callable[..., PoolOwner]
+
 
 def metrics(service: Serving) -> str:
     return service.client.get("/metrics").text
@@ -356,7 +358,7 @@ class Pool:
 
 
 @pytest.fixture
-def owner(monkeypatch: pytest.MonkeyPatch, runtime: Path) -> Callable[..., PoolOwner]:
+def owner(monkeypatch: pytest.MonkeyPatch, runtime: Path) -> OwnerOf:
     """Makes owners of pools whose streamers the test has."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
 
@@ -385,7 +387,7 @@ def owner(monkeypatch: pytest.MonkeyPatch, runtime: Path) -> Callable[..., PoolO
     ],
 )
 def test_the_service_never_goes_on_without_its_pool(
-    owner: Callable[..., PoolOwner], at: str, errors: list[Exception], kind: type[Exception]
+    owner: OwnerOf, at: str, errors: list[Exception], kind: type[Exception]
 ) -> None:
     with SignalSocket() as wakeup:
         with owner(Pool(at, *errors), wakeup) as owning:
@@ -416,7 +418,7 @@ def test_a_service_s_pool_leaves_signals_to_its_clients_and_keeps_its_log() -> N
     assert json.loads(done.stderr)["message"] == "it goes on"
 
 
-def test_a_signal_hurries_the_end_of_a_pool_that_hangs(owner: Callable[..., PoolOwner]) -> None:
+def test_a_signal_hurries_the_end_of_a_pool_that_hangs(owner: OwnerOf) -> None:
     title = "service-streamer pool serve-of-a-test"
     with (
         subprocess.Popen([title, "1000"], executable=shutil.which("sleep")) as hung,

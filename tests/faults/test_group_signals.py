@@ -13,12 +13,12 @@ from fault_processes import GONE, Watch, await_line, descendants, running
 from signal_models import HandlesSigterm, exit_codes_of_children
 
 import models
-from cases import long_cases
 from serve_process import Serving, until
 from service_streamer import RedisStreamer, Streamer
 from service_streamer.testing import Gate
 
 NUMBERS = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
+COMPUTE, START, LOAD = "while they compute", "while they start", "while they load"
 
 
 def program_that_drains(method: str, gate: Path) -> str:
@@ -47,40 +47,34 @@ def program_that_drains(method: str, gate: Path) -> str:
     """
 
 
-@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize(
-    "when", ["while they compute", *long_cases("while they start", "while they load")]
+    ("method", "when", "number"),
+    [
+        *(("spawn", COMPUTE, number) for number in NUMBERS),
+        ("fork", LOAD, signal.SIGTERM),
+        *(
+            pytest.param(*case, signal.SIGTERM, marks=pytest.mark.long)
+            for case in (("spawn", START), ("spawn", LOAD), ("forkserver", LOAD))
+        ),
+    ],
 )
 def test_workers_outlive_a_signal_to_the_group_and_finish_their_work(
-    number: signal.Signals, when: str, gate: Gate, tmp_path: Path
+    method: str, when: str, number: signal.Signals, gate: Gate, tmp_path: Path
 ) -> None:
-    with running(program_that_drains("spawn", tmp_path / "gate"), tmp_path) as program:
+    with running(program_that_drains(method, tmp_path / "gate"), tmp_path) as program:
         await_line(program, "begun")
-        if when != "while they start":
+        if when != START:
             for _ in range(2):
                 gate.await_arrival()
-        if when == "while they compute":
+        if when == COMPUTE:
             gate.let_through(2)
             gate.await_arrival()
         os.killpg(program.pid, number)
         await_line(program, "told")
         gate.let_through(4)
         out, err = program.communicate()
-    if when == "while they start":  # one worker may compute both while the other still starts
+    if when == START:  # one worker may compute both while the other still starts
         err = re.sub(r"worker \d \(pid \d+\) did not end within 0.5 s: it is killed\n", "", err)
-    assert (program.returncode, out, err) == (0, "2 0\n", "")
-
-
-@pytest.mark.parametrize("method", ["fork", *long_cases("forkserver")])
-def test_so_do_those_of_other_start_methods(method: str, gate: Gate, tmp_path: Path) -> None:
-    with running(program_that_drains(method, tmp_path / "gate"), tmp_path) as program:
-        await_line(program, "begun")
-        for _ in range(2):
-            gate.await_arrival()
-        os.killpg(program.pid, signal.SIGTERM)
-        await_line(program, "told")
-        gate.let_through(4)
-        out, err = program.communicate()
     assert (program.returncode, out, err) == (0, "2 0\n", "")
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,45 +92,6 @@ def echoing() -> Iterator[Streamer]:
     ) as streamer:
         streamer.wait_ready()
         yield streamer
-
-
-@pytest.mark.long
-def test_workers_are_killed_again_and_again(echoing: Streamer) -> None:
-    """While calls of all sizes go on: each is answered with what it sent."""
-    wrong: list[int] = []
-    is_over = threading.Event()
-
-    def call(seed: int) -> None:
-        draw = random.Random(seed)
-        source = np.frombuffer(draw.randbytes(2_000_000), "u1")
-        for _ in range(150):
-            items = [source[: int(2 ** draw.uniform(8, 20.9))] for _ in range(draw.randrange(1, 4))]
-            for item, back in zip(items, echoing.predict(items), strict=True):
-                if not np.array_equal(item, back):
-                    wrong.append(seed)
-
-    def kill() -> None:
-        draw = random.Random(0)
-        while not is_over.is_set():
-            answered = echoing.stats().answered
-            while echoing.stats().answered < answered + 40 and not is_over.wait(0.001):
-                pass
-            pids = sorted(workers(os.getpid()))
-            if pids:
-                with contextlib.suppress(ProcessLookupError):  # it has ended just now
-                    os.kill(draw.choice(pids), signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    callers = [threading.Thread(target=call, args=(seed,)) for seed in range(6)]
-    for thread in [killer, *callers]:
-        thread.start()
-    for thread in callers:
-        thread.join()
-    is_over.set()
-    killer.join()
-    assert wrong == []
-    assert echoing.stats().answered == 900
-    assert echoing.stats().restarts > 0
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, *long_cases(signal.SIGSEGV)])

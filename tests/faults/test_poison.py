@@ -18,14 +18,8 @@ BATCH = 64
 
 # Halving a batch of 64 down to one item takes 6 steps, and each runs two halves.
 FOR_ONE = 2 * 6
-# So many it takes for two at the most.
-FOR_TWO = 2 * FOR_ONE - 2
 # So many it takes if all are bad.
 FOR_ALL = 2 * BATCH - 2
-
-
-# And so many workers a search may cost: by halves enough to find two items that kill.
-MOST_DEATHS = 2 * (6 + 3)
 
 
 class Bench:
@@ -108,19 +102,6 @@ def test_a_call_of_many_items_fails_for_one_of_them_and_its_neighbours_do_not(be
     assert bench.stats.isolated == 1
 
 
-def test_a_call_of_many_batches_fails_for_one_item(bench: Bench) -> None:
-    ends = bench.ends([[*range(20), "kill", *range(20)], [1, 2]], batch_size=4)
-    assert isinstance(ends[0], WorkerLost)
-    assert ends[1] == [2, 4]
-
-
-def test_two_items_that_kill_are_both_found(bench: Bench) -> None:
-    ends = bench.ends(singles(BATCH, {5: "kill", 40: "kill"}))
-    assert_ends(ends, {5: WorkerLost, 40: WorkerLost})
-    assert bench.stats.isolated == 2
-    assert 5 <= bench.stats.restarts <= MOST_DEATHS
-
-
 # -- items on which the model raises
 
 
@@ -131,33 +112,13 @@ def test_one_item_that_raises_costs_two_model_calls_for_each_halving(bench: Benc
     assert bench.stats.isolated == 1
 
 
-@pytest.mark.parametrize(
-    ("places", "runs"),
-    [((0, 1), FOR_ONE), ((0, 2), FOR_ONE + 2), ((24, 40), FOR_TWO), ((0, 63), FOR_TWO)],
-)
-def test_two_items_that_raise_are_both_found(
-    bench: Bench, places: tuple[int, int], runs: int
-) -> None:
-    ends = bench.ends(singles(BATCH, dict.fromkeys(places, "raise")))
-    assert_ends(ends, dict.fromkeys(places, Mishap))
-    assert len(bench.batches) == 1 + runs
-    assert bench.stats.isolated == 2
-
-
-@pytest.mark.parametrize("bad", [3, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("bad", [3, 16, 64])
 def test_however_many_items_raise_all_others_are_computed(bench: Bench, bad: int) -> None:
     places = range(0, BATCH, BATCH // bad)[:bad]
     ends = bench.ends(singles(BATCH, dict.fromkeys(places, "raise")))
     assert_ends(ends, dict.fromkeys(places, Mishap))
     assert len(bench.batches) <= 1 + FOR_ALL
     assert bench.stats.isolated == bad
-
-
-def test_items_of_one_call_are_not_parted_when_the_model_raises(bench: Bench) -> None:
-    ends = bench.ends([[0, 1], [2, "raise", 3, 4], [5, 6]], batch_size=8)
-    assert isinstance(ends.pop(1), Mishap)
-    assert ends == [[0, 2], [10, 12]]
-    assert [2, "raise", 3, 4] in bench.batches
 
 
 # -- models that must not compute anything twice
@@ -176,12 +137,6 @@ def test_without_retry_the_whole_batch_fails_and_nothing_is_computed_twice(
     assert_ends(ends, dict.fromkeys(range(8), error))
     assert computed_once(bench)
     assert bench.stats.retries == 0
-
-
-def test_without_isolation_the_whole_batch_fails_at_once(bench: Bench) -> None:
-    ends = bench.ends(singles(BATCH, {3: "raise"}), isolate_errors=False)
-    assert_ends(ends, dict.fromkeys(range(BATCH), SharedBatchError))
-    assert len(bench.batches) == 1
 
 
 def test_without_isolation_a_call_that_was_alone_fails_with_what_the_model_raised(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from service_streamer import (
 )
 from service_streamer.supervision.supervisor import RestartPolicy
 from service_streamer.testing import Gate
+
+HostOf = Callable[[Any, Path], contextlib.AbstractContextManager[tuple[RedisWorker, Future[None]]]]
 
 
 @pytest.fixture(autouse=True)
@@ -70,16 +73,18 @@ class HereNeedsFile(ManagedModel):
         return batch
 
 
-def test_a_model_that_was_served_is_never_given_up(tmp_path: Path) -> None:
-    weights = tmp_path / "weights"
-    weights.touch()
+def test_a_model_that_was_served_is_never_given_up(weights: Path) -> None:
+    def cause() -> str:
+        with pytest.raises(StreamerBroken, match="no worker is left") as caught:
+            streamer.predict([None])
+        return str(caught.value.__cause__)
+
     with Streamer(models.NeedsFile, model_init_args=(weights,), max_restarts=0) as streamer:
         [pid] = streamer.predict([None])
         weights.unlink()
         os.kill(pid, signal.SIGKILL)
         until(lambda: streamer.stats().state == "broken")
-        with pytest.raises(StreamerBroken):
-            streamer.predict([None])
+        until(lambda: "FileNotFoundError" in cause())
         weights.touch()
         until(lambda: streamer.stats().state == "running")
         assert streamer.predict([None]) != [pid]
@@ -139,68 +144,77 @@ def test_overlap_has_three_values() -> None:
         streamer.restart_workers(overlap="maybe")  # type: ignore[arg-type]
 
 
-def test_a_worker_host_hands_back_what_it_holds_and_serves_again(
-    redis_server: str, prefix: str, tmp_path: Path
-) -> None:
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
     weights = tmp_path / "weights"
     weights.touch()
-    worker = RedisWorker(
-        models.NeedsFile, redis_broker=redis_server, prefix=prefix,
-        model_init_args=(weights,), max_restarts=0,
-    )  # fmt: skip
-    thread = threading.Thread(target=worker.run_forever)
-    thread.start()
-    try:
-        with RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer:
-            for _ in range(2):
-                [pid] = streamer.predict([None])
-                weights.unlink()
-                os.kill(pid, signal.SIGKILL)
-                until(lambda: worker.stats().pool.state == "broken")  # type: ignore[union-attr]
-                waits = streamer.submit([None])
-                until(lambda: streamer.stats().hosts == 0)
-                weights.touch()
-                assert waits.result() != [pid]
-    finally:
-        worker.stop()
-        thread.join()
+    return weights
+
+
+@pytest.fixture
+def host_of(redis_server: str, prefix: str) -> HostOf:
+    """Runs a worker host in a thread: the host, and how that ends."""
+
+    @contextlib.contextmanager
+    def host_of(model: Any, path: Path) -> Iterator[tuple[RedisWorker, Future[None]]]:
+        worker = RedisWorker(
+            model, redis_broker=redis_server, prefix=prefix, model_init_args=(path,), max_restarts=0
+        )
+        with ThreadPoolExecutor(1) as threads:
+            ended = threads.submit(worker.run_forever)
+            try:
+                yield worker, ended
+            finally:
+                worker.stop()
+
+    return host_of
+
+
+@pytest.fixture
+def streamer(redis_server: str, prefix: str) -> Iterator[RedisStreamer]:
+    with RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer:
+        yield streamer
+
+
+def lose(streamer: RedisStreamer, weights: Path) -> int:
+    """Kill the worker, whose model cannot be loaded again."""
+    [pid] = streamer.predict([None])
+    weights.unlink()
+    os.kill(pid, signal.SIGKILL)
+    return int(pid)
+
+
+def test_a_worker_host_hands_back_what_it_holds_and_serves_again(
+    host_of: HostOf, streamer: RedisStreamer, weights: Path
+) -> None:
+    with host_of(models.NeedsFile, weights) as (worker, _):
+        for _ in range(2):
+            pid = lose(streamer, weights)
+            until(lambda: worker.stats().pool.state == "broken")  # type: ignore[union-attr]
+            waits = streamer.submit([None])
+            until(lambda: streamer.stats().hosts == 0)
+            weights.touch()
+            assert waits.result() != [pid]
 
 
 def test_what_fails_with_a_pool_that_is_back_at_once_is_computed_all_the_same(
-    redis_server: str, prefix: str, tmp_path: Path
+    host_of: HostOf, streamer: RedisStreamer, tmp_path: Path
 ) -> None:
-    worker = RedisWorker(
-        AwayOnce, redis_broker=redis_server, prefix=prefix,
-        model_init_args=(tmp_path / "state",), max_restarts=0,
-    )  # fmt: skip
-    thread = threading.Thread(target=worker.run_forever)
-    thread.start()
-    try:
-        with RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer:
-            # The host reads for new calls while its pool breaks and is mended, so it sees neither.
-            assert streamer.submit([1]).result(60) == [1]
-            assert streamer.predict([2]) == [2]
-    finally:
-        worker.stop()
-        thread.join()
+    with host_of(AwayOnce, tmp_path / "state"):
+        # The host reads for new calls while its pool breaks and is mended, so it sees neither.
+        assert streamer.submit([1]).result(60) == [1]
+        assert streamer.predict([2]) == [2]
 
 
 @pytest.mark.long
 def test_a_worker_host_that_nobody_waits_for_serves_again(
-    redis_server: str, prefix: str, tmp_path: Path
+    redis_server: str, prefix: str, streamer: RedisStreamer, weights: Path
 ) -> None:
-    weights = tmp_path / "weights"
-    weights.touch()
-    with (
-        RedisWorker(
-            models.NeedsFile, redis_broker=redis_server, prefix=prefix,
-            model_init_args=(weights,), max_restarts=0,
-        ) as worker,
-        RedisStreamer(redis_server, prefix, worker_timeout=60) as streamer,
-    ):  # fmt: skip
-        [pid] = streamer.predict([None])
-        weights.unlink()
-        os.kill(pid, signal.SIGKILL)
+    with RedisWorker(
+        models.NeedsFile, redis_broker=redis_server, prefix=prefix,
+        model_init_args=(weights,), max_restarts=0,
+    ) as worker:  # fmt: skip
+        pid = lose(streamer, weights)
         until(lambda: worker.stats().state == "failed")  # type: ignore[union-attr]
         assert worker.stats().claimed == 1  # type: ignore[union-attr]
         weights.touch()
@@ -209,63 +223,27 @@ def test_a_worker_host_that_nobody_waits_for_serves_again(
 
 
 @pytest.mark.long
-def test_a_worker_host_whose_engine_ends_while_it_waits_ends_with_an_error(
-    redis_server: str, prefix: str, tmp_path: Path
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_worker_host_ends_while_it_waits_for_a_worker(
+    host_of: HostOf, streamer: RedisStreamer, weights: Path, fails: bool
 ) -> None:
-    weights = tmp_path / "weights"
-    weights.touch()
-    worker = RedisWorker(
-        models.NeedsFile, redis_broker=redis_server, prefix=prefix,
-        model_init_args=(weights,), max_restarts=0,
-    )  # fmt: skip
-    outcome: list[BaseException | None] = []
-
-    def run() -> None:
-        try:
-            outcome.append(worker.run_forever())  # type: ignore[func-returns-value]
-        except StreamerBroken as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    with RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer:
-        [pid] = streamer.predict([None])
-        weights.unlink()
-        os.kill(pid, signal.SIGKILL)
+    with host_of(models.NeedsFile, weights) as (worker, ended):
+        lose(streamer, weights)
         until(lambda: "service_streamer recovery" in [t.name for t in threading.enumerate()])
-    assert worker._pool is not None
-    worker._pool.engine.close(drain=False, timeout=None)  # as when its loop has failed
-    thread.join()
-    assert isinstance(outcome[0], StreamerBroken)
+        if fails:  # as when its loop has failed
+            assert worker._pool is not None
+            worker._pool.engine.close(drain=False, timeout=None)
+        else:
+            worker.stop()
+        assert isinstance(ended.exception(), StreamerBroken if fails else None.__class__)
 
 
 def test_a_worker_host_that_never_could_serve_ends_with_the_reason(
-    redis_server: str, prefix: str
+    host_of: HostOf, tmp_path: Path
 ) -> None:
-    worker = RedisWorker(models.BrokenInit, redis_broker=redis_server, prefix=prefix)
-    with pytest.raises(WorkerStartError, match="no weights at /nowhere"):
-        worker.run_forever()
-
-
-@pytest.mark.long
-def test_a_worker_host_ends_while_it_waits_for_a_worker(
-    redis_server: str, prefix: str, tmp_path: Path
-) -> None:
-    weights = tmp_path / "weights"
-    weights.touch()
-    worker = RedisWorker(
-        models.NeedsFile, redis_broker=redis_server, prefix=prefix,
-        model_init_args=(weights,), max_restarts=0,
-    )  # fmt: skip
-    with ThreadPoolExecutor(1) as threads:
-        serving = threads.submit(worker.run_forever)
-        with RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer:
-            [pid] = streamer.predict([None])
-            weights.unlink()
-            os.kill(pid, signal.SIGKILL)
-            until(lambda: "service_streamer recovery" in [t.name for t in threading.enumerate()])
-        worker.stop()
-        assert serving.exception() is None
+    with host_of(models.NeedsFile, tmp_path / "none") as (_, ended):
+        assert isinstance(ended.exception(), WorkerStartError)
+        assert "FileNotFoundError" in str(ended.exception())
 
 
 def test_a_service_ends_a_worker_that_hangs(tmp_path: Path) -> None:

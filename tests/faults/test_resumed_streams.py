@@ -75,45 +75,6 @@ def test_a_host_that_was_frozen_adds_nothing_when_another_one_has_gone_on(
     assert frozen.left()[0] == 0
 
 
-@pytest.mark.long
-def test_many_streams_outlive_host_after_host(
-    program: Callable[..., Program], client: Client
-) -> None:
-    streamer = client(reply_ttl=5)
-    # A host that is slow for half a second loses its streams, too.
-    hosts = [program(batch_size=16, max_attempts=1000) for _ in range(2)]
-    got = dict.fromkeys(range(12), 0)
-    wrong: list[Any] = []
-    is_enough = threading.Event()
-
-    def consume(which: int) -> None:
-        with streamer.stream(FOR_EVER) as stream:
-            for _, number in stream:
-                got[which] += 1
-                if number != got[which]:
-                    wrong.append((which, number))
-                if is_enough.is_set():
-                    return
-
-    threads = [threading.Thread(target=consume, args=(which,)) for which in got]
-    for thread in threads:
-        thread.start()
-
-    def await_progress() -> None:
-        before = dict(got)
-        until(lambda: all(got[which] > before[which] for which in got))
-
-    for _ in range(3):
-        await_progress()
-        hosts.pop(0).kill()
-        hosts.append(program(batch_size=16, max_attempts=1000))
-    await_progress()
-    is_enough.set()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 @pytest.mark.parametrize(
     ("options", "losses"), [({"retry": False}, 1), ({"max_attempts": 2}, 2)], ids=["", "twice"]
 )
@@ -338,26 +299,4 @@ def test_workers_are_replaced_while_streams_run_and_pause(
     assert got == {n: [*range(1, n + 1)] for n in wanted}
     for stream in paused:
         assert [next(stream) for _ in range(300)] == [*range(1, 301)]
-        stream.close()
-
-
-@pytest.mark.long
-def test_hosts_are_replaced_one_by_one_while_streams_run_and_rest(
-    program: Callable[..., Program], client: Client
-) -> None:
-    # One that is slow for half a second loses its streams.
-    old = [program(batch_size=8, max_attempts=1000) for _ in range(2)]
-    streamer = client(reply_ttl=5)
-    resting = [streamer.stream(FOR_EVER, max_buffered=5) for _ in range(4)]
-    firsts = [next(stream) for stream in resting]
-    running = [streamer.stream(3000) for _ in range(4)]
-    for host in old:
-        program(batch_size=8, max_attempts=1000)
-        host.signal(signal.SIGTERM, alone=True)
-        assert host.left()[0] == 0
-    for stream in running:
-        assert made(stream) == [*range(1, 3001)]
-    for first, stream in zip(firsts, resting, strict=True):
-        outputs = [first, *(next(stream) for _ in range(999))]
-        assert made(outputs) == [*range(1, 1001)]
         stream.close()

@@ -6,7 +6,6 @@ import ctypes
 import logging
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from sticky_models import (
 )
 
 from service_streamer import ManagedModel, Streamer, ThreadedStreamer, WorkerLost
-from service_streamer.supervision.supervisor import RestartPolicy
 from service_streamer.testing import Gate
 from service_streamer.workers.runner import DeviceFailed
 from worker_loop import loaded, served
@@ -31,27 +29,6 @@ ENDED = (
     r"^worker \d+ \(pid \d+\) ended itself, since its GPU failed with an error after which every "
     r"call to it fails in the same process: CUDA error: device-side assert$"
 )
-
-
-def test_only_the_call_at_fault_fails_of_64_callers_of_four_workers() -> None:
-    good = 20 * 64
-    with Streamer(OnGpu, 16, worker_num=4, worker_timeout=None) as streamer:
-        streamer.wait_ready()
-
-        def call(caller: int) -> list[list[int]]:
-            return [streamer.predict([caller]) for _ in range(20)]
-
-        with ThreadPoolExecutor(64) as callers:
-            calls = [callers.submit(call, caller) for caller in range(64)]
-            with pytest.raises(WorkerLost, match=ENDED):
-                streamer.predict([("fail", "assert")])
-            answers = [call.result() for call in calls]
-        assert answers == [[[2 * caller]] * 20 for caller in range(64)]
-        stats = streamer.stats()
-        assert (stats.answered, stats.failed) == (good, 1)
-        assert stats.restarts == 2, "one for each of two attempts"
-        streamer.wait_ready()
-        assert stats.workers["failed"] == 0
 
 
 HOW = {
@@ -140,24 +117,6 @@ def test_a_batch_that_its_worker_had_not_begun_is_not_blamed(gate: Gate) -> None
         gate.let_through(100)
         assert type(culprit.exception()) is WorkerLost
         assert [future.result() for future in others] == [[2 * i, 2 * i] for i in range(6)]
-
-
-@pytest.mark.long
-def test_a_gpu_that_is_gone_for_good_is_tried_with_pauses() -> None:
-    with Streamer(OnGpu, 1, worker_timeout=None, model_init_args=(None, True)) as streamer:
-        pauses = []
-        delay = RestartPolicy.delay
-
-        def watched(self: RestartPolicy, restarts: int, jitter: float) -> float:
-            pauses.append(restarts)
-            return delay(self, restarts, jitter) / 100
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RestartPolicy, "delay", watched)
-            for _ in range(2):
-                assert type(streamer.submit([1]).exception()) is WorkerLost
-        assert pauses == [0, 1, 2, 3]
-        assert streamer.stats().state != "broken"
 
 
 # -- in a thread, which cannot end its process

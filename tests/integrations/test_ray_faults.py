@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from fault_processes import GONE, Watch, running
-from node_models import Noting, SlowToLoad
+from node_models import Noting
 
 from conftest import PATIENCE, await_that
 from service_streamer import (
@@ -35,6 +35,8 @@ from service_streamer.ray.times import times
 from service_streamer.testing import Gate
 
 pytestmark = pytest.mark.xdist_group("ray-faults")
+
+Build = Callable[..., RayStreamer]
 
 ROOT = Path(__file__).parents[2]
 NODE: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 80_000_000}
@@ -147,7 +149,7 @@ def nothing_is_left() -> None:
 
 
 @pytest.fixture
-def build(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., RayStreamer]]:
+def build(cluster: Any, tmp_path: Path) -> Iterator[Build]:
     """Builds a streamer with two workers, one on each node, and closes it after the test."""
     built: list[RayStreamer] = []
     folder = tmp_path / "notes"
@@ -194,9 +196,7 @@ def await_workers(streamer: RayStreamer, count: int) -> None:
 # -- a worker's process
 
 
-def test_a_worker_that_is_killed_loses_no_call(
-    build: Callable[..., RayStreamer], notes: Path
-) -> None:
+def test_a_worker_that_is_killed_loses_no_call(build: Build, notes: Path) -> None:
     streamer = build()
     with Callers(streamer) as callers:
         for _ in range(2):
@@ -209,17 +209,7 @@ def test_a_worker_that_is_killed_loses_no_call(
     await_workers(streamer, 2)
 
 
-def test_a_worker_that_is_killed_while_idle_is_replaced(build: Callable[..., RayStreamer]) -> None:
-    streamer = build(worker_num=1)
-    (pid,) = streamer.predict(["pid"])
-    os.kill(pid, signal.SIGKILL)
-    (other,) = streamer.predict(["pid"])
-    assert other != pid
-
-
-def test_a_lost_worker_has_the_words_of_ray_as_its_cause(
-    build: Callable[..., RayStreamer], gate: Gate
-) -> None:
+def test_a_lost_worker_has_the_words_of_ray_as_its_cause(build: Build, gate: Gate) -> None:
     import ray
 
     streamer = build(gate=gate, worker_num=1, retry=False)
@@ -238,34 +228,8 @@ def test_a_lost_worker_has_the_words_of_ray_as_its_cause(
         assert "The actor is dead because" in str(lost.value.__cause__)
 
 
-@pytest.mark.long
-def test_without_retries_nothing_is_computed_twice(
-    build: Callable[..., RayStreamer], notes: Path
-) -> None:
-    streamer = build(retry=False)
-    with Callers(streamer) as callers:
-        for _ in range(2):
-            kill(max(pids(notes)))
-            callers.await_more(50)
-            await_workers(streamer, 2)
-    assert {type(error) for error in callers.errors.values()} <= {WorkerLost}
-    # Each call has its item twice; a worker may be killed between the two.
-    assert set(counts(notes).values()) <= {1, 2}
-
-
-@pytest.mark.long
-def test_only_the_item_fails_that_kills_its_workers(build: Callable[..., RayStreamer]) -> None:
-    streamer = build(max_latency=0.1)
-    with Callers(streamer) as callers:
-        poisoned = streamer.submit(["die"])
-        with pytest.raises(WorkerLost, match="its process died"):
-            poisoned.result()
-        callers.await_more(50)
-    assert callers.errors == {}
-
-
 def test_a_worker_that_hangs_is_ended_with_its_stacks(
-    build: Callable[..., RayStreamer], monkeypatch: pytest.MonkeyPatch
+    build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(times, "stacks", PATIENCE)
     streamer = build(worker_num=1, batch_timeout=1, max_attempts=1)
@@ -275,7 +239,7 @@ def test_a_worker_that_hangs_is_ended_with_its_stacks(
     assert streamer.predict([1]) == [2]
 
 
-def test_close_ends_a_worker_that_hangs(build: Callable[..., RayStreamer], notes: Path) -> None:
+def test_close_ends_a_worker_that_hangs(build: Build, notes: Path) -> None:
     streamer = build(worker_num=1)
     (pid,) = streamer.predict(["pid"])
     call = streamer.submit(["hang"])
@@ -291,7 +255,7 @@ def test_close_ends_a_worker_that_hangs(build: Callable[..., RayStreamer], notes
 
 
 def test_a_lost_node_loses_no_call_and_the_next_one_is_used(
-    build: Callable[..., RayStreamer], cluster: Any, notes: Path
+    build: Build, cluster: Any, notes: Path
 ) -> None:
     streamer = build()
     with Callers(streamer) as callers:
@@ -305,36 +269,8 @@ def test_a_lost_node_loses_no_call_and_the_next_one_is_used(
 
 
 @pytest.mark.long
-def test_a_node_that_is_removed_loses_no_call(
-    build: Callable[..., RayStreamer], cluster: Any
-) -> None:
-    streamer = build()
-    with Callers(streamer) as callers:
-        cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=True)
-        await_that(lambda: ready(streamer) < 2)
-        callers.await_more(100)
-        cluster.add_node(**NODE)
-        await_workers(streamer, 2)
-    assert callers.errors == {}
-
-
-@pytest.mark.long
-def test_a_node_is_lost_while_its_worker_loads(
-    build: Callable[..., RayStreamer], cluster: Any, notes: Path, gate: Gate
-) -> None:
-    streamer = build(SlowToLoad, gate, wait_for_worker_ready=False)
-    call = streamer.submit([4])
-    await_that(lambda: len(pids(notes)) == 2)
-    cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
-    gate.let_through(10)
-    assert call.result() == [8]
-    cluster.add_node(**NODE)
-    await_workers(streamer, 2)
-
-
-@pytest.mark.long
 def test_calls_go_on_while_the_head_does_not_answer(
-    build: Callable[..., RayStreamer], cluster: Any, notes: Path
+    build: Build, cluster: Any, notes: Path
 ) -> None:
     """Also those of a worker that dies meanwhile; its successor starts when the head is back."""
     streamer = build()
@@ -361,9 +297,7 @@ def test_calls_go_on_while_the_head_does_not_answer(
 
 
 def test_a_worker_that_finds_no_place_says_what_is_missing(
-    build: Callable[..., RayStreamer],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(times, "placing", 0.0)
     import ray
@@ -380,7 +314,7 @@ def test_a_worker_that_finds_no_place_says_what_is_missing(
 
 
 def test_the_bound_of_a_start_says_what_is_missing(
-    build: Callable[..., RayStreamer], monkeypatch: pytest.MonkeyPatch
+    build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(times, "last_calls", PATIENCE)  # for the cluster to answer
     streamer = build(
@@ -393,7 +327,7 @@ def test_the_bound_of_a_start_says_what_is_missing(
     )
 
 
-def test_a_placement_group_is_removed(build: Callable[..., RayStreamer]) -> None:
+def test_a_placement_group_is_removed(build: Build) -> None:
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -414,9 +348,7 @@ def test_a_placement_group_is_removed(build: Callable[..., RayStreamer]) -> None
 # -- this process
 
 
-def test_calls_fail_when_this_process_leaves_the_cluster(
-    build: Callable[..., RayStreamer], notes: Path
-) -> None:
+def test_calls_fail_when_this_process_leaves_the_cluster(build: Build, notes: Path) -> None:
     import ray
 
     streamer = build()

@@ -6,6 +6,7 @@ test_ray_faults.py has the same on a real cluster, as far as a real one can be b
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 import sys
 import threading
@@ -20,6 +21,7 @@ import models
 from conftest import PATIENCE, await_that
 from ray_stub import RayStub, StubActor, died, error_of_ray
 from service_streamer import RayStreamer, WorkerLost, WorkerStartError
+from service_streamer.ray.clock import RemoteClock
 from service_streamer.ray.times import times
 from service_streamer.testing import Gate
 from stream_models import Countdown
@@ -183,28 +185,28 @@ def test_a_device_that_fails_is_the_reason_of_the_end(
     assert len(stub.actors) == 2
 
 
-@pytest.mark.parametrize("nonsense", [b"nonsense", pickle.dumps((0.0, (4, "no such kind")))])
+def with_one_more(answer: bytes) -> bytes:
+    said, report = pickle.loads(answer)
+    [outputs] = (part for part in report if isinstance(part, list))
+    outputs.append(outputs[0])
+    return pickle.dumps((said, report))
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "why"),
+    [
+        (lambda answer: b"nonsense", "broke the protocol"),
+        (lambda answer: pickle.dumps((0.0, (4, "no such kind"))), "broke the protocol"),
+        (with_one_more, "a batch of 1 with 2 results"),
+    ],
+    ids=["no message", "no kind of message", "a result too many"],
+)
 def test_a_worker_that_answers_nonsense_is_ended(
-    build: Build, stub: RayStub, nonsense: bytes
+    build: Build, stub: RayStub, nonsense: Callable[[bytes], bytes], why: str
 ) -> None:
-    stub.changes["compute"].append(lambda actor, answer: nonsense)
+    stub.changes["compute"].append(lambda actor, answer: nonsense(answer))
     streamer = build(models.double, retry=False)
-    with pytest.raises(WorkerLost, match="broke the protocol"):
-        streamer.predict([1])
-    assert stub.actors[0].kills > 0
-    assert streamer.predict([2]) == [4]
-
-
-def test_a_worker_that_answers_with_a_result_too_many_is_ended(build: Build, stub: RayStub) -> None:
-    def with_one_more(actor: StubActor, answer: bytes) -> bytes:
-        said, report = pickle.loads(answer)
-        [outputs] = (part for part in report if isinstance(part, list))
-        outputs.append(outputs[0])
-        return pickle.dumps((said, report))
-
-    stub.changes["compute"].append(with_one_more)
-    streamer = build(models.double, retry=False)
-    with pytest.raises(WorkerLost, match="a batch of 1 with 2 results"):
+    with pytest.raises(WorkerLost, match=why):
         streamer.predict([1])
     assert stub.actors[0].kills > 0
     assert streamer.predict([2]) == [4]
@@ -246,17 +248,6 @@ def test_a_worker_answers_what_it_has_before_it_ends(
     stub.actors[0].end()
     gate.let_through()
     assert future.result() == [1]
-
-
-def test_a_call_whose_answer_was_lost_goes_with_its_worker(build: Build, stub: RayStub) -> None:
-    """Whether it was computed nobody knows."""
-    unavailable = error_of_ray("ActorUnavailableError", "Socket closed")
-    stub.changes["compute"].append(raises(unavailable))
-    streamer = build(models.double, retry=False)
-    with pytest.raises(WorkerLost, match="it cannot be reached"):
-        streamer.predict([1])
-    assert stub.actors[0].kills > 0
-    assert streamer.predict([2]) == [4]
 
 
 @pytest.mark.parametrize("kind", ["ObjectStoreFullError", "OutOfDiskError"])
@@ -340,31 +331,22 @@ def test_a_kill_does_not_wait_for_the_head(
     stub.may_kill.set()
 
 
-def test_an_actor_that_is_being_made_is_killed_when_it_is_there(
-    build: Build, stub: RayStub, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_made", [True, False])
+def test_an_actor_that_is_being_made_is_killed_when_it_is_there_or_takes_too_long(
+    build: Build, stub: RayStub, monkeypatch: pytest.MonkeyPatch, is_made: bool
 ) -> None:
-    """Ray may lose its CPU for ever otherwise."""
+    """Ray may lose its CPU for ever if it is killed before."""
+    monkeypatch.setattr(times, "making", 1e6 if is_made else 0.01)
     monkeypatch.setattr(times, "last_calls", 0.0)
     stub.has_places = False
     streamer = build(models.double)
     await_that(lambda: stub.actors)
     [actor] = stub.actors
     streamer.close(drain=False)
-    assert actor.kills == 0
-    actor.place.set()
+    if is_made:
+        assert actor.kills == 0
+        actor.place.set()
     await_that(lambda: actor.kills)
-
-
-def test_an_actor_that_is_never_made_is_killed_all_the_same(
-    build: Build, stub: RayStub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(times, "making", 0.01)
-    monkeypatch.setattr(times, "last_calls", 0.0)
-    stub.has_places = False
-    streamer = build(models.double)
-    await_that(lambda: stub.actors)
-    streamer.close(drain=False)
-    await_that(lambda: stub.actors[0].kills)
 
 
 def test_an_actor_that_comes_after_the_close_is_killed(build: Build, stub: RayStub) -> None:
@@ -396,10 +378,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_without_threads_no_worker_starts(
-    build: Build,
-    stub: RayStub,
-    no_threads: Callable[..., None],
-    caplog: pytest.LogCaptureFixture,
+    build: Build, stub: RayStub, no_threads: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     streamer = build(models.double)
     streamer.wait_ready()
@@ -529,3 +508,35 @@ def test_gpus_of_a_node_are_shared_as_ray_places_workers_and_hidden_from_others(
         await_that(lambda number=number: len(stub.actors) > number)
         boot = stub.actors[-1].boot
         assert (boot.variables.get("CUDA_VISIBLE_DEVICES"), boot.sharers) == (shown, sharers)
+
+
+# -- the clock of another host, as this process learns it
+
+
+def test_clocks_of_one_host_are_one() -> None:
+    clock = RemoteClock()
+    clock.learn(sent=100.0, received=100.004)
+    assert clock.local(99.5) == 99.5
+
+
+def test_a_clock_that_is_ahead_or_behind_is_learned_from_the_fastest_message() -> None:
+    for ahead in (-5000.0, 7.0):
+        clock = RemoteClock()
+        for delay in (0.4, 0.002, 0.3):
+            clock.learn(sent=ahead + 10.0, received=10.0 + delay)
+        assert clock.local(ahead + 9.0) == pytest.approx(9.002, abs=1e-4)
+
+
+def test_a_clock_that_was_learned_long_ago_counts_less() -> None:
+    """Clocks run apart, and a fast message of yesterday would be believed for ever."""
+    clock = RemoteClock()
+    clock.learn(sent=1000.0, received=0.0)
+    drifted = 3600.0 * 5e-5
+    clock.learn(sent=4600.0 - drifted, received=3600.0)
+    assert clock.local(4600.0 - drifted) == pytest.approx(3600.0, abs=1e-6)
+
+
+def test_a_time_that_was_never_stays_never() -> None:
+    clock = RemoteClock()
+    clock.learn(sent=1000.0, received=0.0)
+    assert clock.local(-math.inf) == -math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import mmap
 import os
 import pickle
@@ -11,6 +12,17 @@ from typing import Any
 import numpy as np
 
 from service_streamer.workers.payload_channel import Encoder, SharedMemory, in_worker
+
+
+class Later:
+    """A module that is imported when it is used: collecting its tests takes no seconds."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
 
 MB = 1 << 20
 #: What is shared begins on a page, or some.

@@ -38,13 +38,6 @@ def test_a_payload_goes_with_the_message_if_there_is_no_room() -> None:
     assert link.used == 0
 
 
-@pytest.mark.parametrize("size", [15 * PAGE, 15 * PAGE + 1, 16 * PAGE - 1])
-def test_only_whole_pages_of_the_memory_are_used(size: int) -> None:
-    link = Link(size)
-    assert not is_shared(pages(link, 16))
-    assert is_shared(pages(link, 15))
-
-
 @pytest.mark.parametrize(
     ("count", "taken"), [(9, 9), (16, 16), (17, 18), (18, 18), (31, 32), (33, 36), (147, 160)]
 )
@@ -53,16 +46,6 @@ def test_large_blocks_are_taken_in_sizes_that_are_few(count: int, taken: int) ->
     payload = pages(link, count)
     assert is_shared(payload)
     assert link.used == taken * PAGE
-
-
-def test_all_of_a_small_memory_is_used_again_and_again(private: bool) -> None:
-    link = Link(3 * 12 * PAGE, private=private)
-    for turn in range(30):
-        got = link.share(*(filled(turn + n) for n in range(3)))
-        assert type(link.encode(filled(0))) is bytes
-        assert [each[-1] for each in got] == [turn, turn + 1, turn + 2]
-        del got
-        assert link.used == 0
 
 
 def test_blocks_of_rows_are_given_up_when_the_room_is_needed() -> None:
@@ -245,25 +228,6 @@ def test_things_of_one_size_lie_side_by_side() -> None:
     assert view == b"".join(bytes([n]) * SIZE for n in range(4))
 
 
-@pytest.mark.parametrize("rows", [0, 1])
-def test_single_things_have_pages_of_their_own(rows: int) -> None:
-    link = Link(rows=rows)
-    payloads = [link.encode(filled(n)) for n in range(4)]
-    assert len({placed.wire[1] for placed in payloads}) == 4
-    assert all(start % PAGE == 0 for start in starts(payloads))
-
-
-@pytest.mark.parametrize(
-    "item",
-    [[filled(1), filled(2)], bytes(SIZE), ["x" * 5000, filled(1)]],
-    ids=["two buffers", "a large stream", "a buffer and a large stream"],
-)
-def test_an_item_of_several_buffers_is_no_row(item: Any) -> None:
-    link = Link(rows=4)
-    payloads = [link.encode(item) for _ in range(2)]
-    assert payloads[0].wire[1] != payloads[1].wire[1]
-
-
 def test_when_a_block_is_full_the_next_one_is_begun() -> None:
     link = Link(rows=2)
     payloads = [link.encode(filled(n)) for n in range(20)]
@@ -275,6 +239,25 @@ def test_when_a_block_is_full_the_next_one_is_begun() -> None:
         assert starts(rows) == [block + n * SIZE for n in range(len(rows))]
         assert all(start + SIZE <= block + rows[0].wire[2] for start in starts(rows))
     assert [each[0] for each in link.send(*payloads)] == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("rows", "item"),
+    [
+        (0, filled(1)),
+        (1, filled(1)),
+        (4, filled(1, 4 * MB // 12)),
+        (4, [filled(1), filled(2)]),
+        (4, bytes(SIZE)),
+        (4, ["x" * 5000, filled(1)]),
+    ],
+    ids=["alone", "of one", "too large", "two buffers", "a large stream", "both"],
+)
+def test_what_is_no_row_has_pages_of_its_own(rows: int, item: Any) -> None:
+    link = Link(4 * MB, rows=rows)
+    payloads = [link.encode(item) for _ in range(3)]
+    assert len({placed.wire[1] for placed in payloads}) == 3
+    assert all(placed.wire[1] % PAGE == 0 for placed in payloads)
 
 
 def test_rows_of_several_sizes_are_open_at_once() -> None:
@@ -296,12 +279,6 @@ def test_rows_of_several_sizes_are_open_at_once() -> None:
     assert [each[0] for each in link.send(*payloads, *again, one)] == [0] * 4 + [1] * 4 + [
         2
     ] * 4 + [0, 1, 2, 3, 1]
-
-
-def test_a_row_that_is_too_large_for_a_block_of_several_has_its_own() -> None:
-    link = Link(4 * MB, rows=4)
-    payloads = [link.encode(filled(n, 4 * MB // 12)) for n in range(3)]
-    assert len({placed.wire[1] for placed in payloads}) == 3
 
 
 def test_a_block_of_rows_is_free_when_all_of_them_are() -> None:

@@ -17,8 +17,6 @@ from service_streamer.workers.memory.payload import LARGE
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
 
-# -- nothing is reused while it is looked at
-
 
 class Held:
     """Something that was received, and what it has to be until it is dropped."""
@@ -28,14 +26,7 @@ class Held:
         self.value = value
 
     def check(self) -> None:
-        view = self.view
-        data = (
-            view
-            if isinstance(view, bytes)
-            else view.tobytes()
-            if hasattr(view, "tobytes")
-            else view.numpy().tobytes()
-        )
+        data = bytes(self.view.numpy() if hasattr(self.view, "numpy") else self.view)
         assert data == bytes([self.value]) * len(data)
 
 
@@ -62,16 +53,11 @@ class Chaos:
     def step(self) -> None:
         action = self.random.choices(
             [
-                self.send,
-                self.drop,
-                self.write,
-                self.resend,
-                self.settle,
-                self.change_rows,
+                self.send, self.drop, self.write, self.resend, self.link.settle, self.change_rows,
                 self.cut,
             ],
             [8, 8, 4, 4 if self.private else 0, 3, 1, 1],
-        )[0]
+        )[0]  # fmt: skip
         action()
         while len(self.held) > self.MOST_HELD:
             self.drop()
@@ -127,9 +113,6 @@ class Chaos:
                     held.view[:] = bytes([held.value]) * len(held.view)
                 else:
                     held.view[:] = held.value
-
-    def settle(self) -> None:
-        self.link.settle()
 
     def change_rows(self) -> None:
         self.link.arena.rows = self.random.choice([0, 2, 3, 8])

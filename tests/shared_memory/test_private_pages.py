@@ -13,8 +13,6 @@ from ends import PAGE, SIZE, Link, filled
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
 
-# -- readers that write
-
 
 @pytest.fixture(params=["pagemap", "no pagemap"])
 def pagemap(request: pytest.FixtureRequest) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import sys
@@ -13,12 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
-from ends import MB, PAGE, Link
+from ends import MB, PAGE, Later, Link
 
 from service_streamer import ManagedModel
 from service_streamer.workers.memory.payload import LARGE
 from worker_loop import loaded, model_of, raised, served
+
+torch: Any = Later("torch")
 
 #: Of a row, bytes: no multiple of a page.
 SIZE = LARGE + 64
@@ -90,15 +90,6 @@ class Block:
             items.append(item)
         return items
 
-    def tensors(self, dtype: torch.dtype, *shape: int, count: int) -> list[torch.Tensor]:
-        size = math.prod(shape) * dtype.itemsize
-        items = []
-        for number in range(count):
-            data = torch.from_numpy(self.array[number * size : (number + 1) * size])
-            items.append(data.view(dtype).reshape(shape))
-            items[-1].copy_(torch.full(shape, number))
-        return items
-
 
 def address(of: Any) -> int:
     return int(of.data_ptr() if isinstance(of, torch.Tensor) else of.ctypes.data)
@@ -127,15 +118,15 @@ STRUCTURE = np.dtype([("a", "i1"), ("b", "f8")], align=True)
 PACKED = np.dtype([("a", "i4"), ("b", "f8", (2,)), ("c", "S3")])
 
 
-@pytest.mark.parametrize("count", [1, 7])
 @pytest.mark.parametrize(
     "dtype",
     ["u1", "?", "f2", "f4", "<i8", ">i2", ">f4", "c16", "M8[s]", ">M8[s]", "S4", ">U2",
      STRUCTURE, PACKED],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("shape", [(), (2, 3)], ids=str)
-@pytest.mark.parametrize("is_read_only", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "count", "is_read_only"), [((), 7, False), ((2, 3), 7, True), ((2, 3), 1, False)]
+)
 def test_arrays_side_by_side_are_one_array(
     dtype: Any, shape: tuple[int, ...], count: int, is_read_only: bool
 ) -> None:
@@ -155,25 +146,12 @@ def test_arrays_side_by_side_are_one_array(
 
 
 TORCH_DTYPES = [
-    *(torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32),
-    *(torch.complex64, torch.uint16, torch.float8_e4m3fn),
-]
+    "uint8", "bool", "int64", "float16", "bfloat16", "float32", "complex64", "uint16",
+    "float8_e4m3fn",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
-def test_tensors_side_by_side_are_one_tensor(dtype: torch.dtype) -> None:
-    block = Block(4096)
-    items = block.tensors(dtype, 2, 3, count=3)
-    [stack] = stacks(items, block.view)
-    assert stack.batch.dtype is dtype
-    assert stack.batch.shape == (3, 2, 3)
-    assert stack.batch.data_ptr() == address(block.array)
-    assert stack.positions == [0, 1, 2]
-    for row, item in zip(stack.batch, items, strict=True):
-        assert row.view(torch.uint8).tolist() == item.view(torch.uint8).tolist()
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+@pytest.mark.parametrize("order", [(1, 0, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_rows_may_lie_in_any_order(kind: str, order: tuple[int, ...]) -> None:
     block = Block(4096)
@@ -257,7 +235,7 @@ def test_objects_are_never_taken_from_memory(dtype: str) -> None:
 def test_conjugated_tensors_in_line_are_stacked_as_what_they_are() -> None:
     """Those that are pickled here never are conjugated."""
     block = Block(4096)
-    items = [each.conj() for each in block.tensors(torch.complex64, 4, count=2)]
+    items = [torch.from_numpy(each).conj() for each in block.arrays("c8", 4, count=2)]
     items[0].copy_(torch.full((4,), 3 + 4j))
     stack = single(items, block.view)
     assert stack.batch[0, 0] == 3 + 4j
@@ -310,7 +288,7 @@ def test_each_shape_and_dtype_is_an_array_of_its_own() -> None:
     for view in (None, Block(64).view):
         made = stacks(items, view)
         assert [stack.positions for stack in made] == [
-            *([0, 2], [1, 9], [3, 6], [4], [5], [7], [8], [10]),
+            *([0, 2], [1, 9], [3, 6], [4], [5], [7], [8], [10])
         ]
         for stack in made:
             first = items[stack.positions[0]]
@@ -318,31 +296,6 @@ def test_each_shape_and_dtype_is_an_array_of_its_own() -> None:
             assert stack.batch.shape == (len(stack.positions), *first.shape)
             assert stack.batch.dtype == first.dtype
         assert made[0].batch.tolist() == [[0] * 3, [1] * 3]
-
-
-def test_two_kinds_in_one_block_are_two_arrays_of_it() -> None:
-    block = Block(4096)
-    floats = block.arrays("f4", 6, count=3)
-    halves = block.arrays("f2", 6, count=3, start=3 * 24)
-    made = stacks([*itertools.chain(*zip(floats, halves, strict=True))], block.view)
-    assert [stack.positions for stack in made] == [[0, 2, 4], [1, 3, 5]]
-    assert [address(stack.batch) - address(block.array) for stack in made] == [0, 72]
-
-
-def test_kinds_that_alternate_in_memory_are_copied() -> None:
-    """They have as many bytes each, so their rows are in one block."""
-    block = Block(4096)
-    rows = block.arrays("f4", 4, count=4)
-    items = [row.view("i4") if n % 2 else row for n, row in enumerate(rows)]
-    made = stacks(items, block.view)
-    assert [stack.positions for stack in made] == [[0, 2], [1, 3]]
-    assert [stack.batch.dtype.kind for stack in made] == ["f", "i"]
-    assert made[0].batch.tolist() == [[0] * 4, [2] * 4]
-    assert all(not np.shares_memory(stack.batch, block.array) for stack in made)
-
-
-def test_nothing_is_no_array() -> None:
-    assert stacks([], None) == []
 
 
 @pytest.mark.parametrize(
@@ -371,14 +324,15 @@ def test_torch_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- in memory that is shared
 
 
-def rows_of(dtype: Any, count: int) -> list[Any]:
-    if isinstance(dtype, torch.dtype):
+def rows_of(name: str, count: int) -> list[Any]:
+    if name in TORCH_DTYPES:
+        dtype = getattr(torch, name)
         return [torch.full((SIZE // dtype.itemsize,), n + 1).to(dtype) for n in range(count)]
-    return [np.full(SIZE // np.dtype(dtype).itemsize, n + 1, dtype) for n in range(count)]
+    return [np.full(SIZE // np.dtype(name).itemsize, n + 1, name) for n in range(count)]
 
 
-@pytest.mark.parametrize("dtype", ["u1", "f4", ">f8", "i4,f4", *TORCH_DTYPES], ids=str)
-def test_rows_in_shared_memory_are_a_batch_already(dtype: Any) -> None:
+@pytest.mark.parametrize("dtype", ["u1", "f4", ">f8", "i4,f4", *TORCH_DTYPES])
+def test_rows_in_shared_memory_are_a_batch_already(dtype: str) -> None:
     link = Link(8 * MB, rows=4)
     sent = rows_of(dtype, 4)
     items = link.share(*sent)
@@ -388,15 +342,6 @@ def test_rows_in_shared_memory_are_a_batch_already(dtype: Any) -> None:
     assert stack.batch.dtype == sent[0].dtype
     for row, item in zip(stack.batch, sent, strict=True):
         assert raw(row) == raw(item)
-
-
-def test_rows_come_in_another_order_than_they_were_put_down() -> None:
-    link = Link(8 * MB, rows=4)
-    payloads = [link.encode(row) for row in rows_of("f4", 4)]
-    items = link.send(*[payloads[n] for n in (2, 0, 3, 1)])
-    stack = single(items, link.readers[0].view)
-    assert stack.positions == [1, 3, 0, 2]
-    assert address(stack.batch) == address(items[1])
 
 
 def test_the_batch_holds_its_memory_without_its_items() -> None:
@@ -416,43 +361,6 @@ def test_the_batch_holds_its_memory_without_its_items() -> None:
     assert set(row.tolist()) == {3}
     del row
     assert link.used == 0
-
-
-def test_writes_to_a_batch_are_gone_the_next_time() -> None:
-    link = Link(8 * MB, rows=4)
-    payloads = [link.encode(row) for row in rows_of("u1", 4)]
-    for _ in range(2):
-        items = link.send(*payloads)
-        stack = single(items, link.readers[0].view)
-        assert address(stack.batch) == address(items[0])
-        assert [set(row.tolist()) for row in stack.batch] == [{1}, {2}, {3}, {4}]
-        stack.batch[:] = 99
-        assert items[2][5] == 99, "nothing was copied"
-        items.clear()
-        del stack
-        link.settle()
-
-
-def test_a_batch_over_the_end_of_a_block_is_copied() -> None:
-    link = Link(8 * MB, rows=2)
-    payloads = [link.encode(row) for row in rows_of("u1", 20)]
-    last = max(n for n in range(20) if payloads[n].wire[1] == payloads[0].wire[1])
-    items = link.send(*payloads[last - 1 : last + 2])
-    stack = single(items, link.readers[0].view)
-    assert stack.batch[:, 0].tolist() == [last, last + 1, last + 2]
-    assert address(stack.batch) not in map(address, items)
-
-
-def test_rows_beside_those_that_another_batch_holds_are_copied() -> None:
-    link = Link(8 * MB, rows=8)
-    payloads = [link.encode(row) for row in rows_of("u1", 4)]
-    first = link.send(*payloads[:2])
-    first[1][:] = 99
-    second = link.send(*payloads[2:])
-    stack = single(second, link.readers[0].view)
-    assert [set(row.tolist()) for row in stack.batch] == [{3}, {4}]
-    both = single([*first, *second], link.readers[0].view)
-    assert both.batch[:, 0].tolist() == [1, 99, 3, 4]
 
 
 def in_another_thread(work: Callable[[], None]) -> threading.Thread:
