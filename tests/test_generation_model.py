@@ -128,17 +128,13 @@ def test_chats_are_written_as_they_were_learnt(model: TextGenerationModel) -> No
 
 @pytest.mark.parametrize("count", [0, -1, 512, 1.5, True, "many"])
 def test_a_wrong_number_of_tokens_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        TextGenerationModel(count)
-
-
-def test_missing_model_folder_is_named() -> None:
-    with pytest.raises(FileNotFoundError, match="no/such/folder"):
-        TextGenerationModel(model_path="no/such/folder")
+    for half in (TextGenerationModel, ManagedGenerationModel().init_model):
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            half(count)
 
 
 def test_the_managed_model_writes_by_steps(
-    model: TextGenerationModel, examples: list[training.Example], monkeypatch: pytest.MonkeyPatch
+    model: TextGenerationModel, examples: list[training.Example]
 ) -> None:
     prompts = [example.prompt for example in examples[:6]] + ["mary had a ", "Red fish 🙂  "]
     with ThreadedStreamer(ManagedGenerationModel, batch_size=4) as streamer:
@@ -151,14 +147,15 @@ def test_the_managed_model_writes_by_steps(
     managed = ManagedGenerationModel()
     managed.init_model(max_new_tokens=2)
     [state] = managed.start(["Mary had a"])
-    assert [managed.step([state]), managed.step([state])] == [
-        [("Mary had a little", False)],
-        [(" lamb", True)],
-    ]
+    assert managed.step([state]) == [("Mary had a little", False)]
+    assert managed.step([state]) == [(" lamb", True)]
     managed.release(state)
-    for count in (0, 512):
-        with pytest.raises(ValueError, match="max_new_tokens"):
-            managed.init_model(count)
+
+
+def test_missing_model_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match="no/such/folder"):
+        TextGenerationModel(model_path="no/such/folder")
+    managed = ManagedGenerationModel()
     monkeypatch.setenv("MODEL", "no/such/folder")
     with pytest.raises(FileNotFoundError, match="no/such/folder"):
         managed.init_model()
@@ -191,17 +188,14 @@ def test_the_pipeline_of_transformers_takes_it(model: TextGenerationModel) -> No
     assert answer["generated_text"][-1]["content"].startswith("Its fleece was white")
 
 
-def test_it_can_spell_any_text(model: TextGenerationModel) -> None:
+def test_the_folder_is_small_and_its_tokenizer_spells_any_text(model: TextGenerationModel) -> None:
+    assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) < 6_000_000
     text = "Zoë's naïve 42% of\t「你好」 🙂"
     ids = model.tokenizer(text)["input_ids"]
     assert model.tokenizer.decode(ids, skip_special_tokens=True) == text
     assert ids[0] == model.tokenizer.bos_token_id
     special = {model.tokenizer.pad_token, model.tokenizer.bos_token, model.tokenizer.eos_token}
     assert len(special) == 3
-
-
-def test_the_folder_is_small() -> None:
-    assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) < 6_000_000
 
 
 # Training
