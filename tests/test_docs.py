@@ -17,9 +17,6 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 #: Pages whose snippets are complete programs.
 RUN = [DOCS / "tutorial.md", DOCS / "steps.md", *sorted((DOCS / "howto").glob("*.md"))]
 
-#: Folders that a path in the documentation may begin with, besides the folders of the package.
-_FOLDERS = ("service_streamer", "example", "scripts", "benchmarks", "tests", "docs")
-
 
 @pytest.mark.parametrize(
     ("page", "number"),
@@ -36,23 +33,24 @@ def test_a_snippet_prints_what_it_promises(page: Path, number: int) -> None:
     snippets.check(programs[number], programs)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@each_page
 def test_the_modules_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
+    tops = (ROOT, ROOT / "service_streamer", ROOT / "tests", ROOT / "benchmarks")
     for path in re.findall(r"[\w./-]+\.py\b", text):
-        if "/" in path:
-            tops = (ROOT, ROOT / "service_streamer", ROOT / "tests", ROOT / "benchmarks")
-            assert any((top / path).exists() for top in tops), path
+        assert "/" not in path or any((top / path).exists() for top in tops), path
     for path in re.findall(r"`((?:\w+/)+)`", text):
-        tops = (ROOT, ROOT / "service_streamer")
-        assert any((top / path).exists() for top in tops) or path in _BUILT, path
+        assert path in _BUILT or any((top / path).exists() for top in tops[:2]), path
     for name in re.findall(r"\bservice_streamer(?:\.\w+)+", text):
         if name.endswith((".service_streamer", ".md")) or name.split(".")[-1].isupper():
             continue
         assert _exists(name), name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_the_tests_that_a_page_names_exist(page: Path) -> None:
     tests = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
     functions = set(re.findall(r"def (test_\w+)", "".join(tests.values())))
@@ -63,7 +61,7 @@ def test_the_tests_that_a_page_names_exist(page: Path) -> None:
         assert found, name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     # ``make docs`` checks the same for the site. This is for readers of the repository.
     for link, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)\s]+))?\)", _without_code(page)):
@@ -74,7 +72,7 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_the_commands_of_a_page_have_their_options(page: Path) -> None:
     shown = r"\bservice-streamer (serve|worker|simulate)((?: +(?!#)[^\s`|]+)*)"
     for name, arguments in re.findall(shown, page.read_text()):
@@ -84,26 +82,21 @@ def test_the_commands_of_a_page_have_their_options(page: Path) -> None:
         assert given <= known, given - known
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_fences_and_tables_are_closed(page: Path) -> None:
-    text = page.read_text()
-    assert len(re.findall(r"^ *```", text, re.MULTILINE)) % 2 == 0
-    lines = _without_code(page).splitlines()
-    for above, line in itertools.pairwise(lines):
+    assert len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)) % 2 == 0
+    outside = _without_code(page)
+    for above, line in itertools.pairwise(outside.splitlines()):
         begins_table = line.startswith("|") and not above.startswith("|")
         assert not (begins_table and above.strip()), f"no empty line above {line}"
+    # A line of a diagram outside a fence is shown as running text.
+    assert not re.search(r"[─▶◀│]", outside)
 
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in DOCS.rglob("*.md"):
         assert f" {page.relative_to(DOCS)}\n" in navigation, page
-
-
-def test_fences_of_a_diagram_hold_it_whole() -> None:
-    # A line of a diagram outside a fence is shown as running text.
-    for page in PAGES:
-        assert not re.search(r"^.*[─▶◀│].*$", _without_code(page), re.MULTILINE), page
 
 
 #: Folders that commands make.
