@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
 import os
 import subprocess
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 
 from on_gpu import served
-from on_gpu.client import _load, _requests
 from on_gpu.goals import goals
 from on_gpu.notes import Batch, activity
 from on_gpu.plan import CPU, NEEDS_GPU, PARTS
@@ -25,14 +22,6 @@ COMMAND = [sys.executable, str(Path(__file__).parents[1] / "benchmarks" / "gpu.p
 HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 MS = 1_000_000  # ns
-
-
-def test_without_a_device_it_says_so_and_measures_nothing() -> None:
-    ran = subprocess.run(COMMAND, env=HIDDEN, capture_output=True, text=True)
-    assert ran.returncode == 3
-    assert ran.stderr.startswith("There is no CUDA device here (")
-    assert ran.stderr.count("\n") == 1
-    assert not ran.stdout
 
 
 @pytest.mark.long
@@ -59,33 +48,6 @@ def test_on_a_cpu_it_runs_to_its_end_and_every_part_is_in_the_record(tmp_path: P
     assert not any(row["failed"] for row in parts["served"]["rows"] if "note" not in row)
     assert record["goals"] == []
     assert "No figures of a GPU" in ran.stdout
-
-
-async def _answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answers as a service does, but every third request with 503."""
-    for number in itertools.count(1):
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.IncompleteReadError:
-            break
-        await reader.readexactly(int(head.partition(b"Content-Length: ")[2].split()[0]))
-        status = b"503 Overloaded" if number % 3 == 0 else b"200 OK"
-        writer.write(b"HTTP/1.1 %b\r\nContent-Length: 2\r\n\r\n[]" % status)
-    writer.close()
-
-
-def test_failed_requests_are_counted_and_are_no_part_of_the_rate() -> None:
-    async def ask() -> dict[str, Any]:
-        server = await asyncio.start_server(_answering, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            requests = itertools.cycle(_requests("text-classification", 8, 2))
-            return await _load(port, requests, 2, 1, 0.0, 0.2)
-
-    found = asyncio.run(ask())
-    answered = round(found["per_s"] * 0.2 / 2)
-    assert answered // 2 - 1 <= found["failed"] <= answered // 2 + 1
-    assert 0 < found["p50"] <= found["p99"]
 
 
 def test_the_share_of_device_time_is_that_of_full_batches() -> None:

@@ -67,10 +67,9 @@ def test_what_a_system_kept_from_being_made_counts_as_not_answered(deadline: flo
         assert figures["goodput"] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("driver", ["threads", "asyncio"])
-def test_closed_loops(driver: str) -> None:
+def test_a_closed_loop() -> None:
     points = [{"callers": 1}, {"callers": 8}]
-    spec: dict[str, Any] = {"workload": "gpu", "seconds": 0.2, "driver": driver}
+    spec: dict[str, Any] = {"workload": "gpu", "seconds": 0.2, "driver": "threads"}
     found = [*rows(SYSTEMS["streamer"], {}, 60, points=points, **spec)]
     assert [row.point for row in found] == points
     for row in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import Awaitable, Callable
@@ -136,65 +137,33 @@ def respond(writer: asyncio.StreamWriter, body: object, status: int = 200) -> No
     writer.write(f"HTTP/1.1 {status} Told\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
 
 
-class Server:
-    """Speaks as much HTTP as a test needs.
+async def run_against(answer: Answer, kind: type[Run] = Run, **plan: Any) -> Run:
+    """What the client makes of a server that speaks as much HTTP as a test needs.
 
-    Attributes:
-        connections: how many there were.
-        headers: of the last request.
+    There are as many calls as are due within the seconds of the plan.
     """
+    tasks: set[asyncio.Task[None] | None] = set()
 
-    def __init__(self, answer: Answer) -> None:
-        self.connections = 0
-        self.headers = ""
-        self._answer = answer
-        self._tasks: set[asyncio.Task[None]] = set()
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.current_task())
+        with contextlib.suppress(asyncio.IncompleteReadError, asyncio.CancelledError):
+            while not writer.is_closing():
+                headers = (await reader.readuntil(b"\r\n\r\n")).decode()
+                assert "X-Given: here\r\n" in headers
+                length = int(headers.lower().partition("content-length: ")[2].split()[0])
+                await answer(json.loads(await reader.readexactly(length))["inputs"], writer)
+        writer.close()
 
-    async def run(self, kind: type[Run] = Run, **plan: Any) -> Run:
-        """What the client makes of it; as many calls as are due within the seconds of the plan."""
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            run = kind(Plan(port, "/predict", **{"rate": 1e3, "seconds": 0.02, "wait": 60} | plan))
-            try:
-                await run.make(asyncio.get_running_loop().time())
-            finally:
-                for task in self._tasks:
-                    task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-        assert len(run.outcomes) > 5
-        return run
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            while not reader.at_eof():
-                self.headers = (await reader.readuntil(b"\r\n\r\n")).decode()
-                length = int(self.headers.lower().partition("content-length: ")[2].split()[0])
-                asked = json.loads(await reader.readexactly(length))["inputs"]
-                await self._answer(asked, writer)
-                if writer.is_closing():
-                    return
-        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
-            pass  # cancelled at the end only, which asyncio's streams would complain of
-        finally:
-            writer.close()
-
-
-def test_results_are_served_over_connections_that_are_kept() -> None:
-    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
-        respond(writer, number)
-
-    server = Server(answer)
-    run = asyncio.run(server.run(connections=1, headers={"X-Given": "here"}))
-    assert set(run.outcomes) == {SERVED}
-    assert run.statuses == {"200": len(run.due)}
-    assert server.connections == 1
-    assert "X-Given: here\r\n" in server.headers
-    assert all(d <= m <= e for d, m, e in zip(run.due, run.made, run.ended, strict=True))
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        usual: dict[str, Any] = {"rate": 1e3, "seconds": 0.02, "wait": 60}
+        port = server.sockets[0].getsockname()[1]
+        run = kind(Plan(port, "/predict", **usual | {"headers": {"X-Given": "here"}} | plan))
+        await run.make(asyncio.get_running_loop().time())
+        for task in filter(None, tasks):  # asyncio's streams would complain of those that go on
+            task.cancel()
+        await asyncio.gather(*filter(None, tasks), return_exceptions=True)
+    assert len(run.outcomes) > 5
+    return run
 
 
 @pytest.mark.parametrize(
@@ -215,7 +184,7 @@ def test_each_call_has_the_outcome_of_its_own_answer(status: int, outcome: int) 
             case _:
                 respond(writer, number)
 
-    run = asyncio.run(Server(answer).run())
+    run = asyncio.run(run_against(answer))
     expected = [outcome, FAILED, FAILED, SERVED]
     assert list(run.outcomes) == [expected[n % 4] for n in range(len(run.due))]
     counts = [len(run.due[n::4]) for n in range(4)]
@@ -236,7 +205,7 @@ def test_calls_do_not_wait_for_one_another() -> None:
         await all_there.wait()
         respond(writer, number)
 
-    run = asyncio.run(Server(answer).run(rate=1e4, seconds=0.0015))
+    run = asyncio.run(run_against(answer, rate=1e4, seconds=0.0015))
     assert len(run.due) >= 10
     assert set(run.outcomes) == {SERVED}
 
@@ -255,9 +224,9 @@ def test_what_waits_for_a_connection_counts_from_when_it_was_due() -> None:
         await are_made.wait()
         respond(writer, number)
 
-    run = asyncio.run(Server(answer).run(Told, connections=1))
+    run = asyncio.run(run_against(answer, Told, connections=1))
     assert set(run.outcomes) == {SERVED}
-    assert list(run.made) == sorted(run.made)
+    assert all(due <= made for due, made in zip(run.due, run.made, strict=True))
     assert min(run.ended) >= max(run.made)
 
 
@@ -265,15 +234,15 @@ def test_what_is_never_answered_stays_unanswered() -> None:
     async def answer(number: int, writer: asyncio.StreamWriter) -> None:
         await asyncio.Event().wait()
 
-    run = asyncio.run(Server(answer).run(wait=0.0))
+    run = asyncio.run(run_against(answer, wait=0.0))
     assert set(run.outcomes) == {UNANSWERED}
     assert not any(run.ended)
 
 
 # -- services
 
-_ECHO = """
-import http.server, json, os, pathlib, subprocess, sys
+_WRONG = """
+import http.server, sys
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
@@ -283,8 +252,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b'"?"')
 
-child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-(pathlib.Path(os.environ["YARDSTICK_PIDS"]) / str(child.pid)).touch()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
@@ -292,5 +259,5 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 def test_a_service_that_answers_something_else_fails() -> None:
     port = free_port()
     expected = pytest.raises(RunFailed, match=r"answers '\?' and not 'twinkle")
-    with expected, started([sys.executable, "-c", _ECHO, str(port)], port):
+    with expected, started([sys.executable, "-c", _WRONG, str(port)], port):
         pytest.fail("it does not answer rightly")
