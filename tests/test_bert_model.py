@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
+import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -211,24 +209,15 @@ def test_missing_tokenizer_and_mask_are_named(tmp_path: Path) -> None:
         SentenceEncoder(model_path=tmp_path)
 
 
-def test_the_web_half_loads_neither_torch_nor_the_hub(tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "from bert_model import SentenceEncoder\n"
-        "SentenceEncoder().check(['Happy birthday to [MASK].'])\n"
-        "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
-        "try:\n    SentenceEncoder(model_path='nobody/nothing')\n"
-        "except FileNotFoundError as error:\n    print(error)\n"
-    )
-    loaded, error = run_python(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)).split("\n", 1)
-    assert loaded == "[]"
-    assert "nobody/nothing" in error
+def test_an_unknown_name_is_told_when_the_hub_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match="nobody/nothing"):
+        SentenceEncoder(model_path="nobody/nothing")
 
 
-@pytest.mark.long
-def test_running_the_file_answers_the_three_sentences() -> None:
-    output = run_python(f"import runpy; runpy.run_path({bert_model.__file__!r}, {{}}, '__main__')")
-    assert output.splitlines()[-1] == "['little', 'you', 'universe']"
+def test_running_the_file_answers_the_three_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(bert_model.__file__, run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[-1] == "['little', 'you', 'universe']"
 
 
 def test_the_shipped_folder_is_small() -> None:
@@ -259,45 +248,3 @@ def test_an_example_with_two_right_answers_is_left_out() -> None:
         training.Example("the dog [MASK]", "sat"),
         training.Example("The bird's [MASK].", "egg"),
     ]
-
-
-@pytest.mark.long
-def test_training_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, output = tmp_path / "text.txt", tmp_path / "model"
-    text.write_text("# a comment\n\nRed fish swim fast.\nBlue birds fly high.\n", "utf-8")
-    flags = ["--text", str(text), "--output", str(output), "--epochs", "2"]
-
-    assert training.main([*flags, "--bar", "1.1"]) == 1
-    assert "below" in capsys.readouterr().err
-    assert not output.exists()
-
-    answers = []
-    for _ in range(2):
-        assert training.main([*flags, "--bar", "0"]) == 0
-        assert "accuracy" in capsys.readouterr().out
-        own = TextInfillingModel(model_path=output, device="cpu")
-        answers.append(own.scores(["red fish swim [MASK]."]))
-    assert torch.equal(*answers)
-
-
-@pytest.mark.parametrize("flags", [["--epochs", "0"], ["--text", "no/such/file"]])
-def test_wrong_training_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        training.main(flags)
-    assert exit_.value.code == 2
-    assert flags[0].strip("-") in capsys.readouterr().err
-
-
-def run_python(code: str, **environment: str) -> str:
-    """Runs code in a new process that finds the same modules, and returns what it prints."""
-    paths = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from jinja2 import TemplateError
@@ -54,7 +51,7 @@ def test_well_known_lines(model: TextGenerationModel, prompt: str, text: str) ->
 def test_an_answer_does_not_depend_on_the_batch(
     model: TextGenerationModel, examples: list[training.Example]
 ) -> None:
-    prompts = [example.prompt for example in examples[:31]] + ["Quite another text, 你好 🙂, and"]
+    prompts = [example.prompt for example in examples[:11]] + ["Quite another text, 你好 🙂, and"]
     alone = [model.predict([prompt])[0] for prompt in prompts]
     assert model.predict(prompts) == alone
     assert model.predict(prompts[::-1]) == alone[::-1]
@@ -162,18 +159,6 @@ def test_missing_model_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     managed.init_model(model_path=DEFAULT_MODEL)
 
 
-def test_the_web_process_needs_no_torch() -> None:
-    code = "import sys, generation_model; print('torch' in sys.modules)"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=DEFAULT_MODEL.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert run.stdout == "False\n", run.stderr
-
-
 # The folder
 
 
@@ -213,30 +198,3 @@ def test_a_prompt_tells_its_text_from_others() -> None:
         ("a cat sat there", "a cat sat there now."),
         ("Red fish", "Red fish swim."),
     }
-
-
-@pytest.mark.long
-def test_training_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, output = tmp_path / "text.txt", tmp_path / "model"
-    text.write_text("# a comment\n\nRed fish swim fast.\nBlue birds fly high.\n", "utf-8")
-    flags = ["--text", str(text), "--output", str(output), "--epochs", "2"]
-
-    assert training.main([*flags, "--bar", "1.1"]) == 1
-    assert "below" in capsys.readouterr().err
-    assert not output.exists()
-
-    weights = []
-    for _ in range(2):
-        assert training.main([*flags, "--bar", "0"]) == 0
-        assert "completed" in capsys.readouterr().out
-        weights.append((output / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
-    assert TextGenerationModel(model_path=output, device="cpu").predict(["Red fish"])
-
-
-@pytest.mark.parametrize("flags", [["--epochs", "0"], ["--text", "no/such/file"]])
-def test_wrong_training_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        training.main(flags)
-    assert exit_.value.code == 2
-    assert flags[0].strip("-") in capsys.readouterr().err
