@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from yardstick.figures import by_round
 from yardstick.plan import QUICK, Scale, Section, Settings, System
 from yardstick.record import Failure, Record, Result, Row
 from yardstick.systems import SYSTEMS
-from yardstick.tables import section, systems
+from yardstick.tables import section
 
 MACHINE = {"cpu": "Abacus", "cores": 2, "memory_gb": 8, "kernel": "Linux 6", "python": "3.11.7"}
 
@@ -90,14 +89,6 @@ def test_shares_are_made_of_the_rates_of_one_round_unless_they_were_measured() -
     measured = record_of(*by_hand, *rows)
     assert by_round(measured, "infilling", "streamer", "by-hand", {}) == {1: 0.95, 2: 0.97}
     assert "0.960<br><sub>0.910 to 0.990</sub>" in section(measured, "infilling"), "of turns"
-
-
-def test_settings_and_versions_are_named() -> None:
-    tuned = dataclasses.replace(result("futures", "batched", rate=1.0), settings={"timeout_ms": 1})
-    record = record_of(tuned, result("echo", "batched", rate=1), *rates("streamer", 1))
-    rows = rows_of(systems(record))
-    assert rows["batched"] == ["batched 0.1.6", "`timeout_ms=1` (futures); defaults (echo)"]
-    assert rows["Streamer"] == ["service_streamer 2.0", "defaults"]
 
 
 def test_the_pages_are_what_the_record_gives() -> None:
@@ -245,14 +236,6 @@ def test_a_bar_is_judged_by_its_median(
 
 
 # -- the record
-
-
-def test_a_record_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    record = record_of(*rates("streamer", 1.5, callers=8), result("echo", "ray", series=[1, 2]))
-    record.failures.append(Failure("echo", "batched", 1, "no\nroom"))
-    path = tmp_path / "deep" / "record.json"
-    record.save(path)
-    assert Record.load(path) == record
 
 
 def test_a_later_run_replaces_its_sections_and_is_named_at_them() -> None:
