@@ -135,6 +135,7 @@ def test_a_model_that_neither_hub_nor_cache_has_is_named_with_both(
     store(cache, NAME, "0" * 40, DEFAULT_MODEL, "v1")
     with pytest.raises(FileNotFoundError) as error:
         resolve(NAME, patiently=0.5)
+    assert "\n" not in str(error.value)
     for word in ("'org/infilling'", server.url, "'main'", str(cache)):
         assert word in str(error.value)
 

@@ -1,4 +1,4 @@
-"""Every Python snippet of the README runs, and prints what it says."""
+"""The README: its snippets over Redis run, and it says the same in both languages."""
 
 from __future__ import annotations
 
@@ -16,16 +16,8 @@ from service_streamer.redis.local import LocalRedis
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-SNIPPETS = snippets.snippets(ROOT / "README.md")
-# Those that need each other, and a Redis.
-OVER_REDIS = [snippet for snippet in SNIPPETS if "localhost:6379" in snippet]
-ALONE = [snippet for snippet in SNIPPETS if snippet not in OVER_REDIS]
-
-
-@pytest.mark.parametrize("number", range(len(ALONE)))
-@pytest.mark.xdist_group("readme")
-def test_a_snippet_prints_what_it_promises(number: int) -> None:
-    snippets.check(ALONE[number], ALONE)
+# Those that need each other, and a Redis. The others run with those of all pages, in test_docs.py.
+OVER_REDIS = [each for each in snippets.snippets(ROOT / "README.md") if "localhost:6379" in each]
 
 
 @pytest.mark.long

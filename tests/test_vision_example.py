@@ -1,4 +1,4 @@
-"""The image example: decoding, the shipped model, its service, and the script that trains it."""
+"""The image example: decoding, the shipped model, its service, and what it was trained with."""
 
 from __future__ import annotations
 
