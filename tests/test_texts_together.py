@@ -104,10 +104,6 @@ def whole(source: Path, items: Sequence[Any]) -> list[Any]:
     return [model.predict([each])[0] for each in items]
 
 
-def results(futures: Sequence[Any]) -> list[Any]:
-    return [future.result(timeout=120)[0] for future in futures]
-
-
 def test_a_burst_of_long_prompts_holds_up_neither_streams_nor_short_prompts(
     long_chat: Path,
 ) -> None:
@@ -117,7 +113,7 @@ def test_a_burst_of_long_prompts_holds_up_neither_streams_nor_short_prompts(
     items = [long[0], running, *long[1:], short]
     with streamer_of(Watched, long_chat, len(items)) as streamer:
         futures = [streamer.submit([each]) for each in items]
-        found = results(futures)
+        found = [future.result(timeout=120)[0] for future in futures]
     assert found == whole(long_chat, items)
     model = Watched.last
     assert max(model.tokens) < LONG + 1024, "a long one, and about 1,000 beside it"
@@ -152,24 +148,21 @@ def test_a_prompt_that_is_cancelled_while_it_waits_is_never_computed(long_chat: 
         futures.append(streamer.submit(items[3:]))
         assert stepped.wait(120)
         stream.close()
-        found = results(futures)
+        found = [future.result(timeout=120)[0] for future in futures]
     assert found == whole(long_chat, [*items[:2], items[3]])
     assert Watched.last.prompts == [100, 101, 103]
 
 
 def build_thinker(target: Path, *, must_answer: bool) -> Path:
     """The tiny model for chats, with a template by which it thinks until it writes a mark."""
+    file = variant("chat", target) / "tokenizer_config.json"
     fields = {
         "thinking": {"open_pattern": "^", "close": "</think>"},
         "content": {"content": "text", "optional": not must_answer},
     }
     template = {"defaults": {"role": "assistant"}, "start_anchor": "assistant: ", "fields": fields}
-    change(variant("chat", target) / "tokenizer_config.json", response_template=template)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "response_template": template}))
     return target
-
-
-def change(file: Path, **values: Any) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
 def test_a_chat_may_end_while_the_model_thinks(tmp_path: Path) -> None:
@@ -239,17 +232,18 @@ def test_what_fails_behind_the_model_costs_others_no_token(reason: str) -> None:
 
 
 def test_a_sound_without_a_language_is_read_once(tmp_path: Path) -> None:
-    file = variant("whisper", tmp_path) / "generation_config.json"
+    source = variant("whisper", tmp_path)
+    file = source / "generation_config.json"
     config = json.loads(file.read_text())
     times = range(config["no_timestamps_token_id"] + 1, config["no_timestamps_token_id"] + 102)
-    # A text with times is begun again.
-    change(file, suppress_tokens=sorted({*config["suppress_tokens"], *times}))
+    suppressed = sorted({*config["suppress_tokens"], *times})  # a text with times is begun again
+    file.write_text(json.dumps({**config, "suppress_tokens": suppressed}))
     items = [item(noise(0.5, seed), num_beams=1) for seed in range(3)]
     items.append(item(noise(0.5, 3), num_beams=1, language="fr"))
-    with streamer_of(Watched, tmp_path, len(items)) as streamer:
+    with streamer_of(Watched, source, len(items)) as streamer:
         streamer.wait_ready(120)
         model = Watched.last
         model.reads = 0
         found = streamer.predict(items, timeout=120)
     assert model.reads == 4, "three sounds to recognize their languages, and the one that says it"
-    assert found == whole(tmp_path, items)
+    assert found == whole(source, items)
