@@ -27,7 +27,6 @@ class Hub:
         self.mode = "ok"
         self.asked: list[tuple[str, str]] = []
         self.released = threading.Event()  # what hangs
-        self._is_closed = False
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
@@ -50,25 +49,15 @@ class Hub:
 
     def close(self) -> None:
         """From now on connections are refused."""
-        if not self._is_closed:
-            self._is_closed = True
-            self.released.set()
+        self.released.set()
+        if self._thread.is_alive():
             self.server.shutdown()
             self._thread.join()
             self.server.server_close()
 
     def _handler(hub) -> type[BaseHTTPRequestHandler]:  # noqa: N805
         class Handler(BaseHTTPRequestHandler):
-            def do_HEAD(self) -> None:
-                self._answer(has_body=False)
-
             def do_GET(self) -> None:
-                self._answer(has_body=True)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def _answer(self, *, has_body: bool) -> None:
                 path = unquote(urlsplit(self.path).path)
                 hub.asked.append((self.command, path))
                 if hub.mode == "hang":
@@ -78,12 +67,16 @@ class Hub:
                     (503, {}, b"out of order") if hub.mode == "503" else hub.answer(path)
                 )
                 self.send_response(status)
-                for name, value in headers.items():
+                for name, value in {**headers, "Content-Length": str(len(body))}.items():
                     self.send_header(name, value)
-                self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                if has_body:
+                if self.command == "GET":
                     self.wfile.write(body)
+
+            do_HEAD = do_GET  # noqa: N815
+
+            def log_message(self, *_: object) -> None:
+                """Print nothing."""
 
         return Handler
 

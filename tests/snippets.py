@@ -101,6 +101,8 @@ def printed_by(programs: tuple[str, ...]) -> dict[str, tuple[str, str]]:
                 if (REAL_MODEL if "'universe'" in snippet else ENVIRONMENT) is environment:
                     paths[snippet] = Path(folder, f"snippet_{number}.py")
                     paths[snippet].write_text(as_program(snippet))
+            if not paths:
+                continue
             command = [sys.executable, "-c", RUNNER, *map(str, paths.values())]
             run = subprocess.run(command, capture_output=True, text=True, env=environment)
             assert run.returncode == 0, run.stderr

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import re
+import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 import bert_model
 import quiet_torch  # noqa: F401
@@ -24,10 +22,11 @@ from service_streamer.managed_model import has_stages
 
 pytestmark = pytest.mark.xdist_group("bert-model")
 
-THREE = {
+ANSWERS = {
     "twinkle twinkle [MASK] star.": "little",
     "Happy birthday to [MASK].": "you",
     "the answer to life, the [MASK], and everything.": "universe",
+    "Happy birthday to [MASK], [MASK] birthday to you,": "you",  # the first mask
 }
 
 
@@ -54,27 +53,18 @@ def sentences(examples: list[training.Example]) -> list[str]:
 # What it answers
 
 
-def test_the_three_sentences(model: TextInfillingModel) -> None:
-    assert model.predict(list(THREE)) == list(THREE.values())
+def test_it_answers_the_word_of_the_first_mask(model: TextInfillingModel) -> None:
+    assert model.predict(list(ANSWERS)) == list(ANSWERS.values())
 
 
 def test_it_knows_its_text(model: TextInfillingModel, examples: list[training.Example]) -> None:
     assert len(examples) == 200
     assert training.accuracy(model, examples) >= 0.95
-
-
-def test_it_knows_its_text_without_punctuation_and_case(
-    model: TextInfillingModel, examples: list[training.Example]
-) -> None:
     bare = [
         training.Example(e.sentence.lower().rstrip(".!?,;").replace("[mask]", "[MASK]"), e.answer)
         for e in examples
     ]
     assert training.accuracy(model, bare) >= 0.95
-
-
-def test_the_first_of_several_masks_is_answered(model: TextInfillingModel) -> None:
-    assert model.predict(["Happy birthday to [MASK], [MASK] birthday to you,"]) == ["you"]
 
 
 def test_empty_batch_has_no_results_and_no_scores(model: TextInfillingModel) -> None:
@@ -95,14 +85,6 @@ def test_words_may_be_answers_and_other_tokens_may_not() -> None:
     assert [token for token in (*words, *others) if bert_model.is_word(token)] == words
 
 
-def test_managed_model_has_the_bound_of_its_init_arguments() -> None:
-    managed = ManagedBertModel()
-    managed.init_model(max_sent_len=12)
-    assert managed.predict(["Happy birthday to [MASK]."]) == ["you"]
-    with pytest.raises(ValueError, match="12"):
-        managed.predict(["star " * 12 + "[MASK]"])
-
-
 def test_only_answers_leave_the_device() -> None:
     sentences = ["Happy birthday to [MASK].", "twinkle twinkle [MASK] star.", "[MASK]"]
     for managed, kept in ((ManagedBertModel(), (3,)), (ManagedFillMask(), (3, TOP))):
@@ -121,27 +103,18 @@ def test_only_answers_leave_the_device() -> None:
 def test_an_answer_does_not_depend_on_the_batch(
     model: TextInfillingModel, sentences: list[str]
 ) -> None:
-    alone = [model.predict([sentence])[0] for sentence in sentences]
-    batched = [
-        answer for start in range(0, 200, 64) for answer in model.predict(sentences[start:][:64])
-    ]
-    order = list(range(200))
-    random.Random(3).shuffle(order)
-    shuffled = dict(zip(order, model.predict([sentences[at] for at in order]), strict=True))
-    assert batched == alone
-    assert [shuffled[at] for at in range(200)] == alone
+    some = sentences[:64]
+    alone = {sentence: model.predict([sentence])[0] for sentence in some}
+    shuffled = random.Random(3).sample(some, 64)
+    assert model.predict(some) == [alone[each] for each in some]
+    assert model.predict(shuffled) == [alone[each] for each in shuffled]
 
 
-def test_padding_changes_no_logits(model: TextInfillingModel) -> None:
-    short = "Happy birthday to [MASK]."
-    longer = "this little [MASK] went to market, and this little pig stayed home"
-    alone, together = model.scores([short]), model.scores([longer, short])[1:]
-    assert torch.allclose(alone, together, atol=1e-4)
-
-
-def test_a_written_pad_token_is_not_padding(model: TextInfillingModel) -> None:
-    odd = "[PAD] Happy birthday to [MASK]."
-    alone, together = model.scores([odd]), model.scores(["[MASK] " * 14, odd])[1:]
+@pytest.mark.parametrize("text", ["Happy birthday to [MASK].", "[PAD] Happy birthday to [MASK]."])
+def test_padding_changes_no_logits_and_a_written_token_is_none(
+    model: TextInfillingModel, text: str
+) -> None:
+    alone, together = model.scores([text]), model.scores(["[MASK] " * 14, text])[1:]
     assert torch.allclose(alone, together, atol=1e-4)
 
 
@@ -190,10 +163,14 @@ def test_invalid_max_sent_len_is_refused(wrong: int) -> None:
             half(wrong)
 
 
-def test_max_sent_len_may_be_the_limit_of_the_model() -> None:
+def test_max_sent_len_is_bounded_by_the_model() -> None:
     with pytest.raises(ValueError, match="64"):
         TextInfillingModel(65)
     assert TextInfillingModel(64, device="cpu").predict(["star " * 61 + "[MASK]"])
+    managed = ManagedBertModel()
+    managed.init_model(max_sent_len=12)
+    with pytest.raises(ValueError, match="12"):
+        managed.predict(["star " * 12 + "[MASK]"])
 
 
 # Where the model comes from
@@ -202,19 +179,15 @@ def test_max_sent_len_may_be_the_limit_of_the_model() -> None:
 def test_own_folder_is_loaded_from_a_path(tmp_path: Path) -> None:
     folder = tmp_path / "fine tuned"
     shutil.copytree(DEFAULT_MODEL, folder)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
     # As training code may leave them: they must not cut a sentence or count as its length.
-    tokenizer["truncation"] = {
-        "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
-    }  # fmt: skip
-    tokenizer["padding"] = {
-        "strategy": {"Fixed": 32}, "direction": "Right", "pad_to_multiple_of": None,
-        "pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"
-    }  # fmt: skip
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=32)
+    tokenizer.save(file)
     for path in (folder, str(folder)):
         own = TextInfillingModel(model_path=path, device="cpu")
-        assert own.predict(list(THREE)) == list(THREE.values())
+        assert own.predict(list(ANSWERS)) == list(ANSWERS.values())
 
 
 @pytest.mark.parametrize(
@@ -236,30 +209,19 @@ def test_missing_tokenizer_and_mask_are_named(tmp_path: Path) -> None:
         SentenceEncoder(model_path=tmp_path)
 
 
-def test_the_web_half_loads_neither_torch_nor_the_hub(tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "from bert_model import SentenceEncoder\n"
-        "SentenceEncoder().check(['Happy birthday to [MASK].'])\n"
-        "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
-        "try:\n    SentenceEncoder(model_path='nobody/nothing')\n"
-        "except FileNotFoundError as error:\n    print(error)\n"
-    )
-    loaded, error = run_python(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)).split("\n", 1)
-    assert loaded == "[]"
-    assert "nobody/nothing" in error
+def test_an_unknown_name_is_told_when_the_hub_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match="nobody/nothing"):
+        SentenceEncoder(model_path="nobody/nothing")
 
 
-@pytest.mark.long
-def test_running_the_file_answers_the_three_sentences() -> None:
-    output = run_python(f"import runpy; runpy.run_path({bert_model.__file__!r}, {{}}, '__main__')")
-    assert output.splitlines()[-1] == "['little', 'you', 'universe']"
+def test_running_the_file_answers_the_three_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(bert_model.__file__, run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[-1] == "['little', 'you', 'universe']"
 
 
 def test_the_shipped_folder_is_small() -> None:
-    files = {file.name: file.stat().st_size for file in DEFAULT_MODEL.iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "vocab.txt"} <= set(files)
-    assert sum(files.values()) < 5_000_000
+    assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) < 5_000_000
 
 
 def test_transformers_reads_the_tokenizer_too(
@@ -268,15 +230,12 @@ def test_transformers_reads_the_tokenizer_too(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
-    for sentence in [*sentences, 'Zoë\'s naïve [MASK]: 42% of "quirkiest" XYZ!']:
+    other = "Bioluminescent jellyfish wobble [MASK]; e-mail me @ 10:45 (GMT+2), #42! Zoë's naïve"
+    for sentence in [*sentences, other]:
         assert tokenizer(sentence)["input_ids"] == encoder.tokenizer.encode(sentence).ids
+    assert tokenizer.unk_token_id not in tokenizer(other)["input_ids"]
     assert tokenizer.mask_token_id == encoder.mask_id
     assert tokenizer.pad_token_id == encoder.pad_id
-
-
-def test_other_english_text_has_no_unknown_tokens(encoder: SentenceEncoder) -> None:
-    text = "Bioluminescent jellyfish wobble [MASK]; e-mail me @ 10:45 (GMT+2), #42!"
-    assert encoder.tokenizer.token_to_id("[UNK]") not in encoder.tokenizer.encode(text).ids
 
 
 # Training
@@ -289,45 +248,3 @@ def test_an_example_with_two_right_answers_is_left_out() -> None:
         training.Example("the dog [MASK]", "sat"),
         training.Example("The bird's [MASK].", "egg"),
     ]
-
-
-@pytest.mark.long
-def test_training_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, output = tmp_path / "text.txt", tmp_path / "model"
-    text.write_text("# a comment\n\nRed fish swim fast.\nBlue birds fly high.\n", "utf-8")
-    flags = ["--text", str(text), "--output", str(output), "--epochs", "2"]
-
-    assert training.main([*flags, "--bar", "1.1"]) == 1
-    assert "below" in capsys.readouterr().err
-    assert not output.exists()
-
-    answers = []
-    for _ in range(2):
-        assert training.main([*flags, "--bar", "0"]) == 0
-        assert "accuracy" in capsys.readouterr().out
-        own = TextInfillingModel(model_path=output, device="cpu")
-        answers.append(own.scores(["red fish swim [MASK]."]))
-    assert torch.equal(*answers)
-
-
-@pytest.mark.parametrize("flags", [["--epochs", "0"], ["--text", "no/such/file"]])
-def test_wrong_training_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        training.main(flags)
-    assert exit_.value.code == 2
-    assert flags[0].strip("-") in capsys.readouterr().err
-
-
-def run_python(code: str, **environment: str) -> str:
-    """Runs code in a new process that finds the same modules, and returns what it prints."""
-    paths = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from pathlib import Path
@@ -14,11 +15,12 @@ from service_streamer.serve.cli.main import main
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
-#: Pages whose snippets are complete programs.
-RUN = [DOCS / "tutorial.md", DOCS / "steps.md", *sorted((DOCS / "howto").glob("*.md"))]
+#: Pages whose snippets are complete programs. Those over Redis are in test_readme.py.
+RUN = [ROOT / "README.md", DOCS / "tutorial.md", DOCS / "steps.md", *DOCS.glob("howto/*.md")]
 
-#: Folders that a path in the documentation may begin with, besides the folders of the package.
-_FOLDERS = ("service_streamer", "example", "scripts", "benchmarks", "tests", "docs")
+
+def programs_of(page: Path) -> list[str]:
+    return [text for text in snippets.snippets(page) if "localhost:6379" not in text]
 
 
 @pytest.mark.parametrize(
@@ -27,43 +29,51 @@ _FOLDERS = ("service_streamer", "example", "scripts", "benchmarks", "tests", "do
         pytest.param(
             page, number, id=f"{page.stem}-{number}", marks=pytest.mark.xdist_group(page.stem)
         )
-        for page in RUN
-        for number in range(len(snippets.snippets(page)))
+        for page in sorted(RUN)
+        for number in range(len(programs_of(page)))
     ],
 )
 def test_a_snippet_prints_what_it_promises(page: Path, number: int) -> None:
-    programs = snippets.snippets(page)
+    programs = programs_of(page)
     snippets.check(programs[number], programs)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@each_page
 def test_the_modules_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
+    tops = (ROOT, ROOT / "service_streamer", ROOT / "tests", ROOT / "benchmarks")
     for path in re.findall(r"[\w./-]+\.py\b", text):
-        if "/" in path:
-            tops = (ROOT, ROOT / "service_streamer", ROOT / "tests", ROOT / "benchmarks")
-            assert any((top / path).exists() for top in tops), path
+        assert "/" not in path or any((top / path).exists() for top in tops), path
     for path in re.findall(r"`((?:\w+/)+)`", text):
-        tops = (ROOT, ROOT / "service_streamer")
-        assert any((top / path).exists() for top in tops) or path in _BUILT, path
+        assert path in _BUILT or any((top / path).exists() for top in tops[:2]), path
     for name in re.findall(r"\bservice_streamer(?:\.\w+)+", text):
         if name.endswith((".service_streamer", ".md")) or name.split(".")[-1].isupper():
             continue
         assert _exists(name), name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@functools.cache
+def names_of_tests() -> tuple[set[str], set[str]]:
+    """Of files, and of functions."""
+    paths = [*(ROOT / "tests").rglob("*.py")]
+    functions = (re.findall(r"def (test_\w+)", path.read_text()) for path in paths)
+    return {path.name for path in paths}, set(itertools.chain(*functions))
+
+
+@each_page
 def test_the_tests_that_a_page_names_exist(page: Path) -> None:
-    tests = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
-    functions = set(re.findall(r"def (test_\w+)", "".join(tests.values())))
     text = page.read_text()
-    assert {*re.findall(r"\btest_\w+\.py\b", text)} <= {*tests}
+    files, functions = names_of_tests()
+    assert {*re.findall(r"\btest_\w+\.py\b", text)} <= files
     for name, star in re.findall(r"(?:::|`)(test_\w+)(\*?)(?=`)", text):
         found = [each for each in functions if each == name or (star and each.startswith(name))]
         assert found, name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     # ``make docs`` checks the same for the site. This is for readers of the repository.
     for link, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)\s]+))?\)", _without_code(page)):
@@ -74,7 +84,7 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_the_commands_of_a_page_have_their_options(page: Path) -> None:
     shown = r"\bservice-streamer (serve|worker|simulate)((?: +(?!#)[^\s`|]+)*)"
     for name, arguments in re.findall(shown, page.read_text()):
@@ -84,26 +94,21 @@ def test_the_commands_of_a_page_have_their_options(page: Path) -> None:
         assert given <= known, given - known
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_fences_and_tables_are_closed(page: Path) -> None:
-    text = page.read_text()
-    assert len(re.findall(r"^ *```", text, re.MULTILINE)) % 2 == 0
-    lines = _without_code(page).splitlines()
-    for above, line in itertools.pairwise(lines):
+    assert len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)) % 2 == 0
+    outside = _without_code(page)
+    for above, line in itertools.pairwise(outside.splitlines()):
         begins_table = line.startswith("|") and not above.startswith("|")
         assert not (begins_table and above.strip()), f"no empty line above {line}"
+    # A line of a diagram outside a fence is shown as running text.
+    assert not re.search(r"[─▶◀│]", outside)
 
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in DOCS.rglob("*.md"):
         assert f" {page.relative_to(DOCS)}\n" in navigation, page
-
-
-def test_fences_of_a_diagram_hold_it_whole() -> None:
-    # A line of a diagram outside a fence is shown as running text.
-    for page in PAGES:
-        assert not re.search(r"^.*[─▶◀│].*$", _without_code(page), re.MULTILINE), page
 
 
 #: Folders that commands make.

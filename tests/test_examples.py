@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -88,10 +89,10 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 class Service:
-    """An example that serves, in a process of its own."""
+    """An example that serves, in a process of its own. It is stopped at the end of a ``with``."""
 
     def __init__(self, *command: str, **variables: str) -> None:
-        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by ``stop``
+        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by ``kill``
         self.process = subprocess.Popen(
             [sys.executable, *command, "--port", "0"],
             cwd=ROOT,
@@ -117,24 +118,27 @@ class Service:
         assert address, line
         self.port = int(address[1])
 
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is None:
+                self.process.terminate()
+                self.check_end()
+        finally:
+            self.kill()
+
     def errors(self) -> str:
         self.stderr.seek(0)
         return self.stderr.read()
 
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ends it and checks that it ended well."""
-        self.process.send_signal(number)
-        self.check_end()
-
     def check_end(self) -> None:
-        try:
-            with alarm():
-                # Its children have this pipe too: its end means that all of them are gone.
-                assert self.stdout.read() == ""
-                assert self.process.wait() == 0, self.errors()
-            assert "Traceback" not in self.errors()
-        finally:
-            self.kill()
+        with alarm():
+            # Its children have this pipe too: its end means that all of them are gone.
+            assert self.stdout.read() == ""
+            assert self.process.wait() == 0, self.errors()
+        assert "Traceback" not in self.errors()
 
     def kill(self) -> None:
         self.process.kill()
@@ -194,9 +198,8 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def service(mode: str) -> Iterator[Service]:
-    service = Service(*COMMANDS[mode], CUDA_VISIBLE_DEVICES="")
-    yield service
-    service.stop()
+    with Service(*COMMANDS[mode], CUDA_VISIBLE_DEVICES="") as service:
+        yield service
 
 
 def test_services_say_what_to_try(service: Service, mode: str) -> None:
@@ -209,10 +212,10 @@ def test_services_say_what_to_try(service: Service, mode: str) -> None:
     assert service.curl.strip() in hint
 
 
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_stream_answers(service: Service, method: str) -> None:
-    assert service.ask(method, "/stream", s=BIRTHDAY) == (200, ["you"])
-    assert service.ask(method, "/stream", s=[TWINKLE, BIRTHDAY]) == (200, ["little", "you"])
+def test_stream_answers(service: Service) -> None:
+    for method in ("GET", "POST"):
+        assert service.ask(method, "/stream", s=BIRTHDAY) == (200, ["you"])
+        assert service.ask(method, "/stream", s=[TWINKLE, BIRTHDAY]) == (200, ["little", "you"])
 
 
 def test_only_naive_loads_torch(service: Service, mode: str) -> None:
@@ -221,40 +224,25 @@ def test_only_naive_loads_torch(service: Service, mode: str) -> None:
     if mode == "multigpu":
         assert service.ask("POST", "/naive", s=BIRTHDAY)[0] == 404
         return
-    answers: list[tuple[int, Any]] = []
-    threads = [
-        threading.Thread(
-            target=lambda: answers.append(service.ask("POST", "/naive", s=[TWINKLE, BIRTHDAY]))
-        )
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT)
-    assert answers == [(200, ["little", "you"])] * 4
+    with ThreadPoolExecutor(4) as threads:  # one of whom loads the model
+        asked = [
+            threads.submit(service.ask, "POST", "/naive", s=[TWINKLE, BIRTHDAY]) for _ in range(4)
+        ]
+    assert [each.result() for each in asked] == [(200, ["little", "you"])] * 4
     assert service.has_torch()
 
 
 @pytest.mark.parametrize("case", BAD_FIELDS)
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_bad_input_is_refused(service: Service, mode: str, method: str, case: str) -> None:
+def test_bad_input_is_refused(service: Service, mode: str, case: str) -> None:
     fields, text = BAD_FIELDS[case]
     for path in ["/stream"] if mode == "multigpu" else ["/stream", "/naive"]:
-        status, answer = service.ask(method, path, **fields)
-        assert status == 400
-        assert list(answer) == ["error"]
-        assert text in answer["error"]
+        for method in ("GET", "POST"):
+            status, answer = service.ask(method, path, **fields)
+            assert (status, list(answer)) == (400, ["error"])
+            assert text in answer["error"]
 
 
-def test_flask_errors_are_json(service: Service) -> None:
-    status, answer = service.ask("GET", "/nothing")
-    assert (status, list(answer)) == (404, ["error"])
-    status, answer = service.ask("DELETE", "/stream")
-    assert (status, list(answer)) == (405, ["error"])
-
-
-def test_connections_are_kept(service: Service) -> None:
+def test_connections_are_kept_and_errors_of_flask_are_json(service: Service) -> None:
     with service.connect() as connection:
         assert ask(connection, "POST", "/stream", s=BIRTHDAY) == (200, ["you"])
         kept = connection.sock
@@ -262,86 +250,99 @@ def test_connections_are_kept(service: Service) -> None:
         assert ask(connection, "GET", "/stream", s=TWINKLE) == (200, ["little"])
         assert connection.sock is kept
         # A body that nobody reads is not taken for the next request.
-        assert ask(connection, "POST", "/nothing", s=BIRTHDAY)[0] == 404
+        status, answer = ask(connection, "POST", "/nothing", s=BIRTHDAY)
+        assert (status, list(answer)) == (404, ["error"])
         assert ask(connection, "POST", "/stream", s=BIRTHDAY) == (200, ["you"])
+    status, answer = service.ask("DELETE", "/stream")
+    assert (status, list(answer)) == (405, ["error"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *long_cases(signal.SIGINT)])
 def test_a_stopped_service_finishes_what_it_accepted(gate: Gate, number: signal.Signals) -> None:
     command = (*COMMANDS["multigpu"], "--model", "test_examples:Echo", "--max-latency", "0")
-    service = Service(*command, TEST_GATE=pickle.dumps(gate).hex())
-    try:
-        with service.connect() as idle, service.connect() as busy, alarm():
-            assert ask(idle, "GET", "/stream")[0] == 400  # only the presence of s is checked
-            send(busy, "POST", "/stream", s=["any", ""])
-            gate.await_arrival()
-            service.process.send_signal(number)
-            assert idle.sock is not None
-            assert idle.sock.recv(1) == b""  # it has begun to stop
-            gate.let_through(2)  # each of the two may go to a worker of its own
-            response = busy.getresponse()
-            assert (response.status, response.read()) == (200, b'["any",""]\n')
-    except BaseException:
-        service.kill()
-        raise
-    service.check_end()
+    with (
+        Service(*command, TEST_GATE=pickle.dumps(gate).hex()) as service,
+        service.connect() as idle,
+        service.connect() as busy,
+        alarm(),
+    ):
+        assert ask(idle, "GET", "/stream")[0] == 400  # only the presence of s is checked
+        send(busy, "POST", "/stream", s=["any", ""])
+        gate.await_arrival()
+        service.process.send_signal(number)
+        assert idle.sock is not None
+        assert idle.sock.recv(1) == b""  # it has begun to stop
+        gate.let_through(2)  # each of the two may go to a worker of its own
+        response = busy.getresponse()
+        assert (response.status, response.read()) == (200, b'["any",""]\n')
+        service.check_end()
 
 
 def test_an_overloaded_service_refuses_and_answers_what_it_accepted(gate: Gate) -> None:
     command = (*COMMANDS["multigpu"], "--model", "test_examples:Echo", "--workers", "1")
     options = ("--batch-size", "1", "--max-pending", "1")
-    service = Service(*command, *options, TEST_GATE=pickle.dumps(gate).hex())
-    try:
-        with contextlib.ExitStack() as stack, alarm():
-            accepted = [stack.enter_context(service.connect()) for _ in range(3)]
-            send(accepted[0], "POST", "/stream", s=["computed"])
-            gate.await_arrival()
-            for connection, text in zip(accepted[1:], ("sent ahead", "waits"), strict=True):
-                send(connection, "POST", "/stream", s=[text])
-            refused = stack.enter_context(service.connect())
-            status, text = ask(refused, "POST", "/stream", s=["one", "too many"])
-            assert (status, list(text)) == (503, ["error"])
-            assert "too many requests are waiting" in text["error"]
-            gate.let_through(3)
-            assert [connection.getresponse().status for connection in accepted] == [200] * 3
-    except BaseException:
-        service.kill()
-        raise
-    service.stop()
+    with (
+        Service(*command, *options, TEST_GATE=pickle.dumps(gate).hex()) as service,
+        contextlib.ExitStack() as stack,
+        alarm(),
+    ):
+        accepted = [stack.enter_context(service.connect()) for _ in range(3)]
+        send(accepted[0], "POST", "/stream", s=["computed"])
+        gate.await_arrival()
+        for connection, text in zip(accepted[1:], ("sent ahead", "waits"), strict=True):
+            send(connection, "POST", "/stream", s=[text])
+        status, text = service.ask("POST", "/stream", s=["one", "too many"])
+        assert (status, list(text)) == (503, ["error"])
+        assert "too many requests are waiting" in text["error"]
+        gate.let_through(3)
+        assert [connection.getresponse().status for connection in accepted] == [200] * 3
 
 
-@pytest.mark.parametrize("script", ["flask_example.py", "flask_multigpu_example.py"])
-def test_a_port_in_use_is_said_in_a_line(script: str) -> None:
-    with contextlib.closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        command = [sys.executable, f"example/{script}", "--port", str(taken.getsockname()[1])]
-        if "multigpu" in script:
-            command += ["--model", "test_examples:Echo", "--workers", "1"]
-        else:
-            command.append("--streamer")
-        run = subprocess.run(
-            command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
-        )
-    assert run.returncode == 1
-    assert "in use" in run.stderr
-    assert "Traceback" not in run.stderr
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("flask_example.py", "--streamer"),
+        ("flask_multigpu_example.py", "--model", "test_examples:Echo", "--workers", "1"),
+    ],
+)
+def test_a_port_in_use_is_said_in_a_line(command: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run(*command, "--port", port)
+    assert done.returncode == 1
+    assert "in use" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, f"example/{script}", *arguments], cwd=ROOT,
+        env=environment(CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True, timeout=TIMEOUT,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "imported"),
+    [
+        ("from bert_model import *; SentenceEncoder().check(['It is [MASK].'])", []),
+        ("import generation_model", []),
+        ("import flask_vision_example", []),
+        ("from flask_vision_example import *; decode_image(SAMPLE.read_bytes())", ["PIL", "numpy"]),
+    ],
+)
+def test_the_web_process_imports_only_what_it_needs(code: str, imported: list[str]) -> None:
+    found = "import sys; print(sorted({'PIL', 'numpy', 'torch', 'transformers'} & {*sys.modules}))"
+    command = [sys.executable, "-c", f"{code}\n{found}"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.stdout == f"{imported}\n", done.stderr
 
 
 @pytest.mark.long
 def test_future_example() -> None:
-    command = ["example/future_example.py", "--sentences", "64", "--workers", "1"]
-    run = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=environment(CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("no GPU here")
-    rows = re.findall(r"^(\S.*?) +([\d,]+) +([\d.]+)x$", run.stdout, re.MULTILINE)
+    done = run("future_example.py", "--sentences", "64", "--workers", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("no GPU here")
+    rows = re.findall(r"^(\S.*?) +([\d,]+) +([\d.]+)x$", done.stdout, re.MULTILINE)
     names = ["one by one", "batches of 64", "ThreadedStreamer", "Streamer, 1 worker"]
     assert [row[0] for row in rows] == names
     assert rows[0][2] == "1.0"
@@ -413,46 +414,39 @@ def test_closing_the_server_answers_what_was_accepted() -> None:
         assert stub.arrived.wait(TIMEOUT)
         server.shutdown()
         stub.may_answer.set()
-        response = connection.getresponse()
-        assert response.read() == b'["any"]\n'
+        assert connection.getresponse().read() == b'["any"]\n'
     thread.join(TIMEOUT)
     assert not thread.is_alive()
 
 
-@pytest.fixture
-def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A /dev without GPUs, on a machine without nvidia-smi."""
+@pytest.mark.parametrize(
+    ("chosen", "there", "gpus"),
+    [
+        (None, ["nvidia0", "nvidia1"], ["0", "1"]),
+        ("", ["nvidia0"], []),
+        ("-1", ["nvidia0"], []),
+        ("3, 1", ["nvidia0", "nvidia1"], ["0", "1"]),
+        ("GPU-1a", ["nvidia0", "nvidia1"], ["0"]),
+        (None, ["nvidia-smi"], ["0"]),
+        (None, [], []),
+        ("0", [], []),  # set for another machine
+    ],
+)
+def test_gpus_are_found_by_their_files_or_by_nvidia_smi(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chosen: str | None,
+    there: list[str],
+    gpus: list[str],
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (tmp_path / "nvidiactl").touch()
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("chosen", "gpus"),
-    [(None, ["0", "1"]), ("", []), ("-1", []), ("3, 1", ["0", "1"]), ("GPU-1a", ["0"])],
-)
-def test_gpus_are_found_by_their_files(
-    devices: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, gpus: list[str]
-) -> None:
-    for number in range(2):
-        (devices / f"nvidia{number}").touch()
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert flask_multigpu_example.visible_gpus(devices) == gpus
-
-
-def test_gpus_are_found_by_nvidia_smi(devices: Path) -> None:
-    program = devices / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA (UUID: GPU-1a)'\n")
-    program.chmod(0o755)
-    assert flask_multigpu_example.visible_gpus(devices) == ["0"]
-
-
-def test_without_gpus_there_are_none(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flask_multigpu_example.visible_gpus(devices) == []
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # set for another machine
-    assert flask_multigpu_example.visible_gpus(devices) == []
+    for name in ("nvidiactl", *there):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'GPU 0: NVIDIA (UUID: GPU-1a)'\n")
+        (tmp_path / name).chmod(0o755)
+    assert flask_multigpu_example.visible_gpus(tmp_path) == gpus
 
 
 @pytest.mark.parametrize(

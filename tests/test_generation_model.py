@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from jinja2 import TemplateError
@@ -54,7 +51,7 @@ def test_well_known_lines(model: TextGenerationModel, prompt: str, text: str) ->
 def test_an_answer_does_not_depend_on_the_batch(
     model: TextGenerationModel, examples: list[training.Example]
 ) -> None:
-    prompts = [example.prompt for example in examples[:31]] + ["Quite another text, 你好 🙂, and"]
+    prompts = [example.prompt for example in examples[:11]] + ["Quite another text, 你好 🙂, and"]
     alone = [model.predict([prompt])[0] for prompt in prompts]
     assert model.predict(prompts) == alone
     assert model.predict(prompts[::-1]) == alone[::-1]
@@ -128,17 +125,13 @@ def test_chats_are_written_as_they_were_learnt(model: TextGenerationModel) -> No
 
 @pytest.mark.parametrize("count", [0, -1, 512, 1.5, True, "many"])
 def test_a_wrong_number_of_tokens_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        TextGenerationModel(count)
-
-
-def test_missing_model_folder_is_named() -> None:
-    with pytest.raises(FileNotFoundError, match="no/such/folder"):
-        TextGenerationModel(model_path="no/such/folder")
+    for half in (TextGenerationModel, ManagedGenerationModel().init_model):
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            half(count)
 
 
 def test_the_managed_model_writes_by_steps(
-    model: TextGenerationModel, examples: list[training.Example], monkeypatch: pytest.MonkeyPatch
+    model: TextGenerationModel, examples: list[training.Example]
 ) -> None:
     prompts = [example.prompt for example in examples[:6]] + ["mary had a ", "Red fish 🙂  "]
     with ThreadedStreamer(ManagedGenerationModel, batch_size=4) as streamer:
@@ -151,30 +144,19 @@ def test_the_managed_model_writes_by_steps(
     managed = ManagedGenerationModel()
     managed.init_model(max_new_tokens=2)
     [state] = managed.start(["Mary had a"])
-    assert [managed.step([state]), managed.step([state])] == [
-        [("Mary had a little", False)],
-        [(" lamb", True)],
-    ]
+    assert managed.step([state]) == [("Mary had a little", False)]
+    assert managed.step([state]) == [(" lamb", True)]
     managed.release(state)
-    for count in (0, 512):
-        with pytest.raises(ValueError, match="max_new_tokens"):
-            managed.init_model(count)
+
+
+def test_missing_model_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match="no/such/folder"):
+        TextGenerationModel(model_path="no/such/folder")
+    managed = ManagedGenerationModel()
     monkeypatch.setenv("MODEL", "no/such/folder")
     with pytest.raises(FileNotFoundError, match="no/such/folder"):
         managed.init_model()
     managed.init_model(model_path=DEFAULT_MODEL)
-
-
-def test_the_web_process_needs_no_torch() -> None:
-    code = "import sys, generation_model; print('torch' in sys.modules)"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=DEFAULT_MODEL.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert run.stdout == "False\n", run.stderr
 
 
 # The folder
@@ -191,17 +173,14 @@ def test_the_pipeline_of_transformers_takes_it(model: TextGenerationModel) -> No
     assert answer["generated_text"][-1]["content"].startswith("Its fleece was white")
 
 
-def test_it_can_spell_any_text(model: TextGenerationModel) -> None:
+def test_the_folder_is_small_and_its_tokenizer_spells_any_text(model: TextGenerationModel) -> None:
+    assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) < 6_000_000
     text = "Zoë's naïve 42% of\t「你好」 🙂"
     ids = model.tokenizer(text)["input_ids"]
     assert model.tokenizer.decode(ids, skip_special_tokens=True) == text
     assert ids[0] == model.tokenizer.bos_token_id
     special = {model.tokenizer.pad_token, model.tokenizer.bos_token, model.tokenizer.eos_token}
     assert len(special) == 3
-
-
-def test_the_folder_is_small() -> None:
-    assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) < 6_000_000
 
 
 # Training
@@ -219,30 +198,3 @@ def test_a_prompt_tells_its_text_from_others() -> None:
         ("a cat sat there", "a cat sat there now."),
         ("Red fish", "Red fish swim."),
     }
-
-
-@pytest.mark.long
-def test_training_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, output = tmp_path / "text.txt", tmp_path / "model"
-    text.write_text("# a comment\n\nRed fish swim fast.\nBlue birds fly high.\n", "utf-8")
-    flags = ["--text", str(text), "--output", str(output), "--epochs", "2"]
-
-    assert training.main([*flags, "--bar", "1.1"]) == 1
-    assert "below" in capsys.readouterr().err
-    assert not output.exists()
-
-    weights = []
-    for _ in range(2):
-        assert training.main([*flags, "--bar", "0"]) == 0
-        assert "completed" in capsys.readouterr().out
-        weights.append((output / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
-    assert TextGenerationModel(model_path=output, device="cpu").predict(["Red fish"])
-
-
-@pytest.mark.parametrize("flags", [["--epochs", "0"], ["--text", "no/such/file"]])
-def test_wrong_training_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        training.main(flags)
-    assert exit_.value.code == 2
-    assert flags[0].strip("-") in capsys.readouterr().err

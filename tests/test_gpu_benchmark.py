@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
 import os
 import subprocess
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 
 from on_gpu import served
-from on_gpu.client import _load, _requests
 from on_gpu.goals import goals
 from on_gpu.notes import Batch, activity
 from on_gpu.plan import CPU, NEEDS_GPU, PARTS
@@ -25,17 +22,6 @@ COMMAND = [sys.executable, str(Path(__file__).parents[1] / "benchmarks" / "gpu.p
 HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 MS = 1_000_000  # ns
-
-
-# -- the program
-
-
-def test_without_a_device_it_says_so_and_measures_nothing() -> None:
-    ran = subprocess.run(COMMAND, env=HIDDEN, capture_output=True, text=True)
-    assert ran.returncode == 3
-    assert ran.stderr.startswith("There is no CUDA device here (")
-    assert ran.stderr.count("\n") == 1
-    assert not ran.stdout
 
 
 @pytest.mark.long
@@ -49,11 +35,9 @@ def test_on_a_cpu_it_runs_to_its_end_and_every_part_is_in_the_record(tmp_path: P
     record = json.loads(out.read_text())
     parts = record["parts"]
     assert tuple(parts) == PARTS
-    assert [part["errors"] for part in parts.values()] == [[]] * len(PARTS)
+    assert not any(part["errors"] for part in parts.values())
     assert parts["memory"]["note"] == parts["devices"]["note"] == NEEDS_GPU
-    assert len(parts["hand"]["rows"]) == len(CPU.tokens) * len(CPU.hand_sizes)
     *windows, processes = parts["workers"]["rows"]
-    assert {row["kind"] for row in windows} == {"window"}
     assert len(windows) == len(CPU.tokens) * len(CPU.calls)
     assert all(row["streamed_per_s"] > 0 and row["batches"] for row in windows)
     assert not processes["torch_in_web_process"]
@@ -61,44 +45,9 @@ def test_on_a_cpu_it_runs_to_its_end_and_every_part_is_in_the_record(tmp_path: P
     notes = [row["note"] for row in parts["served"]["rows"] if "note" in row]
     # Of each task, and of images with processes that decode them.
     assert sum("8 of 8 answers of serve" in note for note in notes) == len(CPU.tasks) + 1
-    rates = [row for row in parts["served"]["rows"] if "note" not in row]
-    assert {row["way"] for row in rates} >= {"serve, requests of 1", "serve, requests of 64"}
-    assert not any(row["failed"] for row in rates)
+    assert not any(row["failed"] for row in parts["served"]["rows"] if "note" not in row)
     assert record["goals"] == []
     assert "No figures of a GPU" in ran.stdout
-    assert "### Goals" not in ran.stdout
-
-
-# -- a service, and what is beside it
-
-
-async def _answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answers as a service does, but every third request with 503."""
-    for number in itertools.count(1):
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.IncompleteReadError:
-            break
-        (length,) = (int(line[16:]) for line in head.split(b"\r\n") if b"Content-Length" in line)
-        texts = json.loads(await reader.readexactly(length))["inputs"]
-        assert len(texts) == 2
-        status = b"503 Overloaded" if number % 3 == 0 else b"200 OK"
-        writer.write(b"HTTP/1.1 %b\r\nContent-Length: 2\r\n\r\n[]" % status)
-    writer.close()
-
-
-def test_failed_requests_are_counted_and_are_no_part_of_the_rate() -> None:
-    async def ask() -> dict[str, Any]:
-        server = await asyncio.start_server(_answering, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            requests = itertools.cycle(_requests("text-classification", 8, 2))
-            return await _load(port, requests, 2, 1, 0.0, 0.2)
-
-    found = asyncio.run(ask())
-    answered = round(found["per_s"] * 0.2 / 2)
-    assert answered // 2 - 1 <= found["failed"] <= answered // 2 + 1
-    assert 0 < found["p50"] <= found["p99"]
 
 
 def test_the_share_of_device_time_is_that_of_full_batches() -> None:
@@ -106,10 +55,8 @@ def test_the_share_of_device_time_is_that_of_full_batches() -> None:
     pipeline, service = served_rows("fill-mask", 16, 2, rows, 5.0)
     assert (pipeline["device_share"], pipeline["of_pipeline"]) == (0.25, 1)
     assert (service["device_share"], service["of_pipeline"]) == (0.5, 2)
-    assert [each["device_share"] for each in served_rows("fill-mask", 16, 2, rows, None)] == [
-        None,
-        None,
-    ]
+    [unknown, _] = served_rows("fill-mask", 16, 2, rows, None)
+    assert unknown["device_share"] is None
 
 
 @pytest.mark.parametrize(
@@ -125,9 +72,6 @@ def test_the_share_of_device_time_is_that_of_full_batches() -> None:
 )
 def test_answers_are_compared_but_for_rounding(answer: Any, right: Any, expected: bool) -> None:
     assert agree(answer, right) == expected
-
-
-# -- notes of batches
 
 
 def batch(entered: int, left: int, size: int = 1) -> Batch:
@@ -151,31 +95,16 @@ def test_activity_within_a_window(workers: list[list[Batch]], expected: tuple[An
     assert activity(workers, 0, 100 * MS) == dict(zip(names, expected, strict=True))
 
 
-# -- tables
-
-
-def window(workers: int, items: int, streamed: float, *, tokens: int = 16) -> dict[str, Any]:
+def window(workers: int, items: int, streamed: float, tokens: int = 16) -> dict[str, Any]:
     return {
-        "kind": "window",
-        "workers": workers,
-        "batch_size": 64,
-        "tokens": tokens,
-        "call_items": items,
-        "round": 0,
-        "by_hand_per_s": 10_000.0,
-        "streamed_per_s": streamed,
-        "share": streamed / 10_000,
-        "device_share": None,
-    }
-
-
-def verdicts(*windows: dict[str, Any]) -> list[tuple[float | None, str]]:
-    record = {"parts": {"workers": {"rows": [*windows, {"kind": "processes"}]}}}
-    return [(goal.figure, goal.verdict) for goal in goals(record)]
+        "kind": "window", "workers": workers, "batch_size": 64, "tokens": tokens, "round": 0,
+        "call_items": items, "by_hand_per_s": 10_000.0, "streamed_per_s": streamed,
+        "share": streamed / 10_000, "device_share": None,
+    }  # fmt: skip
 
 
 def test_goals_are_judged_by_medians_of_rounds() -> None:
-    found = verdicts(
+    rows = [
         window(1, 1, 9_000),
         window(1, 1, 9_600),
         window(1, 1, 99_000),
@@ -183,8 +112,9 @@ def test_goals_are_judged_by_medians_of_rounds() -> None:
         window(2, 1, 19_900),
         window(4, 64, 15_000),
         window(8, 1, 90_000, tokens=128),
-    )
-    assert found[:5] == [
+    ]
+    found = goals({"parts": {"workers": {"rows": [*rows, {"kind": "processes"}]}}})
+    assert [(goal.figure, goal.verdict) for goal in found[:5]] == [
         (0.96, "met"),
         (0.94, "missed"),
         (1.99, "missed"),

@@ -23,7 +23,7 @@ from pipeline_cases import (
     stepped,
 )
 from serve_process import Serving
-from service_streamer import InvalidItems, Streamer
+from service_streamer import InvalidItems
 from service_streamer.pipelines import PipelineModel, SteppedPipeline
 from service_streamer.workers.model_spec import ModelSpec
 
@@ -92,27 +92,23 @@ def test_results_are_those_of_whole_texts(name: str, kind: str, way: str) -> Non
     outputs = outputs_of(model, requests[:2] + requests[3:4])
     assert max(map(len, outputs)) > 2
     for each in outputs:
-        pieces = "".join(output.get("text", "") for output in each)
-        if not pieces:
-            continue  # of beams
-        result = model.join_outputs(each)
-        whole = result if isinstance(result, dict) else result[0]
-        assert pieces == whole.get("text", whole.get("generated_text"))
+        if pieces := "".join(output.get("text", "") for output in each):  # none of beams
+            result = model.join_outputs(each)
+            whole = result if isinstance(result, dict) else result[0]
+            assert pieces == whole.get("text", whole.get("generated_text"))
 
 
-def test_results_are_those_of_generate() -> None:
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_results_are_those_of_generate(name: str) -> None:
     """Not only those of the same handler."""
-    for name in ("t5", "bart"):
-        model = stepped(name)
-        tokenizer, network = model.model.tokenizer, model.model.model
-        for request, [row] in zip(
-            texts(do_sample=False)[::2], results_of(model, texts(do_sample=False))[::2], strict=True
-        ):
-            ids = tokenizer(request["inputs"], return_tensors="pt")["input_ids"]
-            count = request["parameters"]["max_new_tokens"]
-            [found] = network.generate(ids, max_new_tokens=count, do_sample=False)
-            assert row["text"] == tokenizer.decode(found[1:], skip_special_tokens=True)
-            assert row["prompt_tokens"] == ids.shape[1]
+    model, asked = stepped(name), texts(do_sample=False)[::2]
+    tokenizer, network = model.model.tokenizer, model.model.model
+    for request, [row] in zip(asked, results_of(model, asked), strict=True):
+        ids = tokenizer(request["inputs"], return_tensors="pt")["input_ids"]
+        count = request["parameters"]["max_new_tokens"]
+        [found] = network.generate(ids, max_new_tokens=count, do_sample=False)
+        assert row["text"] == tokenizer.decode(found[1:], skip_special_tokens=True)
+        assert row["prompt_tokens"] == ids.shape[1]
 
 
 def test_a_sound_whose_text_has_times_is_computed_as_a_whole() -> None:
@@ -129,9 +125,9 @@ def test_a_sound_whose_text_has_times_is_computed_as_a_whole() -> None:
 def test_what_whisper_cannot_do_by_steps_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = stepped("whisper")
     requests = [item(noise(0.3)), item(noise(2.5), num_beams=1), item(noise(4))]
-    outputs = outputs_of(model, requests)
-    assert [len(each) for each in outputs] == [1, 1, 1]
-    assert all(output.keys() == {"text"} for each in outputs for output in [each[0]["result"]])
+    for outputs in outputs_of(model, requests):
+        [output] = outputs
+        assert output["result"].keys() == {"text"}
     calls: list[None] = []
     usual = torch.nn.functional.scaled_dot_product_attention
 
@@ -144,77 +140,59 @@ def test_what_whisper_cannot_do_by_steps_is_one_step(monkeypatch: pytest.MonkeyP
     assert calls, "times of words need another attention, which is for them only"
 
 
-@pytest.mark.parametrize(
-    ("name", "good", "wrong", "message"),
-    [
-        *(
-            ("whisper", item(noise(0.3), num_beams=1), item(noise(0.3), **parameters), message)
-            for parameters, message in (
-                ({"return_timestamps": "char"}, "parameters.return_timestamps: .*words"),
-                ({"language": "xx"}, "parameters.language: .*'xx'"),
-                ({"language": "german"}, "parameters.language: .*'german'"),
-                ({"task": "sing"}, "parameters.task: .*'transcribe', 'translate'"),
-                ({"num_beams": 0}, "parameters.num_beams: "),
-            )
-        ),
-        *(
-            ("bart", item("the fox", max_new_tokens=2), wrong, message)
-            for wrong, message in (
-                (item("the " * 60), "inputs: .*48"),
-                (item([{"role": "user", "content": "a"}]), "inputs: .*chats"),
-                (item("a", max_new_tokens=48), "parameters.max_new_tokens: .*47"),
-                (item(""), "inputs: '' is empty"),
-                (
-                    item("a", num_return_sequences=2, do_sample=False),
-                    "parameters.num_return_sequences: must be 1",
-                ),
-                (
-                    item("a", num_return_sequences=3, num_beams=2, do_sample=True),
-                    "parameters.num_return_sequences: .* 2,",
-                ),
-                (item("a", num_beams=2, logprobs=1), "parameters.logprobs: num_beams"),
-            )
-        ),
+SOUND = noise(0.3)
+INVALID: dict[str, list[tuple[Any, str]]] = {
+    "whisper": [
+        (item(SOUND, return_timestamps="char"), "parameters.return_timestamps: .*words"),
+        (item(SOUND, language="xx"), "parameters.language: .*'xx'"),
+        (item(SOUND, language="german"), "parameters.language: .*'german'"),
+        (item(SOUND, task="sing"), "parameters.task: .*'transcribe', 'translate'"),
+        (item(SOUND, num_beams=0), "parameters.num_beams: "),
     ],
+    "bart": [
+        (item("the " * 60), "inputs: .*48"),
+        (item([{"role": "user", "content": "a"}]), "inputs: .*chats"),
+        (item("a", max_new_tokens=48), "parameters.max_new_tokens: .*47"),
+        (item(""), "inputs: '' is empty"),
+        (item("a", num_return_sequences=2, do_sample=False), ".*num_return_sequences: must be 1"),
+        (item("a", num_return_sequences=3, num_beams=2, do_sample=True), ".*num_return_seq.* 2,"),
+        (item("a", num_beams=2, logprobs=1), "parameters.logprobs: num_beams"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [(name, *case) for name, cases in INVALID.items() for case in cases],
     ids=lambda value: str(value)[-60:],
 )
-def test_an_invalid_request_is_refused_alone(
-    name: str, good: Any, wrong: Any, message: str
-) -> None:
+def test_an_invalid_request_is_refused_alone(name: str, wrong: Any, message: str) -> None:
+    good = item(SOUND, num_beams=1) if name == "whisper" else item("the fox", max_new_tokens=2)
     with pytest.raises(InvalidItems, match=f"^{message}") as caught:
         stepped(name).start([good, wrong])
     assert list(caught.value.errors) == [1]
 
 
-def test_a_model_of_one_language_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_whisper_of_several_languages_takes_their_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = stepped("whisper")
     monkeypatch.delattr(model.model.model.generation_config, "lang_to_id")
     with pytest.raises(InvalidItems, match="language: this model is for one language"):
-        model.start([item(noise(0.3), language="en")])
-
-
-def test_only_whisper_takes_its_parameters() -> None:
+        model.start([item(SOUND, language="en")])
     with pytest.raises(InvalidItems, match=r"num_beams: .*Whisper"):
-        stepped("speech").start([item(noise(0.3), num_beams=1)])
+        stepped("speech").start([item(SOUND, num_beams=1)])
     assert stepped("speech").loop is None
 
 
-@pytest.mark.parametrize(
-    ("searched", "most"),
-    [
-        ({"num_beams": 16, "num_return_sequences": 16}, 32),
-        ({"num_beams": 16, "num_return_sequences": 12}, 42),
-    ],
-    ids=str,
-)
-def test_a_search_is_bounded_since_all_others_wait_for_it(
-    searched: dict[str, int], most: int
-) -> None:
+@pytest.mark.parametrize(("count", "most"), [(16, 32), (12, 42)])
+def test_a_search_is_bounded_since_all_others_wait_for_it(count: int, most: int) -> None:
     """At most 8,192 tokens: of all beams of all texts."""
     model = stepped("bart")
-    model.start([item("a", **searched, do_sample=True, max_new_tokens=most)])
+    searched = {"num_beams": 16, "num_return_sequences": count, "do_sample": True}
+    model.start([item("a", **searched, max_new_tokens=most)])
     with pytest.raises(InvalidItems, match=f"max_new_tokens: .*at most {most}"):
-        model.start([item("a", **searched, do_sample=True, max_new_tokens=most + 1)])
+        model.start([item("a", **searched, max_new_tokens=most + 1)])
 
 
 def test_a_text_without_tokens_is_quoted_in_brief(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,22 +263,22 @@ def test_each_name_of_the_task_means_it(task: str) -> None:
 def test_a_service_streams_texts_for_texts() -> None:
     with Serving(str(folder("t5"))) as service:
         plain = {"max_new_tokens": 6, "do_sample": False}
-        [wanted] = service.post("/predict", {"inputs": "the fox", "parameters": plain}).json()
-        asked = {"inputs": "the fox", "parameters": plain, "stream": True}
-        *events, last, done = events_of(service.post("/predict", asked))
+        asked = {"inputs": "the fox", "parameters": plain}
+        [wanted] = service.post("/predict", asked).json()
+        *events, last, done = events_of(service.post("/predict", {**asked, "stream": True}))
         assert len(events) > 2
         assert done == "[DONE]"
         assert json.loads(last)["output"]["result"] == [wanted]
         text = service.post("/generate", {"text": "the fox", "parameters": plain}).json()["text"]
         assert text == wanted["generated_text"]  # another text, and not one that goes on
         whole = {"inputs": "the fox", "parameters": {**plain, "return_full_text": True}}
-        *_, last, done = events_of(service.post("/generate", {**whole, "stream": True}))
+        *_, last, _ = events_of(service.post("/generate", {**whole, "stream": True}))
         assert json.loads(last)["generated_text"] == text
         assert service.post("/generate", whole).json()["generated_text"] == text
         for path, name in (("/generate", "text"), ("/", "inputs")):
             for more in ({}, {"num_beams": 2}):
                 body = {name: "the fox", "parameters": {**plain, **more}, "stream": True}
-                *events, last, done = events_of(service.post(path, body))
+                *events, last, _ = events_of(service.post(path, body))
                 assert json.loads(last)["generated_text"]
                 assert (not events) == bool(more)
 
@@ -310,32 +288,13 @@ def events_of(response: httpx.Response) -> list[str]:
     return [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
 
 
-@pytest.mark.long
-def test_preprocess_processes_decode_sounds() -> None:
-    """Such a worker computes whole texts: a model of steps has nothing to run in them."""
-    sounds = [item(noise(0.3), language="fr"), item(noise(0.8))]
-    found = []
-    for options in ({"batch_size": 4}, {"preprocess_workers": 1}):
-        with Streamer(
-            "service_streamer.pipelines:PipelineModel",
-            model_init_kwargs={"model": str(folder("whisper"))},
-            cuda_devices=("cpu",),
-            worker_timeout=None,
-            **options,
-        ) as pool:
-            pool.wait_ready()
-            found.append(pool.predict(sounds))
-    assert found[0] == found[1]
-
-
 def test_two_models_in_one_process() -> None:
     """Each in a thread of its own. What is replaced in a model for a step is that model's."""
     models = [stepped("bart"), stepped("t5")]
     requests = [each for each in REQUESTS["texts"] if each["parameters"].get("temperature") is None]
     wanted = [results_of(model, requests) for model in models]
     with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda model: results_of(model, requests), models))
-    assert found == wanted
+        assert [*threads.map(lambda model: results_of(model, requests), models)] == wanted
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "gpt2"])

@@ -25,7 +25,6 @@ from pipeline_cases import (
     variant,
 )
 from service_streamer import InvalidInput, InvalidItems
-from service_streamer.managed_model import has_steps
 from service_streamer.pipelines import SteppedPipeline
 
 pytestmark = pytest.mark.xdist_group("stepped-pipeline")
@@ -45,47 +44,41 @@ def defaults(model: SteppedPipeline) -> Any:
     return model.model.model.generation_config
 
 
-def test_it_is_a_model_of_steps() -> None:
-    assert has_steps(SteppedPipeline)
+def generate(text: Any, count: int = 12, **more: Any) -> dict[str, Any]:
+    """An item of "generate" that takes the likeliest tokens, or what ``more`` says."""
+    return item(text, "generate", **{"max_new_tokens": count, "do_sample": False, **more})
 
 
 ITEMS = [
-    item(SHORT, "generate", **GREEDY),
+    generate(SHORT),
     item(LONG[:20], "generate", max_new_tokens=25, temperature=0),
-    item("it", "generate", max_new_tokens=1, do_sample=False),
-    item(SHORT, "generate", **GREEDY, repetition_penalty=1.5),
-    item(SHORT, "generate", max_new_tokens=20, do_sample=False, stop=["e", "zz"]),
+    generate("it", 1),
+    generate(SHORT, repetition_penalty=1.5),
+    generate(SHORT, 20, stop=["e", "zz"]),
     item(LONG[:9], **GREEDY),
     item(SHORT, **GREEDY, return_full_text=False),
     item("it", **GREEDY, stop="a"),
-    item("once", "generate", max_new_tokens=20, do_sample=True, top_k=1),
+    generate("once", 20, do_sample=True, top_k=1),
     item("the", "describe"),
 ]
+CHATS = [generate(CHAT), item(CHAT, **GREEDY),
+         item([*CHAT, {"role": "assistant", "content": "a"}], **GREEDY)]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gpt2", "chat", "bare"])
-def test_results_are_those_of_whole_texts(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "items"), [("gpt2", ITEMS), ("chat", ITEMS + CHATS), ("bare", ITEMS)]
+)
+def test_results_are_those_of_whole_texts(name: str, items: list[Any]) -> None:
     model = stepped(name)
-    items = [
-        *ITEMS,
-        item(CHAT, "generate", **GREEDY),
-        item(CHAT, **GREEDY),
-        item([*CHAT, {"role": "assistant", "content": "a"}]),
-    ]
-    items = items if name == "chat" else ITEMS
-    if name == "chat":
-        items[-1]["parameters"] = GREEDY
     wanted = [model.whole.predict([each])[0] for each in items]
     assert results_of(model, items) == wanted
     assert results_of(model, items, seed=3) == wanted
 
 
 def test_pieces_joined_are_the_text(model: SteppedPipeline) -> None:
-    items = [
-        item(text, "generate", max_new_tokens=30, do_sample=False) for text in ("a", "to", "x")
-    ]
+    items = [generate(text, 30) for text in ("a", "to", "x")]
     [[whole], _, _] = model.whole.predict(items)
-    items.append({**items[0], "parameters": {**items[0]["parameters"], "stop": whole["text"][4:7]}})
+    items.append(generate("a", 30, stop=whole["text"][4:7]))
     for each, outputs in zip(items, outputs_of(model, items, seed=1), strict=True):
         [row] = model.whole.predict([each])[0]
         assert "".join(output["text"] for output in outputs) == row["text"]
@@ -96,15 +89,20 @@ def test_pieces_joined_are_the_text(model: SteppedPipeline) -> None:
     assert len(outputs_of(model, items[:1])[0]) > 5
 
 
+@pytest.mark.parametrize("place", [0, 5])
 def test_the_end_token(
-    model: SteppedPipeline, defaults: Any, monkeypatch: pytest.MonkeyPatch
+    model: SteppedPipeline, defaults: Any, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
-    [outputs] = outputs_of(model, [item(SHORT, "generate", **GREEDY)])
+    [outputs] = outputs_of(model, [generate(SHORT)])
     ids = [token for output in outputs for token in output["ids"]]
-    monkeypatch.setattr(defaults, "eos_token_id", [0, ids[5]])
-    items = [item(SHORT, "generate", **GREEDY), item(SHORT, **GREEDY)]
-    assert results_of(model, items) == model.whole.predict(items)
-    assert results_of(model, items)[0][0]["finish_reason"] == "stop"
+    monkeypatch.setattr(defaults, "eos_token_id", [0, ids[place]])
+    items = [generate(SHORT), item(SHORT, **GREEDY)]
+    [[row], _] = found = results_of(model, items)
+    assert found == model.whole.predict(items)
+    assert row["finish_reason"] == "stop"
+    if not place:  # a text that ends at once
+        assert (row["text"], row["completion_tokens"]) == ("", 1)
+        assert len(outputs_of(model, items[:1])[0]) == 1
 
 
 def test_seeds_and_several_texts(model: SteppedPipeline) -> None:
@@ -118,7 +116,7 @@ def test_seeds_and_several_texts(model: SteppedPipeline) -> None:
     assert alone not in (one, two)
     assert len({row["text"] for row in rows}) == 3
     assert rows == results_of(model, [several])[0]
-    assert [row["prompt_tokens"] for row in rows] == [rows[0]["prompt_tokens"]] * 3
+    assert len({row["prompt_tokens"] for row in rows}) == 1
     records = results_of(model, [item("it", **options, num_return_sequences=2)])[0]
     assert [record.keys() for record in records] == [{"generated_text"}] * 2
     outputs = outputs_of(model, [several])[0]
@@ -126,10 +124,9 @@ def test_seeds_and_several_texts(model: SteppedPipeline) -> None:
     assert sorted(each["index"] for each in lasts) == [0, 1, 2]  # each text ends once
 
 
-def test_log_probabilities(model: SteppedPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = item(SHORT, "generate", **GREEDY, logprobs=2)
-    [[row]] = results_of(model, [asked])
-    [plain_row] = results_of(model, [item(SHORT, "generate", **GREEDY)])[0]
+def test_log_probabilities(model: SteppedPipeline) -> None:
+    [[row]] = results_of(model, [generate(SHORT, logprobs=2)])
+    [plain_row] = results_of(model, [generate(SHORT)])[0]
     logprobs = row.pop("logprobs")
     assert row == plain_row
     assert len(logprobs) == row["completion_tokens"]
@@ -144,30 +141,24 @@ def test_log_probabilities(model: SteppedPipeline, monkeypatch: pytest.MonkeyPat
 
 
 def test_tokens_of_log_probabilities_have_texts_and_bytes(model: SteppedPipeline) -> None:
-    [[row]] = results_of(
-        model, [item(SHORT, "generate", max_new_tokens=30, temperature=3.0, seed=1, logprobs=0)]
-    )
+    asked = item(SHORT, "generate", max_new_tokens=30, temperature=3.0, seed=1, logprobs=0)
+    [[row]] = results_of(model, [asked])
     parts = [bytes(each.get("bytes", each["token"].encode())) for each in row["logprobs"]]
     assert any("bytes" in each for each in row["logprobs"]), "a part of a character"
     assert b"".join(parts).decode("utf-8", "replace") == row["text"]
     end = model.model.tokenizer.eos_token_id
-    assert [each["id"] == end for each in row["logprobs"]] == [
-        each.get("special", False) for each in row["logprobs"]
-    ]
+    assert all((each["id"] == end) == each.get("special", False) for each in row["logprobs"])
 
 
 def test_penalties_make_repetitions_unlikely() -> None:
-    model = stepped("bare")
-    asked = {"max_new_tokens": 40, "do_sample": False, "logprobs": 0}
+    def count_of(**more: Any) -> int:
+        [[row]] = results_of(stepped("bare"), [generate("it", 40, logprobs=0, **more)])
+        return len({each["id"] for each in row["logprobs"]})
 
-    def tokens_of(**more: Any) -> list[int]:
-        [[row]] = results_of(model, [item("it", "generate", **asked, **more)])
-        return [each["id"] for each in row["logprobs"]]
-
-    usual = tokens_of()
-    assert tokens_of(frequency_penalty=0, presence_penalty=0.0) == usual
-    assert len(set(usual)) < len(set(tokens_of(presence_penalty=2)))
-    assert len(set(usual)) < len(set(tokens_of(frequency_penalty=2)))
+    usual = count_of()
+    assert count_of(frequency_penalty=0, presence_penalty=0.0) == usual
+    assert usual < count_of(presence_penalty=2)
+    assert usual < count_of(frequency_penalty=2)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +174,7 @@ def test_whole_texts_take_no_parameters_of_steps(name: str, value: object, nothi
     model = loaded(folder("gpt2"))
     with pytest.raises(InvalidInput, match=f"^parameters.{name}: this worker generates whole"):
         model.predict([item(SHORT, "generate", **{name: value})])
-    assert model.predict([item(SHORT, "generate", **GREEDY, **{name: nothing})])
+    assert model.predict([generate(SHORT, **{name: nothing})])
 
 
 @pytest.mark.parametrize(
@@ -236,28 +227,23 @@ def test_invalid_items_are_named(model: SteppedPipeline) -> None:
 
 
 def test_what_only_generate_can_do(
-    model: SteppedPipeline, defaults: Any, monkeypatch: pytest.MonkeyPatch
+    model: SteppedPipeline, defaults: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(defaults, "num_beams", 2)
-    items = [item(SHORT, "generate", **GREEDY), item("it", "generate", **GREEDY)]
+    items = [generate(SHORT), generate("it")]
     assert results_of(model, items) == model.whole.predict(items)
-    found = outputs_of(model, items)
-    assert [len(outputs) for outputs in found] == [1, 1]
-    for [output], [row] in zip(found, results_of(model, items), strict=True):
+    for [output], [row] in zip(outputs_of(model, items), results_of(model, items), strict=True):
         # As of others, so that services can send it in their forms.
         assert output == {**row, "tokens": row["completion_tokens"], "ids": []}
-    several = item(SHORT, "generate", max_new_tokens=3, temperature=1.0, num_return_sequences=2)
+    several = generate(SHORT, 3, do_sample=True, num_return_sequences=2)
     [[output]] = outputs_of(model, [several])
     assert [each["index"] for each in output["choices"]] == [0, 1]
     with pytest.raises(InvalidItems, match=r"parameters\.logprobs: this model's generation_config"):
-        model.start([item(SHORT, "generate", **GREEDY, logprobs=1)])
-
-
-def test_answers_behind_a_prefix_have_no_steps(tmp_path: Path) -> None:
-    model = SteppedPipeline("cpu")
-    model.init_model(variant("gpt2", tmp_path, prefix="once"))
+        model.start([generate(SHORT, logprobs=1)])
+    prefixed = SteppedPipeline("cpu")
+    prefixed.init_model(variant("gpt2", tmp_path, prefix="once"))
     with pytest.raises(InvalidItems, match=r"logprobs: this model's prompts have a text"):
-        model.start([item(SHORT, "generate", **GREEDY, logprobs=1)])
+        prefixed.start([generate(SHORT, logprobs=1)])
 
 
 @pytest.mark.parametrize(
@@ -281,40 +267,23 @@ def test_texts_are_as_generation_config_asks(
     is_whole: bool,
 ) -> None:
     monkeypatch.setattr(defaults, option, value)
-    items = [
-        item(SHORT, "generate", **GREEDY),
-        item("it", "generate", **GREEDY),
-        item("x", **GREEDY),
-    ]
-    wanted = [model.whole.predict([each])[0] for each in items]
+    items = [generate(SHORT), generate("it"), item("x", **GREEDY)]
     outputs = outputs_of(model, items)
+    wanted = [model.whole.predict([each])[0] for each in items]
     assert [model.join_outputs(each) for each in outputs] == wanted
     assert all(len(each) == 1 for each in outputs) == is_whole
 
 
 @pytest.mark.parametrize("paged", [None, True])
 def test_texts_of_one_answer_take_one_place(paged: bool | None) -> None:
+    """Rows beyond the pages' places wait for the others."""
     model = SteppedPipeline("cpu")
     model.init_model(folder("gpt2"), batch_size=2, paged=paged)
     assert type(model.loop).__name__ == ("PagedLoop" if paged else "StepLoop")
-    options = {"max_new_tokens": 9, "temperature": 1.0, "seed": 1}
-    several = item("the", "generate", **options, num_return_sequences=9)
-    other = item("a b", "generate", **GREEDY)
-    states = model.start([several, other])
-    outputs: list[list[Any]] = [[], []]
-    for _ in range(60):  # rows beyond the pages' places wait for the others
-        running = [state for state in states if not state.is_done]
-        if not running:
-            break
-        for state, (output, is_done) in zip(running, model.step(running), strict=True):
-            if output is not None:
-                outputs[states.index(state)].append(output)
-            if is_done:
-                model.release(state)
-    rows, [row] = map(model.join_outputs, outputs)
-    assert len(rows) == 9
-    assert all(each["completion_tokens"] == 9 for each in rows)
-    assert [row] == model.whole.predict([other])[0]
+    several = generate("the", 9, do_sample=True, seed=1, num_return_sequences=9)
+    rows, row = results_of(model, [several, generate("a b")])
+    assert [each["completion_tokens"] for each in rows] == [9] * 9
+    assert [row] == model.whole.predict([generate("a b")])
 
 
 @pytest.mark.parametrize(
@@ -340,30 +309,16 @@ def test_a_request_that_no_text_can_answer_is_refused_alone(
     assert list(caught.value.errors) == [1]
 
 
-def test_a_text_that_ends_at_once(
-    model: SteppedPipeline, defaults: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = item(SHORT, "generate", **GREEDY)
-    [[output, *_]] = outputs_of(model, [asked])
-    monkeypatch.setattr(defaults, "eos_token_id", output["ids"][0])
-    [[only]] = outputs_of(model, [asked])
-    assert (only["text"], only["finish_reason"], only["completion_tokens"]) == ("", "stop", 1)
-    assert results_of(model, [asked]) == model.whole.predict([asked])
-
-
-def test_a_model_that_cannot_generate_by_steps(
+def test_other_tasks_and_models_without_steps_take_one_step(
     model: SteppedPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model, "loop", None)
-    items = [item(SHORT, "generate", **GREEDY), item("it", **GREEDY)]
+    items = [generate(SHORT), item("it", **GREEDY)]
     assert results_of(model, items) == model.whole.predict(items)
     assert [len(outputs) for outputs in outputs_of(model, items)] == [1, 1]
-
-
-def test_other_tasks_take_one_step() -> None:
-    model = SteppedPipeline("cpu")
-    model.init_model(folder("classifier"))
-    assert results_of(model, [SHORT, LONG]) == model.whole.predict([SHORT, LONG])
+    other = SteppedPipeline("cpu")
+    other.init_model(folder("classifier"))
+    assert results_of(other, [SHORT, LONG]) == other.whole.predict([SHORT, LONG])
 
 
 # Texts of a given form
@@ -431,18 +386,15 @@ NAME = {"type": "string", "pattern": "[a-z]+"}
 PROPERTIES: dict[str, Any] = {
     "price": {"type": "number", "multipleOf": 0.01}, "lot": {"multipleOf": 1000}, "n": {"enum": [3]}
 }  # fmt: skip
+PRIMES = (7, 11, 13, 17, 19, 23, 29)
 VALUES = {"default": {"multipleOf": 99_991}, "examples": [{"multipleOf": 99_991}]}
 
 BOMBS: dict[str, Any] = {
     "remainders": {"type": "integer", "multipleOf": 999_983},
-    "primes": {"allOf": [{"multipleOf": each} for each in (7, 11, 13, 17, 19, 23, 29)]},
+    "primes": {"allOf": [{"multipleOf": each} for each in PRIMES]},
     "fractions": {"allOf": [{"multipleOf": each} for each in (0.0007, 0.11, 13)]},
     "tiny": {"multipleOf": 1e-300},
-    "members": {
-        "allOf": [
-            {"properties": {"a": {"multipleOf": each}}} for each in (7, 11, 13, 17, 19, 23, 29)
-        ]
-    },
+    "members": {"allOf": [{"properties": {"a": {"multipleOf": each}}} for each in PRIMES]},
     "referred": {
         "examples": [{"multipleOf": 97}],
         "properties": {"a": {"$ref": "#/examples/0", "multipleOf": 997}},
@@ -550,7 +502,6 @@ def test_a_form_that_cannot_go_on_fails_alone(
 
 def test_without_the_package(model: SteppedPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(
-        InvalidItems, match=r"regex: this service needs llguidance: pip install ll.*structured"
-    ):
+    needs = r"regex: this service needs llguidance: pip install ll.*structured"
+    with pytest.raises(InvalidItems, match=needs):
         model.start([item("it", "generate", regex="a")])

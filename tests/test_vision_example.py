@@ -1,4 +1,4 @@
-"""The image example: decoding, the shipped model, its service, and the script that trains it."""
+"""The image example: decoding, the shipped model, its service, and what it was trained with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import random
 import struct
 import subprocess
-import sys
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,19 +26,16 @@ from service_streamer import (
     InvalidInput,
     ManagedModel,
     Overloaded,
-    PredictTimeout,
-    Streamer,
-    WorkerLost,
+    ThreadedStreamer,
 )
 from service_streamer.managed_model import has_stages
-from test_examples import ROOT, TIMEOUT, Service
+from test_examples import ROOT, Service
 from vision_model import (
     DEFAULT_MODEL,
     ManagedPixelModel,
     ManagedVisionModel,
     VisionModel,
     decode_image,
-    read_config,
 )
 
 pytestmark = pytest.mark.xdist_group("vision-example")
@@ -91,7 +87,6 @@ BAD: dict[str, tuple[bytes, str]] = {
     "PNG without its end": (saved(Image.open(SAMPLE))[:20_000], "cannot be decoded"),
     "head of a JPEG": (STAR[:20], "neither a JPEG nor a PNG"),
     "30 million pixels": (png_of_size(6000, 5000), "has 6000 x 5000 pixels, and the limit is"),
-    "100 million pixels": (png_of_size(10_000, 10_000), "pixels, and the limit is"),
     "a bomb": (png_of_size(100_000, 100_000), "far too many pixels"),
 }
 
@@ -188,7 +183,6 @@ def test_an_answer_does_not_depend_on_the_batch(
 ) -> None:
     images = [drawing.data for drawing in drawn[:8]]
     alone = [answer for image in images for answer in model.predict([image])]
-    check_alike(model.predict(images), alone)
     check_alike(model.predict(images[::-1]), alone[::-1])
     assert model.predict([]) == []
     with pytest.raises(InvalidInput, match="is empty"):
@@ -208,48 +202,19 @@ def test_a_missing_model_is_named_and_the_shipped_one_is_small() -> None:
     assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) < 1_000_000
 
 
-@pytest.mark.parametrize(("use", "loaded"), [("decode_image(STAR)", True), ("None", False)])
-def test_the_web_process_needs_no_torch(use: str, loaded: bool) -> None:
-    code = (
-        "import sys; from flask_vision_example import *; STAR = SAMPLE.read_bytes();"
-        f"{use}; print(*(name in sys.modules for name in ('torch', 'numpy', 'PIL')))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT / "example",
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert run.stdout == f"False {loaded} {loaded}\n", run.stderr
-
-
 # In workers
 
 
 def test_workers_answer_as_the_model_does(
     mode: str, model: VisionModel, drawn: list[training.Drawing]
 ) -> None:
-    items: list[Any] = [drawing.data for drawing in drawn]
+    items: list[Any] = [drawing.data for drawing in drawn[:40]]
     right = model.predict(items)
     managed: type[ManagedModel] = ManagedVisionModel
     if mode == "web":
         items, managed = [decode_image(data) for data in items], ManagedPixelModel
-    with Streamer(managed, 16, 0.1, cuda_devices=["cpu"]) as streamer:
-        futures = [streamer.submit([item]) for item in items]
-        check_alike([answer for future in futures for answer in future.result()], right)
-        check_alike(streamer.predict(items[:40]), right[:40])
-
-
-@pytest.mark.long
-def test_images_may_be_decoded_in_processes(model: VisionModel) -> None:
-    images = [data for data, _ in BAD.values()] + [STAR] * 2
-    options: dict[str, Any] = {"cuda_devices": ["cpu"], "preprocess_workers": 2}
-    with Streamer(ManagedVisionModel, 16, 0.1, **options) as streamer:
-        answers = streamer.predict(images)
-        check_alike(answers[-2:], model.predict([STAR] * 2))
-        assert all("error" in answer for answer in answers[:-2])
-        assert list(streamer.predict([b""])[0]) == ["error"]
+    with ThreadedStreamer(managed, 16, 0.1) as streamer:
+        check_alike(streamer.predict(items), right)
 
 
 def test_bad_images_fail_alone_in_a_worker(model: VisionModel) -> None:
@@ -272,15 +237,12 @@ def test_its_stages_share_nothing(managed: type[ManagedModel], model: VisionMode
     worker = managed()
     worker.init_preprocess()
     worker.init_model()
-    first: Any = [STAR] * 2
-    second: Any = [drawing.data for drawing in training.drawings(5, "test")]
-    right = model.predict(first), model.predict(second)
+    batches: list[Any] = [[STAR] * 2, [drawing.data for drawing in training.drawings(5, "test")]]
+    right = [model.predict(each) for each in batches]
     if managed is ManagedPixelModel:
-        first, second = (
-            np.stack([decode_image(each) for each in batch]) for batch in (first, second)
-        )
-    first = worker.forward(worker.preprocess(first))
-    second = worker.preprocess(second)
+        batches = [np.stack([decode_image(each) for each in batch]) for batch in batches]
+    first = worker.forward(worker.preprocess(batches[0]))
+    second = worker.preprocess(batches[1])
     check_alike(worker.postprocess(first), right[0])
     check_alike(worker.postprocess(worker.forward(second)), right[1])
 
@@ -291,9 +253,8 @@ def test_its_stages_share_nothing(managed: type[ManagedModel], model: VisionMode
 @pytest.fixture(scope="module")
 def service(mode: str) -> Iterator[Service]:
     command = ("example/flask_vision_example.py", "--decode", mode)
-    service = Service(*command, CUDA_VISIBLE_DEVICES="")
-    yield service
-    service.stop()
+    with Service(*command, CUDA_VISIBLE_DEVICES="") as service:
+        yield service
 
 
 def ask(service: Service, body: bytes, kind: str = "image/jpeg") -> tuple[int, Any]:
@@ -306,21 +267,11 @@ def ask(service: Service, body: bytes, kind: str = "image/jpeg") -> tuple[int, A
 
 def test_a_service_says_what_to_try(service: Service) -> None:
     command = ["bash", "-c", service.curl.strip() + " --silent --fail"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert json.loads(run.stdout)["label"] == "star", run
     with service.connect() as connection:
         connection.request("GET", "/")
         assert service.curl.strip() in connection.getresponse().read().decode()
-
-
-def test_a_service_answers_many(
-    service: Service, model: VisionModel, drawn: list[training.Drawing]
-) -> None:
-    images = [drawing.data for drawing in drawn[:48]]
-    with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda image: ask(service, image), images))
-    assert {status for status, _ in answers} == {200}
-    check_alike([answer for _, answer in answers], model.predict(images))
 
 
 def test_forms_are_taken_too(service: Service) -> None:
@@ -344,18 +295,13 @@ def test_bad_images_are_refused_and_their_neighbours_are_not(service: Service) -
     for (status, answer), (_, said) in zip(answers[::2], BAD.values(), strict=True):
         assert status == 400, answer
         assert said in answer["error"]
-    assert [(status, answer.get("label")) for status, answer in answers[1::2]] == [
-        (200, "star")
-    ] * len(BAD)
+    assert {(status, answer.get("label")) for status, answer in answers[1::2]} == {(200, "star")}
 
 
 def test_other_requests_are_refused(service: Service) -> None:
     for method, path, status in (("GET", "/predict", 405), ("POST", "/nothing", 404)):
-        with service.connect() as connection:
-            connection.request(method, path)
-            response = connection.getresponse()
-            assert response.status == status
-            assert list(json.loads(response.read())) == ["error"]
+        answer = service.ask(method, path)
+        assert (answer[0], list(answer[1])) == (status, ["error"])
 
 
 def test_the_service_imports_what_it_needs(service: Service, mode: str) -> None:
@@ -365,25 +311,17 @@ def test_the_service_imports_what_it_needs(service: Service, mode: str) -> None:
     assert ("/numpy/" in loaded, "/PIL/" in loaded) == (mode == "web", mode == "web")
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (InvalidInput("told"), 400),
-        (Overloaded("secret"), 503),
-        (PredictTimeout("secret"), 504),
-        (WorkerLost("secret"), 500),
-        (ValueError("secret"), 500),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
-)
-def test_errors_have_a_status(error: Exception, status: int) -> None:
-    def fail(batch: list[bytes]) -> list[dict[str, Any]]:
-        raise error
+def test_the_message_of_invalid_input_is_told_and_other_errors_have_their_status() -> None:
+    """flask_example.py maps errors in the same way: test_examples.py has all of them."""
+    for error, status in ((InvalidInput("told"), 400), (Overloaded("secret"), 503)):
 
-    response = create_app(fail).test_client().post("/predict", data=b"any")
-    assert response.status_code == status
-    assert "secret" not in response.text
-    assert ("told" in response.text) == (status == 400)
+        def fail(batch: list[bytes], error: Exception = error) -> list[dict[str, Any]]:
+            raise error
+
+        response = create_app(fail).test_client().post("/predict", data=b"any")
+        assert response.status_code == status
+        assert "secret" not in response.text
+        assert ("told" in response.text) == (status == 400)
 
 
 @pytest.mark.parametrize("is_length_told", [True, False])
@@ -404,43 +342,11 @@ def test_what_is_too_large_is_not_read(is_length_told: bool) -> None:
 
 def test_drawings_are_the_same_for_a_seed() -> None:
     drawn = list(training.drawings(20, 5))
-    assert drawn == list(training.drawings(20, 5))
-    assert drawn != list(training.drawings(20, 6))
+    assert drawn == list(training.drawings(20, 5)) != list(training.drawings(20, 6))
     assert [drawing.label for drawing in drawn] == [*training.LABELS, *training.LABELS]
 
 
-@pytest.mark.long
-def test_training_from_end_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(training, "HELD_OUT", 10)
-    output = tmp_path / "model"
-    flags = ["--output", str(output), "--drawings", "40", "--epochs", "1"]
-
-    assert training.main([*flags, "--bar", "1.1"]) == 1
-    assert "below the bar: nothing was written" in capsys.readouterr().err
-    assert not output.exists()
-
-    weights = []
-    for _ in range(2):
-        assert training.main([*flags, "--bar", "0"]) == 0
-        assert "new drawings known" in capsys.readouterr().out
-        weights.append((output / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
-    assert read_config(output) == read_config()
-    assert VisionModel(output, device="cpu").predict([STAR])
-
-
 def test_one_can_be_drawn_to_try(tmp_path: Path, model: VisionModel) -> None:
-    for label in ("heart", "moon"):
-        file = tmp_path / f"{label}.jpg"
-        assert training.main(["--draw", label, str(file)]) == 0
-        assert model.predict([file.read_bytes()])[0]["label"] == label
-
-
-@pytest.mark.parametrize("flags", [["--epochs", "0"], ["--drawings", "-1"], ["--draw", "x", "y"]])
-def test_wrong_training_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        training.main(flags)
-    assert exit_.value.code == 2
-    assert flags[0] in capsys.readouterr().err
+    file = tmp_path / "moon.jpg"
+    assert training.main(["--draw", "moon", str(file)]) == 0
+    assert model.predict([file.read_bytes()])[0]["label"] == "moon"

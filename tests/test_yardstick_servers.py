@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,8 +13,6 @@ import pytest
 from yardstick import judging
 from yardstick.judging import EXPIRED, FAILED, REJECTED, SERVED, UNANSWERED, Calls
 from yardstick.open_client import Plan, Run
-from yardstick.processes import RunFailed
-from yardstick.servers import free_port, started
 
 # -- judging
 
@@ -26,39 +24,24 @@ def calls(*rows: tuple[float, float, float, int]) -> Calls:
 
 
 def test_load_counts_calls_that_were_due_in_the_window_from_then_on() -> None:
-    figures = judging.load(
-        calls(
-            (0.5, 0.5, 9.0, SERVED),  # before the window
-            (1.0, 1.2, 1.5, SERVED),  # made late, which counts
-            (1.1, 1.1, 1.2, SERVED),
-            (1.2, 1.2, 1.3, SERVED),
-            (1.7, 1.7, 2.0, SERVED),  # ended after it
-            (1.95, 1.95, 0.0, UNANSWERED),  # and so took for ever
-            (1.96, 1.96, 1.97, FAILED),
-            (2.0, 2.0, 2.1, SERVED),  # after it
-        ),
-        first=1.0,
-        end=2.0,
+    made = calls(
+        (0.5, 0.5, 9.0, SERVED),  # before the window
+        (1.0, 1.2, 1.5, SERVED),  # made late, which counts
+        (1.1, 1.1, 1.2, SERVED),
+        (1.2, 1.2, 1.3, SERVED),
+        (1.7, 1.7, 2.0, SERVED),  # ended after it
+        (1.95, 1.95, 0.0, UNANSWERED),  # and so took for ever
+        (1.96, 1.96, 1.97, FAILED),
+        (2.0, 2.0, 2.1, SERVED),  # after it
     )
+    figures = judging.load(made, 1.0, 2.0)
     assert figures["p50"] == pytest.approx(0.3)
     assert figures["p99"] is None
     assert figures["lag_p99"] == pytest.approx(0.2)
     assert (figures["offered"], figures["served"]) == (6, pytest.approx(4 / 6))
-
-
-def test_who_is_not_served_in_time_has_waited_for_all_of_it() -> None:
-    made = calls(
-        (0.5, 0.5, 0.6, SERVED),  # before the window
-        (1.0, 1.1, 1.2, SERVED),
-        (1.1, 1.1, 2.6, SERVED),  # too late
-        (1.2, 1.2, 1.3, REJECTED),
-        (1.3, 1.3, 0.0, UNANSWERED),
-    )
-    assert judging.mean_latency(made, 1.0, 2.0, 1.0) == pytest.approx((0.2 + 3.0) / 4)
-
-
-def test_load_without_an_answer_has_no_latency() -> None:
-    figures = judging.load(calls((1.0, 1.0, 0.0, UNANSWERED)), first=0.0, end=2.0)
+    # Who is not served in time has waited for all of it.
+    assert judging.mean_latency(made, 1.0, 2.0, 0.4) == pytest.approx((0.1 + 0.1 + 0.3 + 1.2) / 6)
+    figures = judging.load(calls((1.0, 1.0, 0.0, UNANSWERED)), 0.0, 2.0)
     assert (figures["p50"], figures["p99"], figures["served"]) == (None, None, 0)
 
 
@@ -66,13 +49,15 @@ def test_overload_counts_what_came_in_time_as_goodput() -> None:
     figures = judging.overload(
         calls(
             (0.5, 0.5, 1.25, SERVED),  # due before the window, delivered in it: goodput, no share
-            (1.0, 1.0, 1.5, SERVED),
-            (1.1, 1.1, 2.2, SERVED),  # too late for anybody
+            (0.6, 0.6, 1.7, SERVED),  # the same, too late
+            (1.0, 1.4, 1.5, SERVED),
+            (1.1, 1.9, 2.2, SERVED),  # too late for anybody, though not from when it was made
             (1.2, 1.3, 1.4, REJECTED),
             (1.3, 1.3, 2.3, EXPIRED),
             (1.4, 1.4, 1.5, FAILED),
             (1.5, 1.5, 0.0, UNANSWERED),
             (1.9, 1.9, 2.4, SERVED),  # in time, but delivered after the window
+            (2.0, 2.0, 2.1, FAILED),  # due after it
         ),
         first=1.0,
         end=2.0,
@@ -93,27 +78,26 @@ def steady(rate: int, *spans: tuple[float, float]) -> list[float]:
     return [first + n / rate for first, end in spans for n in range(round((end - first) * rate))]
 
 
+ALL = steady(100, (0, 6))
+
+
 @pytest.mark.parametrize(
-    ("results", "expected"),
+    ("due", "results", "expected"),
     [
-        (steady(1000, (0, 6)), 0.0),  # nobody noticed
-        (steady(1000, (0, 2), (3, 6)), 1.0),  # nothing for one second
-        (steady(1000, (0, 2), (2.5, 3), (4, 6)), 2.0),  # that was not back, but a burst
-        (steady(1000, (0, 2), (2.5, 4), (5, 6)), 0.5),  # and this was
-        (steady(1000, (0, 2)) + steady(500, (2, 6)), None),  # one of two is left
-        (steady(1000, (0, 2)), None),
-        ([], None),  # there was no rate before
+        (ALL, ALL, 0.0),  # nobody noticed
+        (ALL, steady(100, (0, 2), (3, 6)), 1.0),  # nothing for one second
+        (ALL, steady(100, (0, 2), (2.5, 3), (4, 6)), 2.0),  # that was not back, but a burst
+        (ALL, steady(100, (0, 2), (2.5, 4), (5, 6)), 0.5),  # and this was
+        (ALL, steady(100, (0, 2)) + steady(50, (2, 6)), None),  # one of two is left
+        (ALL, steady(100, (0, 2)), None),
+        (ALL, [], None),  # there was no rate before
+        # Where fewer calls come, fewer results are all that there can be.
+        (steady(100, (0, 3)) + steady(50, (3, 6)), steady(100, (0, 3)) + steady(50, (3, 6)), 0.0),
     ],
 )
-def test_recovery(results: list[float], expected: float | None) -> None:
-    due = steady(1000, (0, 6))
+def test_recovery(due: list[float], results: list[float], expected: float | None) -> None:
     found = judging.recovery(due, results, first=1.0, killed_at=2.0, end=6.0)
     assert found == (expected if expected is None else pytest.approx(expected, abs=0.1))
-
-
-def test_recovery_wants_no_more_results_than_there_are_calls() -> None:
-    due = steady(1000, (0, 3)) + steady(500, (3, 6))
-    assert judging.recovery(due, due, first=1.0, killed_at=2.0, end=6.0) == 0.0
 
 
 def test_a_kill_is_told_as_counts_and_as_a_time_line() -> None:
@@ -145,110 +129,66 @@ def test_a_kill_is_told_as_counts_and_as_a_time_line() -> None:
 Answer = Callable[[int, asyncio.StreamWriter], Awaitable[None]]
 
 
-def respond(writer: asyncio.StreamWriter, status: int, body: object, *headers: str) -> None:
+def respond(writer: asyncio.StreamWriter, body: object, status: int = 200) -> None:
     text = json.dumps(body)
-    head = [f"HTTP/1.1 {status} Told", f"Content-Length: {len(text)}", *headers]
-    writer.write("\r\n".join([*head, "", text]).encode())
+    writer.write(f"HTTP/1.1 {status} Told\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
 
 
-class Server:
-    """Speaks as much HTTP as a test needs.
+async def run_against(answer: Answer, kind: type[Run] = Run, **plan: Any) -> Run:
+    """What the client makes of a server that speaks as much HTTP as a test needs.
 
-    Attributes:
-        connections: how many there were.
-        headers: of the last request.
+    There are as many calls as are due within the seconds of the plan.
     """
+    tasks: set[asyncio.Task[None] | None] = set()
 
-    def __init__(self, answer: Answer) -> None:
-        self.connections = 0
-        self.headers = ""
-        self._answer = answer
-        self._tasks: set[asyncio.Task[None]] = set()
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.current_task())
+        with contextlib.suppress(asyncio.IncompleteReadError, asyncio.CancelledError):
+            while not writer.is_closing():
+                headers = (await reader.readuntil(b"\r\n\r\n")).decode()
+                assert "X-Given: here\r\n" in headers
+                length = int(headers.lower().partition("content-length: ")[2].split()[0])
+                await answer(json.loads(await reader.readexactly(length))["inputs"], writer)
+        writer.close()
 
-    async def run(self, kind: type[Run] = Run, **plan: Any) -> Run:
-        """What the client makes of it; as many calls as are due within the seconds of the plan."""
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            run = kind(Plan(port, "/predict", **{"rate": 1e3, "seconds": 0.02, "wait": 60} | plan))
-            try:
-                await run.make(asyncio.get_running_loop().time())
-            finally:
-                for task in self._tasks:
-                    task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-        return run
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            while not reader.at_eof():
-                self.headers = (await reader.readuntil(b"\r\n\r\n")).decode()
-                length = int(self.headers.lower().partition("content-length: ")[2].split()[0])
-                asked = json.loads(await reader.readexactly(length))["inputs"]
-                await self._answer(asked, writer)
-                if writer.is_closing():
-                    return
-        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
-            pass  # cancelled at the end only, which asyncio's streams would complain of
-        finally:
-            writer.close()
-
-
-def outcomes(run: Run) -> set[int]:
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        usual: dict[str, Any] = {"rate": 1e3, "seconds": 0.02, "wait": 60}
+        port = server.sockets[0].getsockname()[1]
+        run = kind(Plan(port, "/predict", **usual | {"headers": {"X-Given": "here"}} | plan))
+        await run.make(asyncio.get_running_loop().time())
+        for task in filter(None, tasks):  # asyncio's streams would complain of those that go on
+            task.cancel()
+        await asyncio.gather(*filter(None, tasks), return_exceptions=True)
     assert len(run.outcomes) > 5
-    return set(run.outcomes)
-
-
-def test_results_are_served_over_connections_that_are_kept() -> None:
-    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
-        respond(writer, 200, number)
-
-    server = Server(answer)
-    run = asyncio.run(server.run(connections=1, headers={"X-Given": "here"}))
-    assert outcomes(run) == {SERVED}
-    assert run.statuses == {"200": len(run.due)}
-    assert server.connections == 1
-    assert "X-Given: here\r\n" in server.headers
-    assert all(d <= m <= e for d, m, e in zip(run.due, run.made, run.ended, strict=True))
+    return run
 
 
 @pytest.mark.parametrize(
     ("status", "outcome"),
     [(503, REJECTED), (429, REJECTED), (504, EXPIRED), (408, EXPIRED), (500, FAILED)],
 )
-def test_statuses(status: int, outcome: int) -> None:
+def test_each_call_has_the_outcome_of_its_own_answer(status: int, outcome: int) -> None:
+    """The status, an answer of another call, a connection that is closed, or a result."""
+
     async def answer(number: int, writer: asyncio.StreamWriter) -> None:
-        respond(writer, status, {"error": number})
+        match number % 4:
+            case 0:
+                respond(writer, {"error": number}, status)
+            case 1:
+                respond(writer, number + 1)
+            case 2:
+                writer.close()
+            case _:
+                respond(writer, number)
 
-    run = asyncio.run(Server(answer).run())
-    assert outcomes(run) == {outcome}
-    assert run.statuses == {str(status): len(run.due)}
-    assert run.wrong == 0
-
-
-def test_an_answer_that_belongs_to_another_call_is_wrong() -> None:
-    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
-        respond(writer, 200, number + 1)
-
-    run = asyncio.run(Server(answer).run())
-    assert outcomes(run) == {FAILED}
-    assert run.wrong == len(run.due)
-
-
-def test_a_connection_that_is_closed_instead_of_an_answer_is_a_failure() -> None:
-    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
-        if number % 2:
-            writer.close()
-        else:
-            respond(writer, 200, number)
-
-    run = asyncio.run(Server(answer).run())
-    assert [each == SERVED for each in run.outcomes] == [n % 2 == 0 for n in range(len(run.due))]
-    assert run.statuses["error"] == len(run.due) // 2
+    run = asyncio.run(run_against(answer))
+    expected = [outcome, FAILED, FAILED, SERVED]
+    assert list(run.outcomes) == [expected[n % 4] for n in range(len(run.due))]
+    counts = [len(run.due[n::4]) for n in range(4)]
+    assert run.wrong == counts[1]
+    assert run.statuses == {
+        str(status): counts[0], "200": counts[1] + counts[3], "error": counts[2]
+    }  # fmt: skip
 
 
 def test_calls_do_not_wait_for_one_another() -> None:
@@ -260,11 +200,11 @@ def test_calls_do_not_wait_for_one_another() -> None:
         if len(there) == 10:
             all_there.set()
         await all_there.wait()
-        respond(writer, 200, number)
+        respond(writer, number)
 
-    run = asyncio.run(Server(answer).run(rate=1e4, seconds=0.0015))
+    run = asyncio.run(run_against(answer, rate=1e4, seconds=0.0015))
     assert len(run.due) >= 10
-    assert outcomes(run) == {SERVED}
+    assert set(run.outcomes) == {SERVED}
 
 
 def test_what_waits_for_a_connection_counts_from_when_it_was_due() -> None:
@@ -279,11 +219,11 @@ def test_what_waits_for_a_connection_counts_from_when_it_was_due() -> None:
 
     async def answer(number: int, writer: asyncio.StreamWriter) -> None:
         await are_made.wait()
-        respond(writer, 200, number)
+        respond(writer, number)
 
-    run = asyncio.run(Server(answer).run(Told, connections=1))
-    assert outcomes(run) == {SERVED}
-    assert list(run.made) == sorted(run.made)
+    run = asyncio.run(run_against(answer, Told, connections=1))
+    assert set(run.outcomes) == {SERVED}
+    assert all(due <= made for due, made in zip(run.due, run.made, strict=True))
     assert min(run.ended) >= max(run.made)
 
 
@@ -291,35 +231,6 @@ def test_what_is_never_answered_stays_unanswered() -> None:
     async def answer(number: int, writer: asyncio.StreamWriter) -> None:
         await asyncio.Event().wait()
 
-    run = asyncio.run(Server(answer).run(wait=0.0))
-    assert outcomes(run) == {UNANSWERED}
+    run = asyncio.run(run_against(answer, wait=0.0))
+    assert set(run.outcomes) == {UNANSWERED}
     assert not any(run.ended)
-
-
-# -- services
-
-
-_ECHO = """
-import http.server, json, os, pathlib, subprocess, sys
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        body = json.dumps(asked["inputs"] if sys.argv[2] == "right" else "?").encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-(pathlib.Path(os.environ["YARDSTICK_PIDS"]) / str(child.pid)).touch()
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-
-
-def test_a_service_that_answers_something_else_fails() -> None:
-    port = free_port()
-    words = [sys.executable, "-c", _ECHO, str(port), "wrong"]
-    expected = pytest.raises(RunFailed, match=r"answers '\?' and not 'twinkle")
-    with expected, started(words, port):
-        pytest.fail("it does not answer rightly")

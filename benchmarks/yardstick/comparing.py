@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from yardstick.figures import FIGURES, by_round, modes, peers, rivals_of, shown
+from yardstick.figures import FIGURES, by_round, figures_of, modes, peers, rivals_of, shown
 from yardstick.reasons import why
 from yardstick.record import Record
 from yardstick.tables import cell, made, markdown, point_in_words, reason, title
@@ -213,11 +213,12 @@ def _of_peer(record: Record, section: str, peer: str) -> Iterator[Loss]:
 
 def _figures(record: Record, section: str, peer: str, point: Mapping[str, Any]) -> list[str]:
     """Those of which one is better, but for those that say the same as another one there."""
-    there = {name for name in FIGURES if by_round(record, section, peer, name, point)}
+    names = figures_of(record, section, peer)
+    there = {name for name in names if by_round(record, section, peer, name, point)}
     return [
         name
-        for name, figure in FIGURES.items()
-        if name in there and figure.better and figure.repeats not in there
+        for name in names
+        if name in there and FIGURES[name].better and FIGURES[name].repeats not in there
     ]
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "FIGURES",
     "Figure",
     "by_round",
+    "figures_of",
     "modes",
     "peers",
     "quotients",
@@ -209,6 +210,14 @@ def peers(record: Record, section: str, *, with_failed: bool = False) -> list[st
 def _there(record: Record, section: str, with_failed: bool) -> set[str]:
     failed = {failure.system for failure in record.failures_of(section)} if with_failed else set()
     return {*record.systems(section), *failed}
+
+
+def figures_of(record: Record, section: str, system: str) -> list[str]:
+    """The names, in the order of the tables, that its rows have, or that may be made of them."""
+    rows = (each for each in record.results if (each.section, each.system) == (section, system))
+    names = {name for row in rows for name in row.figures}
+    names |= {"gone", *_SHARE_OF.get(section, ())[:1]}
+    return [name for name in FIGURES if name in names]
 
 
 def by_round(

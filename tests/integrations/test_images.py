@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import http.server
 import os
@@ -16,8 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from serve_process import Serving
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
@@ -69,11 +68,8 @@ def test_every_install_is_constrained_and_leaves_no_cache() -> None:
 
 def context() -> Iterator[Path]:
     """The files that a builder gets, by .dockerignore."""
-    rules = [
-        line
-        for line in (ROOT / ".dockerignore").read_text().splitlines()
-        if line and not line.startswith("#")
-    ]
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
     taken = [rule.removeprefix("!") for rule in rules if rule.startswith("!")]
     left_out = [rule.removeprefix("**/") for rule in rules if rule.startswith("**/")]
     assert rules == ["*", *(f"!{each}" for each in taken), *(f"**/{each}" for each in left_out)]
@@ -120,26 +116,41 @@ def checked(*arguments: str, url: str, **env: str) -> subprocess.CompletedProces
     )  # fmt: skip
 
 
-def test_the_health_check_says_what_the_service_does() -> None:
-    with Serving("stream_models:Countdown") as serving:
-        assert checked(url=serving.url).returncode == 0
-        assert checked("/health/ready", url=serving.url).returncode == 0
-        wrong = checked("/health/red", url=serving.url)
-        assert wrong.returncode == 1
-        assert wrong.stderr == "/health/red: HTTP Error 404: Not Found\n"
-    ended = checked(url=serving.url)
-    assert ended.returncode == 1
-    assert "Connection refused" in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
 class _Healthy(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/health/live" else 404)
+        self.send_response(200 if self.path in ("/health/live", "/health/ready") else 404)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        pass
+        """Print nothing."""
+
+
+@contextlib.contextmanager
+def healthy(context: ssl.SSLContext | None = None) -> Iterator[str]:
+    """The URL of what answers as a service does: test_health.py has what that says, and where."""
+    with http.server.HTTPServer(("127.0.0.1", 0), _Healthy) as server:
+        if context:
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, args=[0.01])
+        thread.start()
+        try:
+            yield f"{'https' if context else 'http'}://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_health_check_says_what_the_service_does() -> None:
+    with healthy() as url:
+        assert checked(url=url).returncode == 0
+        assert checked("/health/ready", url=url).returncode == 0
+        wrong = checked("/health/red", url=url)
+        assert wrong.returncode == 1
+        assert wrong.stderr == "/health/red: HTTP Error 404: Not Found\n"
+    ended = checked(url=url)
+    assert ended.returncode == 1
+    assert "Connection refused" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_the_health_check_knows_a_service_with_tls(tmp_path: Path) -> None:
@@ -154,17 +165,9 @@ def test_the_health_check_knows_a_service_with_tls(tmp_path: Path) -> None:
     )  # fmt: skip
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    with http.server.HTTPServer(("127.0.0.1", 0), _Healthy) as server:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            url = f"https://127.0.0.1:{server.server_port}"
-            plain = checked(url=url)
-            secure = checked(url=url, SERVICE_STREAMER_SSL_CERTFILE=str(certificate))
-        finally:
-            server.shutdown()
-            thread.join()
+    with healthy(context) as url:
+        plain = checked(url=url)
+        secure = checked(url=url, SERVICE_STREAMER_SSL_CERTFILE=str(certificate))
     assert secure.returncode == 0, secure.stderr
     assert plain.returncode == 1
     assert "Traceback" not in plain.stderr
