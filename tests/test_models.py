@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -109,34 +108,6 @@ def test_a_service_is_ready_as_long_as_one_of_its_models_is(
     found = combined(dict(zip("abc", standings, strict=False)))
     assert found[0] == state
     assert found[1].startswith(text)
-
-
-def standing_service(standing: tuple[str, str], **about: Any) -> Any:
-    """A service, as far as ``Models`` asks it how it stands."""
-    usual = {"model": "b", "is_known": True, "failure": None, "pool": object(),
-             "is_draining": False}  # fmt: skip
-    return SimpleNamespace(standing=lambda: standing, **usual | about)
-
-
-@pytest.mark.parametrize(
-    ("about", "first", "state"),
-    [
-        ({"standing": LOADING, "is_known": False}, {}, "starting"),
-        ({"standing": LOADING, "is_known": False, "pool": None}, {}, "ready"),
-        ({"standing": BROKEN, "is_known": False, "failure": ValueError()}, {}, "ready"),
-        (
-            {"standing": LOADING, "is_known": False},
-            {"standing": ("draining", ""), "is_draining": True},
-            "draining",
-        ),
-    ],
-    ids=["loading", "of worker hosts", "broken", "draining"],
-)
-def test_a_service_waits_at_its_start_for_all_models_but_those_of_worker_hosts(
-    about: Any, first: Any, state: str
-) -> None:
-    models = [standing_service(**{"standing": READY, "model": "a", **first})]
-    assert Models([*models, standing_service(**about)]).standing()[0] == state
 
 
 # -- the file
@@ -242,35 +213,21 @@ def test_other_commands_leave_the_tables_alone(path: Path) -> None:
 # -- restarts of several models
 
 
-class Restarts:
-    """Of models by name; some fail."""
-
-    def __init__(self, **failures: Exception) -> None:
-        self._failures = failures
-        self.done: list[str] = []
-
-    def of(self, *names: str) -> list[tuple[str, Callable[[], None]]]:
-        return [(name, functools.partial(self._restart, name)) for name in names]
-
-    def _restart(self, name: str) -> None:
-        if name in self._failures:
-            raise self._failures[name]
-        self.done.append(name)
-
-
 def test_a_model_that_is_unloaded_or_fails_keeps_no_other_from_its_restart(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    restarts = Restarts(gone=StreamerClosed("closed"), bad=WorkerStartError("no file"))
-    restart_all(restarts.of("gone", "a", "bad", "b"))
-    assert restarts.done == ["a", "b"]
+    gone = Mock(side_effect=StreamerClosed("closed"))
+    bad = Mock(side_effect=WorkerStartError("no file"))
+    a, b = Mock(), Mock()
+    restart_all([("gone", gone), ("a", a), ("bad", bad), ("b", b)])
+    assert (a.call_count, b.call_count) == (1, 1)
     [message] = caplog.messages
     assert "model bad" in message
     restart_all([])
     with pytest.raises(WorkerStartError, match="no file"):
-        restart_all(restarts.of("bad"))
+        restart_all([("bad", bad)])
     with pytest.raises(StreamerClosed):
-        restart_all(restarts.of("bad", "gone"))
+        restart_all([("bad", bad), ("gone", gone)])
 
 
 # -- in an event loop
@@ -281,21 +238,15 @@ def opened() -> OpenedModel:
     return OpenedModel(streamer, ServiceOptions(model="m"))
 
 
-async def hosted() -> HostedModel:
-    """A model that answers."""
-    is_ready = asyncio.Event()
-    model = HostedModel(opened(), is_ready.set, lambda _: None)
-    model.start()
-    await is_ready.wait()
-    return model
-
-
 def test_nothing_holds_a_model_that_was_replaced() -> None:
     async def main() -> None:
-        all_ = [await hosted()]
-        models = Models([all_[0].service])
+        is_ready = asyncio.Event()
+        hosted = [HostedModel(opened(), is_ready.set, lambda _: None)]
+        hosted[0].start()
+        await is_ready.wait()
+        models = Models([hosted[0].service])
         site = create_site(models)
-        replacer = Replacer(models, all_)
+        replacer = Replacer(models, hosted)
         old: list[weakref.ref[Any]] = []
         for _ in range(3):
             old += [weakref.ref(models.first), weakref.ref(models.first.streamer)]
@@ -308,23 +259,7 @@ def test_nothing_holds_a_model_that_was_replaced() -> None:
         gc.collect()
         assert [each() for each in old] == [None] * 6
         models.first.stop()
-        all_[0].close()
-
-    asyncio.run(main())
-
-
-def test_a_model_that_is_loaded_while_the_service_ends_does_not_serve() -> None:
-    async def main() -> None:
-        all_ = [await hosted()]
-        models = Models([all_[0].service])
-        replacer = Replacer(models, all_)
-        models.first.stop()
-        with pytest.raises(Exception, match="stopping"):
-            await replacer.load("m", opened)
-        await replacer.finished()
-        assert models.standing()[0] == "draining"
-        assert models.number == 0
-        all_[0].close()
+        hosted[0].close()
 
     asyncio.run(main())
 
