@@ -15,9 +15,86 @@ import pytest
 from service_streamer import BadMessage, InvalidInput, UnpicklableItem
 from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
-from service_streamer.supervision.health import INTERVAL, LONGEST_TRIAL, TRIALS
+from service_streamer.supervision.health import INTERVAL, LONGEST_TRIAL, TRIALS, Health
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.workers.protocol import Failure
+
+# -- rows and trials
+
+
+class Over:
+    """A trial that has ended."""
+
+    def __init__(self, *, failed: int = 0, runs: int = 1) -> None:
+        self.parts, self.runs, self.failed, self.is_void = 0, runs, failed, False
+
+
+AGAINST, FOR, VOID = {"failed": 0}, {"failed": 1}, {"runs": 0}
+
+
+def try_worker(health: Health, outcome: dict[str, int], slot: int = 1, now: float = 0.0) -> Any:
+    """Fail batches until there is a trial; how many it took, and what came of the trial."""
+    failures = 1
+    while not health.failed(slot, now):
+        failures += 1
+    health.begin_trial(slot, Over(**outcome), now)
+    return failures, *health.judge(now)
+
+
+@pytest.mark.parametrize("outcome", [FOR, VOID])
+def test_three_trials_against_it_condemn_a_worker_whatever_others_say(
+    outcome: dict[str, int],
+) -> None:
+    health = Health()
+    assert try_worker(health, AGAINST) == (2, [1], [])
+    assert try_worker(health, outcome)[1:] == ([1], [])
+    assert try_worker(health, AGAINST)[1:] == ([1], [])
+    assert try_worker(health, AGAINST) == (1, [], [1])
+
+
+def test_what_fails_elsewhere_too_is_looked_at_less_and_less_often() -> None:
+    health = Health()
+    told = [try_worker(health, FOR) for _ in range(9)]
+    assert told == [(n, [1], []) for n in (2, 2, 4, 8, 16, 32, 64, 64, 64)]
+
+
+def test_another_one_is_held_back_until_it_may_be_replaced() -> None:
+    health = Health()
+    for slot in (1, 2, 1, 2):
+        try_worker(health, AGAINST, slot)
+    assert try_worker(health, AGAINST, 1, 5.0)[1:] == ([], [1])
+    assert try_worker(health, AGAINST, 2, 6.0)[1:] == ([], [])
+    assert health.next_end == 5.0 + INTERVAL
+    assert health.judge(4.9 + INTERVAL) == ([], [])
+    assert health.judge(5.0 + INTERVAL) == ([], [2])
+
+
+def test_a_lost_worker_is_forgotten() -> None:
+    health = Health()
+    for _ in range(2):
+        try_worker(health, AGAINST)
+    health.failed(1, 0.0)
+    health.begin_trial(1, Over(), 0.0)
+    health.lost(1, 0.0, had_new_items=False)
+    assert health.judge(0.0) == ([], [])
+    assert not health.failed(1, 0.0), "of a new worker nothing is known"
+
+
+def test_no_worker_answers_when_ten_batches_in_a_row_failed_lately() -> None:
+    health = Health()
+    for slot in range(10):
+        assert not health.is_failing(5.0)
+        if slot % 2:
+            health.failed(slot, 5.0)
+        else:
+            health.lost(slot, 5.0, had_new_items=True)
+    assert health.is_failing(64.9)
+    assert not health.is_failing(65.0), "or a service without calls would never be ready again"
+    health.failed(1, 100.0)
+    assert health.is_failing(100.0)
+    health.computed(7)
+    assert not health.is_failing(100.0)
+
 
 # -- a batcher: what is found out with real traffic
 

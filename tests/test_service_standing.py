@@ -177,52 +177,37 @@ class Shared:
 LATE = PredictTimeout("the pool did not answer within 5 s")
 
 
+ASKING = "the workers cannot be asked for the model"
+SECRET = "the service's log says why"
+
+
 @pytest.mark.parametrize(
-    ("answers", "says", "logged"),
+    ("answers", "debug", "expected", "logged"),
     [
-        ([], "the model is loading", 0),
-        ([None], "the model is loading", 0),
-        ([LATE, None], "the model is loading", 1),
-        ([LATE, LATE], f"the workers cannot be asked for the model: {LATE}", 1),
+        ([], True, ("starting", "the model is loading"), 0),
+        ([None], True, ("starting", "the model is loading"), 0),
+        ([LATE, None], True, ("starting", "the model is loading"), 1),
+        ([LATE, LATE], True, ("starting", f"{ASKING}: {LATE}"), 1),
         # The parent ends the service, and says why.
-        ([WorkerStartError("no file")], "the workers cannot be asked for the model: no file", 0),
+        ([WorkerStartError("no file")], True, ("starting", f"{ASKING}: no file"), 0),
+        ([WorkerStartError("no file")], False, ("starting", f"{ASKING}; {SECRET}"), 0),
+        ([PoolMismatch("a is here")], True, ("broken", "the model is not running: a is here"), 0),
+        ([PoolMismatch("a is here")], False, ("broken", f"the model is not running; {SECRET}"), 0),
     ],
 )
 def test_standing_says_why_a_shared_pool_has_not_answered(
     answers: list[Any],
-    says: str,
+    debug: bool,
+    expected: tuple[str, str],
     logged: int,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(module, "view_of", lambda _: Shared(*answers))
-    state_and_text, service = standing(Broker([]), debug=True)
-    assert state_and_text == ("starting", says)
-    assert len(caplog.records) == logged
+    found, service = standing(Broker([]), debug=debug)
+    assert found == expected
+    assert len([each for each in caplog.records if each.levelname != "ERROR"]) == logged
     assert not service.is_known
-
-
-def test_service_is_broken_when_its_pool_refuses_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "view_of", lambda _: Shared(PoolMismatch("code is a here")))
-    found, _ = standing(Broker([]), debug=True)
-    assert found == ("broken", "the model is not running: code is a here")
-
-
-@pytest.mark.parametrize(
-    ("answer", "state", "says"),
-    [
-        (PoolMismatch("a secret"), "broken", "the model is not running"),
-        (WorkerStartError("a secret"), "starting", "the workers cannot be asked for the model"),
-    ],
-)
-def test_exception_is_shown_with_debug_only(
-    answer: Exception, state: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "view_of", lambda _: Shared(answer))
-    found, _ = standing(Broker([]))
-    assert found == (state, f"{says}; the service's log says why")
 
 
 @pytest.mark.parametrize(

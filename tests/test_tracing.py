@@ -31,9 +31,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
-from service_streamer import tracing
-from service_streamer.serve.hosted_model import HostedModel, OpenedModel
-from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.tracing import trace_batches
 
 
@@ -270,36 +267,14 @@ def test_spans_of_a_stream_say_that_its_worker_died(spans: Spans) -> None:
     assert whole == (3000, None, 1, "")
 
 
-def test_only_streamers_with_batches_of_their_own_are_traced() -> None:
+def test_only_streamers_with_batches_of_their_own_are_traced(
+    shared: Callable[..., Streamer],
+) -> None:
     with pytest.raises(TypeError, match="a object does not see the batches of its calls"):
         trace_batches(object())  # type: ignore[arg-type]
-
-
-def test_the_batches_of_a_shared_pool_are_not_traced(
-    shared: Callable[..., Streamer], monkeypatch: pytest.MonkeyPatch
-) -> None:
     streamer = shared(models.double)
     with pytest.raises(TypeError, match="a Streamer with shared= does not see the batches"):
         trace_batches(streamer)
-
-
-def test_a_web_process_traces_the_batches_of_its_own_workers(
-    shared: Callable[..., Streamer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(tracing, "trace_batches", seen.append)
-
-    async def host(streamer: Any) -> None:
-        options = ServiceOptions("a", opentelemetry=True)
-        hosted = HostedModel(OpenedModel(streamer, options), lambda: None, lambda _: None)
-        hosted.start()
-        hosted.service.stop()
-
-    asyncio.run(host(shared(models.double)))
-    assert not seen
-    with ThreadedStreamer(models.double) as own:
-        asyncio.run(host(own))
-        assert seen == [own]
 
 
 def test_without_opentelemetry_it_says_what_to_install() -> None:
@@ -308,11 +283,3 @@ def test_without_opentelemetry_it_says_what_to_install() -> None:
         [sys.executable, "-c", hidden], capture_output=True, text=True, check=False
     )
     assert "pip install opentelemetry-api opentelemetry-exporter-otlp-proto-http" in run.stderr
-
-
-def test_nothing_else_imports_opentelemetry() -> None:
-    code = (
-        "import sys; from service_streamer import Streamer; print('opentelemetry' in sys.modules)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "False\n"

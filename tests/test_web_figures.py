@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -120,7 +121,13 @@ def test_range_of_workers_is_on_the_page_and_in_scrapes() -> None:
 
 
 class Viewing(WebApplication):
-    """Has viewers of its live figures."""
+    """Has viewers of its live figures.
+
+    Attributes:
+        answers: to those of the last ``view``.
+    """
+
+    answers: list[httpx.Response]
 
     def view(self, count: int, *, after: Callable[[], bool]) -> list[list[dict[str, Any]]]:
         """The snapshots that they see until the service ends.
@@ -138,9 +145,10 @@ class Viewing(WebApplication):
             self.service.stop()
             return await asyncio.gather(*viewers)
 
+        self.answers = self.run(main())
         return [
             [json.loads(line[6:]) for line in each.text.splitlines() if line.startswith("data: ")]
-            for each in self.run(main())
+            for each in self.answers
         ]
 
 
@@ -151,6 +159,16 @@ def test_viewers_that_come_at_once_share_the_snapshots() -> None:
     assert others.questions == 2, "at once, and when the service ends"
     assert len(first) == 2
     assert all(each == first for each in rest)
+
+
+def test_viewers_are_only_so_many() -> None:
+    others = Others(lambda _: {})
+    with Viewing(siblings=others) as application:
+        application.view(65, after=lambda: others.questions > 0)
+    [refused] = [each for each in application.answers if each.status_code != 200]
+    assert refused.status_code == 503
+    assert "retry-after" in refused.headers
+    assert "live figures" in refused.json()["error"]["message"]
 
 
 def test_viewers_get_the_next_snapshot_when_one_fails() -> None:
