@@ -15,7 +15,7 @@ import pytest
 from service_streamer import BadMessage, InvalidInput, UnpicklableItem
 from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
-from service_streamer.supervision.health import INTERVAL, LONGEST_TRIAL, TRIALS, Health
+from service_streamer.supervision.health import INTERVAL, LONGEST_TRIAL, TRIALS, Health, Quarantine
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.workers.protocol import Failure
 
@@ -78,6 +78,29 @@ def test_a_lost_worker_is_forgotten() -> None:
     health.lost(1, 0.0, had_new_items=False)
     assert health.judge(0.0) == ([], [])
     assert not health.failed(1, 0.0), "of a new worker nothing is known"
+
+
+@pytest.mark.parametrize(
+    ("others", "runs", "failed", "is_over"),
+    [
+        ("oooooooo", 8, 0, True),  # eight computed
+        ("ooooooo", 7, 0, False),
+        ("ooof", 3, 1, True),
+        ("f", 0, 1, True),
+    ],
+)
+def test_a_quarantine_counts_what_the_others_do(
+    others: str, runs: int, failed: int, is_over: bool
+) -> None:
+    health = Health()
+    trial = Quarantine()
+    health.begin_trial(1, trial, 0.0)
+    for outcome in others:
+        if outcome == "o":
+            health.computed(2)
+        else:
+            health.failed(2, 0.0)
+    assert (trial.runs, trial.failed, trial.parts == 0) == (runs, failed, is_over)
 
 
 def test_no_worker_answers_when_ten_batches_in_a_row_failed_lately() -> None:

@@ -332,23 +332,6 @@ def test_second_signal_ends_requests_and_streams_with_an_error(tmp_path: Path) -
         assert "Traceback" not in service.log()
 
 
-@pytest.mark.long
-def test_dropped_streams_leave_nothing(service: Serving) -> None:
-    for _ in range(30):
-        drop(service)
-    before = service.resident()
-    for _ in range(300):
-        drop(service)
-    until(lambda: service.stats()["streams"]["open"] == 0)
-    until(lambda: service.stats()["queue"]["in_flight"] == 0)  # the worker has let go, too
-    assert service.resident() < before + (8 << 20)
-
-
-def drop(service: Serving) -> None:
-    with Events(service, ENDLESS) as events:
-        assert events.next() == {"output": 1}
-
-
 # -- what is told of them
 
 

@@ -414,15 +414,6 @@ def test_requests_for_predictions_are_refused_with_their_field(
 # -- /info and /health
 
 
-def test_info_and_health(features: Client) -> None:
-    info = features.client.get("/info").json()
-    assert info["model_id"] == "features"
-    assert (info["max_input_length"], info["auto_truncate"]) == (32, False)
-    assert info["model_pipeline_tag"] == "feature-extraction"
-    assert {"/embed", "/tokenize"} <= {*info["endpoints"]}
-    assert features.client.get("/health").json()["status"] == "ready"
-
-
 @pytest.mark.parametrize("path", ["/tokenize", "/rerank", "/v1/rerank"])
 def test_the_lines_of_the_page_of_clients(infilling: Client, ranker: Client, path: str) -> None:
     page = (Path(__file__).parent.parent / "docs" / "clients.md").read_text()

@@ -167,14 +167,6 @@ def test_wrong_request_is_refused_with_the_reason(
     assert "Traceback" not in told["message"]
 
 
-def test_path_that_the_model_does_not_offer_is_not_found(infilling: Serving) -> None:
-    told = error(infilling.post("/generate", {"text": "a"}), 404)
-    assert "fill-mask" in told["message"]
-    assert error(infilling.post("/v1/embeddings", {"input": "a"}), 404)
-    assert error(infilling.client.get("/nothing"), 404)["type"] == "not_found"
-    assert error(infilling.client.get("/predict"), 405)
-
-
 # -- errors of models
 
 
@@ -182,6 +174,11 @@ def test_invalid_input_is_a_422(service: Serving) -> None:
     told = error(service.predict(["a", "invalid"]), 422)
     assert told["param"] == "inputs"
     assert told["message"] == "inputs: must not be 'invalid'; send another word"
+    # Also where its text is no Unicode:
+    assert error(service.predict("surrogate in words"), 422)["message"] == "inputs: \\ud83d"
+    assert error(service.predict("surrogate in a field"), 422)["param"] == "inputs[\\ud83d]"
+    told = error(service.post("/predict", {"inputs": 1, "parameters": {"top_k": 1}}), 422)
+    assert told["param"] == "parameters", "of a model that takes none"
 
 
 @pytest.mark.parametrize(
@@ -201,11 +198,6 @@ def test_unexpected_error_is_shown_in_the_log_only(service: Serving, what: str) 
     assert service.predict("a").json() == "a"
 
 
-def test_error_is_answered_when_its_text_is_not_unicode(service: Serving) -> None:
-    assert error(service.predict("surrogate in words"), 422)["message"] == "inputs: \\ud83d"
-    assert error(service.predict("surrogate in a field"), 422)["param"] == "inputs[\\ud83d]"
-
-
 @pytest.mark.parametrize("depth", [500, 700, 900, 1100, 5000])
 def test_deeply_nested_input_is_answered_or_refused(service: Serving, depth: int) -> None:
     response = service.post("/predict", b'{"inputs": ' + b"[" * depth + b"]" * depth + b"}")
@@ -214,11 +206,6 @@ def test_deeply_nested_input_is_answered_or_refused(service: Serving, depth: int
 
 def test_errors_are_shown_with_debug(keyed: Serving) -> None:
     assert "the password is 12345" in error(keyed.predict("raise", x_api_key="one"), 500)["message"]
-
-
-def test_parameters_are_refused_by_a_model_that_takes_none(service: Serving) -> None:
-    told = error(service.post("/predict", {"inputs": 1, "parameters": {"top_k": 1}}), 422)
-    assert told["param"] == "parameters"
 
 
 # -- limits
@@ -665,22 +652,6 @@ def test_several_web_processes() -> None:
         assert not service.pool()
         for pid in children:
             until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
-
-
-@pytest.mark.long
-def test_several_web_processes_over_redis_have_no_pool(redis_server: str, prefix: str) -> None:
-    place = ("--redis", redis_server, "--prefix", prefix)
-    with (
-        Serving("served_models:double", *place, role="worker") as host,
-        Serving("--web-workers", "2", *place) as service,
-    ):
-        service.await_web_processes(2)
-        assert service.answer([1, "a"]) == [2, "aa"]
-        assert service.stats()["web_processes"] == 2
-        assert figures_in(service.client.get("/metrics").text)['ready{process="1"}'] == 1
-        assert not service.pool_names()
-        assert service.terminate() == 0
-        assert host.terminate() == 0
 
 
 def test_several_web_processes_answer_while_the_model_is_loading(tmp_path: Path) -> None:

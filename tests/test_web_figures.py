@@ -121,13 +121,7 @@ def test_range_of_workers_is_on_the_page_and_in_scrapes() -> None:
 
 
 class Viewing(WebApplication):
-    """Has viewers of its live figures.
-
-    Attributes:
-        answers: to those of the last ``view``.
-    """
-
-    answers: list[httpx.Response]
+    """Has viewers of its live figures."""
 
     def view(self, count: int, *, after: Callable[[], bool]) -> list[list[dict[str, Any]]]:
         """The snapshots that they see until the service ends.
@@ -145,10 +139,9 @@ class Viewing(WebApplication):
             self.service.stop()
             return await asyncio.gather(*viewers)
 
-        self.answers = self.run(main())
         return [
             [json.loads(line[6:]) for line in each.text.splitlines() if line.startswith("data: ")]
-            for each in self.answers
+            for each in self.run(main())
         ]
 
 
@@ -163,9 +156,20 @@ def test_viewers_that_come_at_once_share_the_snapshots() -> None:
 
 def test_viewers_are_only_so_many() -> None:
     others = Others(lambda _: {})
-    with Viewing(siblings=others) as application:
-        application.view(65, after=lambda: others.questions > 0)
-    [refused] = [each for each in application.answers if each.status_code != 200]
+
+    async def main() -> httpx.Response:
+        viewers = [asyncio.create_task(application.client.get("/events")) for _ in range(64)]
+        while not others.questions:
+            await asyncio.sleep(0)
+        for _ in range(20):  # so all of them have begun
+            await asyncio.sleep(0)
+        refused = await application.client.get("/events")
+        application.service.stop()
+        await asyncio.gather(*viewers)
+        return refused
+
+    with WebApplication(siblings=others) as application:
+        refused = application.run(main())
     assert refused.status_code == 503
     assert "retry-after" in refused.headers
     assert "live figures" in refused.json()["error"]["message"]

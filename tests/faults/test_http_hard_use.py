@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
 import json
 import os
 import pty
@@ -281,38 +279,6 @@ def test_unread_answers_have_a_bound(sockets: Callable[[Serving], socket.socket]
 
 
 # -- what one request costs
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import tiny_models
-
-    return tiny_models.build("pictures", tmp_path_factory.mktemp("pictures"))
-
-
-def png(width: int, height: int) -> str:
-    from PIL import Image
-
-    data = io.BytesIO()
-    Image.new("1", (width, height)).save(data, "PNG")
-    return base64.b64encode(data.getvalue()).decode()
-
-
-@pytest.mark.long
-def test_small_files_of_huge_images_hold_up_nobody(pictures: Path) -> None:
-    """One request of 64 of them, in 654 kB, held the only worker for 77 s."""
-    huge, honest = png(7900, 7900), png(64, 64)
-    with Serving(str(pictures)) as service, ThreadPoolExecutor(40) as threads:
-        response = service.predict([huge] * 64)
-        assert response.status_code == 413
-        assert "3,994,240,000 pixels" in response.json()["error"]["message"]
-        assert service.stats()["totals"]["rejected"]["too_large"] == 1
-        # One by one they are refused as well, while some are computed.
-        flood = [threads.submit(service.predict, huge) for _ in range(40)]
-        assert service.predict(honest).status_code == 200
-        statuses = [each.result().status_code for each in flood]
-        assert set(statuses) == {200, 503}
-        assert service.predict([huge]).status_code == 200, "what is over counts no more"
 
 
 @pytest.mark.long
