@@ -65,6 +65,15 @@ def hub(service: ServingHere) -> Iterator[Any]:
     huggingface_hub.close_session()
 
 
+def same_in_parts(client: Any, asked: Any, choice: Any, *names: str) -> None:
+    """The stream of a completion has its text, and these lists of its log probabilities."""
+    parts = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+    assert "".join(part.text for part in parts) == choice.text
+    for name in names:
+        joined = [each for part in parts if part.logprobs for each in getattr(part.logprobs, name)]
+        assert joined == getattr(choice.logprobs, name)
+
+
 def joined_bytes(tokens: Any) -> str:
     return b"".join(bytes(each.bytes) for each in tokens).decode("utf-8", "replace")
 
@@ -84,11 +93,8 @@ def test_log_probabilities_of_completions(client: Any) -> None:
     for token, at in zip(told.tokens, told.text_offset, strict=True):
         if not token.startswith("bytes:"):
             assert choice.text[at:].startswith(token)
-    parts = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
-    assert "".join(part.text for part in parts) == choice.text
-    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        joined = [each for part in parts if part.logprobs for each in getattr(part.logprobs, name)]
-        assert joined == getattr(told, name)
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    same_in_parts(client, asked, choice, *names)
     [chosen] = client.completions.create(**asked | {"logprobs": 0}).choices
     assert chosen.logprobs.token_logprobs == told.token_logprobs
     assert all(len(top) == 1 for top in chosen.logprobs.top_logprobs)
@@ -132,8 +138,7 @@ def test_answer_has_the_form_that_was_asked_for(
     assert re.fullmatch(pattern, choice.message.content, re.DOTALL)
     [choice] = client.completions.create(**asked, prompt="a", extra_body=more).choices
     assert re.fullmatch(pattern, choice.text, re.DOTALL)
-    chunks = client.completions.create(**asked, prompt="a", extra_body=more, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+    same_in_parts(client, {**asked, "prompt": "a", "extra_body": more}, choice)
 
 
 def test_penalties_and_biases(client: Any, folder: Path) -> None:
@@ -338,11 +343,7 @@ def test_log_probabilities_of_a_prompt(service: ServingHere, client: Any, kind: 
             told.token_logprobs[: len(tokens)], abs=1e-5
         )
     assert (nothing.usage.prompt_tokens, nothing.usage.completion_tokens) == (len(tokens), 0)
-    parts = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
-    assert "".join(part.text for part in parts) == choice.text
-    for name in ("tokens", "text_offset"):
-        joined = [each for part in parts if part.logprobs for each in getattr(part.logprobs, name)]
-        assert joined == getattr(told, name)
+    same_in_parts(client, asked, choice, "tokens", "text_offset")
 
 
 def test_echo_without_new_tokens(service: ServingHere, client: Any) -> None:

@@ -220,7 +220,7 @@ def test_no_bad_callers_have_a_worker_replaced(
 ) -> None:
     world = World(4, lambda _, items: is_bad(items), duration, **options)
     world.call(*GOOD[:good], *(f"bad {i}" for i in range(bad)))
-    world.run(20.0)
+    world.run(10.0)
     assert world.condemned == []
     if not good:
         assert world.batcher.health.is_failing(world.now)
@@ -233,7 +233,7 @@ def test_one_that_fails_everything_is_replaced_once(good: int, options: dict[str
         4, lambda slot, items: slot == 2, lambda slot, _: 0.005 if slot == 2 else 0.1, **options
     )
     world.call(*GOOD[:good])
-    world.run(20.0)
+    world.run(12.0)
     assert [slot for _, slot in world.condemned] == [2]
     assert world.condemned[0][0] < 10.0
     failed = sum(count for (_, how), count in world.told.items() if how == "failed")
@@ -255,7 +255,7 @@ def test_one_that_fails_everything_is_replaced_beside_a_bad_caller(options: dict
         assert sum(n for how, n in good if how == "failed") <= 8
 
 
-@pytest.mark.parametrize("share", [1, 2, 5, 10, 20])
+@pytest.mark.parametrize("share", [1, 5, 20])
 def test_where_bad_items_are_everywhere_workers_are_not_held_back(share: int) -> None:
     rng = random.Random(share)
     world = World(4, lambda _, items: is_bad(items), duration)

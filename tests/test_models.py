@@ -238,15 +238,20 @@ def opened() -> OpenedModel:
     return OpenedModel(streamer, ServiceOptions(model="m"))
 
 
+async def replacing() -> tuple[Models, Replacer, list[HostedModel]]:
+    """A model that answers, and may be replaced."""
+    is_ready = asyncio.Event()
+    hosted = [HostedModel(opened(), is_ready.set, lambda _: None)]
+    hosted[0].start()
+    await is_ready.wait()
+    models = Models([hosted[0].service])
+    return models, Replacer(models, hosted), hosted
+
+
 def test_nothing_holds_a_model_that_was_replaced() -> None:
     async def main() -> None:
-        is_ready = asyncio.Event()
-        hosted = [HostedModel(opened(), is_ready.set, lambda _: None)]
-        hosted[0].start()
-        await is_ready.wait()
-        models = Models([hosted[0].service])
+        models, replacer, hosted = await replacing()
         site = create_site(models)
-        replacer = Replacer(models, hosted)
         old: list[weakref.ref[Any]] = []
         for _ in range(3):
             old += [weakref.ref(models.first), weakref.ref(models.first.streamer)]
@@ -259,6 +264,19 @@ def test_nothing_holds_a_model_that_was_replaced() -> None:
         gc.collect()
         assert [each() for each in old] == [None] * 6
         models.first.stop()
+        hosted[0].close()
+
+    asyncio.run(main())
+
+
+def test_a_model_that_is_loaded_while_the_service_ends_does_not_serve() -> None:
+    async def main() -> None:
+        models, replacer, hosted = await replacing()
+        models.first.stop()
+        with pytest.raises(Exception, match="stopping"):
+            await replacer.load("m", opened)
+        await replacer.finished()
+        assert (models.standing()[0], models.number) == ("draining", 0)
         hosted[0].close()
 
     asyncio.run(main())

@@ -121,18 +121,6 @@ def test_arrays_and_their_numbers_are_answered_as_json(models: GatedServing) -> 
     assert models.of("numpy").predict([[1, 2]]).json() == [{"row": [1, 2], "sum": 3.0}]
 
 
-def test_fill_mask_in_the_pipelines_own_form(infilling: Serving) -> None:
-    text = "Happy birthday to [MASK]."
-    one = infilling.predict(text).json()
-    assert one[0]["token_str"] == "you"
-    assert one[0].keys() == {"score", "token", "token_str", "sequence"}
-    assert len(one) == 5
-    body = {"inputs": [text, "twinkle twinkle [MASK] star."], "parameters": {"top_k": 2}}
-    several = infilling.post("/predict", body).json()
-    assert [answers[0]["token_str"] for answers in several] == ["you", "little"]
-    assert [len(answers) for answers in several] == [2, 2]
-
-
 @pytest.mark.parametrize(
     ("body", "status", "param", "word"),
     [

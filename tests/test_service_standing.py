@@ -88,7 +88,7 @@ def standing(streamer: Broker, *, debug: bool = False) -> tuple[tuple[str, str],
     [
         (Broker([], state="disconnected"), "Redis cannot be reached"),
         (Broker([], hosts=0), "there is no worker host"),
-        (Broker([]), "1 worker host has not answered yet: the model is loading"),
+        (Broker([]), "1 worker host has not answered yet: the model is loading, or their --secret"),
         (Broker([], hosts=2), "2 worker hosts have not answered"),
         (Broker([BadMessage("differ"), Overloaded("256 wait")]), "do not answer; the service's"),
         (Broker([Overloaded("256 wait")]), "do not answer; the service's log says why"),
@@ -123,24 +123,28 @@ def test_description_is_not_asked_for_when_hosts_announce_it() -> None:
     assert service.model == "a", "until it is refreshed"
 
 
-def test_description_is_taken_over_when_hosts_announce_another() -> None:
-    """After a restart the hosts announce it later than the web processes refresh."""
-    streamer = Broker([], announced=OURS)
+def names(streamer: Broker, *announced: Any) -> list[str]:
+    """Those of the model, at first and after each change that its workers tell."""
 
     async def main() -> list[str]:
         service = Service(streamer, ServiceOptions(model=None))  # type: ignore[arg-type]
         service.start()
         await settled()
-        names = [service.model]
-        for announced in ({**OURS, "model": "b"}, None, {}):
-            streamer.announced = announced
+        found = [service.model]
+        for streamer.announced in announced:
             streamer.callback()
             await settled()
-            names.append(service.model)
+            found.append(service.model)
         service.stop()
-        return names
+        return found
 
-    assert run(main()) == ["a", "b", "b", "b"]
+    return run(main())
+
+
+def test_description_is_taken_over_when_hosts_announce_another() -> None:
+    """After a restart the hosts announce it later than the web processes refresh."""
+    streamer = Broker([], announced=OURS)
+    assert names(streamer, {**OURS, "model": "b"}, None, {}) == ["a", "b", "b", "b"]
     assert not streamer.asked
 
 
@@ -228,17 +232,6 @@ def test_failure_to_take_over_a_description_is_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "view_of", lambda _: Shared(OURS, ValueError("a bug")))
-    streamer = Broker([])
-
-    async def main() -> None:
-        service = Service(streamer, ServiceOptions(model=None))  # type: ignore[arg-type]
-        service.start()
-        await settled()
-        assert service.is_known
-        streamer.callback()
-        await settled()
-        service.stop()
-
-    run(main())
+    assert names(Broker([]), None) == ["a", "a"]
     assert "model a: reading its new description failed" in caplog.text
     assert "ValueError: a bug" in caplog.text

@@ -158,6 +158,7 @@ def test_a_prediction_shows_the_words_with_their_scores(shipped: Serving, visit:
     expect(page, "#model").to_have_text("text_infilling")
     expect(page, "#facts").to_have_text(re.compile("fill-mask.* cpu .*version"))
     expect(page, "#light-text").to_have_text("ready")
+    expect(page, "#stream-field").to_be_hidden()  # the model makes no steps
     assert "[MASK]" in page.input_value("#input")
     send(page, "Happy birthday to [MASK].")
     expect(page, "#outcome").to_contain_text("200 OK in")
@@ -406,12 +407,6 @@ def test_a_text_that_is_made_of_another_one(visit: Visit) -> None:
         expect(page, "#outcome").to_contain_text("200 OK in")
         expect(page, ".stream .completion").to_have_text(re.compile("."))
         assert not page.locator(".stream .completion").inner_text().startswith("the sun")
-
-
-def test_without_steps_there_is_nothing_to_stream(shipped: Serving, visit: Visit) -> None:
-    page = visit(shipped.url)
-    expect(page, "#send").to_be_enabled()
-    expect(page, "#stream-field").to_be_hidden()
 
 
 # -- The live figures -----------------------------------------------------------------------------
