@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,9 +18,8 @@ from command_line import Launched, error_of, invoke, launched
 from service_streamer import StreamerClosed, ThreadedStreamer, WorkerStartError
 from service_streamer.options.table import ServeOptions
 from service_streamer.serve.hosted_model import HostedModel, OpenedModel
-from service_streamer.serve.http.admission import ServiceOptions
-from service_streamer.serve.http.app import create_site
-from service_streamer.serve.http.models import Models, combined
+from service_streamer.serve.http.app import Models, create_site
+from service_streamer.serve.http.service import ServiceOptions
 from service_streamer.serve.replacing import Replacer, restart_all
 from stub_exchange import StubExchange
 from web_application import WebApplication
@@ -105,7 +105,11 @@ BROKEN = ("broken", "the model is not running: no file")
 def test_a_service_is_ready_as_long_as_one_of_its_models_is(
     standings: list[tuple[str, str]], state: str, text: str
 ) -> None:
-    found = combined(dict(zip("abc", standings, strict=False)))
+    services: list[Any] = [
+        SimpleNamespace(model=name, is_known=True, standing=lambda found=found: found)
+        for name, found in zip("abc", standings, strict=False)
+    ]
+    found = Models(services).standing()
     assert found[0] == state
     assert found[1].startswith(text)
 

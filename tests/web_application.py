@@ -10,10 +10,8 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from service_streamer import ManagedModel, ThreadedStreamer
-from service_streamer.serve.http.admission import ServiceOptions
-from service_streamer.serve.http.app import create_app
-from service_streamer.serve.http.models import Models
-from service_streamer.serve.http.service import Service
+from service_streamer.serve.http.app import Models, create_app
+from service_streamer.serve.http.service import Service, ServiceOptions
 
 T = TypeVar("T")
 

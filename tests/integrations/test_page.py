@@ -400,8 +400,13 @@ def chat_of(page: Page) -> list[tuple[str, str]]:
     return [(each["role"], each["content"]) for each in told["messages"]]
 
 
-def test_a_text_that_is_made_of_another_one(visit: Visit) -> None:
-    with Serving(str(folder("t5"))) as service:
+@pytest.fixture(scope="module")
+def t5() -> str:
+    return str(folder("t5"))  # of the module: transformers leaves a thread
+
+
+def test_a_text_that_is_made_of_another_one(t5: str, visit: Visit) -> None:
+    with Serving(t5) as service:
         page = visit(service.url)
         send(page, "the sun")
         expect(page, "#outcome").to_contain_text("200 OK in")
