@@ -220,7 +220,7 @@ def test_no_bad_callers_have_a_worker_replaced(
 ) -> None:
     world = World(4, lambda _, items: is_bad(items), duration, **options)
     world.call(*GOOD[:good], *(f"bad {i}" for i in range(bad)))
-    world.run(10.0)
+    world.run(5.0)
     assert world.condemned == []
     if not good:
         assert world.batcher.health.is_failing(world.now)

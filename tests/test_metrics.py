@@ -314,21 +314,17 @@ def test_a_watcher_is_told_of_every_batch_after_the_callers(
 ) -> None:
     engine, transport, clock = stub
 
+    calls: list[Future] = []
+    records: list[BatchRecord] = []
+    seen: list[Any] = []  # the failure, the calls with when they came, and who was answered
+
     def name(call: Call) -> None:
         call.context = f"call of {call.payloads}"
 
-    records: list[BatchRecord] = []
-    failures: list[Any] = []
-    called: list[list[Call]] = []
-    seen: list[Any] = []
-    calls: list[Future] = []
-
     def watch(record: BatchRecord) -> None:
         records.append(record)
-        failures.append(record.report.failure)
-        called.append(record.each_call())
-        seen.extend(call.context for call in called[-1])
-        seen.append([future.done() for future in calls])
+        called = [(call.context, call.arrived_at) for call in record.each_call()]
+        seen.append((record.report.failure, called, [future.done() for future in calls]))
         if record.size == 2:
             raise RuntimeError("a watcher's bug")
 
@@ -354,11 +350,12 @@ def test_a_watcher_is_told_of_every_batch_after_the_callers(
         (0, 2, 101.0, 101.0, 0.125, False),
         (0, 1, 101.0, 101.0, 2.0, False),
     ]
-    assert failures == [None, None, failure]
+    assert seen == [
+        (None, [(None, 100.0)], [True, False]),
+        (None, [("call of ['a', 'b']", 100.5)], [True, True]),
+        (failure, [("call of ['c']", 101.0)], [True, True, True]),
+    ]
     assert [each.has_failed for each in records] == [False, False, True]
-    names = [None, "call of ['a', 'b']", "call of ['c']"]
-    assert seen == [names[0], [True, False], names[1], [True, True], names[2], [True] * 3]
-    assert [call.arrived_at for call in called[1]] == [100.5]
     assert not any(each.spans or each.report.outputs or each.report.failure for each in records)
 
 
