@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Iterator
 
 import httpx
-import openai
 import pytest
 
 from command_line import error_of
@@ -169,6 +168,8 @@ def test_curl_with_http2(service: Serving) -> None:
 
 @pytest.mark.no_gevent
 def test_openais_client_lists_models() -> None:
+    import openai  # takes a second
+
     async def main() -> None:
         async with (
             serving(streamer, "m", api_keys=("right",)) as application,

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from serve_process import GatedServing, Serving, key_table, run, table, until
@@ -236,6 +235,8 @@ def test_an_unknown_model_is_404_wherever_it_is_named(service: Serving) -> None:
 
 
 def test_openais_client_chooses_a_model_by_its_name(service: Serving) -> None:
+    import openai  # takes a second
+
     def requests(model: str, status: int) -> float:
         series = f'requests_total{{model="{model}",path="/v1/embeddings",status="{status}"}} '
         _, _, rest = service.client.get("/metrics", headers=KEY).text.partition(series)
