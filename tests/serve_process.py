@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -47,9 +48,6 @@ def environment(**more: str) -> dict[str, str]:
 #: ``serve`` for which a second signal need not come a second later.
 IMPATIENT = (sys.executable, "-m", "impatient_serve", "serve", "--port", "0")
 
-#: ``serve`` that looks at the files of certificates and keys twenty times a second.
-ATTENTIVE = (sys.executable, "-m", "attentive_serve", "serve", "--port", "0")
-
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "service_streamer", *arguments]
@@ -66,6 +64,12 @@ def run(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.Comp
 def table(name: str, model: str = "served_models:Obedient", more: str = "") -> str:
     """A model in the file of ``--config``; ``more`` has further lines."""
     return f'\n[[model]]\nname = "{name}"\nmodel = "{model}"\ndevices = "cpu"\n{more}'
+
+
+def key_table(name: str, key: str, more: str = "", scopes: Sequence[str] = ("compute",)) -> str:
+    """A key in the file of ``--api-key-file``; ``more`` has further lines."""
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return f'[{name}]\nhash = "sha256:{digest}"\nscopes = {json.dumps([*scopes])}\n{more}\n'
 
 
 def figures_in(metrics: str) -> dict[str, float]:
@@ -101,6 +105,12 @@ class Client:
             )
         return client
 
+    def connect(self) -> socket.socket:
+        """A connection, for a client that sends and reads bytes itself."""
+        url = httpx.URL(self.url)
+        assert url.port is not None
+        return socket.create_connection((url.host, url.port))
+
     def of(self, model: str) -> Self:
         """The same service, as clients see it at the paths of one of its models."""
         view = copy.copy(self)
@@ -127,10 +137,6 @@ class Client:
         told: dict[str, Any] = self.client.get("/stats").json()
         return told
 
-    def stats_status(self, **headers: str) -> int:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.client.get("/stats", headers=named).status_code
-
     def ready(self) -> int:
         """The status of /health/ready."""
         return self.client.get("/health/ready").status_code
@@ -141,12 +147,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -203,6 +204,20 @@ class Serving(Client):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
                 found += map(int, (thread / "children").read_text().split())
         return found
+
+    def workers(self) -> list[int]:
+        """Those of them that are worker processes."""
+        found = []
+        for pid in self.children():
+            with contextlib.suppress(OSError):  # it has just ended
+                if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    def resident(self) -> int:
+        """How many bytes of memory its process has."""
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGESIZE")
 
     def pool(self) -> list[int]:
         """The process of the pool that its web processes share; there are two while one follows."""

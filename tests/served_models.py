@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from typing import Any
 
 from service_streamer import InvalidInput, ManagedModel, Overloaded, PredictTimeout
@@ -120,17 +119,6 @@ class Late(Obedient):
             self.gate.go_through()
             self.gate.close()
             self.gate = None
-
-
-class SimulatedGPU(ManagedModel):
-    """Takes a while, as a GPU does."""
-
-    def init_model(self) -> None:
-        """Nothing to load."""
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        time.sleep(0.005)
-        return batch
 
 
 def environment_of(batch: list[str]) -> list[str | None]:

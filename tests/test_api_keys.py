@@ -18,7 +18,7 @@ import pytest
 
 from command_line import error_of, invoke
 from http_in_process import Keyring
-from serve_process import ATTENTIVE, ROOT, Serving, until
+from serve_process import ROOT, Serving, key_table, until
 from service_streamer.testing import Gate
 from web_application import WebApplication
 
@@ -26,11 +26,6 @@ pytestmark = pytest.mark.no_gevent
 
 KINDS = "served_models:kinds"
 SCOPES = ("compute", "metrics", "admin")
-
-
-def table(name: str, key: str, more: str = "", scopes: str = '["compute"]') -> str:
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    return f'[{name}]\nhash = "sha256:{digest}"\nscopes = {scopes}\n{more}\n'
 
 
 @pytest.fixture
@@ -62,7 +57,7 @@ def quota_of(keyring: Keyring, key: str = "a") -> Any:
 
 def test_a_file_of_keys_says_what_each_may_do(path: Path) -> None:
     limits = "requests-per-minute = 60\nconcurrency = 2"
-    text = table("alice", "a", f"{limits}\nexpires = 9999-01-01T00:00:00Z")
+    text = key_table("alice", "a", f"{limits}\nexpires = 9999-01-01T00:00:00Z")
     path.write_text(text + f'[bob]\nhash = "sha256:{hashlib.sha256(b"b").hexdigest()}"\n')
     keyring = Keyring((), path)
     alice, bob = (holder_of(keyring, key).key for key in "ab")
@@ -147,7 +142,7 @@ def test_the_command_makes_no_key_for_a_wrong_name_or_scope() -> None:
 def limited(path: Path, **limits: int) -> Any:
     """The limits of a key, which are asked with the time."""
     lines = [f"{name.replace('_', '-')} = {value}" for name, value in limits.items()]
-    path.write_text(table("alice", "a", "\n".join(lines)))
+    path.write_text(key_table("alice", "a", "\n".join(lines)))
     return quota_of(Keyring((), path))
 
 
@@ -169,13 +164,6 @@ def test_no_request_is_lost_to_rounding(path: Path, rate: int) -> None:
         assert admitted.count(None) == rate
 
 
-def test_the_time_until_the_next_request_is_said(path: Path) -> None:
-    quota = limited(path, requests_per_minute=1)
-    assert quota.enter(5.0) is None
-    assert quota.enter(15.5) == ("requests-per-minute = 1", 50)
-    assert quota.enter(65.0) is None
-
-
 def test_open_requests_are_limited_and_a_refused_one_costs_nothing(path: Path) -> None:
     quota = limited(path, requests_per_minute=3, concurrency=2)
     assert [quota.enter(0.0) for _ in range(12)] == [None, None, *10 * [("concurrency = 2", 1)]]
@@ -191,7 +179,7 @@ def test_each_key_is_counted_apart_however_many_there_have_been(path: Path) -> N
     keyring = Keyring((), path)
     for file, count in enumerate((2000, 2000, 150)):
         keys = [f"{file}-{number}" for number in range(count)]
-        replace(path, "".join(table(f"k{key}", key, "concurrency = 1") for key in keys))
+        replace(path, "".join(key_table(f"k{key}", key, "concurrency = 1") for key in keys))
         keyring.look()
         quotas = [quota_of(keyring, key) for key in keys]
         assert {quota.enter(0.0) for quota in quotas} == {None}
@@ -220,7 +208,7 @@ def test_keys_of_the_command_line_have_all_scopes_but_admin() -> None:
 
 
 def test_scopes_are_kept_apart(path: Path) -> None:
-    path.write_text("".join(table(each, each, "", f'["{each}"]') for each in SCOPES))
+    path.write_text("".join(key_table(each, each, "", [each]) for each in SCOPES))
     keyring = Keyring(("given",), path)
     for key in SCOPES:
         assert refused(keyring, key, None) == 200
@@ -263,10 +251,10 @@ def test_a_key_is_read_from_a_header(
 
 
 def test_a_keyring_reads_a_changed_file(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path.write_text(table("alice", "a"))
+    path.write_text(key_table("alice", "a"))
     keyring = Keyring((), path)
     assert refused(keyring, "a") == 200
-    replace(path, table("bob", "b"))
+    replace(path, key_table("bob", "b"))
     keyring.look()
     assert [refused(keyring, key) for key in "ab"] == [401, 200]
     replace(path, "[broken")
@@ -281,16 +269,16 @@ def test_a_keyring_reads_a_changed_file(path: Path, caplog: pytest.LogCaptureFix
     assert len(errors) == 2, "once for each change"
     assert "TOML" in errors[0]
     assert "No such file" in errors[1]
-    path.write_text(table("carol", "c"))
+    path.write_text(key_table("carol", "c"))
     keyring.look()
     assert [refused(keyring, key) for key in "bc"] == [401, 200]
 
 
 def test_a_file_that_changes_in_place_is_read_again_also_at_the_same_time(path: Path) -> None:
-    path.write_text(table("alice", "a"))
+    path.write_text(key_table("alice", "a"))
     keyring = Keyring((), path)
     before = path.stat()
-    path.write_text(table("alice", "b"))
+    path.write_text(key_table("alice", "b"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     keyring.look()
     assert refused(keyring, "b") == 200, "its size and its time are the same"
@@ -300,31 +288,31 @@ def test_a_broken_file_lets_nobody_in(path: Path) -> None:
     path.write_bytes(b"\xff")
     keyring = Keyring((), path)
     assert refused(keyring, "") == 401
-    replace(path, table("alice", "a"))
+    replace(path, key_table("alice", "a"))
     keyring.look()
     assert refused(keyring, "a") == 200
 
 
 def test_an_expired_key_is_refused(path: Path) -> None:
-    text = table("old", "o", "expires = 2020-01-01T00:00:00Z")
-    path.write_text(text + table("new", "n", "expires = 9999-01-01T00:00:00+01:00"))
+    text = key_table("old", "o", "expires = 2020-01-01T00:00:00Z")
+    path.write_text(text + key_table("new", "n", "expires = 9999-01-01T00:00:00+01:00"))
     keyring = Keyring((), path)
     assert [refused(keyring, key) for key in "on"] == [401, 200]
 
 
 def test_what_a_key_has_used_outlives_changes_of_the_file(path: Path) -> None:
     """A file that is written in place is empty for a moment, and that is a file without keys."""
-    text = table("alice", "a", "requests-per-minute = 2\nconcurrency = 1")
+    text = key_table("alice", "a", "requests-per-minute = 2\nconcurrency = 1")
     path.write_text(text)
     keyring = Keyring((), path)
     open_request = quota_of(keyring)
     assert open_request.enter(0.0) is None
-    for changed in ("", table("alice", "a")):  # the key is away, and then has no limits
+    for changed in ("", key_table("alice", "a")):  # the key is away, and then has no limits
         for each in (changed, text):
             replace(path, each)
             keyring.look()
         assert quota_of(keyring).enter(0.0) == ("concurrency = 1", 1)
-    replace(path, table("alice", "a", "requests-per-minute = 2\nconcurrency = 2"))
+    replace(path, key_table("alice", "a", "requests-per-minute = 2\nconcurrency = 2"))
     keyring.look()
     assert quota_of(keyring).enter(0.0) is None
     assert quota_of(keyring).enter(0.0) == ("concurrency = 2", 1)
@@ -339,10 +327,10 @@ def test_what_a_key_has_used_outlives_changes_of_the_file(path: Path) -> None:
 def service(path: Path) -> Iterator[WebApplication]:
     """An application with a file of keys."""
     path.write_text(
-        table("alice", "a")
-        + table("watcher", "w", "", '["metrics"]')
-        + table("limited", "l", "requests-per-minute = 2")
-        + table("openais", "o", "requests-per-minute = 1")
+        key_table("alice", "a")
+        + key_table("watcher", "w", "", ["metrics"])
+        + key_table("limited", "l", "requests-per-minute = 2")
+        + key_table("openais", "o", "requests-per-minute = 1")
     )
     with WebApplication(keyring=Keyring((), path), api_key_file=path) as application:
         yield application
@@ -410,16 +398,16 @@ def test_the_document_tells_of_keys(service: WebApplication) -> None:
 def test_all_web_processes_follow_the_file_of_keys(tmp_path: Path) -> None:
     """Also if the file is broken before a request comes to them."""
     path = tmp_path / "keys.toml"
-    path.write_text(table("alice", "a", "requests-per-minute = 2"))
+    path.write_text(key_table("alice", "a", "requests-per-minute = 2"))
     path.chmod(0o644)
     arguments = (KINDS, "--api-key-file", str(path), "--web-workers", "2")
-    with Serving(*arguments, program=ATTENTIVE) as service:
+    with Serving(*arguments) as service:
         assert "every user of this machine can read" in service.log()
         service.await_web_processes(2)
         answers = [service.predict(1, x_api_key="a").status_code for _ in range(12)]
         assert answers.count(200) <= 3, "both processes count together"
         assert 429 in answers
-        replace(path, table("bob", "b"))
+        replace(path, key_table("bob", "b"))
         until(lambda: service.log().count("has changed") >= 2)
         replace(path, "[broken")
         until(lambda: service.log().count("the keys read last stay valid") >= 2)
@@ -436,7 +424,6 @@ def test_all_web_processes_follow_the_file_of_keys(tmp_path: Path) -> None:
 #: Starts a service that has a bug: a file of keys with the word "bug" cannot be read.
 BUG = """
 import sys
-from service_streamer.serve import running
 from service_streamer.serve.http import keyring
 from service_streamer.serve.cli.main import main
 
@@ -447,21 +434,20 @@ def read_keys(text, read=keyring.read_keys):
     return read(text)
 
 keyring.read_keys = read_keys
-running._LOOK = 0.05
 main()
 """
 
 
 def test_a_revoked_key_is_refused_after_a_reload_that_failed_for_a_bug(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
-    replace(path, table("alice", "a"))
+    replace(path, key_table("alice", "a"))
     arguments = (KINDS, "--port", "0", "--api-key-file", str(path))
     with Serving(*arguments, program=(sys.executable, "-c", BUG, "serve")) as service:
         assert service.predict(1, x_api_key="a").status_code == 200
         replace(path, "# bug")
         until(lambda: service.log().count("a look at the file") >= 3)
         assert service.predict(1, x_api_key="a").status_code == 200, "the keys read last stay valid"
-        path.write_text(table("bob", "b"))
+        path.write_text(key_table("bob", "b"))
         until(lambda: service.predict(1, x_api_key="a").status_code == 401)
         assert service.predict(1, x_api_key="b").status_code == 200
         assert service.log().count("Traceback") == 1, "it is logged once"
@@ -469,7 +455,7 @@ def test_a_revoked_key_is_refused_after_a_reload_that_failed_for_a_bug(tmp_path:
 
 def test_a_web_process_that_is_killed_holds_no_place(tmp_path: Path) -> None:
     path, gate = tmp_path / "keys.toml", Gate(tmp_path / "gate")
-    path.write_text(table("alice", "a", "concurrency = 1"))
+    path.write_text(key_table("alice", "a", "concurrency = 1"))
     path.chmod(0o600)
     arguments = ("served_models:Obedient", "--api-key-file", str(path), "--web-workers", "2")
     with (

@@ -101,12 +101,15 @@ def test_file_is_refused_when_its_tables_are_invalid(path: Path, text: str, word
 def test_a_command_reads_its_own_table(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text(
         '[serve]\nmodel = "m:M"\nport = "80"\napi-key = "one"\nmax_body = "1M"\ntimeout = 5\n'
-        'debug = true\ndevices = [0, "1"]\n[worker]\nworkers = 2\ncpu-threads = 3\n'
-        "[simulate]\nseconds = 1\n"
+        'debug = true\ndevices = [0, "1"]\nbatch-size = 5\n'
+        "[worker]\nworkers = 2\ncpu-threads = 3\n[simulate]\nseconds = 1\n"
     )
-    options = launched(monkeypatch, "serve", "--config", str(path)).options
+    monkeypatch.setenv("SERVICE_STREAMER_BATCH_SIZE", "6")
+    monkeypatch.setenv("SERVICE_STREAMER_TIMEOUT", "8")
+    options = launched(monkeypatch, "serve", "--config", str(path), "--timeout", "9").options
     assert (options.model, options.port, options.api_keys) == ("m:M", 80, ("one",))
-    assert (options.max_body, options.timeout, options.debug) == (1 << 20, 5.0, True)
+    assert (options.max_body, options.batch_size, options.debug) == (1 << 20, 6, True)
+    assert options.timeout == 9, "the command line is above the environment, and that the file"
     assert [*map(str, options.cuda_devices)] == ["0", "1"]
     worker = launched(monkeypatch, "worker", "m:M", "--config", str(path)).options
     assert (worker.worker_num, worker.cpu_threads) == (2, 3)
@@ -152,9 +155,25 @@ def test_variable_is_named_when_no_command_knows_it() -> None:
     assert "SERVICE_STREAMER_IMAGE" in warning
 
 
-@pytest.mark.parametrize("key", ["", " ", " a", "a\n"])
-def test_api_key_is_refused_when_no_client_can_send_it(key: str) -> None:
-    assert "--api-key" in error_of("serve", "--api-key", key)
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        *((["--api-key", key], "--api-key") for key in ("", " ", " a", "a\n")),
+        (["./nowhere"], "'./nowhere'"),
+        (["x" * 300], "no model"),
+        (["a/model", "--revision", " "], "--revision"),
+        (["--config", "/nowhere.toml"], "/nowhere.toml"),
+        (["--devices", "0,,1"], "--devices"),
+        (["--host", ""], "--host"),
+        (["--batch-timeout", "Auto"], "'Auto'"),
+        (["--priority-header", "X Priority"], "'X Priority'"),
+        (["--length", "served_models:size"], "--length"),
+        (["served_models:double", "--task", "fill-mask"], "--task"),
+        (["served_models:double", "--redis", "localhost:1"], "service-streamer worker"),
+    ],
+)
+def test_argument_is_named_when_it_is_wrong(arguments: list[str], word: str) -> None:
+    assert word in error_of("serve", *arguments)
 
 
 # -- options without effect

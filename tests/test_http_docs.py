@@ -12,7 +12,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from command_line import invoke
 from serve_process import Serving
@@ -72,7 +71,7 @@ def test_program_with_openais_client_answers_what_the_page_says() -> None:
     [line] = [block for block in blocks(TEXT, "bash") if "response_format" in block]
     with Serving(str(ROOT / "example" / "models" / "text_generation")) as service:
         program = program.replace("http://127.0.0.1:8000", service.url)
-        assert run(program) == " you.\n"
+        assert run("-c", program) == " you.\n"
         [choice] = json.loads(curl(line, service))["choices"]
         assert re.fullmatch(r"[a-z ]+\.", choice["message"]["content"])
         assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
@@ -81,11 +80,14 @@ def test_program_with_openais_client_answers_what_the_page_says() -> None:
 @pytest.mark.xdist_group("infilling")
 def test_program_with_hugging_faces_client_answers_what_the_page_says(infilling: Serving) -> None:
     [program] = [block for block in blocks(TEXT, "python") if "InferenceClient" in block]
-    assert run(program.replace("http://127.0.0.1:8000", infilling.url)) == "you\n"
+    program = program.replace("http://127.0.0.1:8000", infilling.url)
+    assert run("-c", program) == "you\n"
 
 
 @pytest.mark.long
 def test_curl_lines_send_files(tmp_path: Path) -> None:
+    from PIL import Image
+
     [lines] = [block for block in blocks(TEXT, "bash") if "@cat.png" in block]
     Image.new("RGB", (8, 8)).save(tmp_path / "cat.png")
     with Serving("served_models:kinds") as service:
@@ -98,16 +100,12 @@ def test_curl_lines_send_files(tmp_path: Path) -> None:
 def test_program_with_a_pipeline_alone_answers_what_the_page_says(tmp_path: Path) -> None:
     [program] = [block for block in blocks(TEXT, "python") if "PipelineModel" in block]
     (tmp_path / "program.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.stdout == "you\n"
+    assert run(str(tmp_path / "program.py")) == "you\n"
 
 
-def run(program: str) -> str:
+def run(*program: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+        [sys.executable, *program], capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     return done.stdout

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -259,11 +258,8 @@ def test_stream_is_not_computed_when_its_client_leaves_before_the_first_output(
     gated.gate.let_through(1)
     with Events(gated, 2) as first:
         assert first.next() == {"output": 1}
-        url = httpx.URL(gated.url)
-        body = b'{"inputs": 9, "stream": true}'
-        with socket.create_connection((url.host, url.port)) as leaving:
-            head = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
-            leaving.sendall(head + body)
+        with gated.connect() as leaving:
+            leaving.sendall(post(b'{"inputs": 9, "stream": true}', path=b"/predict"))
             until(lambda: gated.stats()["streams"]["open"] == 2)
         until(lambda: gated.stats()["totals"]["disconnected"] == before + 1)
         gated.gate.let_through(1)
@@ -275,18 +271,16 @@ def test_stream_is_not_computed_when_its_client_leaves_before_the_first_output(
 
 def test_client_that_does_not_read_is_bounded_and_does_not_hold_up_others(service: Serving) -> None:
     """Its item rests: neither memory nor its outputs grow while others' do."""
-    url = httpx.URL(service.url)
     body = json.dumps({"inputs": {"n": ENDLESS, "size": 10_000}, "stream": True}).encode()
-    with socket.create_connection((url.host, url.port)) as lazy:
-        lazy.sendall(b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body))
-        lazy.sendall(body)
+    with service.connect() as lazy:
+        lazy.sendall(post(body, path=b"/predict"))
         until(lambda: service.stats()["streams"]["open"] == 1)
         made = until(lambda: resting(service))
-        before = resident(service)
+        before = service.resident()
         for _ in range(20):
             assert ask(service, 200).text.count("output") == 200
         assert resting(service) == made + 49 + 20 * 199
-        assert resident(service) < before + (8 << 20)
+        assert service.resident() < before + (8 << 20)
     until(lambda: service.stats()["streams"]["open"] == 0)
 
 
@@ -297,49 +291,45 @@ def resting(service: Serving) -> float:
     return counted if counters(service)["between_outputs_seconds_count"] == counted + 49 else 0
 
 
-def test_first_signal_lets_streams_end(tmp_path: Path) -> None:
-    with GatedServing(tmp_path, COUNTING) as service:
+def test_first_signal_lets_requests_and_streams_end(tmp_path: Path) -> None:
+    with GatedServing(tmp_path, COUNTING) as service, ThreadPoolExecutor(2) as threads:
         service.gate.let_through(1)
+        viewer = threads.submit(lambda: service.client.get("/events"))  # ends with the service
         with Events(service, 3) as events:
             assert events.next() == {"output": 1}
+            whole = threads.submit(service.predict, 1)
+            until(lambda: service.queue()["in_flight"] == 2)
             os.kill(service.process.pid, signal.SIGTERM)
             until(lambda: service.ready() == 503)
+            assert service.client.get("/health/ready").json()["status"] == "draining"
             refused(ask(service, 1), 503)
-            service.gate.let_through(2)
+            refused(service.predict(1), 503)
+            service.gate.let_through(3)
             assert events.rest() == [{"output": 2}, {"output": 3}, "[DONE]"]
+        assert whole.result().json() == [1]
+        assert viewer.result().status_code == 200
         assert service.process.wait() == 0
         assert "Traceback" not in service.log()
 
 
-def test_second_signal_ends_streams_with_an_error(tmp_path: Path) -> None:
-    with GatedServing(tmp_path, COUNTING, "--timeout", "100", program=IMPATIENT) as service:
+def test_second_signal_ends_requests_and_streams_with_an_error(tmp_path: Path) -> None:
+    with (
+        GatedServing(tmp_path, COUNTING, "--timeout", "100", program=IMPATIENT) as service,
+        ThreadPoolExecutor(1) as threads,
+    ):
         service.gate.let_through(1)
         with Events(service, ENDLESS) as events:
             assert events.next() == {"output": 1}
+            whole = threads.submit(service.predict, ENDLESS)
+            until(lambda: service.queue()["in_flight"] == 2)
             os.kill(service.process.pid, signal.SIGTERM)
             until(lambda: service.ready() == 503)
-            os.kill(service.process.pid, signal.SIGTERM)
+            os.kill(service.process.pid, signal.SIGINT)
             [told] = events.rest()
             assert told["error"]["code"] == "unavailable"
+        refused(whole.result(), 503)
         assert service.process.wait() == 0
         assert "Traceback" not in service.log()
-
-
-@pytest.mark.long
-def test_dropped_streams_leave_nothing(service: Serving) -> None:
-    for _ in range(30):
-        drop(service)
-    before = resident(service)
-    for _ in range(300):
-        drop(service)
-    until(lambda: service.stats()["streams"]["open"] == 0)
-    until(lambda: service.stats()["queue"]["in_flight"] == 0)  # the worker has let go, too
-    assert resident(service) < before + (8 << 20)
-
-
-def drop(service: Serving) -> None:
-    with Events(service, ENDLESS) as events:
-        assert events.next() == {"output": 1}
 
 
 # -- what is told of them
@@ -369,11 +359,6 @@ def counters(service: Serving) -> dict[str, float]:
     """Those of the model of steps."""
     lines = service.client.get("/metrics").text.splitlines()
     return figures_in("\n".join(line for line in lines if 'model="double"' not in line))
-
-
-def resident(service: Serving) -> int:
-    pages = Path(f"/proc/{service.process.pid}/statm").read_text().split()[1]
-    return int(pages) * os.sysconf("SC_PAGESIZE")
 
 
 # -- the connection, without a process

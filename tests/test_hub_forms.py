@@ -6,14 +6,13 @@ import asyncio
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
-import tiny_models
-from serve_process import Client, Serving
+from serve_process import Client
 from served_here import served
 from service_streamer.testing import Gate
 from test_generation_errors import parrot, read
@@ -44,23 +43,9 @@ def refused(service: Client, path: str, status: int, **body: Any) -> tuple[str |
 
 
 @pytest.mark.no_gevent
-def test_streams_of_several_prompts_are_joined_with_their_numbers() -> None:
-    async def main() -> list[Any]:
-        async with parrot() as (_, _, completions):
-            chunks = await completions.create(
-                model="any", prompt=["a b c", "d", "e f"], stream=True, max_tokens=9
-            )
-            return [chunk.choices[0] async for chunk in chunks]
-
-    choices = asyncio.run(main())
-    texts = ["".join(each.text for each in choices if each.index == number) for number in range(3)]
-    assert [text.split() for text in texts] == [["a", "b", "c"], ["d"], ["e", "f"]]
-    ends = [each.index for each in choices if each.finish_reason]
-    assert sorted(ends) == [0, 1, 2]
-
-
-@pytest.mark.no_gevent
 def test_a_stream_of_several_prompts_fails_when_one_of_them_does() -> None:
+    import openai
+
     async def main() -> None:
         async with parrot() as (service, client, completions):
             prompts: Any = ["a " * 1000, "b REFUSE"]
@@ -76,6 +61,8 @@ def test_a_stream_of_several_prompts_fails_when_one_of_them_does() -> None:
 
 @pytest.mark.no_gevent
 def test_streams_are_closed_when_one_of_them_cannot_be_opened(tmp_path: Path) -> None:
+    import openai
+
     async def main() -> None:
         gate = Gate(tmp_path / "gate")
 
@@ -174,6 +161,64 @@ def test_similarity(features: Client) -> None:
     inputs["sentences"].append(LONG)
     assert refused(features, "/similarity", 422, inputs=inputs)[0] == "inputs"
     assert len(asked(features, "/similarity", inputs=inputs, parameters={"truncate": True})) == 3
+
+
+# -- OpenAI's embeddings
+
+
+@pytest.fixture
+def embeddings(features: Client) -> Iterator[Any]:
+    import openai
+
+    with openai.OpenAI(base_url=f"{features.url}/v1", api_key="any", max_retries=0) as client:
+        yield client.embeddings
+
+
+def test_embeddings_of_texts_and_tokens(features: Client, embeddings: Any) -> None:
+    texts = ["the king", "a tree"]
+    made = embeddings.create(model="any", input=texts, user="me", extra_body={"metadata": {}})
+    assert [each.index for each in made.data] == [0, 1]
+    assert all(math.isclose(math.hypot(*each.embedding), 1, rel_tol=1e-5) for each in made.data)
+    assert made.usage.prompt_tokens == made.usage.total_tokens > 0
+    plain = embeddings.create(model="any", input=texts[0], encoding_format="float", dimensions=4)
+    assert math.isclose(math.hypot(*plain.data[0].embedding), 1, rel_tol=1e-5)
+    assert len(plain.data[0].embedding) == 4
+    told = asked(features, "/tokenize", inputs=texts)
+    tokens = [[token["id"] for token in each] for each in told]
+    same = embeddings.create(model="any", input=tokens)
+    assert same.usage == made.usage
+    [alone] = embeddings.create(model="any", input=tokens[0]).data
+    for one, other in ((alone, made.data[0]), *zip(same.data, made.data, strict=True)):
+        assert one.embedding == pytest.approx(other.embedding, abs=1e-5)
+    for long in (LONG, [[5] * 1000]):
+        cut = embeddings.create(model="any", input=long, extra_body={"truncation": True})
+        assert cut.usage.prompt_tokens == 32
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("", "input"),
+        ([], "input"),
+        (["a", ""], "input"),
+        (LONG, "set the parameter truncation"),
+        ([10**6], "input: 1000000 is not a token of the model"),
+        ([1, "a"], r"input\[0\]: is a token among texts"),
+        ([[1], []], r"input\[1\]: is empty; send at least one token"),
+        ([1.5], r"input\[0\]: expected"),
+        ([[1] * 1000], "input: the text has 1000 tokens"),
+    ],
+)
+def test_bad_inputs_of_embeddings_are_named(embeddings: Any, wrong: Any, says: str) -> None:
+    import openai
+
+    with pytest.raises(openai.BadRequestError, match=says):
+        embeddings.create(model="any", input=wrong)
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        embeddings.create(model="any", input="a", dimensions=100_000)
+
+
+# -- refusals
 
 
 @pytest.mark.parametrize(
@@ -369,15 +414,6 @@ def test_requests_for_predictions_are_refused_with_their_field(
 # -- /info and /health
 
 
-def test_info_and_health(features: Client) -> None:
-    info = features.client.get("/info").json()
-    assert info["model_id"] == "features"
-    assert (info["max_input_length"], info["auto_truncate"]) == (32, False)
-    assert info["model_pipeline_tag"] == "feature-extraction"
-    assert {"/embed", "/tokenize"} <= {*info["endpoints"]}
-    assert features.client.get("/health").json()["status"] == "ready"
-
-
 @pytest.mark.parametrize("path", ["/tokenize", "/rerank", "/v1/rerank"])
 def test_the_lines_of_the_page_of_clients(infilling: Client, ranker: Client, path: str) -> None:
     page = (Path(__file__).parent.parent / "docs" / "clients.md").read_text()
@@ -392,19 +428,3 @@ def test_the_lines_of_the_page_of_clients(infilling: Client, ranker: Client, pat
         assert {rank["text"] for rank in response.json()} == {"A tree.", "A mathematician."}
     else:
         assert len(response.json()["results"]) == 1
-
-
-@pytest.mark.long
-def test_over_redis_it_is_the_same(
-    ranker: Client, tmp_path: Path, redis_server: str, prefix: str
-) -> None:
-    redis = ("--redis", redis_server, "--prefix", prefix)
-    folder = str(tiny_models.build("cross_encoder", tmp_path / "cross_encoder"))
-    body = {"query": "the king", "texts": ["a tree", "the king"]}
-    with Serving(folder, *redis, role="worker") as host, Serving(*redis) as other:
-        assert asked(other, "/rerank", **body) == asked(ranker, "/rerank", **body)
-        assert asked(other, "/tokenize", inputs="the king") == asked(
-            ranker, "/tokenize", inputs="the king"
-        )
-        assert other.terminate() == 0
-        assert host.terminate() == 0

@@ -82,14 +82,6 @@ def test_without_time_nothing_is_enqueued(held: Streamer) -> None:
     assert held.stats().pending == pending
 
 
-@pool_only("the message tells of the connection")
-def test_a_future_fails_when_its_time_ends(held: Streamer) -> None:
-    future = held.submit(["late"], timeout=0.01)
-    with pytest.raises(PredictTimeout, match="could not be computed in its time"):
-        future.result()
-    assert future.done()
-
-
 @pool_only("a Payload does not travel")
 def test_an_expired_call_leaves_nothing(held: Streamer) -> None:
     class Payload(list[str]):
@@ -119,36 +111,6 @@ def test_beyond_max_pending_every_kind_of_call_is_refused(held: Streamer) -> Non
     assert waiting.cancel()
     assert held.stats().cancelled == 1
     assert held.submit(["d"]).cancel()
-
-
-class LoadsAtGate(ManagedModel):
-    def init_model(self, gate: Gate) -> None:
-        gate.go_through()
-        self.gate = gate
-
-    def predict(self, batch: list[Any]) -> list[int]:
-        self.gate.go_through()
-        return [os.getpid()] * len(batch)
-
-
-def test_a_refusal_counts_the_items_that_max_pending_counts(gate: Gate) -> None:
-    with Streamer(
-        LoadsAtGate, batch_size=4, max_pending=4, model_init_args=(gate,), worker_timeout=None
-    ) as streamer:
-        gate.await_arrival()  # it loads
-        gate.let_through(2)
-        (pid,) = streamer.predict(["which process"])
-        gate.await_arrival()
-        running = streamer.submit([*range(4)])
-        gate.await_arrival()
-        os.kill(pid, signal.SIGKILL)
-        gate.await_arrival()  # another one loads, and those four items wait to be computed again
-        waiting = streamer.submit([*range(4)])
-        with pytest.raises(Overloaded, match=r"^4 items wait, and 1 more would be"):
-            streamer.submit(["too many"])
-        assert streamer.stats().pending == 8
-        gate.let_through(9)
-        assert running.result() == waiting.result() != [pid] * 4
 
 
 # -- being seen
@@ -242,7 +204,9 @@ class Callers:
 @pytest.mark.parametrize(
     "method", [pytest.param("fork", marks=pytest.mark.no_gevent), *long_cases("spawn")]
 )
-def test_new_weights_are_deployed_without_a_failed_call(tmp_path: Path, method: str) -> None:
+def test_new_weights_and_more_workers_are_deployed_without_a_failed_call(
+    tmp_path: Path, method: str
+) -> None:
     weights = tmp_path / "weights"
     weights.write_text("old")
     with Streamer(
@@ -253,6 +217,11 @@ def test_new_weights_are_deployed_without_a_failed_call(tmp_path: Path, method: 
             weights.write_text("new")
             streamer.restart_workers()
             assert set(streamer.predict([None] * 200)) == {"new"}
+            streamer.scale(3)
+            streamer.wait_ready()
+            streamer.scale(1)
+            while sum(streamer.stats().workers.values()) > 1:
+                time.sleep(0.001)
         assert callers.errors == []
         assert callers.calls > 0
         assert callers.versions <= {"old", "new"}
@@ -314,33 +283,15 @@ def test_a_restart_is_not_spoiled_by_another_one_that_takes_more_memory(
         assert not before & {*streamer.predict(["which process"] * 8)}
 
 
-def test_scaling_up_and_down_under_load(tmp_path: Path) -> None:
-    weights = tmp_path / "weights"
-    weights.write_text("the only")
-    with Streamer(Versioned, worker_num=1, model_init_args=(weights,)) as streamer:
-        with Callers(streamer) as callers:
-            streamer.scale(3)
-            streamer.wait_ready()
-            streamer.scale(1)
-            while sum(streamer.stats().workers.values()) > 1:
-                time.sleep(0.001)
-        assert callers.errors == []
-
-
-def test_a_closed_streamer_is_neither_scaled_nor_restarted() -> None:
-    streamer = Streamer(models.echo)
-    streamer.close()
-    with pytest.raises(StreamerClosed):
-        streamer.scale(2)
-    with pytest.raises(StreamerClosed):
-        streamer.restart_workers()
-
-
-def test_scale_wants_a_number() -> None:
+def test_scale_wants_a_number_and_a_streamer_that_is_open() -> None:
     with Streamer(models.echo) as streamer:
         for bad in (0, 1.5, "2", True):
             with pytest.raises((TypeError, ValueError), match="worker_num must be a whole number"):
                 streamer.scale(bad)  # type: ignore[arg-type]
+    with pytest.raises(StreamerClosed):
+        streamer.scale(2)
+    with pytest.raises(StreamerClosed):
+        streamer.restart_workers()
 
 
 def test_a_drain_outlives_the_death_of_the_worker(gate: Gate) -> None:

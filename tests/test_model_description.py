@@ -33,8 +33,6 @@ SECRET = b"a secret of sixteen bytes"
             {"task": "custom", "labels": ("a", 1, None)},
             {"task": "custom", "labels": ["a", 1, None]},
         ),
-        (None, {}),
-        ({"batch_sizes": [1, 8]}, {"batch_sizes": [1, 8]}),
         ("a model of its own", {}),
     ],
 )
@@ -75,29 +73,17 @@ def test_a_model_that_cannot_describe_itself_is_served(
     assert "Model.describe()" in caplog.text
 
 
-def test_a_model_without_a_description_is_served_without_a_warning(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("said", "description"),
+    [(None, {}), (MappingProxyType({"task": "custom"}), {"task": "custom"})],
+)
+def test_a_description_may_be_any_mapping_or_none(
+    said: Any, description: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ThreadedStreamer(describing(None)) as streamer:
+    with ThreadedStreamer(describing(said)) as streamer:
         assert streamer.predict([1]) == [1]
-        assert streamer.backend.model_description() == {}
+        assert streamer.backend.model_description() == description
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
-
-
-def test_a_description_may_be_any_mapping() -> None:
-    with ThreadedStreamer(describing(MappingProxyType({"task": "custom"}))) as streamer:
-        streamer.wait_ready()
-        assert streamer.backend.model_description() == {"task": "custom"}
-
-
-def test_a_worker_whose_model_cannot_describe_itself_is_served(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    with Streamer(models.Describes, model_init_args=(ValueError("no weights"),)) as streamer:
-        streamer.wait_ready()
-        assert streamer.backend.model_description() == {}
-        assert streamer.predict([1]) == [1]
-    assert "the model is served without a description" in capfd.readouterr().err
 
 
 def test_a_model_that_cannot_be_loaded_is_not_described() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,9 +18,8 @@ from command_line import Launched, error_of, invoke, launched
 from service_streamer import StreamerClosed, ThreadedStreamer, WorkerStartError
 from service_streamer.options.table import ServeOptions
 from service_streamer.serve.hosted_model import HostedModel, OpenedModel
-from service_streamer.serve.http.admission import ServiceOptions
-from service_streamer.serve.http.app import create_site
-from service_streamer.serve.http.models import Models, combined
+from service_streamer.serve.http.app import Models, create_site
+from service_streamer.serve.http.service import ServiceOptions
 from service_streamer.serve.replacing import Replacer, restart_all
 from stub_exchange import StubExchange
 from web_application import WebApplication
@@ -106,37 +105,13 @@ BROKEN = ("broken", "the model is not running: no file")
 def test_a_service_is_ready_as_long_as_one_of_its_models_is(
     standings: list[tuple[str, str]], state: str, text: str
 ) -> None:
-    found = combined(dict(zip("abc", standings, strict=False)))
+    services: list[Any] = [
+        SimpleNamespace(model=name, is_known=True, standing=lambda found=found: found)
+        for name, found in zip("abc", standings, strict=False)
+    ]
+    found = Models(services).standing()
     assert found[0] == state
     assert found[1].startswith(text)
-
-
-def standing_service(standing: tuple[str, str], **about: Any) -> Any:
-    """A service, as far as ``Models`` asks it how it stands."""
-    usual = {"model": "b", "is_known": True, "failure": None, "pool": object(),
-             "is_draining": False}  # fmt: skip
-    return SimpleNamespace(standing=lambda: standing, **usual | about)
-
-
-@pytest.mark.parametrize(
-    ("about", "first", "state"),
-    [
-        ({"standing": LOADING, "is_known": False}, {}, "starting"),
-        ({"standing": LOADING, "is_known": False, "pool": None}, {}, "ready"),
-        ({"standing": BROKEN, "is_known": False, "failure": ValueError()}, {}, "ready"),
-        (
-            {"standing": LOADING, "is_known": False},
-            {"standing": ("draining", ""), "is_draining": True},
-            "draining",
-        ),
-    ],
-    ids=["loading", "of worker hosts", "broken", "draining"],
-)
-def test_a_service_waits_at_its_start_for_all_models_but_those_of_worker_hosts(
-    about: Any, first: Any, state: str
-) -> None:
-    models = [standing_service(**{"standing": READY, "model": "a", **first})]
-    assert Models([*models, standing_service(**about)]).standing()[0] == state
 
 
 # -- the file
@@ -242,35 +217,21 @@ def test_other_commands_leave_the_tables_alone(path: Path) -> None:
 # -- restarts of several models
 
 
-class Restarts:
-    """Of models by name; some fail."""
-
-    def __init__(self, **failures: Exception) -> None:
-        self._failures = failures
-        self.done: list[str] = []
-
-    def of(self, *names: str) -> list[tuple[str, Callable[[], None]]]:
-        return [(name, functools.partial(self._restart, name)) for name in names]
-
-    def _restart(self, name: str) -> None:
-        if name in self._failures:
-            raise self._failures[name]
-        self.done.append(name)
-
-
 def test_a_model_that_is_unloaded_or_fails_keeps_no_other_from_its_restart(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    restarts = Restarts(gone=StreamerClosed("closed"), bad=WorkerStartError("no file"))
-    restart_all(restarts.of("gone", "a", "bad", "b"))
-    assert restarts.done == ["a", "b"]
+    gone = Mock(side_effect=StreamerClosed("closed"))
+    bad = Mock(side_effect=WorkerStartError("no file"))
+    a, b = Mock(), Mock()
+    restart_all([("gone", gone), ("a", a), ("bad", bad), ("b", b)])
+    assert (a.call_count, b.call_count) == (1, 1)
     [message] = caplog.messages
     assert "model bad" in message
     restart_all([])
     with pytest.raises(WorkerStartError, match="no file"):
-        restart_all(restarts.of("bad"))
+        restart_all([("bad", bad)])
     with pytest.raises(StreamerClosed):
-        restart_all(restarts.of("bad", "gone"))
+        restart_all([("bad", bad), ("gone", gone)])
 
 
 # -- in an event loop
@@ -281,21 +242,20 @@ def opened() -> OpenedModel:
     return OpenedModel(streamer, ServiceOptions(model="m"))
 
 
-async def hosted() -> HostedModel:
-    """A model that answers."""
+async def replacing() -> tuple[Models, Replacer, list[HostedModel]]:
+    """A model that answers, and may be replaced."""
     is_ready = asyncio.Event()
-    model = HostedModel(opened(), is_ready.set, lambda _: None)
-    model.start()
+    hosted = [HostedModel(opened(), is_ready.set, lambda _: None)]
+    hosted[0].start()
     await is_ready.wait()
-    return model
+    models = Models([hosted[0].service])
+    return models, Replacer(models, hosted), hosted
 
 
 def test_nothing_holds_a_model_that_was_replaced() -> None:
     async def main() -> None:
-        all_ = [await hosted()]
-        models = Models([all_[0].service])
+        models, replacer, hosted = await replacing()
         site = create_site(models)
-        replacer = Replacer(models, all_)
         old: list[weakref.ref[Any]] = []
         for _ in range(3):
             old += [weakref.ref(models.first), weakref.ref(models.first.streamer)]
@@ -308,23 +268,20 @@ def test_nothing_holds_a_model_that_was_replaced() -> None:
         gc.collect()
         assert [each() for each in old] == [None] * 6
         models.first.stop()
-        all_[0].close()
+        hosted[0].close()
 
     asyncio.run(main())
 
 
 def test_a_model_that_is_loaded_while_the_service_ends_does_not_serve() -> None:
     async def main() -> None:
-        all_ = [await hosted()]
-        models = Models([all_[0].service])
-        replacer = Replacer(models, all_)
+        models, replacer, hosted = await replacing()
         models.first.stop()
         with pytest.raises(Exception, match="stopping"):
             await replacer.load("m", opened)
         await replacer.finished()
-        assert models.standing()[0] == "draining"
-        assert models.number == 0
-        all_[0].close()
+        assert (models.standing()[0], models.number) == ("draining", 0)
+        hosted[0].close()
 
     asyncio.run(main())
 

@@ -61,27 +61,18 @@ def test_tritons_clients_and_their_compressed_bodies(service: Serving) -> None:
 def test_kserves_client_sends_the_models_name_in_the_body(service: Serving) -> None:
     """As kserve 0.21 has it: a copy of the bytes, since its client brings 30 packages."""
     data = np.ones((1, 2), "f4").tobytes()
-    header = json.dumps(
-        {
-            "id": "1",
-            "model_name": TWICE,
-            "inputs": [
-                {
-                    "name": "x", "shape": [1, 2], "datatype": "FP32",
-                    "parameters": {"binary_data_size": 8},
-                }
-            ],
-            "outputs": [{"name": "output", "parameters": {"binary_data": False}}],
-        }
-    ).encode()  # fmt: skip
-    response = service.client.post(
-        f"/v2/models/{TWICE}/infer",
-        content=header + data,
-        headers={
-            "content-type": "application/octet-stream",
-            "inference-header-content-length": str(len(header)),
-        },
-    )
+    tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32"}
+    output = {"name": "output", "parameters": {"binary_data": False}}
+    sent = {
+        "id": "1", "model_name": TWICE, "outputs": [output],
+        "inputs": [{**tensor, "parameters": {"binary_data_size": 8}}],
+    }  # fmt: skip
+    header = json.dumps(sent).encode()
+    headers = {
+        "content-type": "application/octet-stream",
+        "inference-header-content-length": str(len(header)),
+    }
+    response = service.client.post(INFER, content=header + data, headers=headers)
     assert response.json()["id"] == "1"
     assert response.json()["outputs"][0]["data"] == [2.0, 2.0]
     assert service.client.get("/v2/health/live").json()["live"] is True

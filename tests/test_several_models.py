@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import re
@@ -18,25 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
-from serve_process import GatedServing, Serving, run, table, until
+from serve_process import GatedServing, Serving, key_table, run, table, until
 from tensor_clients import run_client
 
 pytestmark = pytest.mark.xdist_group("several-models")
 
 #: May do everything.
 KEY = {"authorization": "Bearer secret"}
-HASHES = {key: hashlib.sha256(key.encode()).hexdigest() for key in ("secret", "user")}
-HASHED = f"""
-[operator]
-hash = "sha256:{HASHES["secret"]}"
-scopes = ["compute", "metrics", "admin"]
-[user]
-hash = "sha256:{HASHES["user"]}"
-"""
-
 FLEET = ("--web-workers", "2")
 
 #: What two models are that a test may replace.
@@ -50,7 +39,8 @@ def path(tmp_path: Path) -> Path:
 
 def keys_beside(path: Path) -> str:
     keys = path.parent / "keys.toml"
-    keys.write_text(HASHED)
+    operator = key_table("operator", "secret", scopes=["compute", "metrics", "admin"])
+    keys.write_text(operator + key_table("user", "user"))
     keys.chmod(0o600)
     return str(keys)
 
@@ -245,6 +235,8 @@ def test_an_unknown_model_is_404_wherever_it_is_named(service: Serving) -> None:
 
 
 def test_openais_client_chooses_a_model_by_its_name(service: Serving) -> None:
+    import openai  # takes a second
+
     def requests(model: str, status: int) -> float:
         series = f'requests_total{{model="{model}",path="/v1/embeddings",status="{status}"}} '
         _, _, rest = service.client.get("/metrics", headers=KEY).text.partition(series)
@@ -287,11 +279,10 @@ def test_a_body_is_read_within_the_timeout_of_the_model_that_it_names(
     serve: Callable[..., Serving],
 ) -> None:
     service = serve(table("a", more="timeout = 0.2\n"), table("b", more="timeout = 200\n"))
-    url = httpx.URL(service.url)
 
     def begin(path: bytes) -> socket.socket:
         """Send the head of a request, and wait until its body is waited for."""
-        connection = stack.enter_context(socket.create_connection((url.host, url.port)))
+        connection = stack.enter_context(service.connect())
         connection.sendall(
             b"POST %b HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nConnection: close\r\n"
             b"Content-Length: 28\r\n\r\n" % path
@@ -372,8 +363,7 @@ def test_a_client_that_leaves_within_a_request_is_no_error(service: Serving) -> 
         return int(get(service, "/stats")["totals"]["disconnected"])
 
     before, logged = left(), len(service.log())
-    url = httpx.URL(service.url)
-    with socket.create_connection((url.host, url.port)) as connection:
+    with service.connect() as connection:
         connection.sendall(
             b"POST /v2/repository/index HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\n"
             b"Authorization: Bearer secret\r\nContent-Length: 9\r\n\r\n"

@@ -16,7 +16,7 @@ import trustme
 
 from command_line import error_of
 from http_in_process import ASGIBridge, StubClient, in_still_time, settled
-from serve_process import ATTENTIVE, Serving, until
+from serve_process import Serving, until
 
 pytestmark = [pytest.mark.no_gevent, pytest.mark.xdist_group("tls")]
 
@@ -88,7 +88,7 @@ def address(service: Serving) -> tuple[str, int]:
 def names(service: Serving, files: Files) -> set[str]:
     """Those of the certificate that a new connection gets."""
     with (
-        socket.create_connection(address(service)) as sock,
+        service.connect() as sock,
         files.context().wrap_socket(sock, server_hostname="127.0.0.1") as secure,
     ):
         found = secure.getpeercert()
@@ -143,7 +143,7 @@ def test_old_protocols_are_refused(service: Serving, files: Files) -> None:
     with pytest.warns(DeprecationWarning, match="TLSv1_1"):
         context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
     context.set_ciphers("ALL:@SECLEVEL=0")
-    with socket.create_connection(address(service)) as sock, pytest.raises(ssl.SSLError):
+    with service.connect() as sock, pytest.raises(ssl.SSLError):
         context.wrap_socket(sock, server_hostname="127.0.0.1")
 
 
@@ -154,7 +154,7 @@ def test_connection_without_tls_is_dropped_quietly(
     service: Serving, files: Files, sent: bytes
 ) -> None:
     before = service.log()
-    with socket.create_connection(address(service)) as sock:
+    with service.connect() as sock:
         sock.sendall(sent)
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(1024):
@@ -164,7 +164,7 @@ def test_connection_without_tls_is_dropped_quietly(
 
 
 def test_slow_handshakes_do_not_hold_up_others(service: Serving, files: Files) -> None:
-    with socket.create_connection(address(service)), socket.create_connection(address(service)):
+    with service.connect(), service.connect():
         assert names(service, files)
 
 
@@ -179,7 +179,7 @@ def test_certificate_is_replaced_when_its_file_is_renewed_and_kept_when_that_is_
     tmp_path: Path,
 ) -> None:
     files = Files(tmp_path)
-    with Serving(KINDS, *files.arguments, "--web-workers", "2", program=ATTENTIVE) as service:
+    with Serving(KINDS, *files.arguments, "--web-workers", "2") as service:
         until(lambda: service.predict(1).status_code == 200)
         service.await_web_processes(2)
         kept = http.client.HTTPSConnection(*address(service), context=files.context())
@@ -262,7 +262,7 @@ def test_encrypted_key_needs_its_password_and_stop_does_not_wait_for_a_handshake
     assert "is encrypted" in refused(*arguments)
     assert "may be wrong" in refused(*arguments, SSL_KEYFILE_PASSWORD="wrong")
     with Serving(KINDS, *arguments, **{PASSWORD: "open sesame"}) as service:
-        with socket.create_connection(address(service)) as sock:
+        with service.connect() as sock:
             assert names(service, files) == {"first.test"}  # so the other one is accepted, too
             assert service.terminate() == 0
             assert not sock.recv(1)

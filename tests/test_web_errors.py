@@ -242,19 +242,11 @@ def _held(streamer: ThreadedStreamer) -> int:
 
 def _scope(path: str) -> dict[str, Any]:
     return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http",
+        "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "root_path": "", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 80),
-    }
+    }  # fmt: skip
 
 
 def test_django_trusts_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,15 +276,3 @@ def test_missing_model_is_named_in_a_line(example: str) -> None:
     assert run.returncode == 1, run
     assert run.stdout == ""
     assert "no/such/folder" in run.stderr.splitlines()[-1]
-
-
-@pytest.mark.long
-def test_missing_model_under_a_web_server_is_503() -> None:
-    web = start("fastapi, uvicorn", MODEL="no/such/folder")
-    try:
-        path, body, _ = QUESTIONS["fastapi"]
-        status, answer = ask(web, path, body)
-        assert (status, answer) == (503, {"error": "the model could not be loaded"})
-        assert ask(web, "/health") == (503, {"status": "broken"})
-    finally:
-        web.kill()

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
 
 from service_streamer import ManagedModel, ThreadedStreamer
-from service_streamer.serve.http.admission import ServiceOptions
-from service_streamer.serve.http.app import create_app
-from service_streamer.serve.http.models import Models
-from service_streamer.serve.http.service import Service
+from service_streamer.serve.http.app import Models, create_app
+from service_streamer.serve.http.service import Service, ServiceOptions
 
 T = TypeVar("T")
 
@@ -108,12 +105,7 @@ class WebApplication:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

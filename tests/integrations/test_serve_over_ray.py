@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -15,11 +16,10 @@ import pytest
 from click.testing import CliRunner
 
 import service_streamer.serve.opening as opening
-from command_line import launched
+from command_line import invoke, launched
 from ray_nodes import RayNodes, printed
 from ray_stub import RayStub
 from serve_process import ROOT, Serving, environment, run, until
-from service_streamer.serve.cli.failures import reason
 from service_streamer.serve.cli.main import main
 
 
@@ -120,8 +120,8 @@ def test_several_web_processes_say_so_too(nodes: RayNodes) -> None:
     assert "; ConnectionError: there is no Ray cluster at '127.0.0.1:1' (" in said
 
 
-def open_over_ray(monkeypatch: pytest.MonkeyPatch, error: Exception, *, connects: bool) -> None:
-    """Build the streamer of a service over a Ray that raises this."""
+def replace_ray(monkeypatch: pytest.MonkeyPatch, error: Exception, *, connects: bool) -> None:
+    """A Ray that raises this, when a program connects or later."""
 
     def refuse(*_: object) -> None:
         raise error
@@ -131,9 +131,6 @@ def open_over_ray(monkeypatch: pytest.MonkeyPatch, error: Exception, *, connects
     stub.replace_ray(monkeypatch)
     monkeypatch.setattr("ray.put", refuse)
     monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
-    options = launched(monkeypatch, "serve", "--ray").options
-    target, pool = opening.pool_of_service(options)
-    opening.streamer_of(target, pool, "")
 
 
 @pytest.mark.parametrize(
@@ -149,16 +146,21 @@ def test_a_cluster_that_cannot_be_used_is_one_line(
     monkeypatch: pytest.MonkeyPatch, error: Exception, cause: Exception | None, says: str
 ) -> None:
     error.__cause__ = cause
-    with pytest.raises(opening.ClusterUnavailable) as caught:
-        open_over_ray(monkeypatch, error, connects=True)
-    assert reason(caught.value) == says
+    replace_ray(monkeypatch, error, connects=True)
+    for name in ("basicConfig", "captureWarnings"):  # of the whole process
+        monkeypatch.setattr(logging, name, lambda *_, **__: None)
+    done = invoke("serve", "--ray", "--port", "0")
+    assert done.exit_code == 3
+    assert done.output.splitlines()[-1] == f"service-streamer: --ray any: {says}"
 
 
 def test_an_error_of_the_users_code_says_nothing_of_the_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    replace_ray(monkeypatch, RuntimeError("CUDA driver too old"), connects=False)
+    target, pool = opening.pool_of_service(launched(monkeypatch, "serve", "--ray").options)
     with pytest.raises(RuntimeError, match="CUDA driver too old") as caught:
-        open_over_ray(monkeypatch, RuntimeError("CUDA driver too old"), connects=False)
+        opening.streamer_of(target, pool, "")
     assert not isinstance(caught.value, opening.ClusterUnavailable)
 
 

@@ -52,14 +52,10 @@ def test_serve_takes_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert float(stop) >= options.timeout + END_SECONDS
 
 
-def test_it_starts_again_what_another_start_can_help() -> None:
-    assert settings()["Restart"] == ["on-failure"]
-    [never] = settings()["RestartPreventExitStatus"]
-    usage, missing_package = 2, 5
-    assert {*map(int, never.split())} == {usage, missing_package}
-
-
-def test_only_the_service_gets_the_signal() -> None:
-    assert settings()["KillMode"] == ["mixed"]
-    assert "KillSignal" not in settings()  # SIGTERM
-    assert settings()["ExecReload"] == ["/bin/kill -HUP $MAINPID"]
+def test_it_ends_and_starts_again_as_serve_asks_for() -> None:
+    found = settings()
+    assert found["Restart"] == ["on-failure"]
+    assert found["RestartPreventExitStatus"] == ["2 5"], "wrong usage, and a missing package"
+    assert found["KillMode"] == ["mixed"], "only the service gets the signal"
+    assert "KillSignal" not in found  # SIGTERM
+    assert found["ExecReload"] == ["/bin/kill -HUP $MAINPID"]
