@@ -30,14 +30,12 @@ from service_streamer import (
     ThreadedStreamer,
     WorkerLost,
 )
-from service_streamer.batching.batcher import Batcher
-from service_streamer.engine.engine import Engine
 from service_streamer.observe.record import Call
-from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
-from service_streamer.testing import Gate, ManualClock, StubTransport
+from service_streamer.testing import Gate
 from service_streamer.workers.process import ProcessTransport
 from service_streamer.workers.protocol import FrameReader, FrameWriter
 from service_streamer.workers.worker_process import WorkerProcess
+from stub_engine import StubEngine
 
 Build = Callable[..., AnyStreamer]
 
@@ -117,22 +115,17 @@ class Watched:
 
 
 @pytest.fixture
-def sending() -> Iterator[tuple[Engine, StubTransport]]:
-    """An engine with a worker that takes batches of one item, two at a time."""
-    clock = ManualClock()
-    transport = StubTransport(clock)
-    batcher = Batcher(batch_size=1, max_latency=0.1)
-    engine = Engine(transport, batcher, Supervisor(1, RestartPolicy()), clock=clock)
-    engine.start()
-    transport.ready(0)
-    yield engine, transport
-    engine.close(drain=False, timeout=None)
+def sending() -> Iterator[StubEngine]:
+    """With a worker that takes batches of one item, two at a time."""
+    with StubEngine(batch_size=1) as made:
+        made.transport.ready(0)
+        yield made
 
 
 def test_a_thread_that_is_stopped_before_it_sends_is_not_overtaken(
-    sending: tuple[Engine, StubTransport],
+    sending: StubEngine,
 ) -> None:
-    engine, transport = sending
+    engine = sending.engine
     other = threading.Thread(target=lambda: engine.submit(Call(["second"], Future(engine))))
 
     def run_other() -> None:  # while this thread has a batch to send
@@ -141,13 +134,13 @@ def test_a_thread_that_is_stopped_before_it_sends_is_not_overtaken(
 
     engine.core.unsent = Interrupted(after=run_other)
     engine.submit(Call(["first"], Future(engine)))
-    assert [payloads for _, _, payloads in transport.sent] == [["first"], ["second"]]
+    assert sending.sent == [["first"], ["second"]]
 
 
 def test_a_thread_that_is_stopped_while_it_sends_is_not_overtaken(
-    sending: tuple[Engine, StubTransport], monkeypatch: pytest.MonkeyPatch
+    sending: StubEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, transport = sending
+    engine, transport = sending.engine, sending.transport
     engine.submit(Call(["zeroth"], Future(engine)))
     [lane] = engine.core.lanes.values()
     transport.echo(0)
@@ -166,28 +159,26 @@ def test_a_thread_that_is_stopped_while_it_sends_is_not_overtaken(
     monkeypatch.setattr(transport, "send", stopped)
     engine.submit(Call(["first"], Future(engine)))
     other.join()
-    sent = [payloads for _, _, payloads in transport.sent]
-    assert sent == [["zeroth"], ["first"], ["second"]]
+    assert sending.sent == [["zeroth"], ["first"], ["second"]]
 
 
 def test_a_finalizer_may_submit_while_its_thread_sends(
-    sending: tuple[Engine, StubTransport],
+    sending: StubEngine,
 ) -> None:
-    engine, transport = sending
+    engine = sending.engine
     engine.submit(Call(["zeroth"], Future(engine)))
     [lane] = engine.core.lanes.values()
-    transport.echo(0)
+    sending.transport.echo(0)
     finalizers = Call(["second"], Future(engine))
     lane.batches = Interrupted(before=lambda: engine.submit(finalizers))
     engine.submit(Call(["first"], Future(engine)))
-    sent = [payloads for _, _, payloads in transport.sent]
-    assert sent == [["zeroth"], ["first"], ["second"]]
+    assert sending.sent == [["zeroth"], ["first"], ["second"]]
 
 
 def test_two_finalizers_do_not_wait_for_each_other_s_locks(
-    sending: tuple[Engine, StubTransport], monkeypatch: pytest.MonkeyPatch
+    sending: StubEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, transport = sending
+    engine, transport = sending.engine, sending.transport
     core, send = engine.core, transport.send
     has_lock = threading.Event()
 
@@ -210,7 +201,7 @@ def test_two_finalizers_do_not_wait_for_each_other_s_locks(
     engine.submit(Call(["first"], Future(engine)))
     other.join()
     transport.await_that(lambda: len(transport.sent) == 2)
-    assert [payloads for _, _, payloads in transport.sent] == [["first"], ["second"]]
+    assert sending.sent == [["first"], ["second"]]
 
 
 def test_a_worker_whose_message_was_interrupted_is_given_up(
