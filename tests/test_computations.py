@@ -263,6 +263,23 @@ def test_the_timing_of_one_who_came_later_has_no_time_before_that() -> None:
     assert second.call.timing == Timing(0.0, 0.5, 2.0, 0.5, 0.75, 0.5, 1.0)
 
 
+def test_a_refused_computation_starts_again_for_callers_that_came_meanwhile() -> None:
+    flights = Flights()
+    submit, later = flights.backend.submit, []
+
+    def refuse(_: Call) -> None:
+        flights.backend.submit = submit  # type: ignore[method-assign]
+        later.append(flights.submit("a"))
+        raise Overloaded("no room")
+
+    flights.backend.submit = refuse  # type: ignore[method-assign]
+    with pytest.raises(Overloaded):
+        flights.submit("a")
+    assert [call.items for call in flights.open] == [["a"]]
+    flights.end(["A"])
+    assert later[0].outputs == ["A"]
+
+
 def test_who_has_more_time_than_the_next_is_tried_after_it() -> None:
     flights = Flights()
     outcomes = [flights.submit("ax")]
