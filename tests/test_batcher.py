@@ -247,14 +247,6 @@ def test_what_does_not_wait_cannot_be_withdrawn(has_lengths: bool) -> None:
     walk.batcher.check_invariants()
 
 
-def test_withdrawn_calls_do_not_pile_up_behind_a_hung_worker() -> None:
-    walk, before = Walk(), held_calls()
-    walk.submit("hangs")
-    for _ in range(1_000):
-        walk.batcher.call_withdrawn(walk.submit("late", timeout=20.0)[0])
-    assert len(held_calls()) - len(before) < 200
-
-
 def held_calls() -> list[Call]:
     """Calls that something still holds, those of other tests included."""
     gc.collect()
@@ -286,39 +278,6 @@ def warmed_up(callers: int = 4, max_latency: float = 0.1) -> Walk:
     walk.now += 0.02
     walk.done(batch, duration=0.02)
     return walk
-
-
-def test_expected_arrivals_are_waited_for_and_sent_as_soon_as_all_are_there() -> None:
-    walk = warmed_up()
-    walk.now += 0.0005  # sooner than usual: the others are not late yet
-    for i in range(3):
-        assert not walk.submit(i)[1]
-        assert walk.batcher.deadline < math.inf
-    assert payloads(walk.submit(3)[1]) == [[0, 1, 2, 3]]
-    assert walk.batcher.deadline == math.inf
-
-
-def test_arrivals_are_waited_for_no_longer_than_a_part_of_a_batch_takes() -> None:
-    walk = warmed_up()
-    answered_at = walk.now
-    walk.now += 0.0005
-    walk.submit("a")
-    assert answered_at + 0.0012 < walk.batcher.deadline < answered_at + 0.5 * 0.02
-    walk.now = walk.batcher.deadline
-    assert payloads(walk.checked(walk.batcher.time_passed(walk.now)).batches) == [["a"]]
-
-
-def test_max_latency_bounds_the_wait_from_the_oldest_arrival() -> None:
-    walk = warmed_up(max_latency=0.03)
-    walk.now += 0.0005
-    [batch] = [batch for i in range(4) for batch in walk.submit(i)[1]]
-    oldest = walk.now
-    walk.submit("a")
-    walk.now += 0.0255
-    walk.done(batch, duration=0.02)
-    walk.submit("b")
-    assert walk.batcher.deadline == pytest.approx(oldest + 0.03)
-    assert payloads(walk.pass_time().batches) == [["a", "b"]]
 
 
 def test_of_many_expected_calls_only_the_last_ones_are_decided_on(
@@ -533,17 +492,6 @@ def test_whoever_looks_much_too_late_gives_everybody_their_time_anew() -> None:
 # -- time that ends
 
 
-def test_a_call_that_expires_is_left_out_without_an_event() -> None:
-    walk = Walk(expired="expired")
-    _, [busy] = walk.submit("busy")
-    late = Call(["late"], None)
-    late.deadline = 1.0
-    walk.batcher.call_submitted(late, 0.0)
-    walk.now = 1.5
-    actions = walk.done(busy)
-    assert (actions.calls[1:], list(actions.batches)) == ([late], [])
-
-
 def overloaded() -> Walk:
     """One worker with two batches that nobody waits for; each takes a second, two with the wait."""
     walk = Walk(batch_size=2, expired="expired")
@@ -553,24 +501,6 @@ def overloaded() -> Walk:
         walk.done(walk.batcher.in_flight()[0])
     walk.batcher.call_withdrawn(filler)
     return walk
-
-
-def test_under_overload_calls_that_would_come_too_late_give_way() -> None:
-    walk = overloaded()
-    late = [walk.submit(name, timeout=2.4)[0] for name in "ef"]
-    in_time = [walk.submit(name, timeout=9.0)[0] for name in "ghi"]
-    actions = walk.done(walk.batcher.in_flight()[0])
-    assert payloads(list(actions.batches)) == [["g", "h"]]
-    assert [call.failure for call in late] == ["expired"] * 2
-    assert not any(call.is_over for call in in_time)
-
-
-def test_without_others_to_take_their_place_late_calls_are_tried_all_the_same() -> None:
-    walk = overloaded()
-    walk.submit("a", timeout=0.5)
-    for batch in walk.batcher.in_flight():
-        actions = walk.done(batch)
-    assert payloads(list(actions.batches)) == [["a"]]
 
 
 def test_what_a_backlog_took_says_nothing_about_the_next() -> None:
