@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import selectors
 import signal
 import threading
 import weakref
@@ -32,7 +33,6 @@ from service_streamer import (
 )
 from service_streamer.observe.record import Call
 from service_streamer.testing import Gate
-from service_streamer.workers.process import ProcessTransport
 from service_streamer.workers.protocol import FrameReader, FrameWriter
 from service_streamer.workers.worker_process import WorkerProcess
 from stub_engine import StubEngine
@@ -74,6 +74,18 @@ def test_predict_in_a_callback_is_refused_and_not_waited_for(gate: Gate) -> None
         streamer.submit([0]).add_done_callback(predict)
         gate.let_through()
         refused.wait()
+
+
+def failing_second_time(function: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
+    calls: list[Any] = []
+
+    def call(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise error
+        return function(*args)
+
+    return call
 
 
 class Interrupted(collections.deque[Any]):
@@ -210,7 +222,7 @@ def test_a_worker_whose_message_was_interrupted_is_given_up(
     with Streamer(models.echo, worker_num=2) as streamer:
         streamer.wait_ready()
         with monkeypatch.context() as patch:
-            patch.setattr("service_streamer.workers.process.pickle.dumps", _fail_second_time())
+            patch.setattr(pickle, "dumps", failing_second_time(pickle.dumps, KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
                 streamer.submit([1])
         while streamer.stats().restarts < 1:
@@ -270,36 +282,24 @@ def test_what_a_finalizer_writes_at_the_end_of_a_write_is_not_left_behind() -> N
         end.close()
 
 
-def _fail_second_time() -> Callable[..., bytes]:
-    dumps, calls = pickle.dumps, []
-
-    def fail_second_time(*args: Any) -> bytes:
-        calls.append(args)
-        if len(calls) == 2:  # the first pickles the item, the second the message
-            raise KeyboardInterrupt
-        return dumps(*args)
-
-    return fail_second_time
-
-
 # -- starting
-
-
-def _no_descriptor(*_: Any) -> int:
-    raise OSError(errno.EMFILE, "Too many open files")
 
 
 @pytest.mark.parametrize("where", ["dup", "register"])
 def test_a_start_that_fails_half_way_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
+    error = OSError(errno.EMFILE, "Too many open files")
+
+    def no_descriptor(*_: Any) -> int:
+        raise error
+
     if where == "dup":
-        monkeypatch.setattr(os, "pidfd_open", _no_descriptor)
-        monkeypatch.setattr(os, "dup", _no_descriptor)
-    else:
-        monkeypatch.setattr(
-            ProcessTransport, "_watch", lambda self, worker: _no_descriptor(), raising=True
-        )
+        monkeypatch.setattr(os, "pidfd_open", no_descriptor)
+        monkeypatch.setattr(os, "dup", no_descriptor)
+    else:  # the first is that of the end by which the thread is woken
+        register = failing_second_time(selectors.DefaultSelector.register, error)
+        monkeypatch.setattr(selectors.DefaultSelector, "register", register)
     with pytest.raises(OSError, match="Too many open files"):
         Streamer(models.echo, worker_num=2)
 
