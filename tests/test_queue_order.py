@@ -482,6 +482,34 @@ def test_call_of_a_tenant_is_hopeless_by_what_its_share_takes() -> None:
     assert ahead(line, "new") == pytest.approx(50, abs=2), "these have had no turn, too"
 
 
+@pytest.mark.parametrize(
+    ("waits", "new", "seconds", "expected"),
+    [
+        ({}, {}, 0.9, True),
+        ({}, {}, 1.1, False),
+        ({"priority": 1}, {"priority": 1}, 0.9, True),
+        ({}, {"priority": 1}, 0.9, False),
+        ({"seconds": 0.5, "has_deadline": True}, {"has_deadline": True}, 0.9, True),
+        ({"seconds": 9.0, "has_deadline": True}, {"has_deadline": True}, 0.9, False),
+        ({"tenant": "one"}, {"tenant": "one"}, 0.9, True),
+        ({"tenant": "one"}, {"tenant": "another"}, 0.9, False),
+    ],
+)
+@pytest.mark.parametrize("is_fair", [False, True], ids=["alike", "beside an urgent one"])
+def test_call_is_hopeless_if_what_goes_before_it_takes_too_long(
+    waits: dict[str, Any], new: dict[str, Any], seconds: float, expected: bool, is_fair: bool
+) -> None:
+    line = saturated()
+    for _ in range(99):  # and one that is left of those
+        line.add(**{"seconds": 100.0, **waits})
+    if is_fair:
+        line.add(priority=9)
+    call = Call(["new"], None)
+    call.precedence = Precedence(**new)
+    call.arrived_at, call.deadline = line.now, line.now + seconds
+    assert line.batcher.is_hopeless(call, line.now) == expected
+
+
 # -- nobody waits for ever
 
 #: Calls that wait when the one comes that must not wait for ever.
