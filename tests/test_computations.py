@@ -265,7 +265,8 @@ def test_the_timing_of_one_who_came_later_has_no_time_before_that() -> None:
 
 def test_a_refused_computation_starts_again_for_callers_that_came_meanwhile() -> None:
     flights = Flights()
-    submit, later = flights.backend.submit, []
+    later: list[Outcome] = []
+    submit = flights.backend.submit
 
     def refuse(_: Call) -> None:
         flights.backend.submit = submit  # type: ignore[method-assign]

@@ -290,16 +290,6 @@ def test_a_raising_callback_or_reply_hurts_nobody(
     assert "bad reply" in caplog.text
 
 
-def test_results_that_come_back_after_a_withdrawal_are_dropped(one: StubEngine) -> None:
-    one.transport.ready(0)
-    future = one.submit("a")
-    assert future.call is not None
-    one.engine.withdraw(future.call)
-    one.transport.echo()
-    assert not future.done()
-    assert one.engine.stats().in_flight == 0
-
-
 # -- starting
 
 

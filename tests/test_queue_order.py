@@ -108,16 +108,6 @@ class Line:
 # -- tables
 
 
-def test_ordinary_calls_go_by_arrival_and_are_split_where_a_batch_is_full() -> None:
-    line = Line(5)
-    for number in range(4):
-        line.add(number, 2)
-    batch = line.cut()
-    assert batch is not None
-    assert [span[1:] for span in batch.spans] == [(0, 2), (0, 2), (0, 1)]
-    assert line.order() == [2, 3, 3]
-
-
 def test_calls_that_wait_share_fairly_with_the_first_that_is_not_ordinary() -> None:
     line = Line()
     waiting = [line.add(number) for number in range(4)]
@@ -128,14 +118,6 @@ def test_calls_that_wait_share_fairly_with_the_first_that_is_not_ordinary() -> N
     line.add("next")
     line.add("and next")
     assert line.order() == ["next", "and next"]
-
-
-def test_higher_priority_goes_first_and_equal_ones_by_arrival() -> None:
-    line = Line()
-    for number in range(2):
-        for priority in (0, 2, -1):
-            line.add(f"{priority}{number}", priority=priority)
-    assert line.order() == ["20", "21", "00", "01", "-10", "-11"]
 
 
 def test_deadline_goes_before_any_priority_and_the_earlier_before_the_later() -> None:

@@ -44,7 +44,7 @@ class TestForms(Forms):
 
 
 def test_ten_thousand_items_from_fifty_threads_keep_their_order() -> None:
-    with Streamer(models.double, worker_num=4, worker_timeout=None) as streamer:
+    with Streamer(models.double, worker_num=2, worker_timeout=None) as streamer:
 
         def call(thread: int) -> None:
             for i in range(0, 200, 8):

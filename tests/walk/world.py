@@ -170,7 +170,7 @@ class World:
 
         The future of a quiet one has no callback: such are answered in another way.
         """
-        how = {"priority": priority, "tenant": tenant}
+        how: dict[str, Any] = {"priority": priority, "tenant": tenant}
 
         def begin(known: Known) -> None:
             if kind == "predict":
