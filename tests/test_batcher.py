@@ -73,11 +73,6 @@ def payloads(batches: list[BatchRecord]) -> list[list[Any]]:
     return [batch.payloads for batch in batches]
 
 
-def test_an_idle_worker_gets_a_lone_item_at_once() -> None:
-    _, batches = Walk().submit("a")
-    assert payloads(batches) == [["a"]]
-
-
 @pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_lone_call_is_cut_past_the_queue_as_it_would_be_from_it(
@@ -160,17 +155,6 @@ def test_a_lone_call_takes_few_function_calls() -> None:
     assert counted / 64 < 35
 
 
-def test_calls_that_come_at_the_same_time_share_a_batch() -> None:
-    walk = Walk()
-    for item in "abc":
-        assert not walk.submit(item, more=True)[1]
-    assert payloads(walk.checked(walk.batcher.calls_submitted(walk.now)).batches) == [
-        ["a", "b", "c"]
-    ]
-    sent = [batch for item in "defghi" for batch in walk.submit(item, more=True)[1]]
-    assert payloads(sent) == [["d", "e", "f", "g"]], "what is full need not wait"
-
-
 @pytest.mark.parametrize(
     ("slots", "expected"),
     [
@@ -217,38 +201,6 @@ def test_a_full_batch_is_sent_ahead_whatever_more_comes() -> None:
     assert payloads(walk.submit("c", more=True)[1]) == [["b", "c"]]
 
 
-def test_nothing_goes_to_a_worker_that_is_still_starting() -> None:
-    walk = Walk(ready=False)
-    assert not walk.submit("a")[1]
-    assert not walk.submit("b")[1]
-    assert payloads(walk.batcher.worker_ready(0, 0.0).batches) == [["a", "b"]]
-
-
-def test_items_gather_while_the_worker_is_busy_and_a_full_batch_goes_ahead() -> None:
-    walk = Walk()
-    _, [first] = walk.submit("a")
-    assert not walk.submit("b")[1]
-    assert not walk.submit("c", "d")[1], "three of four: it may still grow"
-    _, [ahead] = walk.submit("e", "f")
-    assert ahead.payloads == ["b", "c", "d", "e"]
-    assert not walk.submit(*"ghijkl")[1], "one running, one ahead: there is no more room"
-    assert payloads(walk.done(first).batches) == [["f", "g", "h", "i"]]
-
-
-def test_a_large_call_is_split_over_the_workers_and_completes_once() -> None:
-    walk = Walk(slots=2)
-    call, batches = walk.submit(*range(10))
-    assert payloads(batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [batch.slot for batch in batches] == [0, 1]
-    walk.now += 0.01
-    actions = walk.done(batches[1])
-    assert payloads(actions.batches) == [[8, 9]]
-    assert not actions.calls
-    assert not walk.done(batches[0]).calls
-    assert walk.done(actions.batches[0]).calls == [call]
-    assert call.outputs == [f"result of {item}" for item in range(10)]
-
-
 def test_work_goes_round_the_workers() -> None:
     walk = Walk(slots=3)
     used = []
@@ -257,26 +209,6 @@ def test_work_goes_round_the_workers() -> None:
         used.append(batch.slot)
         walk.done(batch)
     assert used == [0, 1, 2, 0, 1, 2]
-
-
-def test_batches_of_one_worker_may_come_back_in_any_order() -> None:
-    walk = Walk(batch_size=1)
-    one, [first] = walk.submit("a")
-    two, [ahead] = walk.submit("b")
-    assert walk.done(ahead).calls == [two]
-    assert walk.done(first).calls == [one]
-
-
-def test_a_call_that_is_alone_in_its_batch_fails_with_it() -> None:
-    walk = Walk(batch_size=2)
-    bad, [first] = walk.submit("bad", "item")
-    split, [ahead] = walk.submit("c", "d", "e")
-    actions = walk.failed(first)
-    assert actions.calls == [bad]
-    assert (bad.failure, bad.outputs) == ("why", [])
-    assert not split.is_over
-    assert walk.failed(ahead, "why too").calls == [split]
-    assert walk.batcher.is_empty, "what was left of it is not computed"
 
 
 def test_an_item_that_could_not_cross_fails_its_call_alone() -> None:
@@ -289,18 +221,6 @@ def test_an_item_that_could_not_cross_fails_its_call_alone() -> None:
     assert actions.calls == calls
     assert [call.failure for call in calls] == [None, "lost on the way", None]
     assert calls[2].outputs == ["result of c", "result of d"]
-
-
-def test_a_withdrawn_call_is_never_computed() -> None:
-    walk = Walk()
-    _, [first] = walk.submit("a")
-    gone, _ = walk.submit("b", "c")
-    walk.submit("d")
-    assert walk.batcher.call_withdrawn(gone)
-    assert not walk.batcher.call_withdrawn(gone)
-    walk.batcher.check_invariants()
-    assert gone.payloads == ()
-    assert payloads(walk.done(first).batches) == [["d"]]
 
 
 def test_a_call_that_is_partly_sent_cannot_be_cancelled_but_withdrawn() -> None:
@@ -327,26 +247,10 @@ def test_what_does_not_wait_cannot_be_withdrawn(has_lengths: bool) -> None:
     walk.batcher.check_invariants()
 
 
-def test_withdrawn_calls_do_not_pile_up_behind_a_hung_worker() -> None:
-    walk, before = Walk(), held_calls()
-    walk.submit("hangs")
-    for _ in range(1_000):
-        walk.batcher.call_withdrawn(walk.submit("late", timeout=20.0)[0])
-    assert len(held_calls()) - len(before) < 200
-
-
 def held_calls() -> list[Call]:
     """Calls that something still holds, those of other tests included."""
     gc.collect()
     return [each for each in gc.get_objects() if type(each) is Call]
-
-
-def test_an_unknown_batch_is_our_bug_and_changes_nothing() -> None:
-    walk = Walk()
-    walk.submit("a")
-    with pytest.raises(RuntimeError, match="our bug"):
-        walk.batcher.batch_returned(BatchReport(17, slot=0), 0.0)
-    walk.batcher.check_invariants()
 
 
 def warmed_up(callers: int = 4, max_latency: float = 0.1) -> Walk:
@@ -374,39 +278,6 @@ def warmed_up(callers: int = 4, max_latency: float = 0.1) -> Walk:
     walk.now += 0.02
     walk.done(batch, duration=0.02)
     return walk
-
-
-def test_expected_arrivals_are_waited_for_and_sent_as_soon_as_all_are_there() -> None:
-    walk = warmed_up()
-    walk.now += 0.0005  # sooner than usual: the others are not late yet
-    for i in range(3):
-        assert not walk.submit(i)[1]
-        assert walk.batcher.deadline < math.inf
-    assert payloads(walk.submit(3)[1]) == [[0, 1, 2, 3]]
-    assert walk.batcher.deadline == math.inf
-
-
-def test_arrivals_are_waited_for_no_longer_than_a_part_of_a_batch_takes() -> None:
-    walk = warmed_up()
-    answered_at = walk.now
-    walk.now += 0.0005
-    walk.submit("a")
-    assert answered_at + 0.0012 < walk.batcher.deadline < answered_at + 0.5 * 0.02
-    walk.now = walk.batcher.deadline
-    assert payloads(walk.checked(walk.batcher.time_passed(walk.now)).batches) == [["a"]]
-
-
-def test_max_latency_bounds_the_wait_from_the_oldest_arrival() -> None:
-    walk = warmed_up(max_latency=0.03)
-    walk.now += 0.0005
-    [batch] = [batch for i in range(4) for batch in walk.submit(i)[1]]
-    oldest = walk.now
-    walk.submit("a")
-    walk.now += 0.0255
-    walk.done(batch, duration=0.02)
-    walk.submit("b")
-    assert walk.batcher.deadline == pytest.approx(oldest + 0.03)
-    assert payloads(walk.pass_time().batches) == [["a", "b"]]
 
 
 def test_of_many_expected_calls_only_the_last_ones_are_decided_on(
@@ -454,14 +325,6 @@ def test_what_is_not_as_expected_is_decided_on(what: str) -> None:
     else:
         walk.now = due
         assert [batch.size for batch in walk.submit("late")[1]] == [4]
-
-
-def test_the_deadline_goes_with_the_last_that_waits() -> None:
-    walk = warmed_up()
-    call, _ = walk.submit("a")
-    walk.batcher.call_withdrawn(call)
-    walk.batcher.check_invariants()
-    assert walk.batcher.deadline == math.inf
 
 
 # -- whose fault it was
@@ -529,34 +392,28 @@ def test_item_at_fault_is_found_by_halves_and_fails_alone_if_it_may_run_again(
         assert walk.batcher.figures.retried_items == 8 + 4 + 2
 
 
-def test_one_bad_item_costs_two_model_calls_for_each_halving() -> None:
+@pytest.mark.parametrize(
+    ("bad", "most_runs"),
+    [
+        ([37], 1 + 2 * 6),  # two for each halving
+        ([0, 1], 1 + 22),
+        ([0, 63], 1 + 22),
+        ([17, 48], 1 + 22),
+        ([*range(64)], 2 * 64 - 1),
+    ],
+    ids=["one", "neighbours", "the ends", "two", "all"],
+)
+def test_bad_items_are_found_in_few_model_calls(bad: list[int], most_runs: int) -> None:
     walk = Walk(batch_size=64)
     names = [chr(0x100 + i) for i in range(64)]
     calls, batch = full_batch(walk, *names)
-    assert len(run_out(walk, [batch], raise_on=names[37])) == 1 + 2 * 6
-    assert sum(failure is not None for failure in failures(calls)) == 1
+    runs = run_out(walk, [batch], raise_on="".join(names[i] for i in bad))
+    assert len(runs) <= most_runs
+    assert [i for i, failure in enumerate(failures(calls)) if failure] == bad
+    assert walk.batcher.figures.isolated_calls == len(bad), "each with its own error"
 
 
-@pytest.mark.parametrize("pair", [(0, 1), (0, 63), (17, 48)])
-def test_two_bad_items_are_both_found(pair: tuple[int, int]) -> None:
-    walk = Walk(batch_size=64)
-    names = [chr(0x100 + i) for i in range(64)]
-    calls, batch = full_batch(walk, *names)
-    runs = run_out(walk, [batch], raise_on="".join(names[i] for i in pair))
-    assert len(runs) <= 1 + 22
-    assert [i for i, failure in enumerate(failures(calls)) if failure] == list(pair)
-
-
-def test_a_bad_model_is_called_twice_for_each_call_at_the_most() -> None:
-    walk = Walk(batch_size=64)
-    names = [chr(0x100 + i) for i in range(64)]
-    calls, batch = full_batch(walk, *names)
-    assert len(run_out(walk, [batch], raise_on="".join(names))) == 2 * 64 - 1
-    assert failures(calls) == ["why"] * 64
-    assert walk.batcher.figures.isolated_calls == 64, "each with its own"
-
-
-def test_calls_are_parted_and_not_the_items_of_one() -> None:
+def test_calls_are_parted_and_the_items_of_one_only_after_a_death() -> None:
     walk = Walk(batch_size=4)
     _, [busy] = walk.submit("busy")
     bad, _ = walk.submit("a", "b")
@@ -564,9 +421,6 @@ def test_calls_are_parted_and_not_the_items_of_one() -> None:
     walk.done(busy)
     assert run_out(walk, [batch], raise_on="a") == ["abcd", "ab", "cd"]
     assert failures([bad, good]) == ["why", None]
-
-
-def test_the_items_of_one_large_call_are_parted_after_a_death() -> None:
     walk = Walk(batch_size=4)
     call, [batch] = walk.submit(*"abcd")
     assert run_out(walk, [batch], die_on="c") == ["abcd", "ab", "cd", "c"]
@@ -626,17 +480,6 @@ def test_neighbour_of_a_call_that_is_over_is_not_blamed_for_it(has_died: bool) -
     assert good.failure is None
 
 
-def test_a_worker_that_answers_and_dies_gets_nothing_in_between() -> None:
-    walk = Walk(batch_size=1, slots=1)
-    _, [running] = walk.submit("a")
-    walk.submit("ahead")
-    waiting, _ = walk.submit("waits")
-    walk.batcher.worker_dying(0)
-    assert not walk.done(running).batches
-    walk.lost(0)
-    assert waiting.pending == 1
-
-
 def test_whoever_looks_much_too_late_gives_everybody_their_time_anew() -> None:
     walk = Walk(batch_size=1, batch_timeout=10.0)
     walk.submit("a")
@@ -649,36 +492,6 @@ def test_whoever_looks_much_too_late_gives_everybody_their_time_anew() -> None:
 # -- time that ends
 
 
-def test_an_expired_call_is_never_computed() -> None:
-    walk = Walk(expired="expired")
-    _, [busy] = walk.submit("busy")
-    late, _ = walk.submit("late", timeout=1.0)
-    in_time, _ = walk.submit("in time", timeout=3.0)
-    actions = walk.pass_time()
-    assert (walk.now, actions.calls, late.failure) == (1.0, [late], "expired")
-    assert payloads(list(walk.done(busy).batches)) == [["in time"]]
-    assert not in_time.is_over
-    assert walk.batcher.figures.expired_calls == 1
-
-
-def test_a_watched_call_expires_with_a_worker_too() -> None:
-    walk = Walk(expired="expired")
-    call, [batch] = walk.submit("a", timeout=1.0)
-    assert walk.pass_time().calls == [call]
-    assert not walk.done(batch).calls
-
-
-def test_a_call_that_expires_is_left_out_without_an_event() -> None:
-    walk = Walk(expired="expired")
-    _, [busy] = walk.submit("busy")
-    late = Call(["late"], None)
-    late.deadline = 1.0
-    walk.batcher.call_submitted(late, 0.0)
-    walk.now = 1.5
-    actions = walk.done(busy)
-    assert (actions.calls[1:], list(actions.batches)) == ([late], [])
-
-
 def overloaded() -> Walk:
     """One worker with two batches that nobody waits for; each takes a second, two with the wait."""
     walk = Walk(batch_size=2, expired="expired")
@@ -688,24 +501,6 @@ def overloaded() -> Walk:
         walk.done(walk.batcher.in_flight()[0])
     walk.batcher.call_withdrawn(filler)
     return walk
-
-
-def test_under_overload_calls_that_would_come_too_late_give_way() -> None:
-    walk = overloaded()
-    late = [walk.submit(name, timeout=2.4)[0] for name in "ef"]
-    in_time = [walk.submit(name, timeout=9.0)[0] for name in "ghi"]
-    actions = walk.done(walk.batcher.in_flight()[0])
-    assert payloads(list(actions.batches)) == [["g", "h"]]
-    assert [call.failure for call in late] == ["expired"] * 2
-    assert not any(call.is_over for call in in_time)
-
-
-def test_without_others_to_take_their_place_late_calls_are_tried_all_the_same() -> None:
-    walk = overloaded()
-    walk.submit("a", timeout=0.5)
-    for batch in walk.batcher.in_flight():
-        actions = walk.done(batch)
-    assert payloads(list(actions.batches)) == [["a"]]
 
 
 def test_what_a_backlog_took_says_nothing_about_the_next() -> None:
@@ -739,15 +534,6 @@ def test_deadlines_do_not_keep_calls_that_are_over() -> None:
 
 
 # -- bounds
-
-
-def test_max_pending_bounds_what_waits_and_not_what_is_computed() -> None:
-    walk = Walk(max_pending=3)
-    assert walk.batcher.has_room_for(3)
-    walk.submit("busy")
-    walk.submit("a", "b")
-    assert walk.batcher.has_room_for(1)
-    assert not walk.batcher.has_room_for(2)
 
 
 def test_a_worker_that_takes_too_long_is_given_up_once() -> None:
@@ -812,33 +598,6 @@ def test_what_was_with_a_lost_host_is_run_again_as_it_was() -> None:
 # -- retiring
 
 
-def test_a_retiring_worker_finishes_what_it_holds_and_gets_no_more() -> None:
-    walk = Walk(batch_size=1, slots=2)
-    _, [first] = walk.submit("a")
-    assert not walk.checked(walk.batcher.worker_retiring(first.slot, walk.now)).vacant
-    assert walk.submit("b")[1][0].slot == 1 - first.slot
-    assert list(walk.done(first).vacant) == [first.slot]
-    walk.lost(first.slot)
-    assert walk.submit("c")[1][0].slot == 1 - first.slot
-
-
-def test_a_worker_that_was_retiring_and_is_kept_takes_what_waits() -> None:
-    walk = Walk(batch_size=1, max_attempts=1)
-    _, [first] = walk.submit("a")
-    walk.batcher.worker_retiring(0, walk.now)
-    walk.submit("b")
-    assert not walk.checked(walk.batcher.worker_kept(0, walk.now)).batches, "it is busy"
-    actions = walk.done(first)
-    assert (payloads([*actions.batches]), actions.vacant) == ([["b"]], ())
-
-
-def test_a_vacant_worker_that_is_kept_takes_what_waits_at_once() -> None:
-    walk = Walk()
-    walk.batcher.worker_retiring(0, walk.now)
-    walk.submit("a")
-    assert payloads([*walk.checked(walk.batcher.worker_kept(0, walk.now)).batches]) == [["a"]]
-
-
 @pytest.mark.parametrize("is_ended", [True, False])
 def test_a_worker_that_is_ended_since_it_hangs_is_not_kept(is_ended: bool) -> None:
     walk = Walk(batch_size=1, batch_timeout=BatchBound(fixed=1.0, ends=is_ended))
@@ -860,12 +619,6 @@ def test_a_worker_that_is_ended_since_it_hung_is_not_kept_for_what_it_reports_la
     assert walk.pass_time().hung
     walk.done(first)
     assert not walk.checked(walk.batcher.worker_kept(0, walk.now)).batches
-
-
-def test_an_idle_worker_is_vacant_at_once() -> None:
-    walk = Walk()
-    assert list(walk.checked(walk.batcher.worker_retiring(0, walk.now)).vacant) == [0]
-    assert not walk.submit("a")[1]
 
 
 # -- calls without hope

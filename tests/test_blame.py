@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from service_streamer import ModelError, SharedBatchError, ThreadedStreamer
-from service_streamer.serve.http.refusals import refusal
 from service_streamer.testing import Gate
+from web_application import WebApplication
 
 
 def error_of_a_shared_batch(text: str, gate: Gate) -> Any:
@@ -40,8 +41,22 @@ def test_error_tells_the_kind_of_the_exception_and_not_its_text(text: str, gate:
     assert error.__context__ is None
 
 
-def test_innocent_request_is_asked_to_try_again(gate: Gate) -> None:
-    told = refusal(error_of_a_shared_batch("secret", gate), debug=False)
-    assert told.status == 503
-    assert (b"retry-after", b"1") in told.headers
-    assert b"ValueError" not in told.body
+def test_innocent_request_is_asked_to_try_again() -> None:
+    def predict(batch: list[Any]) -> list[Any]:
+        raise ValueError(f"secret of {len(batch)}")
+
+    def without_retries(model: Any) -> ThreadedStreamer:
+        return ThreadedStreamer(model, retry=False)
+
+    with WebApplication(predict, kind=without_retries) as application:
+
+        async def ask_together() -> Any:
+            return await asyncio.gather(
+                *(application.send("/predict", {"inputs": n}) for n in "ab")
+            )
+
+        answers = application.run(ask_together())
+    for told in answers:
+        assert told.status_code == 503
+        assert told.headers["retry-after"] == "1"
+        assert "ValueError" not in told.text

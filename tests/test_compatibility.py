@@ -36,14 +36,14 @@ def test_quick_start() -> None:
 
 
 def test_distributed_gpu_worker() -> None:
-    streamer = Streamer(Model().predict, 64, 0.1, worker_num=4)
+    streamer = Streamer(Model().predict, 64, 0.1, worker_num=2)
     assert streamer.predict(BATCH) == [4, 2, 3]
     streamer.destroy_workers()
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_managed_model_on_four_devices() -> None:
-    streamer = Streamer(ManagedLengthModel, 64, 0.1, worker_num=4, cuda_devices=(0, 1, 2, 3))
+def test_managed_model_on_two_devices() -> None:
+    streamer = Streamer(ManagedLengthModel, 64, 0.1, worker_num=2, cuda_devices=(0, 1))
     assert streamer.predict(BATCH) == [4, 2, 3]
     streamer.destroy_workers()
 

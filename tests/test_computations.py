@@ -1,4 +1,4 @@
-"""Who is answered by whose computation: the decisions of single flight, without threads."""
+"""Who is answered by whose computation: single flight over a stub of a backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from service_streamer import Overloaded, PredictTimeout, StreamerError, Timing
 from service_streamer.observe.record import ORDINARY, Call, Precedence
-from service_streamer.share.computations import Caller, Computation, Computations, Ending
 from service_streamer.share.single_flight import SingleFlight
 from service_streamer.testing import ManualClock
 from service_streamer.workers.protocol import Failure
@@ -32,286 +31,6 @@ class AcceptedCall:
         self.timing: Timing | None = None
 
 
-class Walk:
-    """Computations at a time that stands still, with invariants after every step."""
-
-    def __init__(self, **options: Any) -> None:
-        self.computations = Computations(**options)
-        self.now = 0.0
-
-    def join(
-        self, keys: str, timeout: float = math.inf, precedence: Precedence = ORDINARY
-    ) -> tuple[Caller, Computation | None]:
-        """A call for items whose keys are letters; "-" is one that has none."""
-        caller = Caller(len(keys), None, self.now + timeout, precedence)
-        known = [None if key == "-" else key.encode() for key in keys]
-        computation = self.computations.join(caller, known, keys, self.now).computation
-        if computation is not None:
-            computation.accepted = AcceptedCall(computation.items, None, computation.until)
-        self.computations.check_invariants()
-        return caller, computation
-
-    def answer(self, computation: Computation) -> list[Caller]:
-        complete = self.computations.answered(
-            computation, [item.upper() for item in computation.items]
-        )
-        self.computations.check_invariants()
-        return complete
-
-    def fail(self, computation: Computation, **how: Any) -> tuple[list[Caller], list[Computation]]:
-        outcome = self.computations.failed(computation, self.now, **how)
-        self.computations.check_invariants()
-        return list(outcome.failed), list(outcome.restarted)
-
-    def leave(self, caller: Caller) -> list[Computation]:
-        abandoned = self.computations.leave(caller)
-        self.computations.check_invariants()
-        return abandoned
-
-
-def lead(walk: Walk, *args: Any) -> tuple[Caller, Computation]:
-    caller, computation = walk.join(*args)
-    assert computation is not None
-    return caller, computation
-
-
-def test_only_what_is_not_in_flight_is_submitted() -> None:
-    walk = Walk()
-    first, computation = lead(walk, "aab")
-    assert computation.items == ["a", "b"]
-    second, rest = lead(walk, "bc")
-    assert rest.items == ["c"]
-    assert walk.answer(computation) == [first]
-    assert first.outputs == ["A", "A", "B"]
-    assert walk.answer(rest) == [second]
-    assert second.outputs == ["B", "C"]
-    assert walk.computations.deduplicated == 2
-    assert not len(walk.computations)
-
-
-def test_items_without_a_key_are_nobodys_but_ones_own() -> None:
-    walk = Walk()
-    assert lead(walk, "--")[1].items == ["-", "-"]
-    assert lead(walk, "-")[1].items == ["-"]
-
-
-def test_a_flight_goes_on_while_anybody_waits_for_it() -> None:
-    walk = Walk()
-    first, computation = lead(walk, "ab")
-    second, none = walk.join("b")
-    assert none is None
-    assert walk.leave(first) == []
-    assert walk.leave(first) == [], "once only"
-    third, none = walk.join("a")
-    assert none is None, "what is in flight is, whoever it was for"
-    assert walk.leave(second) == []
-    assert walk.leave(third) == [computation]
-    assert lead(walk, "a")[1] is not computation
-    assert walk.answer(computation) == []
-
-
-def test_a_caller_of_all_items_fails_with_the_computation() -> None:
-    walk = Walk()
-    first, computation = lead(walk, "aab")
-    second, _ = walk.join("ba")
-    assert walk.fail(computation) == ([first, second], [])
-    assert not len(walk.computations)
-
-
-def test_who_waits_for_a_part_of_it_has_that_computed_by_itself() -> None:
-    walk = Walk()
-    first, computation = lead(walk, "abc")
-    second, own = walk.join("bcd")
-    assert own is not None
-    third, _ = walk.join("c")
-    failed, restarted = walk.fail(computation)
-    assert failed == [first]
-    assert [again.items for again in restarted] == [["b"], ["c"]]
-    assert walk.fail(restarted[0]) == ([second], [])
-    assert own.is_over, "nobody waits for it any more"
-    assert walk.answer(restarted[1]) == [third]
-    assert third.outputs == ["C"]
-    assert not len(walk.computations)
-
-
-def test_nothing_is_computed_again_for_a_model_that_must_not_run_twice() -> None:
-    walk = Walk(may_rerun=False)
-    first, computation = lead(walk, "ab")
-    second, _ = walk.join("b")
-    outcome = walk.computations.failed(computation, walk.now)
-    assert outcome == ([first], [second], [], [])
-    assert second.is_over, "it fails as well, but not of what may be about the item of another"
-
-
-def test_what_is_too_late_for_the_first_caller_starts_again_for_the_others() -> None:
-    walk = Walk()
-    first, computation = lead(walk, "a", 1.0, URGENT)
-    second, none = walk.join("a", 3.0, URGENT)
-    third, none = walk.join("a", 2.0, URGENT)
-    assert none is None
-    failed, (again,) = walk.fail(computation, ending=Ending.LATE)
-    assert failed == [first]
-    assert (again.due, again.until, again.precedence) == (2.0, 2.0, URGENT)
-    failed, (last,) = walk.fail(again, ending=Ending.LATE)
-    assert failed == [third]
-    assert walk.fail(last, ending=Ending.LATE) == ([second], [])
-
-
-def test_one_flight_for_all_whose_time_is_no_order() -> None:
-    walk = Walk()
-    _, computation = lead(walk, "a", 1.0)
-    walk.join("a", 3.0)
-    walk.join("a", 2.0)
-    _, (again,) = walk.fail(computation, ending=Ending.LATE)
-    assert again.until == 3.0
-
-
-def test_a_refused_computation_starts_again_for_callers_that_came_meanwhile() -> None:
-    walk = Walk()
-    walk.join("b")
-    first, computation = lead(walk, "ab")
-    second, _ = walk.join("a")
-    assert walk.computations.refused(computation, first) == []
-    assert walk.fail(computation) == ([second], [])
-    assert len(walk.computations) == 1
-
-
-def test_refused_alone_it_leaves_nothing_behind() -> None:
-    walk = Walk()
-    _, other = lead(walk, "b")
-    first, computation = lead(walk, "ab")
-    assert walk.computations.refused(computation, first) == []
-    assert computation.is_over
-    assert other.caller_count == 1
-    assert len(walk.computations) == 1
-
-
-#: What has, what wants, and whether it joins; both have a second, or what is said.
-TABLE = [
-    (ORDINARY, ORDINARY, True),
-    (Precedence(1), ORDINARY, True),
-    (ORDINARY, Precedence(1), False),
-    (Precedence(1), Precedence(1), True),
-    (Precedence(0, "a"), Precedence(0, "a"), True),
-    (Precedence(0, "a"), ORDINARY, False),
-    (ORDINARY, Precedence(0, "a"), False),
-    (URGENT, ORDINARY, True),
-    (URGENT, Precedence(5), True),
-    (URGENT, URGENT, True),
-    (ORDINARY, URGENT, False),
-    (Precedence(5), URGENT, False),
-]
-
-
-@pytest.mark.parametrize(("has", "wants", "joins"), TABLE)
-def test_a_caller_joins_what_serves_as_well_as_its_own(
-    has: Precedence, wants: Precedence, joins: bool
-) -> None:
-    walk = Walk()
-    _, computation = lead(walk, "a", 1.0, has)
-    _, own = walk.join("a", 1.0, wants)
-    assert (own is None) == joins
-    if own is not None:
-        assert walk.join("a", 1.0, wants)[1] is None, "which others join then"
-    computation.accepted.is_running = True
-    assert walk.join("a", 1.0, has)[1] is None
-    assert walk.join("a", 1.0, wants)[1] is None
-
-
-def test_what_is_with_a_worker_serves_everybody() -> None:
-    walk = Walk()
-    _, computation = lead(walk, "a", 5.0)
-    computation.accepted.is_running = True
-    assert walk.join("a", 1.0, Precedence(9, "other", has_deadline=True))[1] is None
-
-
-def test_a_nearer_deadline_does_not_board_a_later_one() -> None:
-    walk = Walk()
-    lead(walk, "a", 2.0, URGENT)
-    assert walk.join("a", 3.0, URGENT)[1] is None
-    assert walk.join("a", 1.0, URGENT)[1] is not None
-
-
-def test_only_a_flight_whose_order_is_not_its_time_is_extended() -> None:
-    walk = Walk()
-    _, computation = lead(walk, "a", 1.0)
-    late = Caller(1, None, 2.0)
-    assert walk.computations.join(late, [b"a"], "a", 0.5).outlived == [computation]
-    lead(walk, "b", 1.0, URGENT)
-    late = Caller(1, None, 2.0, URGENT)
-    assert walk.computations.join(late, [b"b"], "b", 0.5).outlived == []
-
-
-@pytest.mark.parametrize("precedence", [ORDINARY, URGENT])
-def test_what_cannot_be_extended_is_kept_for_longer_from_the_start(precedence: Precedence) -> None:
-    walk = Walk(can_extend=False, slack=2.0)
-    _, computation = lead(walk, "a", 10.0, precedence)
-    assert (computation.due, computation.until) == (10.0, 20.0)
-    walk.now = 9.0
-    assert walk.join("a", 10.0, precedence)[1] is None
-    walk.now = 11.0
-    assert walk.join("a", 10.0, precedence)[1] is not None
-    assert walk.join("b")[1] is not None
-    assert walk.join("b", 10.0)[1] is None
-
-
-def test_the_cache_answers_later_ones_and_keeps_no_failure() -> None:
-    cache: dict[bytes, Any] = {}
-    walk = Walk(cache=cache)
-    _, computation = lead(walk, "ab-")
-    walk.answer(computation)
-    assert cache == {b"a": "A", b"b": "B"}
-    caller = Caller(3, None, math.inf)
-    boarding = walk.computations.join(caller, [b"a", b"b", b"a"], "aba", 0.0)
-    assert boarding.is_complete
-    assert boarding.computation is None
-    assert caller.outputs == ["A", "B", "A"]
-    assert walk.computations.cached == 3
-    caller, computation = lead(walk, "ac")
-    assert computation.items == ["c"]
-    walk.fail(computation)
-    assert lead(walk, "c")[1].items == ["c"]
-
-
-def test_what_was_in_flight_when_the_cache_was_cleared_does_not_come_into_it() -> None:
-    walk = Walk(cache={})
-    _, computation = lead(walk, "a")
-    walk.computations.forget()
-    walk.answer(computation)
-    _, again = lead(walk, "a")
-    walk.answer(again)
-    assert walk.join("a")[1] is None
-
-
-def test_outputs_that_several_get_are_marked() -> None:
-    walk = Walk(shared=lambda output: f"shared {output}")
-    first, computation = lead(walk, "aab")
-    walk.answer(computation)
-    assert first.outputs == ["shared A", "shared A", "B"]
-
-
-def test_callers_that_try_again_and_again_do_not_fill_up_a_computation() -> None:
-    walk = Walk()
-    _, computation = lead(walk, "a")
-    for _ in range(1000):
-        walk.leave(walk.join("a")[0])
-    assert len(computation.waiting[0]) < 100
-
-
-def test_the_timing_of_one_who_came_later_has_no_time_before_that() -> None:
-    walk = Walk()
-    first, computation = lead(walk, "a")
-    walk.now = 1.5
-    second, _ = walk.join("a")
-    computation.accepted.timing = Timing(1.0, 1.0, 2.0, 0.5, 2.25, 0.5, 1.0)
-    walk.computations.answered(computation, ["A"], computation.accepted)
-    assert first.timing == Timing(1.0, 1.0, 2.0, 0.5, 2.25, 0.5, 1.0)
-    assert second.timing == Timing(0.0, 0.5, 2.0, 0.5, 0.75, 0.5, 1.0)
-
-
-# -- in any order
-
-
 class Outcome:
     """A reply that notes how often it was called."""
 
@@ -328,24 +47,6 @@ class Outcome:
     def fail(self, failure: Failure) -> None:
         self.times += 1
         self.failure = failure
-
-
-def test_who_has_more_time_than_the_next_is_tried_after_it() -> None:
-    clock = ManualClock()
-    backend = StubBackend(clock)
-    single = SingleFlight(backend, extend=backend.extend, clock=clock)
-    outcomes = [Outcome() for _ in range(3)]
-    single.submit(Call("ax", outcomes[0]))
-    backend.open[0].is_running = True
-    single.submit(Call("a", outcomes[1], 1, URGENT))
-    single.submit(Call("a", outcomes[2]))
-    clock.advance(2)
-    backend.over(computation := backend.open[0])
-    computation.reply.fail(Failure(KeyError("x")))
-    errors = [each.failure and type(each.failure.exception()) for each in outcomes]
-    assert errors == [KeyError, PredictTimeout, None]
-    backend.open[0].reply.complete(["A"])
-    assert outcomes[2].outputs == ["A"]
 
 
 class StubBackend:
@@ -421,6 +122,179 @@ class StubBackend:
     def close(self, *, drain: bool, timeout: float | None) -> None:
         pass
 
+
+class Flights:
+    """Single flight over that backend, at a time that stands still.
+
+    Attributes:
+        open: what the backend is at.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.clock = ManualClock()
+        self.backend = StubBackend(self.clock)
+        self.open = self.backend.open
+        options = {"extend": self.backend.extend, **options}
+        self.single = SingleFlight(self.backend, clock=self.clock, **options)
+
+    def submit(
+        self, items: str, timeout: float | None = None, precedence: Precedence = ORDINARY
+    ) -> Outcome:
+        """A call for items that are letters."""
+        outcome = Outcome()
+        self.single.submit(Call(items, outcome, timeout, precedence))
+        self.single.computations.check_invariants()
+        return outcome
+
+    def end(self, what: list[Any] | Exception) -> None:
+        """The first call comes back."""
+        call = self.open[0]
+        self.backend.over(call)
+        if isinstance(what, Exception):
+            call.reply.fail(Failure(what))
+        else:
+            call.reply.complete(what)
+        self.single.computations.check_invariants()
+
+
+#: What has, what wants, and whether it joins; both have a second, or what is said.
+TABLE = [
+    (ORDINARY, ORDINARY, True),
+    (Precedence(1), ORDINARY, True),
+    (ORDINARY, Precedence(1), False),
+    (Precedence(1), Precedence(1), True),
+    (Precedence(0, "a"), Precedence(0, "a"), True),
+    (Precedence(0, "a"), ORDINARY, False),
+    (ORDINARY, Precedence(0, "a"), False),
+    (URGENT, ORDINARY, True),
+    (URGENT, Precedence(5), True),
+    (URGENT, URGENT, True),
+    (ORDINARY, URGENT, False),
+    (Precedence(5), URGENT, False),
+]
+
+
+@pytest.mark.parametrize(("has", "wants", "joins"), TABLE)
+def test_a_caller_joins_what_serves_as_well_as_its_own(
+    has: Precedence, wants: Precedence, joins: bool
+) -> None:
+    flights = Flights()
+    flights.submit("a", 1.0, has)
+    flights.submit("a", 1.0, wants)
+    assert len(flights.open) == 2 - joins
+    flights.submit("a", 1.0, wants)
+    assert len(flights.open) == 2 - joins, "it joins what came before for such a one"
+    flights.open[0].is_running = True
+    for precedence in (has, wants, Precedence(9, "other", has_deadline=True)):
+        flights.submit("a", 1.0, precedence)
+    assert len(flights.open) == 2 - joins, "what is with a worker serves everybody"
+
+
+def test_a_nearer_deadline_does_not_board_a_later_one() -> None:
+    flights = Flights()
+    flights.submit("a", 2.0, URGENT)
+    flights.submit("a", 3.0, URGENT)
+    assert len(flights.open) == 1
+    flights.submit("a", 1.0, URGENT)
+    assert len(flights.open) == 2
+
+
+@pytest.mark.parametrize(("precedence", "until"), [(ORDINARY, 2.0), (URGENT, 1.0)])
+def test_only_a_flight_whose_order_is_not_its_time_is_extended(
+    precedence: Precedence, until: float
+) -> None:
+    flights = Flights()
+    flights.submit("a", 1.0, precedence)
+    flights.submit("a", 2.0, precedence)
+    assert [call.deadline for call in flights.open] == [until]
+
+
+def test_what_could_not_be_extended_in_time_starts_again_for_all_whose_time_is_no_order() -> None:
+    flights = Flights(extend=lambda *_: False)
+    outcomes = [flights.submit("a", seconds) for seconds in (1.0, 3.0, 2.0)]
+    flights.clock.advance(1.0)
+    flights.end(PredictTimeout("too late"))
+    assert [outcome.times for outcome in outcomes] == [1, 0, 0]
+    assert [call.deadline for call in flights.open] == [3.0]
+
+
+@pytest.mark.parametrize("precedence", [ORDINARY, URGENT])
+def test_what_cannot_be_extended_is_kept_for_longer_from_the_start(precedence: Precedence) -> None:
+    flights = Flights(extend=None, slack=2.0)
+    flights.submit("a", 10.0, precedence)
+    assert [call.deadline for call in flights.open] == [20.0]
+    for now, keys, calls in ((9.0, "a", 1), (11.0, "a", 2)):
+        flights.clock.advance(now - flights.clock())
+        flights.submit(keys, 10.0, precedence)
+        assert len(flights.open) == calls
+    flights.submit("b")
+    flights.submit("b", 10.0)
+    assert len(flights.open) == 3
+
+
+def test_what_was_in_flight_when_the_cache_was_cleared_does_not_come_into_it() -> None:
+    flights = Flights(cache={})
+    for is_cleared in (True, False):
+        flights.submit("a")
+        if is_cleared:
+            flights.single.forget()
+        flights.end(["A"])
+    assert flights.submit("a").outputs == ["A"]
+    assert flights.open == []
+
+
+def test_callers_that_try_again_and_again_do_not_fill_up_a_computation() -> None:
+    flights = Flights()
+    flights.submit("a")
+    for _ in range(1000):
+        flights.single.withdraw(flights.submit("a").call)
+    [call] = flights.open
+    assert len(call.reply.waiting[0]) < 100
+
+
+def test_the_timing_of_one_who_came_later_has_no_time_before_that() -> None:
+    flights = Flights()
+    first = flights.submit("a")
+    flights.clock.advance(1.5)
+    second = flights.submit("a")
+    flights.open[0].timing = Timing(1.0, 1.0, 2.0, 0.5, 2.25, 0.5, 1.0)
+    flights.end(["A"])
+    assert first.call.timing == Timing(1.0, 1.0, 2.0, 0.5, 2.25, 0.5, 1.0)
+    assert second.call.timing == Timing(0.0, 0.5, 2.0, 0.5, 0.75, 0.5, 1.0)
+
+
+def test_a_refused_computation_starts_again_for_callers_that_came_meanwhile() -> None:
+    flights = Flights()
+    later: list[Outcome] = []
+    submit = flights.backend.submit
+
+    def refuse(_: Call) -> None:
+        flights.backend.submit = submit  # type: ignore[method-assign]
+        later.append(flights.submit("a"))
+        raise Overloaded("no room")
+
+    flights.backend.submit = refuse  # type: ignore[method-assign]
+    with pytest.raises(Overloaded):
+        flights.submit("a")
+    assert [call.items for call in flights.open] == [["a"]]
+    flights.end(["A"])
+    assert later[0].outputs == ["A"]
+
+
+def test_who_has_more_time_than_the_next_is_tried_after_it() -> None:
+    flights = Flights()
+    outcomes = [flights.submit("ax")]
+    flights.open[0].is_running = True
+    outcomes += [flights.submit("a", 1, URGENT), flights.submit("a")]
+    flights.clock.advance(2)
+    flights.end(KeyError("x"))
+    errors = [each.failure and type(each.failure.exception()) for each in outcomes]
+    assert errors == [KeyError, PredictTimeout, None]
+    flights.end(["A"])
+    assert outcomes[2].outputs == ["A"]
+
+
+# -- in any order
 
 BAD = {"x"}
 PRECEDENCES = st.sampled_from(

@@ -72,7 +72,7 @@ def test_exact_line_is_found_after_a_few_batches(base: float, per_unit: float) -
     assert model.duration(1) == pytest.approx(base + per_unit, rel=5e-2, abs=1e-2 * per_unit)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_noisy_line_is_found_about(seed: int) -> None:
     rng = random.Random(seed)
     costs = [rng.randint(1, 64) for _ in range(300)]
@@ -228,7 +228,7 @@ def knee(at: int, base: float = 0.002, factor: float = 3.0) -> Callable[[int], f
     return lambda size: base + 0.001 * (min(size, at) + factor * max(0, size - at))
 
 
-@pytest.mark.parametrize("at", [3, 4, 6, 8, 11, 16, 32])
+@pytest.mark.parametrize("at", [3, 6, 11, 32])
 def test_size_beyond_which_a_device_slows_down_is_found(at: int) -> None:
     worker = Full(knee(at))
     worker.compute(*[1, 2, 3, 4, 6, 8] * 3)
@@ -252,7 +252,7 @@ def test_where_larger_is_not_slower_batches_are_full(curve: Callable[[int], floa
     assert len(worker.sizes) > 1, "and there are some all the same"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("curve", "noise", "most_small"),
     [
@@ -274,7 +274,7 @@ def test_noise_is_not_taken_for_a_knee(
     assert worker.sizes[64] > (1.0 - most_small) * 2000
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_knee_is_found_in_spite_of_noise(seed: int) -> None:
     rng, curve = random.Random(seed), knee(32)
     worker = Full(lambda size: curve(size) * rng.lognormvariate(0.0, 0.15))

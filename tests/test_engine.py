@@ -28,69 +28,29 @@ from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.backend import BlockingReply
 from service_streamer.engine.engine import Engine, EngineState
 from service_streamer.observe.record import Call
-from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
-from service_streamer.testing import ManualClock, StubTransport
+from service_streamer.supervision.supervisor import Loss
 from service_streamer.workers.protocol import Failure
+from stub_engine import StubEngine
 
 
-class Setup:
-    def __init__(self, worker_num: int = 1, batch_size: int = 4, **options: Any) -> None:
-        self.clock = ManualClock()
-        self.transport = StubTransport(self.clock)
-        expired = Failure(PredictTimeout("expired"))
-        options = {"max_latency": 0.1, **options}
-        self.batcher = Batcher(batch_size=batch_size, expired=expired, **options)
-        self.supervisor = Supervisor(worker_num, RestartPolicy(max_restarts=1))
-        self.engine = Engine(
-            self.transport,
-            self.batcher,
-            self.supervisor,
-            max_pending=options.get("max_pending"),
-            clock=self.clock,
-            jitter=lambda: 0.0,
-        )
-        self.engine.start()
-
-    def submit(self, *items: Any, timeout: float | None = None) -> Future:
-        future = Future(self.engine)
-        self.engine.submit(Call(items, future, timeout, is_watched=True))
-        return future
-
-    def cannot_start(self, slot: int, text: str = "no weights") -> None:
-        failure = Failure(WorkerStartError(text))
-        self.transport.deliver(events.WorkerDied(slot, failure, Loss.START_FAILED))
-
-    def await_timer(self, drain_deadline: float = math.inf) -> None:
-        """Return when the loop waits for what is due next: only then may time pass.
-
-        Between its look at the clock and its wait it would take the new time for the old one.
-        """
-        left = min(self.batcher.deadline, self.supervisor.due, drain_deadline) - self.clock()
-        self.transport.await_that(lambda: self.transport.timeouts[-1:] == [left])
-
-    def advance(self, seconds: float) -> None:
-        """Let time pass, and the loop deal with it."""
-        self.await_timer()
-        waits = self.transport.waits
-        self.clock.advance(seconds)
-        self.transport.await_that(lambda: self.transport.waits > waits)
+def cannot_start(one: StubEngine, slot: int, text: str = "no weights") -> None:
+    failure = Failure(WorkerStartError(text))
+    one.transport.deliver(events.WorkerDied(slot, failure, Loss.START_FAILED))
 
 
 @pytest.fixture
-def one() -> Iterator[Setup]:
-    setup = Setup()
-    yield setup
-    setup.engine.close(drain=False, timeout=None)
+def one() -> Iterator[StubEngine]:
+    with StubEngine() as made:
+        yield made
 
 
 @pytest.fixture
-def two() -> Iterator[Setup]:
-    setup = Setup(2)
-    yield setup
-    setup.engine.close(drain=False, timeout=None)
+def two() -> Iterator[StubEngine]:
+    with StubEngine(2) as made:
+        yield made
 
 
-def test_a_call_waits_for_its_worker_and_is_answered(one: Setup) -> None:
+def test_a_call_waits_for_its_worker_and_is_answered(one: StubEngine) -> None:
     future = one.submit("a", "b")
     assert not one.transport.sent
     one.transport.ready(0)
@@ -99,14 +59,14 @@ def test_a_call_waits_for_its_worker_and_is_answered(one: Setup) -> None:
     assert future.result(0) == ["a", "b"]
 
 
-def test_an_idle_engine_waits_without_a_timeout(one: Setup) -> None:
+def test_an_idle_engine_waits_without_a_timeout(one: StubEngine) -> None:
     one.transport.ready(0)
     one.submit("a")
     one.transport.echo()
     assert set(one.transport.timeouts) == {None}
 
 
-def test_a_worker_is_refilled_before_the_callers_are_told(one: Setup) -> None:
+def test_a_worker_is_refilled_before_the_callers_are_told(one: StubEngine) -> None:
     one.transport.ready(0)
     seen: list[int] = []
     one.submit("a").add_done_callback(lambda _: seen.append(len(one.transport.sent)))
@@ -115,7 +75,7 @@ def test_a_worker_is_refilled_before_the_callers_are_told(one: Setup) -> None:
     assert seen == [2]
 
 
-def blocked(setup: Setup, *items: Any) -> tuple[Call, BlockingReply]:
+def blocked(setup: StubEngine, *items: Any) -> tuple[Call, BlockingReply]:
     """A call of a thread that waits."""
     reply = BlockingReply()
     call = Call(items, reply)
@@ -139,7 +99,7 @@ def when_learned(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 
 
 def test_threads_have_their_results_before_the_engine_learns_from_the_batch(
-    one: Setup, when_learned: list[Callable[[], None]]
+    one: StubEngine, when_learned: list[Callable[[], None]]
 ) -> None:
     calls = [blocked(one, "a"), blocked(one, "b", "c")]
     one.transport.ready(0)
@@ -154,7 +114,7 @@ def test_threads_have_their_results_before_the_engine_learns_from_the_batch(
 
 
 def test_not_while_something_waits_for_the_worker(
-    one: Setup, when_learned: list[Callable[[], None]]
+    one: StubEngine, when_learned: list[Callable[[], None]]
 ) -> None:
     one.transport.ready(0)
     (_, first), (_, second) = blocked(one, "a"), blocked(one, "b")
@@ -170,20 +130,19 @@ def test_not_while_something_waits_for_the_worker(
 
 
 def test_not_if_there_are_many_of_them(when_learned: list[Callable[[], None]]) -> None:
-    setup = Setup(batch_size=64)
-    calls = [blocked(setup, number) for number in range(64)]
-    setup.transport.ready(0)
-    seen: list[bool] = []
-    when_learned.append(lambda: seen.append(calls[0][1].wait(0)))
-    setup.transport.echo()
-    assert seen == [False]
-    for number, (_, reply) in enumerate(calls):
-        assert reply.wait(1 if number else 0)
-        assert reply.result() == [number]
-    setup.engine.close(drain=False, timeout=None)
+    with StubEngine(batch_size=64) as setup:
+        calls = [blocked(setup, number) for number in range(64)]
+        setup.transport.ready(0)
+        seen: list[bool] = []
+        when_learned.append(lambda: seen.append(calls[0][1].wait(0)))
+        setup.transport.echo()
+        assert seen == [False]
+        for number, (_, reply) in enumerate(calls):
+            assert reply.wait(1 if number else 0)
+            assert reply.result() == [number]
 
 
-def test_a_thread_that_has_gone_is_not_answered_and_its_neighbours_are(one: Setup) -> None:
+def test_a_thread_that_has_gone_is_not_answered_and_its_neighbours_are(one: StubEngine) -> None:
     (gone, unheard), (_, reply) = blocked(one, "a", "b"), blocked(one, "c")
     one.transport.ready(0)
     one.engine.withdraw(gone)
@@ -193,7 +152,7 @@ def test_a_thread_that_has_gone_is_not_answered_and_its_neighbours_are(one: Setu
     assert not unheard.wait(0)
 
 
-def test_a_thread_has_all_results_of_a_call_of_several_batches_at_once(one: Setup) -> None:
+def test_a_thread_has_all_results_of_a_call_of_several_batches_at_once(one: StubEngine) -> None:
     one.transport.ready(0)
     _, reply = blocked(one, *"abcdef")
     one.transport.echo(0)
@@ -204,7 +163,7 @@ def test_a_thread_has_all_results_of_a_call_of_several_batches_at_once(one: Setu
 
 
 def test_a_bug_of_ours_answers_nobody_twice(
-    one: Setup, when_learned: list[Callable[[], None]], caplog: pytest.LogCaptureFixture
+    one: StubEngine, when_learned: list[Callable[[], None]], caplog: pytest.LogCaptureFixture
 ) -> None:
     one.transport.ready(0)
     _, reply = blocked(one, "a")
@@ -221,7 +180,7 @@ def test_a_bug_of_ours_answers_nobody_twice(
     assert [record.levelname for record in caplog.records if record.exc_info] == ["CRITICAL"]
 
 
-def callers_who_come_back(setup: Setup, count: int) -> None:
+def callers_who_come_back(setup: StubEngine, count: int) -> None:
     """So many always come back, as is known, and have been answered just now."""
     setup.transport.ready(0)
     for _ in range(20):
@@ -235,7 +194,7 @@ def callers_who_come_back(setup: Setup, count: int) -> None:
     setup.transport.sent.clear()
 
 
-def until_most_have_returned(setup: Setup) -> None:
+def until_most_have_returned(setup: StubEngine) -> None:
     """Let the loop look, as it does by itself when most of them should have called again."""
     waits = setup.transport.waits
     setup.clock.advance(0.055)
@@ -243,26 +202,24 @@ def until_most_have_returned(setup: Setup) -> None:
 
 
 def test_the_loop_wakes_when_the_wait_for_expected_arrivals_ends() -> None:
-    one = Setup(batch_size=8, max_latency=10.0)
-    callers_who_come_back(one, 4)
-    until_most_have_returned(one)
-    # When one comes back alone, and no other event happens than that time passes
-    future = one.submit("lone")
-    assert not one.transport.sent
-    one.advance(0.1)
-    # Then it is sent all the same
-    assert one.transport.sent
-    one.transport.echo()
-    assert future.result(0) == ["lone"]
-    one.engine.close(drain=False, timeout=None)
+    with StubEngine(batch_size=8, max_latency=10.0) as one:
+        callers_who_come_back(one, 4)
+        until_most_have_returned(one)
+        # When one comes back alone, and no other event happens than that time passes
+        future = one.submit("lone")
+        assert not one.transport.sent
+        one.advance(0.1)
+        # Then it is sent all the same
+        assert one.transport.sent
+        one.transport.echo()
+        assert future.result(0) == ["lone"]
 
 
 @pytest.mark.parametrize("how", ["submit", "submit_all"])
 def test_a_refusal_does_not_keep_the_loop_from_a_call_that_waits(how: str) -> None:
     # Given four callers who always come back, and room for four items
-    setup = Setup(batch_size=64, max_pending=4, max_latency=10.0)
-    engine, transport = setup.engine, setup.transport
-    try:
+    with StubEngine(batch_size=64, max_pending=4, max_latency=10.0) as setup:
+        engine, transport = setup.engine, setup.transport
         callers_who_come_back(setup, 4)
         until_most_have_returned(setup)
         first, second = (Call([n] * 4, Future(engine), more=True) for n in range(2))
@@ -283,11 +240,9 @@ def test_a_refusal_does_not_keep_the_loop_from_a_call_that_waits(how: str) -> No
         setup.advance(0.1)
         transport.echo()
         assert reply.result(0) == [0] * 4
-    finally:
-        engine.close(drain=False, timeout=None)
 
 
-def test_callers_who_call_again_do_not_wake_the_loop(one: Setup) -> None:
+def test_callers_who_call_again_do_not_wake_the_loop(one: StubEngine) -> None:
     """Their threads and the loop's would be in each other's way just then."""
     callers_who_come_back(one, 3)
     # When two of them have called again
@@ -303,7 +258,7 @@ def test_callers_who_call_again_do_not_wake_the_loop(one: Setup) -> None:
     assert one.transport.sent[-1][2] == ["a"] * 3
 
 
-def test_a_refused_item_fails_its_own_call_only(one: Setup) -> None:
+def test_a_refused_item_fails_its_own_call_only(one: StubEngine) -> None:
     one.transport.refused_items.append(("bad", UnpicklableItem("bad")))
     one.transport.ready(0)
     with pytest.raises(UnpicklableItem):
@@ -314,7 +269,7 @@ def test_a_refused_item_fails_its_own_call_only(one: Setup) -> None:
 
 
 def test_a_raising_callback_or_reply_hurts_nobody(
-    one: Setup, caplog: pytest.LogCaptureFixture
+    one: StubEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     class BadReply:
         call = None
@@ -335,16 +290,6 @@ def test_a_raising_callback_or_reply_hurts_nobody(
     assert "bad reply" in caplog.text
 
 
-def test_results_that_come_back_after_a_withdrawal_are_dropped(one: Setup) -> None:
-    one.transport.ready(0)
-    future = one.submit("a")
-    assert future.call is not None
-    one.engine.withdraw(future.call)
-    one.transport.echo()
-    assert not future.done()
-    assert one.engine.stats().in_flight == 0
-
-
 # -- starting
 
 
@@ -353,13 +298,12 @@ def test_batch_sizes_that_a_model_pads_to_are_those_of_its_description_if_they_a
         ([1, 2, 4], (1, 2, 4)), (None, ()), ([2, 1], ()), ([0, 1], ()), ([1, 1], ()), ("12", ()),
         ([1.0], ()), ([True], ()), ([], ()),
     ]:  # fmt: skip
-        setup = Setup()
-        setup.transport.deliver(events.WorkerReady(0, {"batch_sizes": said}))
-        assert setup.batcher.sizes == sizes, said
-        setup.engine.close(drain=False, timeout=None)
+        with StubEngine() as one:
+            one.transport.deliver(events.WorkerReady(0, {"batch_sizes": said}))
+            assert one.batcher.sizes == sizes, said
 
 
-def test_wait_ready_waits_for_every_worker(two: Setup) -> None:
+def test_wait_ready_waits_for_every_worker(two: StubEngine) -> None:
     two.transport.ready(0)
     with pytest.raises(WorkerStartTimeout, match=r"0 s"):
         two.engine.wait_ready(0)
@@ -369,9 +313,9 @@ def test_wait_ready_waits_for_every_worker(two: Setup) -> None:
     assert two.engine.state is EngineState.RUNNING
 
 
-def test_a_failed_start_is_told_though_others_serve(two: Setup) -> None:
+def test_a_failed_start_is_told_though_others_serve(two: StubEngine) -> None:
     two.transport.ready(0)
-    two.cannot_start(1)
+    cannot_start(two, 1)
     for _ in range(2):
         with pytest.raises(WorkerStartError, match="no weights"):
             two.engine.wait_ready(None)
@@ -380,9 +324,9 @@ def test_a_failed_start_is_told_though_others_serve(two: Setup) -> None:
     assert future.result(0) == ["a"]
 
 
-def test_calls_fail_with_the_start_error_when_no_worker_starts(one: Setup) -> None:
+def test_calls_fail_with_the_start_error_when_no_worker_starts(one: StubEngine) -> None:
     meanwhile = one.submit("a")
-    one.cannot_start(0)
+    cannot_start(one, 0)
     assert one.engine.state is EngineState.BROKEN
     with pytest.raises(WorkerStartError, match="no weights"):
         meanwhile.result(0)
@@ -390,7 +334,7 @@ def test_calls_fail_with_the_start_error_when_no_worker_starts(one: Setup) -> No
         one.submit("b")
 
 
-def test_when_no_worker_can_be_started_any_more_nobody_waits(one: Setup) -> None:
+def test_when_no_worker_can_be_started_any_more_nobody_waits(one: StubEngine) -> None:
     one.transport.ready(0)
     held = one.submit("held")
     waiting = one.submit("waiting")
@@ -414,7 +358,7 @@ def test_when_no_worker_can_be_started_any_more_nobody_waits(one: Setup) -> None
 # -- supervision
 
 
-def test_a_lost_worker_is_started_again_and_runs_what_it_held(one: Setup) -> None:
+def test_a_lost_worker_is_started_again_and_runs_what_it_held(one: StubEngine) -> None:
     one.transport.ready(0)
     future = one.submit("a")
     one.transport.lose(0)
@@ -434,8 +378,7 @@ def test_a_lost_worker_is_started_again_and_runs_what_it_held(one: Setup) -> Non
 def test_items_run_one_by_one_after_a_death_when_the_model_loads_for_long(
     loading: float, parts: list[list[int]]
 ) -> None:
-    setup = Setup(batch_size=8)
-    try:
+    with StubEngine(batch_size=8) as setup:
         transport = setup.transport
         futures = [setup.submit(number) for number in range(8)]
         transport.await_that(lambda: transport.started)
@@ -449,11 +392,9 @@ def test_items_run_one_by_one_after_a_death_when_the_model_loads_for_long(
         while not all(future.done() for future in futures):
             transport.echo()
         assert [payloads for _, _, payloads in transport.sent[1:]] == parts
-    finally:
-        setup.engine.close(drain=False, timeout=None)
 
 
-def test_a_worker_waits_for_its_time_to_be_started_again(one: Setup) -> None:
+def test_a_worker_waits_for_its_time_to_be_started_again(one: StubEngine) -> None:
     one.transport.ready(0)
     one.submit("a")
     one.transport.echo()
@@ -466,7 +407,7 @@ def test_a_worker_waits_for_its_time_to_be_started_again(one: Setup) -> None:
     assert len(one.transport.started) == 3, "each had worked, so there is no row"
 
 
-def test_a_start_that_fails_is_a_loss(one: Setup, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_that_fails_is_a_loss(one: StubEngine, caplog: pytest.LogCaptureFixture) -> None:
     one.transport.ready(0)
     one.transport.refused_starts.append(OSError("no memory for a process"))
     one.transport.lose(0)
@@ -476,8 +417,7 @@ def test_a_start_that_fails_is_a_loss(one: Setup, caplog: pytest.LogCaptureFixtu
 
 
 def test_a_hung_worker_is_ended_and_its_batch_run_again() -> None:
-    setup = Setup(batch_timeout=10.0)
-    try:
+    with StubEngine(batch_timeout=10.0) as setup:
         setup.transport.ready(0)
         future = setup.submit("a")
         setup.advance(10.0)
@@ -486,11 +426,9 @@ def test_a_hung_worker_is_ended_and_its_batch_run_again() -> None:
         setup.transport.ready(1)
         setup.transport.echo()
         assert future.result(0) == ["a"]
-    finally:
-        setup.engine.close(drain=False, timeout=None)
 
 
-def test_a_rolling_restart_drains_the_old_worker_when_the_new_one_is_ready(one: Setup) -> None:
+def test_a_rolling_restart_drains_the_old_worker_when_the_new_one_is_ready(one: StubEngine) -> None:
     one.transport.ready(0)
     running, waiting = one.submit("a"), one.submit("b")
     restart = threading.Thread(target=one.engine.restart_workers, args=(None,))
@@ -508,7 +446,7 @@ def test_a_rolling_restart_drains_the_old_worker_when_the_new_one_is_ready(one: 
     assert one.engine.stats().restarts == 0
 
 
-def test_a_rolling_restart_whose_new_worker_cannot_start_leaves_the_old(one: Setup) -> None:
+def test_a_rolling_restart_whose_new_worker_cannot_start_leaves_the_old(one: StubEngine) -> None:
     one.transport.ready(0)
     raised: list[BaseException] = []
 
@@ -521,7 +459,7 @@ def test_a_rolling_restart_whose_new_worker_cannot_start_leaves_the_old(one: Set
     thread = threading.Thread(target=restart)
     thread.start()
     one.transport.await_that(lambda: len(one.transport.started) == 2)
-    one.cannot_start(1, "new weights are bad")
+    cannot_start(one, 1, "new weights are bad")
     thread.join()
     assert "new weights are bad" in str(raised[0])
     future = one.submit("a")
@@ -529,7 +467,7 @@ def test_a_rolling_restart_whose_new_worker_cannot_start_leaves_the_old(one: Set
     assert future.result(0) == ["a"]
 
 
-def test_scaling_starts_and_stops_workers(one: Setup) -> None:
+def test_scaling_starts_and_stops_workers(one: StubEngine) -> None:
     one.transport.ready(0)
     one.engine.scale(2)
     one.transport.await_that(lambda: len(one.transport.started) == 2)
@@ -540,7 +478,7 @@ def test_scaling_starts_and_stops_workers(one: Setup) -> None:
     one.transport.await_that(lambda: one.transport.stopped == [1])
 
 
-def test_a_worker_that_retires_goes_on_if_more_are_wanted_again(two: Setup) -> None:
+def test_a_worker_that_retires_goes_on_if_more_are_wanted_again(two: StubEngine) -> None:
     def await_retiring(count: int) -> None:
         await_that(lambda: two.engine.stats().workers["retiring"] == count)
 
@@ -561,7 +499,7 @@ def test_a_worker_that_retires_goes_on_if_more_are_wanted_again(two: Setup) -> N
 # -- time, and room
 
 
-def test_a_future_fails_at_its_time_wherever_the_call_is(one: Setup) -> None:
+def test_a_future_fails_at_its_time_wherever_the_call_is(one: StubEngine) -> None:
     one.transport.ready(0)
     running, waiting = one.submit("a", timeout=2.0), one.submit("b", timeout=3.0)
     one.advance(2.0)
@@ -576,56 +514,51 @@ def test_a_future_fails_at_its_time_wherever_the_call_is(one: Setup) -> None:
 
 
 def test_beyond_max_pending_calls_are_refused_and_nothing_is_enqueued() -> None:
-    setup = Setup(max_pending=2)
-    try:
+    with StubEngine(max_pending=2) as setup:
         setup.transport.refused_items.append(("never encoded", UnpicklableItem("encoded")))
         setup.submit("a", "b")
         with pytest.raises(Overloaded, match="2 items wait, and 1 more would be beyond"):
             setup.submit("never encoded")
         assert setup.engine.stats().pending == 2
         assert setup.engine.stats().rejected == 1
-    finally:
-        setup.engine.close(drain=False, timeout=None)
 
 
 @pytest.mark.parametrize("ask", [Engine.model_description, Engine.check_room])
 def test_a_forked_child_is_refused_what_needs_the_lock(
     ask: Callable[[Engine], object],
 ) -> None:
-    setup = Setup(max_pending=1)
-    engine = setup.engine
-    try:
-        setup.submit("a")
+    with StubEngine(max_pending=1) as one:
+        one.submit("a")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine, "_pid", -1)  # as if this were a child
+            patch.setattr(one.engine, "_pid", -1)  # as if this were a child
             with pytest.raises(StreamerForked):
-                ask(engine)
-    finally:
-        engine.close(drain=False, timeout=None)
+                ask(one.engine)
 
 
 def test_an_idle_engine_is_not_woken_by_every_call_that_has_a_timeout() -> None:
-    setup = Setup(batch_timeout=10.0)
-    try:
+    with StubEngine(batch_timeout=10.0) as setup:
         setup.transport.ready(0)
         for _ in range(20):
             setup.submit("a")
             setup.transport.echo()
         assert setup.transport.waits <= 25
-    finally:
-        setup.engine.close(drain=False, timeout=None)
 
 
 # -- the end
 
 
-def test_a_drain_finishes_what_was_accepted_and_refuses_the_rest(one: Setup) -> None:
+def draining(one: StubEngine, timeout: float | None = None) -> threading.Thread:
+    """A thread that closes the engine, which has begun to drain."""
+    closing = threading.Thread(target=one.engine.close, kwargs={"drain": True, "timeout": timeout})
+    closing.start()
+    await_that(lambda: one.engine.state is EngineState.DRAINING)
+    return closing
+
+
+def test_a_drain_finishes_what_was_accepted_and_refuses_the_rest(one: StubEngine) -> None:
     one.transport.ready(0)
     running, waiting = one.submit("a"), one.submit("b")
-    closing = threading.Thread(target=one.engine.close, kwargs={"drain": True, "timeout": None})
-    closing.start()
-    while one.engine.state is not EngineState.DRAINING:
-        threading.Event().wait(0.001)
+    closing = draining(one)
     with pytest.raises(StreamerClosed):
         one.submit("c")
     one.transport.echo()
@@ -637,23 +570,17 @@ def test_a_drain_finishes_what_was_accepted_and_refuses_the_rest(one: Setup) -> 
     assert one.engine.state is EngineState.CLOSED
 
 
-def test_a_drain_ends_when_the_last_call_is_cancelled(one: Setup) -> None:
+def test_a_drain_ends_when_the_last_call_is_cancelled(one: StubEngine) -> None:
     future = one.submit("a")
-    closing = threading.Thread(target=one.engine.close, kwargs={"drain": True, "timeout": None})
-    closing.start()
-    while one.engine.state is not EngineState.DRAINING:
-        threading.Event().wait(0.001)
+    closing = draining(one)
     assert future.cancel()
     closing.join()
 
 
-def test_a_drain_ends_at_its_deadline(one: Setup) -> None:
+def test_a_drain_ends_at_its_deadline(one: StubEngine) -> None:
     one.transport.ready(0)
     future = one.submit("a")
-    closing = threading.Thread(target=one.engine.close, kwargs={"drain": True, "timeout": 5.0})
-    closing.start()
-    while one.engine.state is not EngineState.DRAINING:
-        threading.Event().wait(0.001)
+    closing = draining(one, 5.0)
     one.await_timer(one.clock() + 5.0)
     one.clock.advance(5.0)
     closing.join()
@@ -662,7 +589,7 @@ def test_a_drain_ends_at_its_deadline(one: Setup) -> None:
 
 
 def test_a_bug_in_the_loop_fails_the_open_calls_and_the_streamer_goes_on(
-    one: Setup, caplog: pytest.LogCaptureFixture
+    one: StubEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     one.transport.ready(0)
     future, waiting = one.submit("a"), one.submit("b")
@@ -686,7 +613,7 @@ def test_a_bug_in_the_loop_fails_the_open_calls_and_the_streamer_goes_on(
 # -- events that come together, or too late
 
 
-def test_a_worker_that_becomes_ready_and_dies_in_one_go_gets_no_batch(one: Setup) -> None:
+def test_a_worker_that_becomes_ready_and_dies_in_one_go_gets_no_batch(one: StubEngine) -> None:
     future = one.submit("a")
     lost = events.WorkerDied(0, Failure(WorkerLost("died")), Loss.CRASHED)
     one.transport.deliver(events.WorkerReady(0), lost)
@@ -696,7 +623,7 @@ def test_a_worker_that_becomes_ready_and_dies_in_one_go_gets_no_batch(one: Setup
     assert future.result(0) == ["a"]
 
 
-def test_a_worker_that_answers_and_dies_in_one_go_gets_no_batch(one: Setup) -> None:
+def test_a_worker_that_answers_and_dies_in_one_go_gets_no_batch(one: StubEngine) -> None:
     one.transport.ready(0)
     first, second = one.submit("a"), one.submit("b")
     lost = events.WorkerDied(0, Failure(WorkerLost("died")), Loss.CRASHED)
@@ -709,7 +636,7 @@ def test_a_worker_that_answers_and_dies_in_one_go_gets_no_batch(one: Setup) -> N
     assert second.result(0) == ["b"]
 
 
-def test_a_restart_does_not_wait_for_a_worker_that_has_no_place(two: Setup) -> None:
+def test_a_restart_does_not_wait_for_a_worker_that_has_no_place(two: StubEngine) -> None:
     two.transport.ready(0)
     two.transport.deliver(events.WorkerWaits(1))
     restart = threading.Thread(target=two.engine.restart_workers, args=(None,))
@@ -723,8 +650,7 @@ def test_a_restart_does_not_wait_for_a_worker_that_has_no_place(two: Setup) -> N
 
 
 def test_a_worker_that_is_lost_with_its_host_costs_no_attempt() -> None:
-    setup = Setup(4, max_attempts=2)
-    try:
+    with StubEngine(4, max_attempts=2) as setup:
         setup.transport.ready(0, 1, 2, 3)
         future = setup.submit("a")
         for _ in range(3):
@@ -732,11 +658,9 @@ def test_a_worker_that_is_lost_with_its_host_costs_no_attempt() -> None:
         setup.transport.echo()
         assert future.result(0) == ["a"]
         assert setup.engine.stats().retries == 3
-    finally:
-        setup.engine.close(drain=False, timeout=None)
 
 
-def test_a_worker_that_is_told_to_end_while_it_loads_gets_no_batch(two: Setup) -> None:
+def test_a_worker_that_is_told_to_end_while_it_loads_gets_no_batch(two: StubEngine) -> None:
     two.transport.ready(0)
     two.engine.scale(1)
     two.transport.await_that(lambda: two.transport.stopped == [1])
@@ -750,7 +674,7 @@ def test_a_worker_that_is_told_to_end_while_it_loads_gets_no_batch(two: Setup) -
     assert two.engine.stats().workers["idle"] == 1
 
 
-def test_a_future_s_repr_tells_its_state(one: Setup) -> None:
+def test_a_future_s_repr_tells_its_state(one: StubEngine) -> None:
     one.transport.ready(0)
     good, bad = one.submit("a"), one.submit("b")
     assert repr(bad).endswith(" pending>")
@@ -763,13 +687,12 @@ def test_a_future_s_repr_tells_its_state(one: Setup) -> None:
         assert good.result() == ["a"]
 
 
-def test_the_end_is_told_also_to_who_asks_too_late() -> None:
-    setup = Setup()
+def test_the_end_is_told_also_to_who_asks_too_late(one: StubEngine) -> None:
     told: list[str] = []
-    setup.engine.when_ended(lambda: told.append("in time"))
-    setup.engine.close(drain=False, timeout=None)
+    one.engine.when_ended(lambda: told.append("in time"))
+    one.engine.close(drain=False, timeout=None)
     assert told == ["in time"]
-    setup.engine.when_ended(lambda: told.append("late"))
+    one.engine.when_ended(lambda: told.append("late"))
     assert told == ["in time", "late"]
 
 
@@ -781,9 +704,11 @@ def test_calls_that_come_together_are_taken_as_one_by_one(
     max_pending: int | None, refused: list[int]
 ) -> None:
     """Of nine calls a worker that is free gets the first, before others would be refused."""
-    one_by_one, together = Setup(max_pending=max_pending), Setup(max_pending=max_pending)
     found: list[int] = []
-    try:
+    with (
+        StubEngine(max_pending=max_pending) as one_by_one,
+        StubEngine(max_pending=max_pending) as together,
+    ):
         for setup in (one_by_one, together):
             setup.transport.ready(0)
         for n in range(9):
@@ -797,12 +722,9 @@ def test_calls_that_come_together_are_taken_as_one_by_one(
         for setup in (one_by_one, together):
             setup.engine.flush()
         assert one_by_one.transport.sent == together.transport.sent
-    finally:
-        for setup in (one_by_one, together):
-            setup.engine.close(drain=False, timeout=None)
 
 
-def test_of_calls_that_come_together_each_is_refused_for_itself(one: Setup) -> None:
+def test_of_calls_that_come_together_each_is_refused_for_itself(one: StubEngine) -> None:
     one.transport.ready(0)
     late = Call(["late"], Future(one.engine), 0.0, more=True)
     empty, odd, good = (

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import selectors
 import signal
 import threading
 import weakref
@@ -30,14 +31,11 @@ from service_streamer import (
     ThreadedStreamer,
     WorkerLost,
 )
-from service_streamer.batching.batcher import Batcher
-from service_streamer.engine.engine import Engine
 from service_streamer.observe.record import Call
-from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
-from service_streamer.testing import Gate, ManualClock, StubTransport
-from service_streamer.workers.process import ProcessTransport
+from service_streamer.testing import Gate
 from service_streamer.workers.protocol import FrameReader, FrameWriter
 from service_streamer.workers.worker_process import WorkerProcess
+from stub_engine import StubEngine
 
 Build = Callable[..., AnyStreamer]
 
@@ -76,6 +74,18 @@ def test_predict_in_a_callback_is_refused_and_not_waited_for(gate: Gate) -> None
         streamer.submit([0]).add_done_callback(predict)
         gate.let_through()
         refused.wait()
+
+
+def failing_second_time(function: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
+    calls: list[Any] = []
+
+    def call(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise error
+        return function(*args)
+
+    return call
 
 
 class Interrupted(collections.deque[Any]):
@@ -117,22 +127,17 @@ class Watched:
 
 
 @pytest.fixture
-def sending() -> Iterator[tuple[Engine, StubTransport]]:
-    """An engine with a worker that takes batches of one item, two at a time."""
-    clock = ManualClock()
-    transport = StubTransport(clock)
-    batcher = Batcher(batch_size=1, max_latency=0.1)
-    engine = Engine(transport, batcher, Supervisor(1, RestartPolicy()), clock=clock)
-    engine.start()
-    transport.ready(0)
-    yield engine, transport
-    engine.close(drain=False, timeout=None)
+def sending() -> Iterator[StubEngine]:
+    """With a worker that takes batches of one item, two at a time."""
+    with StubEngine(batch_size=1) as made:
+        made.transport.ready(0)
+        yield made
 
 
 def test_a_thread_that_is_stopped_before_it_sends_is_not_overtaken(
-    sending: tuple[Engine, StubTransport],
+    sending: StubEngine,
 ) -> None:
-    engine, transport = sending
+    engine = sending.engine
     other = threading.Thread(target=lambda: engine.submit(Call(["second"], Future(engine))))
 
     def run_other() -> None:  # while this thread has a batch to send
@@ -141,13 +146,13 @@ def test_a_thread_that_is_stopped_before_it_sends_is_not_overtaken(
 
     engine.core.unsent = Interrupted(after=run_other)
     engine.submit(Call(["first"], Future(engine)))
-    assert [payloads for _, _, payloads in transport.sent] == [["first"], ["second"]]
+    assert sending.sent == [["first"], ["second"]]
 
 
 def test_a_thread_that_is_stopped_while_it_sends_is_not_overtaken(
-    sending: tuple[Engine, StubTransport], monkeypatch: pytest.MonkeyPatch
+    sending: StubEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, transport = sending
+    engine, transport = sending.engine, sending.transport
     engine.submit(Call(["zeroth"], Future(engine)))
     [lane] = engine.core.lanes.values()
     transport.echo(0)
@@ -166,28 +171,26 @@ def test_a_thread_that_is_stopped_while_it_sends_is_not_overtaken(
     monkeypatch.setattr(transport, "send", stopped)
     engine.submit(Call(["first"], Future(engine)))
     other.join()
-    sent = [payloads for _, _, payloads in transport.sent]
-    assert sent == [["zeroth"], ["first"], ["second"]]
+    assert sending.sent == [["zeroth"], ["first"], ["second"]]
 
 
 def test_a_finalizer_may_submit_while_its_thread_sends(
-    sending: tuple[Engine, StubTransport],
+    sending: StubEngine,
 ) -> None:
-    engine, transport = sending
+    engine = sending.engine
     engine.submit(Call(["zeroth"], Future(engine)))
     [lane] = engine.core.lanes.values()
-    transport.echo(0)
+    sending.transport.echo(0)
     finalizers = Call(["second"], Future(engine))
     lane.batches = Interrupted(before=lambda: engine.submit(finalizers))
     engine.submit(Call(["first"], Future(engine)))
-    sent = [payloads for _, _, payloads in transport.sent]
-    assert sent == [["zeroth"], ["first"], ["second"]]
+    assert sending.sent == [["zeroth"], ["first"], ["second"]]
 
 
 def test_two_finalizers_do_not_wait_for_each_other_s_locks(
-    sending: tuple[Engine, StubTransport], monkeypatch: pytest.MonkeyPatch
+    sending: StubEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, transport = sending
+    engine, transport = sending.engine, sending.transport
     core, send = engine.core, transport.send
     has_lock = threading.Event()
 
@@ -210,7 +213,7 @@ def test_two_finalizers_do_not_wait_for_each_other_s_locks(
     engine.submit(Call(["first"], Future(engine)))
     other.join()
     transport.await_that(lambda: len(transport.sent) == 2)
-    assert [payloads for _, _, payloads in transport.sent] == [["first"], ["second"]]
+    assert sending.sent == [["first"], ["second"]]
 
 
 def test_a_worker_whose_message_was_interrupted_is_given_up(
@@ -219,7 +222,7 @@ def test_a_worker_whose_message_was_interrupted_is_given_up(
     with Streamer(models.echo, worker_num=2) as streamer:
         streamer.wait_ready()
         with monkeypatch.context() as patch:
-            patch.setattr("service_streamer.workers.process.pickle.dumps", _fail_second_time())
+            patch.setattr(pickle, "dumps", failing_second_time(pickle.dumps, KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
                 streamer.submit([1])
         while streamer.stats().restarts < 1:
@@ -279,36 +282,24 @@ def test_what_a_finalizer_writes_at_the_end_of_a_write_is_not_left_behind() -> N
         end.close()
 
 
-def _fail_second_time() -> Callable[..., bytes]:
-    dumps, calls = pickle.dumps, []
-
-    def fail_second_time(*args: Any) -> bytes:
-        calls.append(args)
-        if len(calls) == 2:  # the first pickles the item, the second the message
-            raise KeyboardInterrupt
-        return dumps(*args)
-
-    return fail_second_time
-
-
 # -- starting
-
-
-def _no_descriptor(*_: Any) -> int:
-    raise OSError(errno.EMFILE, "Too many open files")
 
 
 @pytest.mark.parametrize("where", ["dup", "register"])
 def test_a_start_that_fails_half_way_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
+    error = OSError(errno.EMFILE, "Too many open files")
+
+    def no_descriptor(*_: Any) -> int:
+        raise error
+
     if where == "dup":
-        monkeypatch.setattr(os, "pidfd_open", _no_descriptor)
-        monkeypatch.setattr(os, "dup", _no_descriptor)
-    else:
-        monkeypatch.setattr(
-            ProcessTransport, "_watch", lambda self, worker: _no_descriptor(), raising=True
-        )
+        monkeypatch.setattr(os, "pidfd_open", no_descriptor)
+        monkeypatch.setattr(os, "dup", no_descriptor)
+    else:  # the first is that of the end by which the thread is woken
+        register = failing_second_time(selectors.DefaultSelector.register, error)
+        monkeypatch.setattr(selectors.DefaultSelector, "register", register)
     with pytest.raises(OSError, match="Too many open files"):
         Streamer(models.echo, worker_num=2)
 
@@ -335,12 +326,12 @@ def test_two_streamers_built_at_once_do_not_take_each_other_s_variables(
         with Streamer(models.environment, cpu_threads=threads, worker_timeout=None) as streamer:
             seen.extend(streamer.predict(["OMP_NUM_THREADS"]))
 
-    threads = [threading.Thread(target=build, args=(i,)) for i in range(1, 7)]
+    threads = [threading.Thread(target=build, args=(i,)) for i in range(1, 4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(str(number) for number in seen) == [str(i) for i in range(1, 7)]
+    assert sorted(str(number) for number in seen) == [str(i) for i in range(1, 4)]
 
 
 def test_init_arguments_for_a_function_are_refused() -> None:

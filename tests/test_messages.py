@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import threading
-
-import pytest
 
 import models
 from service_streamer import ModelError
-from service_streamer.errors import RemoteTraceback
 from service_streamer.workers.protocol import Failure, summary
 
 
@@ -23,19 +19,6 @@ def caught(error: BaseException) -> Failure:
 def travelled(failure: Failure) -> Failure:
     copy: Failure = pickle.loads(pickle.dumps(failure))
     return copy
-
-
-@pytest.mark.parametrize("crossing", [lambda failure: failure, travelled])
-def test_each_caller_gets_its_own_copy(crossing: type) -> None:
-    failure = crossing(caught(models.DetailedError("why", 3)))
-    first, second = failure.exception(), failure.exception()
-    assert first is not second
-    for error in (first, second):
-        assert isinstance(error, models.DetailedError)
-        assert (error.args, error.code, error.detail) == (("why", 3), 3, {"why": "why"})
-        assert error.__traceback__ is None
-        assert isinstance(error.__cause__, RemoteTraceback)
-        assert "raise error" in str(error.__cause__)
 
 
 def test_causes_are_in_the_text() -> None:
@@ -67,26 +50,6 @@ def test_without_a_copy_the_callers_share() -> None:
 class UnprintableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError
-
-
-class LockedError(Exception):
-    def __init__(self) -> None:
-        super().__init__("holds a lock")
-        self.lock = threading.Lock()
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (models.OddError("odd", "ly"), "OddError: oddly"),
-        (LockedError(), "LockedError: holds a lock"),
-    ],
-)
-def test_what_cannot_travel_is_stood_in_for(error: Exception, text: str) -> None:
-    stand_in = travelled(caught(error)).exception()
-    assert isinstance(stand_in, ModelError)
-    assert text in str(stand_in)
-    assert isinstance(stand_in.__cause__, RemoteTraceback)
 
 
 def test_a_summary_never_raises() -> None:

@@ -108,16 +108,6 @@ class Line:
 # -- tables
 
 
-def test_ordinary_calls_go_by_arrival_and_are_split_where_a_batch_is_full() -> None:
-    line = Line(5)
-    for number in range(4):
-        line.add(number, 2)
-    batch = line.cut()
-    assert batch is not None
-    assert [span[1:] for span in batch.spans] == [(0, 2), (0, 2), (0, 1)]
-    assert line.order() == [2, 3, 3]
-
-
 def test_calls_that_wait_share_fairly_with_the_first_that_is_not_ordinary() -> None:
     line = Line()
     waiting = [line.add(number) for number in range(4)]
@@ -128,14 +118,6 @@ def test_calls_that_wait_share_fairly_with_the_first_that_is_not_ordinary() -> N
     line.add("next")
     line.add("and next")
     assert line.order() == ["next", "and next"]
-
-
-def test_higher_priority_goes_first_and_equal_ones_by_arrival() -> None:
-    line = Line()
-    for number in range(2):
-        for priority in (0, 2, -1):
-            line.add(f"{priority}{number}", priority=priority)
-    assert line.order() == ["20", "21", "00", "01", "-10", "-11"]
 
 
 def test_deadline_goes_before_any_priority_and_the_earlier_before_the_later() -> None:
@@ -480,6 +462,34 @@ def test_call_of_a_tenant_is_hopeless_by_what_its_share_takes() -> None:
     for number in range(50):
         line.add(tenant=str(number), seconds=100.0)
     assert ahead(line, "new") == pytest.approx(50, abs=2), "these have had no turn, too"
+
+
+@pytest.mark.parametrize(
+    ("waits", "new", "seconds", "expected"),
+    [
+        ({}, {}, 0.9, True),
+        ({}, {}, 1.1, False),
+        ({"priority": 1}, {"priority": 1}, 0.9, True),
+        ({}, {"priority": 1}, 0.9, False),
+        ({"seconds": 0.5, "has_deadline": True}, {"has_deadline": True}, 0.9, True),
+        ({"seconds": 9.0, "has_deadline": True}, {"has_deadline": True}, 0.9, False),
+        ({"tenant": "one"}, {"tenant": "one"}, 0.9, True),
+        ({"tenant": "one"}, {"tenant": "another"}, 0.9, False),
+    ],
+)
+@pytest.mark.parametrize("is_fair", [False, True], ids=["alike", "beside an urgent one"])
+def test_call_is_hopeless_if_what_goes_before_it_takes_too_long(
+    waits: dict[str, Any], new: dict[str, Any], seconds: float, expected: bool, is_fair: bool
+) -> None:
+    line = saturated()
+    for _ in range(99):  # and one that is left of those
+        line.add(**{"seconds": 100.0, **waits})
+    if is_fair:
+        line.add(priority=9)
+    call = Call(["new"], None)
+    call.precedence = Precedence(**new)
+    call.arrived_at, call.deadline = line.now, line.now + seconds
+    assert line.batcher.is_hopeless(call, line.now) == expected
 
 
 # -- nobody waits for ever

@@ -33,13 +33,10 @@ from service_streamer import (
     UnpicklableItem,
     WorkerStartError,
 )
-from service_streamer.batching.batcher import Batcher
-from service_streamer.engine.engine import Engine
 from service_streamer.observe.record import Call, Precedence
 from service_streamer.share.single_flight import SingleFlight
-from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
-from service_streamer.testing import Gate, ManualClock, StubTransport
-from service_streamer.workers.protocol import Failure
+from service_streamer.testing import Gate
+from stub_engine import StubEngine
 
 Build = Callable[..., AnyStreamer]
 
@@ -345,56 +342,42 @@ def test_cache_forgets_results_that_are_too_old() -> None:
 # -- an engine without workers, and a clock that moves when told to
 
 
-class Setup:
+class Shared(StubEngine):
+    """What its engine computes is shared."""
+
     def __init__(self, **options: Any) -> None:
-        self.clock = ManualClock()
-        self.transport = StubTransport(self.clock)
-        self.engine = Engine(
-            self.transport,
-            Batcher(
-                batch_size=4,
-                max_latency=0.1,
-                expired=Failure(PredictTimeout("expired")),
-                **options,
-            ),
-            Supervisor(1, RestartPolicy(max_restarts=1)),
-            max_pending=options.get("max_pending"),
-            clock=self.clock,
-            jitter=lambda: 0.0,
-        )
+        super().__init__(**options)
         self.single = SingleFlight(self.engine, extend=self.engine.extend, clock=self.clock)
         self.clock.listen(self.single.timer.look)
-        self.engine.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.single.close(drain=False, timeout=None)
 
     def submit(self, *items: Any, timeout: float | None = None, **options: Any) -> Future:
         future = Future(self.single)
         self.single.submit(Call(items, future, timeout, is_watched=True, **options))
         return future
 
-    def payloads(self) -> list[list[Any]]:
-        return [payloads for _, _, payloads in self.transport.sent]
-
 
 @pytest.fixture
-def one() -> Iterator[Setup]:
-    setup = Setup()
-    yield setup
-    setup.single.close(drain=False, timeout=None)
+def one() -> Iterator[Shared]:
+    with Shared() as made:
+        yield made
 
 
-def test_a_follower_keeps_the_place_of_the_first(one: Setup) -> None:
+def test_a_follower_keeps_the_place_of_the_first(one: Shared) -> None:
     first = one.submit("a", timeout=1)
     second = one.submit("a", timeout=5)
     one.submit("z")
     one.clock.advance(2)
     assert isinstance(first.exception(), PredictTimeout)
     one.transport.ready(0)
-    assert one.payloads() == [["a", "z"]]
+    assert one.sent == [["a", "z"]]
     one.transport.echo()
     assert second.result() == ["a"]
 
 
-def test_a_follower_s_time_ends_by_itself(one: Setup) -> None:
+def test_a_follower_s_time_ends_by_itself(one: Shared) -> None:
     first = one.submit("a")
     second = one.submit("a", timeout=1)
     one.clock.advance(1)
@@ -404,7 +387,7 @@ def test_a_follower_s_time_ends_by_itself(one: Setup) -> None:
     assert first.result() == ["a"]
 
 
-def test_what_comes_too_late_for_the_first_is_sent_for_the_next(one: Setup) -> None:
+def test_what_comes_too_late_for_the_first_is_sent_for_the_next(one: Shared) -> None:
     urgent = Precedence(has_deadline=True)
     first = one.submit("a", timeout=1, precedence=urgent)
     second = one.submit("a", timeout=5, precedence=urgent)
@@ -412,33 +395,31 @@ def test_what_comes_too_late_for_the_first_is_sent_for_the_next(one: Setup) -> N
     assert isinstance(first.exception(), PredictTimeout)
     one.transport.ready(0)
     one.transport.await_that(lambda: len(one.transport.sent) > 0)
-    assert one.payloads() == [["a"]]
+    assert one.sent == [["a"]]
     one.transport.echo()
     assert second.result() == ["a"]
 
 
 def test_a_refusal_leaves_nothing_behind() -> None:
-    setup = Setup(max_pending=2)
-    first = setup.submit("a", "b")
-    with pytest.raises(Overloaded):
-        setup.submit("a", "c")
-    assert len(setup.single.computations) == 1
-    assert first.cancel(), "nobody else waits for it"
-    assert setup.submit("a", "c").cancel()
-    assert not len(setup.single.computations)
-    setup.single.close(drain=False, timeout=None)
+    with Shared(max_pending=2) as one:
+        first = one.submit("a", "b")
+        with pytest.raises(Overloaded):
+            one.submit("a", "c")
+        assert len(one.single.computations) == 1
+        assert first.cancel(), "nobody else waits for it"
+        assert one.submit("a", "c").cancel()
+        assert not len(one.single.computations)
 
 
 def test_calls_of_which_nothing_is_new_need_no_room() -> None:
-    setup = Setup(max_pending=1)
-    futures = [setup.submit("a") for _ in range(3)]
-    setup.transport.ready(0)
-    setup.transport.echo()
-    assert results(futures) == [["a"]] * 3
-    setup.single.close(drain=False, timeout=None)
+    with Shared(max_pending=1) as one:
+        futures = [one.submit("a") for _ in range(3)]
+        one.transport.ready(0)
+        one.transport.echo()
+        assert results(futures) == [["a"]] * 3
 
 
-def test_a_callback_may_submit_and_not_wait(one: Setup) -> None:
+def test_a_callback_may_submit_and_not_wait(one: Shared) -> None:
     told: list[Any] = []
 
     def callback(_: Any) -> None:
@@ -460,7 +441,7 @@ def test_a_callback_may_submit_and_not_wait(one: Setup) -> None:
     assert told[0].result() == ["b"]
 
 
-def test_close_in_a_callback_lets_the_rest_be_answered(one: Setup) -> None:
+def test_close_in_a_callback_lets_the_rest_be_answered(one: Shared) -> None:
     one.submit("a").add_done_callback(lambda _: one.single.close(drain=True, timeout=None))
     last = one.submit("b", timeout=9)
     one.transport.ready(0)
@@ -472,13 +453,10 @@ def test_close_in_a_callback_lets_the_rest_be_answered(one: Setup) -> None:
 
 
 @pytest.mark.parametrize("where", ["call", "timer"])
-def test_a_finalizer_may_close_in_the_middle_of_a_call(where: str) -> None:
-    setup = Setup()
-    future = setup.submit("a", timeout=9)
-    with (
-        setup.single.lock if where == "call" else setup.single.timer.lock
-    ):  # as where the garbage collector interrupts a call
-        setup.single.close(drain=False, timeout=None)
+def test_a_finalizer_may_close_in_the_middle_of_a_call(one: Shared, where: str) -> None:
+    future = one.submit("a", timeout=9)
+    # As where the garbage collector interrupts a call
+    with one.single.lock if where == "call" else one.single.timer.lock:
+        one.single.close(drain=False, timeout=None)
     with pytest.raises(StreamerClosed):
         future.result()
-    setup.single.close(drain=False, timeout=None)

@@ -25,7 +25,6 @@ from service_streamer.pipelines.sizes import (
     sound_seconds,
 )
 from service_streamer.serve.http.admission import Admission, ServiceOptions
-from service_streamer.serve.http.refusals import Refusal
 from service_streamer.serve.opening import _max_large_pixels
 
 pytestmark = pytest.mark.xdist_group("sizes")
@@ -205,6 +204,14 @@ LIMITS = ServiceOptions(
 )  # fmt: skip
 
 
+def refusal_by(admission: Admission, about: dict[str, Any], inputs: list[Any]) -> Any:
+    try:
+        admission.check(about, inputs)
+    except Exception as refused:
+        return refused
+    raise AssertionError("it was admitted")
+
+
 @pytest.mark.parametrize(
     ("task", "good", "bad", "says"),
     [
@@ -234,12 +241,11 @@ def test_a_request_that_costs_too_much_is_refused(
 ) -> None:
     admission = Admission(LIMITS)
     admission.check({"task": task}, good)
-    with pytest.raises(Refusal) as refused:
-        admission.check({"task": task}, bad)
+    refused = refusal_by(admission, {"task": task}, bad)
     for word in says:
-        assert word in str(refused.value)
-    assert refused.value.status == 413
-    assert b'"code":"request_too_costly"' in refused.value.body
+        assert word in str(refused)
+    assert refused.status == 413
+    assert b'"code":"request_too_costly"' in refused.body
 
 
 def test_a_model_of_ones_own_takes_inputs_of_any_size() -> None:
@@ -253,10 +259,9 @@ def test_large_images_of_all_requests_have_a_bound() -> None:
     with admission.holding(admission.check(about, [PICTURE])):
         with admission.holding(admission.check(about, [PICTURE])):
             assert admission.large == 12_000_000
-            with pytest.raises(Refusal) as refused:
-                admission.check(about, [PICTURE])
-            assert refused.value.status == 503
-            assert b'"code":"overloaded"' in refused.value.body
+            refused = refusal_by(admission, about, [PICTURE])
+            assert refused.status == 503
+            assert b'"code":"overloaded"' in refused.body
             assert admission.check(about, [THUMBNAIL]) == 0, "small ones go on"
         admission.check(about, [PICTURE])
     assert admission.large == 0

@@ -31,6 +31,14 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+def output_of(program: Path) -> tuple[str, str]:
+    """What it prints on either stream. Waits until every descendant of it has ended."""
+    done = subprocess.run(
+        [PYTHON, str(program)], env=environment(program.parent), capture_output=True, text=True
+    )
+    return done.stdout, done.stderr
+
+
 # -- the interpreter
 
 
@@ -73,10 +81,7 @@ def test_a_fork_server_is_started_with_python_when_another_program_embeds_it(
                 print(streamer.predict([1], timeout=None))
         """,
     )
-    run = subprocess.run(
-        [sys.executable, str(program)], env=environment(tmp_path), capture_output=True, text=True
-    )
-    assert (run.stdout, run.stderr) == ("[2]\n", "")
+    assert output_of(program) == ("[2]\n", "")
 
 
 def wrapper(path: Path) -> Path:
@@ -151,10 +156,7 @@ def test_a_pool_of_multiprocessings(tmp_path: Path, method: str, end: str) -> No
             pool.join()
         """,
     )
-    run = subprocess.run(
-        [sys.executable, str(program)], env=environment(tmp_path), capture_output=True, text=True
-    )  # which returns when every descendant has ended
-    assert (run.stdout, run.stderr) == ("[[2], [4]]\n", "")
+    assert output_of(program) == ("[[2], [4]]\n", "")
 
 
 def test_the_workers_of_a_daemonic_process_end_when_that_is_killed(tmp_path: Path) -> None:
@@ -180,10 +182,7 @@ def test_the_workers_of_a_daemonic_process_end_when_that_is_killed(tmp_path: Pat
             print(process.exitcode)
         """,
     )
-    run = subprocess.run(
-        [sys.executable, str(program)], env=environment(tmp_path), capture_output=True, text=True
-    )
-    assert (run.stdout, run.stderr) == (f"[2]\n{-signal.SIGKILL}\n", "")
+    assert output_of(program) == (f"[2]\n{-signal.SIGKILL}\n", "")
 
 
 def test_a_frozen_program_without_freeze_support_starts_no_workers_without_end(
@@ -250,8 +249,4 @@ def test_a_fork_without_hooks_of_python_is_noticed(kind: str, tmp_path: Path) ->
                 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), streamer.predict([3]))
         """,
     )
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        env=environment(tmp_path), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.stdout, done.stderr) == ("7 [6]\n", "")
+    assert output_of(program) == ("7 [6]\n", "")

@@ -6,7 +6,6 @@ import random
 from collections import Counter, deque
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +32,6 @@ class World:
         self.held: dict[int, dict[int, list[Any]]] = {}
         self.got: dict[Call, list[Any]] = {}
         self.calls: list[Call] = []
-        self.starts: list[str] = []
         self.slots = 0
         self.batcher.begin_steps(places, resumes=resumes)
         for _ in range(workers):
@@ -63,7 +61,6 @@ class World:
         for batch in actions.batches:
             assert batch.size == 1
             call = batch.spans[0][0]
-            self.starts.append(call.reply)
             steps, *begun = batch.payloads
             self.held[batch.slot][batch.id] = [call, steps, len(begun)]
             assert len(self.held[batch.slot]) <= self.batcher.room
@@ -83,7 +80,7 @@ class World:
         report.slot = slot
         self.do(self.batcher.batch_returned(report, self.now))
 
-    def step(self, slot: int = 0, error: str | None = None) -> None:
+    def step(self, slot: int = 0) -> None:
         """One step of what the worker has places for: the first that it got."""
         self.now += 1.0
         held = self.held[slot]
@@ -91,11 +88,9 @@ class World:
         for batch_id in [*held][: self.places]:
             call, steps, made = held[batch_id]
             held[batch_id][2] = made = made + 1
-            if error is not None and call.reply == error:
-                done.append(BatchReport(batch_id, failure="raised"))
-            elif made == steps:
+            if made == steps:
                 done.append(BatchReport(batch_id, [None if call.is_stream else "all"]))
-            if call.is_stream and (error is None or call.reply != error):
+            if call.is_stream:
                 outputs[batch_id] = b"%d" % made
         for report in done:
             del held[report.batch_id]
@@ -121,14 +116,6 @@ class World:
         self.batcher.check_invariants()
 
 
-def test_items_have_places_and_a_few_more_wait_in_the_worker() -> None:
-    world = World(places=4)
-    for _ in range(8):
-        world.submit(3)
-    assert len(world.held[0]) == world.batcher.room == 5
-    assert world.batcher.pending_items == 3
-
-
 def test_the_record_of_an_item_that_is_lost_says_as_much_as_that_of_another() -> None:
     world = World(places=1)
     records: list[Any] = []
@@ -140,16 +127,6 @@ def test_the_record_of_an_item_that_is_lost_says_as_much_as_that_of_another() ->
     counted = [(each.pending, each.failed, each.answered, each.expired) for each in records]
     assert counted == [(1, 1, 0, 0)] * 2
     assert all(each.rejected == 0 and each.queued >= 0.0 for each in records)
-
-
-def test_a_place_that_is_free_is_taken_by_what_waits_in_the_worker() -> None:
-    """The worker begins with the fifth before its second step, and the sixth is sent meanwhile."""
-    world = World(places=4)
-    calls = [world.submit(steps) for steps in (1, 9, 9, 9, 9, 9)]
-    world.step()
-    assert world.got[calls[0]] == [1, []]
-    assert [*world.held[0].values()][3][0] is calls[4]
-    assert len(world.held[0]) == 5
 
 
 def test_timing_says_when_outputs_of_a_stream_came() -> None:
@@ -166,43 +143,6 @@ def test_timing_says_when_outputs_of_a_stream_came() -> None:
     assert short.timing[4:] == (1.0, None, None)
     assert silent.timing is not None
     assert silent.timing[4:] == (None, None, None), "its worker told nothing"
-
-
-def test_outputs_of_a_stream_come_one_by_one_and_of_others_at_the_end() -> None:
-    world = World()
-    stream, other = world.submit(3), world.submit(2, is_stream=False)
-    world.run()
-    assert world.got[stream] == [1, 2, 3, []]
-    assert world.got[other] == [["all"]]
-
-
-def test_who_leaves_frees_the_place_at_once() -> None:
-    world = World(places=1)
-    first, second, third = (world.submit(5) for _ in range(3))
-    world.step()
-    world.leave(first)
-    assert [call for call, *_ in world.held[0].values()] == [second, third]
-    assert world.got[first] == [1, "left"]
-
-
-def test_what_waits_and_is_left_is_never_sent() -> None:
-    world = World(places=1)
-    calls = [world.submit(2) for _ in range(5)]
-    world.leave(calls[4])
-    world.run()
-    assert "call 4" not in world.starts
-
-
-def test_when_its_time_ends_a_call_fails_and_its_place_is_free() -> None:
-    world = World(places=1)
-    first = world.submit(50, deadline=3.0)
-    second = world.submit(1)
-    for _ in range(3):
-        world.step()
-    world.do(world.batcher.time_passed(world.now))
-    assert world.got[first] == [1, 2, 3, ("failed", "expired")]
-    world.step()
-    assert world.got[second] == [1, []]
 
 
 def test_a_worker_whose_items_all_rest_is_not_hung() -> None:
@@ -222,15 +162,6 @@ def test_a_worker_whose_items_all_rest_is_not_hung() -> None:
     assert hung == [0]
 
 
-def test_one_that_raises_fails_alone() -> None:
-    world = World()
-    calls = [world.submit(3) for _ in range(4)]
-    world.step(error="call 2")
-    world.run()
-    assert world.got[calls[2]] == [("failed", "raised")]
-    assert all(world.got[call] == [1, 2, 3, []] for call in calls if call is not calls[2])
-
-
 def test_the_worker_with_the_fewest_items_gets_the_next() -> None:
     world = World(places=4, workers=2)
     for _ in range(6):
@@ -240,45 +171,6 @@ def test_the_worker_with_the_fewest_items_gets_the_next() -> None:
         world.leave(call)
     world.submit(9)
     assert [len(held) for held in world.held.values()] == [2, 3]
-
-
-def test_tenants_take_turns_and_priorities_go_first() -> None:
-    world = World(places=1)
-    for _ in range(2):
-        world.submit(1)  # one has the place, and one is on deck
-    for _ in range(6):
-        world.submit(1, tenant="a")
-    world.submit(1, tenant="b")
-    world.submit(1, tenant="b", priority=1)
-    world.run()
-    assert world.starts.index("call 9") < world.starts.index("call 8") <= 6
-
-
-def test_streams_of_a_lost_worker_begin_again_unless_outputs_were_handed_out() -> None:
-    world = World(places=2)
-    handed, other = world.submit(3), world.submit(2, is_stream=False)
-    world.step()
-    new = world.submit(2)
-    world.lose(0)
-    assert world.got[handed] == [1, ("failed", LOST)]
-    world.ready()
-    world.run()
-    assert world.got[new] == [1, 2, []]
-    assert world.got[other] == [["all"]]
-
-
-def test_streams_go_on_where_their_outputs_end_if_the_model_can_resume() -> None:
-    world = World(places=2, resumes=True)
-    stream = world.submit(4)
-    world.step()
-    world.step()
-    world.lose(0)
-    world.ready()
-    world.step(1)
-    world.lose(1)
-    world.ready()
-    world.run()
-    assert world.got[stream] == [1, 2, 3, 4, []]
 
 
 def test_what_was_lost_once_shares_a_worker_and_is_alone_after_that() -> None:
@@ -310,14 +202,6 @@ def test_one_that_kills_its_worker_again_and_again_fails_alone() -> None:
     assert world.got[calls[1]] == [("failed", LOST)]
     assert all(world.got[call] == [["all"]] for call in calls if call is not calls[1])
     assert world.slots <= 5
-
-
-@pytest.mark.parametrize("max_attempts", [1])
-def test_what_must_not_run_twice_is_not(max_attempts: int) -> None:
-    world = World(places=2, max_attempts=max_attempts)
-    call = world.submit(2, is_stream=False)
-    world.lose(0)
-    assert world.got[call] == [("failed", LOST)]
 
 
 @settings(max_examples=200, deadline=None)

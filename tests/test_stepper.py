@@ -116,13 +116,6 @@ def test_a_place_is_taken_again_in_the_next_step(kind: Any) -> None:
 
 
 @BOTH
-def test_an_item_that_comes_later_joins_those_that_run(kind: Any) -> None:
-    channel = served(loaded(kind), [[item(4)]], [[item(2)]], [[item(1)]])
-    assert channel.outputs == {0: [0, 1, 2, 3], 1: [0, 1], 2: [0]}
-    assert [step.size for step in channel.steps] == [1, 2, 3, 1]
-
-
-@BOTH
 def test_dropped_ones_free_their_place_before_the_next_step(kind: Any) -> None:
     model = loaded(kind, 2)
     channel = served(
@@ -142,12 +135,6 @@ def test_an_item_that_is_paused_before_it_comes_is_paused() -> None:
     channel = served(loaded(), early, [], [], [(RESUME, 0)])
     assert [list(step.outputs) for step in channel.steps] == [[1, 2], [1, 2], [0], [0]]
     assert channel.results == {0: None, 1: None, 2: None}
-
-
-def test_dropped_ones_are_reported_although_nothing_runs() -> None:
-    channel = served(loaded(), [item(9)], [(0,)], [item(1)])
-    assert channel.results == {0: None, 1: [0]}
-    assert [len(step.done) for step in channel.steps] == [0, 1, 1]
 
 
 def test_an_item_that_cannot_be_decoded_never_starts() -> None:
@@ -358,16 +345,6 @@ def test_an_item_that_raises_fails_alone(kind: Any, where: str, what: str, bad: 
         assert sizes_of(model, "start") == ([4] if len(bad) == 4 else [4, 4 - len(bad)])
     if where == "step" and (what != "raise" or kind is Counting):
         assert len(channel.steps) == 2 + (len(bad) < 4), "the others take each step together"
-
-
-@pytest.mark.parametrize("kind", [Counting, JoinedCertain])
-def test_streams_beside_one_that_raises_go_on_where_they_were(kind: Any) -> None:
-    model = loaded(kind, 8)
-    items = [[item(6, step={3: "raise"} if i == 5 else {})] for i in range(8)]
-    channel = served(model, items)
-    assert channel.results == {i: "ValueError" if i == 5 else None for i in range(8)}
-    assert channel.outputs == {i: [0, 1, 2] if i == 5 else [*range(6)] for i in range(8)}
-    model_of(model)
 
 
 def test_only_streams_with_outputs_fail_with_another_item_of_a_joined_batch() -> None:
@@ -633,21 +610,6 @@ class Grows(Counting):
         if sum(state.at > 0 for state in self.held) > self.room - 1 and len(self.held) > 1:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return super().step(states)
-
-
-class JoinedGrows(Joined, Grows):
-    pass
-
-
-@pytest.mark.parametrize("kind", [Grows, JoinedGrows])
-def test_the_youngest_is_given_up_where_a_step_does_not_fit(kind: Any) -> None:
-    model = loaded(kind, 4, 4)
-    channel = served(model, [item(5), item(5), item(5), item(5)])
-    assert channel.results == {i: [0, 1, 2, 3, 4] for i in range(4)}
-    assert [step.evicted for step in channel.steps][1:2] == [1]
-    assert [batch_id for step in channel.steps for batch_id in sorted(
-        each.batch_id for each in step.done)] == [0, 1, 2, 3]  # fmt: skip
-    model_of(model)
 
 
 @pytest.mark.parametrize("is_certain", [True, False])

@@ -44,7 +44,7 @@ class TestForms(Forms):
 
 
 def test_ten_thousand_items_from_fifty_threads_keep_their_order() -> None:
-    with Streamer(models.double, worker_num=4, worker_timeout=None) as streamer:
+    with Streamer(models.double, worker_num=2, worker_timeout=None) as streamer:
 
         def call(thread: int) -> None:
             for i in range(0, 200, 8):
@@ -69,31 +69,27 @@ def test_callers_share_batches(gate: Gate) -> None:
 # -- errors
 
 
-def test_an_error_reaches_the_call_that_earned_it(gate: Gate) -> None:
-    with Streamer(FailsOnBad, 2, model_init_args=(gate,)) as streamer:
+@pytest.mark.parametrize("is_isolated", [True, False])
+def test_an_error_reaches_the_call_that_earned_it_or_nobody_has_that_of_another(
+    is_isolated: bool, gate: Gate
+) -> None:
+    with Streamer(FailsOnBad, 2, model_init_args=(gate,), isolate_errors=is_isolated) as streamer:
         futures = [streamer.submit(["good"])]
         gate.await_arrival()
         futures += [streamer.submit([item]) for item in ("bad", "neighbour", "good", "good")]
         gate.let_through(9)
-        errors = [future.exception() for future in futures]
-        assert [type(error) for error in errors] == [
-            type(None), ValueError, type(None), type(None), type(None),
-        ]  # fmt: skip
-        assert streamer.stats().isolated == 1
-
-
-def test_without_isolation_a_batch_fails_and_nobody_gets_the_error_of_another(gate: Gate) -> None:
-    with Streamer(FailsOnBad, 2, model_init_args=(gate,), isolate_errors=False) as streamer:
-        futures = [streamer.submit(["good"])]
-        gate.await_arrival()
-        futures += [streamer.submit([item]) for item in ("bad", "neighbour", "good", "good")]
-        gate.let_through(9)
-        errors = [future.exception() for future in futures]
-        assert [type(error) for error in errors] == [
-            type(None), SharedBatchError, SharedBatchError, type(None), type(None),
-        ]  # fmt: skip
-        assert errors[1] is not errors[2], "or the tracebacks of callers would mix"
-        assert not any("bad item" in str(error) or error.__cause__ for error in errors if error)
+        good, bad, neighbour, *others = [future.exception() for future in futures]
+        assert [good, *others] == [None] * 3
+        if is_isolated:
+            assert type(bad) is ValueError
+            assert neighbour is None
+            assert streamer.stats().isolated == 1
+            return
+        assert bad is not neighbour, "or the tracebacks of callers would mix"
+        for error in (bad, neighbour):
+            assert isinstance(error, SharedBatchError)
+            assert "bad item" not in str(error)
+            assert error.__cause__ is None
 
 
 class FailsOnBad(models.Gated):
@@ -104,49 +100,30 @@ class FailsOnBad(models.Gated):
         return batch
 
 
-def test_model_error_replaces_an_exception_that_cannot_be_pickled() -> None:
+def test_model_error_replaces_an_exception_or_a_result_that_cannot_be_pickled() -> None:
     with Streamer(models.misbehave) as streamer:
         for how, text in (("raise odd", "oddly"), ("raise unpicklable", "lock")):
             with pytest.raises(ModelError, match=text) as caught:
                 streamer.predict([how])
             assert "in misbehave" in str(caught.value.__cause__)
+        returned = {"unpicklable result": "sent", "result that does not unpickle": "unpickled"}
+        for how, text in returned.items():
+            with pytest.raises(ModelError, match=text):
+                streamer.predict([how, "neighbour"])
         assert streamer.predict(["fine"]) == ["fine"]
 
 
-def test_unpicklable_item_fails_its_own_call_only(gate: Gate) -> None:
-    with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
-        streamer.submit(["busy"])
-        gate.await_arrival()
-        neighbour = streamer.submit([1])
-        with pytest.raises(UnpicklableItem, match="item 1"):
-            streamer.predict([1, lambda: None])
-        gate.let_through(2)
-        assert neighbour.result() == [1]
-
-
-def test_an_item_that_does_not_unpickle_fails_its_own_call_only(gate: Gate) -> None:
+def test_an_item_that_does_not_pickle_or_unpickle_fails_its_own_call_only(gate: Gate) -> None:
     with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
         streamer.submit(["busy"])
         gate.await_arrival()
         futures = [streamer.submit([item]) for item in (1, models.Unloadable(), 2)]
+        with pytest.raises(UnpicklableItem, match="item 1"):
+            streamer.predict([1, lambda: None])
         gate.let_through(2)
         assert futures[0].result() == futures[2].result() == [2]
         with pytest.raises(UnpicklableItem, match="does not load here"):
             futures[1].result()
-
-
-@pytest.mark.parametrize(
-    ("how", "match"),
-    [
-        ("unpicklable result", "sent"),
-        ("result that does not unpickle", "unpickled"),
-    ],
-)
-def test_unpicklable_result_fails_its_own_call_only(how: str, match: str) -> None:
-    with Streamer(models.misbehave) as streamer:
-        with pytest.raises(ModelError, match=match):
-            streamer.predict([how, "neighbour"])
-        assert streamer.predict(["fine"]) == ["fine"]
 
 
 # -- time

@@ -28,11 +28,10 @@ from service_streamer import (
     ThreadedStreamer,
     WorkerLost,
 )
-from service_streamer.engine.backend import PassThrough
 from service_streamer.engine.loop import send
-from service_streamer.engine.stream_outputs import ThreadOutputs
 from service_streamer.testing import Gate
 from stream_models import Countdown, Resumed
+from walk.world import World
 
 Build = Callable[..., Any]
 
@@ -491,19 +490,15 @@ def test_another_loop_is_refused_and_the_stream_stays_open(gate: Gate) -> None:
 
 def test_an_item_rests_with_its_next_worker_too() -> None:
     """Which does not know of it: so if outputs come all the same, it is told again."""
-    told: list[bool] = []
-
-    class Told(PassThrough):
-        def hold(self, call: Any, *, is_held: bool) -> None:
-            told.append(is_held)
-
-        def decode(self, outputs: list[Any]) -> list[Any]:
-            return outputs
-
-    outputs = ThreadOutputs(Told(None), 4, fails_behind=False)  # type: ignore[arg-type]
-    outputs.call = object()  # type: ignore[assignment]
-    for number in range(13):
-        outputs.put_part(number)
-    assert told == [True] * 3
-    assert [outputs.take()[0] for _ in range(13)] == [*range(13)]
-    assert told == [True] * 3 + [False]
+    world = World(places=2, resumes=True, batch_size=2)
+    world.do(("ready", 0))
+    world.do(("stream", None, 0, "", 4))
+    for _ in range(2):
+        for _ in range(8):
+            world.do(("step", 0, 0))
+        assert world.resting
+        world.do(("lose", 0, 0))
+        assert not world.resting
+        world.do(("ready", 0))
+    world.finish()
+    world.dispose()

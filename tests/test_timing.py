@@ -3,49 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from service_streamer import Future, Timing
-from service_streamer.batching.batcher import Batcher
-from service_streamer.engine.engine import Engine
+from service_streamer import Timing
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
-from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
-from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers.protocol import Failure
+from stub_engine import StubEngine
 
 # -- all times are sums of powers of two, and so exact
 
 
-class Setup(NamedTuple):
-    engine: Engine
-    transport: StubTransport
-    clock: ManualClock
-
-    def submit(self, *items: Any) -> Future:
-        future = Future(self.engine)
-        self.engine.submit(Call(items, future))
-        return future
-
-
 @pytest.fixture
-def stub() -> Iterator[Setup]:
-    clock = ManualClock(64.0)
-    transport = StubTransport(clock)
-    engine = Engine(
-        transport,
-        Batcher(batch_size=4, max_latency=0.125),
-        Supervisor(1, RestartPolicy()),
-        clock=clock,
-        jitter=lambda: 0.0,
-    )
-    engine.start()
-    yield Setup(engine, transport, clock)
-    engine.close(drain=False, timeout=None)
+def stub() -> Iterator[StubEngine]:
+    with StubEngine() as made:
+        yield made
 
 
-def test_of_a_call_that_waits_for_its_worker(stub: Setup) -> None:
+def test_of_a_call_that_waits_for_its_worker(stub: StubEngine) -> None:
     future = stub.submit("a", "b")
     assert future.timing is None
     stub.clock.advance(0.5)
@@ -59,7 +35,7 @@ def test_of_a_call_that_waits_for_its_worker(stub: Setup) -> None:
     assert future.timing.total == 4.5
 
 
-def test_the_calls_of_a_batch_differ_in_when_they_came(stub: Setup) -> None:
+def test_the_calls_of_a_batch_differ_in_when_they_came(stub: StubEngine) -> None:
     stub.transport.ready(0)
     stub.submit("busy")
     stub.clock.advance(1.0)
@@ -73,7 +49,7 @@ def test_the_calls_of_a_batch_differ_in_when_they_came(stub: Setup) -> None:
     assert second.timing == Timing(0.0, 0.0, 1.0, 1.0)
 
 
-def test_of_several_batches_the_last_one_counts(stub: Setup) -> None:
+def test_of_several_batches_the_last_one_counts(stub: StubEngine) -> None:
     stub.transport.ready(0)
     future = stub.submit(*range(6))
     stub.clock.advance(1.0)
@@ -85,7 +61,7 @@ def test_of_several_batches_the_last_one_counts(stub: Setup) -> None:
     assert future.timing == Timing(queued=1.0, sent=1.0, computed=0.5, returned=0.5)
 
 
-def test_of_a_batch_that_is_run_again_all_before_the_last_run_is_waiting(stub: Setup) -> None:
+def test_of_a_batch_that_is_run_again_all_before_the_last_run_is_waiting(stub: StubEngine) -> None:
     stub.transport.ready(0)
     stub.submit("busy")
     good, bad = stub.submit("good"), stub.submit("bad")
@@ -101,7 +77,7 @@ def test_of_a_batch_that_is_run_again_all_before_the_last_run_is_waiting(stub: S
     assert bad.timing is None, "there is no result"
 
 
-def test_of_a_worker_that_was_lost_the_one_that_answered_counts(stub: Setup) -> None:
+def test_of_a_worker_that_was_lost_the_one_that_answered_counts(stub: StubEngine) -> None:
     stub.transport.ready(0)
     future = stub.submit("a")
     stub.clock.advance(8.0)
@@ -114,7 +90,7 @@ def test_of_a_worker_that_was_lost_the_one_that_answered_counts(stub: Setup) -> 
     assert future.timing == Timing(queued=9.0, sent=1.0, computed=1.0, returned=0.0)
 
 
-def test_without_a_result_nothing_is_told(stub: Setup) -> None:
+def test_without_a_result_nothing_is_told(stub: StubEngine) -> None:
     empty, cancelled = stub.submit(), stub.submit("a")
     assert cancelled.cancel()
     cut_off = stub.submit("b")
@@ -149,7 +125,7 @@ def test_nothing_is_negative_and_the_sum_is_right_whatever_the_workers_clock_say
     assert call.timing.total == 5.0
 
 
-def test_a_call_that_is_done_does_not_hold_its_items_and_results(stub: Setup) -> None:
+def test_a_call_that_is_done_does_not_hold_its_items_and_results(stub: StubEngine) -> None:
     stub.transport.ready(0)
     future = stub.submit("a")
     call: Any = future.call

@@ -139,8 +139,15 @@ class World:
         elif name == "together":
             self.transport.deliver(*[one for each in numbers for one in self._of_workers(each)])
         else:
-            getattr(self, f"_{name}")(*numbers)
+            self._happens(event)
         self._see()
+
+    def _happens(self, event: Event) -> None:
+        name, *numbers = event
+        if name in _CALLS:
+            self._ask(name, *numbers)
+        else:
+            getattr(self, f"_{name}")(*numbers)
 
     def check(self) -> None:
         """Raise ``Fault`` if something does not hold."""
@@ -151,38 +158,29 @@ class World:
 
     # Callers: what they begin, and how they leave.
 
-    def _submit(
-        self, size: int, timeout: float | None = None, priority: int = 0, tenant: str = ""
+    def _ask(
+        self,
+        kind: str,
+        size: int,
+        timeout: float | None = None,
+        priority: int = 0,
+        tenant: str = "",
     ) -> None:
-        def begin(known: Known) -> None:
-            known.handle = self.streamer.submit(
-                known.items, timeout, priority=priority, tenant=tenant
-            )
-            known.handle.add_done_callback(lambda _: setattr(known, "ends", known.ends + 1))
+        """Begin a call: "submit", "quiet" or "predict".
 
-        self._begin(Known(len(self.calls), size, "submit", timeout), begin)
-
-    def _quiet(
-        self, size: int, timeout: float | None = None, priority: int = 0, tenant: str = ""
-    ) -> None:
-        """A submit whose future has no callback: such are answered in another way."""
+        The future of a quiet one has no callback: such are answered in another way.
+        """
+        how: dict[str, Any] = {"priority": priority, "tenant": tenant}
 
         def begin(known: Known) -> None:
-            known.handle = self.streamer.submit(
-                known.items, timeout, priority=priority, tenant=tenant
-            )
+            if kind == "predict":
+                known.handle = Prediction(self.streamer, known.items, timeout, **how)
+                return
+            known.handle = self.streamer.submit(known.items, timeout, **how)
+            if kind == "submit":
+                known.handle.add_done_callback(lambda _: setattr(known, "ends", known.ends + 1))
 
-        self._begin(Known(len(self.calls), size, "quiet", timeout), begin)
-
-    def _predict(
-        self, size: int, timeout: float | None = None, priority: int = 0, tenant: str = ""
-    ) -> None:
-        def begin(known: Known) -> None:
-            known.handle = Prediction(
-                self.streamer, known.items, timeout, priority=priority, tenant=tenant
-            )
-
-        self._begin(Known(len(self.calls), size, "predict", timeout), begin)
+        self._begin(Known(len(self.calls), size, kind, timeout), begin)
 
     def _stream(
         self,
@@ -192,15 +190,11 @@ class World:
         max_buffered: int = 1024,
         fails_behind: bool = False,
     ) -> None:
+        how: dict[str, Any] = {"priority": priority, "tenant": tenant}
+        how |= {"max_buffered": max_buffered, "fails_behind": fails_behind}
+
         def begin(known: Known) -> None:
-            known.handle = self.streamer.stream(
-                known.items[0],
-                timeout,
-                priority=priority,
-                tenant=tenant,
-                max_buffered=max_buffered,
-                fails_behind=fails_behind,
-            )
+            known.handle = self.streamer.stream(known.items[0], timeout, **how)
 
         self._begin(Known(len(self.calls), 1, "stream", timeout), begin)
 
@@ -277,7 +271,7 @@ class World:
     def _flood(self, calls: int, timeout: float | None = None) -> None:
         """Many calls of one item."""
         for _ in range(calls):
-            self._quiet(1, timeout)
+            self._ask("quiet", 1, timeout)
 
     def _busy(self, batches: int, seconds: float) -> None:
         """Workers compute many batches, in so many seconds each: so their rate is known."""
@@ -290,7 +284,7 @@ class World:
         """A signal handler raises in the middle of what a caller does."""
         try:
             with interrupted_at(at):
-                getattr(self, f"_{event[0]}")(*event[1:])
+                self._happens(event)
         except Interrupted:
             self.was_interrupted = True
             if event[0] == "cancel":  # it may be cancelled or not
@@ -534,7 +528,7 @@ class World:
         self.check()
         self._come_to_rest()
         if not self.is_closing:
-            self._submit(1)
+            self._ask("submit", 1)
             fresh = self.calls[-1]
             self.check()
             self._come_to_rest()
@@ -634,6 +628,7 @@ class World:
         logging.getLogger("service_streamer").removeHandler(self._errors)
 
 
+_CALLS = frozenset({"submit", "quiet", "predict"})
 #: Events of workers, which may come together.
 _OF_WORKERS = frozenset({"ready", "unready", "lose", "step", "done", "fail", "spoil"})
 

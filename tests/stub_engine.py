@@ -1,0 +1,67 @@
+"""An engine on a transport without workers, and on a clock that moves when told to."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from service_streamer import Future, PredictTimeout
+from service_streamer.batching.batcher import Batcher
+from service_streamer.engine.engine import Engine
+from service_streamer.observe.record import Call
+from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
+from service_streamer.testing import ManualClock, StubTransport
+from service_streamer.workers.protocol import Failure
+
+
+class StubEngine:
+    """Closes at the end of its block; the options are those of ``Batcher``."""
+
+    def __init__(self, worker_num: int = 1, batch_size: int = 4, **options: Any) -> None:
+        self.clock = ManualClock()
+        self.transport = StubTransport(self.clock)
+        options = {"max_latency": 0.125, **options}
+        self.batcher = Batcher(
+            batch_size=batch_size, expired=Failure(PredictTimeout("expired")), **options
+        )
+        self.supervisor = Supervisor(worker_num, RestartPolicy(max_restarts=1))
+        self.engine = Engine(
+            self.transport,
+            self.batcher,
+            self.supervisor,
+            max_pending=options.get("max_pending"),
+            clock=self.clock,
+            jitter=lambda: 0.0,
+        )
+        self.engine.start()
+
+    def __enter__(self) -> StubEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close(drain=False, timeout=None)
+
+    def submit(self, *items: Any, timeout: float | None = None) -> Future:
+        future = Future(self.engine)
+        self.engine.submit(Call(items, future, timeout, is_watched=True))
+        return future
+
+    @property
+    def sent(self) -> list[Any]:
+        """The items of each batch that was sent."""
+        return [payloads for _, _, payloads in self.transport.sent]
+
+    def await_timer(self, drain_deadline: float = math.inf) -> None:
+        """Return when the loop waits for what is due next: only then may time pass.
+
+        Between its look at the clock and its wait it would take the new time for the old one.
+        """
+        left = min(self.batcher.deadline, self.supervisor.due, drain_deadline) - self.clock()
+        self.transport.await_that(lambda: self.transport.timeouts[-1:] == [left])
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, and the loop deal with it."""
+        self.await_timer()
+        waits = self.transport.waits
+        self.clock.advance(seconds)
+        self.transport.await_that(lambda: self.transport.waits > waits)
