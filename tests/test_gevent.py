@@ -265,3 +265,51 @@ SHARED = """
 def test_a_shared_pool(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     assert run_text(tmp_path, SHARED, XDG_RUNTIME_DIR=str(tmp_path)) == "done\n"
+
+
+FORKED = """
+    from gevent import monkey
+    if __name__ == "__main__":
+        monkey.patch_all()
+
+    import os, sys
+    import gevent
+    import models
+    from gevent.event import Event
+    from service_streamer import RedisStreamer, RedisWorker, Streamer
+
+    def hold(future):
+        answered.set()
+        forked.wait()
+
+    if __name__ == "__main__":
+        kind, url, prefix = sys.argv[1:]
+        if kind == "redis":
+            host = RedisWorker(models.double, redis_broker=url, prefix=prefix)
+            host.start()
+            streamer = RedisStreamer(url, prefix)
+        else:
+            options = {"shared": prefix, "linger": 0} if kind == "shared" else {}
+            streamer = Streamer(models.double, **options)
+        answered, forked = Event(), Event()
+        streamer.submit([1]).add_done_callback(hold)  # in the streamer's own greenlet
+        answered.wait()
+        if not os.fork():
+            forked.set()
+            gevent.idle()  # so the copy of that greenlet goes on, if it does
+            os._exit(0)
+        forked.set()
+        print(os.wait()[1], streamer.predict([2]))
+        streamer.close()
+        if kind == "redis":
+            host.close()
+"""
+
+
+@pytest.mark.parametrize("kind", ["process", "shared", "redis"])
+def test_a_greenlet_of_a_streamer_that_a_fork_copies_says_nothing(
+    tmp_path: Path, redis_server: str, prefix: str, kind: str
+) -> None:
+    tmp_path.chmod(0o700)
+    arguments = (kind, redis_server, prefix)
+    assert run_text(tmp_path, FORKED, *arguments, XDG_RUNTIME_DIR=str(tmp_path)) == "0 [4]\n"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from ..workers.transport import Transport, WorkerDied, WorkerEvent
 from .at_exit import AtExit
 from .backend import BlockingReply, Mailbox, TogetherReply
 from .core import Core, EngineState, Lane
-from .timer import is_owned
+from .timer import is_owned, rest_if_copied
 from .wakeups import wake
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Loop:
         self.on_end: Callable[[], None] = lambda: None
         #: Whether ``on_end`` has been called, or is about to be.
         self.has_ended = False
+        self._pid = os.getpid()
 
     def start(self) -> None:
         """Start the workers and the thread; does not wait for them."""
@@ -115,6 +117,7 @@ class Loop:
                     timeout = self._handle(events)
                     events, failures = [], 0  # or the last results would live until the next come
                 except Exception as error:
+                    rest_if_copied(self._pid)
                     failures += 1
                     # What fails twice is left out, and what fails on and on is tried more seldom.
                     events = self._recover(error, events)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +39,20 @@ def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
     thread = threading.Thread(target=target, name=f"service_streamer {name}", daemon=True)
     thread.start()
     return thread
+
+
+_copies: list[threading.Event] = []
+
+
+def rest_if_copied(pid: int) -> None:
+    """Let a thread of process ``pid`` go no further in a forked child.
+
+    With gevent threads are greenlets, which a fork copies. What the copy reads from is closed. It
+    rests for ever, since Python prints an error at the end of a thread that it does not know of.
+    """
+    if os.getpid() != pid and threading.get_ident() not in [t.ident for t in threading.enumerate()]:
+        _copies.append(threading.Event())  # a greenlet that nothing refers to would end
+        _copies[-1].wait()
 
 
 def is_owned(lock: Any) -> bool:

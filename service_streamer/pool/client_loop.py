@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
-from ..engine.timer import Doorbell
+from ..engine.timer import Doorbell, rest_if_copied
 from ..errors import PoolMismatch, StreamerBroken, StreamerError, WorkerLost
 from ..remote.call_book import CallBook, answer
 from ..remote.quiet_log import quiet_log
@@ -102,9 +103,11 @@ class ClientLoop:
         self._is_done = is_done
         self._may_rerun = may_rerun
         self._has_served = False  # any pool
+        self._pid = 0
 
     def run(self) -> None:
         """What the thread does: one pool after the other."""
+        self._pid = os.getpid()
         while True:
             try:
                 if self._is_done():
@@ -198,6 +201,7 @@ class ClientLoop:
         except Refused:
             raise
         except Exception as error:
+            rest_if_copied(self._pid)
             link.has_failed = True
             self._fail_touched(messages or [], own_fault(error))
         finally:
