@@ -36,7 +36,6 @@ from service_streamer import (
 )
 from service_streamer.pool.pool_protocol import REFUSED, times
 from service_streamer.testing import Gate
-from stream_models import Countdown
 
 ROOT = Path(__file__).parent.parent
 US = os.geteuid()
@@ -244,16 +243,6 @@ def test_lengths_are_asked_for_in_the_client(shared: Shared) -> None:
     assert streamer.predict(["aaa", "bbb", "ccc"]) == ["aaa", "bbb", "ccc"]
     assert sorted(seen) == ["aaa", "bbb", "ccc"]
     assert streamer.metrics.sizes.count == 2
-
-
-def test_a_consumer_that_lags_has_its_item_rest(shared: Shared) -> None:
-    streamer = shared(Countdown, 4, shared="a")
-    stream = streamer.stream(10**9, timeout=None, max_buffered=16)
-    assert [next(stream) for _ in range(3)] == [1, 2, 3]
-    assert [*streamer.stream(50)] == [*range(1, 51)]
-    assert [next(stream) for _ in range(1000)] == [*range(4, 1004)]
-    stream.close()
-    await_that(lambda: streamer.stats().in_flight == 0)
 
 
 def test_a_question_of_a_streamer_that_another_thread_closes_fails(shared: Shared) -> None:

@@ -24,7 +24,7 @@ from cases import long_cases
 from conftest import await_that
 from service_streamer import BrokerUnavailable, ModelError
 from service_streamer.redis.local import LocalRedis
-from test_examples import BAD_FIELDS, BIRTHDAY, ROOT, TIMEOUT, TWINKLE, alarm, ask, client
+from test_examples import BIRTHDAY, ROOT, TIMEOUT, TWINKLE, alarm, ask, client
 from test_examples import environment as common_environment
 
 pytestmark = pytest.mark.xdist_group("redis-examples")
@@ -158,15 +158,6 @@ def test_the_demo_says_what_to_try(web: Program) -> None:
 def test_stream_answers(web: Program, method: str) -> None:
     assert web.ask(method, s=BIRTHDAY) == (200, ["you"])
     assert web.ask(method, s=[TWINKLE, BIRTHDAY]) == (200, ["little", "you"])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", BAD_FIELDS)
-def test_bad_input_is_refused(web: Program, case: str) -> None:
-    fields, text = BAD_FIELDS[case]
-    status, answer = web.ask("POST", **fields)
-    assert status == 400
-    assert text in answer["error"]
 
 
 @pytest.mark.long

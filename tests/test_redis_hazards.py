@@ -28,25 +28,18 @@ Host = Callable[..., RedisWorker]
 Client = Callable[..., RedisStreamer]
 
 
-def test_calls_of_a_client_that_closes_are_withdrawn_however_many(
+def test_calls_that_are_cancelled_or_whose_client_closes_are_withdrawn_however_many(
     client: Client, ask: redis.Redis, keys: Keys
 ) -> None:
     streamer = client()
-    for number in range(2500):  # beyond what is withdrawn at once
-        streamer.submit([number])
-    await_that(lambda: ask.xlen(keys.calls) == 2500)
+    for is_cancelled in (True, False):
+        futures = [streamer.submit([number]) for number in range(2500)]  # beyond those at once
+        await_that(lambda: ask.xlen(keys.calls) == 2500)
+        if is_cancelled:
+            assert all(future.cancel() for future in futures)
+            await_that(lambda: ask.xlen(keys.calls) == 0)
     streamer.close(drain=False)
     assert not ask.exists(keys.calls)
-
-
-def test_calls_that_are_cancelled_are_withdrawn_however_many(
-    client: Client, ask: redis.Redis, keys: Keys
-) -> None:
-    streamer = client()
-    futures = [streamer.submit([number]) for number in range(2500)]
-    await_that(lambda: ask.xlen(keys.calls) == 2500)
-    assert all(future.cancel() for future in futures)
-    await_that(lambda: ask.xlen(keys.calls) == 0)
 
 
 def test_call_is_answered_after_an_interrupt_at_any_place_in_the_one_before(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import queue
@@ -13,12 +12,11 @@ from typing import Any
 import pytest
 import redis
 
-import models
 from conftest import await_that
+from contract.streams import Streams
 from redis_peers import Keys, RawClient, Traffic, await_paused, client_name, wire
 from service_streamer import (
     BrokerUnavailable,
-    InvalidInput,
     ModelError,
     Overloaded,
     PredictTimeout,
@@ -73,48 +71,23 @@ def await_output(stream: Stream, gate: Gate) -> int:
 # -- what comes
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"serializer": "pickle", "secret": "of sixteen bytes or more"}], ids=["", "own"]
-)
-def test_outputs_come_in_order_to_threads_and_tasks(
-    host: Host, client: Client, options: dict[str, Any]
-) -> None:
-    host(Countdown, 4, **options)
-    streamer = client(**options)
-    assert [*streamer.stream(300)] == [*range(1, 301)]
-    assert [*streamer.stream({"n": 6, "every": 3})] == [3, 6]
-    assert [*streamer.stream({"n": 2, "every": 3})] == []
+class TestStreams(Streams):
+    """Calls over Redis have no timing: so two of them are shorter here."""
 
-    async def consume(n: int) -> list[int]:
-        return [output async for output in streamer.astream(n)]
+    @pytest.fixture(params=["redis"])
+    def kind(self, request: pytest.FixtureRequest) -> Any:
+        return request.param
 
-    async def main() -> list[list[int]]:
-        return await asyncio.gather(*map(consume, range(1, 12)))
+    def test_outputs_come_one_by_one_to_a_thread(self, build: Any) -> None:
+        stream = build().stream(300)
+        assert [*stream] == [*range(1, 301)]
+        assert [*stream] == []
 
-    assert asyncio.run(main()) == [[*range(1, n + 1)] for n in range(1, 12)]
-
-
-def test_outputs_come_while_the_item_is_computed(
-    gated: RedisWorker, client: Client, gate: Gate
-) -> None:
-    stream = client().stream(3)
-    for number in (1, 2, 3):
-        gate.let_through()
-        assert next(stream) == number
-    assert [*stream] == []
-
-
-def test_predict_and_submit_get_all_outputs_joined(host: Host, client: Client) -> None:
-    host(Summed, 4)
-    streamer = client()
-    assert streamer.predict([3, 4]) == [6, 10]
-    assert streamer.submit([5]).result() == [15]
-    assert [*streamer.stream(3)] == [1, 2, 3]
-
-
-def test_a_model_without_steps_is_a_stream_of_one_output(host: Host, client: Client) -> None:
-    host(models.double)
-    assert [*client().stream(4)] == [8]
+    def test_predict_and_submit_get_all_outputs_joined(self, build: Any) -> None:
+        streamer = build(Summed)
+        assert streamer.predict([3, 4]) == [6, 10]
+        assert streamer.submit([5]).result() == [15]
+        assert [*streamer.stream(3)] == [1, 2, 3]
 
 
 def test_two_hosts_and_two_clients(host: Host, client: Client) -> None:
@@ -173,19 +146,6 @@ def test_outputs_of_a_step_are_one_message_to_each_client(
 
 
 # -- faults of items
-
-
-def test_a_failure_comes_after_the_outputs_before_it(host: Host, client: Client) -> None:
-    host(Countdown, 4)
-    streamer = client()
-    good = streamer.stream(200)
-    bad = streamer.stream({"n": 5, "raise_at": 3})
-    assert [next(bad), next(bad)] == [1, 2]
-    with pytest.raises(ValueError, match="cannot make 3"):
-        next(bad)
-    with pytest.raises(InvalidInput, match="no number"):
-        next(streamer.stream({"n": 1, "invalid": "no number"}))
-    assert [*good] == [*range(1, 201)]
 
 
 def test_an_output_that_is_too_large_fails_its_stream(host: Host, client: Client) -> None:
@@ -320,29 +280,6 @@ def test_stream_that_is_given_up_while_the_host_submits_it_is_dropped(
     pool = worker.stats().pool  # type: ignore[union-attr]
     assert (pool.pending, pool.in_flight) == (0, 0)
     left.close()
-
-
-def test_a_hundred_streams_that_are_dropped_leave_nothing(
-    host: Host, client: Client, ask: redis.Redis, keys: Keys, prefix: str
-) -> None:
-    worker = host(Countdown, 16)
-    streamer = client()
-    for number in range(100):
-        stream = streamer.stream(FOR_EVER)
-        if number % 2:  # the others are dropped wherever they are
-            assert next(stream) == 1
-        stream.close()
-    assert [*streamer.stream(2)] == [1, 2]
-    await_that(lambda: held(worker) == 0 and ask.xlen(keys.calls) == 0)
-    await_that(lambda: not ask.keys(keys.orders_of("*")))
-    assert ask.xpending(keys.calls, "hosts")["pending"] == 0
-    assert streamer.stats().cancelled == 100
-    kinds = sorted(
-        key.decode().rpartition(prefix)[2][2:].split(":")[0] for key in ask.keys(f"*{prefix}*")
-    )
-    if "unread" in kinds:  # not while the client has read all
-        kinds.remove("unread")
-    assert kinds == ["calls", "client", "host", "model", "replies"]
 
 
 def test_the_streams_of_a_client_that_is_gone_are_dropped(

@@ -176,14 +176,20 @@ class Program:
 
 
 @contextlib.contextmanager
-def stream_hosts(ask: Any, prefix: str, **common: Any) -> Iterator[Callable[..., Program]]:
-    """Starts worker hosts as programs; what they leave in Redis expires before the end."""
+def stream_hosts(
+    ask: Any, prefix: str, *arguments: str, **common: Any
+) -> Iterator[Callable[..., Program]]:
+    """Starts worker hosts as programs; what they leave in Redis expires before the end.
+
+    Args:
+        arguments: of their model, before the gate.
+    """
     programs: list[Program] = []
 
     def program(gate: Gate | None = None, **options: Any) -> Program:
         options = {
             "prefix": prefix, "batch_size": 1, "claim_timeout": 0.5, "reply_ttl": 5,
-            "model_init_args": [] if gate is None else [str(gate.__getstate__())],
+            "model_init_args": [*arguments, *([] if gate is None else [str(gate.__getstate__())])],
             **common, **options,
         }  # fmt: skip
         programs.append(Program("host", options))

@@ -93,19 +93,6 @@ def test_large_items_and_results_survive_a_broken_connection(lasting: Shared, ga
         assert future.result() == [item]
 
 
-def test_no_call_is_lost_under_load_by_broken_connections(lasting: Shared, tmp_path: Path) -> None:
-    streamer = lasting(pool_models.Recorded, 4, model_init_args=[str(tmp_path / "record")])
-    streamer.wait_ready()
-    pid = pool_pid()
-    futures = []
-    for part in range(10):
-        futures += [streamer.submit([f"item-{part}-{n}"]) for n in range(50)]
-        cut(streamer)
-    for n, future in enumerate(futures):
-        assert future.result() == [f"ITEM-{n // 50}-{n % 50}"]
-    assert pool_pid() == pid
-
-
 def test_streams_go_on_after_a_broken_connection(lasting: Shared) -> None:
     streamer = lasting(Resumed, 4)
     stream = streamer.stream({"n": 500}, timeout=None, max_buffered=16)

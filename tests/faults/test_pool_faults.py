@@ -157,20 +157,6 @@ def test_without_retries_no_item_is_computed_twice(
     assert answered <= counts.keys()
 
 
-@pytest.mark.long
-def test_a_pool_that_is_told_to_end_loses_nothing_even_without_retries(
-    callers: Callable[..., Callers], tmp_path: Path
-) -> None:
-    calls = callers(2, retry=False)
-    pid = ask_pool("a", "stop", True)
-    assert await_end(pid, GONE)
-    answered, lost = calls.end()
-    assert not lost
-    counts = computed(tmp_path)
-    assert max(counts.values()) == 1
-    assert answered <= counts.keys()
-
-
 def test_clients_go_on_with_a_pool_that_has_given_up_its_name(
     callers: Callable[..., Callers], shared: Shared
 ) -> None:
@@ -322,17 +308,6 @@ def test_a_working_directory_that_was_removed(
         streamer.predict([3])
     os.chdir(tmp_path)
     assert streamer.predict([4])
-
-
-def test_clients_are_served_while_a_pool_is_killed_again_and_again(shared: Shared) -> None:
-    streamers = [shared(models.double, shared="a") for _ in range(4)]
-    for n in range(2):
-        futures = [streamer.submit([n]) for streamer in streamers]
-        for future in futures:
-            assert future.result() == [2 * n]
-        os.kill(pool_pid(), signal.SIGKILL)
-    assert [streamer.predict([9]) for streamer in streamers] == [[18]] * 4
-    assert len(ask_pool("a", "status")["clients"]) == 4
 
 
 # -- pools that cannot serve

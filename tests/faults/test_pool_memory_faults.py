@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from fault_processes import await_line, running
 from pool_models import echo_or_pid
 
 import large_models
 from conftest import await_that
-from large_models import checksum
 from pools import ask_pool
-from service_streamer import PredictTimeout, Streamer
-from service_streamer.testing import Gate
+from service_streamer import Streamer
 
 Shared = Callable[..., Streamer]
 
@@ -119,25 +116,6 @@ def test_the_memory_of_a_dead_worker_is_unmapped(shared: Shared) -> None:
 
 def has_another_worker(streamer: Streamer, than: int) -> bool:
     return worker_pids(streamer) != [than]
-
-
-def test_an_item_that_a_worker_still_has_is_not_written_to(shared: Shared, gate: Gate) -> None:
-    """Also if nobody waits for its result any more."""
-    historian = shared(
-        large_models.Historian, 1, model_init_args=[gate], shared_memory_limit=8 << 20
-    )
-    arrays = [np.full(100_000, i) for i in range(30)]
-    first = historian.submit([arrays[0]])
-    gate.await_arrival()  # it is with the worker
-    with pytest.raises(PredictTimeout):
-        historian.predict([arrays[1]], timeout=0.001)
-    first.cancel()
-    del first
-    rest = [historian.submit([array]) for array in arrays[2:]]
-    gate.let_through(40)
-    seen = max((each.result()[0] for each in rest), key=len)  # batches may change places
-    assert seen[0] == checksum(arrays[0])
-    assert {checksum(array) for array in arrays[2:]} <= {*seen} <= {*map(checksum, arrays)}
 
 
 def test_another_worker_gets_the_items_as_they_were(shared: Shared, tmp_path: Path) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable
-from typing import Any
 
-import pytest
 from pool_models import LargeOutputs, large_output
 
 from conftest import await_that
@@ -88,37 +85,3 @@ def test_a_pool_whose_model_has_no_resume_cannot_go_on_with_a_stream(shared: Sha
         failure = peer.receive_kind(1)[1]
     assert isinstance(failure.exception(), WorkerLost)
     assert "the model has no resume" in failure.text
-
-
-@pytest.mark.long
-def test_many_streams_outlive_pool_after_pool(shared: Shared) -> None:
-    streamers = [shared(Resumed, 16, shared="a", worker_num=2) for _ in range(2)]
-    got = dict.fromkeys(range(12), 0)
-    wrong: list[Any] = []
-    is_enough = threading.Event()
-
-    def consume(which: int) -> None:
-        with streamers[which % 2].stream({"n": FOR_EVER}, timeout=None) as stream:
-            for number in stream:
-                got[which] += 1
-                if number != got[which]:
-                    wrong.append((which, number))
-                if is_enough.is_set():
-                    return
-
-    threads = [threading.Thread(target=consume, args=(which,)) for which in got]
-    for thread in threads:
-        thread.start()
-
-    def await_progress() -> None:
-        before = dict(got)
-        await_that(lambda: all(got[which] > before[which] for which in got))
-
-    for _ in range(5):
-        await_progress()
-        kill_pool(streamers[0])
-    await_progress()
-    is_enough.set()
-    for thread in threads:
-        thread.join()
-    assert not wrong

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,23 +41,6 @@ def test_a_host_that_is_killed_fails_what_was_handed_out_and_the_rest_begins_aga
     with pytest.raises(WorkerLost, match="after outputs were handed out"):
         next(begun)
     assert [*new] == [1, 2, 3]
-
-
-def test_a_host_that_was_frozen_adds_nothing_to_what_another_one_has_taken_over(
-    program: Callable[..., Program], client: Client, gate: Gate
-) -> None:
-    frozen = program(gate, claim_timeout=60)  # so that it never takes over from its heir
-    stream = client(reply_ttl=5).stream(500)
-    gate.await_arrival()
-    frozen.signal(signal.SIGSTOP)
-    program()
-    assert next(stream) == 1
-    gate.let_through(500)
-    frozen.signal(signal.SIGCONT)
-    assert [*stream] == [*range(2, 501)]
-    until(lambda: frozen.stats()["held"] == 0)
-    frozen.signal(signal.SIGTERM, alone=True)
-    assert frozen.left()[0] == 0
 
 
 def test_connections_that_are_cut_again_and_again_lose_and_repeat_nothing() -> None:
