@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import os
 import random
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,13 +48,6 @@ def echoing() -> Iterator[Streamer]:
         yield streamer
 
 
-@pytest.fixture(scope="module")
-def stacking() -> Iterator[Streamer]:
-    """The same for batches that are one array."""
-    with Streamer(large_models.TellsOfStack, worker_timeout=600) as streamer:
-        yield streamer
-
-
 def arena(streamer: Streamer) -> Any:
     """Where its items lie, after those have been given back that can be."""
     transport: Any = streamer.engine.transport
@@ -65,34 +56,6 @@ def arena(streamer: Streamer) -> Any:
 
 
 # -- what arrives
-
-COUNT = 20_000  # of elements: large for all of these, but bool
-ARRAYS = [
-    np.arange(COUNT * 4) % 3 == 0,
-    *(np.arange(COUNT).astype(name) for name in ("i2", ">f8", "c16", "M8[D]")),
-    np.array(["äöü", "x"] * COUNT),
-    np.zeros(COUNT, [("name", "S8"), ("box", "<f4", (4,)), ("when", "M8[s]")]),
-    np.array([{"a": 1}, None, "text"] * 3, object),
-    np.arange(4.0 * COUNT).reshape(200, -1)[::2, ::3],
-    np.broadcast_to(np.arange(200.0), (200, 200)),
-    np.array(5.0),
-    np.zeros((0, 1000, 3), "f4"),
-    np.ma.masked_less(np.arange(float(COUNT)), 100),
-]
-
-
-@shares_the_streamer
-def test_arrays_come_back_as_they_were_beside_other_items(echoing: Streamer) -> None:
-    """``test_payload.py`` and ``shared_memory/test_window.py`` have more of them."""
-    items: list[Any] = [each for array in ARRAYS for each in (array, array.size)]
-    backs = echoing.predict(items)
-    assert backs[1::2] == items[1::2]
-    for array, back in zip(ARRAYS, backs[::2], strict=True):
-        assert type(back) is type(array)
-        assert back.dtype == array.dtype
-        assert back.shape == array.shape
-        np.testing.assert_array_equal(back, array)
-        assert back.flags.writeable or not array.flags.writeable
 
 
 @shares_the_streamer
@@ -149,16 +112,6 @@ def test_large_items_come_back_however_the_workers_start(method: str, streamer: 
     arrays = [np.full(100_000, i) for i in range(20)]
     for array, back in zip(arrays, many.predict(arrays), strict=True):
         np.testing.assert_array_equal(back, array)
-
-
-@shares_the_streamer
-def test_large_items_come_back_in_an_event_loop(echoing: Streamer) -> None:
-    async def main() -> list[str]:
-        calls = [echoing.apredict([array]) for array in arrays]
-        return [checksum(back) for (back,) in await asyncio.gather(*calls)]
-
-    arrays = [np.full(100_000, i) for i in range(20)]
-    assert asyncio.run(main()) == [checksum(array) for array in arrays]
 
 
 # -- tensors
@@ -326,32 +279,6 @@ def test_nothing_is_held_when_all_is_over(echoing: Streamer) -> None:
     assert arena(echoing).used == 0
 
 
-@pytest.mark.long
-def test_10_000_calls_of_random_sizes_in_little_memory(streamer: Build) -> None:
-    small = streamer(echo, 16, worker_num=2, shared_memory_limit=4 << 20)
-    wrong: list[str] = []
-
-    def call(seed: int) -> None:
-        draw = random.Random(seed)
-        source = np.frombuffer(draw.randbytes(1 << 20), "u1")
-        for number in range(1250):
-            start = draw.randrange(1 << 19)
-            array = source[start : start + int(2 ** draw.uniform(4, 19))]
-            items: list[Any] = [array, number] if number % 10 else [array, bytes(array), number]
-            back = small.predict(items)
-            if back[-1] != number or any(bytes(one) != bytes(array) for one in back[:-1]):
-                wrong.append(f"{seed}: {number}")
-
-    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert small.stats().answered == 10_000
-    assert arena(small).used == 0
-
-
 # -- without
 
 
@@ -422,47 +349,8 @@ def test_a_stacked_batch_is_one_array(streamer: Build, gate: Gate) -> None:
             assert start == 0 or shape[0] == 1 or not is_copy
 
 
-@shares_the_streamer
-def test_rows_that_were_written_to_are_new_to_the_next_model(stacking: Streamer) -> None:
-    for number in range(40):
-        size = 33_333 + number % 2  # rows share their pages
-        items = [np.full(size, float(i + number), "f4") for i in range(3)]
-        if number == 20:
-            items[1][:] = 0
-            items[1][0] = -1.0
-            futures = [stacking.submit([item]) for item in items]
-            with pytest.raises(ValueError, match="a row is -1"):
-                futures[1].result()
-            assert futures[0].result()[0][3] == float(items[0].sum())
-            assert futures[2].result()[0][3] == float(items[2].sum())
-            continue
-        for item, result in zip(items, stacking.predict(items), strict=True):
-            assert result[3] == float(item.sum())
-
-
-@shares_the_streamer
-def test_each_shape_of_a_stacked_batch_is_an_array_of_its_own(stacking: Streamer) -> None:
-    items = [np.full((1 + i % 3, 20_000), float(i)) for i in range(12)]
-    items += [np.full(5, float(i), "f4") for i in range(3)]
-    for item, (_, shape, _, total) in zip(items, stacking.predict(items), strict=True):
-        assert shape[1:] == item.shape
-        assert total == float(item.sum())
-
-
-@pytest.mark.long
-def test_a_stacked_batch_is_one_tensor(streamer: Build) -> None:
-    torch = pytest.importorskip("torch")
-    stacked = streamer(large_models.TellsOfStack)
-    for _ in range(3):
-        items = [torch.full((3, 10_000), float(i)) for i in range(5)]
-        for number, (kind, shape, _, total) in enumerate(stacked.predict(items)):
-            assert kind == "Tensor"
-            assert shape[1:] == (3, 10_000)
-            assert total == 30_000.0 * number
-
-
-@shares_the_streamer
-def test_an_item_that_is_no_array_fails_alone_in_a_stacked_batch(stacking: Streamer) -> None:
+def test_an_item_that_is_no_array_fails_alone_in_a_stacked_batch(streamer: Build) -> None:
+    stacking = streamer(large_models.TellsOfStack)
     futures = [stacking.submit([item]) for item in (np.ones(10), "text", np.ones(10))]
     with pytest.raises(TypeError, match=r"takes numpy arrays or torch tensors.* is a str"):
         futures[1].result()

@@ -738,20 +738,6 @@ def test_drain_ends_at_a_close_without_drain(busy: RedisWorker, client: Client, 
     gate.let_through(2)
 
 
-def test_drain_ends_at_a_close_without_drain_while_redis_is_away() -> None:
-    with LocalRedis() as server:
-        streamer = RedisStreamer(server.url)
-        future = streamer.submit([1])
-        await_that(lambda: streamer.stats().queued is not None)
-    closing = threading.Thread(target=streamer.close, daemon=True)
-    closing.start()
-    await_that(lambda: streamer.stats().state == "draining")
-    streamer.close(drain=False)
-    with pytest.raises(StreamerClosed):
-        future.result()
-    closing.join()
-
-
 def test_a_block_that_raises_does_not_drain(busy: RedisWorker, client: Client, gate: Gate) -> None:
     def fail_in_a_block() -> None:
         with streamer:

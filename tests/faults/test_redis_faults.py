@@ -302,18 +302,6 @@ def test_a_host_that_was_frozen_answers_late_and_goes_on(site: Site, alone: bool
     tally.assert_served()
 
 
-@pytest.mark.long
-def test_nothing_stays_when_the_last_one_leaves_soon_after_another_one_died(site: Site) -> None:
-    doomed, last = site.hosts(2)
-    streamer = site.streamer()
-    assert streamer.predict([1]) == [2]
-    doomed.kill()
-    last.signal(signal.SIGTERM, alone=True)
-    assert last.left()[0] == 0
-    streamer.close()
-    until(lambda: not site.keys())
-
-
 # -- worker hosts that are ended
 
 
@@ -412,21 +400,6 @@ def test_killed_client_leaves_nothing_and_disturbs_no_other(site: Site) -> None:
     assert stats["claimed"] == HELD + 1
     until(lambda: len(site.keys("replies:")) <= 1)
     assert site.calls_in_redis() == 0
-
-
-@pytest.mark.long
-def test_replies_that_a_killed_client_did_not_fetch_expire(site: Site) -> None:
-    gate = site.gate()
-    host = site.host(gate, reply_ttl=1)
-    killed = site.client(1, reply_ttl=60)
-    gate.await_arrival()
-    killed.kill()
-    gate.let_through()
-    until(lambda: host.stats()["held"] == 0)
-    until(lambda: not site.keys("replies:"))
-    [client] = site.keys("client:")
-    assert 0 < site.call("PTTL", client) <= 60_000
-    site.call("DEL", client)
 
 
 # -- Redis, away
