@@ -398,10 +398,6 @@ def test_commands_refuse_a_path_that_no_socket_may_have(runtime: Path) -> None:
     assert "has 108 bytes" in command("status", "a" * (room + 1), code=1)
 
 
-def test_commands_refuse_a_bad_time(runtime: Path) -> None:
-    assert "-1.0 is not in the range" in command("stop", "a", "--timeout", "-1", code=2)
-
-
 def test_a_command_says_that_a_pool_does_not_answer(
     shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:

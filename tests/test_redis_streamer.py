@@ -32,7 +32,6 @@ from cases import long_cases
 from conftest import ERROR_TYPES, PATIENCE, await_that, rewrite_call
 from redis_peers import Keys, wire
 from service_streamer import (
-    BrokerUnavailable,
     Future,
     ModelError,
     Overloaded,
@@ -114,18 +113,6 @@ def test_prefixes_keep_models_apart(host: Host, client: Client, prefix: str) -> 
     assert [(a.result(), b.result()) for a, b in futures] == [([2 * i], [i]) for i in range(50)]
     with pytest.raises(WorkerStartTimeout, match=r"0\.01 s"):
         client().wait_ready(0.01)
-
-
-def test_callers_share_batches(host: Host, client: Client, gate: Gate) -> None:
-    worker = host(models.Gated, model_init_args=(gate,))
-    one, two = client(), client()
-    first = one.submit(["first"])
-    gate.await_arrival()
-    others = [streamer.submit([i]) for i in range(5) for streamer in (one, two)]
-    await_that(lambda: worker.stats().pool.pending == 10)  # type: ignore[union-attr]
-    gate.let_through(2)
-    assert first.result() == [1]
-    assert [future.result() for future in others] == [[10]] * 10
 
 
 def test_the_order_of_a_call_travels_in_its_message(
@@ -271,41 +258,6 @@ def test_bad_address_is_refused_and_no_password_repeated(broker: Any) -> None:
         while told is not None:  # a log shows the causes, too
             assert "hunter2" not in str(told)
             told = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
-
-
-def test_wrong_password_of_redis_is_reported_and_not_repeated(
-    guarded: LocalRedis, caplog: pytest.LogCaptureFixture
-) -> None:
-    with RedisStreamer(f"redis://:hunter2@127.0.0.1:{guarded.port}") as streamer:
-        with pytest.raises(BrokerUnavailable, match=r"invalid|WRONG") as one:
-            streamer.wait_ready(0)
-        await_that(lambda: "disconnected" in repr(streamer))
-        with pytest.raises(BrokerUnavailable, match=r"invalid|WRONG") as two:
-            streamer.predict([1], timeout=0.01)
-        told = [
-            str(one.value),
-            str(one.value.__cause__),
-            str(two.value),
-            repr(streamer),
-            caplog.text,
-        ]
-        assert not [text for text in told if "hunter2" in text]
-        assert "disconnected" in repr(streamer)
-
-
-def test_streamer_times_out_without_a_host_or_redis(client: Client) -> None:
-    streamer = client(worker_timeout=0.01)
-    with pytest.raises(WorkerStartTimeout, match=r"0\.01 s"):
-        streamer.wait_ready(0.01)
-    with pytest.raises(PredictTimeout, match=r"0\.01 s"):
-        streamer.predict([1])
-    with RedisStreamer(LocalRedis().url, worker_timeout=0.01) as streamer:  # it is not started
-        with pytest.raises(BrokerUnavailable, match=r"0\.0 s"):
-            streamer.wait_ready(0)
-        await_that(lambda: "disconnected" in repr(streamer))
-        with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:\d+") as e:
-            streamer.predict([1])
-    assert not isinstance(e.value, TimeoutError), "nobody knows whether it is computed"
 
 
 # -- what travels
