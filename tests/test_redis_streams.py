@@ -90,23 +90,6 @@ class TestStreams(Streams):
         assert [*streamer.stream(3)] == [1, 2, 3]
 
 
-def test_two_hosts_and_two_clients(host: Host, client: Client) -> None:
-    workers = [host(Countdown, 4) for _ in range(2)]
-    streamers = [client(), client()]
-    got: dict[int, list[int]] = {}
-
-    def consume(n: int) -> None:
-        got[n] = [*streamers[n % 2].stream(n)]
-
-    threads = [threading.Thread(target=consume, args=(n,)) for n in range(1, 60)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == {n: [*range(1, n + 1)] for n in range(1, 60)}
-    await_that(lambda: [held(worker) for worker in workers] == [0, 0])
-
-
 def test_a_host_claims_as_many_items_as_its_places_and_a_few(
     host: Host, client: Client, gate: Gate
 ) -> None:
@@ -158,25 +141,6 @@ def test_an_output_that_is_too_large_fails_its_stream(host: Host, client: Client
     assert [len(next(stream)) for _ in range(8)] == [n**3 for n in range(1, 9)]
     with pytest.raises(ModelError, match="too large"):
         list(stream)
-
-
-def test_a_worker_that_dies_fails_streams_with_outputs_and_begins_others_again(
-    host: Host, client: Client, gate: Gate
-) -> None:
-    worker = host(Countdown, 8, model_init_args=(gate,))
-    streamer = client()
-    begun = streamer.stream(FOR_EVER)
-    gate.let_through(1)
-    assert next(begun) == 1
-    killer = streamer.stream({"n": 1, "kill_at": 1})
-    new = streamer.stream(3)
-    await_that(lambda: in_flight(worker) == 3)
-    gate.let_through(1000)
-    with pytest.raises(WorkerLost):
-        list(begun)
-    with pytest.raises(WorkerLost):
-        list(killer)
-    assert [*new] == [1, 2, 3]
 
 
 # -- leaving
@@ -522,19 +486,6 @@ def test_a_host_that_leaves_at_once_fails_what_was_handed_out_and_hands_back_the
         list(begun)
     host(Countdown, 1)
     assert [*new] == [1, 2, 3]
-
-
-def test_a_host_that_drains_finishes_its_streams(
-    gated: RedisWorker, client: Client, gate: Gate
-) -> None:
-    stream = client().stream(4)
-    gate.let_through()
-    assert next(stream) == 1
-    closing = threading.Thread(target=gated.close)
-    closing.start()
-    gate.let_through(9)
-    assert [*stream] == [2, 3, 4]
-    closing.join()
 
 
 class Forged:

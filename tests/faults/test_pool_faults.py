@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
+import re
 import signal
 import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pool_models
 import pytest
 from fault_processes import GONE, Watch, await_line, descendants, running, workers
+from pool_models import LargeOutputs, echo_or_pid, large_output
 
+import large_models
 import models
 from cases import long_cases
 from conftest import await_that
-from pools import Peer, ask_pool, await_end, folder, pool_names, pool_pid
-from service_streamer import PredictTimeout, Streamer, StreamerBroken, StreamerError
-from service_streamer.pool.pool_protocol import PROTOCOL, Hello, times
+from pools import Peer, ask_pool, await_end, connected, folder, pool_names, pool_pid
+from service_streamer import PredictTimeout, Streamer, StreamerBroken, StreamerError, WorkerLost
+from service_streamer.pool.pool_protocol import PROTOCOL, Hello, pack, times
+from stream_models import Countdown, Resumed
 
 Shared = Callable[..., Streamer]
 
@@ -376,3 +383,177 @@ def test_pools_that_are_killed_at_their_start_are_replaced(
     starts = failing(*[3] * 5)
     assert shared(models.double, shared="a").predict([1]) == [2]
     assert starts.stat().st_size == 6
+
+
+# -- streams, with which the next pool goes on
+
+
+FOR_EVER = 10**9
+
+
+def kill_pool(streamer: Streamer) -> None:
+    streamer.wait_ready()  # what has come may have been enough until here
+    pid = pool_pid()
+    os.kill(pid, signal.SIGKILL)
+    assert await_end(pid, 60)
+
+
+def test_streams_go_on_with_the_next_pool(shared: Shared) -> None:
+    streamer = shared(Resumed, 4, shared="a")
+    streams = [streamer.stream({"n": 600}, timeout=None, max_buffered=16) for _ in range(3)]
+    got = [[next(stream)] for stream in streams]
+    for wanted in (100, 200):
+        for outputs, stream in zip(got, streams, strict=True):
+            while len(outputs) < wanted:
+                outputs.append(next(stream))
+        kill_pool(streamer)
+    for outputs, stream in zip(got, streams, strict=True):
+        assert [*outputs, *stream] == [*range(1, 601)]
+    assert [*streamer.stream({"n": 3})] == [1, 2, 3]
+
+
+def test_outputs_in_shared_memory_go_to_the_next_pool(shared: Shared) -> None:
+    streamer = shared(LargeOutputs, 4, shared="a")
+    stream = streamer.stream({"n": 12, "item": bytearray(100_000)}, max_buffered=4)
+    got = [next(stream) for _ in range(5)]
+    kill_pool(streamer)
+    got += [next(stream) for _ in range(2)]
+    kill_pool(streamer)
+    got += stream
+    assert got == [large_output(made) for made in range(1, 13)]
+
+
+def test_streams_are_held_and_closed_without_a_pool(shared: Shared) -> None:
+    streamer = shared(Resumed, 4, shared="a")
+    resting, left, late = (
+        streamer.stream({"n": FOR_EVER}, timeout=None, max_buffered=4) for _ in range(3)
+    )
+    got = [next(resting)]
+    assert next(left) == next(late) == 1
+    pid = pool_pid()
+    os.kill(pid, signal.SIGSTOP)  # what is said to it now it never reads
+    left.close()
+    os.kill(pid, signal.SIGKILL)
+    await_that(lambda: streamer.stats().in_flight == 2)
+    late.close()
+    await_that(lambda: streamer.stats().in_flight == 1)
+    got += [next(resting) for _ in range(1000)]
+    assert got == [*range(1, 1002)]
+    resting.close()
+    await_that(lambda: streamer.stats().in_flight == 0)
+
+
+def test_a_stream_of_which_no_output_has_come_begins_again(shared: Shared) -> None:
+    streamer = shared(Countdown, 4, shared="a")
+    quiet = streamer.stream({"n": 3, "every": FOR_EVER}, timeout=None)
+    kill_pool(streamer)
+    assert [*quiet] == []
+
+
+def test_a_pool_whose_model_has_no_resume_cannot_go_on_with_a_stream(shared: Shared) -> None:
+    shared(Countdown, 4, shared="a").wait_ready()
+    with connected("a") as peer:
+        peer.send((1, [pack(10)], None, None, None, [pack(1)]))
+        failure = peer.receive_kind(1)[1]
+    assert isinstance(failure.exception(), WorkerLost)
+    assert "the model has no resume" in failure.text
+
+
+# -- large items and results, and what is left of them
+
+
+MB = 1 << 20
+
+
+def filled(value: int, size: int = 100_000) -> Any:
+    return np.full(size, value, "u1")
+
+
+def memories(pid: int) -> int:
+    """How many memories of ours a process has mapped."""
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:service_streamer")
+
+
+def touched(pid: int) -> int:
+    """How much of them it has ever looked at, kB."""
+    text = Path(f"/proc/{pid}/smaps").read_text()
+    found = re.findall(r"memfd:service_streamer.*?\nRss: +(\d+) kB", text, re.DOTALL)
+    assert found
+    return sum(map(int, found))
+
+
+def worker_pids(streamer: Streamer) -> list[int]:
+    return [pid for pid in streamer.predict([None]) if pid is not None]
+
+
+def open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_the_pool_does_not_touch_the_data(shared: Shared) -> None:
+    streamers = [shared(echo_or_pid, shared="a") for _ in range(2)]
+    for n in range(20):
+        for streamer in streamers:
+            item = filled(n, MB)
+            assert (streamer.predict([item])[0] == item).all()
+    assert touched(pool_pid()) == 0
+
+
+CLIENT = """
+    import os, sys
+    import numpy as np
+    from service_streamer import Streamer
+    from pool_models import echo_or_pid
+
+    if __name__ == "__main__":
+        streamer = Streamer(echo_or_pid, shared="a", linger=0)
+        kept = streamer.predict([np.full(1 << 20, n, "u1") for n in range(4)])
+        print("ready", flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_nothing_of_a_client_that_was_killed_is_left(shared: Shared, tmp_path: Path) -> None:
+    streamer = shared(echo_or_pid, shared="a")
+    (worker,) = worker_pids(streamer)
+    pid = pool_pid()
+    streamer.predict([filled(1)])  # after the question, whose connection is closed by now
+
+    def state() -> tuple[int, ...]:
+        return memories(worker), open_files(worker), memories(pid), open_files(pid)
+
+    before = state()
+    for _ in range(3):
+        with running(CLIENT, tmp_path) as client:
+            await_line(client, "ready")
+            assert memories(worker) == before[0] + 1
+            client.kill()
+        await_that(lambda: state() == before)
+    assert (streamer.predict([filled(2)])[0] == 2).all()
+
+
+def test_the_memory_of_a_dead_worker_is_unmapped(shared: Shared) -> None:
+    streamer = shared(echo_or_pid, shared="a")
+    gc.collect()  # what earlier tests have left is unmapped now, and not in the midst
+    before = memories(os.getpid())
+    for n in range(3):
+        (kept,) = streamer.predict([filled(n)])
+        assert memories(os.getpid()) == before + 1
+        (worker,) = worker_pids(streamer)
+        os.kill(worker, signal.SIGKILL)
+        await_that(functools.partial(has_another_worker, streamer, worker))
+        assert (kept == n).all()
+        del kept
+        streamer.predict([n])  # tells the pool what was read
+        streamer.predict([n])
+        await_that(lambda: memories(os.getpid()) == before)
+
+
+def has_another_worker(streamer: Streamer, than: int) -> bool:
+    return worker_pids(streamer) != [than]
+
+
+def test_another_worker_gets_the_items_as_they_were(shared: Shared, tmp_path: Path) -> None:
+    streamer = shared(large_models.WritesAndDies, model_init_args=[str(tmp_path / "died")])
+    items = [filled(n) for n in range(4)]
+    assert streamer.predict(items) == [float(item.sum()) for item in items]
