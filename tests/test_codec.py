@@ -403,23 +403,30 @@ BYTES = st.sampled_from([0, 1, 9, 10, 11, 0x81, 0x92, 0xC1, 0xC7, 0xDC, 0xDD, 0x
 )
 
 
-@settings(
+FUZZ = settings(
     derandomize=True,
     max_examples=150,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-@given(
-    st.sampled_from(SAMPLES),
-    st.lists(st.tuples(st.integers(0, 299), BYTES, st.booleans()), min_size=1, max_size=4),
-)
-def test_mutated_payloads(payload: bytes, changes: list[tuple[int, int, bool]]) -> None:
-    mutated = bytearray(payload)
+Changes = list[tuple[int, int, bool]]
+CHANGES = st.lists(st.tuples(st.integers(0, 299), BYTES, st.booleans()), min_size=1, max_size=4)
+
+
+def changed(payload: bytes, changes: Changes) -> bytes:
+    """With other bytes at some places, or more."""
+    found = bytearray(payload)
     for place, byte, replaced in changes:
-        place %= len(mutated) + 1
-        mutated[place : place + replaced] = [byte]
+        place %= len(found) + 1
+        found[place : place + replaced] = [byte]
+    return bytes(found)
+
+
+@FUZZ
+@given(st.sampled_from(SAMPLES), CHANGES)
+def test_mutated_payloads(payload: bytes, changes: Changes) -> None:
     try:
-        CODEC.decode(bytes(mutated))
+        CODEC.decode(changed(payload, changes))
     except ValueError as error:
         assert str(error)  # noqa: PT017

@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import msgpack
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import redis_peers
 from models import DetailedError, FrozenError, OddError, WordedError
 from service_streamer import BadMessage, BadModelOutput, ModelError, PredictTimeout, WorkerLost
 from service_streamer.redis.wire import Attempt, OutputRun, Precedence, RemoteAnswer, Wire
+from test_codec import CHANGES, FUZZ, Changes, changed
 
 SECRET = b"sixteen bytes or more"
 MSGPACK = redis_peers.wire().codec
@@ -49,6 +53,28 @@ def test_the_headers_of_a_call_come_as_they_were_sent(
     both = wire(secret)
     message = both.call("web", 7, [b"a", b""], precedence, attempt)
     assert both.read_call(message) == ("web", 7, [b"a", b""], precedence, attempt)
+
+
+MESSAGES = [
+    wire().call("web", 7, [b"a", b"bc"], Precedence(-3, "Zoë", True), Attempt(3, 1)),
+    wire().results("web", 7, [b"x"]),
+    wire().failure("web", 7, FileNotFoundError(2, "No such file", "x")),
+    wire().stream_end("web", 7, 5, [b"x"], WorkerLost("died"), Attempt(2, 1)),
+    wire().outputs("web", [OutputRun(7, 0, [b"a", b""], b"1-0")]),
+]
+
+
+@settings(FUZZ, max_examples=200)
+@given(st.sampled_from(MESSAGES), CHANGES)
+def test_mutated_messages_are_read_or_refused(message: bytes, changes: Changes) -> None:
+    reader = wire()
+    for read in (
+        reader.read_call,
+        lambda message: reader.read_reply(message, "web"),
+        lambda message: reader.read_outputs(message, "web"),
+    ):
+        with contextlib.suppress(BadMessage):
+            read(changed(message, changes))
 
 
 # -- replies

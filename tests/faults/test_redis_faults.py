@@ -468,7 +468,7 @@ class TestCrash:
         assert set(recorded(site.record)) == set(range(10_000))
 
 
-class TestFrozen:
+class TestAnotherOne:
     @pytest.fixture
     def server(self) -> Iterator[LocalRedis]:
         with LocalRedis() as server:
@@ -498,13 +498,6 @@ class TestFrozen:
         computed = [number for number in recorded(site.record) if number >= 0]
         assert sorted(computed) == list(range(30))
         assert streamer.stats().outages == 1
-
-
-class TestForgetful:
-    @pytest.fixture
-    def server(self) -> Iterator[LocalRedis]:
-        with LocalRedis() as server:
-            yield server
 
     @pytest.mark.parametrize("how", ["flushed", *long_cases("killed")])
     def test_calls_that_redis_lost_fail_and_all_goes_on(
