@@ -26,13 +26,9 @@ ARRAY = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
 
 
 def run_client(name: str, *arguments: str) -> str:
-    """Run a client to its end; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, __file__, name, *arguments], capture_output=True, text=True, check=False,
-        env=environment(), cwd=ROOT, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Run a client in a process of its own; returns what it printed."""
+    with contextlib.closing(Clients()) as clients:
+        return clients.run(name, *arguments)
 
 
 def run_clients(*calls: tuple[str, ...]) -> list[str]:

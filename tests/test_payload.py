@@ -510,18 +510,17 @@ def test_from_so_many_bytes_on_a_stream_is_large(wrap: Callable[[Any], Any]) -> 
         assert load(large) == wrap(text * (LARGE - over))
 
 
-def test_many_small_buffers_are_one_large_stream() -> None:
-    sent = [np.full(LARGE // 2, n, "u1") for n in range(5)]
+@pytest.mark.parametrize(
+    ("sizes", "large"),
+    [
+        ([10, WIDE, 0, LARGE - 1, LARGE, 5, 3 * WIDE], [WIDE, LARGE, 3 * WIDE]),
+        ([LARGE // 2] * 5, []),  # together one large stream
+    ],
+)
+def test_small_and_large_buffers_keep_their_places(sizes: list[int], large: list[int]) -> None:
+    sent = [numbered("u1", size) for size in sizes]
     dumped = parts(sent)
-    assert dumped.buffers == []
-    for got, expected in zip(load(dumped), sent, strict=True):
-        check_array(expected, got)
-
-
-def test_small_and_large_buffers_keep_their_places() -> None:
-    sent = [numbered("u1", size) for size in (10, WIDE, 0, LARGE - 1, LARGE, 5, 3 * WIDE)]
-    dumped = parts(sent)
-    assert [buffer.nbytes for buffer in dumped.buffers] == [WIDE, LARGE, 3 * WIDE]
+    assert [buffer.nbytes for buffer in dumped.buffers] == large
     for got, expected in zip(load(dumped), sent, strict=True):
         check_array(expected, got)
     assert type(dump_whole(sent)) is bytes
