@@ -139,21 +139,6 @@ def web(redis_url: str) -> Iterator[Program]:
 
 
 @pytest.mark.long
-def test_the_demo_says_what_to_try(web: Program) -> None:
-    url = f"http://127.0.0.1:{web.port}"
-    # The worker host logs, with the time, whenever it gets to that: also in between.
-    told = [line for line in web.output.splitlines() if not re.match(r"\d{4}-\d\d-\d\d ", line)]
-    assert told[:2] == ["Redis: the one of REDIS_URL", "$ export REDIS_PREFIX='the demo'"]
-    started = told.index(f"serving on {url} (4 gevent workers); try:")
-    assert told[started + 1 : started + 5] == [
-        f"curl -X POST {url}/stream -d 's={BIRTHDAY}'",
-        '["you"]',
-        "under load:",
-        f"wrk -t2 -c64 -d20s --timeout=10s -s scripts/streamer.lua {url}/stream",
-    ]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_stream_answers(web: Program, method: str) -> None:
     assert web.ask(method, s=BIRTHDAY) == (200, ["you"])
