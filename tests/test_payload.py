@@ -245,22 +245,25 @@ def objects() -> Iterator[Any]:
         yield array.array(kind, "x" * count if kind == "u" else [n % 100 for n in range(count)])
 
 
+def view(of: Any) -> Any:
+    return memoryview(of)
+
+
 def memoryviews() -> Iterator[Any]:
     short = b"abcdef"
-    yield from map(memoryview, (b"abc", bytearray(b"abc"), b"", bytearray(range(250)) * 400))
-    yield memoryview(bytes(range(250)) * 400)
-    yield memoryview(bytearray(b"abc")).toreadonly()
-    yield from (memoryview(short)[1:4], memoryview(short)[::2], memoryview(bytearray(short))[::2])
-    yield memoryview(bytearray(short))[::-1].toreadonly()
-    yield memoryview(bytes(range(250)) * 800)[::2]
-    yield memoryview(array.array("d", [1.5, -2]))
-    yield memoryview(np.arange(6, dtype="i4").reshape(2, 3))  # type: ignore[arg-type]
-    yield memoryview(np.arange(60_000, dtype="i8").reshape(2, 3, -1))  # type: ignore[arg-type]
-    yield memoryview(np.array([True, False]))  # type: ignore[arg-type]
-    yield memoryview(b"abc").cast("c")
-    yield memoryview(np.array(5.5))  # type: ignore[arg-type]
-    fortran: Any = np.asfortranarray(np.arange(6.0).reshape(2, 3))
-    yield memoryview(fortran).toreadonly()
+    yield from map(view, (b"abc", bytearray(b"abc"), b"", bytearray(range(250)) * 400))
+    yield view(bytes(range(250)) * 400)
+    yield view(bytearray(b"abc")).toreadonly()
+    yield from (view(short)[1:4], view(short)[::2], view(bytearray(short))[::2])
+    yield view(bytearray(short))[::-1].toreadonly()
+    yield view(bytes(range(250)) * 800)[::2]
+    yield view(array.array("d", [1.5, -2]))
+    yield view(np.arange(6, dtype="i4").reshape(2, 3))
+    yield view(np.arange(60_000, dtype="i8").reshape(2, 3, -1))
+    yield view(np.array([True, False]))
+    yield view(b"abc").cast("c")
+    yield view(np.array(5.5))
+    yield view(np.asfortranarray(np.arange(6.0).reshape(2, 3))).toreadonly()
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -393,10 +396,6 @@ def test_large_bytes_are_passed_on_as_they_are(kind: Any) -> None:
         assert dumped.buffers == []
         assert [chunk for chunk in dumped.stream if chunk is sent] == [sent]
         assert dumped.size < 100_200
-
-
-def view(of: Any) -> Any:
-    return memoryview(of)
 
 
 #: These cannot be made anew.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -68,11 +69,12 @@ MESSAGES = [
 @given(st.sampled_from(MESSAGES), CHANGES)
 def test_mutated_messages_are_read_or_refused(message: bytes, changes: Changes) -> None:
     reader = wire()
-    for read in (
+    reads: list[Callable[[bytes], object]] = [
         reader.read_call,
         lambda message: reader.read_reply(message, "web"),
         lambda message: reader.read_outputs(message, "web"),
-    ):
+    ]
+    for read in reads:
         with contextlib.suppress(BadMessage):
             read(changed(message, changes))
 

@@ -112,7 +112,11 @@ _RAW_MESSAGES: dict[str, tuple[Any, ...]] = {
 def _commit(breach: str) -> None:
     end = channel()
     if breach in _ANSWERS:
-        right = {"batch_id": batch_id(), "outputs": [pickle.dumps(None)], "started_at": 0.0}
+        right: dict[str, Any] = {
+            "batch_id": batch_id(),
+            "outputs": [pickle.dumps(None)],
+            "started_at": 0.0,
+        }
         end.send_message(BatchReport(**{**right, **_ANSWERS[breach]}))
     elif breach in _MESSAGES:
         end.send_message(_MESSAGES[breach])
