@@ -75,24 +75,6 @@ class WritesAndDies(ManagedModel):
         return []
 
 
-class Remembers(ManagedModel):
-    """Keeps its items, and looks at each batch whether those of before are what they were."""
-
-    def init_model(self, *, writes: bool = False) -> None:
-        self.kept: list[tuple[Any, str]] = []
-        self.writes = writes
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        results = []
-        for item in batch:
-            results.append((checksum(item), all(checksum(old) == was for old, was in self.kept)))
-            if self.writes:
-                item[:] += 1
-            self.kept.append((item, checksum(item)))
-        del self.kept[:-3]
-        return results
-
-
 class GivesTheSame(ManagedModel):
     """Gives the same array as each result, and goes on to change it in the next batch."""
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import json
 import queue
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,18 +26,42 @@ ARRAY = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
 
 
 def run_client(name: str, *arguments: str) -> str:
-    """Run a client to its end; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, __file__, name, *arguments], capture_output=True, text=True, check=False,
-        env=environment(), cwd=ROOT, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Run a client in a process of its own; returns what it printed."""
+    with contextlib.closing(Clients()) as clients:
+        return clients.run(name, *arguments)
 
 
 def run_clients(*calls: tuple[str, ...]) -> list[str]:
     """Run clients one after the other in one process; returns all lines that they printed."""
-    return run_client(*[word for call in calls for word in ("--", *call)][1:]).splitlines()
+    with contextlib.closing(Clients()) as clients:
+        return clients.lines(*calls)
+
+
+class Clients:
+    """A process that runs one client after another."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=environment(), cwd=ROOT,
+        )  # fmt: skip
+
+    def run(self, name: str, *arguments: str) -> str:
+        """What it printed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([name, *arguments]) + "\n")
+        self._process.stdin.flush()
+        said, failed = json.loads(self._process.stdout.readline())
+        assert not failed, failed
+        return str(said)
+
+    def lines(self, *calls: tuple[str, ...]) -> list[str]:
+        """All lines that these printed."""
+        return [line for call in calls for line in self.run(*call).splitlines()]
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 def numbers(client: Any, array: Any = ARRAY, datatype: str = "FP32", **options: Any) -> Any:
@@ -169,6 +196,33 @@ def inference(address: str) -> Iterator[Any]:
         yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
 
+@contextlib.contextmanager
+def failures_said() -> Iterator[None]:
+    """Print the status of a call that fails."""
+    import grpc
+
+    try:
+        yield
+    except grpc.RpcError as error:
+        say(error.code().name)
+
+
+def with_key(key: str) -> list[tuple[str, str]]:
+    """The metadata of a call."""
+    return [("authorization", f"Bearer {key}")] if key else []
+
+
+def infer(address: str, message: Any, **options: Any) -> Any:
+    """The answer; or None, and the status is printed with its text."""
+    import grpc
+
+    with inference(address) as service:
+        try:
+            return service.ModelInfer(message, **options)
+        except grpc.RpcError as error:
+            say(error.code().name, error.details())
+
+
 def words_message(model: str, text: str) -> Any:
     """A request with a text."""
     from tritonclient.grpc import service_pb2
@@ -296,35 +350,23 @@ def contents(address: str, model: str) -> None:
             raw(b"\xff\xff")
 
 
-def call(address: str, model: str, text: str, *more: str) -> None:
-    """Send a text; print the answer, or the status. Behind it: seconds, and a key."""
-    import grpc
-
-    seconds, key = [*more, "240", ""][:2]
-    with inference(address) as service:
-        asked = words_message(model, text)
-        metadata = [("authorization", f"Bearer {key}")] if key else []
-        try:
-            answer = service.ModelInfer(asked, timeout=float(seconds), metadata=metadata)
-        except grpc.RpcError as error:
-            say(error.code().name, error.details())
-        else:
-            say(answer.raw_output_contents[0][4:].decode())
+def call(address: str, model: str, text: str, seconds: str = "240", key: str = "") -> None:
+    """Send a text; print the answer, or the status."""
+    asked = words_message(model, text)
+    answer = infer(address, asked, timeout=float(seconds), metadata=with_key(key))
+    if answer is not None:
+        say(answer.raw_output_contents[0][4:].decode())
 
 
 def told(address: str, model: str, key: str) -> None:
     """Whether the model is ready, and its versions; or the status."""
-    import grpc
     from tritonclient.grpc import service_pb2
 
-    with inference(address) as service:
-        metadata = [("authorization", f"Bearer {key}")]
-        try:
-            ready = service.ModelReady(service_pb2.ModelReadyRequest(name=model), metadata=metadata)
-            asked = service_pb2.ModelMetadataRequest(name=model)
-            say(ready.ready, *service.ModelMetadata(asked, metadata=metadata).versions)
-        except grpc.RpcError as error:
-            say(error.code().name)
+    options = {"metadata": with_key(key)}
+    with inference(address) as service, failures_said():
+        ready = service.ModelReady(service_pb2.ModelReadyRequest(name=model), **options)
+        asked = service_pb2.ModelMetadataRequest(name=model)
+        say(ready.ready, *service.ModelMetadata(asked, **options).versions)
 
 
 def leave(address: str, model: str, text: str) -> None:
@@ -363,14 +405,11 @@ def unsent(address: str, model: str, key: str) -> None:
     import grpc
 
     never = threading.Event()
-    metadata = [("authorization", f"Bearer {key}")]
     with grpc.insecure_channel(address) as channel:
         for method in ("ModelInfer", "ModelStreamInfer", "ModelReady"):
             call = channel.stream_unary(f"/inference.GRPCInferenceService/{method}")
-            try:
-                call(iter(never.wait, None), metadata=metadata)
-            except grpc.RpcError as error:
-                say(error.code().name)
+            with failures_said():
+                call(iter(never.wait, None), metadata=with_key(key))
         never.set()
 
 
@@ -378,21 +417,15 @@ def foreign(address: str, path: str) -> None:
     """The status of a call of another service than ours."""
     import grpc
 
-    with grpc.insecure_channel(address) as channel:
-        try:
-            channel.unary_unary(path)(b"")
-        except grpc.RpcError as error:
-            say(error.code().name)
+    with grpc.insecure_channel(address) as channel, failures_said():
+        channel.unary_unary(path)(b"")
 
 
 def crowd(address: str, model: str, number: str, key: str) -> None:
     """The errors of so many requests in one stream."""
-
+    requests = iter([words_message(model, "a")] * int(number))
     with inference(address) as service:
-        asked = words_message(model, "a")
-        metadata = [("authorization", f"Bearer {key}")]
-        requests = iter([asked] * int(number))
-        answers = [*service.ModelStreamInfer(requests, metadata=metadata)]
+        answers = [*service.ModelStreamInfer(requests, metadata=with_key(key))]
         say(len(answers), *{each.error_message for each in answers})
 
 
@@ -471,17 +504,6 @@ def many_numbers(address: str, model: str) -> None:
     infer(address, asked)
 
 
-def infer(address: str, message: Any) -> Any:
-    """The answer; or None, and the status is printed."""
-    import grpc
-
-    with inference(address) as service:
-        try:
-            return service.ModelInfer(message)
-        except grpc.RpcError as error:
-            say(error.code().name, error.details())
-
-
 def descriptors(address: str) -> None:
     """Compare the messages that reflection shows with those of Triton's client, by their fields."""
     import grpc
@@ -530,9 +552,26 @@ def say(*words: object) -> None:
     sys.stdout.flush()
 
 
+def run(name: str, *arguments: str) -> None:
+    found = globals()[name](*arguments)
+    if asyncio.iscoroutine(found):
+        asyncio.run(found)
+
+
+def run_as_told() -> None:
+    """One client for each line, of which the answer is a line: what was printed, and a failure."""
+    for line in sys.stdin:
+        failed = ""
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            try:
+                run(*json.loads(line))
+            except Exception:
+                failed = traceback.format_exc()
+        say(json.dumps([printed.getvalue(), failed]))
+
+
 if __name__ == "__main__":
-    for call_ in "\0".join(sys.argv[1:]).split("\0--\0"):
-        name, *arguments = call_.split("\0")
-        found = globals()[name](*arguments)
-        if asyncio.iscoroutine(found):
-            asyncio.run(found)
+    if sys.argv[1:]:
+        run(*sys.argv[1:])
+    else:
+        run_as_told()

@@ -13,10 +13,6 @@ def twice(batch: list[Any]) -> list[Any]:
     return [2 * item for item in batch]
 
 
-def sums(batch: list[Any]) -> list[Any]:
-    return [float(item[0, 0, 0]) for item in batch]
-
-
 def echo(batch: list[Any]) -> list[Any]:
     return list(batch)
 

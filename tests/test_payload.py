@@ -16,7 +16,6 @@ import sys
 import threading
 import tracemalloc
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from service_streamer.workers.memory.payload import LARGE, PROTOCOL, Parts, dump, dump_whole
 
@@ -53,6 +51,8 @@ def parts(item: Any, large: float = LARGE) -> Parts:
 @pytest.fixture(autouse=True)
 def as_it_is_by_default() -> Iterator[None]:
     """A test of a training script may have asked torch to fill new tensors; not all can be."""
+    import torch
+
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     yield
@@ -68,16 +68,23 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-# -- numpy
+# -- what arrives
 
 ROWS = 3
 #: More than LARGE for one byte each.
 WIDE = LARGE + 1
+SHAPES = [(), (0,), (3, 0), (7,), (2, 3, 4), (50, 700)]
 
 DTYPES = [
     *"?bBhHiIlLqQefdgFDG",
     *("<i4", ">i4", ">f8", ">c16", "<U5", ">U5", "S3", "M8[ns]", "M8[D]", ">M8[s]", "m8[ms]"),
     *("i4,f8", "(2,3)f4,S4", ">i2,>U2", "O", "i4,O", "V7"),
+]
+
+TORCH_DTYPES = [
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
 ]
 
 
@@ -97,12 +104,47 @@ def numbered(dtype: str, *shape: int) -> np.ndarray[Any, Any]:
     return np.frombuffer(bytearray(data), kind, count).reshape(shape)
 
 
+def tensor_of(name: str, *shape: int) -> Any:
+    import torch
+
+    dtype = getattr(torch, name)
+    size = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
+    data = torch.arange(size) % (2 if dtype is torch.bool else 100)
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return data.to(torch.uint8).view(dtype).reshape(shape)
+
+
+def raw(tensor: Any) -> bytes:
+    import torch
+
+    data: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return data
+
+
+def check(sent: Any, got: Any) -> None:
+    """It is the same, or for arrays and tensors what it is without its surroundings."""
+    if isinstance(sent, np.ndarray):
+        check_array(sent, got)
+    elif hasattr(sent, "data_ptr"):
+        check_tensor(sent, got)
+    elif isinstance(sent, memoryview):
+        assert type(got) is memoryview
+        assert (got.shape, got.format, got.tolist()) == (sent.shape, sent.format, sent.tolist())
+        assert got.readonly is sent.readonly
+        assert got.c_contiguous
+    else:
+        assert type(got) is type(sent)
+        assert got == sent
+
+
 def check_array(sent: Any, got: Any) -> None:
     """It is what plain pickling makes of it."""
     expected = pickle.loads(pickle.dumps(sent, 5))
     assert type(got) is type(expected)
     assert got.dtype == expected.dtype
     assert got.dtype.byteorder == expected.dtype.byteorder
+    assert got.dtype.metadata == sent.dtype.metadata
     assert got.shape == sent.shape
     assert got.flags.writeable is expected.flags.writeable
     assert got.flags.aligned
@@ -114,49 +156,133 @@ def check_array(sent: Any, got: Any) -> None:
     assert not np.shares_memory(got, sent)
 
 
-SHAPES = [(), (0,), (3, 0), (7,), (2, 3, 4), (50, 700)]
+def check_tensor(sent: Any, got: Any) -> None:
+    import torch
+
+    is_parameter = type(sent) is torch.nn.Parameter
+    assert type(got) is (torch.nn.Parameter if is_parameter else torch.Tensor)
+    assert got.dtype is sent.dtype
+    assert got.shape == sent.shape
+    assert got.device.type == "cpu"
+    assert got.is_contiguous()
+    assert got.requires_grad is is_parameter
+    assert not got.is_conj()
+    assert not got.is_neg()
+    sent = sent.detach().resolve_conj().resolve_neg()
+    assert raw(got) == raw(sent)
+    assert got.numel() == 0 or got.data_ptr() != sent.data_ptr()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_array_arrives_as_it_is(dtype: str) -> None:
-    for shape in SHAPES:
-        if math.prod(shape) > 10_000 and dtype in ("O", "i4,O"):
-            shape = (50, 20)
-        sent = numbered(dtype, *shape)
+class OwnBytes(bytes):
+    pass
+
+
+class Word(str):
+    pass
+
+
+def arrays() -> Iterator[Any]:
+    for dtype, shape in itertools.product(DTYPES, SHAPES):
+        is_huge = math.prod(shape) > 10_000 and dtype in ("O", "i4,O")
+        sent = numbered(dtype, *((50, 20) if is_huge else shape))
         for is_writeable in (True, False) if sent.size else (True,):
             sent.flags.writeable = is_writeable
-            for got in trips(sent):
-                check_array(sent, got)
+            yield sent
+    # h5py, say, marks enumerations so.
+    yield np.zeros(3, np.dtype("i4", metadata={"enum": {"red": 1}}))
 
 
-LAYOUTS: dict[str, Callable[[Any], Any]] = {
-    "every other": lambda made: made[:, ::2],
-    "reversed": lambda made: made[::-1],
-    "columns": lambda made: made[:, 5:500],
-    "transposed": lambda made: made.T,
-    "Fortran": np.asfortranarray,
-    "three axes in another order": lambda made: made.reshape(3, 5, -1).transpose(1, 2, 0),
-    "repeated": lambda made: np.broadcast_to(made[0], (3, *made[0].shape)),
-    "one row of many": lambda made: made[1],
-    "a field": lambda made: made.view([("a", "i1"), ("b", "i1")])["b"],
-    "unaligned": lambda made: made.reshape(-1)[1:-7].view("f8"),
-}
+def arrays_in_memory_as_it_likes() -> Iterator[Any]:
+    for made in (numbered("b", 15, 1000), numbered("b", 15, 60_000)):
+        yield from (made[:, ::2], made[::-1], made[:, 5:500], made.T, made[1])
+        yield np.asfortranarray(made)
+        yield made.reshape(3, 5, -1).transpose(1, 2, 0)
+        yield np.broadcast_to(made[0], (3, *made[0].shape))
+        yield made.view([("a", "i1"), ("b", "i1")])["b"]
+        yield made.reshape(-1)[1:-7].view("f8")  # unaligned
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("columns", [1000, 60_000], ids=["small", "large"])
-def test_an_array_may_lie_in_memory_as_it_likes(layout: str, columns: int) -> None:
-    sent = LAYOUTS[layout](numbered("b", 15, columns))
-    for got in trips(sent):
-        check_array(sent, got)
+def tensors() -> Iterator[Any]:
+    for dtype, shape in itertools.product(TORCH_DTYPES, SHAPES):
+        yield tensor_of(dtype, *shape)
 
 
-def test_a_view_sends_only_its_own_bytes() -> None:
-    row = numbered("f4", 100, 20_000)[3]
-    dumped = parts(row)
-    assert [buffer.nbytes for buffer in dumped.buffers] == [80_000]
-    assert sum(map(len, dumped.stream)) < 500
-    assert len(dump_whole(row)) < 80_500
+def tensors_in_memory_as_it_likes() -> Iterator[Any]:
+    import torch
+
+    for columns in (20, 20_000):
+
+        def made(columns: int = columns) -> Any:
+            return torch.arange(15.0 * columns).reshape(15, columns)
+
+        yield made().requires_grad_()
+        yield made().requires_grad_() * 2
+        yield torch.nn.Parameter(made())
+        yield torch.nn.Buffer(made())
+        yield from (made().T, made()[:1].expand(5, -1), made()[:, ::2], made().flip(0), made()[1])
+        channels = made().reshape(3, 5, 10, -1)
+        yield channels.contiguous(memory_format=torch.channels_last)
+        yield torch.view_as_complex(made().reshape(-1, 2)).conj()
+        yield torch.view_as_complex(made().reshape(-1, 2)).conj().imag
+        yield torch.from_numpy(made().numpy()[1:])
+        with torch.inference_mode():
+            yield made()
+
+
+def bytes_of_all_sizes() -> Iterator[Any]:
+    for size in (0, 1, 100, LARGE - 1, LARGE, 65_535, 65_536, 70_000, 1 << 20):
+        for kind in (bytes, bytearray):
+            sent = kind(n % 251 for n in range(size))
+            yield sent
+            yield "before", sent, "after"
+
+
+def objects() -> Iterator[Any]:
+    for size in (3, 100_000):
+        yield from (OwnBytes(size), Word("x" * size))
+    yield from (np.float32(1.5), np.int64(-3), np.datetime64("2020-02-29"), np.str_("x"))
+    for kind, count in itertools.product("bBuhHiIlLqQfd", (0, 3, 50_000)):
+        yield array.array(kind, "x" * count if kind == "u" else [n % 100 for n in range(count)])
+
+
+def view(of: Any) -> Any:
+    return memoryview(of)
+
+
+def memoryviews() -> Iterator[Any]:
+    short = b"abcdef"
+    yield from map(view, (b"abc", bytearray(b"abc"), b"", bytearray(range(250)) * 400))
+    yield view(bytes(range(250)) * 400)
+    yield view(bytearray(b"abc")).toreadonly()
+    yield from (view(short)[1:4], view(short)[::2], view(bytearray(short))[::2])
+    yield view(bytearray(short))[::-1].toreadonly()
+    yield view(bytes(range(250)) * 800)[::2]
+    yield view(array.array("d", [1.5, -2]))
+    yield view(np.arange(6, dtype="i4").reshape(2, 3))
+    yield view(np.arange(60_000, dtype="i8").reshape(2, 3, -1))
+    yield view(np.array([True, False]))
+    yield view(b"abc").cast("c")
+    yield view(np.array(5.5))
+    yield view(np.asfortranarray(np.arange(6.0).reshape(2, 3))).toreadonly()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize(
+    "items",
+    [
+        arrays,
+        arrays_in_memory_as_it_likes,
+        tensors,
+        tensors_in_memory_as_it_likes,
+        bytes_of_all_sizes,
+        objects,
+        memoryviews,
+    ],
+)
+def test_an_item_arrives_as_it_is(items: Callable[[], Iterator[Any]]) -> None:
+    for sent in items():
+        for got in trips(sent):
+            check(sent, got)
 
 
 @pytest.mark.parametrize("count", [3, 40_000])
@@ -172,184 +298,52 @@ def test_an_array_of_a_subclass_arrives_as_one(tmp_path: Path, count: int) -> No
         check_array(mapped, got)
 
 
-# h5py, say, marks enumerations so.
-def test_the_metadata_of_a_dtype_arrives() -> None:
-    sent = np.zeros(3, np.dtype("i4", metadata={"enum": {"red": 1}}))
-    assert pickle.loads(pickle.dumps(sent, 5)).dtype.metadata == sent.dtype.metadata
-    for got in trips(sent):
-        assert got.dtype.metadata == sent.dtype.metadata
-
-
-# -- torch
-
-
-def torch_dtypes() -> list[torch.dtype]:
-    """All that a tensor can be made of without more ado."""
-    made = []
-    for kind in {kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}:
-        with contextlib.suppress(RuntimeError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that quantized ones are deprecated
-            if not torch.empty(1, dtype=kind).is_quantized:
-                made.append(kind)
-    return sorted(made, key=str)
-
-
-TORCH_DTYPES = torch_dtypes()
-
-
-def tensor_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    size = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
-    data = torch.arange(size) % (2 if dtype is torch.bool else 100)
-    if not size:
-        return torch.empty(shape, dtype=dtype)
-    return data.to(torch.uint8).view(dtype).reshape(shape)
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    data: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return data
-
-
-def check_tensor(sent: torch.Tensor, got: Any) -> None:
-    is_parameter = type(sent) is torch.nn.Parameter
-    assert type(got) is (torch.nn.Parameter if is_parameter else torch.Tensor)
-    assert got.dtype is sent.dtype
-    assert got.shape == sent.shape
-    assert got.device.type == "cpu"
-    assert got.is_contiguous()
-    assert got.requires_grad is is_parameter
-    assert not got.is_conj()
-    assert not got.is_neg()
-    sent = sent.detach().resolve_conj().resolve_neg()
-    assert raw(got) == raw(sent)
-    assert got.numel() == 0 or got.data_ptr() != sent.data_ptr()
-
-
-def test_the_dtypes_are_all_that_torch_has() -> None:
-    names = {str(kind).removeprefix("torch.") for kind in TORCH_DTYPES}
-    assert names >= {
-        *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
-        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
-    }
-
-
-@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
-def test_a_tensor_arrives_as_it_is(dtype: torch.dtype) -> None:
-    for shape in SHAPES:
-        sent = tensor_of(dtype, *shape)
-        for got in trips(sent):
-            check_tensor(sent, got)
-
-
-TENSORS: dict[str, Callable[[Any], Any]] = {
-    "with a gradient": lambda made: made.requires_grad_(),
-    "computed from one": lambda made: made.requires_grad_() * 2,
-    "a parameter": torch.nn.Parameter,
-    "a buffer": torch.nn.Buffer,
-    "transposed": lambda made: made.T,
-    "expanded": lambda made: made[:1].expand(5, -1),
-    "every other": lambda made: made[:, ::2],
-    "flipped": lambda made: made.flip(0),
-    "channels last": lambda made: made.reshape(3, 5, 10, -1).contiguous(
-        memory_format=torch.channels_last
-    ),
-    "conjugated": lambda made: torch.view_as_complex(made.reshape(-1, 2)).conj(),
-    "negative": lambda made: torch.view_as_complex(made.reshape(-1, 2)).conj().imag,
-    "one row of many": lambda made: made[1],
-    "of numpy's memory": lambda made: torch.from_numpy(made.numpy()[1:]),
-}
-
-
-@pytest.mark.parametrize("layout", TENSORS)
-@pytest.mark.parametrize("columns", [20, 20_000], ids=["small", "large"])
-def test_a_tensor_may_lie_in_memory_as_it_likes(layout: str, columns: int) -> None:
-    sent = TENSORS[layout](torch.arange(15.0 * columns).reshape(15, columns))
-    for got in trips(sent):
-        check_tensor(sent, got)
-
-
-def test_a_tensor_computed_without_gradients_arrives() -> None:
-    with torch.inference_mode():
-        sent = torch.ones(20_000)
-        arrived = trips(sent)
-    for got in [*arrived, *trips(sent)]:
-        check_tensor(sent, got)
-
-
-def test_one_row_of_a_tensor_sends_only_its_own_bytes() -> None:
-    many = torch.zeros(100, 20_000)
-    dumped = parts(many[3])
-    assert [buffer.nbytes for buffer in dumped.buffers] == [80_000]
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_one_row_of_many_sends_only_its_own_bytes_and_is_not_copied(kind: str) -> None:
+    many = np.zeros((100, 20_000), "f4") if kind == "array" else tensor_of("float32", 100, 20_000)
+    row = many[3]
+    dumped = parts(row)
+    [buffer] = dumped.buffers
+    assert buffer.nbytes == 80_000
     assert sum(map(len, dumped.stream)) < 500
-    assert len(dump_whole(many[3])) < 80_500
-    assert len(dump_whole(many[3, :5])) < 500
+    assert len(dump_whole(row)) < 80_500
+    assert len(dump_whole(row[:5])) < 500
+    row[0] = 1
+    assert bytes(buffer[:4]) == np.float32(1).tobytes()
 
 
-def test_a_tensor_is_not_copied_when_it_is_dumped() -> None:
-    tensor = torch.zeros(20_000)
-    [buffer] = parts(tensor).buffers
-    tensor[0] = 1
-    assert bytes(buffer[:4]) == raw(torch.ones(1))
+def other_tensors() -> Iterator[tuple[Any, Callable[[Any], list[Any]]]]:
+    """Tensors that torch pickles, and what has to be the same of them."""
+    import torch
 
+    class Marked(torch.Tensor):
+        """A subclass."""
 
-class Marked(torch.Tensor):
-    """A subclass, which torch pickles."""
-
-
-def quantized() -> torch.Tensor:
-    try:
-        return torch.quantize_per_tensor(torch.arange(50_000.0), 0.5, 3, torch.quint8)
-    except (RuntimeError, AttributeError):  # this torch has none any more
-        return torch.ones(3)
-
-
-#: Tensors that torch pickles, and what has to be the same of them.
-OTHER_TENSORS: dict[str, tuple[Callable[[], torch.Tensor], Callable[[Any], list[Any]]]] = {
-    **{
-        f"{name} of {size}": (
-            lambda make=make, size=size: make(torch.eye(size)),
-            lambda of: [of.layout, of.shape, of.values().tolist()],
-        )
-        for size in (3, 3000)
-        for name, make in {
-            "coordinates": lambda dense: dense.to_sparse(),
-            "rows": lambda dense: dense.to_sparse_csr(),
-            "columns": lambda dense: dense.to_sparse_csc(),
-            "coordinates of a parameter": lambda dense: dense.to_sparse().requires_grad_(),
-        }.items()
-    },
-    **{
-        f"a subclass of {size}": (
-            lambda size=size: torch.arange(float(size)).as_subclass(Marked),
-            lambda of: of.tolist(),
-        )
-        for size in (3, 20_000)
-    },
-    "quantized": (
-        quantized,
-        lambda of: [of.is_quantized, of.dequantize().tolist()],
-    ),
-    "nested": (
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
-        lambda of: [of.is_nested, *(part.tolist() for part in of.unbind())],
-    ),
-    "without data": (
-        lambda: torch.empty(3, 4, device="meta"),
-        lambda of: [of.device.type, of.shape],
-    ),
-}
+    globals()["Marked"] = Marked  # where pickle finds it
+    Marked.__qualname__ = "Marked"
+    for size in (3, 3000):
+        dense = torch.eye(size)
+        for sparse in (
+            *(dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()),
+            dense.to_sparse().requires_grad_(),
+        ):
+            yield sparse, lambda of: [of.layout, of.shape, of.values().tolist()]
+        yield torch.arange(10.0 * size).as_subclass(Marked), lambda of: of.tolist()
+    with contextlib.suppress(RuntimeError, AttributeError):  # this torch has none any more
+        quantized = torch.quantize_per_tensor(torch.arange(50_000.0), 0.5, 3, torch.quint8)
+        yield quantized, lambda of: [of.is_quantized, of.dequantize().tolist()]
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
+    yield nested, lambda of: [of.is_nested, *(part.tolist() for part in of.unbind())]
+    yield torch.empty(3, 4, device="meta"), lambda of: [of.device.type, of.shape]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own pickling of them uses what is deprecated
-@pytest.mark.parametrize("kind", OTHER_TENSORS)
-def test_a_tensor_of_another_kind_arrives_as_one(kind: str) -> None:
-    make, parts_of = OTHER_TENSORS[kind]
-    sent = make()
-    for got in trips(sent):
-        assert type(got) is type(sent)
-        assert got.dtype is sent.dtype
-        assert parts_of(got) == parts_of(sent)
+def test_a_tensor_of_another_kind_arrives_as_one() -> None:
+    for sent, parts_of in other_tensors():
+        for got in trips(sent):
+            assert type(got) is type(sent)
+            assert got.dtype is sent.dtype
+            assert parts_of(got) == parts_of(sent)
 
 
 FIRST = """
@@ -382,26 +376,16 @@ def test_the_first_arrays_of_two_threads_are_pickled_alike() -> None:
 
 
 def test_a_package_that_is_half_loaded_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, complete = dump(torch.ones(3)), sys.modules["torch"]
+    sent, complete = tensor_of("float32", 3), sys.modules["torch"]
+    usual = dump(sent)
     monkeypatch.setitem(copyreg.dispatch_table, Kept, Kept.__reduce__)  # so all are asked again
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
     load(dump(3.5))
     monkeypatch.setitem(sys.modules, "torch", complete)
-    assert dump(torch.ones(3)) == usual
+    assert dump(sent) == usual
 
 
 # -- bytes and the like
-
-
-@pytest.mark.parametrize("size", [0, 1, 100, LARGE - 1, LARGE, 65_535, 65_536, 70_000, 1 << 20])
-@pytest.mark.parametrize("kind", [bytes, bytearray])
-def test_bytes_arrive_as_they_are(kind: Any, size: int) -> None:
-    sent = kind(n % 251 for n in range(size))
-    for got in trips(sent):
-        assert type(got) is kind
-        assert got == sent
-    for got in trips(("before", sent, "after")):
-        assert got == ("before", sent, "after")
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray])
@@ -414,60 +398,6 @@ def test_large_bytes_are_passed_on_as_they_are(kind: Any) -> None:
         assert dumped.size < 100_200
 
 
-class OwnBytes(bytes):
-    pass
-
-
-class Word(str):
-    pass
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        *(OwnBytes(size) for size in (3, 100_000)),
-        *(Word("x" * size) for size in (3, 100_000)),
-        *(np.float32(1.5), np.int64(-3), np.datetime64("2020-02-29"), np.str_("x")),
-        *(
-            array.array(kind, "x" * count if kind == "u" else [n % 100 for n in range(count)])
-            for kind in "bBuhHiIlLqQfd"
-            for count in (0, 3, 50_000)
-        ),
-    ],
-    ids=lambda sent: f"{type(sent).__name__} {str(sent)[:14]}",
-)
-def test_an_object_arrives_as_one_of_its_class(sent: Any) -> None:
-    for got in trips(sent):
-        assert type(got) is type(sent)
-        assert got == sent
-
-
-def view(of: Any) -> Any:
-    return memoryview(of)
-
-
-VIEWS: dict[str, Callable[[], Any]] = {
-    "of bytes": lambda: view(b"abc"),
-    "of a bytearray": lambda: view(bytearray(b"abc")),
-    "made read-only": lambda: view(bytearray(b"abc")).toreadonly(),
-    "of nothing": lambda: view(b""),
-    "of a part": lambda: view(b"abcdef")[1:4],
-    "of every other": lambda: view(b"abcdef")[::2],
-    "with gaps": lambda: view(bytearray(b"abcdef"))[::2],
-    "backwards": lambda: view(bytearray(b"abcdef"))[::-1].toreadonly(),
-    "large": lambda: view(bytearray(range(250)) * 400),
-    "large and read-only": lambda: view(bytes(range(250)) * 400),
-    "large with gaps": lambda: view(bytes(range(250)) * 800)[::2],
-    "of numbers": lambda: view(array.array("d", [1.5, -2])),
-    "of an array": lambda: view(np.arange(6, dtype="i4").reshape(2, 3)),
-    "of a large array": lambda: view(np.arange(60_000, dtype="i8").reshape(2, 3, -1)),
-    "of truths": lambda: view(np.array([True, False])),
-    "of characters": lambda: view(b"abc").cast("c"),
-    "of one number": lambda: view(np.array(5.5)),
-    "in Fortran's order": lambda: view(
-        np.asfortranarray(np.arange(6.0).reshape(2, 3))
-    ).toreadonly(),
-}
 #: These cannot be made anew.
 ODD_VIEWS: dict[str, Callable[[], Any]] = {
     "of no rows": lambda: view(np.zeros((0, 3))),
@@ -480,18 +410,6 @@ ODD_VIEWS: dict[str, Callable[[], Any]] = {
     "of structures": lambda: view(np.ones(4, "i4,f8")),
     "of Unicode": lambda: view(array.array("u", "abc")),
 }
-
-
-@pytest.mark.parametrize("kind", VIEWS)
-def test_a_memoryview_arrives_as_it_is(kind: str) -> None:
-    sent = VIEWS[kind]()
-    for got in trips(sent):
-        assert type(got) is memoryview
-        assert got.shape == sent.shape
-        assert got.format == sent.format
-        assert got.tolist() == sent.tolist()
-        assert got.readonly is sent.readonly
-        assert got.c_contiguous
 
 
 @pytest.mark.parametrize("kind", ODD_VIEWS)
@@ -555,36 +473,23 @@ def test_a_buffer_with_gaps_is_refused_as_always() -> None:
 # -- what is small and what is large
 
 
-@pytest.mark.parametrize("item", ["", "abc", "ß" * 20_000, 0, -1, 1 << 9_000, None, True, 1.5])
-def test_plain_things_are_pickled_as_always(item: Any) -> None:
-    whole = dump_whole(item)
-    assert whole == pickle.dumps(item, PROTOCOL)
-    assert load(dump(item)) == item
-    if len(whole) < LARGE:
-        assert dump(item) == whole
-
-
-@pytest.mark.parametrize(
-    "item",
-    [
-        (),
-        [],
-        {},
-        {"a": [1, 2.5, "b"]},
-        [("x", n) for n in range(1000)],
-        {1, 2},
-        frozenset("a"),
-        print,
-    ],
-    ids=lambda item: str(item)[:20],
-)
-def test_small_things_are_pickled_as_always(item: Any) -> None:
-    assert dump(item) == dump_whole(item) == pickle.dumps(item, PROTOCOL)
+def test_plain_and_small_things_are_pickled_as_always() -> None:
+    plain: list[Any] = ["", "abc", "ß" * 20_000, 0, -1, 1 << 9_000, None, True, 1.5]
+    small: list[Any] = [
+        *((), [], {}, {"a": [1, 2.5, "b"]}, [("x", n) for n in range(1000)]),
+        *({1, 2}, frozenset("a"), print),
+    ]
+    for item in plain + small:
+        whole = dump_whole(item)
+        assert whole == pickle.dumps(item, PROTOCOL)
+        assert load(dump(item)) == item
+        if len(whole) < LARGE:
+            assert dump(item) == whole
 
 
 @pytest.mark.parametrize("nbytes", [LARGE - 1, LARGE, LARGE + 1])
 def test_from_so_many_bytes_on_a_buffer_is_large(nbytes: int) -> None:
-    for item in (np.zeros(nbytes, "u1"), torch.zeros(nbytes, dtype=torch.uint8)):
+    for item in (np.zeros(nbytes, "u1"), tensor_of("uint8", nbytes)):
         [buffer] = parts([item, item]).buffers if nbytes >= LARGE else [None]
         assert buffer is None or (buffer.nbytes, buffer.format, buffer.ndim) == (nbytes, "B", 1)
 
@@ -604,18 +509,17 @@ def test_from_so_many_bytes_on_a_stream_is_large(wrap: Callable[[Any], Any]) -> 
         assert load(large) == wrap(text * (LARGE - over))
 
 
-def test_many_small_buffers_are_one_large_stream() -> None:
-    sent = [np.full(LARGE // 2, n, "u1") for n in range(5)]
+@pytest.mark.parametrize(
+    ("sizes", "large"),
+    [
+        ([10, WIDE, 0, LARGE - 1, LARGE, 5, 3 * WIDE], [WIDE, LARGE, 3 * WIDE]),
+        ([LARGE // 2] * 5, []),  # together one large stream
+    ],
+)
+def test_small_and_large_buffers_keep_their_places(sizes: list[int], large: list[int]) -> None:
+    sent = [numbered("u1", size) for size in sizes]
     dumped = parts(sent)
-    assert dumped.buffers == []
-    for got, expected in zip(load(dumped), sent, strict=True):
-        check_array(expected, got)
-
-
-def test_small_and_large_buffers_keep_their_places() -> None:
-    sent = [numbered("u1", size) for size in (10, WIDE, 0, LARGE - 1, LARGE, 5, 3 * WIDE)]
-    dumped = parts(sent)
-    assert [buffer.nbytes for buffer in dumped.buffers] == [WIDE, LARGE, 3 * WIDE]
+    assert [buffer.nbytes for buffer in dumped.buffers] == large
     for got, expected in zip(load(dumped), sent, strict=True):
         check_array(expected, got)
     assert type(dump_whole(sent)) is bytes
@@ -638,7 +542,7 @@ class Slotted:
 
 @pytest.mark.parametrize("size", [10, WIDE])
 def test_several_of_several_kinds_arrive_in_one_item(size: int) -> None:
-    image, tensor = numbered("i2", size), tensor_of(torch.bfloat16, size)
+    image, tensor = numbered("i2", size), tensor_of("bfloat16", size)
     data, text = bytes(range(250)) * (size // 100 + 1), "ü" * size
     sent = Sample("a", image, {"t": (tensor, [data, {"slotted": Slotted(image[::-1])}]), "x": text})
     for got in trips(sent):
@@ -655,7 +559,7 @@ def test_several_of_several_kinds_arrive_in_one_item(size: int) -> None:
 def test_one_object_in_two_places_of_an_item_arrives_as_one(kind: str, size: int) -> None:
     makers: dict[str, Callable[[], Any]] = {
         "array": lambda: np.zeros(size),
-        "tensor": lambda: torch.zeros(size),
+        "tensor": lambda: tensor_of("float64", size) * 0,
         "bytearray": lambda: bytearray(size),
         "list": lambda: [0] * size,
     }
@@ -830,7 +734,7 @@ class Kept:
 
 def test_nothing_of_an_item_is_held_after_it_was_dumped(no_collector: None) -> None:
     for size in (3, WIDE):
-        sent, image = Kept(np.zeros(size)), torch.zeros(size)
+        sent, image = Kept(np.zeros(size)), tensor_of("float64", size)
         seen = [weakref.ref(sent), weakref.ref(sent.value), weakref.ref(image)]
         dumped = dump([sent, image, bytes(size)])
         del sent, image
@@ -869,22 +773,3 @@ def test_a_buffer_is_let_go_of_with_the_parts() -> None:
         sent.append(1)
     del dumped
     sent.append(1)
-
-
-def test_the_parts_are_of_the_item_itself() -> None:
-    sent = np.zeros(WIDE, "u1")
-    [buffer] = parts({"a": sent}).buffers
-    assert np.shares_memory(np.frombuffer(buffer, "u1"), sent)
-    sent[5] = 7
-    assert buffer[5] == 7
-
-
-def picklers() -> int:
-    return sum(type(each) is pickle.Pickler for each in gc.get_objects())
-
-
-def test_picklers_are_used_again() -> None:
-    before = picklers()
-    for number, item in itertools.product(range(20), ([1], np.zeros(WIDE), Dumps([3]))):
-        dump([number, item])
-    assert picklers() <= before + 2, "as many as were needed at once"

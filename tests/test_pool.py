@@ -36,7 +36,6 @@ from service_streamer import (
 )
 from service_streamer.pool.pool_protocol import REFUSED, times
 from service_streamer.testing import Gate
-from stream_models import Countdown
 
 ROOT = Path(__file__).parent.parent
 US = os.geteuid()
@@ -246,16 +245,6 @@ def test_lengths_are_asked_for_in_the_client(shared: Shared) -> None:
     assert streamer.metrics.sizes.count == 2
 
 
-def test_a_consumer_that_lags_has_its_item_rest(shared: Shared) -> None:
-    streamer = shared(Countdown, 4, shared="a")
-    stream = streamer.stream(10**9, timeout=None, max_buffered=16)
-    assert [next(stream) for _ in range(3)] == [1, 2, 3]
-    assert [*streamer.stream(50)] == [*range(1, 51)]
-    assert [next(stream) for _ in range(1000)] == [*range(4, 1004)]
-    stream.close()
-    await_that(lambda: streamer.stats().in_flight == 0)
-
-
 def test_a_question_of_a_streamer_that_another_thread_closes_fails(shared: Shared) -> None:
     streamer = shared(models.double)
     client: Any = streamer.backend
@@ -407,10 +396,6 @@ def test_commands_refuse_a_path_that_no_socket_may_have(runtime: Path) -> None:
     room = 107 - len(f"{runtime}/service-streamer/.sock")
     assert "there is no pool" in command("status", "a" * room, code=1)
     assert "has 108 bytes" in command("status", "a" * (room + 1), code=1)
-
-
-def test_commands_refuse_a_bad_time(runtime: Path) -> None:
-    assert "-1.0 is not in the range" in command("stop", "a", "--timeout", "-1", code=2)
 
 
 def test_a_command_says_that_a_pool_does_not_answer(

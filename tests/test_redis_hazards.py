@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import redis
@@ -26,27 +25,22 @@ from walk.interrupts import Interrupted, interrupted_at
 
 Host = Callable[..., RedisWorker]
 Client = Callable[..., RedisStreamer]
+#: A client, and that it has not heard an answer.
+Lost = tuple[RedisStreamer, threading.Event]
 
 
-def test_calls_of_a_client_that_closes_are_withdrawn_however_many(
+def test_calls_that_are_cancelled_or_whose_client_closes_are_withdrawn_however_many(
     client: Client, ask: redis.Redis, keys: Keys
 ) -> None:
     streamer = client()
-    for number in range(2500):  # beyond what is withdrawn at once
-        streamer.submit([number])
-    await_that(lambda: ask.xlen(keys.calls) == 2500)
+    for is_cancelled in (True, False):
+        futures = [streamer.submit([number]) for number in range(2500)]  # beyond those at once
+        await_that(lambda: ask.xlen(keys.calls) == 2500)
+        if is_cancelled:
+            assert all(future.cancel() for future in futures)
+            await_that(lambda: ask.xlen(keys.calls) == 0)
     streamer.close(drain=False)
     assert not ask.exists(keys.calls)
-
-
-def test_calls_that_are_cancelled_are_withdrawn_however_many(
-    client: Client, ask: redis.Redis, keys: Keys
-) -> None:
-    streamer = client()
-    futures = [streamer.submit([number]) for number in range(2500)]
-    await_that(lambda: ask.xlen(keys.calls) == 2500)
-    assert all(future.cancel() for future in futures)
-    await_that(lambda: ask.xlen(keys.calls) == 0)
 
 
 def test_call_is_answered_after_an_interrupt_at_any_place_in_the_one_before(
@@ -208,101 +202,35 @@ def test_call_in_hand_is_not_handed_back_without_retry(
 # -- an answer of Redis that is lost
 
 
-class Lossy:
-    """A way to Redis on which one answer is lost, and with it the connection.
-
-    Attributes:
-        url: of this way.
-        lose: what the command contains whose answer is to be lost; empty for none.
-        lost: that has happened.
-    """
-
-    def __init__(self, host: str, port: int) -> None:
-        self._redis = host, port
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.url = f"redis://127.0.0.1:{self._server.getsockname()[1]}/0"
-        self.lose = b""
-        self.lost = threading.Event()
-        self._sockets: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near = self._server.accept()[0]
-                far = socket.create_connection(self._redis)
-                self._sockets += near, far
-                loses = threading.Event()
-                for one, other in ((near, far), (far, near)):
-                    thread = threading.Thread(
-                        target=self._pass_on, args=(one, other, loses, one is near)
-                    )
-                    self._threads.append(thread)
-                    thread.start()
-
-    def _pass_on(
-        self, one: socket.socket, other: socket.socket, loses: threading.Event, is_near: bool
-    ) -> None:
-        with contextlib.suppress(OSError):
-            while data := one.recv(1 << 16):
-                if is_near and self.lose and self.lose in data:
-                    self.lose = b""
-                    loses.set()
-                if not is_near and loses.is_set():
-                    break
-                other.sendall(data)
-        for each in (one, other):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        if not is_near and loses.is_set():
-            self.lost.set()
-
-    def close(self) -> None:
-        self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        self._threads[0].join()
-        for each in self._sockets:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for each in self._sockets:
-            each.close()
-
-
 @pytest.fixture
-def lossy(ask: redis.Redis) -> Iterator[Lossy]:
-    place = ask.connection_pool.connection_kwargs
-    if "host" not in place or place.get("password") or place.get("db"):
-        pytest.skip("the Redis of REDIS_URL cannot be addressed so")
-    lossy = Lossy(place["host"], place["port"])
-    yield lossy
-    lossy.close()
-
-
-@pytest.fixture
-def unheard(lossy: Lossy, client: Client, ask: redis.Redis, keys: Keys) -> RedisStreamer:
-    """A client that has not heard that Redis accepted the item "unheard" the next time."""
-    streamer = client(redis_broker=lossy.url)
-    streamer.submit(["first"])  # it may be that Redis does not know the script yet
+def lost(client: Client, traffic: Traffic, ask: redis.Redis, keys: Keys) -> Lost:
+    """A client that does not hear that Redis has accepted its next call."""
+    streamer = client()
+    streamer.submit(["first"])
     await_that(lambda: ask.xlen(keys.calls) == 1)
-    lossy.lose = b"unheard"
-    return streamer
+    is_lost = threading.Event()
+
+    def lose(_: Any) -> None:
+        is_lost.set()
+        raise redis.ConnectionError
+
+    traffic.at_answer("send calls", lose)
+    return streamer, is_lost
 
 
 @pytest.mark.parametrize("kind", ["call", "stream"])
 def test_a_call_is_withdrawn_whose_acceptance_was_not_heard(
-    unheard: RedisStreamer, lossy: Lossy, ask: redis.Redis, keys: Keys, kind: str
+    lost: Lost, ask: redis.Redis, keys: Keys, kind: str
 ) -> None:
+    streamer, is_lost = lost
     if kind == "call":
-        future = unheard.submit(["unheard"])
-        lossy.lost.wait()
+        future = streamer.submit(["unheard"])
+        is_lost.wait()
         assert ask.xlen(keys.calls) == 2
         assert future.cancel()
     else:
-        stream = unheard.stream("unheard")
-        lossy.lost.wait()
+        stream = streamer.stream("unheard")
+        is_lost.wait()
         assert ask.xlen(keys.calls) == 2
         stream.close()
     await_that(lambda: ask.xlen(keys.calls) == 1)
@@ -311,15 +239,16 @@ def test_a_call_is_withdrawn_whose_acceptance_was_not_heard(
 
 
 def test_a_call_is_looked_for_whose_acceptance_was_not_heard(
-    unheard: RedisStreamer, lossy: Lossy, host: Host, ask: redis.Redis, keys: Keys
+    lost: Lost, host: Host, ask: redis.Redis, keys: Keys
 ) -> None:
-    lost = unheard.submit(["unheard"])
-    lossy.lost.wait()
-    kept = unheard.submit(["later"])
+    streamer, is_lost = lost
+    unheard = streamer.submit(["unheard"])
+    is_lost.wait()
+    kept = streamer.submit(["later"])
     await_that(lambda: ask.xlen(keys.calls) == 3)
     [(id_, _)] = [entry for entry in ask.xrange(keys.calls) if b"unheard" in entry[1][b"m"]]
     ask.xdel(keys.calls, id_)
     host(models.echo)
     assert kept.result() == ["later"]
     with pytest.raises(BrokerUnavailable, match="no longer in Redis and has no reply"):
-        lost.result()
+        unheard.result()

@@ -7,19 +7,13 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import msgpack
 import pytest
-import redis
 
 import models
-from conftest import PATIENCE, await_that, rewrite_call
-from redis_peers import Keys
-from service_streamer import BadMessage, BrokerUnavailable, RedisStreamer, RedisWorker
-from service_streamer.engine.engine import Engine
+from conftest import PATIENCE, await_that
+from service_streamer import BrokerUnavailable, RedisStreamer, RedisWorker
 from service_streamer.redis.local import LocalRedis
-from stream_models import Countdown
 
 Host = Callable[..., RedisWorker]
 Client = Callable[..., RedisStreamer]
@@ -88,72 +82,3 @@ def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
                 streamer.predict([1])
     finally:
         server.stop()
-
-
-# -- somebody who can write to Redis, and does not know the secret
-
-Forge = Callable[[list[Any]], list[Any]]
-
-
-def without_headers(fields: list[Any]) -> list[Any]:
-    assert fields[4][1], "it has headers"
-    return [*fields[:4], [fields[4][0], {}]]
-
-
-def with_other_headers(fields: list[Any]) -> list[Any]:
-    assert fields[4][1], "it has headers"
-    return [*fields[:4], [fields[4][0], {"priority": 9}]]
-
-
-@pytest.mark.parametrize(
-    ("forge", "is_signed", "is_stream"),
-    [
-        (without_headers, True, False),
-        (without_headers, False, True),
-        (with_other_headers, True, True),
-        (with_other_headers, False, False),
-    ],
-)
-def test_a_call_whose_headers_were_changed_in_redis_is_refused(
-    host: Host, client: Client, ask: redis.Redis, keys: Keys,
-    forge: Forge, is_signed: bool, is_stream: bool,
-) -> None:  # fmt: skip
-    streamer = client(secret=SECRET)
-    outcome: Callable[[], Any]
-    if is_stream:
-        outcome = streamer.stream(3, tenant="gold", priority=-1).__next__
-    else:
-        outcome = streamer.submit([3], tenant="gold", priority=-1).result
-
-    def change(message: bytes) -> bytes:
-        forged: bytes = msgpack.packb(forge(msgpack.unpackb(message[32:])))
-        return message[:32] + forged if is_signed else forged
-
-    rewrite_call(ask, keys, lambda fields: {"d": fields[b"d"], "m": change(fields[b"m"])})
-    worker = host(Countdown, 4, secret=SECRET)
-    # The notice of the host may come after a look for the call, which is not there any more.
-    with pytest.raises((BadMessage, BrokerUnavailable), match=r"signature is wrong|no longer in"):
-        outcome()
-    await_that(lambda: worker.stats().set_aside == 1)  # type: ignore[union-attr]
-    assert worker.stats().pool.accepted == 0  # type: ignore[union-attr]
-    await_that(lambda: worker.stats().held == 0)  # type: ignore[union-attr]
-    ask.delete(keys.dead)
-
-
-def test_nothing_beside_the_message_of_a_call_says_in_which_order_it_goes(
-    host: Host, client: Client, ask: redis.Redis, keys: Keys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So whoever can write to Redis can take nothing of it away."""
-    told: list[tuple[int, str, bool]] = []
-    submit = Engine.submit
-
-    def watched_submit(engine: Engine, call: Any) -> None:
-        told.append(call.precedence)
-        submit(engine, call)
-
-    monkeypatch.setattr(Engine, "submit", watched_submit)
-    future = client(secret=SECRET).submit([3], tenant="gold", priority=-1)
-    rewrite_call(ask, keys, lambda fields: {"d": fields[b"d"], "m": fields[b"m"]})
-    host(models.echo, secret=SECRET)
-    assert future.result() == [3]
-    assert told == [(-1, "gold", False)]

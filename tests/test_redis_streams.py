@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import queue
@@ -13,12 +12,11 @@ from typing import Any
 import pytest
 import redis
 
-import models
 from conftest import await_that
+from contract.streams import Streams
 from redis_peers import Keys, RawClient, Traffic, await_paused, client_name, wire
 from service_streamer import (
     BrokerUnavailable,
-    InvalidInput,
     ModelError,
     Overloaded,
     PredictTimeout,
@@ -73,65 +71,23 @@ def await_output(stream: Stream, gate: Gate) -> int:
 # -- what comes
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"serializer": "pickle", "secret": "of sixteen bytes or more"}], ids=["", "own"]
-)
-def test_outputs_come_in_order_to_threads_and_tasks(
-    host: Host, client: Client, options: dict[str, Any]
-) -> None:
-    host(Countdown, 4, **options)
-    streamer = client(**options)
-    assert [*streamer.stream(300)] == [*range(1, 301)]
-    assert [*streamer.stream({"n": 6, "every": 3})] == [3, 6]
-    assert [*streamer.stream({"n": 2, "every": 3})] == []
+class TestStreams(Streams):
+    """Calls over Redis have no timing: so two of them are shorter here."""
 
-    async def consume(n: int) -> list[int]:
-        return [output async for output in streamer.astream(n)]
+    @pytest.fixture(params=["redis"])
+    def kind(self, request: pytest.FixtureRequest) -> Any:
+        return request.param
 
-    async def main() -> list[list[int]]:
-        return await asyncio.gather(*map(consume, range(1, 12)))
+    def test_outputs_come_one_by_one_to_a_thread(self, build: Any) -> None:
+        stream = build().stream(300)
+        assert [*stream] == [*range(1, 301)]
+        assert [*stream] == []
 
-    assert asyncio.run(main()) == [[*range(1, n + 1)] for n in range(1, 12)]
-
-
-def test_outputs_come_while_the_item_is_computed(
-    gated: RedisWorker, client: Client, gate: Gate
-) -> None:
-    stream = client().stream(3)
-    for number in (1, 2, 3):
-        gate.let_through()
-        assert next(stream) == number
-    assert [*stream] == []
-
-
-def test_predict_and_submit_get_all_outputs_joined(host: Host, client: Client) -> None:
-    host(Summed, 4)
-    streamer = client()
-    assert streamer.predict([3, 4]) == [6, 10]
-    assert streamer.submit([5]).result() == [15]
-    assert [*streamer.stream(3)] == [1, 2, 3]
-
-
-def test_a_model_without_steps_is_a_stream_of_one_output(host: Host, client: Client) -> None:
-    host(models.double)
-    assert [*client().stream(4)] == [8]
-
-
-def test_two_hosts_and_two_clients(host: Host, client: Client) -> None:
-    workers = [host(Countdown, 4) for _ in range(2)]
-    streamers = [client(), client()]
-    got: dict[int, list[int]] = {}
-
-    def consume(n: int) -> None:
-        got[n] = [*streamers[n % 2].stream(n)]
-
-    threads = [threading.Thread(target=consume, args=(n,)) for n in range(1, 60)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == {n: [*range(1, n + 1)] for n in range(1, 60)}
-    await_that(lambda: [held(worker) for worker in workers] == [0, 0])
+    def test_predict_and_submit_get_all_outputs_joined(self, build: Any) -> None:
+        streamer = build(Summed)
+        assert streamer.predict([3, 4]) == [6, 10]
+        assert streamer.submit([5]).result() == [15]
+        assert [*streamer.stream(3)] == [1, 2, 3]
 
 
 def test_a_host_claims_as_many_items_as_its_places_and_a_few(
@@ -175,19 +131,6 @@ def test_outputs_of_a_step_are_one_message_to_each_client(
 # -- faults of items
 
 
-def test_a_failure_comes_after_the_outputs_before_it(host: Host, client: Client) -> None:
-    host(Countdown, 4)
-    streamer = client()
-    good = streamer.stream(200)
-    bad = streamer.stream({"n": 5, "raise_at": 3})
-    assert [next(bad), next(bad)] == [1, 2]
-    with pytest.raises(ValueError, match="cannot make 3"):
-        next(bad)
-    with pytest.raises(InvalidInput, match="no number"):
-        next(streamer.stream({"n": 1, "invalid": "no number"}))
-    assert [*good] == [*range(1, 201)]
-
-
 def test_an_output_that_is_too_large_fails_its_stream(host: Host, client: Client) -> None:
     class Growing(Countdown):
         def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
@@ -198,25 +141,6 @@ def test_an_output_that_is_too_large_fails_its_stream(host: Host, client: Client
     assert [len(next(stream)) for _ in range(8)] == [n**3 for n in range(1, 9)]
     with pytest.raises(ModelError, match="too large"):
         list(stream)
-
-
-def test_a_worker_that_dies_fails_streams_with_outputs_and_begins_others_again(
-    host: Host, client: Client, gate: Gate
-) -> None:
-    worker = host(Countdown, 8, model_init_args=(gate,))
-    streamer = client()
-    begun = streamer.stream(FOR_EVER)
-    gate.let_through(1)
-    assert next(begun) == 1
-    killer = streamer.stream({"n": 1, "kill_at": 1})
-    new = streamer.stream(3)
-    await_that(lambda: in_flight(worker) == 3)
-    gate.let_through(1000)
-    with pytest.raises(WorkerLost):
-        list(begun)
-    with pytest.raises(WorkerLost):
-        list(killer)
-    assert [*new] == [1, 2, 3]
 
 
 # -- leaving
@@ -320,29 +244,6 @@ def test_stream_that_is_given_up_while_the_host_submits_it_is_dropped(
     pool = worker.stats().pool  # type: ignore[union-attr]
     assert (pool.pending, pool.in_flight) == (0, 0)
     left.close()
-
-
-def test_a_hundred_streams_that_are_dropped_leave_nothing(
-    host: Host, client: Client, ask: redis.Redis, keys: Keys, prefix: str
-) -> None:
-    worker = host(Countdown, 16)
-    streamer = client()
-    for number in range(100):
-        stream = streamer.stream(FOR_EVER)
-        if number % 2:  # the others are dropped wherever they are
-            assert next(stream) == 1
-        stream.close()
-    assert [*streamer.stream(2)] == [1, 2]
-    await_that(lambda: held(worker) == 0 and ask.xlen(keys.calls) == 0)
-    await_that(lambda: not ask.keys(keys.orders_of("*")))
-    assert ask.xpending(keys.calls, "hosts")["pending"] == 0
-    assert streamer.stats().cancelled == 100
-    kinds = sorted(
-        key.decode().rpartition(prefix)[2][2:].split(":")[0] for key in ask.keys(f"*{prefix}*")
-    )
-    if "unread" in kinds:  # not while the client has read all
-        kinds.remove("unread")
-    assert kinds == ["calls", "client", "host", "model", "replies"]
 
 
 def test_the_streams_of_a_client_that_is_gone_are_dropped(
@@ -585,19 +486,6 @@ def test_a_host_that_leaves_at_once_fails_what_was_handed_out_and_hands_back_the
         list(begun)
     host(Countdown, 1)
     assert [*new] == [1, 2, 3]
-
-
-def test_a_host_that_drains_finishes_its_streams(
-    gated: RedisWorker, client: Client, gate: Gate
-) -> None:
-    stream = client().stream(4)
-    gate.let_through()
-    assert next(stream) == 1
-    closing = threading.Thread(target=gated.close)
-    closing.start()
-    gate.let_through(9)
-    assert [*stream] == [2, 3, 4]
-    closing.join()
 
 
 class Forged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import re
@@ -26,7 +27,7 @@ import tensor_clients
 from serve_process import ROOT, GatedServing, Serving, environment, run, table, until
 from service_streamer import InvalidInput
 from service_streamer.serve.rpc.inference_service import ready_request, shortened
-from tensor_clients import run_client, run_clients
+from tensor_clients import Clients, run_client
 from test_tensors import Held
 from test_tls import Files
 from web_application import WebApplication
@@ -88,6 +89,13 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield service
 
 
+@pytest.fixture(scope="module", autouse=True)
+def clients() -> Iterator[Clients]:
+    """One process for all: each imports gRPC, numpy and Triton's client."""
+    with contextlib.closing(Clients()) as clients:
+        yield clients
+
+
 def start_client(*arguments: str) -> subprocess.Popen[str]:
     """A client that goes on while the test does something else."""
     return subprocess.Popen(
@@ -97,16 +105,16 @@ def start_client(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("client", ["grpc", "grpc_aio", "contents"])
-def test_clients(service: Serving, client: str) -> None:
-    run_client(client, rpc(service), "twice")
+def test_clients(service: Serving, client: str, clients: Clients) -> None:
+    clients.run(client, rpc(service), "twice")
 
 
-def test_our_messages_are_tritons(service: Serving) -> None:
-    assert run_client("descriptors", rpc(service)) == "7\n"
+def test_our_messages_are_tritons(service: Serving, clients: Clients) -> None:
+    assert clients.run("descriptors", rpc(service)) == "7\n"
 
 
-def test_health_and_reflection(service: Serving) -> None:
-    told = run_client("health", rpc(service), "", "inference.GRPCInferenceService").splitlines()
+def test_health_and_reflection(service: Serving, clients: Clients) -> None:
+    told = clients.run("health", rpc(service), "", "inference.GRPCInferenceService").splitlines()
     assert told == [
         "SERVING",
         "SERVING",
@@ -116,21 +124,21 @@ def test_health_and_reflection(service: Serving) -> None:
     ]
 
 
-def test_metrics_count_calls_as_paths(service: Serving) -> None:
-    run_clients(*(("call", rpc(service), model, "a") for model in ("twice", "other")))
+def test_metrics_count_calls_as_paths(service: Serving, clients: Clients) -> None:
+    clients.lines(*(("call", rpc(service), model, "a") for model in ("twice", "other")))
     path = 'path="/inference.GRPCInferenceService/ModelInfer"'
     lines = [line for line in service.client.get("/metrics").text.splitlines() if path in line]
     assert any('status="200"' in line for line in lines)
     assert any('status="404"' in line for line in lines)
 
 
-def test_a_model_of_steps_sends_each_output(service: Serving) -> None:
-    assert run_client("steps", rpc(service), "counting") == "1 2 3\n"
+def test_a_model_of_steps_sends_each_output(service: Serving, clients: Clients) -> None:
+    assert clients.run("steps", rpc(service), "counting") == "1 2 3\n"
 
 
-def test_calls_need_a_key(keyed: Serving) -> None:
+def test_calls_need_a_key(keyed: Serving, clients: Clients) -> None:
     call = ("call", rpc(keyed), TWICE, "a")
-    none, other, wrong, right, health = run_clients(
+    none, other, wrong, right, health = clients.lines(
         call, ("call", rpc(keyed), "other", "a"), (*call, "60", "wrong"), (*call, "60", "secret"),
         ("health", rpc(keyed), ""),
     )[:5]  # fmt: skip
@@ -140,32 +148,36 @@ def test_calls_need_a_key(keyed: Serving) -> None:
     assert (right, health) == ("aa", "SERVING")
 
 
-def test_calls_of_other_services_need_no_key(keyed: Serving) -> None:
+def test_calls_of_other_services_need_no_key(keyed: Serving, clients: Clients) -> None:
     """Older versions of grpcio ask our own service for the methods of health and reflection."""
     paths = ("inference.GRPCInferenceService/NoSuch", "grpc.health.v2.Health/Check",
              "inference.GRPCInferenceServices/ModelInfer")  # fmt: skip
-    statuses = run_clients(*(("foreign", rpc(keyed), f"/{path}") for path in paths))
+    statuses = clients.lines(*(("foreign", rpc(keyed), f"/{path}") for path in paths))
     assert statuses == ["UNAUTHENTICATED", "UNIMPLEMENTED", "UNIMPLEMENTED"]
 
 
-def test_a_key_is_checked_before_a_message_comes(keyed: Serving) -> None:
-    assert run_client("unsent", rpc(keyed), TWICE, "wrong") == 3 * "UNAUTHENTICATED\n"
+def test_a_key_is_checked_before_a_message_comes(keyed: Serving, clients: Clients) -> None:
+    assert clients.run("unsent", rpc(keyed), TWICE, "wrong") == 3 * "UNAUTHENTICATED\n"
 
 
-def test_a_call_is_refused_beyond_the_limits_of_its_key(keyed: Serving) -> None:
-    *answers, refused = run_clients(*(3 * [("call", rpc(keyed), TWICE, "a", "60", "slow")]))
+def test_a_call_is_refused_beyond_the_limits_of_its_key(keyed: Serving, clients: Clients) -> None:
+    *answers, refused = clients.lines(*(3 * [("call", rpc(keyed), TWICE, "a", "60", "slow")]))
     assert answers == ["aa", "aa"]  # each of them frees its place
     assert refused.startswith("RESOURCE_EXHAUSTED")
     assert "'slow'" in refused
 
 
-def test_a_stream_begins_no_more_than_its_key_may_have_open(keyed: Serving) -> None:
-    assert run_client("crowd", rpc(keyed), TWICE, "200", "narrow") == "200 \n"
+def test_a_stream_begins_no_more_than_its_key_may_have_open(
+    keyed: Serving, clients: Clients
+) -> None:
+    assert clients.run("crowd", rpc(keyed), TWICE, "200", "narrow") == "200 \n"
 
 
-def test_questions_about_a_model_are_no_requests_and_need_no_scope(keyed: Serving) -> None:
+def test_questions_about_a_model_are_no_requests_and_need_no_scope(
+    keyed: Serving, clients: Clients
+) -> None:
     questions = ((TWICE, "scraper"), (TWICE, "wrong"), ("other", "wrong"))
-    answers = run_clients(*(("told", rpc(keyed), *each) for each in questions))
+    answers = clients.lines(*(("told", rpc(keyed), *each) for each in questions))
     assert answers == ["True 1", "UNAUTHENTICATED", "UNAUTHENTICATED"]
 
 
@@ -211,25 +223,25 @@ def test_a_call_ignores_headers_that_frame_a_body(
     assert "Traceback" not in service.log()[logged:]
 
 
-def test_calls_over_tls(tmp_path: Path) -> None:
+def test_calls_over_tls(tmp_path: Path, clients: Clients) -> None:
     files = Files(tmp_path)
     with Serving(TWICE, "--grpc-port", "0", *files.arguments) as service:
         authority = str(files.authority)
-        assert run_client("secure_call", rpc(service), TWICE, authority) == "aa\n"
-        assert run_client("call", rpc(service), TWICE, "a").startswith("UNAVAILABLE")
+        assert clients.run("secure_call", rpc(service), TWICE, authority) == "aa\n"
+        assert clients.run("call", rpc(service), TWICE, "a").startswith("UNAVAILABLE")
         files.ca = trustme.CA()  # with a renewed certificate of another authority
         files.issue("second.test")
         files.ca.cert_pem.write_to_path(files.authority)
-        assert run_client("secure_call", rpc(service), TWICE, authority) == "aa\n"
+        assert clients.run("secure_call", rpc(service), TWICE, authority) == "aa\n"
 
 
-def test_calls_with_a_clients_certificate(tmp_path: Path) -> None:
+def test_calls_with_a_clients_certificate(tmp_path: Path, clients: Clients) -> None:
     files = Files(tmp_path)
     mutual = ("--ssl-ca-certs", str(files.authority))
     with Serving(TWICE, "--grpc-port", "0", *files.arguments, *mutual) as service:
         call = ("secure_call", rpc(service), TWICE, str(files.authority))
-        assert run_client(*call) == "UNAVAILABLE\n"
-        assert run_client(*call, str(files.client), str(files.client)) == "aa\n"
+        assert clients.run(*call) == "UNAVAILABLE\n"
+        assert clients.run(*call, str(files.client), str(files.client)) == "aa\n"
 
 
 def test_an_encrypted_key_is_refused_with_grpc(tmp_path: Path) -> None:
@@ -240,16 +252,18 @@ def test_an_encrypted_key_is_refused_with_grpc(tmp_path: Path) -> None:
     assert "encrypted" in done.stderr
 
 
-def test_errors_of_a_model_have_their_status(gated: GatedServing) -> None:
+def test_errors_of_a_model_have_their_status(gated: GatedServing, clients: Clients) -> None:
     gated.gate.let_through(2)
     texts = ("invalid", "raise")
-    wrong, failed = run_clients(*(("call", rpc(gated), "obedient", text) for text in texts))
+    wrong, failed = clients.lines(*(("call", rpc(gated), "obedient", text) for text in texts))
     assert wrong == "INVALID_ARGUMENT inputs: must not be 'invalid'; send another word"
     assert failed.startswith("INTERNAL")
     assert "12345" not in failed
 
 
-def test_a_call_is_refused_at_once_when_the_service_is_overloaded(gated: GatedServing) -> None:
+def test_a_call_is_refused_at_once_when_the_service_is_overloaded(
+    gated: GatedServing, clients: Clients
+) -> None:
     """And a call that is cancelled while it is pending is not computed."""
     before = gated.stats()["totals"]["disconnected"]
     with ThreadPoolExecutor(2) as threads:
@@ -259,7 +273,7 @@ def test_a_call_is_refused_at_once_when_the_service_is_overloaded(gated: GatedSe
         until(lambda: gated.queue()["in_flight"] == 2)
         with start_client("leave", rpc(gated), "obedient", "leaves") as leaving:
             until(lambda: gated.queue()["pending"] == 1)
-            refused = run_client("call", rpc(gated), "obedient", "too much")
+            refused = clients.run("call", rpc(gated), "obedient", "too much")
             assert refused.startswith("RESOURCE_EXHAUSTED")
             assert "overloaded" in refused
             leaving.communicate("\n")
@@ -271,13 +285,15 @@ def test_a_call_is_refused_at_once_when_the_service_is_overloaded(gated: GatedSe
     assert gated.computed() == [["first"], [1]]
 
 
-def test_a_call_is_not_computed_after_its_clients_deadline(gated: GatedServing) -> None:
+def test_a_call_is_not_computed_after_its_clients_deadline(
+    gated: GatedServing, clients: Clients
+) -> None:
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(gated.predict, 0)
         gated.gate.await_arrival()
         ahead = threads.submit(gated.predict, 1)
         until(lambda: gated.queue()["in_flight"] == 2)
-        late = run_client("call", rpc(gated), "obedient", "late", "0.2")
+        late = clients.run("call", rpc(gated), "obedient", "late", "0.2")
         assert late.startswith("DEADLINE_EXCEEDED")
         until(lambda: gated.queue()["pending"] == 0)
         gated.gate.let_through(2)
@@ -305,7 +321,9 @@ def test_streams_that_are_cancelled_free_their_requests_and_are_no_errors(tmp_pa
         assert "Traceback" not in service.log()
 
 
-def test_open_calls_are_answered_and_health_changes_when_the_service_ends(tmp_path: Path) -> None:
+def test_open_calls_are_answered_and_health_changes_when_the_service_ends(
+    tmp_path: Path, clients: Clients
+) -> None:
     with GatedServing(tmp_path, OBEDIENT, "--grpc-port", "0") as service:
         call = ("call", rpc(service), OBEDIENT)
         with (
@@ -319,7 +337,7 @@ def test_open_calls_are_answered_and_health_changes_when_the_service_ends(tmp_pa
             service.gate.await_arrival()
             os.kill(service.process.pid, signal.SIGTERM)
             assert watching.stdout.readline() == "NOT_SERVING\n"
-            late = run_client(*call, "late")
+            late = clients.run(*call, "late")
             assert late.startswith("UNAVAILABLE")
             assert "stopping" in late
             service.gate.let_through(1)
@@ -328,10 +346,10 @@ def test_open_calls_are_answered_and_health_changes_when_the_service_ends(tmp_pa
         assert "Traceback" not in service.log()
 
 
-def test_several_web_processes_share_the_port() -> None:
+def test_several_web_processes_share_the_port(clients: Clients) -> None:
     with Serving(TWICE, "--grpc-port", "0", "--web-workers", "2") as service:
         service.await_web_processes(2)
-        run_client("grpc_aio", rpc(service), TWICE)
+        clients.run("grpc_aio", rpc(service), TWICE)
 
 
 def test_a_port_that_is_taken(service: Serving) -> None:
@@ -341,16 +359,18 @@ def test_a_port_that_is_taken(service: Serving) -> None:
     assert "--grpc-port" in done.stderr
 
 
-def test_a_message_of_very_many_parts_is_refused_before_they_are_read(service: Serving) -> None:
+def test_a_message_of_very_many_parts_is_refused_before_they_are_read(
+    service: Serving, clients: Clients
+) -> None:
     """A message of 11 MB has room for 600,000 tensors, which took 13 s of the event loop."""
-    lines = run_client("many_parts", rpc(service), "twice").splitlines()
+    lines = clients.run("many_parts", rpc(service), "twice").splitlines()
     for line, part in zip(lines, ("inputs", "outputs", "parameters"), strict=True):
         assert line.startswith(f"INVALID_ARGUMENT {part}")
         assert "1024" in line
 
 
-def test_numbers_are_read_in_pieces(service: Serving) -> None:
-    right, wrong = run_client("many_numbers", rpc(service), "twice").splitlines()
+def test_numbers_are_read_in_pieces(service: Serving, clients: Clients) -> None:
+    right, wrong = clients.run("many_numbers", rpc(service), "twice").splitlines()
     assert right == "70000 INT8"
     assert wrong.startswith("INVALID_ARGUMENT")
     assert "INT8" in wrong

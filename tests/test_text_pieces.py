@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
-from pipeline_cases import folder
 from service_streamer.pipelines.text_pieces import TextDecoder, TextPieces, first_of
+from tiny_models import folder
 
 KINDS = [
     "WordPiece", "ByteLevel", "Metaspace", "ByteFallback", "none", "slow", "example", "Whisper",
@@ -21,8 +20,15 @@ EXAMPLE = Path(__file__).parent.parent / "example" / "models" / "text_generation
 TEXT = "Zoë's naïve 42% of\t「你好」 🙂 . isn't it , they 've said ! 👩‍👩‍👧 end"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_threads_of_progress_bars() -> None:
+    import quiet_torch  # noqa: F401
+
+
 @cache
 def tokenizer_of(kind: str) -> Any:
+    import transformers
+
     if kind == "slow":
         return transformers.ByT5Tokenizer()
     if kind in ("suffixes", "CTC"):
@@ -45,6 +51,7 @@ def tokenizer_of(kind: str) -> Any:
 
 def with_marks() -> Any:
     """Tokens that were added as special ones, of which transformers knows nothing."""
+    import transformers
     from tokenizers import AddedToken, Tokenizer, models
 
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
@@ -59,6 +66,7 @@ def with_marks() -> Any:
 def pieces_with_spaces(kind: str) -> Any:
     """As SentencePiece makes them; with ``ByteFallback`` as Llama has them."""
     import tokenizers
+    import transformers
     from tokenizers import decoders, models, pre_tokenizers
 
     words = ["<unk>", "</s>", "▁", *"abcdefghijklmnoprstu.,'!", "▁the", "▁a", "ing", "▁is"]
@@ -87,6 +95,7 @@ def pieces_with_spaces(kind: str) -> Any:
 def other_words(kind: str) -> Any:
     """Pieces that say where a word ends, as CLIP has them; or one token for each sound."""
     import tokenizers
+    import transformers
     from tokenizers import decoders, models
 
     words = ["<unk>", "</s>", "|", *"abcde", *(f"{each}</w>" for each in "abc,.")]

@@ -77,66 +77,58 @@ def breaches(batch: list[Any]) -> list[Any]:
     """Doubles; an item that names a breach has it committed before the answer."""
     for item in batch:
         if isinstance(item, str):
-            _commit(item, len(batch))
+            _commit(item)
     return [2 * item for item in batch]
 
 
-def _commit(breach: str, size: int) -> None:
+#: What an answer to a batch of one item has else than a right one.
+_ANSWERS: dict[str, dict[str, Any]] = {
+    "answers twice": {},
+    "answers what it does not hold": {"batch_id": 1_000_000},
+    "answers with an id that is none": {"batch_id": []},
+    "answers with too few results": {"outputs": []},
+    "answers with too many results": {"outputs": [b"", b""]},
+    "fails with what is no failure": {"outputs": [], "failure": "no"},
+    "answers without a duration": {"duration": "long"},
+    "answers with odd failures": {"failures": [1]},
+    "answers with a failure that is none": {"failures": {0: "no"}},
+    "answers with an odd padding": {"padding": "much"},
+    "answers with odd times of outputs": {"output_times": (0.0, None, "long")},
+}
+_NOTHING: Any = None
+_MESSAGES: dict[str, Any] = {
+    "sends outputs of what it does not hold": StepReport({10**100: b""}),
+    "is ready twice": WorkerStarted(),
+    "cannot load when it has loaded": StartFailure(_NOTHING, False),
+}
+_RAW_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "unknown kind": (VERSION, "gossip", 1),
+    "another version": (VERSION + 1, 2, 0),
+    "no version": ("1", 2, 0),
+    "no message": (),
+}
+
+
+def _commit(breach: str) -> None:
     end = channel()
-    results = [pickle.dumps(None)] * size
-    now = 0.0
-    match breach:
-        case "answers twice":
-            end.send_message(BatchReport(batch_id(), results, {}, None, now, now))
-        case "answers what it does not hold":
-            end.send_message(BatchReport(1_000_000, results, {}, None, now, now))
-        case "answers with an id that is none":
-            end.send_message(BatchReport([], results, {}, None, now, now))
-        case "answers with too few results":
-            end.send_message(BatchReport(batch_id(), results[1:], {}, None, now, now))
-        case "answers with too many results":
-            end.send_message(BatchReport(batch_id(), [*results, b""], {}, None, now, now))
-        case "fails with what is no failure":
-            end.send_message(BatchReport(batch_id(), [], {}, "no", now, now))
-        case "answers without a duration":
-            end.send_message(BatchReport(batch_id(), results, {}, None, odd("long"), now))
-        case "answers with odd failures":
-            end.send_message(BatchReport(batch_id(), results, odd([1]), None, now, now))
-        case "answers with a failure that is none":
-            end.send_message(BatchReport(batch_id(), results, {0: "no"}, None, now, now))
-        case "answers with an odd padding":
-            end.send_message(
-                BatchReport(batch_id(), results, padding=odd("much"), duration=now, started_at=now)
-            )
-        case "answers with odd times of outputs":
-            times = (now, None, odd("long"))
-            end.send_message(
-                BatchReport(batch_id(), results, output_times=times, duration=now, started_at=now)
-            )
-        case "sends outputs of what it does not hold":
-            end.send_message(StepReport({10**100: b""}))
-        case "is ready twice":
-            end.send_message(WorkerStarted())
-        case "cannot load when it has loaded":
-            end.send_message(StartFailure(odd(None), False))
-        case "unknown kind":
-            end.send_raw((VERSION, "gossip", 1))
-        case "another version":
-            end.send_raw((VERSION + 1, 2, batch_id()))
-        case "no version":
-            end.send_raw(("1", 2, batch_id()))
-        case "no message":
-            end.send_raw(())
-        case "no tuple":
-            end.writer.write(pickle.dumps(5))
-        case "no pickle":
-            end.writer.write(b"not a pickle")
-        case "no frame":
-            os.write(end.writer.descriptor, b"print() went to the wrong descriptor\n")
-
-
-def odd(value: object) -> Any:
-    return value
+    if breach in _ANSWERS:
+        right: dict[str, Any] = {
+            "batch_id": batch_id(),
+            "outputs": [pickle.dumps(None)],
+            "started_at": 0.0,
+        }
+        end.send_message(BatchReport(**{**right, **_ANSWERS[breach]}))
+    elif breach in _MESSAGES:
+        end.send_message(_MESSAGES[breach])
+    elif breach in _RAW_MESSAGES:
+        end.send_raw(_RAW_MESSAGES[breach])
+    elif breach == "no tuple":
+        end.writer.write(pickle.dumps(5))
+    elif breach == "no pickle":
+        end.writer.write(b"not a pickle")
+    else:
+        assert breach == "no frame"
+        os.write(end.writer.descriptor, b"print() went to the wrong descriptor\n")
 
 
 def batch_id() -> int:

@@ -62,31 +62,24 @@ class Recording(ManagedModel):
         return [2 * item for item in batch]
 
 
-class Counting(ManagedModel):
-    """A model of steps that counts up to each item; waits at the gate before each step."""
+class Resuming(ManagedModel):
+    """A model of steps that counts up to each item; waits at the gate before each step.
+
+    Outputs who counted, and what; goes on with [how far it has come, the item].
+    """
 
     def init_model(self, gate: str | None = None) -> None:
         self.gate = None if gate is None else Gate(gate)
-
-    def start(self, items: list[int]) -> list[list[int]]:
-        return [[0, item] for item in items]
-
-    def step(self, states: list[list[int]]) -> list[tuple[int, bool]]:
-        if self.gate is not None:
-            self.gate.go_through()
-        for state in states:
-            state[0] += 1
-        return [(made, made >= wanted) for made, wanted in states]
-
-
-class Resuming(Counting):
-    """Outputs who counted, and what; goes on with [how far it has come, the item]."""
 
     def start(self, items: list[Any]) -> list[list[int]]:
         return [item if isinstance(item, list) else [0, item] for item in items]
 
     def step(self, states: list[list[int]]) -> list[Any]:
-        return [([os.getpid(), made], is_over) for made, is_over in super().step(states)]
+        if self.gate is not None:
+            self.gate.go_through()
+        for state in states:
+            state[0] += 1
+        return [([os.getpid(), made], made >= wanted) for made, wanted in states]
 
     def resume(self, item: int, outputs: list[list[int]]) -> list[int]:
         assert [made for _, made in outputs] == [*range(1, len(outputs) + 1)]
@@ -176,14 +169,20 @@ class Program:
 
 
 @contextlib.contextmanager
-def stream_hosts(ask: Any, prefix: str, **common: Any) -> Iterator[Callable[..., Program]]:
-    """Starts worker hosts as programs; what they leave in Redis expires before the end."""
+def stream_hosts(
+    ask: Any, prefix: str, *arguments: str, **common: Any
+) -> Iterator[Callable[..., Program]]:
+    """Starts worker hosts as programs; what they leave in Redis expires before the end.
+
+    Args:
+        arguments: of their model, before the gate.
+    """
     programs: list[Program] = []
 
     def program(gate: Gate | None = None, **options: Any) -> Program:
         options = {
             "prefix": prefix, "batch_size": 1, "claim_timeout": 0.5, "reply_ttl": 5,
-            "model_init_args": [] if gate is None else [str(gate.__getstate__())],
+            "model_init_args": [*arguments, *([] if gate is None else [str(gate.__getstate__())])],
             **common, **options,
         }  # fmt: skip
         programs.append(Program("host", options))

@@ -13,7 +13,7 @@ from pool_preparations import break_outputs, break_packing, break_submit, break_
 import models
 from conftest import await_that
 from pools import FakePool, ask_pool, connected, fake_pool
-from service_streamer import InternalError, Streamer, WorkerLost, WorkerStartTimeout
+from service_streamer import InternalError, Streamer, WorkerStartTimeout
 from service_streamer.pool.pool_protocol import (
     ANSWER,
     ASK,
@@ -65,21 +65,6 @@ def test_a_client_that_fails_at_an_answer_fails_that_call_and_goes_on(
         peer.send((peer.receive()[0], pack(6), None))
         assert third.result() == [6]
         assert bugs(caplog) == 1
-        streamer.close()
-
-
-def test_without_retries_a_call_that_the_pool_has_is_lost_with_the_connection(
-    shared: Shared, pool: FakePool
-) -> None:
-    streamer = shared(models.double, shared="a", retry=False)
-    first, second = streamer.submit([1]), streamer.submit([2])
-    with pool.accepted() as peer:
-        touched, _ = peer.receive()[0], peer.receive()
-        peer.send((touched, pack(2)))
-        with pytest.raises(InternalError, match=BUG):
-            first.result()
-        with pytest.raises(WorkerLost, match="retry is False"):
-            second.result()
         streamer.close()
 
 

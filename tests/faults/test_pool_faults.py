@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
+import re
 import signal
 import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pool_models
 import pytest
 from fault_processes import GONE, Watch, await_line, descendants, running, workers
+from pool_models import LargeOutputs, echo_or_pid, large_output
 
+import large_models
 import models
 from cases import long_cases
 from conftest import await_that
-from pools import Peer, ask_pool, await_end, folder, pool_names, pool_pid
-from service_streamer import PredictTimeout, Streamer, StreamerBroken, StreamerError
-from service_streamer.pool.pool_protocol import PROTOCOL, Hello, times
+from pools import Peer, ask_pool, await_end, connected, folder, pool_names, pool_pid
+from serve_process import until
+from service_streamer import (
+    PredictTimeout,
+    Streamer,
+    StreamerBroken,
+    StreamerClosed,
+    StreamerError,
+    WorkerLost,
+)
+from service_streamer.pool.pool_protocol import PROTOCOL, Hello, pack, times
+from service_streamer.testing import Gate
+from stream_models import Countdown, Resumed
 
 Shared = Callable[..., Streamer]
 
@@ -152,20 +168,6 @@ def test_without_retries_no_item_is_computed_twice(
     answered, lost = calls.end()
     assert len(lost) <= 2 * 8
     assert not answered & lost
-    counts = computed(tmp_path)
-    assert max(counts.values()) == 1
-    assert answered <= counts.keys()
-
-
-@pytest.mark.long
-def test_a_pool_that_is_told_to_end_loses_nothing_even_without_retries(
-    callers: Callable[..., Callers], tmp_path: Path
-) -> None:
-    calls = callers(2, retry=False)
-    pid = ask_pool("a", "stop", True)
-    assert await_end(pid, GONE)
-    answered, lost = calls.end()
-    assert not lost
     counts = computed(tmp_path)
     assert max(counts.values()) == 1
     assert answered <= counts.keys()
@@ -324,17 +326,6 @@ def test_a_working_directory_that_was_removed(
     assert streamer.predict([4])
 
 
-def test_clients_are_served_while_a_pool_is_killed_again_and_again(shared: Shared) -> None:
-    streamers = [shared(models.double, shared="a") for _ in range(4)]
-    for n in range(2):
-        futures = [streamer.submit([n]) for streamer in streamers]
-        for future in futures:
-            assert future.result() == [2 * n]
-        os.kill(pool_pid(), signal.SIGKILL)
-    assert [streamer.predict([9]) for streamer in streamers] == [[18]] * 4
-    assert len(ask_pool("a", "status")["clients"]) == 4
-
-
 # -- pools that cannot serve
 
 
@@ -401,3 +392,271 @@ def test_pools_that_are_killed_at_their_start_are_replaced(
     starts = failing(*[3] * 5)
     assert shared(models.double, shared="a").predict([1]) == [2]
     assert starts.stat().st_size == 6
+
+
+# -- streams, with which the next pool goes on
+
+
+FOR_EVER = 10**9
+
+
+def kill_pool(streamer: Streamer) -> None:
+    streamer.wait_ready()  # what has come may have been enough until here
+    pid = pool_pid()
+    os.kill(pid, signal.SIGKILL)
+    assert await_end(pid, 60)
+
+
+def test_streams_go_on_with_the_next_pool(shared: Shared) -> None:
+    streamer = shared(Resumed, 4, shared="a")
+    streams = [streamer.stream({"n": 600}, timeout=None, max_buffered=16) for _ in range(3)]
+    got = [[next(stream)] for stream in streams]
+    for wanted in (100, 200):
+        for outputs, stream in zip(got, streams, strict=True):
+            while len(outputs) < wanted:
+                outputs.append(next(stream))
+        kill_pool(streamer)
+    for outputs, stream in zip(got, streams, strict=True):
+        assert [*outputs, *stream] == [*range(1, 601)]
+    assert [*streamer.stream({"n": 3})] == [1, 2, 3]
+
+
+def test_outputs_in_shared_memory_go_to_the_next_pool(shared: Shared) -> None:
+    streamer = shared(LargeOutputs, 4, shared="a")
+    stream = streamer.stream({"n": 12, "item": bytearray(100_000)}, max_buffered=4)
+    got = [next(stream) for _ in range(5)]
+    kill_pool(streamer)
+    got += [next(stream) for _ in range(2)]
+    kill_pool(streamer)
+    got += stream
+    assert got == [large_output(made) for made in range(1, 13)]
+
+
+def test_streams_are_held_and_closed_without_a_pool(shared: Shared) -> None:
+    streamer = shared(Resumed, 4, shared="a")
+    resting, left, late = (
+        streamer.stream({"n": FOR_EVER}, timeout=None, max_buffered=4) for _ in range(3)
+    )
+    got = [next(resting)]
+    assert next(left) == next(late) == 1
+    pid = pool_pid()
+    os.kill(pid, signal.SIGSTOP)  # what is said to it now it never reads
+    left.close()
+    os.kill(pid, signal.SIGKILL)
+    await_that(lambda: streamer.stats().in_flight == 2)
+    late.close()
+    await_that(lambda: streamer.stats().in_flight == 1)
+    got += [next(resting) for _ in range(1000)]
+    assert got == [*range(1, 1002)]
+    resting.close()
+    await_that(lambda: streamer.stats().in_flight == 0)
+
+
+def test_a_stream_of_which_no_output_has_come_begins_again(shared: Shared) -> None:
+    streamer = shared(Countdown, 4, shared="a")
+    quiet = streamer.stream({"n": 3, "every": FOR_EVER}, timeout=None)
+    kill_pool(streamer)
+    assert [*quiet] == []
+
+
+def test_a_pool_whose_model_has_no_resume_cannot_go_on_with_a_stream(shared: Shared) -> None:
+    shared(Countdown, 4, shared="a").wait_ready()
+    with connected("a") as peer:
+        peer.send((1, [pack(10)], None, None, None, [pack(1)]))
+        failure = peer.receive_kind(1)[1]
+    assert isinstance(failure.exception(), WorkerLost)
+    assert "the model has no resume" in failure.text
+
+
+# -- large items and results, and what is left of them
+
+
+MB = 1 << 20
+
+
+def filled(value: int, size: int = 100_000) -> Any:
+    return np.full(size, value, "u1")
+
+
+def memories(pid: int) -> int:
+    """How many memories of ours a process has mapped."""
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:service_streamer")
+
+
+def touched(pid: int) -> int:
+    """How much of them it has ever looked at, kB."""
+    text = Path(f"/proc/{pid}/smaps").read_text()
+    found = re.findall(r"memfd:service_streamer.*?\nRss: +(\d+) kB", text, re.DOTALL)
+    assert found
+    return sum(map(int, found))
+
+
+def worker_pids(streamer: Streamer) -> list[int]:
+    return [pid for pid in streamer.predict([None]) if pid is not None]
+
+
+def open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_the_pool_does_not_touch_the_data(shared: Shared) -> None:
+    streamers = [shared(echo_or_pid, shared="a") for _ in range(2)]
+    for n in range(20):
+        for streamer in streamers:
+            item = filled(n, MB)
+            assert (streamer.predict([item])[0] == item).all()
+    assert touched(pool_pid()) == 0
+
+
+CLIENT = """
+    import os, sys
+    import numpy as np
+    from service_streamer import Streamer
+    from pool_models import echo_or_pid
+
+    if __name__ == "__main__":
+        streamer = Streamer(echo_or_pid, shared="a", linger=0)
+        kept = streamer.predict([np.full(1 << 20, n, "u1") for n in range(4)])
+        print("ready", flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_nothing_of_a_client_that_was_killed_is_left(shared: Shared, tmp_path: Path) -> None:
+    streamer = shared(echo_or_pid, shared="a")
+    (worker,) = worker_pids(streamer)
+    pid = pool_pid()
+    streamer.predict([filled(1)])  # after the question, whose connection is closed by now
+
+    def state() -> tuple[int, ...]:
+        return memories(worker), open_files(worker), memories(pid), open_files(pid)
+
+    before = state()
+    for _ in range(3):
+        with running(CLIENT, tmp_path) as client:
+            await_line(client, "ready")
+            assert memories(worker) == before[0] + 1
+            client.kill()
+        await_that(lambda: state() == before)
+    assert (streamer.predict([filled(2)])[0] == 2).all()
+
+
+def test_the_memory_of_a_dead_worker_is_unmapped(shared: Shared) -> None:
+    streamer = shared(echo_or_pid, shared="a")
+    gc.collect()  # what earlier tests have left is unmapped now, and not in the midst
+    before = memories(os.getpid())
+    for n in range(3):
+        (kept,) = streamer.predict([filled(n)])
+        assert memories(os.getpid()) == before + 1
+        (worker,) = worker_pids(streamer)
+        os.kill(worker, signal.SIGKILL)
+        await_that(functools.partial(has_another_worker, streamer, worker))
+        assert (kept == n).all()
+        del kept
+        streamer.predict([n])  # tells the pool what was read
+        streamer.predict([n])
+        await_that(lambda: memories(os.getpid()) == before)
+
+
+def has_another_worker(streamer: Streamer, than: int) -> bool:
+    return worker_pids(streamer) != [than]
+
+
+def test_another_worker_gets_the_items_as_they_were(shared: Shared, tmp_path: Path) -> None:
+    streamer = shared(large_models.WritesAndDies, model_init_args=[str(tmp_path / "died")])
+    items = [filled(n) for n in range(4)]
+    assert streamer.predict(items) == [float(item.sum()) for item in items]
+
+
+# -- told to end by a signal, as by systemd, while clients still call
+
+
+def has_its_name(name: str, pid: int) -> bool:
+    try:
+        return pool_pid(name) == pid
+    except (OSError, EOFError):
+        return False
+
+
+def test_a_service_that_is_told_to_end_finishes_what_it_has(shared: Shared) -> None:
+    streamer = shared(Countdown, 4, shared="a", retry=False, linger=60)
+    stream = streamer.stream(500, timeout=None, max_buffered=16)
+    assert next(stream) == 1
+    pid = pool_pid("a")
+    with Watch({pid, *descendants(pid)}) as family:
+        os.killpg(os.getpgid(pid), signal.SIGTERM)  # its workers get it, too
+        await_that(lambda: not has_its_name("a", pid))
+        assert [*stream] == [*range(2, 501)]
+        assert [*streamer.stream(3)] == [1, 2, 3]  # its requests may need more
+        assert streamer.pool_client.pool_pid == pid  # type: ignore[union-attr]
+        other = shared(models.double, shared="a")  # of the service's next processes
+        assert other.predict([1]) == [2]
+        assert pool_pid("a") != pid
+        streamer.close()
+        assert family.alive_after(GONE) == []  # at once, though it was to linger
+    assert other.predict([2]) == [4]
+
+
+@pytest.mark.parametrize("last", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_pool_at_once(shared: Shared, gate: Gate, last: int) -> None:
+    streamer = shared(models.gated(gate), shared="a")
+    future = streamer.submit([1])
+    gate.await_arrival()
+    pid = pool_pid("a")
+    os.kill(pid, signal.SIGTERM)
+    await_that(lambda: not has_its_name("a", pid))
+    assert not future.done()
+    os.kill(pid, last)
+    assert isinstance(future.exception(), StreamerClosed)
+    assert await_end(pid, GONE)
+
+
+def test_a_pool_ends_if_its_only_client_has_ended_before_it_began(
+    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "may begin"
+    os.mkfifo(path)
+    # It begins late, as on a host that is busy; and would wait for its first client for ever.
+    monkeypatch.setattr("service_streamer.pool.pool_protocol.preparation", path.read_bytes)
+    monkeypatch.setattr(times, "first_client", 1e6)
+    monkeypatch.setattr(times, "visit", 0.01)  # it does not answer before it begins
+    streamer = shared(models.double, shared="a")
+    await_that(lambda: pool_names() == ["a"])
+    streamer.close()
+    path.write_text("now")
+    until(lambda: not pool_names())
+
+
+def test_clients_that_stay_go_on_with_another_pool(
+    shared: Shared, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(times, "term_grace", 0.01)
+    streamer = shared(models.gated(gate), shared="a", retry=False)
+    future = streamer.submit([1])
+    gate.await_arrival()
+    pid = pool_pid("a")
+    os.kill(pid, signal.SIGTERM)
+    await_that(lambda: not has_its_name("a", pid))
+    late = streamer.submit([2])
+    gate.let_through(20)
+    future.result()
+    late.result()
+    assert await_end(pid, GONE)
+    assert streamer.predict([3])
+    assert pool_pid("a") != pid
+
+
+def test_a_call_without_end_does_not_keep_a_pool(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(times, "term_grace", 0.01)
+    monkeypatch.setattr(times, "term_drain", 0.01)
+    streamer = shared(Countdown, 4, shared="a")
+    stream = streamer.stream(10**9, timeout=None)
+    assert next(stream) == 1
+    pid = pool_pid("a")
+    os.kill(pid, signal.SIGTERM)
+    with pytest.raises(StreamerClosed):
+        for _ in stream:
+            pass
+    assert await_end(pid, GONE)

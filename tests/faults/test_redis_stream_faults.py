@@ -1,64 +1,23 @@
-"""Streams over Redis whose hosts die, whose connections are cut, and whose Redis comes and goes."""
+"""Streams over Redis whose connections are cut, and whose Redis comes and goes.
+
+``test_resumed_streams.py`` has those whose hosts die.
+"""
 
 from __future__ import annotations
 
 import functools
-import signal
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import redis
-from redis_processes import Program, stream_hosts, until
+from redis_processes import until
 
-from service_streamer import RedisStreamer, RedisWorker, WorkerLost
+from service_streamer import RedisStreamer, RedisWorker
 from service_streamer.redis.local import LocalRedis
 from service_streamer.testing import Gate
 from stream_models import Countdown
 
 FOR_EVER = 10**9
-
-Client = Callable[..., RedisStreamer]
-
-
-@pytest.fixture
-def program(redis_server: str, prefix: str, ask: redis.Redis) -> Iterator[Callable[..., Program]]:
-    with stream_hosts(ask, prefix, redis_broker=redis_server, model="Counting") as program:
-        yield program
-
-
-def test_a_host_that_is_killed_fails_what_was_handed_out_and_the_rest_begins_again(
-    program: Callable[..., Program], client: Client, gate: Gate
-) -> None:
-    doomed = program(gate)
-    streamer = client(reply_ttl=5)
-    begun, new = streamer.stream(FOR_EVER), streamer.stream(3)
-    gate.let_through(2)
-    assert [next(begun), next(begun)] == [1, 2]
-    until(lambda: doomed.stats()["held"] == 2)
-    doomed.kill()
-    program()
-    with pytest.raises(WorkerLost, match="after outputs were handed out"):
-        next(begun)
-    assert [*new] == [1, 2, 3]
-
-
-def test_a_host_that_was_frozen_adds_nothing_to_what_another_one_has_taken_over(
-    program: Callable[..., Program], client: Client, gate: Gate
-) -> None:
-    frozen = program(gate, claim_timeout=60)  # so that it never takes over from its heir
-    stream = client(reply_ttl=5).stream(500)
-    gate.await_arrival()
-    frozen.signal(signal.SIGSTOP)
-    program()
-    assert next(stream) == 1
-    gate.let_through(500)
-    frozen.signal(signal.SIGCONT)
-    assert [*stream] == [*range(2, 501)]
-    until(lambda: frozen.stats()["held"] == 0)
-    frozen.signal(signal.SIGTERM, alone=True)
-    assert frozen.left()[0] == 0
 
 
 def test_connections_that_are_cut_again_and_again_lose_and_repeat_nothing() -> None:

@@ -215,18 +215,6 @@ def test_a_call_that_was_handed_back_is_not_taken_for_gone(
     assert future.result() == [1]
 
 
-def test_call_that_was_handed_back_is_withdrawn_with_its_client(
-    host: Host, client: Client, gate: Gate, ask: redis.Redis, prefix: str
-) -> None:
-    leaving = host(models.Gated, model_init_args=(gate,))
-    streamer = client()
-    streamer.submit([1])
-    gate.await_arrival()
-    leaving.close(drain=False)
-    streamer.close(drain=False)
-    assert ask.keys(f"*{prefix}*") == []
-
-
 # -- closing
 
 
@@ -292,19 +280,6 @@ def test_a_block_ends_where_the_model_hangs(
     with pytest.raises(StreamerClosed):
         future.result(0)
     gate.let_through()
-
-
-def test_closing_finishes_what_goes_on(host: Host, client: Client, gate: Gate) -> None:
-    host(models.Gated, 1, model_init_args=(gate,))
-    streamer = client()
-    futures = [streamer.submit([number]) for number in range(5)]
-    closing = threading.Thread(target=streamer.close)
-    closing.start()
-    for _ in futures:
-        gate.await_arrival()
-        gate.let_through()
-    closing.join()
-    assert [future.result(0) for future in futures] == [[1]] * 5
 
 
 def test_a_forgotten_streamer_ends_although_nobody_answers(

@@ -6,7 +6,7 @@ import contextlib
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ import redis
 from redis_processes import Program, until
 
 from serve_process import Serving
-from service_streamer import BrokerUnavailable, RedisStreamer, RedisWorker, Streamer
+from service_streamer import RedisStreamer, Streamer
 from service_streamer.pipelines import SteppedPipeline
-from service_streamer.redis.local import LocalRedis
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("text-over-redis")]
 
@@ -110,48 +109,3 @@ def test_it_goes_on_at_another_host(
         assert heir.stats()["taken_over"] == 1
         heir.signal(signal.SIGTERM, alone=True)
         assert heir.left()[0] == 0
-
-
-@pytest.fixture
-def server() -> Iterator[LocalRedis]:
-    with LocalRedis(append_only=True) as server:
-        yield server
-
-
-def test_it_goes_on_when_connections_are_cut_and_redis_is_restarted(
-    wanted: list[list[Any]], server: LocalRedis
-) -> None:
-    with (
-        redis.Redis.from_url(server.url) as ask,
-        RedisWorker(SteppedPipeline, 4, redis_broker=server.url, model_init_args=(PATH,)),
-        RedisStreamer(server.url, worker_timeout=None) as streamer,
-    ):
-        stream = streamer.stream(LONG, max_buffered=5)
-        got = [next(stream) for _ in range(3)]
-        ask.client_kill_filter(_type="normal", skipme=True)
-        got += [next(stream) for _ in range(20)]
-        server.kill()
-        server.start()
-        got += [next(stream) for _ in range(20)]
-        ask.client_kill_filter(_type="normal", skipme=True)
-        got += stream
-        assert got == wanted[-1]
-
-
-def test_it_fails_when_redis_has_lost_its_data(wanted: list[list[Any]]) -> None:
-    with (
-        LocalRedis() as server,
-        RedisWorker(
-            SteppedPipeline, 4, redis_broker=server.url, model_init_args=(PATH,), reply_ttl=2
-        ),
-        RedisStreamer(server.url, worker_timeout=None, reply_ttl=2) as streamer,
-    ):
-        stream = streamer.stream(LONG, max_buffered=5)
-        got = [next(stream) for _ in range(3)]
-        server.kill()
-        server.start()
-        with pytest.raises(BrokerUnavailable):
-            got.extend(iter(lambda: next(stream), None))
-        assert got == wanted[-1][: len(got)]
-        assert len(got) < len(wanted[-1])
-        assert [*streamer.stream(ITEMS[0])] == wanted[0]

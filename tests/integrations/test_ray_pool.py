@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 from test_ray_streamer import cluster  # noqa: F401 - a fixture
@@ -22,7 +21,6 @@ from pools import pool_pid
 from ray_nodes import printed
 from service_streamer import PoolMismatch, RayStreamer
 from service_streamer.testing import Gate
-from stream_models import Countdown
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("ray-pool")]
 
@@ -83,21 +81,6 @@ def test_the_pool_goes_to_the_cluster_of_its_client(on_ray: Shared) -> None:
     streamer = on_ray(models.double, shared="a", address=None)
     assert streamer.predict([1]) == [2]
     assert ray.available_resources()["CPU"] == 3
-
-
-def test_large_items_and_results_pass_through_the_pool(on_ray: Shared) -> None:
-    streamer = on_ray(models.echo, shared="a")
-    items = [np.full(100_000, number, dtype=np.float32) for number in range(5)]
-    for item, result in zip(items, streamer.predict([*items]), strict=True):
-        assert (item == result).all()
-        result += 1  # it is the caller's own
-    assert streamer.predict([1, "text", b"bytes"]) == [1, "text", b"bytes"]
-
-
-def test_streams_pass_through_the_pool(on_ray: Shared) -> None:
-    streamer = on_ray(Countdown, 8, shared="a")
-    streams = [streamer.stream(n) for n in (3, 5, 20)]
-    assert [[*stream] for stream in streams] == [[*range(1, n + 1)] for n in (3, 5, 20)]
 
 
 def test_the_next_pool_computes_what_a_killed_one_had(on_ray: Shared, tmp_path: Path) -> None:
