@@ -306,10 +306,9 @@ FORKED = """
 """
 
 
+@pytest.mark.usefixtures("shared")  # for its directory of pools
 @pytest.mark.parametrize("kind", ["process", "shared", "redis"])
 def test_a_greenlet_of_a_streamer_that_a_fork_copies_says_nothing(
     tmp_path: Path, redis_server: str, prefix: str, kind: str
 ) -> None:
-    tmp_path.chmod(0o700)
-    arguments = (kind, redis_server, prefix)
-    assert run_text(tmp_path, FORKED, *arguments, XDG_RUNTIME_DIR=str(tmp_path)) == "0 [4]\n"
+    assert run_text(tmp_path, FORKED, kind, redis_server, prefix) == "0 [4]\n"
