@@ -231,17 +231,6 @@ class BrokenInit(ManagedModel):
         return batch
 
 
-class BrokenOnOne(ManagedModel):
-    """Cannot be loaded on the device "1"."""
-
-    def init_model(self) -> None:
-        if self.gpu_id == 1:
-            raise RuntimeError("no such device")
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        return batch
-
-
 class Gated(ManagedModel):
     """Waits at a gate in each batch, and tells each item the size of its batch."""
 

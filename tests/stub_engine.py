@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from service_streamer import Future, PredictTimeout
+from service_streamer import Future, PredictTimeout, WorkerStartError
 from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.engine import Engine
 from service_streamer.observe.record import Call
-from service_streamer.supervision.supervisor import RestartPolicy, Supervisor
+from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers.protocol import Failure
+from service_streamer.workers.transport import WorkerDied
 
 
 class StubEngine:
@@ -45,6 +46,10 @@ class StubEngine:
         future = Future(self.engine)
         self.engine.submit(Call(items, future, timeout, is_watched=True))
         return future
+
+    def cannot_start(self, slot: int, text: str = "no weights") -> None:
+        failure = Failure(WorkerStartError(text))
+        self.transport.deliver(WorkerDied(slot, failure, Loss.START_FAILED))
 
     @property
     def sent(self) -> list[Any]:

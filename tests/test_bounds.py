@@ -129,7 +129,13 @@ def test_silent_connections_do_not_keep_requests_out(with_few_files: Serving) ->
             held.enter_context(connect(service, speaks_tls=False))
         for _ in range(3):
             until(lambda: is_served(service), seconds=20)
-        until(lambda: told() == before + web_processes(service))
+
+        def all_are_full() -> bool:
+            """The system may give more of the connections to one process than to the other."""
+            held.enter_context(connect(service, speaks_tls=False))
+            return told() >= before + web_processes(service)
+
+        until(all_are_full)
     await_room(service)
 
 

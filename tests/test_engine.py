@@ -33,11 +33,6 @@ from service_streamer.workers.protocol import Failure
 from stub_engine import StubEngine
 
 
-def cannot_start(one: StubEngine, slot: int, text: str = "no weights") -> None:
-    failure = Failure(WorkerStartError(text))
-    one.transport.deliver(events.WorkerDied(slot, failure, Loss.START_FAILED))
-
-
 @pytest.fixture
 def one() -> Iterator[StubEngine]:
     with StubEngine() as made:
@@ -315,7 +310,7 @@ def test_wait_ready_waits_for_every_worker(two: StubEngine) -> None:
 
 def test_a_failed_start_is_told_though_others_serve(two: StubEngine) -> None:
     two.transport.ready(0)
-    cannot_start(two, 1)
+    two.cannot_start(1)
     for _ in range(2):
         with pytest.raises(WorkerStartError, match="no weights"):
             two.engine.wait_ready(None)
@@ -326,7 +321,7 @@ def test_a_failed_start_is_told_though_others_serve(two: StubEngine) -> None:
 
 def test_calls_fail_with_the_start_error_when_no_worker_starts(one: StubEngine) -> None:
     meanwhile = one.submit("a")
-    cannot_start(one, 0)
+    one.cannot_start(0)
     assert one.engine.state is EngineState.BROKEN
     with pytest.raises(WorkerStartError, match="no weights"):
         meanwhile.result(0)
@@ -459,7 +454,7 @@ def test_a_rolling_restart_whose_new_worker_cannot_start_leaves_the_old(one: Stu
     thread = threading.Thread(target=restart)
     thread.start()
     one.transport.await_that(lambda: len(one.transport.started) == 2)
-    cannot_start(one, 1, "new weights are bad")
+    one.cannot_start(1, "new weights are bad")
     thread.join()
     assert "new weights are bad" in str(raised[0])
     future = one.submit("a")

@@ -20,7 +20,7 @@ from service_streamer.options.table import FaultOptions
 from service_streamer.serve.cli.main import main
 from service_streamer.supervision.health import WARM, BatchBound
 from service_streamer.testing import Gate
-from test_engine import Setup
+from stub_engine import StubEngine
 
 
 def warmed(bound: BatchBound, *durations: float) -> BatchBound:
@@ -152,7 +152,7 @@ def test_a_batch_that_failed_is_no_measure() -> None:
 
 
 def test_readiness_turns_red_while_every_worker_is_stuck_and_green_again() -> None:
-    setup = Setup(2, batch_timeout=BatchBound(20.0, ends=False))
+    setup = StubEngine(2, batch_timeout=BatchBound(20.0, ends=False))
     try:
         setup.transport.ready(0, 1)
         setup.submit("a"), setup.submit("b")

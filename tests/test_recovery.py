@@ -15,7 +15,7 @@ from service_streamer import StreamerBroken, WorkerStartError
 from service_streamer.engine.engine import EngineState
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.workers.protocol import Failure
-from test_engine import Setup
+from stub_engine import StubEngine
 from test_supervision import Walk
 
 # -- tried again for ever
@@ -156,14 +156,14 @@ def test_nobody_is_ended_since_this_process_was_held_up() -> None:
 
 
 @pytest.fixture
-def one() -> Iterator[Setup]:
-    setup = Setup()
+def one() -> Iterator[StubEngine]:
+    setup = StubEngine()
     yield setup
     setup.engine.close(drain=False, timeout=None)
 
 
 def test_a_broken_engine_serves_again_when_a_worker_is_ready(
-    one: Setup, caplog: pytest.LogCaptureFixture
+    one: StubEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     one.cannot_start(0, "storage is away")
@@ -192,7 +192,7 @@ def test_a_broken_engine_serves_again_when_a_worker_is_ready(
 
 
 def test_an_owner_that_ends_is_not_told_of_another_try(caplog: pytest.LogCaptureFixture) -> None:
-    two = Setup(2)
+    two = StubEngine(2)
     two.engine.try_start_once()
     for slot in (0, 1):
         two.cannot_start(slot, f"worker {slot} cannot load the model")
@@ -205,7 +205,7 @@ def test_an_owner_that_ends_is_not_told_of_another_try(caplog: pytest.LogCapture
     ]
 
 
-def test_a_broken_engine_that_was_served_says_so_and_recovers(one: Setup) -> None:
+def test_a_broken_engine_that_was_served_says_so_and_recovers(one: StubEngine) -> None:
     one.transport.ready(0)
     one.transport.lose(0, text="killed")
     one.transport.lose(1, loss=Loss.START_FAILED, text="storage is away")
@@ -220,7 +220,7 @@ def test_a_broken_engine_that_was_served_says_so_and_recovers(one: Setup) -> Non
     assert future.result(0) == ["a"]
 
 
-def failed_restart(setup: Setup, overlap: Any) -> str:
+def failed_restart(setup: StubEngine, overlap: Any) -> str:
     """Restart the only worker; the new one has not enough memory, and this is the error."""
     setup.transport.ready(0)
     raised: list[BaseException] = []
@@ -243,13 +243,13 @@ def failed_restart(setup: Setup, overlap: Any) -> str:
     return str(raised[0])
 
 
-def test_new_weights_that_do_not_fit_at_all_are_no_reason_for_advice(one: Setup) -> None:
+def test_new_weights_that_do_not_fit_at_all_are_no_reason_for_advice(one: StubEngine) -> None:
     assert failed_restart(one, overlap=False) == "CUDA out of memory"
     one.transport.await_that(lambda: len(one.transport.started) == 3)
 
 
 def test_a_lone_worker_whose_successor_does_not_fit_stays_and_the_error_says_what_to_do(
-    one: Setup,
+    one: StubEngine,
 ) -> None:
     text = failed_restart(one, overlap="auto")
     assert "CUDA out of memory; two workers do not fit" in text
