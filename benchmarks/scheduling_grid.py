@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,17 @@ CALLERS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
 LOADS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 #: Load of the bursts, calls of a burst for each worker, and load of a Poisson process besides.
 BURSTS = ((0.3, 16, 0.0), (0.3, 64, 0.0), (0.6, 64, 0.0), (0.3, 24, 0.2))
+
+#: From bad to good. All of them light enough for black figures.
+_COLOURS = (
+    (0.0, "#e2604d"),
+    (0.5, "#f0b64c"),
+    (0.75, "#e6d96a"),
+    (0.85, "#8fcf7a"),
+    (1, "#56b88f"),
+)
+#: What the ends of the colours stand for.
+_LEAST, _MOST = 0.8, 1.0
 
 BATCH_SIZE = 64
 #: In durations of a batch of one item.
@@ -270,7 +281,7 @@ def print_worst(results: Results, shares: dict[Cell, float]) -> None:
 
 def draw(results: Results, folder: Path) -> None:
     """The pictures of ``docs/scheduling.md``."""
-    from service_streamer.simulate.plot import heat_map, latency_against_load
+    from service_streamer.simulate.plot import latency_against_load
 
     shares = {cell: share(cell, learned, fixed) for cell, learned, fixed in results}
     groups = list(dict.fromkeys((cell.model, cell.workers) for cell in shares))
@@ -291,6 +302,42 @@ def draw(results: Results, folder: Path) -> None:
         load="load, as a share of what four workers can compute",
         most=30,
     )
+
+
+def heat_map(
+    path: Path,
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[Sequence[float]],
+    label: str,
+) -> None:
+    """Draw a table of shares, green where they are near 1.
+
+    Args:
+        path: of the file.
+        rows, columns: their names.
+        values: by row; a cell without one is not a number.
+        label: what the values are.
+    """
+    from matplotlib.colors import LinearSegmentedColormap
+
+    from service_streamer.simulate.plot import figure
+
+    colours = LinearSegmentedColormap.from_list("shares", _COLOURS)
+    with figure(path, 2.6 + 0.62 * len(columns), 0.9 + 0.24 * len(rows)) as drawn:
+        axes = drawn.add_subplot()
+        axes.imshow(values, cmap=colours, vmin=_LEAST, vmax=_MOST, aspect="auto", alpha=1)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.tick_params(length=0, top=True, bottom=False, labeltop=True, labelbottom=False)
+        axes.set_xlabel(label)
+        axes.spines[:].set_visible(False)
+        for row, shares in enumerate(values):
+            for column, share in enumerate(shares):
+                if not math.isnan(share):
+                    text = f"{share:.2f}"
+                    axes.text(column, row, text, ha="center", va="center", color="#101010", size=8)
 
 
 def latency_curves() -> dict[str, list[tuple[float, float]]]:

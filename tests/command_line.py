@@ -14,12 +14,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import service_streamer.serve.cli.main as cli
-import service_streamer.serve.fleet as fleet
-import service_streamer.serve.launching as launching
 from service_streamer.options.table import ServeOptions
 
-#: How much longer than --timeout a service may take to end: its web processes, then its workers.
-END_SECONDS = fleet.GRACE + 5.0
+#: How much longer than --timeout a service may take to end: 10 s for its web processes, then 5 s
+#: for its workers.
+END_SECONDS = 15.0
 
 
 def invoke(*arguments: str, **variables: str) -> Result:
@@ -38,10 +37,8 @@ def invoke(*arguments: str, **variables: str) -> Result:
 def error_of(*arguments: str, **variables: str) -> str:
     """Why a command line is refused, without the lines about usage. Nothing is ever served."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in (
-            (launching, "launch"), (launching, "launch_worker"), (fleet, "launch_fleet"),
-        ):  # fmt: skip
-            patch.setattr(module, name, lambda *_: pytest.fail("the command line is not refused"))
+        for name in ("run_service", "run_host"):
+            patch.setattr(cli, name, lambda *_: pytest.fail("the command line is not refused"))
         patch.setattr(cli, "hold_signals", lambda: None)
         done = invoke(*arguments, **variables)
     assert done.exit_code == 2, done.output
@@ -78,16 +75,15 @@ def launched(
     """
     taken: list[Any] = []
 
-    def launch(configuration: Any, options: ServeOptions) -> Exception | None:
+    def run_service(configuration: Any, options: ServeOptions) -> Exception | None:
         taken.extend((configuration, options))
         return failure
 
-    def launch_worker(options: Any) -> None:
+    def run_host(options: Any) -> None:
         taken.extend((None, options))
 
-    monkeypatch.setattr(launching, "launch", launch)
-    monkeypatch.setattr(launching, "launch_worker", launch_worker)
-    monkeypatch.setattr(fleet, "launch_fleet", launch)
+    monkeypatch.setattr(cli, "run_service", run_service)
+    monkeypatch.setattr(cli, "run_host", run_host)
     # Of the whole process:
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     monkeypatch.setattr(logging, "captureWarnings", lambda _: None)

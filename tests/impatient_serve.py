@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 
-import service_streamer.serve.launching as launching
-from service_streamer.serve.cli.main import main
+import service_streamer.serve.cli.main as cli
 
 if __name__ == "__main__":  # workers import this file, too
-    launching.launch = functools.partial(launching.launch, same_signal=0.0)
-    main()
+    cli.run_service = functools.partial(cli.run_service, same_signal=0.0)
+    cli.main()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from scheduling_grid import heat_map
 from service_streamer import Reason
 from service_streamer.observe.record import ORDINARY, Precedence
 from service_streamer.serve.cli.main import main
@@ -30,7 +31,6 @@ from service_streamer.simulate import (
     read_trace,
     simulate,
 )
-from service_streamer.simulate.plot import heat_map
 
 STEEP = CostModel(5e-3, 1e-4)
 NOTHING_ELSE = Overheads(0, 0, 0)

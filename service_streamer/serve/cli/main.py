@@ -22,7 +22,7 @@ except ModuleNotFoundError:
     sys.exit(5)  # _NOT_INSTALLED
 
 from ... import __version__
-from ...engine.operator_signals import hold_signals
+from ...engine.operator_signals import SAME_SIGNAL, hold_signals
 from ...options.checks import IMPORT_STRING
 from ...options.declare import SERVE, WORKER
 from ...options.table import PipelineOptions, ServeOptions, WorkerCommandOptions
@@ -35,7 +35,7 @@ from .pool_command import pool_command
 from .simulate_command import simulate_command
 
 if TYPE_CHECKING:
-    from ..configuration import NamedModel
+    from ..configuration import Configuration, NamedModel
 
 #: Exit codes beside 0, and click's 2 for a wrong command line.
 _MODEL_FAILED, _PORT_TAKEN, _NOT_INSTALLED, _CALLS_LEFT = 3, 4, 5, 6
@@ -88,7 +88,7 @@ def serve(options: ServeOptions) -> None:
     if any(each.options.ray is not None for each in models):
         _need("ray", extra="ray")
     from ..configuration import Configuration
-    from ..launching import CannotListen, launch
+    from ..launching import CannotListen
     from ..logs import configure_logging
     from ..opening import ClusterUnavailable, ModelUnavailable, open_model
     from ..running import ServiceFailed
@@ -96,11 +96,6 @@ def serve(options: ServeOptions) -> None:
 
     configure_logging(options.log_format)
     options, counted = with_count(options, models)
-    run_service: Callable[[Configuration, ServeOptions], Exception | None] = launch
-    if options.web_workers != 1:
-        from ..fleet import launch_fleet
-
-        run_service = launch_fleet
     several = bool(context.meta.get(SEVERAL))
     again = functools.partial(_configured_again, context, options) if several else None
     try:
@@ -140,11 +135,11 @@ def worker(options: WorkerCommandOptions) -> None:
     if options.port is not None:
         _need("httptools", "starlette", "msgspec", "prometheus_client", extra="web")
     from ...errors import BrokerUnavailable, StreamerError
-    from ..launching import CannotListen, launch_worker
+    from ..launching import CannotListen
     from ..opening import ModelUnavailable
 
     try:
-        launch_worker(options)
+        run_host(options)
     except CannotListen as error:
         _end(_PORT_TAKEN, str(error))
     except ModelUnavailable as error:
@@ -155,6 +150,26 @@ def worker(options: WorkerCommandOptions) -> None:
         _end_without_model("the worker host cannot serve, so it ends", error, options)
     except (TypeError, ValueError) as error:
         _end(2, in_flags(str(error)))
+
+
+def run_service(
+    configuration: Configuration, options: ServeOptions, same_signal: float = SAME_SIGNAL
+) -> Exception | None:
+    """See ``launch``, and ``launch_fleet`` for several web processes."""
+    if options.web_workers != 1:
+        from ..fleet import launch_fleet
+
+        return launch_fleet(configuration, options)
+    from ..launching import launch
+
+    return launch(configuration, options, same_signal)
+
+
+def run_host(options: WorkerCommandOptions) -> None:
+    """See ``launch_worker``."""
+    from ..launching import launch_worker
+
+    launch_worker(options)
 
 
 main.add_command(simulate_command)
