@@ -462,6 +462,7 @@ def test_call_of_a_tenant_is_hopeless_by_what_its_share_takes() -> None:
     for number in range(50):
         line.add(tenant=str(number), seconds=100.0)
     assert ahead(line, "new") == pytest.approx(50, abs=2), "these have had no turn, too"
+    assert ahead(line, "ours") == pytest.approx(share("ours", 1.0) + 50, abs=2)
 
 
 @pytest.mark.parametrize(
@@ -473,6 +474,7 @@ def test_call_of_a_tenant_is_hopeless_by_what_its_share_takes() -> None:
         ({}, {"priority": 1}, 0.9, False),
         ({"seconds": 0.5, "has_deadline": True}, {"has_deadline": True}, 0.9, True),
         ({"seconds": 9.0, "has_deadline": True}, {"has_deadline": True}, 0.9, False),
+        ({}, {"has_deadline": True}, 0.9, False),
         ({"tenant": "one"}, {"tenant": "one"}, 0.9, True),
         ({"tenant": "one"}, {"tenant": "another"}, 0.9, False),
     ],
