@@ -28,9 +28,8 @@ def wrk(connections: int, script: str, port: int) -> str:
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    service = Service(*COMMANDS["streamer"], CUDA_VISIBLE_DEVICES="")
-    yield service
-    service.stop()
+    with Service(*COMMANDS["streamer"], CUDA_VISIBLE_DEVICES="") as service:
+        yield service
 
 
 def test_example_answers_every_request_of_the_script(service: Service) -> None:
