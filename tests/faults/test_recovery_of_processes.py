@@ -238,6 +238,30 @@ def test_a_worker_host_ends_while_it_waits_for_a_worker(
         assert isinstance(ended.exception(), StreamerBroken if fails else None.__class__)
 
 
+def test_a_worker_host_that_is_stopped_just_when_it_begins_to_wait_has_not_failed(
+    host_of: HostOf, streamer: RedisStreamer, weights: Path
+) -> None:
+    has_begun, goes_on = threading.Event(), threading.Event()
+
+    def hold(*_: object) -> None:
+        # Not current_thread(), which makes one up for a thread that is about to begin or to end.
+        names = {each.ident: each.name for each in threading.enumerate()}
+        if names.get(threading.get_ident()) == "service_streamer recovery":
+            has_begun.set()
+            goes_on.wait()
+
+    with host_of(models.NeedsFile, weights) as (worker, ended):
+        threading.settrace(hold)  # of the threads that start from now on
+        try:
+            lose(streamer, weights)
+            has_begun.wait()
+            worker.stop()
+            assert ended.exception() is None
+        finally:
+            threading.settrace(None)  # type: ignore[arg-type]
+            goes_on.set()
+
+
 def test_a_worker_host_that_never_could_serve_ends_with_the_reason(
     host_of: HostOf, tmp_path: Path
 ) -> None:
