@@ -52,7 +52,8 @@ def test_readiness_is_red_while_every_batch_fails() -> None:
     with Serving(*OBEDIENT) as service:
         assert service.answer(1) == 1  # both web processes are ready
         for _ in range(12):
-            assert service.predict("raise").status_code == 500
+            answer = service.predict("raise")
+            assert answer.status_code == 500, answer.text
         until(lambda: "batches failed, and none was computed since" in standing(service)[1])
         assert standing(service)[0] == 503
         assert service.predict(1).status_code == 200
