@@ -103,7 +103,7 @@ class ClientLoop:
         self._is_done = is_done
         self._may_rerun = may_rerun
         self._has_served = False  # any pool
-        self._pid = 0
+        self._pid = 0  # of the process that runs it, which may be a fork of this one
 
     def run(self) -> None:
         """What the thread does: one pool after the other."""
@@ -119,11 +119,12 @@ class ClientLoop:
                             self._serve(opened)
                     finally:
                         self._bell.opened = None
-            except OSError as error:  # no descriptors: callers are told, until there are
-                self._fail_unreached(error)
-                time.sleep(_LONGEST_DELAY)
             except BaseException as error:  # callers must not wait for a dead thread
-                self.fail_all(own_fault(error))
+                rest_if_copied(self._pid)
+                if isinstance(error, OSError):  # no descriptors: callers are told, until there are
+                    self._fail_unreached(error)
+                else:
+                    self.fail_all(own_fault(error))
                 time.sleep(_LONGEST_DELAY)
 
     def _serve(self, opened: Opened) -> None:

@@ -198,8 +198,9 @@ class RedisWorker:
         finally:
             self.close(drain=drain)
         host = self._host
-        if host is not None and not self._stands_by:
-            failure = host.failure or host.left_behind
+        if host is not None:
+            # To be stopped while it waits for a worker is no failure; to leave calls behind is one.
+            failure = (None if self._stands_by else host.failure) or host.left_behind
             if failure is not None:
                 raise failure
 
