@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from ..observe.record import Call, Reason
 from .cost import LearnedCost
@@ -28,20 +27,6 @@ Entry = tuple[float, int, Call, int]
 #: Instead of a neighbour in length where there is none: nothing is as short, or as long.
 _NOTHING: Entry = (-math.inf, 0, Call((), None), 0)
 _ENDLESS: Entry = (math.inf, 0, Call((), None), 0)
-
-
-class Neighbours(NamedTuple):
-    """Items that go together.
-
-    Attributes:
-        entries: the one whose turn it is, and its neighbours.
-        length: of the longest.
-        reason: why there are no more; None if there is no room for more, or nothing else is there.
-    """
-
-    entries: list[Entry]
-    length: float
-    reason: Reason | None
 
 
 class LengthWindow:
@@ -100,7 +85,7 @@ class LengthWindow:
         surely: float,
         is_late: Callable[[Call], bool],
         large: Container[Call] = (),
-    ) -> Neighbours:
+    ) -> tuple[list[Entry], float, Reason | None]:
         """An item and its neighbours in length, which are in the window no more.
 
         Args:
@@ -109,6 +94,10 @@ class LengthWindow:
             surely: a call with a later deadline is in time.
             is_late: whether a call with no later one comes too late; ends it then.
             large: calls whose items only fill up what the others leave.
+
+        Returns:
+            The items; the length of the longest; and why they are no more, if not for want of room
+            or of others.
         """
         base, per_unit = self._cost.padding
         base = max(base, LEAST_BASE * self._cost.mean)
@@ -162,7 +151,7 @@ class LengthWindow:
                 _, length, padding = best
                 reason = Reason.PADDING
         self._let_go(chosen)
-        return Neighbours(chosen, length, reason)
+        return chosen, length, reason
 
     def _shorter(self, stop: int) -> Iterator[int]:
         """The places before this one: the longest first, and of one length the oldest first."""

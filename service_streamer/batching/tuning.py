@@ -208,7 +208,8 @@ TRIAL_STEPS = (-1, -2, 1, 2, -4)
 
 #: A call of so many full batches, or more, takes turns with others, a batch each.
 #: Chosen by reasoning: of a smaller one the second batch is the last, and to put that off would
-#: make calls of equal size wait for each other. Checked with ``pytest tests/test_queue_turns.py``.
+#: make calls of equal size wait for each other. Checked with
+#: ``pytest tests/test_queue_order.py -k large``.
 LARGE = 2
 
 #: Neighbours in length are chosen among this many batches' worth of items.

@@ -55,8 +55,9 @@ class TenantLine:
         waiting: how many items wait of each call, of all tenants: what is not in it is skipped.
 
     Attributes:
+        calls: how many wait.
         by_arrival: the calls, but large ones behind those to which they gave way.
-        items: how many wait.
+        items: how many of them wait.
         ranks: how many items wait of each rank; None as long as all calls are alike.
         turns: that it had.
     """
@@ -68,6 +69,7 @@ class TenantLine:
         "_timed",
         "_waiting",
         "by_arrival",
+        "calls",
         "items",
         "ranks",
         "tenant",
@@ -79,8 +81,7 @@ class TenantLine:
         self.tenant = tenant
         self.weight = weight
         self._waiting = waiting
-        self.items = 0
-        self.turns = 0
+        self.calls = self.items = self.turns = 0
         self.by_arrival: deque[Call] = deque()
         self._number = 0  # keeps calls from being compared
         self._forget_ranks()
@@ -93,6 +94,7 @@ class TenantLine:
 
     def add(self, call: Call, size: int) -> None:
         """The call waits from now on, with so many items."""
+        self.calls += 1
         self.items += size
         self.by_arrival.append(call)
         if self.ranks is not None:
@@ -109,17 +111,23 @@ class TenantLine:
             self.ranks[_rank_of(call)] += size
 
     def remove(self, call: Call, size: int) -> None:
-        """So many items of the call wait no more."""
+        """So many items of the call wait no more; it is no longer in ``waiting`` if none does."""
         self.items -= size
         if not self.items:
+            self.calls = 0
             self.by_arrival.clear()
             if self.ranks is not None:
                 self._forget_ranks()
-        elif self.ranks is not None:
+            return
+        if self.ranks is not None:
             rank = _rank_of(call)
             self.ranks[rank] -= size
             if not self.ranks[rank]:
                 del self.ranks[rank]
+        if call not in self._waiting:
+            self.calls -= 1
+            if len(self.by_arrival) > 2 * self.calls + 32:  # so each that is gone costs little
+                self._sweep()
 
     def _rank_all(self) -> None:
         """Calls are not alike from now on, until none waits."""
@@ -198,21 +206,15 @@ class TenantLine:
         # It goes before those of a lower priority, and when it is due before those that are not.
         return sooner + min(timed, later + higher)
 
-    @property
-    def entries(self) -> int:
-        """How many are kept, of calls that wait or not: up to three for each."""
-        timed = len(self._deadlined) + len(self._by_priority) + len(self._timed)
-        return timed + len(self.by_arrival)
-
-    def sweep(self) -> None:
+    def _sweep(self) -> None:
         """Let go of calls that do not wait any more."""
         waiting = self._waiting
-        self._deadlined = [entry for entry in self._deadlined if entry[3] in waiting]
-        heapify(self._deadlined)
-        self._by_priority = [entry for entry in self._by_priority if entry[2] in waiting]
-        heapify(self._by_priority)
         self.by_arrival = deque(call for call in self.by_arrival if call in waiting)
         self._timed = deque(call for call in self._timed if call in waiting)
+        self._deadlined = [entry for entry in self._deadlined if entry[3] in waiting]
+        self._by_priority = [entry for entry in self._by_priority if entry[2] in waiting]
+        heapify(self._deadlined)
+        heapify(self._by_priority)
 
 
 class Turns:
@@ -233,7 +235,6 @@ class Turns:
         self._forget_tenants()
 
     def _forget_tenants(self) -> None:
-        self._stale = 0  # calls in the lines that do not wait any more, at most
         self._lines: dict[str, TenantLine] = {}
         self._only: TenantLine | None = None  # the line, if there is one
         self.plain: TenantLine | None = None
@@ -274,6 +275,7 @@ class Turns:
         if line is not None and call.precedence is ORDINARY and not (before or line.tenant):
             self._waiting[call] = size  # what is done below, as nearly always
             line.by_arrival.append(call)
+            line.calls += 1
             line.items += size
             return
         line = self._lines.get(call.precedence.tenant) or self._enter(call.precedence.tenant)
@@ -307,22 +309,19 @@ class Turns:
         """So many items of the call, which are about to be cut or to end, wait no more."""
         self.items -= size
         line = self._lines[call.precedence.tenant]
-        line.remove(call, size)
         left = self._waiting[call] - size
         if left:
             self._waiting[call] = left
-            return
-        del self._waiting[call]
-        self._stale += 1
+        else:
+            del self._waiting[call]
+        line.remove(call, size)
         if not self.items:
             if self._only is None:
                 self._forget_tenants()
-            self.plain, self._stale = self._only, 0
+            self.plain = self._only
         elif not line.items and line in self._new:
             del self._new[line]
             self._leave(line)
-        if self._stale > 16 and self._stale > len(self._waiting):
-            self._sweep()
 
     def head(self, now: float) -> Call:
         """Whose turn it is; there must be one."""
@@ -363,6 +362,7 @@ class Turns:
                 self._waiting[call] = left
             else:
                 del self._waiting[call]
+                line.calls -= 1
                 line.by_arrival.popleft()
             return
         line = self._lines[call.precedence.tenant]
@@ -415,31 +415,13 @@ class Turns:
         _, before, weights = self._shares[bisect_left(self._shares, (share, 0, 0.0))]
         return before + share * weights
 
-    def _sweep(self) -> None:
-        """Let go of calls that do not wait any more, and of tenants of which none does.
-
-        Unless they are few: most of them went when their turn had come. With those that come before
-        the next look, no more than 40 calls that are over stay behind a worker that hangs.
-        """
-        self._stale, waiting = 0, len(self._waiting)
-        entries = sum([line.entries + 1 for line in self._lines.values()])
-        # If no more come and 16 end, nobody looks again.
-        if entries <= (4 if waiting > 16 else 2) * waiting + 32:
-            return
-        for line in self._lines.values():
-            line.sweep()
-        # But not of those that have had more than others: it counts if they come back.
-        for entry in self._heap:
-            if not entry[2].items and entry[0] <= self._virtual:
-                self._leave(entry[2])
-        self._heap = [e for e in self._heap if self._lines.get(e[2].tenant) is e[2]]
-        heapify(self._heap)
-
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if what waits and the counts differ. For tests."""
         assert self.items == sum(self._waiting.values())
         for line in self._lines.values():
             calls = [call for call in self._waiting if call.precedence.tenant == line.tenant]
+            assert line.calls == len(calls)
             assert line.items == sum(self._waiting[call] for call in calls)
+            assert len(line.by_arrival) <= 2 * line.calls + 32
             assert line.ranks is None or line.items == sum(line.ranks.values())
             assert line.items or line not in self._new or line is self._only
