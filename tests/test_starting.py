@@ -99,7 +99,7 @@ def test_an_executable_that_the_application_has_set_is_left_alone(
     assert Path(f"{ours}.used").exists()
 
 
-@pytest.mark.parametrize("name", ["python3.11d", "Python", "pypy3.10"])
+@pytest.mark.parametrize("name", ["python3.11d", "pypy3.10"])
 def test_an_interpreter_is_known_by_its_name(
     as_if_embedded: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,7 +142,8 @@ SERVING = ("pickle an item", "unpickle an item", "predict", "pickle a result", "
 BATCH_TIMEOUT = 4
 START_TIMEOUT = 15
 
-both_methods = pytest.mark.parametrize("method", ["spawn", *long_cases("fork")])
+#: Forked workers are there at once; deaths of spawned ones are seen in test_poison.py, too.
+both_methods = pytest.mark.parametrize("method", ["fork", *long_cases("spawn")])
 #: Hangs take seconds: test_hangs.py has a short test.
 LONG_HANGS = ("unpickle an item", "predict", "pickle a result", "load the model", "idle")
 
