@@ -133,19 +133,17 @@ def shared() -> Workers:
     return workers
 
 
-def complete() -> Workers:
+def of_four(count: int) -> Workers:
+    """So many of the four callers have come back."""
     workers = four_callers()
-    for _ in range(4):
+    for _ in range(count):
         workers.now += 0.0002
         workers.submit()
     return workers
 
 
 def late() -> Workers:
-    workers = four_callers()
-    for _ in range(3):
-        workers.now += 0.0002
-        workers.submit()
+    workers = of_four(3)
     workers.pass_time()
     return workers
 
@@ -185,7 +183,7 @@ def again() -> Workers:
     ("situation", "size", "reason"),
     [
         (shared, 2, Reason.SHARE),
-        (complete, 4, Reason.COMPANY),
+        (lambda: of_four(4), 4, Reason.COMPANY),
         (late, 3, Reason.LATE),
         (too_long, 1, Reason.MAX_LATENCY),
         (urgent, 1, Reason.DEADLINE),

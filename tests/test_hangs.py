@@ -32,7 +32,10 @@ def warmed(bound: BatchBound, *durations: float) -> BatchBound:
 def test_the_first_batches_have_an_hour_without_a_timeout_of_callers() -> None:
     assert BatchBound(None).limit(0, math.inf) == 3600.0
     assert BatchBound(None).limit(0, 30.0) == 600.0
-    assert BatchBound(20.0).limit(0, math.inf) == 600.0
+    bound = BatchBound(20.0)
+    assert bound.limit(0, math.inf) == 600.0
+    assert bound.normal == 60.0, "it is known from the start"
+    assert warmed(bound, 30.0).normal == 300.0
 
 
 def test_a_slow_first_batch_counts_for_the_first_ones_of_others_only() -> None:
@@ -47,12 +50,6 @@ def test_a_slow_first_batch_counts_for_the_first_ones_of_others_only() -> None:
 def test_a_given_bound_stays() -> None:
     bound = warmed(BatchBound(fixed=2.0), 50.0)
     assert (bound.limit(0), bound.limit(WARM), bound.normal) == (2.0, 2.0, 2.0)
-
-
-def test_what_is_normal_is_known_from_the_start() -> None:
-    bound = BatchBound(20.0)
-    assert bound.normal == 60.0
-    assert warmed(bound, 30.0).normal == 300.0
 
 
 # -- workers

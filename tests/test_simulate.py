@@ -151,12 +151,9 @@ def test_every_call_is_answered_once() -> None:
         assert min(report.latencies) >= 5e-3
 
 
-def test_the_calls_of_a_burst_come_after_each_other() -> None:
+def test_the_calls_of_a_burst_come_after_each_other_and_those_beside_it_in_order() -> None:
     arrivals = Bursts(2, 1.0, gap=0.1).arrivals(Random(0))
     assert [next(arrivals).at for _ in range(5)] == pytest.approx([0, 0.1, 1, 1.1, 2])
-
-
-def test_calls_beside_bursts_come_in_order() -> None:
     arrivals = Bursts(3, 0.1, rate=50, gap=1e-3).arrivals(Random(0))
     times = [next(arrivals).at for _ in range(500)]
     assert times == sorted(times)
