@@ -190,11 +190,6 @@ class Turns(Channel):
         failure = report.failure or report.failures.get(0)
         return report.outputs[0] if failure is None else type(failure.exception()).__name__
 
-    @property
-    def count(self) -> int:
-        """Batches that were handed out."""
-        return self._count
-
 
 def loaded(
     model: type[ManagedModel] = Counting, places: int = 4, *args: Any, **options: Any
