@@ -12,9 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -25,6 +23,7 @@ import pytest
 import models
 import service_streamer.service_streamer as names_of_0_1_2
 from cases import long_cases
+from leavings import leavings
 from service_streamer import Streamer, ThreadedStreamer
 from service_streamer.testing import Gate
 
@@ -34,6 +33,7 @@ if TYPE_CHECKING:  # at run time where they are used: workers import this file, 
     from redis_peers import Keys, RawClient, Traffic
     from serve_process import Serving
     from service_streamer import RedisStreamer, RedisWorker
+    from stub_engine import StubEngine
 
 pytest.register_assert_rewrite("contract")
 
@@ -306,11 +306,8 @@ def host(redis_server: str, prefix: str) -> Iterator[Callable[..., RedisWorker]]
     hosts: list[RedisWorker] = []
 
     def host(model: Any, batch_size: int = 64, **options: Any) -> RedisWorker:
-        hosts.append(
-            RedisWorker(
-                model, batch_size, **{"redis_broker": redis_server, "prefix": prefix, **options}
-            )
-        )
+        place = {"redis_broker": redis_server, "prefix": prefix}
+        hosts.append(RedisWorker(model, batch_size, **{**place, **options}))
         hosts[-1].start()
         return hosts[-1]
 
@@ -372,6 +369,15 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     gate = Gate(tmp_path / "gate")
     yield gate
     gate.close()
+
+
+@pytest.fixture
+def one() -> Iterator[StubEngine]:
+    """An engine with one worker, which the test plays."""
+    from stub_engine import StubEngine
+
+    with StubEngine() as made:
+        yield made
 
 
 def await_that(holds: Callable[[], Any]) -> None:
@@ -451,9 +457,9 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     # it pytest does that, but not where it depends on a parameter.
     if hasattr(request.node, "callspec") and request.node.callspec.params.get("kind") == "redis":
         request.getfixturevalue("redis_server")
-    before = _leavings()
+    before = leavings()
     yield
-    left = _leavings() - before
+    left = leavings() - before
     over = time.monotonic() + _MOMENT
     looks = 0
     while left and time.monotonic() < over:
@@ -461,46 +467,8 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
             gc.collect()  # an exception's frames may have held a streamer
         time.sleep(0.005)
         looks += 1
-        left = _leavings() - before
+        left = leavings() - before
     assert not left
-
-
-def _leavings() -> Counter[str]:
-    """What there is: some of it may be about to go, of an earlier test."""
-    if os.close.__module__ != "posix":
-        time.sleep(0.001)  # gevent's closes descriptors in the next turn of its loop
-    return Counter(
-        [
-            *(f"process {child}" for child in _children()),
-            *(f"thread {thread.name}" for thread in threading.enumerate()),
-            *(f"descriptor {descriptor}" for descriptor in _descriptors()),
-        ]
-    )
-
-
-def _children() -> Iterator[str]:
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            pids = (task / "children").read_text().split()
-        except (FileNotFoundError, ProcessLookupError):  # joined, and gone a moment later
-            continue
-        for pid in pids:
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if "resource_tracker" not in command:
-                yield f"{pid} {command}"
-
-
-def _descriptors() -> Iterator[str]:
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # the one that listed this directory
-            continue
-        if target.startswith(("pipe:", "anon_inode:", "socket:", "/memfd:")):
-            yield f"{name} {target.partition(':')[0]}"
 
 
 # -- for the tests of shared memory

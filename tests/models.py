@@ -103,8 +103,6 @@ def misbehave(batch: list[Any]) -> Any:
             return [TellsWhere() for _ in batch]
         case "exit":
             sys.exit(5)
-        case "exit 78":
-            sys.exit(78)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "segfault":
@@ -125,20 +123,7 @@ def misbehave(batch: list[Any]) -> Any:
             return tuple(batch)
         case "unpicklable result":
             return [threading.Lock() if item == "unpicklable result" else item for item in batch]
-        case "result that does not unpickle":
-            return [Unloadable() if item == batch[0] else item for item in batch]
     return batch
-
-
-def _fail_to_load() -> None:
-    raise RuntimeError("does not load here")
-
-
-class Unloadable:
-    """Pickles, and raises when unpickled."""
-
-    def __reduce__(self) -> Any:
-        return _fail_to_load, ()
 
 
 class Doubler:
@@ -307,12 +292,6 @@ class Diary(ManagedModel):
         with self.path.open("a") as file:
             file.writelines(f"{item}\n" for item in batch)
         return batch
-
-
-def torch_threads(batch: list[Any]) -> list[int]:
-    import torch
-
-    return [torch.get_num_threads()] * len(batch)
 
 
 class GatedOnFirst(ManagedModel):

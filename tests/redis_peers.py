@@ -167,10 +167,11 @@ class Traffic:
         def watched_read(connection: AbstractConnection, *args: Any, **named: Any) -> Any:
             answer = read(connection, *args, **named)
             kind = self._kinds.get(id(connection), "")
+            acts = due(self._at_answers, kind)
             self._counts[kind] += 1
             if kind == "send outputs":
                 self._note_orders(answer[0])
-            for act in due(self._at_answers, kind):
+            for act in acts:
                 answer = act(answer)
             return answer
 

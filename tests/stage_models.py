@@ -9,8 +9,6 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
-
 from service_streamer import ManagedModel
 from service_streamer.testing import Gate
 
@@ -88,24 +86,6 @@ class SlowStages(Staged):
     def stage(self, stage: str, items: list[Any]) -> list[Any]:
         time.sleep(0.001)
         return super().stage(stage, items)
-
-
-class StackedStages(ManagedModel):
-    """Sums rows; says how many arrays came to each stage."""
-
-    stack = True
-
-    def init_model(self) -> None:
-        pass
-
-    def preprocess(self, items: Any) -> Any:
-        return items.astype(np.float64)
-
-    def forward(self, batch: Any) -> Any:
-        return batch.sum(axis=1)
-
-    def postprocess(self, outputs: Any) -> Any:
-        return (outputs + 1).tolist()
 
 
 class ForwardOnly(ManagedModel):

@@ -132,7 +132,7 @@ class Turns(Channel):
         self.ends: dict[int, BatchReport] = {}
         self.steps: list[StepReport] = []
         self.checks = 0
-        self.unsendable: Any = object()
+        self.unsendable: dict[int, Any] = {}  # by batch, an output
 
     def is_waiting(self) -> bool:
         if self._turns and not self._turns[0]:
@@ -163,7 +163,7 @@ class Turns(Channel):
         return batch_id, items, {}
 
     def encode_step(self, report: StepReport) -> None:
-        for batch_id in [i for i, each in report.outputs.items() if each == self.unsendable]:
+        for batch_id in [i for i, each in self.unsendable.items() if report.outputs.get(i) == each]:
             del report.outputs[batch_id]
             failure = Failure(TypeError("it cannot travel"))
             report.done.append(BatchReport(batch_id, failure=failure))
@@ -189,11 +189,6 @@ class Turns(Channel):
     def _result(self, report: BatchReport) -> Any:
         failure = report.failure or report.failures.get(0)
         return report.outputs[0] if failure is None else type(failure.exception()).__name__
-
-    @property
-    def count(self) -> int:
-        """Batches that were handed out."""
-        return self._count
 
 
 def loaded(

@@ -20,7 +20,7 @@ class Countdown(ManagedModel):
 
     def init_model(self, gate: Gate | None = None) -> None:
         self.gate = gate
-        self.started = self.released = 0
+        self.released = 0
         self.sizes: list[int] = []
 
     def start(self, items: list[Any]) -> list[dict[str, Any]]:
@@ -34,7 +34,6 @@ class Countdown(ManagedModel):
             raise InvalidItems(invalid)
         if any("raise_at_start" in each for each in wanted):
             raise ValueError("cannot begin")
-        self.started += len(items)
         return [{**each, "made": 0} for each in wanted]
 
     def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:

@@ -9,6 +9,7 @@ from service_streamer import Future, PredictTimeout, WorkerStartError
 from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.engine import Engine
 from service_streamer.observe.record import Call
+from service_streamer.supervision.autoscaling import Autoscaling
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers.protocol import Failure
@@ -18,7 +19,13 @@ from service_streamer.workers.transport import WorkerDied
 class StubEngine:
     """Closes at the end of its block; the options are those of ``Batcher``."""
 
-    def __init__(self, worker_num: int = 1, batch_size: int = 4, **options: Any) -> None:
+    def __init__(
+        self,
+        worker_num: int = 1,
+        batch_size: int = 4,
+        scaling: Autoscaling | None = None,
+        **options: Any,
+    ) -> None:
         self.clock = ManualClock()
         self.transport = StubTransport(self.clock)
         options = {"max_latency": 0.125, **options}
@@ -30,6 +37,7 @@ class StubEngine:
             self.transport,
             self.batcher,
             self.supervisor,
+            scaling=scaling,
             max_pending=options.get("max_pending"),
             clock=self.clock,
             jitter=lambda: 0.0,

@@ -62,9 +62,7 @@ def shown(application: WebApplication, *found: Finding) -> list[str]:
     return explanation
 
 
-def test_no_advice_is_for_programs_and_all_options_in_it_exist(
-    application: WebApplication,
-) -> None:
+def test_no_advice_is_for_programs_and_all_options_in_it_exist(application: WebApplication) -> None:
     written = [*findings()]
     assert len([each for each in written if _OF_PROGRAMS.search(each.advice)]) > 5
     options = {each for option in serve.params for each in option.opts}

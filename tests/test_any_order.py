@@ -190,10 +190,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.do(self.batcher.batch_returned(report, self.now))
 
     @precondition(lambda self: self.calls)
-    @rule(
-        data=st.data(),
-        how=st.sampled_from(["call_withdrawn", "call_cancelled", "call_expired"]),
-    )
+    @rule(data=st.data(), how=st.sampled_from(["call_withdrawn", "call_cancelled", "call_expired"]))
     def give_up(self, data: st.DataObject, how: str) -> None:
         call = data.draw(st.sampled_from(self.calls))
         if getattr(self.batcher, how)(call):

@@ -11,7 +11,7 @@ import pytest
 import models
 from conftest import AnyStreamer
 from contract.calls import AsyncCalls
-from service_streamer import PredictTimeout, Streamer
+from service_streamer import Streamer
 from service_streamer.testing import Gate
 
 Build = Callable[..., AnyStreamer]
@@ -19,17 +19,6 @@ Build = Callable[..., AnyStreamer]
 
 class TestAsyncCalls(AsyncCalls):
     """With workers of every kind."""
-
-
-def test_its_time_ends_and_leaves_nothing_behind(gate: Gate) -> None:
-    with Streamer(models.Gated, worker_timeout=0.01, model_init_args=(gate,)) as streamer:
-        busy = streamer.submit([0])
-        gate.await_arrival()
-        with pytest.raises(PredictTimeout, match=r"0\.01 s"):
-            asyncio.run(streamer.apredict([1]))
-        assert "pending 0" in repr(streamer)
-        gate.let_through()
-        busy.result()
 
 
 def test_cancelling_the_task_withdraws_the_call(gate: Gate) -> None:

@@ -16,22 +16,18 @@ from hypothesis import strategies as st
 
 import models
 import service_streamer.supervision.autoscaling as autoscaling
-import service_streamer.workers.transport as events
 from adapters.simulated_step import MODELS, Stepped, stepped
 from cases import long_cases
 from conftest import await_that
-from service_streamer import Future, Overloaded, PredictTimeout, Streamer
-from service_streamer.batching.batcher import Batcher
-from service_streamer.engine.engine import Engine, EngineState
+from service_streamer import Overloaded, PredictTimeout, Streamer
+from service_streamer.engine.engine import EngineState
 from service_streamer.observe.explain import explain
-from service_streamer.observe.record import Call
 from service_streamer.options.table import RedisWorkerOptions, StreamerOptions
 from service_streamer.serve.cli.main import main
 from service_streamer.simulate import ClosedLoop, CostModel, Phases, Poisson, simulate
 from service_streamer.supervision.autoscaling import Autoscaling, Load
-from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
-from service_streamer.testing import Gate, ManualClock, StubTransport
-from service_streamer.workers.protocol import Failure
+from service_streamer.testing import Gate
+from stub_engine import StubEngine
 from test_explaining import about
 
 # -- decisions
@@ -387,30 +383,12 @@ def test_callers_who_come_back_at_once_do_not_keep_a_worker_each() -> None:
 # -- the engine
 
 
-class Setup:
-    """An engine without workers, and a clock that stands still."""
+class Setup(StubEngine):
+    """Has so many workers as the load needs, of batches of one item."""
 
-    def __init__(self, least: int, most: int, max_pending: int | None = None) -> None:
-        self.clock = ManualClock()
-        self.transport = StubTransport(self.clock)
+    def __init__(self, least: int, most: int, **options: Any) -> None:
         self.scaling = Autoscaling(least, most, 1.0)
-        self.supervisor = Supervisor(least, RestartPolicy(max_restarts=1))
-        self.batcher = Batcher(batch_size=1, max_latency=0.1, max_pending=max_pending)
-        self.engine = Engine(
-            self.transport,
-            self.batcher,
-            self.supervisor,
-            scaling=self.scaling,
-            max_pending=max_pending,
-            clock=self.clock,
-            jitter=lambda: 0.0,
-        )
-        self.engine.start()
-
-    def submit(self, *items: Any, timeout: float | None = None) -> Future:
-        future = Future(self.engine)
-        self.engine.submit(Call(items, future, timeout, is_watched=True))
-        return future
+        super().__init__(least, 1, self.scaling, **options)
 
     def pass_time(self, seconds: float) -> None:
         """Let the loop look at the load whenever it is due, until so many seconds have passed."""
@@ -437,9 +415,8 @@ class Setup:
 
 @pytest.fixture
 def setup() -> Iterator[Setup]:
-    setup = Setup(1, 3)
-    yield setup
-    setup.engine.close(drain=False, timeout=None)
+    with Setup(1, 3) as setup:
+        yield setup
 
 
 def test_an_idle_engine_does_not_look_at_the_load(setup: Setup) -> None:
@@ -503,18 +480,6 @@ def test_closing_engine_is_not_scaled(setup: Setup) -> None:
     assert len(setup.transport.started) == 1
     setup.engine.close(drain=False, timeout=None)
     closing.join()
-
-
-def test_workers_that_cannot_be_started_leave_the_others_alone(setup: Setup) -> None:
-    setup.overload()
-    setup.pass_time(3.0)
-    setup.transport.await_that(lambda: len(setup.transport.started) == 3)
-    for slot in (1, 2):
-        failed = Failure(events.WorkerStartError("no such GPU"))
-        setup.transport.deliver(events.WorkerDied(slot, failed, Loss.START_FAILED))
-    assert setup.engine.stats().workers["failed"] == 2
-    setup.transport.echo(duration=0.1)
-    assert setup.engine.stats().wanted == 3
 
 
 # -- what is said of it

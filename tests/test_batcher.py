@@ -9,64 +9,11 @@ from typing import Any
 
 import pytest
 
+from batcher_walk import Walk
 from service_streamer import Reason
 from service_streamer.batching.batcher import Actions, Batcher
-from service_streamer.batching.policy import Backlog, Decision, LearnedPolicy
 from service_streamer.observe.record import BatchRecord, BatchReport, Call, Precedence
 from service_streamer.supervision.health import BatchBound
-
-#: So often a host may be lost with an item until that counts as an attempt.
-MOST_OUTAGES = 3
-
-
-class Walk:
-    """A batcher with ready workers, a clock that stands still, and invariants after every step."""
-
-    def __init__(
-        self,
-        *,
-        batch_size: int = 4,
-        max_latency: float = 0.1,
-        slots: int = 1,
-        ready: bool = True,
-        **options: Any,
-    ) -> None:
-        self.batcher = Batcher(batch_size=batch_size, max_latency=max_latency, **options)
-        self.now = 0.0
-        if ready:
-            for slot in range(slots):
-                self.batcher.worker_ready(slot, self.now)
-
-    def submit(
-        self, *items: Any, timeout: float = math.inf, more: bool = False
-    ) -> tuple[Call, list[BatchRecord]]:
-        call = Call(list(items), None)
-        call.deadline = self.now + timeout
-        actions = self.batcher.call_submitted(call, self.now, is_watched=True, more=more)
-        if not more:  # until all have come, an idle worker may be left without
-            self.checked(actions)
-        return call, list(actions.batches)
-
-    def failed(self, batch: BatchRecord, failure: str = "why") -> Actions:
-        report = BatchReport(batch.id, failure=failure, slot=batch.slot)
-        return self.checked(self.batcher.batch_returned(report, self.now))
-
-    def lost(self, slot: int, failure: str = "died") -> Actions:
-        return self.checked(self.batcher.worker_lost(slot, failure, self.now))
-
-    def pass_time(self) -> Actions:
-        self.now = self.batcher.deadline
-        return self.checked(self.batcher.time_passed(self.now))
-
-    def done(self, batch: BatchRecord, duration: float = 0.01, **failures: Any) -> Actions:
-        outputs = [f"result of {payload}" for payload in batch.payloads]
-        by_position = {int(position[1:]): failure for position, failure in failures.items()}
-        report = BatchReport(batch.id, outputs, by_position, duration=duration, slot=batch.slot)
-        return self.checked(self.batcher.batch_returned(report, self.now))
-
-    def checked(self, actions: Actions) -> Actions:
-        self.batcher.check_invariants()
-        return actions
 
 
 def payloads(batches: list[BatchRecord]) -> list[list[Any]]:
@@ -112,20 +59,6 @@ def test_a_lone_call_is_cut_past_the_queue_as_it_would_be_from_it(
         return said
 
     assert cut_at(past=True) == cut_at(past=False)
-
-
-def test_a_lone_call_that_comes_too_late_is_not_computed() -> None:
-    walk = Walk()
-    for _ in range(3):
-        [batch] = walk.submit("early")[1]
-        walk.now += 0.01
-        walk.done(batch)
-    late = Call(["late"], None)
-    late.deadline = walk.now
-    actions = walk.checked(walk.batcher.call_submitted(late, walk.now))
-    assert not actions.batches
-    assert actions.calls == [late]
-    assert walk.batcher.figures.expired_calls == 1
 
 
 def test_a_lone_call_takes_few_function_calls() -> None:
@@ -211,40 +144,12 @@ def test_work_goes_round_the_workers() -> None:
     assert used == [0, 1, 2, 0, 1, 2]
 
 
-def test_an_item_that_could_not_cross_fails_its_call_alone() -> None:
-    walk = Walk()
-    walk.submit("busy")
-    calls = [walk.submit(item)[0] for item in "ab"]
-    calls.append(walk.submit("c", "d")[0])
-    [batch] = [b for b in walk.batcher.in_flight() if b.size == 4]
-    actions = walk.done(batch, _1="lost on the way")
-    assert actions.calls == calls
-    assert [call.failure for call in calls] == [None, "lost on the way", None]
-    assert calls[2].outputs == ["result of c", "result of d"]
-
-
 def test_a_call_that_is_partly_sent_cannot_be_cancelled_but_withdrawn() -> None:
     walk = Walk(batch_size=2)
     call, [first, _] = walk.submit(*"abcde")
     assert not walk.batcher.call_cancelled(call)
     assert walk.batcher.call_withdrawn(call)
     assert not walk.done(first).calls
-
-
-@pytest.mark.parametrize("has_lengths", [False, True])
-def test_what_does_not_wait_cannot_be_withdrawn(has_lengths: bool) -> None:
-    walk = Walk(batch_size=2, has_lengths=has_lengths)
-    walk.submit(*"abcdef")
-    over, _ = walk.submit("over")
-    assert walk.batcher.call_withdrawn(over)
-    figures = walk.batcher.figures
-    before = walk.batcher.pending_items, figures.cancelled_calls, figures.expired_calls
-    for call in (over, Call(["never accepted"], None)):
-        assert not walk.batcher.call_withdrawn(call)
-        assert not walk.batcher.call_cancelled(call)
-        assert not walk.batcher.call_expired(call)
-    assert before == (walk.batcher.pending_items, figures.cancelled_calls, figures.expired_calls)
-    walk.batcher.check_invariants()
 
 
 def held_calls() -> list[Call]:
@@ -278,30 +183,6 @@ def warmed_up(callers: int = 4, max_latency: float = 0.1) -> Walk:
     walk.now += 0.02
     walk.done(batch, duration=0.02)
     return walk
-
-
-def test_of_many_expected_calls_only_the_last_ones_are_decided_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A decision takes some ten times as long as all else that a call does meanwhile."""
-    walk = warmed_up(32)
-    decided: list[int] = []
-    decide = LearnedPolicy.decide
-
-    def counted(self: LearnedPolicy, backlog: Backlog) -> Decision:
-        decided.append(backlog.items)
-        return decide(self, backlog)
-
-    monkeypatch.setattr(LearnedPolicy, "decide", counted)
-    batches: list[BatchRecord] = []
-    for i in range(32):
-        assert not batches
-        walk.now += 0.00001
-        batches = walk.submit(i)[1]
-    assert [batch.size for batch in batches] == [32]
-    assert decided[0] == 1
-    assert len(decided) < 10
-    assert decided[-2:] == [31, 32]
 
 
 @pytest.mark.parametrize("what", ["priority", "all have left", "time"])
@@ -427,44 +308,6 @@ def test_calls_are_parted_and_the_items_of_one_only_after_a_death() -> None:
     assert failures([call]) == ["died"]
 
 
-def test_what_a_worker_died_with_has_a_worker_for_itself() -> None:
-    walk = Walk(batch_size=2, slots=2)
-    suspect, [first] = walk.submit("s")
-    _, [other] = walk.submit("o")
-    walk.submit(*"abcdefgh")
-    # When the first worker dies, with one batch running and one ahead
-    assert not walk.lost(first.slot).batches
-    # Then the other one gets nothing ahead, so that it is free for the suspects
-    ahead = [b for b in walk.batcher.in_flight() if b is not other]
-    assert not walk.done(other).batches
-    sent = walk.done(ahead[0]).batches
-    assert payloads(list(sent)) == [["s"]]
-    assert suspect.pending == 0
-    runs = []
-    while sent:
-        assert len(sent) == 1 or not any(batch.losses for batch in sent)
-        runs.append("".join(sent[0].payloads))
-        sent = [*sent[1:], *walk.done(sent[0]).batches]
-    assert runs[0] == "s"
-    assert {*runs[1:4]} == {"ab", "ef", "gh"}, "what was sent ahead, and others in turn with it"
-    assert walk.batcher.is_empty
-
-
-def test_suspects_whose_callers_are_gone_are_not_run() -> None:
-    walk = Walk(batch_size=2)
-    calls, batch = full_batch(walk, *"ab")
-    walk.lost(batch.slot)
-    assert walk.batcher.pending_items == 2
-    for call in calls:
-        assert not walk.batcher.call_cancelled(call), "it was sent once"
-        assert walk.batcher.call_withdrawn(call)
-    assert walk.batcher.pending_items == 0
-    actions = walk.checked(walk.batcher.worker_ready(1, 0.0))
-    assert not actions.batches
-    assert [search.failed for search in actions.searches] == [0]
-    assert walk.batcher.is_empty
-
-
 @pytest.mark.parametrize("has_died", [False, True])
 def test_neighbour_of_a_call_that_is_over_is_not_blamed_for_it(has_died: bool) -> None:
     walk = Walk(batch_size=2, max_attempts=2)
@@ -492,19 +335,14 @@ def test_whoever_looks_much_too_late_gives_everybody_their_time_anew() -> None:
 # -- time that ends
 
 
-def overloaded() -> Walk:
-    """One worker with two batches that nobody waits for; each takes a second, two with the wait."""
+def test_what_a_backlog_took_says_nothing_about_the_next() -> None:
+    """Each batch takes a second, and two with the wait for the one before."""
     walk = Walk(batch_size=2, expired="expired")
     filler, _ = walk.submit(*range(100))
     for _ in range(7):
         walk.now += 1.0
         walk.done(walk.batcher.in_flight()[0])
     walk.batcher.call_withdrawn(filler)
-    return walk
-
-
-def test_what_a_backlog_took_says_nothing_about_the_next() -> None:
-    walk = overloaded()
     for batch in walk.batcher.in_flight():
         walk.done(batch)
     calls = [walk.submit(i, timeout=0.5)[0] for i in range(60)]
@@ -536,21 +374,6 @@ def test_deadlines_do_not_keep_calls_that_are_over() -> None:
 # -- bounds
 
 
-def test_a_worker_that_takes_too_long_is_given_up_once() -> None:
-    walk = Walk(batch_size=1, batch_timeout=10.0)
-    walk.submit("slow")
-    walk.now = 4.0
-    walk.submit("ahead")
-    actions = walk.pass_time()
-    assert (walk.now, list(actions.hung)) == (10.0, [0])
-    assert walk.batcher.deadline == math.inf, "it is told once"
-    assert not walk.submit("more")[1], "it gets nothing any more"
-    walk.lost(0)
-    actions = walk.checked(walk.batcher.worker_ready(1, 10.0))
-    assert payloads(list(actions.batches)) == [["slow"]]
-    assert walk.batcher.deadline == 20.0
-
-
 def test_the_time_of_a_batch_begins_when_the_one_before_is_back() -> None:
     walk = Walk(batch_size=1, batch_timeout=10.0)
     _, [first] = walk.submit("a")
@@ -560,65 +383,33 @@ def test_the_time_of_a_batch_begins_when_the_one_before_is_back() -> None:
     assert not walk.pass_time().hung
     assert list(walk.pass_time().hung) == [0]
     assert walk.now == 19.0
+    assert walk.batcher.deadline == math.inf, "it is told once"
+    assert not walk.submit("more")[1], "it gets nothing any more"
 
 
-@pytest.mark.parametrize(
-    ("max_attempts", "outages"),
-    [
-        (1, 0),
-        (2, MOST_OUTAGES + 1),  # from then on each counts as an attempt
-        (3, MOST_OUTAGES + 2),
-    ],
-)
-def test_the_loss_of_a_host_is_no_attempt_but_not_for_ever(max_attempts: int, outages: int) -> None:
-    walk = Walk(max_attempts=max_attempts)
-    call, [batch] = walk.submit("a")
-    for slot in range(outages):
-        actions = walk.checked(walk.batcher.worker_lost(slot, "gone", walk.now, is_outage=True))
-        assert not actions.calls
-        [batch] = walk.checked(walk.batcher.worker_ready(slot + 1, walk.now)).batches
-        assert batch.losses == max(0, slot + 1 - MOST_OUTAGES)
-    actions = walk.checked(walk.batcher.worker_lost(batch.slot, "gone", walk.now, is_outage=True))
+def test_without_retries_the_loss_of_a_host_is_the_end_of_its_calls() -> None:
+    walk = Walk(max_attempts=1)
+    call, _ = walk.submit("a")
+    actions = walk.checked(walk.batcher.worker_lost(0, "gone", walk.now, is_outage=True))
     assert (list(actions.calls), call.failure) == ([call], "gone")
-
-
-def test_what_was_with_a_lost_host_is_run_again_as_it_was() -> None:
-    walk = Walk(ready=False)
-    for item in "abc":
-        walk.submit(item)
-    [batch] = walk.checked(walk.batcher.worker_ready(0, walk.now)).batches
-    walk.checked(walk.batcher.worker_lost(0, "gone", walk.now, is_outage=True))
-    [again] = walk.checked(walk.batcher.worker_ready(1, walk.now)).batches
-    assert again.payloads == batch.payloads == ["a", "b", "c"]
-    walk.lost(1)
-    [suspect] = walk.checked(walk.batcher.worker_ready(2, walk.now)).batches
-    assert suspect.losses == 1, "a crash counts as ever"
 
 
 # -- retiring
 
 
-@pytest.mark.parametrize("is_ended", [True, False])
-def test_a_worker_that_is_ended_since_it_hangs_is_not_kept(is_ended: bool) -> None:
+@pytest.mark.parametrize(("is_ended", "is_late"), [(True, False), (True, True), (False, False)])
+def test_a_worker_that_is_ended_since_it_hangs_is_not_kept(is_ended: bool, is_late: bool) -> None:
     walk = Walk(batch_size=1, batch_timeout=BatchBound(fixed=1.0, ends=is_ended))
     _, [first] = walk.submit("a")
+    if is_late:
+        walk.submit("ahead")
     walk.batcher.worker_retiring(0, walk.now)
     walk.submit("b")
     assert walk.pass_time().hung
+    if is_late:  # it reports something in its last moment
+        walk.done(first)
     actions = walk.batcher.worker_kept(0, walk.now)
     assert len(actions.batches) == (not is_ended), "it will be killed in a moment"
-    walk.done(first)
-
-
-def test_a_worker_that_is_ended_since_it_hung_is_not_kept_for_what_it_reports_late() -> None:
-    walk = Walk(batch_size=1, batch_timeout=1.0)
-    _, [first] = walk.submit("a")
-    walk.submit("b")
-    walk.batcher.worker_retiring(0, walk.now)
-    walk.submit("c")
-    assert walk.pass_time().hung
-    walk.done(first)
-    assert not walk.checked(walk.batcher.worker_kept(0, walk.now)).batches
 
 
 # -- calls without hope
@@ -643,18 +434,19 @@ def is_hopeless(walk: Walk, deadline: float) -> bool:
     return walk.batcher.is_hopeless(call, walk.now)
 
 
-def test_a_call_that_cannot_be_in_time_is_told_at_once() -> None:
+def test_a_call_that_cannot_be_in_time_is_told_at_once_while_there_is_a_measure() -> None:
+    walk = Walk(batch_size=2)
+    walk.submit(*range(1000))
+    assert not is_hopeless(walk, 0.0), "there is no measure yet"
     walk = saturated(rate=200.0)
     assert walk.batcher.pending_items == 100
     assert is_hopeless(walk, walk.now + 0.49)
     assert not is_hopeless(walk, walk.now + 0.51)
     assert walk.batcher.figures.rejected_calls == 1
-
-
-def test_without_a_measure_there_is_hope() -> None:
-    walk = Walk(batch_size=2)
+    while walk.batcher.figures.batches_in_flight:
+        walk.done(walk.batcher.in_flight()[0])
     walk.submit(*range(1000))
-    assert not is_hopeless(walk, 0.0)
+    assert not is_hopeless(walk, walk.now + 0.001), "it is forgotten when nothing waits"
 
 
 def test_one_slow_batch_does_not_take_the_hope() -> None:
@@ -664,14 +456,6 @@ def test_one_slow_batch_does_not_take_the_hope() -> None:
         walk.done(walk.batcher.in_flight()[0])
         walk.now += 0.01
     assert not is_hopeless(walk, walk.now + 0.5)
-
-
-def test_the_measure_is_forgotten_when_nothing_waits_any_more() -> None:
-    walk = saturated()
-    while walk.batcher.figures.batches_in_flight:
-        walk.done(walk.batcher.in_flight()[0])
-    walk.submit(*range(1000))
-    assert not is_hopeless(walk, walk.now + 0.001)
 
 
 # -- workers with stages
@@ -698,15 +482,6 @@ def filled() -> tuple[Walk, list[BatchRecord]]:
     for item in range(40):
         batches += walk.submit(item)[1]
     return walk, batches
-
-
-def test_a_worker_with_stages_is_sent_a_full_batch_for_each() -> None:
-    walk, batches = filled()
-    assert len(batches) == 2
-    staged(walk, batches)
-    assert len(batches) == walk.batcher.room == 3
-    staged(walk, batches)
-    assert len(batches) == 3
 
 
 def test_what_is_no_full_batch_follows_when_the_slowest_stage_is_free() -> None:

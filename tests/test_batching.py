@@ -65,12 +65,7 @@ class Workers:
     def duration(self, cost: float) -> float:
         return self.base + self.per_unit * cost
 
-    def submit(
-        self,
-        *lengths: float,
-        calls: int = 1,
-        timeout: float = math.inf,
-    ) -> None:
+    def submit(self, *lengths: float, calls: int = 1, timeout: float = math.inf) -> None:
         """So many calls arrive together, each of one item, or of one for each length."""
         for _ in range(calls):
             call = Call([None] * max(1, len(lengths)), None)
@@ -131,19 +126,6 @@ def four_callers(**options: float) -> Workers:
     return workers
 
 
-def full() -> Workers:
-    workers = Workers()
-    workers.submit(calls=9)
-    return workers
-
-
-def sent_ahead() -> Workers:
-    workers = Workers()
-    workers.submit()
-    workers.submit(calls=8)
-    return workers
-
-
 def shared() -> Workers:
     workers = Workers(slots=2, is_known=False)
     workers.submit(calls=3)
@@ -151,31 +133,17 @@ def shared() -> Workers:
     return workers
 
 
-def more_would_be_slower() -> Workers:
-    workers = Workers(base=0.001, per_unit=0.01)
-    workers.submit(calls=7)
-    return workers
-
-
-def alone() -> Workers:
-    workers = Workers()
-    workers.submit()
-    return workers
-
-
-def complete() -> Workers:
+def of_four(count: int) -> Workers:
+    """So many of the four callers have come back."""
     workers = four_callers()
-    for _ in range(4):
+    for _ in range(count):
         workers.now += 0.0002
         workers.submit()
     return workers
 
 
 def late() -> Workers:
-    workers = four_callers()
-    for _ in range(3):
-        workers.now += 0.0002
-        workers.submit()
+    workers = of_four(3)
     workers.pass_time()
     return workers
 
@@ -195,22 +163,10 @@ def urgent() -> Workers:
     return workers
 
 
-def too_costly() -> Workers:
-    workers = Workers(base=1.0, has_lengths=True, max_batch_cost=10.0)
-    workers.submit(4.0, 4.0, 4.0)
-    return workers
-
-
 def costlier_than_pays() -> Workers:
     workers = Workers(base=1.0, has_lengths=True, max_batch_cost=100.0)
     workers.policy.best.limit = 10.0
     workers.submit(4.0, 4.0, 4.0)
-    return workers
-
-
-def too_unlike() -> Workers:
-    workers = Workers(base=0.001, has_lengths=True)
-    workers.submit(4.0, 40.0)
     return workers
 
 
@@ -226,18 +182,12 @@ def again() -> Workers:
 @pytest.mark.parametrize(
     ("situation", "size", "reason"),
     [
-        (full, 8, Reason.FULL),
-        (sent_ahead, 8, Reason.FULL),
         (shared, 2, Reason.SHARE),
-        (more_would_be_slower, 1, Reason.PAYS),
-        (alone, 1, Reason.ALONE),
-        (complete, 4, Reason.COMPANY),
+        (lambda: of_four(4), 4, Reason.COMPANY),
         (late, 3, Reason.LATE),
         (too_long, 1, Reason.MAX_LATENCY),
         (urgent, 1, Reason.DEADLINE),
-        (too_costly, 2, Reason.COST),
         (costlier_than_pays, 2, Reason.PAYS),
-        (too_unlike, 1, Reason.PADDING),
         (again, 1, Reason.AGAIN),
     ],
 )
@@ -246,6 +196,31 @@ def test_each_reason_is_given_where_it_holds(
 ) -> None:
     workers = situation()
     assert (workers.cut[-1].size, workers.reason) == (size, reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "items", "size", "reason"),
+    [
+        ({}, 0, 9, 8, Reason.FULL),
+        ({}, 1, 8, 8, Reason.FULL),  # sent ahead
+        ({}, 0, 1, 1, Reason.ALONE),
+        ({"per_unit": 0.1}, 0, 7, 1, Reason.PAYS),
+        ({"max_batch_cost": 3.0}, 0, 5, 3, Reason.COST),  # an item without a length counts one
+        ({"max_batch_cost": 10.0}, 0, [4.0, 4.0, 4.0], 2, Reason.COST),
+        ({"base": 0.001}, 0, [4.0, 40.0], 1, Reason.PADDING),
+    ],
+)
+def test_items_that_come_together_are_cut_as_it_pays(
+    options: dict[str, float], before: int, items: int | list[float], size: int, reason: Reason
+) -> None:
+    workers = Workers(has_lengths=isinstance(items, list), **options)  # type: ignore[arg-type]
+    workers.submit(calls=before)
+    if isinstance(items, list):
+        workers.submit(*items)
+    else:
+        workers.submit(calls=items)
+    first = workers.cut[min(before, 1)]
+    assert (first.size, first.reason) == (size, reason)
 
 
 def learned(base: float, per_unit: float, noise: float = 0.0) -> LearnedPolicy:
@@ -344,12 +319,9 @@ def test_nothing_is_sent_ahead_with_a_near_deadline(deadline: float, size: int) 
 def test_a_batch_shrinks_for_its_first_call_if_that_is_worth_it(deadline: float, room: int) -> None:
     least = least_in_time(8, 10.0, 1.0)
     assert least == 4, "four compute 0.55 times as much a second as eight"
+    assert least_in_time(8, 2.0, 1.0) == 1, "where items are most of it any size is worth it"
     finish = Finish(10.0, 10.0, 1.0, least, 10.0, 1.0)
     assert finish.room(deadline, 8) == room
-
-
-def test_where_items_are_most_of_a_batch_any_size_is_worth_it() -> None:
-    assert least_in_time(8, 2.0, 1.0) == 1
 
 
 def test_an_idle_worker_learns_from_a_call_that_seems_to_be_late() -> None:
@@ -359,12 +331,6 @@ def test_an_idle_worker_learns_from_a_call_that_seems_to_be_late() -> None:
         workers.submit(timeout=0.5)
         workers.answer()
     assert len(workers.cut) == 20
-
-
-def test_max_batch_cost_counts_items_that_have_no_length() -> None:
-    workers = Workers(max_batch_cost=3.0)
-    workers.submit(calls=5)
-    assert (workers.cut[0].size, workers.cut[0].reason) == (3, Reason.COST)
 
 
 def test_a_lone_caller_is_never_kept_waiting() -> None:
@@ -472,24 +438,12 @@ def test_where_nothing_is_known_a_batch_of_lengths_has_few_items() -> None:
 
 def test_items_of_no_length_are_computed_together() -> None:
     workers = Workers(batch_size=64, has_lengths=True, is_known=False)
-    batcher = workers.batcher
-    call = Call([None] * 200, None)
-    call.lengths = [0.0] * 200
-    sizes = []
-    batches = [*batcher.call_submitted(call, 0.0).batches]
-    while batches:
-        batch = batches.pop(0)
-        sizes.append(batch.size)
-        report = BatchReport(batch.id, [None] * batch.size, duration=0.01, slot=0)
-        actions = batcher.batch_returned(report, 0.01 * len(sizes))
-        batches += actions.batches
+    workers.submit(*[0.0] * 200)
+    while workers.running:
+        workers.answer()
+    sizes = [batch.size for batch in workers.cut]
     assert sizes[:3] == [8, 8, 64]  # the second was sent ahead
     assert sum(sizes) == 200
-
-
-def test_a_batch_never_has_more_than_batch_size_items() -> None:
-    report = simulate(Poisson(8, items=400), Model(5e-3, per_item=1e-4), workers=2, seconds=20)
-    assert max(report.sizes) <= 64
 
 
 # -- one decision
@@ -515,14 +469,11 @@ LOADS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=[*LOADS])
-@pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize(
-    "options",
-    [{"max_latency": 1e-3}, {"lengths": LogNormal(25.0)}],
-    ids=["plain", "lengths"],
+    "options", [{"max_latency": 1e-3}, {"lengths": LogNormal(25.0)}], ids=["plain", "lengths"]
 )
 def test_asking_twice_changes_nothing(
-    load: Any, workers: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    load: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: Counter[str] = Counter()
 
@@ -543,7 +494,7 @@ def test_asking_twice_changes_nothing(
 
     for name in ("decide", "decide_ahead"):
         monkeypatch.setattr(LearnedPolicy, name, twice(name))
-    simulate(load, Knee(1e-3), workers=workers, requests=800, **options)
+    simulate(load, Knee(1e-3), workers=3, requests=800, **options)
     assert asked["decide"]
     if load is LOADS["an overload"]:
         assert asked["decide_ahead"]

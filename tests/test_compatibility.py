@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -70,6 +69,8 @@ def test_arguments_of_the_later_git_head() -> None:
     streamer._wait_for_worker_ready()
     assert streamer.predict([1]) == [4]
     streamer.destroy_workers()
+    with pytest.raises(TypeError, match="positional"):
+        Streamer(models.echo, 8, 0.01, 1, None, None, None, False, "spawn", 20, 1)  # type: ignore[misc]
     threaded = ThreadedStreamer(models.echo, 64, 0.1, 20)
     assert threaded.predict([1]) == [1]
     threaded.destroy_workers()
@@ -80,20 +81,3 @@ def test_managed_model_by_hand() -> None:
     model.init_model()
     assert model.predict(BATCH) == [4, 2, 3]
     assert model.gpu_id is None
-
-
-def test_several_streamers_and_threads_in_one_process() -> None:
-    streamers = [ThreadedStreamer(models.double, 8, 0.01), Streamer(models.double, 8, 0.01)]
-    results: list[list[int]] = []
-
-    def call(streamer: Streamer | ThreadedStreamer) -> None:
-        results.extend(streamer.predict([i]) for i in range(50))
-
-    threads = [threading.Thread(target=call, args=(s,)) for s in streamers for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(results) == sorted([2 * i] for i in range(50) for _ in range(8))
-    for streamer in streamers:
-        streamer.destroy_workers()

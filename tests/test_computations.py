@@ -281,19 +281,6 @@ def test_a_refused_computation_starts_again_for_callers_that_came_meanwhile() ->
     assert later[0].outputs == ["A"]
 
 
-def test_who_has_more_time_than_the_next_is_tried_after_it() -> None:
-    flights = Flights()
-    outcomes = [flights.submit("ax")]
-    flights.open[0].is_running = True
-    outcomes += [flights.submit("a", 1, URGENT), flights.submit("a")]
-    flights.clock.advance(2)
-    flights.end(KeyError("x"))
-    errors = [each.failure and type(each.failure.exception()) for each in outcomes]
-    assert errors == [KeyError, PredictTimeout, None]
-    flights.end(["A"])
-    assert outcomes[2].outputs == ["A"]
-
-
 # -- in any order
 
 BAD = {"x"}

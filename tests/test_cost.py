@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from service_streamer import Reason
 from service_streamer.batching.batcher import Batcher
-from service_streamer.observe.record import BatchReport, Call
+from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from service_streamer.simulate import ClosedLoop, CostModel, LogNormal, simulate
 
 BASE, PER_UNIT = 0.004, 0.0005
@@ -22,28 +22,71 @@ def line(cost: float) -> float:
     return BASE + PER_UNIT * cost
 
 
-class Learning:
-    """A batcher with one worker, and batches of a cost: of two items, each half as long.
+class Worker:
+    """A batcher with one worker, which takes what the curve says of the cost of a batch.
 
-    If the scheduler thinks that better, they are two batches of one.
+    Attributes:
+        sizes: of the batches since ``run`` began.
     """
 
-    def __init__(self) -> None:
-        self.batcher = Batcher(batch_size=64, max_latency=0.0, has_lengths=True)
+    def __init__(self, curve: Callable[[float], float], **options: Any) -> None:
+        self.curve = curve
+        self.batcher = Batcher(batch_size=64, max_latency=0.0, max_attempts=1, **options)
         self.batcher.worker_ready(0, 0.0)
         self.now = 0.0
+        self.sizes: Counter[int] = Counter()
+
+    def run(self, batches: int) -> float:
+        """Run so many batches, beyond which more waits; the items per second they came to."""
+        self.sizes.clear()
+        began = self.now
+        call = Call([None] * ((batches + 1) * 64), None)
+        [batch] = self.batcher.call_submitted(call, self.now).batches
+        for _ in range(batches):
+            [batch] = self.back(batch)
+        self.batcher.call_withdrawn(call)
+        self.back(batch)
+        items = sum(size * count for size, count in self.sizes.items())
+        return items / (self.now - began)
+
+    def compute(self, *sizes: int) -> None:
+        """Run batches of these sizes, beyond which nothing waits."""
+        for size in sizes:
+            self.now += 1.0
+            self.submit(Call([None] * size, None))
+
+    def submit(self, call: Call) -> None:
+        """Run it, and nothing else."""
+        batches = [*self.batcher.call_submitted(call, self.now).batches]
+        while batches:
+            batches += self.back(batches.pop())
+
+    def back(self, batch: BatchRecord) -> Sequence[BatchRecord]:
+        """It comes back; those that follow."""
+        took = self.curve(batch.cost)
+        self.now += took
+        self.sizes[batch.size] += 1
+        report = BatchReport(batch.id, batch.payloads, duration=took, slot=0)
+        return self.batcher.batch_returned(report, self.now).batches
+
+    @property
+    def ideal(self) -> float:
+        return max(size / self.curve(size) for size in range(1, 65))
+
+
+class Learning(Worker):
+    """Gets two items at a time. If the scheduler thinks that better, they are two batches."""
+
+    def __init__(self) -> None:
+        super().__init__(line, has_lengths=True)
         self.observe(1e9, lambda _: 0.0)  # so that a large batch is no risk
 
     def observe(self, cost: float, curve: Callable[[float], float]) -> None:
         self.now += 1e3
+        self.curve = curve
         call = Call([None, None], None)
         call.lengths = [cost / 2, cost / 2]
-        batches = [*self.batcher.call_submitted(call, self.now).batches]
-        while batches:
-            batch = batches.pop()
-            took = curve(batch.cost)
-            report = BatchReport(batch.id, batch.payloads, duration=took, slot=0)
-            batches += self.batcher.batch_returned(report, self.now).batches
+        self.submit(call)
 
     @property
     def line(self) -> tuple[float, float] | None:
@@ -63,8 +106,7 @@ def learned(costs: Iterable[float], curve: Callable[[float], float] = line) -> L
 
 
 @pytest.mark.parametrize(
-    ("base", "per_unit"),
-    [(0.004, 0.0005), (0.01, 0.0), (0.0, 0.002), (1e-5, 1e-7), (30.0, 2.0)],
+    ("base", "per_unit"), [(0.004, 0.0005), (0.01, 0.0), (0.0, 0.002), (1e-5, 1e-7), (30.0, 2.0)]
 )
 def test_exact_line_is_found_after_a_few_batches(base: float, per_unit: float) -> None:
     model = learned([2, 64, 8, 32] * 5, lambda cost: base + per_unit * cost)
@@ -72,9 +114,8 @@ def test_exact_line_is_found_after_a_few_batches(base: float, per_unit: float) -
     assert model.duration(1) == pytest.approx(base + per_unit, rel=5e-2, abs=1e-2 * per_unit)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_noisy_line_is_found_about(seed: int) -> None:
-    rng = random.Random(seed)
+def test_noisy_line_is_found_about() -> None:
+    rng = random.Random(0)
     costs = [rng.randint(1, 64) for _ in range(300)]
     model = learned(costs, lambda cost: line(cost) * rng.lognormvariate(0.0, 0.2))
     for cost in (1, 16, 64):
@@ -176,53 +217,6 @@ def test_batches_are_not_cut_small_for_what_items_cost(
 # -- the batch size that pays
 
 
-class Full:
-    """A worker for which there is always more than fits into a batch."""
-
-    def __init__(self, curve: Callable[[int], float], batch_size: int = 64) -> None:
-        self.curve = curve
-        self.batch_size = batch_size
-        self.batcher = Batcher(batch_size=batch_size, max_latency=0.0, max_attempts=1)
-        self.batcher.worker_ready(0, 0.0)
-        self.now = 0.0
-        self.sizes: Counter[int] = Counter()
-
-    def run(self, batches: int) -> float:
-        """Run so many batches; the items per second that they came to."""
-        self.sizes.clear()
-        began = self.now
-        call = Call([None] * ((batches + 1) * self.batch_size), None)
-        [batch] = self.batcher.call_submitted(call, self.now).batches
-        for _ in range(batches):
-            batch = self._back(batch)
-        self.batcher.call_withdrawn(call)
-        self._back(batch)
-        items = sum(size * count for size, count in self.sizes.items())
-        return items / (self.now - began)
-
-    def compute(self, *sizes: int) -> None:
-        """Run batches of these sizes, beyond which nothing waits."""
-        for size in sizes:
-            self.now += 1.0
-            call = Call([None] * size, None)
-            batches = [*self.batcher.call_submitted(call, self.now).batches]
-            while batches:
-                batches = [each for each in [self._back(batches.pop())] if each is not None]
-
-    def _back(self, batch: Any) -> Any:
-        """A batch comes back; the next one, if there is one."""
-        took = self.curve(batch.size)
-        self.now += took
-        self.sizes[batch.size] += 1
-        report = BatchReport(batch.id, [None] * batch.size, duration=took, slot=0)
-        batches = self.batcher.batch_returned(report, self.now).batches
-        return batches[0] if batches else None
-
-    @property
-    def ideal(self) -> float:
-        return max(size / self.curve(size) for size in range(1, self.batch_size + 1))
-
-
 def knee(at: int, base: float = 0.002, factor: float = 3.0) -> Callable[[int], float]:
     """Beyond a size each item costs a multiple."""
     return lambda size: base + 0.001 * (min(size, at) + factor * max(0, size - at))
@@ -230,7 +224,7 @@ def knee(at: int, base: float = 0.002, factor: float = 3.0) -> Callable[[int], f
 
 @pytest.mark.parametrize("at", [3, 6, 11, 32])
 def test_size_beyond_which_a_device_slows_down_is_found(at: int) -> None:
-    worker = Full(knee(at))
+    worker = Worker(knee(at))
     worker.compute(*[1, 2, 3, 4, 6, 8] * 3)
     worker.run(500)
     assert worker.run(1000) > 0.92 * worker.ideal, worker.sizes
@@ -239,12 +233,10 @@ def test_size_beyond_which_a_device_slows_down_is_found(at: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "curve",
-    [lambda n: 0.01, lambda n: 0.01 + 0.0001 * n, lambda n: 0.01 + 0.001 * n],
-    ids=["flat", "nearly flat", "steep"],
+    "curve", [lambda n: 0.01, lambda n: 0.01 + 0.001 * n], ids=["flat", "steep"]
 )
 def test_where_larger_is_not_slower_batches_are_full(curve: Callable[[int], float]) -> None:
-    worker = Full(curve)
+    worker = Worker(curve)
     worker.run(500)
     assert worker.sizes[64] > 0.9 * 500
     rate = worker.run(2000)
@@ -252,7 +244,6 @@ def test_where_larger_is_not_slower_batches_are_full(curve: Callable[[int], floa
     assert len(worker.sizes) > 1, "and there are some all the same"
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("curve", "noise", "most_small"),
     [
@@ -263,31 +254,27 @@ def test_where_larger_is_not_slower_batches_are_full(curve: Callable[[int], floa
     ids=["little", "much"],
 )
 def test_noise_is_not_taken_for_a_knee(
-    curve: Callable[[int], float],
-    noise: Callable[[random.Random], float],
-    most_small: float,
-    seed: int,
+    curve: Callable[[int], float], noise: Callable[[random.Random], float], most_small: float
 ) -> None:
-    rng = random.Random(seed)
-    worker = Full(lambda size: curve(size) * noise(rng))
+    rng = random.Random(0)
+    worker = Worker(lambda size: curve(size) * noise(rng))
     worker.run(2000)
     assert worker.sizes[64] > (1.0 - most_small) * 2000
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_knee_is_found_in_spite_of_noise(seed: int) -> None:
-    rng, curve = random.Random(seed), knee(32)
-    worker = Full(lambda size: curve(size) * rng.lognormvariate(0.0, 0.15))
+def test_knee_is_found_in_spite_of_noise() -> None:
+    rng, curve = random.Random(0), knee(32)
+    worker = Worker(lambda size: curve(size) * rng.lognormvariate(0.0, 0.15))
     worker.run(500)
     worker.run(500)
     assert worker.sizes[64] < 0.2 * 500
 
 
-@pytest.mark.parametrize("cold", [1, 3, 7])
+@pytest.mark.parametrize("cold", [1, 7])
 def test_first_large_batches_of_a_cold_model_are_not_believed_for_long(cold: int) -> None:
     """As of text infilling: the first batches take several times as long, whatever is in them."""
     warm: Callable[[int], float] = lambda size: 0.009 + 0.0001 * size  # noqa: E731
-    worker = Full(lambda size: 4.0 * warm(size))
+    worker = Worker(lambda size: 4.0 * warm(size))
     worker.run(cold)
     worker.curve = warm
     worker.compute(*[16, 23, 32, 45] * 10)  # until more waits again
@@ -299,7 +286,7 @@ def test_first_large_batches_of_a_cold_model_are_not_believed_for_long(cold: int
 def test_quiet_hour_does_not_use_up_what_is_believed() -> None:
     """Cold large batches, then little to do: at the next peak the large ones are tried again."""
     warm: Callable[[int], float] = lambda size: 0.02 + 0.0001 * size  # noqa: E731
-    worker = Full(lambda size: 6.0 * warm(size))
+    worker = Worker(lambda size: 6.0 * warm(size))
     worker.run(8)
     worker.curve = warm
     worker.compute(*[16, 1, 2, 3] * 10, *[2] * 400)
@@ -310,7 +297,7 @@ def test_quiet_hour_does_not_use_up_what_is_believed() -> None:
 
 def test_small_batches_that_vary_more_do_not_win() -> None:
     rng = random.Random(0)
-    worker = Full(lambda n: (0.01 + 0.001 * n) * (rng.choice([0.8, 1.2]) if n < 40 else 1.0))
+    worker = Worker(lambda n: (0.01 + 0.001 * n) * (rng.choice([0.8, 1.2]) if n < 40 else 1.0))
     worker.compute(*[1, 2, 3, 4, 6, 8] * 3)
     worker.run(1500)
     worker.run(500)
@@ -321,8 +308,6 @@ def test_small_batches_that_vary_more_do_not_win() -> None:
     ("before", "after"),
     [
         (knee(16), knee(6)),
-        (knee(4), knee(16)),
-        (knee(32), knee(8)),
         (knee(8), knee(64)),
         (knee(16), lambda size: 2.0 * knee(16)(size)),  # it is throttled, and keeps its size
     ],
@@ -330,7 +315,7 @@ def test_small_batches_that_vary_more_do_not_win() -> None:
 def test_device_that_changes_has_another_size(
     before: Callable[[int], float], after: Callable[[int], float]
 ) -> None:
-    worker = Full(before)
+    worker = Worker(before)
     worker.run(500)
     worker.curve = after
     worker.run(2000)
@@ -338,7 +323,7 @@ def test_device_that_changes_has_another_size(
 
 
 def test_batch_that_was_held_up_changes_little() -> None:
-    worker = Full(knee(16))
+    worker = Worker(knee(16))
     worker.run(500)
     worker.curve = lambda size: 60.0
     worker.run(1)

@@ -34,31 +34,9 @@ from stub_engine import StubEngine
 
 
 @pytest.fixture
-def one() -> Iterator[StubEngine]:
-    with StubEngine() as made:
-        yield made
-
-
-@pytest.fixture
 def two() -> Iterator[StubEngine]:
     with StubEngine(2) as made:
         yield made
-
-
-def test_a_call_waits_for_its_worker_and_is_answered(one: StubEngine) -> None:
-    future = one.submit("a", "b")
-    assert not one.transport.sent
-    one.transport.ready(0)
-    assert one.transport.sent == [(0, 0, ["a", "b"])]
-    one.transport.echo()
-    assert future.result(0) == ["a", "b"]
-
-
-def test_an_idle_engine_waits_without_a_timeout(one: StubEngine) -> None:
-    one.transport.ready(0)
-    one.submit("a")
-    one.transport.echo()
-    assert set(one.transport.timeouts) == {None}
 
 
 def test_a_worker_is_refilled_before_the_callers_are_told(one: StubEngine) -> None:
@@ -122,39 +100,6 @@ def test_not_while_something_waits_for_the_worker(
     one.transport.echo()
     assert second.wait(0)
     assert (first.result(), second.result()) == (["a"], ["b"])
-
-
-def test_not_if_there_are_many_of_them(when_learned: list[Callable[[], None]]) -> None:
-    with StubEngine(batch_size=64) as setup:
-        calls = [blocked(setup, number) for number in range(64)]
-        setup.transport.ready(0)
-        seen: list[bool] = []
-        when_learned.append(lambda: seen.append(calls[0][1].wait(0)))
-        setup.transport.echo()
-        assert seen == [False]
-        for number, (_, reply) in enumerate(calls):
-            assert reply.wait(1 if number else 0)
-            assert reply.result() == [number]
-
-
-def test_a_thread_that_has_gone_is_not_answered_and_its_neighbours_are(one: StubEngine) -> None:
-    (gone, unheard), (_, reply) = blocked(one, "a", "b"), blocked(one, "c")
-    one.transport.ready(0)
-    one.engine.withdraw(gone)
-    one.transport.echo()
-    assert reply.wait(0)
-    assert reply.result() == ["c"]
-    assert not unheard.wait(0)
-
-
-def test_a_thread_has_all_results_of_a_call_of_several_batches_at_once(one: StubEngine) -> None:
-    one.transport.ready(0)
-    _, reply = blocked(one, *"abcdef")
-    one.transport.echo(0)
-    assert not reply.wait(0)
-    one.transport.echo()
-    assert reply.wait(0)
-    assert reply.result() == [*"abcdef"]
 
 
 def test_a_bug_of_ours_answers_nobody_twice(
@@ -253,16 +198,6 @@ def test_callers_who_call_again_do_not_wake_the_loop(one: StubEngine) -> None:
     assert one.transport.sent[-1][2] == ["a"] * 3
 
 
-def test_a_refused_item_fails_its_own_call_only(one: StubEngine) -> None:
-    one.transport.refused_items.append(("bad", UnpicklableItem("bad")))
-    one.transport.ready(0)
-    with pytest.raises(UnpicklableItem):
-        one.submit("bad").result(0)
-    good = one.submit("good")
-    one.transport.echo()
-    assert good.result(0) == ["good"]
-
-
 def test_a_raising_callback_or_reply_hurts_nobody(
     one: StubEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -308,27 +243,6 @@ def test_wait_ready_waits_for_every_worker(two: StubEngine) -> None:
     assert two.engine.state is EngineState.RUNNING
 
 
-def test_a_failed_start_is_told_though_others_serve(two: StubEngine) -> None:
-    two.transport.ready(0)
-    two.cannot_start(1)
-    for _ in range(2):
-        with pytest.raises(WorkerStartError, match="no weights"):
-            two.engine.wait_ready(None)
-    future = two.submit("a")
-    two.transport.echo()
-    assert future.result(0) == ["a"]
-
-
-def test_calls_fail_with_the_start_error_when_no_worker_starts(one: StubEngine) -> None:
-    meanwhile = one.submit("a")
-    one.cannot_start(0)
-    assert one.engine.state is EngineState.BROKEN
-    with pytest.raises(WorkerStartError, match="no weights"):
-        meanwhile.result(0)
-    with pytest.raises(WorkerStartError, match="no weights"):
-        one.submit("b")
-
-
 def test_when_no_worker_can_be_started_any_more_nobody_waits(one: StubEngine) -> None:
     one.transport.ready(0)
     held = one.submit("held")
@@ -338,11 +252,7 @@ def test_when_no_worker_can_be_started_any_more_nobody_waits(one: StubEngine) ->
     one.advance(0.1)
     one.transport.lose(2, loss=Loss.DIED_STARTING, text="killed once more")
     assert one.engine.state is EngineState.BROKEN
-    for refused in (
-        lambda: held.result(0),
-        lambda: waiting.result(0),
-        lambda: one.submit("later"),
-    ):
+    for refused in (lambda: held.result(0), lambda: waiting.result(0), lambda: one.submit("later")):
         with pytest.raises(StreamerBroken, match="no worker is left") as caught:
             refused()
         assert "killed once more" in str(caught.value.__cause__)
@@ -353,22 +263,8 @@ def test_when_no_worker_can_be_started_any_more_nobody_waits(one: StubEngine) ->
 # -- supervision
 
 
-def test_a_lost_worker_is_started_again_and_runs_what_it_held(one: StubEngine) -> None:
-    one.transport.ready(0)
-    future = one.submit("a")
-    one.transport.lose(0)
-    assert one.transport.started == [(0, 0, 1), (1, 0, 1)]
-    one.transport.ready(1)
-    assert one.transport.sent == [(0, 0, ["a"]), (1, 1, ["a"])]
-    one.transport.echo()
-    assert future.result(0) == ["a"]
-    stats = one.engine.stats()
-    assert (stats.restarts, stats.retries, stats.workers["idle"]) == (1, 1, 1)
-
-
 @pytest.mark.parametrize(
-    ("loading", "parts"),
-    [(1.0, [[n] for n in range(8)]), (0.0, [[0, 1, 2, 3], [4, 5, 6, 7]])],
+    ("loading", "parts"), [(1.0, [[n] for n in range(8)]), (0.0, [[0, 1, 2, 3], [4, 5, 6, 7]])]
 )
 def test_items_run_one_by_one_after_a_death_when_the_model_loads_for_long(
     loading: float, parts: list[list[int]]
@@ -389,19 +285,6 @@ def test_items_run_one_by_one_after_a_death_when_the_model_loads_for_long(
         assert [payloads for _, _, payloads in transport.sent[1:]] == parts
 
 
-def test_a_worker_waits_for_its_time_to_be_started_again(one: StubEngine) -> None:
-    one.transport.ready(0)
-    one.submit("a")
-    one.transport.echo()
-    one.transport.lose(0)
-    one.transport.ready(1)
-    one.submit("b")
-    one.transport.echo()
-    one.transport.lose(1)
-    one.transport.ready(2)
-    assert len(one.transport.started) == 3, "each had worked, so there is no row"
-
-
 def test_a_start_that_fails_is_a_loss(one: StubEngine, caplog: pytest.LogCaptureFixture) -> None:
     one.transport.ready(0)
     one.transport.refused_starts.append(OSError("no memory for a process"))
@@ -409,68 +292,6 @@ def test_a_start_that_fails_is_a_loss(one: StubEngine, caplog: pytest.LogCapture
     one.transport.await_that(lambda: one.engine.state is EngineState.BROKEN)
     with pytest.raises(WorkerStartError, match="no memory for a process"):
         one.engine.wait_ready(None)
-
-
-def test_a_hung_worker_is_ended_and_its_batch_run_again() -> None:
-    with StubEngine(batch_timeout=10.0) as setup:
-        setup.transport.ready(0)
-        future = setup.submit("a")
-        setup.advance(10.0)
-        assert setup.transport.killed == [0]
-        setup.transport.lose(0)
-        setup.transport.ready(1)
-        setup.transport.echo()
-        assert future.result(0) == ["a"]
-
-
-def test_a_rolling_restart_drains_the_old_worker_when_the_new_one_is_ready(one: StubEngine) -> None:
-    one.transport.ready(0)
-    running, waiting = one.submit("a"), one.submit("b")
-    restart = threading.Thread(target=one.engine.restart_workers, args=(None,))
-    restart.start()
-    one.transport.await_that(lambda: one.transport.started == [(0, 0, 1), (1, 0, 1)])
-    one.transport.ready(1)
-    assert one.transport.sent[1:] == [(1, 1, ["b"])], "the old one takes no more"
-    assert one.transport.stopped == []
-    one.transport.echo(0)
-    assert one.transport.stopped == [0]
-    one.transport.lose(0)
-    restart.join()
-    one.transport.echo()
-    assert (running.result(0), waiting.result(0)) == (["a"], ["b"])
-    assert one.engine.stats().restarts == 0
-
-
-def test_a_rolling_restart_whose_new_worker_cannot_start_leaves_the_old(one: StubEngine) -> None:
-    one.transport.ready(0)
-    raised: list[BaseException] = []
-
-    def restart() -> None:
-        try:
-            one.engine.restart_workers(None)
-        except WorkerStartError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=restart)
-    thread.start()
-    one.transport.await_that(lambda: len(one.transport.started) == 2)
-    one.cannot_start(1, "new weights are bad")
-    thread.join()
-    assert "new weights are bad" in str(raised[0])
-    future = one.submit("a")
-    one.transport.echo()
-    assert future.result(0) == ["a"]
-
-
-def test_scaling_starts_and_stops_workers(one: StubEngine) -> None:
-    one.transport.ready(0)
-    one.engine.scale(2)
-    one.transport.await_that(lambda: len(one.transport.started) == 2)
-    assert one.transport.started[1] == (1, 1, 2)
-    one.transport.ready(1)
-    one.engine.wait_ready(None)
-    one.engine.scale(1)
-    one.transport.await_that(lambda: one.transport.stopped == [1])
 
 
 def test_a_worker_that_retires_goes_on_if_more_are_wanted_again(two: StubEngine) -> None:
@@ -494,34 +315,8 @@ def test_a_worker_that_retires_goes_on_if_more_are_wanted_again(two: StubEngine)
 # -- time, and room
 
 
-def test_a_future_fails_at_its_time_wherever_the_call_is(one: StubEngine) -> None:
-    one.transport.ready(0)
-    running, waiting = one.submit("a", timeout=2.0), one.submit("b", timeout=3.0)
-    one.advance(2.0)
-    with pytest.raises(PredictTimeout, match=r"^expired$"):
-        running.result(0)
-    one.advance(1.0)
-    with pytest.raises(PredictTimeout, match=r"^expired$"):
-        waiting.result(0)
-    one.transport.echo()
-    assert len(one.transport.sent) == 1, "what is late is not computed"
-    assert one.engine.stats().expired == 2
-
-
-def test_beyond_max_pending_calls_are_refused_and_nothing_is_enqueued() -> None:
-    with StubEngine(max_pending=2) as setup:
-        setup.transport.refused_items.append(("never encoded", UnpicklableItem("encoded")))
-        setup.submit("a", "b")
-        with pytest.raises(Overloaded, match="2 items wait, and 1 more would be beyond"):
-            setup.submit("never encoded")
-        assert setup.engine.stats().pending == 2
-        assert setup.engine.stats().rejected == 1
-
-
 @pytest.mark.parametrize("ask", [Engine.model_description, Engine.check_room])
-def test_a_forked_child_is_refused_what_needs_the_lock(
-    ask: Callable[[Engine], object],
-) -> None:
+def test_a_forked_child_is_refused_what_needs_the_lock(ask: Callable[[Engine], object]) -> None:
     with StubEngine(max_pending=1) as one:
         one.submit("a")
         with pytest.MonkeyPatch.context() as patch:
@@ -542,45 +337,13 @@ def test_an_idle_engine_is_not_woken_by_every_call_that_has_a_timeout() -> None:
 # -- the end
 
 
-def draining(one: StubEngine, timeout: float | None = None) -> threading.Thread:
-    """A thread that closes the engine, which has begun to drain."""
-    closing = threading.Thread(target=one.engine.close, kwargs={"drain": True, "timeout": timeout})
-    closing.start()
-    await_that(lambda: one.engine.state is EngineState.DRAINING)
-    return closing
-
-
-def test_a_drain_finishes_what_was_accepted_and_refuses_the_rest(one: StubEngine) -> None:
-    one.transport.ready(0)
-    running, waiting = one.submit("a"), one.submit("b")
-    closing = draining(one)
-    with pytest.raises(StreamerClosed):
-        one.submit("c")
-    one.transport.echo()
-    assert running.result(0) == ["a"]
-    one.transport.echo()
-    assert waiting.result(0) == ["b"]
-    closing.join()
-    assert one.transport.is_closed
-    assert one.engine.state is EngineState.CLOSED
-
-
 def test_a_drain_ends_when_the_last_call_is_cancelled(one: StubEngine) -> None:
     future = one.submit("a")
-    closing = draining(one)
+    closing = threading.Thread(target=one.engine.close, kwargs={"drain": True, "timeout": None})
+    closing.start()
+    await_that(lambda: one.engine.state is EngineState.DRAINING)
     assert future.cancel()
     closing.join()
-
-
-def test_a_drain_ends_at_its_deadline(one: StubEngine) -> None:
-    one.transport.ready(0)
-    future = one.submit("a")
-    closing = draining(one, 5.0)
-    one.await_timer(one.clock() + 5.0)
-    one.clock.advance(5.0)
-    closing.join()
-    with pytest.raises(StreamerClosed):
-        future.result(0)
 
 
 def test_a_bug_in_the_loop_fails_the_open_calls_and_the_streamer_goes_on(
@@ -608,29 +371,6 @@ def test_a_bug_in_the_loop_fails_the_open_calls_and_the_streamer_goes_on(
 # -- events that come together, or too late
 
 
-def test_a_worker_that_becomes_ready_and_dies_in_one_go_gets_no_batch(one: StubEngine) -> None:
-    future = one.submit("a")
-    lost = events.WorkerDied(0, Failure(WorkerLost("died")), Loss.CRASHED)
-    one.transport.deliver(events.WorkerReady(0), lost)
-    assert one.transport.sent == []
-    one.transport.ready(1)
-    one.transport.echo()
-    assert future.result(0) == ["a"]
-
-
-def test_a_worker_that_answers_and_dies_in_one_go_gets_no_batch(one: StubEngine) -> None:
-    one.transport.ready(0)
-    first, second = one.submit("a"), one.submit("b")
-    lost = events.WorkerDied(0, Failure(WorkerLost("died")), Loss.CRASHED)
-    one.transport.deliver(events.BatchReport(0, ["a"], slot=0), lost)
-    assert first.result(0) == ["a"]
-    assert len(one.transport.sent) == 1
-    assert one.engine.stats().retries == 0
-    one.transport.ready(1)
-    one.transport.echo()
-    assert second.result(0) == ["b"]
-
-
 def test_a_restart_does_not_wait_for_a_worker_that_has_no_place(two: StubEngine) -> None:
     two.transport.ready(0)
     two.transport.deliver(events.WorkerWaits(1))
@@ -642,31 +382,6 @@ def test_a_restart_does_not_wait_for_a_worker_that_has_no_place(two: StubEngine)
     two.transport.lose(0)
     restart.join()
     assert two.engine.stats().workers["starting"] == 1
-
-
-def test_a_worker_that_is_lost_with_its_host_costs_no_attempt() -> None:
-    with StubEngine(4, max_attempts=2) as setup:
-        setup.transport.ready(0, 1, 2, 3)
-        future = setup.submit("a")
-        for _ in range(3):
-            setup.transport.lose(setup.transport.sent[-1][0], loss=Loss.OUTAGE)
-        setup.transport.echo()
-        assert future.result(0) == ["a"]
-        assert setup.engine.stats().retries == 3
-
-
-def test_a_worker_that_is_told_to_end_while_it_loads_gets_no_batch(two: StubEngine) -> None:
-    two.transport.ready(0)
-    two.engine.scale(1)
-    two.transport.await_that(lambda: two.transport.stopped == [1])
-    two.transport.ready(1)
-    futures = [two.submit(item) for item in "ab"]
-    assert [slot for slot, _, _ in two.transport.sent] == [0]
-    two.transport.lose(1)
-    two.transport.echo()
-    two.transport.echo()
-    assert [future.result(0) for future in futures] == [["a"], ["b"]]
-    assert two.engine.stats().workers["idle"] == 1
 
 
 def test_a_future_s_repr_tells_its_state(one: StubEngine) -> None:

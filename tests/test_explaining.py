@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 
 import models
-from service_streamer import (
-    Reason,
-    RedisStreamer,
-    RedisWorker,
-    ThreadedStreamer,
-)
+from service_streamer import Reason, RedisStreamer, RedisWorker, ThreadedStreamer
 from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.explain import explain
 from service_streamer.observe.recent import RECENT, Snapshot, Summary, summarize

@@ -58,16 +58,6 @@ def test_futures_with_a_callback_or_a_waiter_are_left_to_be_completed_one_by_one
     assert heard == [called]
 
 
-def test_to_ask_whether_it_is_done_makes_nothing() -> None:
-    future = Future(Plain())  # type: ignore[arg-type]
-    assert not future.done()
-    assert not future.cancelled()
-    assert not future.running()
-    assert Future.complete_all(answered(future)) == []
-    assert future.done()
-    assert not future.cancelled()
-
-
 def test_who_has_the_lock_sees_no_future_finish() -> None:
     future, other = (Future(Plain()) for _ in range(2))  # type: ignore[arg-type]
     with future._condition:

@@ -35,19 +35,6 @@ def test_it_goes_on_with_the_lines_of_its_text(
     assert training.accuracy(model, examples) >= 0.95
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text"),
-    [
-        ("Mary had a little", "Mary had a little lamb,\nIts fleece was white as snow,"),
-        ("mary had a", "mary had a little lamb,\nIts fleece was white as snow,"),
-        ("Mary had a little ", "Mary had a little lamb,\nIts fleece was white as snow,"),
-        ("The owl and the pussy cat", "The owl and the pussy cat went to sea\n"),
-    ],
-)
-def test_well_known_lines(model: TextGenerationModel, prompt: str, text: str) -> None:
-    assert model.predict([prompt])[0].startswith(text)
-
-
 def test_an_answer_does_not_depend_on_the_batch(
     model: TextGenerationModel, examples: list[training.Example]
 ) -> None:

@@ -17,10 +17,17 @@ pytest.importorskip("gevent")
 TESTS = Path(__file__).parent
 
 
+PATCHED = """
+from gevent import monkey
+if __name__ == "__main__":
+    monkey.patch_all()
+"""
+
+
 def run_text(folder: Path, text: str, *arguments: str, **variables: str) -> str:
-    """Run a program of this text, as a file."""
+    """Run a program of this text, as a file, in a process that is patched."""
     program = folder / "program.py"
-    program.write_text(textwrap.dedent(text))
+    program.write_text(PATCHED + textwrap.dedent(text))
     return run(str(program), *arguments, **variables)
 
 
@@ -44,10 +51,6 @@ def test_the_behaviour_suites_hold(redis_server: str, suite: str) -> None:
 
 
 SERVICE = """
-    from gevent import monkey
-    if __name__ == "__main__":
-        monkey.patch_all()
-
     import time, urllib.request
     import gevent
     import models
@@ -82,10 +85,6 @@ def test_greenlets_of_pywsgi_wait_side_by_side_and_share_batches(tmp_path: Path,
 
 
 OVER_REDIS = """
-    from gevent import monkey
-    if __name__ == "__main__":
-        monkey.patch_all()
-
     import sys
     import gevent
     import models
@@ -115,10 +114,6 @@ def test_greenlets_wait_side_by_side_for_hosts_beyond_redis(
 
 
 COLLECTED = """
-    from gevent import monkey
-    if __name__ == "__main__":
-        monkey.patch_all()
-
     import gc, multiprocessing, os, subprocess
     import gevent
     import models
@@ -176,10 +171,6 @@ def test_while_a_model_computes_other_greenlets_run(tmp_path: Path) -> None:
 
 
 STREAMS = """
-    from gevent import monkey
-    if __name__ == "__main__":
-        monkey.patch_all()
-
     import sys
     import gevent
     from service_streamer import Streamer, StreamerError
@@ -235,10 +226,6 @@ except ValueError as error:
 
 
 SHARED = """
-    from gevent import monkey
-    if __name__ == "__main__":
-        monkey.patch_all()
-
     import os, signal
     import gevent
     import models
@@ -268,10 +255,6 @@ def test_a_shared_pool(tmp_path: Path) -> None:
 
 
 FORKED = """
-    from gevent import monkey
-    if __name__ == "__main__":
-        monkey.patch_all()
-
     import os, sys
     import gevent
     import models

@@ -11,16 +11,15 @@ import pytest
 
 import models
 import service_streamer.supervision.health as health
+from batcher_walk import Walk
 from cases import long_cases
 from conftest import await_that
 from service_streamer import Streamer, ThreadedStreamer
-from service_streamer.batching.batcher import Batcher
-from service_streamer.observe.record import BatchRecord, BatchReport, Call
+from service_streamer.observe.record import BatchRecord
 from service_streamer.options.table import FaultOptions
 from service_streamer.serve.cli.main import main
 from service_streamer.supervision.health import WARM, BatchBound
 from service_streamer.testing import Gate
-from stub_engine import StubEngine
 
 
 def warmed(bound: BatchBound, *durations: float) -> BatchBound:
@@ -33,7 +32,10 @@ def warmed(bound: BatchBound, *durations: float) -> BatchBound:
 def test_the_first_batches_have_an_hour_without_a_timeout_of_callers() -> None:
     assert BatchBound(None).limit(0, math.inf) == 3600.0
     assert BatchBound(None).limit(0, 30.0) == 600.0
-    assert BatchBound(20.0).limit(0, math.inf) == 600.0
+    bound = BatchBound(20.0)
+    assert bound.limit(0, math.inf) == 600.0
+    assert bound.normal == 60.0, "it is known from the start"
+    assert warmed(bound, 30.0).normal == 300.0
 
 
 def test_a_slow_first_batch_counts_for_the_first_ones_of_others_only() -> None:
@@ -50,36 +52,27 @@ def test_a_given_bound_stays() -> None:
     assert (bound.limit(0), bound.limit(WARM), bound.normal) == (2.0, 2.0, 2.0)
 
 
-def test_what_is_normal_is_known_from_the_start() -> None:
-    bound = BatchBound(20.0)
-    assert bound.normal == 60.0
-    assert warmed(bound, 30.0).normal == 300.0
-
-
 # -- workers
 
 
-class Walk:
+class Bounded(Walk):
     """Workers that compute batches of one item, one after the other."""
 
     def __init__(self, count: int = 1, bound: BatchBound | None = None) -> None:
-        self.batcher = Batcher(
-            batch_size=1, max_latency=0.0, max_attempts=1, batch_timeout=bound or BatchBound(20.0)
+        timeout = bound or BatchBound(20.0)
+        super().__init__(
+            batch_size=1, max_latency=0.0, slots=count, max_attempts=1, batch_timeout=timeout
         )
-        for slot in range(count):
-            self.batcher.worker_ready(slot, 0.0)
         self.patience = 20.0
 
     def give(self, now: float) -> BatchRecord:
-        call = Call([None], None)
-        call.deadline = now + self.patience
-        [batch] = self.batcher.call_submitted(call, now).batches
+        self.now = now
+        [batch] = self.submit(None, timeout=self.patience)[1]
         return batch
 
-    def back(self, batch: BatchRecord, now: float, failure: object = None) -> None:
-        outputs = [] if failure else [None]
-        report = BatchReport(batch.id, outputs, failure=failure, slot=batch.slot)
-        self.batcher.batch_returned(report, now)
+    def back(self, batch: BatchRecord, now: float) -> None:
+        self.now = now
+        self.done(batch)
 
     def warm(self, took: float = 0.1) -> float:
         """Compute ten batches; when they are over."""
@@ -93,18 +86,15 @@ class Walk:
         """What hangs, at each look until then."""
         told = []
         while (now := self.batcher.deadline) <= end:
-            told.append((now, self.hung(now)))
+            told.append((now, [*self.batcher.time_passed(now).hung]))
         return told
-
-    def hung(self, now: float) -> list[int]:
-        return [*self.batcher.time_passed(now).hung]
 
 
 @pytest.mark.parametrize(
     ("patience", "limit"), [(1.0, 60.0), (300.0, 600.0), (1e4, 2e4), (math.inf, 600.0)]
 )
 def test_callers_that_wait_for_long_may_have_sent_long_work(patience: float, limit: float) -> None:
-    walk = Walk()
+    walk = Bounded()
     now = walk.warm()
     walk.patience = patience
     walk.give(now)
@@ -112,7 +102,7 @@ def test_callers_that_wait_for_long_may_have_sent_long_work(patience: float, lim
 
 
 def test_one_that_is_not_ended_is_told_once_for_each_batch_and_goes_on() -> None:
-    walk = Walk(bound=BatchBound(20.0, ends=False))
+    walk = Bounded(bound=BatchBound(20.0, ends=False))
     now = walk.warm()
     batch = walk.give(now)
     assert walk.looks_until(1e6)[-1] == (now + 60.0, [0])
@@ -134,7 +124,7 @@ def test_one_that_is_not_ended_is_told_once_for_each_batch_and_goes_on() -> None
 def test_a_streamer_is_stuck_when_no_worker_may_soon_be_free(
     busy_since: list[float | None], now: float, expected: float | None
 ) -> None:
-    walk = Walk(len(busy_since))
+    walk = Bounded(len(busy_since))
     for since in busy_since:
         if since is not None:
             walk.give(since)
@@ -142,29 +132,15 @@ def test_a_streamer_is_stuck_when_no_worker_may_soon_be_free(
 
 
 def test_a_batch_that_failed_is_no_measure() -> None:
-    walk = Walk()
+    walk = Bounded()
     for number in range(2 * WARM):
-        walk.back(walk.give(number), number + 0.5, failure="why")
+        batch = walk.give(number)
+        walk.now += 0.5
+        walk.failed(batch)
     assert walk.batcher.limit(0) == 600.0
 
 
 # -- the engine, and streamers
-
-
-def test_readiness_turns_red_while_every_worker_is_stuck_and_green_again() -> None:
-    setup = StubEngine(2, batch_timeout=BatchBound(20.0, ends=False))
-    try:
-        setup.transport.ready(0, 1)
-        setup.submit("a"), setup.submit("b")
-        setup.clock.advance(59.0)
-        assert setup.engine.stats().trouble is None
-        setup.clock.advance(2.0)
-        text = "every worker has been at one batch for 61 s or longer"
-        assert setup.engine.stats().trouble == text
-        setup.transport.echo()
-        assert setup.engine.stats().trouble is None
-    finally:
-        setup.engine.close(drain=False, timeout=None)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import gc
 import logging
 import multiprocessing
 import os
-import pickle
 import queue
 import selectors
 import signal
@@ -134,9 +133,7 @@ def sending() -> Iterator[StubEngine]:
         yield made
 
 
-def test_a_thread_that_is_stopped_before_it_sends_is_not_overtaken(
-    sending: StubEngine,
-) -> None:
+def test_a_thread_that_is_stopped_before_it_sends_is_not_overtaken(sending: StubEngine) -> None:
     engine = sending.engine
     other = threading.Thread(target=lambda: engine.submit(Call(["second"], Future(engine))))
 
@@ -174,9 +171,7 @@ def test_a_thread_that_is_stopped_while_it_sends_is_not_overtaken(
     assert sending.sent == [["zeroth"], ["first"], ["second"]]
 
 
-def test_a_finalizer_may_submit_while_its_thread_sends(
-    sending: StubEngine,
-) -> None:
+def test_a_finalizer_may_submit_while_its_thread_sends(sending: StubEngine) -> None:
     engine = sending.engine
     engine.submit(Call(["zeroth"], Future(engine)))
     [lane] = engine.core.lanes.values()
@@ -214,20 +209,6 @@ def test_two_finalizers_do_not_wait_for_each_other_s_locks(
     other.join()
     transport.await_that(lambda: len(transport.sent) == 2)
     assert sending.sent == [["first"], ["second"]]
-
-
-def test_a_worker_whose_message_was_interrupted_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with Streamer(models.echo, worker_num=2) as streamer:
-        streamer.wait_ready()
-        with monkeypatch.context() as patch:
-            patch.setattr(pickle, "dumps", failing_second_time(pickle.dumps, KeyboardInterrupt()))
-            with pytest.raises(KeyboardInterrupt):
-                streamer.submit([1])
-        while streamer.stats().restarts < 1:
-            os.sched_yield()
-        assert streamer.predict([2]) == [2]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -402,9 +383,7 @@ def _caught(ask: Callable[[], list[Any]]) -> Any:
         return error
 
 
-def test_a_log_handler_that_raises_costs_nobody_an_answer(
-    gate: Gate,
-) -> None:
+def test_a_log_handler_that_raises_costs_nobody_an_answer(gate: Gate) -> None:
     class Raises(logging.Handler):
         def emit(self, _: logging.LogRecord) -> None:
             raise RuntimeError("the handler's own")

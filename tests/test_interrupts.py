@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from service_streamer import ManagedModel, PredictTimeout, Streamer, ThreadedStreamer
+from service_streamer import PredictTimeout, Streamer, ThreadedStreamer
+from stream_models import Summed
 
 #: Seconds until a call counts as lost.
 ALARM = 60.0
@@ -68,12 +69,14 @@ def every_point(
     assert at > 20, "the profile function did not see what was called"
 
 
-def settle(futures: list[Future[Any]], streamer: ThreadedStreamer | Streamer) -> None:
+def settle(
+    futures: list[Future[Any]], streamer: ThreadedStreamer | Streamer, fresh: Any = "fresh"
+) -> None:
     """All calls end, the streamer is idle then, and a fresh call is answered."""
     assert not wait(futures, ALARM).not_done
     is_idle = False
     while not is_idle:  # the call that was interrupted may have been accepted, and still run
-        assert streamer.submit(["fresh"]).result(ALARM) == ["fresh"]
+        assert streamer.submit([fresh]).result(ALARM) == [fresh]
         stats = streamer.stats()
         is_idle = not (stats.pending or stats.in_flight)
     ended = stats.answered + stats.failed + stats.expired + stats.cancelled
@@ -131,41 +134,23 @@ def test_a_handler_that_raises_one_of_our_errors_is_no_refusal() -> None:
         settle([first, *futures], streamer)
 
 
-class Steps(ManagedModel):
-    """Three steps for each item."""
-
-    def init_model(self) -> None:
-        pass
-
-    def start(self, items: list[str]) -> list[list[Any]]:
-        return [[item, 0] for item in items]
-
-    def step(self, states: list[list[Any]]) -> list[tuple[Any, bool]]:
-        for state in states:
-            state[1] += 1
-        return [(state[0], state[1] == 3) for state in states]
-
-    def join_outputs(self, outputs: list[Any]) -> Any:
-        return outputs[-1]
-
-
 # Within a finalizer Python itself drops the exception, and says so.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_streams_and_calls_that_are_given_up() -> None:
-    with ThreadedStreamer(Steps, batch_size=2) as streamer:
+    with ThreadedStreamer(Summed, batch_size=2) as streamer:
 
         def call() -> None:
-            futures.append(streamer.submit(["a", "b", "c"]))
-            stream = streamer.stream("d")
+            futures.append(streamer.submit([3, 3, 3]))
+            stream = streamer.stream(3)
             next(stream)
             stream.close()
-            futures.append(streamer.submit(["e"]))
+            futures.append(streamer.submit([3]))
             futures[-1].cancel()
-            streamer.predict(["f"])
+            streamer.predict([3])
 
         futures: list[Future[Any]] = []
         for _ in every_point(call):
-            settle(futures, streamer)
+            settle(futures, streamer, 1)
             futures.clear()
 
 

@@ -3,65 +3,36 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
-import os
-import select
 import signal
 import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fault_processes import GONE, Watch, running
 
 import models
 from cases import long_cases
 from service_streamer import Streamer, StreamerClosed, StreamerError, ThreadedStreamer
 from service_streamer.testing import Gate
 
-ROOT = Path(__file__).parent.parent
-
 Start = Callable[..., subprocess.Popen[str]]
+
+
+FLAGS = (
+    *("-W", "error::ResourceWarning"),
+    *("-W", "ignore:This process:DeprecationWarning"),  # of os.fork, from 3.12 on
+)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a program from its source, with its output as text; kills it after the test."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(source: str) -> subprocess.Popen[str]:
-        path = tmp_path / f"program{len(processes)}.py"
-        path.write_text(textwrap.dedent(source))
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-W", "error::ResourceWarning"),
-                *("-W", "ignore:This process:DeprecationWarning"),  # of os.fork, from 3.12 on
-                str(path),
-            ],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        )  # fmt: skip
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-def await_end(pid: int) -> None:
-    """Block until a process that is no child of ours has ended."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        select.select([descriptor], [], [])
-    finally:
-        os.close(descriptor)
+    with contextlib.ExitStack() as stack:
+        yield lambda source: stack.enter_context(running(source, tmp_path, flags=FLAGS))
 
 
 # -- the main module
@@ -84,43 +55,6 @@ def test_a_streamer_at_import_time_of_main_gives_one_clear_sentence(start: Start
     last = err.strip().splitlines()[-1]
     assert "build it under `if __name__ == '__main__':`" in last
     assert "WorkerStartError" in last.partition(":")[0]
-
-
-def test_a_child_of_multiprocessing_that_forgets_its_streamer_ends(start: Start) -> None:
-    program = start("""
-        import multiprocessing
-        import models
-        from service_streamer import Streamer
-
-        def child():
-            global streamer
-            streamer = Streamer(models.double)
-            streamer.wait_ready()  # one that still loads may have to be terminated, which is told
-            print(streamer.predict([1]), flush=True)
-
-        if __name__ == "__main__":
-            process = multiprocessing.get_context("spawn").Process(target=child)
-            process.start()
-            process.join()
-            print(process.exitcode)
-    """)
-    assert program.communicate() == ("[2]\n0\n", "")
-
-
-def test_the_same_for_a_program_that_only_serves(start: Start) -> None:
-    program = start("""
-        import models
-        from service_streamer import Streamer
-
-        streamer = Streamer(models.echo)
-        try:
-            streamer.wait_ready()
-        except Exception as error:
-            print(type(error).__name__)
-    """)
-    out, err = program.communicate()
-    assert (program.returncode, out) == (0, "WorkerStartError\n")
-    assert "Traceback" not in err
 
 
 def test_the_web_process_does_not_import_what_the_model_imports(start: Start) -> None:
@@ -190,54 +124,17 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(start: Sta
             os.kill(os.getpid(), signal.SIGKILL)
     """)
     assert program.stdout is not None
-    await_end(int(program.stdout.readline()))
+    with Watch({int(program.stdout.readline())}) as worker:
+        assert worker.alive_after(GONE) == []
 
 
 # -- ends
 
 
-@pytest.mark.parametrize("method", ["spawn", *long_cases("fork", "forkserver")])
-def test_workers_end_by_themselves_when_their_parent_is_killed(start: Start, method: str) -> None:
-    program = start(f"""
-        import os, signal
-        import models
-        from service_streamer import Streamer
-
-        if __name__ == "__main__":
-            streamer = Streamer(models.process_ids, mp_start_method="{method}")
-            print(streamer.predict([1])[0], flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-    """)
-    assert program.stdout is not None
-    await_end(int(program.stdout.readline()))
-
-
-def test_a_worker_that_computes_ends_when_its_parent_is_killed(
-    start: Start, gate: Gate, tmp_path: Path
-) -> None:
-    program = start(f"""
-        import os, signal
-        import models
-        from service_streamer import Streamer
-        from service_streamer.testing import Gate
-
-        if __name__ == "__main__":
-            gate = Gate({str(tmp_path / "gate")!r})
-            streamer = Streamer(models.Gated, model_init_args=(gate,))
-            streamer.submit([1])
-            import multiprocessing
-            [worker] = multiprocessing.active_children()
-            gate.await_arrival()
-            print(worker.pid, flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-    """)
-    assert program.stdout is not None
-    await_end(int(program.stdout.readline()))
-
-
 @pytest.mark.parametrize("kind", ["Streamer", *long_cases("ThreadedStreamer")])
-@pytest.mark.parametrize("ending", ["", "streamer = None"])
-def test_the_interpreter_ends_with_work_in_flight(start: Start, kind: str, ending: str) -> None:
+def test_the_interpreter_ends_with_work_in_flight_of_a_forgotten_one(
+    start: Start, kind: str
+) -> None:
     program = start(f"""
         import sys, threading
         import models
@@ -251,7 +148,7 @@ def test_the_interpreter_ends_with_work_in_flight(start: Start, kind: str, endin
             streamer = {kind}(block, 1)
             futures = [streamer.submit([i]) for i in range(3)]
             sys.stdin.readline()
-            {ending}
+            streamer = None
     """)
     assert program.stdout is not None
     assert program.stdout.readline() == "computing\n"

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import math
 import os
 import random
 import signal
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import models
+from batcher_walk import Walk
 from conftest import await_that
 from contract.figures import Figures, told
 from service_streamer import (
@@ -27,12 +24,11 @@ from service_streamer import (
     ThreadedStreamer,
     WorkerStats,
 )
-from service_streamer.batching.batcher import Batcher
-from service_streamer.engine.engine import Engine
-from service_streamer.observe.record import BatchRecord, BatchReport, Call
+from service_streamer.observe.record import BatchRecord, Call
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
-from service_streamer.testing import Gate, ManualClock, StubTransport
+from service_streamer.testing import Gate
 from service_streamer.workers.protocol import Failure
+from stub_engine import StubEngine
 
 # -- histograms
 
@@ -44,23 +40,12 @@ def histogram(*values: float, bounds: tuple[float, ...] = (1, 2, 4)) -> Histogra
     return made
 
 
-@pytest.mark.parametrize(
-    ("values", "counts"),
-    [
-        ((), [0, 0, 0, 0]),
-        ((0, 0.5, 1), [3, 0, 0, 0]),
-        ((1.001, 2), [0, 2, 0, 0]),
-        ((3, 4, 4), [0, 0, 3, 0]),
-        ((4.001, 1e9), [0, 0, 0, 2]),
-    ],
-)
-def test_a_value_is_in_the_first_bucket_whose_bound_it_does_not_exceed(
-    values: tuple[float, ...], counts: list[int]
-) -> None:
+def test_a_value_is_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
+    values = 0, 0.5, 1, 1.001, 2, 3, 4, 4, 4.001, 1e9
     made = histogram(*values)
-    assert made.counts == counts
-    assert made.count == len(values)
-    assert made.total == sum(values)
+    assert made.counts == [3, 2, 3, 2]
+    assert (made.count, made.total) == (10, sum(values))
+    assert histogram().counts == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -137,54 +122,23 @@ def test_the_buckets_are_those_that_the_documentation_names() -> None:
 # -- walks of batches; all times are sums of powers of two, and so exact
 
 
-class Walk:
-    """A batcher with workers that are ready, and a clock that moves when told to."""
-
-    def __init__(self, *, slots: int = 1, batch_size: int = 4, **options: Any) -> None:
-        self.batcher = Batcher(batch_size=batch_size, max_latency=0.125, expired="late", **options)
-        self.now = 0.0
-        for slot in range(slots):
-            self.batcher.worker_ready(slot, self.now)
-
-    def submit(self, *items: Any, timeout: float = math.inf) -> list[BatchRecord]:
-        call = Call(items, None)
-        call.deadline = self.now + timeout
-        return list(self.batcher.call_submitted(call, self.now, is_watched=True).batches)
-
-    def done(
-        self, batch: BatchRecord, took: float = 0.25, padding: float | None = None, **failures: Any
-    ) -> list[BatchRecord]:
-        failed = {int(position[1:]): failure for position, failure in failures.items()}
-        outputs = [f"result of {payload}" for payload in batch.payloads]
-        report = BatchReport(
-            batch.id, outputs, failed, duration=took, padding=padding, slot=batch.slot
-        )
-        actions = self.batcher.batch_returned(report, self.now)
-        return list(actions.batches)
-
-    def failed(self, batch: BatchRecord, took: float = 0.25) -> list[BatchRecord]:
-        report = BatchReport(batch.id, failure="why", duration=took, slot=batch.slot)
-        actions = self.batcher.batch_returned(report, self.now)
-        return list(actions.batches)
-
-    def ended(self) -> tuple[int, int, int, int, int]:
-        of = self.batcher.figures
-        return (
-            of.accepted_calls, of.answered_calls, of.failed_calls, of.expired_calls,
-            of.cancelled_calls,
-        )  # fmt: skip
+def ended(walk: Walk) -> tuple[int, int, int, int, int]:
+    of = walk.batcher.figures
+    return (
+        of.accepted_calls, of.answered_calls, of.failed_calls, of.expired_calls, of.cancelled_calls,
+    )  # fmt: skip
 
 
 def test_those_that_gather_have_waited_each_for_itself() -> None:
     walk = Walk()
-    [first] = walk.submit("a")
+    _, [first] = walk.submit("a")
     for at, items in ((1.0, "b"), (1.5, "cd"), (2.0, "")):
         walk.now = at
         if items:
             walk.submit(*items)
-    [second] = walk.done(first)
+    [second] = walk.done(first, 0.25).batches
     walk.now = 2.25
-    walk.done(second, took=0.125, padding=0.5)
+    walk.done(second, 0.125, padding=0.5)
     metrics = walk.batcher.figures.metrics
     assert told(metrics.sizes) == {1: 1, 4: 1}
     assert metrics.sizes.total == 4
@@ -197,66 +151,66 @@ def test_those_that_gather_have_waited_each_for_itself() -> None:
 
 def test_a_call_of_several_batches_has_waited_for_each() -> None:
     walk = Walk(batch_size=2)
-    first, ahead = walk.submit(*"abcde")
+    _, [first, ahead] = walk.submit(*"abcde")
     walk.now = 0.5
-    assert not walk.done(first)
+    assert not walk.done(first, 0.25).batches
     walk.now = 1.0
-    [last] = walk.done(ahead)
-    walk.done(last)
+    [last] = walk.done(ahead, 0.25).batches
+    walk.done(last, 0.25)
     metrics = walk.batcher.figures.metrics
     assert told(metrics.sizes) == {1: 1, 2: 2}
     assert (metrics.queued.count, metrics.queued.total) == (3, 0 + 0 + 1.0)
     assert metrics.batch.total == 0.5 + 1.0 + 0, "what was sent ahead waits as a batch"
-    assert walk.ended() == (1, 1, 0, 0, 0)
+    assert ended(walk) == (1, 1, 0, 0, 0)
 
 
 def test_a_batch_that_is_run_again_in_parts_counts_as_batches_but_not_as_waiting() -> None:
     walk = Walk()
-    [first] = walk.submit("good")
+    _, [first] = walk.submit("good")
     walk.submit("bad")
     walk.submit("fine")
     walk.now = 1.0
-    [both] = walk.done(first)
+    [both] = walk.done(first, 0.25).batches
     walk.now = 2.0
-    [half] = walk.failed(both)
+    [half] = walk.failed(both, 0.25).batches
     walk.now = 2.5
-    [other] = walk.failed(half)
+    [other] = walk.failed(half, 0.25).batches
     walk.now = 3.0
-    walk.done(other)
+    walk.done(other, 0.25)
     metrics = walk.batcher.figures.metrics
     assert told(metrics.sizes) == {1: 3, 2: 1}, "four times the model was called"
     assert (metrics.queued.count, metrics.queued.total) == (3, 0 + 1.0 + 1.0)
     assert (metrics.inference.count, metrics.inference.total) == (4, 1.0)
     assert (metrics.batch.count, metrics.batch.total) == (4, 1.0 + 1.0 + 0.5 + 0.5)
-    assert walk.ended() == (3, 2, 1, 0, 0)
+    assert ended(walk) == (3, 2, 1, 0, 0)
 
 
 def test_a_batch_that_is_lost_is_none_but_its_items_have_waited() -> None:
     walk = Walk(slots=2)
-    [first] = walk.submit("busy")
-    [second] = walk.submit("too")
+    _, [first] = walk.submit("busy")
+    _, [second] = walk.submit("too")
     walk.submit("waits")
     walk.now = 1.0
-    [lost] = walk.done(first)
+    [lost] = walk.done(first, 0.25).batches
     walk.now = 2.0
     actions = walk.batcher.worker_lost(lost.slot, "died", walk.now)
     assert not actions.batches, "it is run again by itself, when a worker is free"
     metrics = walk.batcher.figures.metrics
     assert (metrics.sizes.count, metrics.queued.count, metrics.queued.total) == (1, 2, 1.0)
-    [again] = walk.done(second)
+    [again] = walk.done(second, 0.25).batches
     walk.now = 2.25
-    walk.done(again)
+    walk.done(again, 0.25)
     metrics = walk.batcher.figures.metrics
     assert (metrics.sizes.count, metrics.queued.count, metrics.queued.total) == (3, 3, 1.0)
     assert metrics.batch.total == 1.0 + 2.0 + 0.25
-    assert walk.ended() == (3, 3, 0, 0, 0)
+    assert ended(walk) == (3, 3, 0, 0, 0)
 
 
 def test_every_call_is_counted_once_by_how_it_ended() -> None:
     walk = Walk(batch_size=2)
-    [first] = walk.submit("busy")
+    _, [first] = walk.submit("busy")
     walk.submit("bad")
-    [both] = walk.submit("good")
+    _, [both] = walk.submit("good")
     walk.submit("late", timeout=0.5)
     gone = Call(["gone"], None)
     walk.batcher.call_submitted(gone, walk.now)
@@ -264,25 +218,25 @@ def test_every_call_is_counted_once_by_how_it_ended() -> None:
     walk.batcher.call_withdrawn(gone)
     walk.now = 1.0
     walk.batcher.time_passed(walk.now)
-    assert walk.ended() == (5, 0, 0, 1, 1)
-    walk.done(first)
+    assert ended(walk) == (5, 0, 0, 1, 1)
+    walk.done(first, 0.25)
     walk.done(both, _0="cannot be sent")
-    assert walk.ended() == (5, 2, 1, 1, 1)
+    assert ended(walk) == (5, 2, 1, 1, 1)
     walk.submit("cut off")
     walk.batcher.fail_all("closed")
-    assert walk.ended() == (6, 2, 2, 1, 1)
+    assert ended(walk) == (6, 2, 2, 1, 1)
 
 
 def test_a_copy_stays_as_it_was_and_can_be_taken_away() -> None:
     walk = Walk()
-    [first] = walk.submit("a")
-    walk.done(first, padding=0.25)
+    _, [first] = walk.submit("a")
+    walk.done(first, 0.25, padding=0.25)
     walk.batcher.figures.metrics.stages[0] = 1.0
     before = walk.batcher.figures.metrics.copy()
     walk.batcher.figures.metrics.stages[0] = 3.0
-    [second] = walk.submit("b")
+    _, [second] = walk.submit("b")
     walk.now = 2.0
-    walk.done(second)
+    walk.done(second, 0.25)
     assert before.sizes.count == before.queued.count == before.padding.count == 1
     since = walk.batcher.figures.metrics - before
     assert isinstance(since, BatchMetrics)
@@ -296,24 +250,12 @@ def test_a_copy_stays_as_it_was_and_can_be_taken_away() -> None:
 
 
 @pytest.fixture
-def stub() -> Iterator[tuple[Engine, StubTransport, ManualClock]]:
-    clock = ManualClock(100.0)
-    transport = StubTransport(clock)
-    batcher = Batcher(batch_size=4, max_latency=0.125)
-    engine = Engine(
-        transport, batcher, Supervisor(1, RestartPolicy()), clock=clock, jitter=lambda: 0.0
-    )
-    engine.start()
-    transport.ready(0)
-    yield engine, transport, clock
-    engine.close(drain=False, timeout=None)
+def ready(one: StubEngine) -> StubEngine:
+    one.transport.ready(0)
+    return one
 
 
-def test_a_watcher_is_told_of_every_batch_after_the_callers(
-    stub: tuple[Engine, StubTransport, ManualClock],
-) -> None:
-    engine, transport, clock = stub
-
+def test_a_watcher_is_told_of_every_batch_after_the_callers(ready: StubEngine) -> None:
     calls: list[Future] = []
     records: list[BatchRecord] = []
     seen: list[Any] = []  # the failure, the calls with when they came, and who was answered
@@ -328,49 +270,42 @@ def test_a_watcher_is_told_of_every_batch_after_the_callers(
         if record.size == 2:
             raise RuntimeError("a watcher's bug")
 
-    def submit(*items: Any) -> None:
-        calls.append(Future(engine))
-        engine.submit(Call(items, calls[-1]))
-
-    submit("before")
-    engine.watch(watch, name)
-    clock.advance(0.5)
-    submit("a", "b")
-    clock.advance(0.5)
-    transport.echo(0, duration=0.25)
-    transport.echo(1, duration=0.125)
-    submit("c")
+    calls.append(ready.submit("before"))
+    ready.engine.watch(watch, name)
+    ready.clock.advance(0.5)
+    calls.append(ready.submit("a", "b"))
+    ready.clock.advance(0.5)
+    ready.transport.echo(0, duration=0.25)
+    ready.transport.echo(1, duration=0.125)
+    calls.append(ready.submit("c"))
     failure = Failure(ValueError("bad"))
-    transport.report(0, 2, failure=failure, duration=2.0)
+    ready.transport.report(0, 2, failure=failure, duration=2.0)
     assert [
         (each.worker, each.size, each.cut_at, each.back_at, each.report.duration, each.is_rerun)
         for each in records
     ] == [
-        (0, 1, 100.0, 101.0, 0.25, False),
-        (0, 2, 101.0, 101.0, 0.125, False),
-        (0, 1, 101.0, 101.0, 2.0, False),
+        (0, 1, 0.0, 1.0, 0.25, False),
+        (0, 2, 1.0, 1.0, 0.125, False),
+        (0, 1, 1.0, 1.0, 2.0, False),
     ]
     assert seen == [
-        (None, [(None, 100.0)], [True, False]),
-        (None, [("call of ['a', 'b']", 100.5)], [True, True]),
-        (failure, [("call of ['c']", 101.0)], [True, True, True]),
+        (None, [(None, 0.0)], [True, False]),
+        (None, [("call of ['a', 'b']", 0.5)], [True, True]),
+        (failure, [("call of ['c']", 1.0)], [True, True, True]),
     ]
     assert [each.has_failed for each in records] == [False, False, True]
     assert not any(each.spans or each.report.outputs or each.report.failure for each in records)
 
 
-def test_a_batch_that_is_run_again_is_told_to_be(
-    stub: tuple[Engine, StubTransport, ManualClock],
-) -> None:
-    engine, transport, _ = stub
+def test_a_batch_that_is_run_again_is_told_to_be(ready: StubEngine) -> None:
     records: list[BatchRecord] = []
-    engine.watch(records.append)
+    ready.engine.watch(records.append)
     for item in ("first", "a", "b"):
-        engine.submit(Call([item], Future(engine)))
-    transport.echo()
-    transport.report(0, 1, failure=Failure(ValueError("bad")))
-    transport.echo()
-    transport.echo()
+        ready.submit(item)
+    ready.transport.echo()
+    ready.transport.report(0, 1, failure=Failure(ValueError("bad")))
+    ready.transport.echo()
+    ready.transport.echo()
     assert [(record.size, record.is_rerun) for record in records] == [
         (1, False), (2, False), (1, True), (1, True),
     ]  # fmt: skip
@@ -378,33 +313,14 @@ def test_a_batch_that_is_run_again_is_told_to_be(
 
 
 def test_the_log_says_of_every_batch_why_it_was_cut(
-    stub: tuple[Engine, StubTransport, ManualClock], caplog: pytest.LogCaptureFixture
+    ready: StubEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "service_streamer")
-    engine, transport, _ = stub
-    engine.submit(Call(["a", "b"], Future(engine)))
-    transport.echo()
+    ready.submit("a", "b")
+    ready.transport.echo()
     [text] = [record.getMessage() for record in caplog.records if "batch 0" in record.getMessage()]
     assert text.partition(": ")[0] == "batch 0 has 2 items"
     assert text.partition(": ")[2] in {reason.value for reason in Reason}
-
-
-class Item:
-    """Something that can be referred to weakly."""
-
-
-def test_a_streamer_that_nobody_watches_keeps_no_records(
-    stub: tuple[Engine, StubTransport, ManualClock],
-) -> None:
-    engine, transport, _ = stub
-    item = Item()
-    released = weakref.ref(item)
-    engine.submit(Call([item], Future(engine)))
-    transport.echo()
-    transport.sent.clear()
-    del item
-    gc.collect()
-    assert released() is None
 
 
 # -- streamers

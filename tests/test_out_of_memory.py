@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 import device_models
 import models
-from conftest import pool_only
 from models import DeviceFullError
-from service_streamer import BadModelOutput, ManagedModel, Streamer, WorkerStartError
+from service_streamer import BadModelOutput, ManagedModel, Streamer
 from service_streamer.workers.model_spec import LoadedModel, ModelSpec
 from worker_loop import Batches, loaded, model_of, raised, served, texts
 
@@ -761,11 +760,3 @@ def test_callers_are_not_failed_by_an_item_that_is_too_large(build: Build) -> No
     for call, item in ((calls[0], 1), (calls[2], 3)):
         ((result, _, _),) = call.result()
         assert result == item
-
-
-@pool_only("the client is not told why a worker host is not there")
-def test_a_model_that_names_no_errors_does_not_start(build: Build) -> None:
-    streamer = build(models.NamesNoErrors)
-    with pytest.raises(WorkerStartError, match="out_of_memory_errors"):
-        streamer.wait_ready()
-    models.await_worker_threads()

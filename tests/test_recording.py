@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import gc
 import io
@@ -17,13 +18,7 @@ from typing import Any
 import pytest
 
 import models
-from service_streamer import (
-    Overloaded,
-    RedisStreamer,
-    Streamer,
-    StreamerClosed,
-    ThreadedStreamer,
-)
+from service_streamer import Overloaded, RedisStreamer, Streamer, StreamerClosed, ThreadedStreamer
 from service_streamer.simulate import CostModel, Replay, read_trace, simulate
 from service_streamer.testing import Gate
 
@@ -50,6 +45,8 @@ def test_of_threads(path: Path) -> None:
     assert 0 <= first.at <= second.at
     assert second.precedence[:2] == (2, '"a"')
     assert first.lengths is None
+    assert json.loads(path.read_text().splitlines()[0]) == {"at": first.at, "items": 2}
+    assert simulate(Replay([first, second]), CostModel(1e-3), warm_up=0).calls == 2
 
 
 def test_of_processes_with_lengths(path: Path) -> None:
@@ -67,36 +64,20 @@ def test_over_redis(path: Path, client: Callable[..., RedisStreamer]) -> None:
     assert [arrival.items for arrival in read_trace(path)] == [3]
 
 
-def test_of_an_event_loop(path: Path) -> None:
-    import asyncio
+def test_of_many_threads_and_of_an_event_loop(path: Path) -> None:
+    async def call(streamer: ThreadedStreamer) -> None:
+        await asyncio.gather(*(streamer.apredict([n] * 8) for n in range(30)))
 
-    async def call() -> None:
-        with ThreadedStreamer(models.double, trace=path) as streamer:
-            results = await asyncio.gather(*(streamer.apredict([n]) for n in range(30)))
-            assert results == [[2 * n] for n in range(30)]
-
-    asyncio.run(call())
-    assert len(read_trace(path)) == 30
-
-
-def test_of_many_threads(path: Path) -> None:
     with (
         ThreadedStreamer(models.double, trace=path, worker_timeout=None) as streamer,
         concurrent.futures.ThreadPoolExecutor(16) as pool,
     ):
         calls = [pool.submit(streamer.predict, [n] * (n % 7 + 1)) for n in range(3000)]
-        for call in calls:
-            call.result()
+        for each in calls:
+            each.result()
+        asyncio.run(call(streamer))
     sizes = sorted(arrival.items for arrival in read_trace(path))
-    assert sizes == sorted(n % 7 + 1 for n in range(3000))
-
-
-def test_what_was_recorded_can_be_simulated(path: Path) -> None:
-    with ThreadedStreamer(models.double, trace=path) as streamer:
-        for _ in range(50):
-            streamer.predict([1])
-    report = simulate(Replay(read_trace(path)), CostModel(1e-3), warm_up=0)
-    assert report.calls == 50
+    assert sizes == [*sorted(n % 7 + 1 for n in range(3000)), *[8] * 30]
 
 
 def test_without_closing_it_is_written_when_the_streamer_is_forgotten(path: Path) -> None:
@@ -131,12 +112,6 @@ def test_bad_paths_are_refused_at_once(kind: Any, tmp_path: Path) -> None:
 
 
 # -- what is written, and what is not
-
-
-def test_trace_has_a_line_of_json_for_each_call(path: Path) -> None:
-    with ThreadedStreamer(models.echo, trace=path) as streamer:
-        streamer.predict([0])
-    assert json.loads(path.read_text()) == {"at": pytest.approx(0, abs=60), "items": 1}
 
 
 def test_call_that_is_refused_is_not_recorded(path: Path, gate: Gate) -> None:

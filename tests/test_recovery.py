@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import service_streamer.workers.transport as events
-from service_streamer import StreamerBroken, WorkerStartError
-from service_streamer.engine.engine import EngineState
+from service_streamer import WorkerStartError
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.workers.protocol import Failure
 from stub_engine import StubEngine
@@ -155,42 +152,6 @@ def test_nobody_is_ended_since_this_process_was_held_up() -> None:
 # -- the engine
 
 
-@pytest.fixture
-def one() -> Iterator[StubEngine]:
-    setup = StubEngine()
-    yield setup
-    setup.engine.close(drain=False, timeout=None)
-
-
-def test_a_broken_engine_serves_again_when_a_worker_is_ready(
-    one: StubEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    one.cannot_start(0, "storage is away")
-    for slot in (1, 2):
-        one.advance(2.0 ** (slot - 1))
-        one.transport.await_that(lambda slot=slot: len(one.transport.started) == slot + 1)
-        assert one.engine.state is EngineState.BROKEN
-        with pytest.raises(WorkerStartError, match="storage"):
-            one.submit("a")
-        with pytest.raises(WorkerStartError, match="storage"):
-            one.engine.wait_ready(None)
-        one.cannot_start(slot, f"storage is still away {slot}")
-    with pytest.raises(WorkerStartError, match="still away 2"):
-        one.submit("a")
-    one.advance(4.0)
-    one.transport.await_that(lambda: len(one.transport.started) == 4)
-    one.transport.ready(3)
-    one.engine.wait_ready(None)
-    assert one.engine.state is EngineState.RUNNING
-    future = one.submit("a")
-    one.transport.echo()
-    assert future.result(0) == ["a"]
-    levels = [record.levelname for record in caplog.records if "tried again in" in record.message]
-    assert levels == ["ERROR", "WARNING", "WARNING"]
-    assert "calls are accepted again" in caplog.text
-
-
 def test_an_owner_that_ends_is_not_told_of_another_try(caplog: pytest.LogCaptureFixture) -> None:
     two = StubEngine(2)
     two.engine.try_start_once()
@@ -203,21 +164,6 @@ def test_an_owner_that_ends_is_not_told_of_another_try(caplog: pytest.LogCapture
         "worker 0 cannot load the model; it is tried again when another worker is ready",
         "worker 1 cannot load the model",
     ]
-
-
-def test_a_broken_engine_that_was_served_says_so_and_recovers(one: StubEngine) -> None:
-    one.transport.ready(0)
-    one.transport.lose(0, text="killed")
-    one.transport.lose(1, loss=Loss.START_FAILED, text="storage is away")
-    with pytest.raises(StreamerBroken, match="tried again at least once a minute") as caught:
-        one.submit("a")
-    assert "storage is away" in str(caught.value.__cause__)
-    one.advance(1.0)
-    one.transport.await_that(lambda: len(one.transport.started) == 3)
-    one.transport.ready(2)
-    future = one.submit("a")
-    one.transport.echo()
-    assert future.result(0) == ["a"]
 
 
 def failed_restart(setup: StubEngine, overlap: Any) -> str:

@@ -203,11 +203,11 @@ def test_call_in_hand_is_not_handed_back_without_retry(
 
 
 @pytest.fixture
-def lost(client: Client, traffic: Traffic, ask: redis.Redis, keys: Keys) -> Lost:
+def lost(client: Client, traffic: Traffic) -> Lost:
     """A client that does not hear that Redis has accepted its next call."""
     streamer = client()
     streamer.submit(["first"])
-    await_that(lambda: ask.xlen(keys.calls) == 1)
+    await_that(lambda: traffic.count("send calls") == 1)  # it has heard that Redis has this one
     is_lost = threading.Event()
 
     def lose(_: Any) -> None:

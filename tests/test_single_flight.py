@@ -33,7 +33,7 @@ from service_streamer import (
     UnpicklableItem,
     WorkerStartError,
 )
-from service_streamer.observe.record import Call, Precedence
+from service_streamer.observe.record import Call
 from service_streamer.share.single_flight import SingleFlight
 from service_streamer.testing import Gate
 from stub_engine import StubEngine
@@ -52,19 +52,6 @@ class TestCallsThatShare(CallsThatShare):
     @pytest.fixture(params=["thread", "redis"])
     def kind(self, request: pytest.FixtureRequest) -> Any:
         return request.param
-
-    @pytest.mark.parametrize("kind", ["thread"])  # a host may have claimed it by then
-    def test_item_is_not_computed_when_all_its_calls_are_cancelled(
-        self, counting: Build, gate: Gate
-    ) -> None:
-        streamer = counting(gate, deduplicate=True)
-        blocker = streamer.submit(["blocker"])
-        gate.await_arrival()
-        futures = [streamer.submit(["a"]), streamer.submit(["a"])]
-        assert [future.cancel() for future in futures] == [True, True]
-        gate.let_through(9)
-        assert blocker.result() == [["blocker", 1]]
-        assert streamer.predict(["a"]) == [["a", 1]]
 
 
 # -- a call that fails before it is computed
@@ -245,13 +232,12 @@ def test_the_death_of_a_worker_is_noticed_by_none_of_them(gate: Gate) -> None:
         assert streamer.stats().restarts == 1
 
 
-def test_an_item_that_kills_is_given_up_for_all(gate: Gate) -> None:
+def test_an_item_that_kills_is_given_up_for_all() -> None:
     with Streamer(models.misbehave, deduplicate=True, retry=False) as streamer:
         streamer.wait_ready()
         first, second = streamer.submit(["kill"]), streamer.submit(["kill"])
         errors = [type(future.exception()).__name__ for future in (first, second)]
         assert errors == ["WorkerLost"] * 2
-        gate.let_through()
 
 
 def test_a_restart_forgets_the_results_of_the_old_weights() -> None:
@@ -270,12 +256,11 @@ def test_several_get_copies_of_an_object() -> None:
         assert streamer.predict(["a"]) == [["a"]]
 
 
-def test_what_cannot_be_copied_is_said_to_those_who_share_it(gate: Gate) -> None:
+def test_what_cannot_be_copied_is_said_to_those_who_share_it() -> None:
     with ThreadedStreamer(lambda _: [threading.Lock()], deduplicate=True) as streamer:
         assert streamer.predict(["a"])[0].acquire()
         with pytest.raises(ModelError, match=r"type lock cannot be copied.* deduplicate=True"):
             streamer.predict(["a", "a"])
-    gate.let_through()
 
 
 def test_items_that_do_not_pickle_are_computed_each() -> None:
@@ -363,52 +348,6 @@ class Shared(StubEngine):
 def one() -> Iterator[Shared]:
     with Shared() as made:
         yield made
-
-
-def test_a_follower_keeps_the_place_of_the_first(one: Shared) -> None:
-    first = one.submit("a", timeout=1)
-    second = one.submit("a", timeout=5)
-    one.submit("z")
-    one.clock.advance(2)
-    assert isinstance(first.exception(), PredictTimeout)
-    one.transport.ready(0)
-    assert one.sent == [["a", "z"]]
-    one.transport.echo()
-    assert second.result() == ["a"]
-
-
-def test_a_follower_s_time_ends_by_itself(one: Shared) -> None:
-    first = one.submit("a")
-    second = one.submit("a", timeout=1)
-    one.clock.advance(1)
-    assert isinstance(second.exception(), PredictTimeout)
-    one.transport.ready(0)
-    one.transport.echo()
-    assert first.result() == ["a"]
-
-
-def test_what_comes_too_late_for_the_first_is_sent_for_the_next(one: Shared) -> None:
-    urgent = Precedence(has_deadline=True)
-    first = one.submit("a", timeout=1, precedence=urgent)
-    second = one.submit("a", timeout=5, precedence=urgent)
-    one.clock.advance(2)
-    assert isinstance(first.exception(), PredictTimeout)
-    one.transport.ready(0)
-    one.transport.await_that(lambda: len(one.transport.sent) > 0)
-    assert one.sent == [["a"]]
-    one.transport.echo()
-    assert second.result() == ["a"]
-
-
-def test_a_refusal_leaves_nothing_behind() -> None:
-    with Shared(max_pending=2) as one:
-        first = one.submit("a", "b")
-        with pytest.raises(Overloaded):
-            one.submit("a", "c")
-        assert len(one.single.computations) == 1
-        assert first.cancel(), "nobody else waits for it"
-        assert one.submit("a", "c").cancel()
-        assert not len(one.single.computations)
 
 
 def test_calls_of_which_nothing_is_new_need_no_room() -> None:

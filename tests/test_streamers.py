@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
-import queue
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +15,10 @@ from conftest import AnyStreamer, await_that
 from contract.calls import Calls, Forms
 from service_streamer import (
     Future,
-    ModelError,
     PredictTimeout,
-    SharedBatchError,
     Streamer,
     StreamerClosed,
     ThreadedStreamer,
-    UnpicklableItem,
 )
 from service_streamer.testing import Gate
 
@@ -43,103 +38,7 @@ class TestForms(Forms):
         return "thread"
 
 
-def test_ten_thousand_items_from_fifty_threads_keep_their_order() -> None:
-    with Streamer(models.double, worker_num=2, worker_timeout=None) as streamer:
-
-        def call(thread: int) -> None:
-            for i in range(0, 200, 8):
-                items = list(range(thread * 1000 + i, thread * 1000 + i + 8))
-                assert streamer.predict(items) == [2 * item for item in items]
-
-        with concurrent.futures.ThreadPoolExecutor(50) as pool:
-            for done in [pool.submit(call, thread) for thread in range(50)]:
-                done.result()
-
-
-def test_callers_share_batches(gate: Gate) -> None:
-    with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
-        first = streamer.submit(["first"])
-        gate.await_arrival()
-        others = [streamer.submit([i]) for i in range(5)]
-        gate.let_through(2)
-        assert first.result() == [1]
-        assert [future.result() for future in others] == [[5]] * 5
-
-
-# -- errors
-
-
-@pytest.mark.parametrize("is_isolated", [True, False])
-def test_an_error_reaches_the_call_that_earned_it_or_nobody_has_that_of_another(
-    is_isolated: bool, gate: Gate
-) -> None:
-    with Streamer(FailsOnBad, 2, model_init_args=(gate,), isolate_errors=is_isolated) as streamer:
-        futures = [streamer.submit(["good"])]
-        gate.await_arrival()
-        futures += [streamer.submit([item]) for item in ("bad", "neighbour", "good", "good")]
-        gate.let_through(9)
-        good, bad, neighbour, *others = [future.exception() for future in futures]
-        assert [good, *others] == [None] * 3
-        if is_isolated:
-            assert type(bad) is ValueError
-            assert neighbour is None
-            assert streamer.stats().isolated == 1
-            return
-        assert bad is not neighbour, "or the tracebacks of callers would mix"
-        for error in (bad, neighbour):
-            assert isinstance(error, SharedBatchError)
-            assert "bad item" not in str(error)
-            assert error.__cause__ is None
-
-
-class FailsOnBad(models.Gated):
-    def predict(self, batch: list[Any]) -> list[Any]:
-        self.gate.go_through()
-        if "bad" in batch:
-            raise ValueError("bad item")
-        return batch
-
-
-def test_model_error_replaces_an_exception_or_a_result_that_cannot_be_pickled() -> None:
-    with Streamer(models.misbehave) as streamer:
-        for how, text in (("raise odd", "oddly"), ("raise unpicklable", "lock")):
-            with pytest.raises(ModelError, match=text) as caught:
-                streamer.predict([how])
-            assert "in misbehave" in str(caught.value.__cause__)
-        returned = {"unpicklable result": "sent", "result that does not unpickle": "unpickled"}
-        for how, text in returned.items():
-            with pytest.raises(ModelError, match=text):
-                streamer.predict([how, "neighbour"])
-        assert streamer.predict(["fine"]) == ["fine"]
-
-
-def test_an_item_that_does_not_pickle_or_unpickle_fails_its_own_call_only(gate: Gate) -> None:
-    with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
-        streamer.submit(["busy"])
-        gate.await_arrival()
-        futures = [streamer.submit([item]) for item in (1, models.Unloadable(), 2)]
-        with pytest.raises(UnpicklableItem, match="item 1"):
-            streamer.predict([1, lambda: None])
-        gate.let_through(2)
-        assert futures[0].result() == futures[2].result() == [2]
-        with pytest.raises(UnpicklableItem, match="does not load here"):
-            futures[1].result()
-
-
 # -- time
-
-
-def test_predict_times_out_and_leaves_nothing_behind(gate: Gate) -> None:
-    with Streamer(models.Gated, worker_timeout=0.01, model_init_args=(gate,)) as streamer:
-        running = streamer.submit(["busy"])
-        gate.await_arrival()
-        for _ in range(100):
-            with pytest.raises(PredictTimeout, match=r"0\.01 s"):
-                streamer.predict(["late"])
-        assert "pending 0 | in flight 1 batches/1 items" in repr(streamer)
-        gate.let_through()
-        assert running.result() == [1]
-        assert issubclass(PredictTimeout, TimeoutError)
 
 
 def test_a_future_goes_on_after_a_timeout(gate: Gate) -> None:
@@ -281,36 +180,6 @@ def test_the_memory_of_a_withdrawn_call_is_freed(gate: Gate) -> None:
 # -- the end
 
 
-def test_close_finishes_what_was_accepted(gate: Gate) -> None:
-    streamer = Streamer(models.Gated, 1, model_init_args=(gate,))
-    futures = [streamer.submit([i]) for i in range(5)]
-    gate.let_through(5)
-    streamer.close()
-    assert [future.result() for future in futures] == [[1]] * 5
-
-
-def test_close_without_drain_fails_what_is_left() -> None:
-    entered: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
-    leave = threading.Event()
-
-    def block(batch: list[Any]) -> list[Any]:
-        entered.put(threading.current_thread())
-        leave.wait()
-        return batch
-
-    streamer = ThreadedStreamer(block, 1)
-    futures = [streamer.submit([i]) for i in range(3)]
-    worker = entered.get()
-    closing = threading.Thread(target=streamer.close, kwargs={"drain": False})
-    closing.start()
-    for future in futures:
-        with pytest.raises(StreamerClosed):
-            future.result()
-    leave.set()
-    closing.join()
-    worker.join()  # which it waits for only for a while
-
-
 def test_a_drain_ends_with_its_time(gate: Gate) -> None:
     streamer = Streamer(models.Gated, model_init_args=(gate,))
     future = streamer.submit([1])
@@ -318,17 +187,6 @@ def test_a_drain_ends_with_its_time(gate: Gate) -> None:
     streamer.close(timeout=0.01)
     with pytest.raises(StreamerClosed):
         future.result()
-
-
-def test_a_forgotten_streamer_finishes_its_calls_and_ends() -> None:
-    streamer = ThreadedStreamer(models.echo)
-    threads = {thread for thread in threading.enumerate() if "service_streamer" in thread.name}
-    future = streamer.submit([1])
-    del streamer
-    gc.collect()
-    assert future.result() == [1]
-    for thread in threads:
-        thread.join()
 
 
 # -- arguments
@@ -389,13 +247,3 @@ def test_streamer_refuses_a_model_of_the_wrong_kind(
 ) -> None:
     with pytest.raises(error, match=word):
         Streamer(model)
-
-
-def test_the_first_four_arguments_are_positional_and_new_ones_are_not() -> None:
-    with Streamer(models.echo, 8, 0.01, 2) as streamer:
-        streamer.wait_ready()
-        assert repr(streamer) == (
-            "<Streamer running | pending 0 | in flight 0 batches/0 items | workers 2 idle>"
-        )
-    with pytest.raises(TypeError, match="positional"):
-        Streamer(models.echo, 8, 0.01, 1, None, None, None, False, "spawn", 20, 1)  # type: ignore[misc]

@@ -23,7 +23,6 @@ from service_streamer import (
     PredictTimeout,
     Stream,
     Streamer,
-    StreamerClosed,
     StreamerError,
     ThreadedStreamer,
     WorkerLost,
@@ -108,34 +107,6 @@ def whole(stream: Stream, gate: Gate) -> list[int]:
     """
     await_that(lambda: gate.let_through() or outputs_of(stream).is_over)
     return [*stream]
-
-
-def test_the_model_steps_all_of_them_together_and_takes_in_more_meanwhile(gate: Gate) -> None:
-    with ThreadedStreamer(gated(gate), batch_size=4) as streamer:
-        first = streamer.stream(3)
-        gate.await_arrival()
-        more = [streamer.stream(2) for _ in range(5)]
-        gate.let_through(100)
-        assert [[*stream] for stream in [first, *more]] == [[1, 2, 3], *[[1, 2]] * 5]
-
-
-def test_to_leave_frees_the_place(gate: Gate) -> None:
-    """The only place: the next one can begin only when the first has gone."""
-    with ThreadedStreamer(gated(gate), batch_size=1) as streamer:
-        for leave in ("close", "forget", "with"):
-            stream = streamer.stream(10**9)
-            gate.let_through(1)
-            assert next(stream) == 1
-            if leave == "close":
-                stream.close()
-            elif leave == "forget":
-                del stream
-                gc.collect()
-            else:
-                with stream:
-                    gate.let_through(1)
-                    next(stream)
-            assert whole(streamer.stream(2), gate) == [1, 2]
 
 
 @pytest.mark.parametrize("how", ["wait_for", "timeout", "default", "task"])
@@ -350,35 +321,6 @@ def test_a_consumer_that_lags_fails_alone_if_it_wants_to(gate: Gate) -> None:
             next(slow)
 
 
-def test_without_drain_closing_fails_streams_and_with_it_they_end(gate: Gate) -> None:
-    streamer = ThreadedStreamer(gated(gate), batch_size=2)
-    stream = streamer.stream(3)
-    gate.let_through(1)
-    assert next(stream) == 1
-    gate.let_through(2)
-    streamer.close()
-    assert [*stream] == [2, 3]
-    with pytest.raises(StreamerClosed):
-        streamer.stream(1)
-
-
-def test_a_task_that_waits_goes_on_when_another_one_closes_its_stream(gate: Gate) -> None:
-    async def main(streamer: ThreadedStreamer) -> None:
-        stream = streamer.astream(2)
-        gate.let_through(1)
-        assert await anext(stream) == 1
-        assert not stream.is_ready
-        waiting = asyncio.ensure_future(anext(stream, None))
-        await asyncio.sleep(0)
-        await stream.aclose()
-        assert await waiting is None
-        assert stream.is_ready
-        gate.let_through(1)  # the step that had begun
-
-    with ThreadedStreamer(gated(gate)) as streamer:
-        asyncio.run(main(streamer))
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 def test_an_item_that_rests_does_not_keep_its_worker_from_being_replaced(overlap: bool) -> None:
     """Its outputs wait for the consumer, as far as these are not too many."""
@@ -392,29 +334,6 @@ def test_an_item_that_rests_does_not_keep_its_worker_from_being_replaced(overlap
         with pytest.raises(Overloaded, match="outputs of the stream wait for their consumer"):
             list(endless)
         assert [*streamer.stream(2)] == [1, 2]
-
-
-def test_workers_are_replaced_one_by_one_under_many_streams() -> None:
-    async def consume(streamer: Streamer, is_over: asyncio.Event) -> int:
-        count = 0
-        while not is_over.is_set() or not count:
-            n = 30 + count % 50
-            stream = streamer.astream(n, timeout=None, max_buffered=4)
-            assert [output async for output in stream] == [*range(1, n + 1)]
-            count += 1
-        return count
-
-    async def main(streamer: Streamer) -> None:
-        is_over = asyncio.Event()
-        consumers = [asyncio.create_task(consume(streamer, is_over)) for _ in range(40)]
-        await asyncio.to_thread(streamer.restart_workers, 120)
-        is_over.set()
-        await asyncio.gather(*consumers)
-        assert streamer.stats().failed == 0
-
-    with Streamer(Countdown, batch_size=16, worker_num=2) as streamer:
-        streamer.wait_ready()
-        asyncio.run(main(streamer))
 
 
 def test_who_waits_for_an_output_goes_on_when_the_stream_is_closed(gate: Gate) -> None:
@@ -438,7 +357,9 @@ def test_who_waits_for_an_output_goes_on_when_the_stream_is_closed(gate: Gate) -
             task = asyncio.create_task(consume())
             while outputs_of(stream)._waiter is None:
                 await asyncio.sleep(0)
+            assert not stream.is_ready
             await stream.aclose()
+            assert stream.is_ready
             return await task
 
         assert asyncio.run(main()) == []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 from service_streamer import Timing
@@ -15,86 +12,80 @@ from stub_engine import StubEngine
 # -- all times are sums of powers of two, and so exact
 
 
-@pytest.fixture
-def stub() -> Iterator[StubEngine]:
-    with StubEngine() as made:
-        yield made
-
-
-def test_of_a_call_that_waits_for_its_worker(stub: StubEngine) -> None:
-    future = stub.submit("a", "b")
+def test_of_a_call_that_waits_for_its_worker(one: StubEngine) -> None:
+    future = one.submit("a", "b")
     assert future.timing is None
-    stub.clock.advance(0.5)
-    stub.transport.ready(0)
-    stub.clock.advance(4.0)
+    one.clock.advance(0.5)
+    one.transport.ready(0)
+    one.clock.advance(4.0)
     assert future.timing is None
-    stub.transport.echo(duration=2.0, started_at=stub.clock() - 3.0)
+    one.transport.echo(duration=2.0, started_at=one.clock() - 3.0)
     assert future.result(0) == ["a", "b"]
     assert future.timing == Timing(queued=0.5, sent=1.0, computed=2.0, returned=1.0)
     assert future.timing is not None
     assert future.timing.total == 4.5
 
 
-def test_the_calls_of_a_batch_differ_in_when_they_came(stub: StubEngine) -> None:
-    stub.transport.ready(0)
-    stub.submit("busy")
-    stub.clock.advance(1.0)
-    first = stub.submit("a")
-    stub.clock.advance(0.5)
-    second = stub.submit("b")
-    stub.transport.echo()
-    stub.clock.advance(2.0)
-    stub.transport.echo(duration=1.0, started_at=stub.clock() - 2.0)
+def test_the_calls_of_a_batch_differ_in_when_they_came(one: StubEngine) -> None:
+    one.transport.ready(0)
+    one.submit("busy")
+    one.clock.advance(1.0)
+    first = one.submit("a")
+    one.clock.advance(0.5)
+    second = one.submit("b")
+    one.transport.echo()
+    one.clock.advance(2.0)
+    one.transport.echo(duration=1.0, started_at=one.clock() - 2.0)
     assert first.timing == Timing(0.5, 0.0, 1.0, 1.0)
     assert second.timing == Timing(0.0, 0.0, 1.0, 1.0)
 
 
-def test_of_several_batches_the_last_one_counts(stub: StubEngine) -> None:
-    stub.transport.ready(0)
-    future = stub.submit(*range(6))
-    stub.clock.advance(1.0)
-    stub.transport.echo(0, duration=1.0)
+def test_of_several_batches_the_last_one_counts(one: StubEngine) -> None:
+    one.transport.ready(0)
+    future = one.submit(*range(6))
+    one.clock.advance(1.0)
+    one.transport.echo(0, duration=1.0)
     assert future.timing is None, "it is not done"
-    stub.clock.advance(2.0)
-    stub.transport.echo(1, duration=0.5, started_at=stub.clock() - 1.0)
+    one.clock.advance(2.0)
+    one.transport.echo(1, duration=0.5, started_at=one.clock() - 1.0)
     assert future.result(0) == [*range(6)]
     assert future.timing == Timing(queued=1.0, sent=1.0, computed=0.5, returned=0.5)
 
 
-def test_of_a_batch_that_is_run_again_all_before_the_last_run_is_waiting(stub: StubEngine) -> None:
-    stub.transport.ready(0)
-    stub.submit("busy")
-    good, bad = stub.submit("good"), stub.submit("bad")
-    stub.transport.echo()
-    stub.clock.advance(1.0)
+def test_of_a_batch_that_is_run_again_all_before_the_last_run_is_waiting(one: StubEngine) -> None:
+    one.transport.ready(0)
+    one.submit("busy")
+    good, bad = one.submit("good"), one.submit("bad")
+    one.transport.echo()
+    one.clock.advance(1.0)
     failure = Failure(ValueError("bad"))
-    stub.transport.report(0, 1, failure=failure, duration=1.0)
-    stub.clock.advance(4.0)
-    stub.transport.echo(duration=2.0, started_at=stub.clock() - 2.0)
-    stub.transport.report(0, 3, failure=failure, duration=1.0)
+    one.transport.report(0, 1, failure=failure, duration=1.0)
+    one.clock.advance(4.0)
+    one.transport.echo(duration=2.0, started_at=one.clock() - 2.0)
+    one.transport.report(0, 3, failure=failure, duration=1.0)
     assert good.timing == Timing(queued=1.0, sent=2.0, computed=2.0, returned=0.0)
     assert bad.done()
     assert bad.timing is None, "there is no result"
 
 
-def test_of_a_worker_that_was_lost_the_one_that_answered_counts(stub: StubEngine) -> None:
-    stub.transport.ready(0)
-    future = stub.submit("a")
-    stub.clock.advance(8.0)
-    stub.transport.lose(0)
-    stub.clock.advance(1.0)
-    stub.transport.await_that(lambda: len(stub.transport.started) == 2)
-    stub.transport.ready(1)
-    stub.clock.advance(2.0)
-    stub.transport.echo(duration=1.0, started_at=stub.clock() - 1.0)
+def test_of_a_worker_that_was_lost_the_one_that_answered_counts(one: StubEngine) -> None:
+    one.transport.ready(0)
+    future = one.submit("a")
+    one.clock.advance(8.0)
+    one.transport.lose(0)
+    one.clock.advance(1.0)
+    one.transport.await_that(lambda: len(one.transport.started) == 2)
+    one.transport.ready(1)
+    one.clock.advance(2.0)
+    one.transport.echo(duration=1.0, started_at=one.clock() - 1.0)
     assert future.timing == Timing(queued=9.0, sent=1.0, computed=1.0, returned=0.0)
 
 
-def test_without_a_result_nothing_is_told(stub: StubEngine) -> None:
-    empty, cancelled = stub.submit(), stub.submit("a")
+def test_without_a_result_nothing_is_told(one: StubEngine) -> None:
+    empty, cancelled = one.submit(), one.submit("a")
     assert cancelled.cancel()
-    cut_off = stub.submit("b")
-    stub.engine.close(drain=False, timeout=None)
+    cut_off = one.submit("b")
+    one.engine.close(drain=False, timeout=None)
     assert [future.timing for future in (empty, cancelled, cut_off)] == [None] * 3
     assert empty.result(0) == []
 
@@ -123,11 +114,3 @@ def test_nothing_is_negative_and_the_sum_is_right_whatever_the_workers_clock_say
     assert call.timing is not None
     assert call.timing[:4] == expected
     assert call.timing.total == 5.0
-
-
-def test_a_call_that_is_done_does_not_hold_its_items_and_results(stub: StubEngine) -> None:
-    stub.transport.ready(0)
-    future = stub.submit("a")
-    call: Any = future.call
-    stub.transport.echo()
-    assert (future.call, call.payloads, call.outputs, call.reply) == (None, (), [], None)

@@ -286,18 +286,6 @@ def test_all_cores_are_one_worker_s_only_as_far_as_this_process_may_use_them(
         os.sched_setaffinity(0, allowed)
 
 
-@pytest.mark.long
-def test_torch_in_a_forked_worker_too() -> None:
-    import torch  # so that it is loaded before the fork
-
-    before = torch.get_num_threads()
-    with Streamer(
-        "models:torch_threads", mp_start_method="fork", cpu_threads=before + 1
-    ) as streamer:
-        assert streamer.predict([1]) == [before + 1]
-    assert torch.get_num_threads() == before
-
-
 def test_a_model_built_by_hand_sets_its_device_and_without_one_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

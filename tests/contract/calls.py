@@ -14,13 +14,7 @@ from typing import Any
 import pytest
 
 import models
-from service_streamer import (
-    BadModelOutput,
-    Future,
-    PredictTimeout,
-    StreamerClosed,
-    UnpicklableItem,
-)
+from service_streamer import BadModelOutput, Future, PredictTimeout, StreamerClosed, UnpicklableItem
 
 Build = Callable[..., Any]
 
@@ -189,14 +183,6 @@ class Forms:
         assert {future.result()[0] for future in concurrent.futures.as_completed(done)} == set(
             range(0, 40, 2)
         )
-
-    def test_future_has_no_objects_for_waiters_when_there_are_none(self, build: Build) -> None:
-        """The garbage collector goes through each object of a future again and again."""
-        future = build(models.double).submit([1])
-        assert future.result() == [2]
-        lists = [each for each in vars(future).values() if isinstance(each, list)]
-        assert lists == [[2]]
-        assert future._awaited is None
 
 
 class AsyncCalls:

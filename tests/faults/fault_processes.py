@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 #: Within so many seconds all are to be gone whose web process is; and what a busy machine may need
@@ -21,12 +21,14 @@ ROOT = FOLDER.parent.parent
 
 
 @contextlib.contextmanager
-def running(source: str, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A program, run from its source; kills it at the end."""
+def running(
+    source: str, folder: Path, *arguments: str, flags: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """A program, run from its source; kills it at the end. The flags are those of Python."""
     path = folder / "program.py"
     path.write_text(textwrap.dedent(source))
     process = subprocess.Popen(
-        [sys.executable, str(path), *arguments],
+        [sys.executable, *flags, str(path), *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{FOLDER.parent}:{FOLDER}"},
     )  # fmt: skip
@@ -35,6 +37,13 @@ def running(source: str, folder: Path, *arguments: str) -> Iterator[subprocess.P
     finally:
         process.kill()
         process.communicate()
+
+
+def outcome(source: str, folder: Path) -> tuple[int, str, str]:
+    """The exit code of a program that ends by itself, and what it has printed on both streams."""
+    with running(source, folder) as program:
+        out, err = program.communicate()
+    return program.returncode, out, err
 
 
 def await_line(program: subprocess.Popen[str], line: str) -> None:

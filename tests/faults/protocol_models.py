@@ -20,14 +20,13 @@ from service_streamer.workers.protocol import (
 )
 
 
-def channel() -> Any:
-    """The worker's end of its pipes, from the frame that serves them."""
+def local(name: str) -> Any:
+    """A variable of the function that serves the worker's pipes, or the batch: the nearest."""
     frame = inspect.currentframe()
-    assert frame is not None
-    while "channel" not in frame.f_locals:
-        assert frame.f_back is not None
+    while frame is not None and name not in frame.f_locals:
         frame = frame.f_back
-    return frame.f_locals["channel"]
+    assert frame is not None
+    return frame.f_locals[name]
 
 
 class Forks(ManagedModel):
@@ -110,10 +109,10 @@ _RAW_MESSAGES: dict[str, tuple[Any, ...]] = {
 
 
 def _commit(breach: str) -> None:
-    end = channel()
+    end = local("channel")
     if breach in _ANSWERS:
         right: dict[str, Any] = {
-            "batch_id": batch_id(),
+            "batch_id": local("job").batch_id,
             "outputs": [pickle.dumps(None)],
             "started_at": 0.0,
         }
@@ -129,13 +128,3 @@ def _commit(breach: str) -> None:
     else:
         assert breach == "no frame"
         os.write(end.writer.descriptor, b"print() went to the wrong descriptor\n")
-
-
-def batch_id() -> int:
-    frame = inspect.currentframe()
-    assert frame is not None
-    while "job" not in frame.f_locals:
-        assert frame.f_back is not None
-        frame = frame.f_back
-    number: int = frame.f_locals["job"].batch_id
-    return number

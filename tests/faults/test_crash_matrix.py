@@ -133,15 +133,7 @@ MATRIX: dict[str, dict[str, Any]] = {
         "hang": BLOCKS,
         "GPU error": Fails(ModelError, CAME_BACK + "AcceleratorError: CUDA error"),
     },
-    "idle": {
-        "raise": Harmless(),
-        "raise unpicklable": Harmless(),
-        "exit": Harmless(),
-        "kill": Harmless(restarts=1),
-        "segfault": Harmless(restarts=1),
-        "hang": Harmless(restarts=1),
-        "GPU error": Harmless(),
-    },
+    "idle": {fault: Harmless(restarts=fault in ("kill", "segfault", "hang")) for fault in FAULTS},
 }
 
 SERVING = ("pickle an item", "unpickle an item", "predict", "pickle a result", "unpickle a result")
@@ -150,8 +142,9 @@ SERVING = ("pickle an item", "unpickle an item", "predict", "pickle a result", "
 BATCH_TIMEOUT = 4
 START_TIMEOUT = 15
 
-both_methods = pytest.mark.parametrize("method", ["spawn", *long_cases("fork")])
-#: Hangs take seconds: test_hangs.py and test_a_service_ends_a_worker_that_hangs have short tests.
+#: Forked workers are there at once; deaths of spawned ones are seen in test_poison.py, too.
+both_methods = pytest.mark.parametrize("method", ["fork", *long_cases("spawn")])
+#: Hangs take seconds: test_hangs.py has a short test.
 LONG_HANGS = ("unpickle an item", "predict", "pickle a result", "load the model", "idle")
 
 

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from fault_processes import running
+from fault_processes import outcome
 
 import models
 import service_streamer.engine.at_exit as at_exit
@@ -59,9 +59,8 @@ def test_ctrl_c_during_close_ends_the_program_without_another_error(
             except KeyboardInterrupt:
                 print("interrupted", flush=True)
     """
-    with running(source, tmp_path) as program:
-        out, err = program.communicate()
-    assert (program.returncode, out) == (0, "interrupted\n")
+    code, out, err = outcome(source, tmp_path)
+    assert (code, out) == (0, "interrupted\n")
     assert "Traceback" not in err
 
 
@@ -85,9 +84,8 @@ def test_a_second_ctrl_c_at_the_exit_of_the_interpreter_says_nothing(tmp_path: P
             future = streamer.submit([1])
             threading.Thread(target=interrupt, daemon=True).start()
     """
-    with running(source, tmp_path) as program:
-        out, err = program.communicate()
-    assert (program.returncode, out) == (0, "")
+    code, out, err = outcome(source, tmp_path)
+    assert (code, out) == (0, "")
     assert "Traceback" not in err
 
 
@@ -122,9 +120,7 @@ def test_daemon_threads_that_wait_at_the_exit_print_no_tracebacks(
                 threading.Event().wait(0.001)
             print("the end")
     """
-    with running(source, tmp_path) as program:
-        out, err = program.communicate(timeout=60)
-    assert (program.returncode, out, err) == (0, "the end\nStreamerClosed\n", "")
+    assert outcome(source, tmp_path) == (0, "the end\nStreamerClosed\n", "")
 
 
 @pytest.mark.parametrize("where", ["a loop", "a thread that Python has not started", "later"])
@@ -184,9 +180,8 @@ def test_who_waits_for_workers_at_the_exit_holds_up_nothing(tmp_path: Path) -> N
             while not streamer.engine.core.changed._waiters:
                 threading.Event().wait(0.001)
     """
-    with running(source, tmp_path) as program:
-        out, err = program.communicate(timeout=60)
-    assert (program.returncode, out) == (0, "closed\n")
+    code, out, err = outcome(source, tmp_path)
+    assert (code, out) == (0, "closed\n")
     assert "Traceback" not in err
 
 
@@ -210,9 +205,7 @@ def test_nor_do_those_that_wait_for_hosts_beyond_redis(
             while streamer.stats().pending < 2:
                 threading.Event().wait(0.001)
     """
-    with running(source, tmp_path) as program:
-        out, err = program.communicate(timeout=60)
-    assert (program.returncode, out, err) == (0, "", "")
+    assert outcome(source, tmp_path) == (0, "", "")
 
 
 def test_who_joins_the_workers_meanwhile_is_not_disturbed() -> None:
@@ -313,6 +306,4 @@ def test_a_fork_in_a_callback_is_blamed_on_the_fork(tmp_path: Path) -> None:
             done.wait()
             streamer.close()
     """
-    with running(source, tmp_path) as program:
-        out, err = program.communicate()
-    assert (program.returncode, out, err) == (0, "forked\nforked\n", "")
+    assert outcome(source, tmp_path) == (0, "forked\nforked\n", "")

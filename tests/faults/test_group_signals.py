@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from fault_processes import GONE, Watch, await_line, descendants, running
+from fault_processes import GONE, Watch, await_line, descendants, outcome, running
 from signal_models import HandlesSigterm, exit_codes_of_children
 
 import models
@@ -96,9 +96,7 @@ def test_workers_are_replaced_after_a_signal_to_the_group_as_before(tmp_path: Pa
                 streamer.restart_workers()
                 print(streamer.predict([None]) != before, flush=True)
     """
-    with running(source, tmp_path) as program:
-        out, err = program.communicate()
-    assert (program.returncode, out, err) == (0, "True\n", "")
+    assert outcome(source, tmp_path) == (0, "True\n", "")
 
 
 def test_workers_end_with_a_parent_that_dies_of_the_signal(tmp_path: Path) -> None:

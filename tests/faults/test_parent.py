@@ -7,10 +7,9 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fault_processes import GONE, Watch, await_line, descendants, running
+from fault_processes import GONE, Watch, await_line, descendants, outcome, running
 from redis_processes import until
 
 import models
@@ -115,9 +114,7 @@ def test_the_interpreter_ends_with_a_worker_that_backs_off(tmp_path: Path) -> No
             stats = until(lambda: (now := streamer.stats()).workers["backing off"] and now)
             print(stats.workers["backing off"], stats.pending, flush=True)
     """
-    with running(source, tmp_path) as program:
-        out, err = program.communicate()
-        assert (program.returncode, out, err) == (0, "1 64\n", "")
+    assert outcome(source, tmp_path) == (0, "1 64\n", "")
 
 
 # -- called by people who do not wait
@@ -154,32 +151,20 @@ def count(*kinds: type) -> int:
     return sum(issubclass(type(each), kinds) for each in gc.get_objects())
 
 
-@pytest.fixture(params=["process", *long_cases("thread")])
-def occupied(request: pytest.FixtureRequest, gate: Gate) -> Iterator[AnyStreamer]:
-    """A streamer that computes one batch until the end of the test, and begins no other."""
-    # Room for all that is to wait, or a full batch would be sent ahead.
-    streamer: Any
-    if request.param == "process":
-        streamer = Streamer(models.Gated, 2_000, model_init_args=(gate,))
-    else:
-        streamer = ThreadedStreamer(lambda batch: [gate.go_through() for _ in batch], 2_000)
-    with streamer:
-        streamer.wait_ready()
+def test_hundreds_of_calls_that_end_too_late_leave_nothing(gate: Gate) -> None:
+    # Room for all that is to wait, or a full batch would be sent ahead of the one at the gate.
+    with Streamer(models.Gated, 2_000, model_init_args=(gate,)) as streamer:
         first = streamer.submit([0])
         gate.await_arrival()
-        yield streamer
+        with nothing_new():
+            for _ in range(300):
+                with pytest.raises(PredictTimeout):
+                    streamer.predict([Payload()], timeout=0.0005)
+            futures = [streamer.submit([Payload()], timeout=0.05) for _ in range(300)]
+            concurrent.futures.wait(futures)
+            assert {type(future.exception()) for future in futures} == {PredictTimeout}
+            stats = streamer.stats()
+            assert (stats.pending, stats.expired) == (0, 600)
+            del futures
         gate.let_through()
         first.result()
-
-
-def test_hundreds_of_calls_that_end_too_late_leave_nothing(occupied: AnyStreamer) -> None:
-    with nothing_new():
-        for _ in range(300):
-            with pytest.raises(PredictTimeout):
-                occupied.predict([Payload()], timeout=0.0005)
-        futures = [occupied.submit([Payload()], timeout=0.05) for _ in range(300)]
-        concurrent.futures.wait(futures)
-        assert {type(future.exception()) for future in futures} == {PredictTimeout}
-        stats = occupied.stats()
-        assert (stats.pending, stats.expired) == (0, 600)
-        del futures

@@ -18,7 +18,6 @@ from redis_processes import until
 
 import models
 import service_streamer.engine.loop as loop
-from serve_process import Serving
 from service_streamer import (
     ManagedModel,
     RedisStreamer,
@@ -43,6 +42,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_can_be_loaded_later_is(
     kind: str, build: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     weights = tmp_path / "weights"
     if kind == "process":
         streamer = build(models.NeedsFile, model_init_args=(weights,))
@@ -59,6 +59,10 @@ def test_a_model_that_can_be_loaded_later_is(
     assert streamer.stats().workers["failed"] == 0
     streamer.wait_ready()
     assert caplog.text.count("Traceback") == 0
+    assert "calls are accepted again" in caplog.text
+    first, *others = [each.levelname for each in caplog.records if "tried again in" in each.message]
+    assert first == "ERROR"
+    assert set(others) <= {"WARNING"}
     streamer.close()
     models.await_worker_threads()
 
@@ -268,18 +272,3 @@ def test_a_worker_host_that_never_could_serve_ends_with_the_reason(
     with host_of(models.NeedsFile, tmp_path / "none") as (_, ended):
         assert isinstance(ended.exception(), WorkerStartError)
         assert "FileNotFoundError" in str(ended.exception())
-
-
-def test_a_service_ends_a_worker_that_hangs(tmp_path: Path) -> None:
-    (tmp_path / "hanging.py").write_text(
-        "import threading\n"
-        "def model(batch):\n"
-        "    if 'hang' in batch: threading.Event().wait()\n"
-        "    return batch\n"
-    )
-    arguments = ("--batch-timeout", "1", "--timeout", "1000")
-    with Serving("hanging:model", *arguments, cwd=tmp_path) as service:
-        assert service.predict("hang").status_code == 500
-        assert service.predict("fine").json() == "fine"
-        assert sum(worker["restarts"] for worker in service.stats()["workers"]) >= 1
-        assert "it was at one batch for more than batch_timeout of 1 s" in service.log()

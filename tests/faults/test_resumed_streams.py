@@ -97,29 +97,20 @@ def test_stream_is_lost_after_too_many_hosts(
         next(stream)
 
 
-def test_stream_is_lost_if_it_is_too_large_to_be_kept(
-    host: Host, client: Client, gate: Gate
+@pytest.mark.parametrize(
+    ("options", "text"), [({"max_attempts": 1}, ""), ({}, "x" * (5 << 20))], ids=["once", "large"]
+)
+def test_stream_is_lost_if_it_may_run_once_only_or_is_too_large_to_be_kept(
+    host: Host, client: Client, gate: Gate, options: dict[str, Any], text: str
 ) -> None:
-    leaving = host(Resumed, 1, model_init_args=(gate,))
-    stream = client().stream({"n": FOR_EVER, "text": "x" * (5 << 20)})
+    leaving = host(Resumed, 1, model_init_args=(gate,), **options)
+    stream = client().stream({"n": FOR_EVER, "text": text})
     gate.let_through()
     assert next(stream) == 1
     leaving.close(drain=False)
-    host(Resumed, 1)
+    host(Resumed, 1, **options)
     with pytest.raises(WorkerLost, match="after outputs were handed out"):
         next(stream)
-
-
-def test_a_host_that_leaves_at_once_lets_others_go_on(
-    host: Host, client: Client, gate: Gate
-) -> None:
-    leaving = host(Resumed, 1, model_init_args=(gate,))
-    stream = client().stream({"n": 100})
-    gate.let_through(2)
-    got = [next(stream), next(stream)]
-    leaving.close(drain=False)
-    host(Resumed, 1)
-    assert [*got, *stream] == [*range(1, 101)]
 
 
 def test_stream_that_goes_on_is_not_refused_when_others_have_taken_its_room(
@@ -135,17 +126,6 @@ def test_stream_that_goes_on_is_not_refused_when_others_have_taken_its_room(
     host(Resumed, 1)
     assert [*got, *stream] == [*range(1, 101)]
     assert other.result() == [[1]]
-
-
-def test_stream_is_not_begun_again_without_retries(host: Host, client: Client, gate: Gate) -> None:
-    leaving = host(Resumed, 1, model_init_args=(gate,), max_attempts=1)
-    stream = client().stream({"n": 100})
-    gate.let_through()
-    assert next(stream) == 1
-    host(Resumed, 1, max_attempts=1)
-    leaving.close(drain=False)
-    with pytest.raises(WorkerLost, match="after outputs were handed out"):
-        next(stream)
 
 
 def test_stream_that_is_over_keeps_neither_its_item_nor_its_outputs(

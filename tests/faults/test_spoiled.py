@@ -10,7 +10,7 @@ from sticky_models import Spoiled
 
 from cases import long_cases
 from http_in_process import serving
-from service_streamer import InvalidInput, Streamer
+from service_streamer import Streamer
 
 
 @pytest.mark.parametrize("batch_size", [16, *long_cases(1)])
@@ -74,14 +74,6 @@ def test_bad_items_replace_no_worker_and_are_named_as_trouble(worker_num: int) -
         assert {streamer.predict(["who"])[0] for _ in range(4)} == workers
         assert streamer.stats().trouble is None
         assert streamer.stats().restarts == 0
-
-
-def test_refused_inputs_are_no_trouble() -> None:
-    with Streamer(Spoiled, 1, worker_timeout=None) as streamer:
-        for _ in range(2 * TROUBLE_ROW):
-            with pytest.raises(InvalidInput):
-                streamer.predict(["invalid"])
-        assert streamer.stats().trouble is None
 
 
 @pytest.mark.no_gevent

@@ -40,20 +40,9 @@ from service_streamer.workers.transport import (
 )
 
 __all__ = [
-    "DROP",
-    "HOLD",
-    "BatchReport",
-    "EngineStreamer",
-    "Failure",
-    "InlineTransport",
-    "Loss",
-    "Prediction",
-    "StepReport",
-    "WorkerDied",
-    "WorkerReady",
-    "build",
-    "died",
-]
+    "DROP", "HOLD", "BatchReport", "EngineStreamer", "Failure", "InlineTransport", "Loss",
+    "Prediction", "StepReport", "WorkerDied", "WorkerReady", "build", "died",
+]  # fmt: skip
 
 #: A loop that looks so often without being woken would never rest.
 _MOST_LOOKS = 10_000
@@ -130,6 +119,7 @@ class EngineStreamer(Streamer):
 
     Attributes:
         clock, transport: of the engine.
+        check_invariants: of the batcher.
     """
 
     def __init__(
@@ -147,6 +137,7 @@ class EngineStreamer(Streamer):
         thread.start = lambda: transport.run(thread.run)
         engine._loop.join = transport.pump  # type: ignore[method-assign]
         self._run(options, lambda: engine)
+        self.check_invariants = engine.core.batcher.check_invariants
 
 
 @functools.cache

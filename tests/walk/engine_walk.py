@@ -8,8 +8,6 @@ from typing import Any
 
 from .world import Event, World, play, run
 
-__all__ = ["INTERRUPTED", "interrupt_everywhere", "make", "shorten", "walk"]
-
 
 def make(seed: int) -> tuple[dict[str, Any], list[Event]]:
     """Options of a ``World``, and what happens in it."""

@@ -18,8 +18,6 @@ from typing import Any
 
 import service_streamer
 
-__all__ = ["Interrupted", "interrupted_at", "interrupts"]
-
 _FOLDER = service_streamer.__path__[0]
 
 

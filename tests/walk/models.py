@@ -8,8 +8,6 @@ from typing import Any
 
 from service_streamer import ManagedModel
 
-__all__ = ["Steps", "length", "model"]
-
 #: Seconds that items of a kind take; of a model of steps, all of its steps.
 _SECONDS = {"slow": 0.01, "long": 0.4}
 #: So many outputs has an item.

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from .world import Event, Fault, World
 
-__all__ = ["PLANS", "Plan", "explore"]
-
 
 class Plan(NamedTuple):
     """Which events to put into all orders.
@@ -70,9 +68,7 @@ PLANS = {
         {"batch_size": 2},
     ),
     "once": Plan(
-        (("submit", 1), ("submit", 3)),
-        _WORKERS | {"leave"},
-        {"batch_size": 2, "retry": False},
+        (("submit", 1), ("submit", 3)), _WORKERS | {"leave"}, {"batch_size": 2, "retry": False}
     ),
     # The refusal of what is hopeless needs a rate that is known, and a queue.
     "behind": Plan(

@@ -18,13 +18,13 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError, wait
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+from leavings import leavings
 from service_streamer import (
     Overloaded,
     PredictTimeout,
@@ -40,8 +40,6 @@ from service_streamer import (
 
 from .interrupts import Interrupted, interrupts
 from .models import STEPS, Steps, length, model
-
-__all__ = ["KINDS", "Fault", "make", "walk"]
 
 Action = tuple[Any, ...]
 
@@ -149,13 +147,13 @@ def walk(kind: str, seed: int, *, redis: str = "") -> str | None:
     """
     options, actions = make(kind, seed)
     resource_tracker.ensure_running()  # of the standard library; it stays
-    before = _leavings()
+    before = leavings()
     threshold = gc.get_threshold()
     gc.set_threshold(50)  # so that finalizers run in the middle of anything
     fault = ""
     try:
         _Walk(kind, seed, options, redis).run(actions)
-        _until("something is left", lambda: not _leavings() - before, lambda: _leavings() - before)
+        _until("something is left", lambda: not leavings() - before, lambda: leavings() - before)
     except Fault as error:
         fault = str(error)
     except Exception as error:
@@ -554,25 +552,3 @@ def _is_worker(pid: int) -> bool:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return status[0] != "Z"
     return False
-
-
-def _leavings() -> Counter[str]:
-    return Counter([*_children(), *_descriptors(), *map(repr, threading.enumerate())])
-
-
-def _children() -> Iterator[str]:
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            for pid in (task / "children").read_text().split():
-                with contextlib.suppress(OSError):
-                    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-                    if b"resource_tracker" not in command:
-                        yield f"process {pid} {command.decode()}"
-
-
-def _descriptors() -> Iterator[str]:
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith(("pipe:", "anon_inode:", "socket:", "/memfd:")):
-                yield f"descriptor {name} {target}"

@@ -39,8 +39,6 @@ from .adapter import (
 )
 from .interrupts import Interrupted, interrupted_at
 
-__all__ = ["Event", "Fault", "World", "play", "run"]
-
 Event = tuple[Any, ...]
 
 #: How often the workers are looked after until all must have ended.
@@ -152,6 +150,7 @@ class World:
     def check(self) -> None:
         """Raise ``Fault`` if something does not hold."""
         self._see()
+        self.streamer.check_invariants()
         self._check_counts()
         if self._errors.texts:
             raise Fault(f"a bug is logged: {self._errors.texts[0]}")

@@ -1,0 +1,68 @@
+"""A batcher with workers that a test plays."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from service_streamer.batching.batcher import Actions, Batcher
+from service_streamer.observe.record import BatchRecord, BatchReport, Call
+
+
+class Walk:
+    """A batcher with ready workers, a clock that stands still, and invariants after every step."""
+
+    def __init__(
+        self,
+        *,
+        batch_size: int = 4,
+        max_latency: float = 0.1,
+        slots: int = 1,
+        ready: bool = True,
+        **options: Any,
+    ) -> None:
+        self.batcher = Batcher(batch_size=batch_size, max_latency=max_latency, **options)
+        self.now = 0.0
+        if ready:
+            for slot in range(slots):
+                self.batcher.worker_ready(slot, self.now)
+
+    def submit(
+        self, *items: Any, timeout: float = math.inf, more: bool = False
+    ) -> tuple[Call, list[BatchRecord]]:
+        call = Call(list(items), None)
+        call.deadline = self.now + timeout
+        actions = self.batcher.call_submitted(call, self.now, is_watched=True, more=more)
+        if not more:  # until all have come, an idle worker may be left without
+            self.checked(actions)
+        return call, list(actions.batches)
+
+    def failed(self, batch: BatchRecord, duration: float = 0.0) -> Actions:
+        report = BatchReport(batch.id, failure="why", duration=duration, slot=batch.slot)
+        return self.checked(self.batcher.batch_returned(report, self.now))
+
+    def lost(self, slot: int, failure: str = "died") -> Actions:
+        return self.checked(self.batcher.worker_lost(slot, failure, self.now))
+
+    def pass_time(self) -> Actions:
+        self.now = self.batcher.deadline
+        return self.checked(self.batcher.time_passed(self.now))
+
+    def done(
+        self,
+        batch: BatchRecord,
+        duration: float = 0.01,
+        padding: float | None = None,
+        **failures: Any,
+    ) -> Actions:
+        """It comes back; ``_1="why"`` is why its item 1 has failed."""
+        outputs = [f"result of {payload}" for payload in batch.payloads]
+        by_position = {int(position[1:]): failure for position, failure in failures.items()}
+        report = BatchReport(
+            batch.id, outputs, by_position, duration=duration, padding=padding, slot=batch.slot
+        )
+        return self.checked(self.batcher.batch_returned(report, self.now))
+
+    def checked(self, actions: Actions) -> Actions:
+        self.batcher.check_invariants()
+        return actions
