@@ -19,7 +19,7 @@ from ..observe.record import ORDINARY, Call, CallState, Reason, Span
 from .length_window import LengthWindow
 from .overload import Finish
 from .tuning import LARGE
-from .turns import Turns
+from .turns import TurnOrder
 from .waiting import Waiting
 
 
@@ -59,8 +59,8 @@ class CallQueue(Waiting):
         self._batch_size = batch_size
         self._least_large = LARGE * batch_size
         self._window = window
-        self._outside = Turns(weights or {})  # what is not in the window; empty without one
-        self._turns = Turns(weights or {})  # all others
+        self._outside = TurnOrder(weights or {})  # what is not in the window; empty without one
+        self._turns = TurnOrder(weights or {})  # all others
         self._large: set[Call] = set()
 
     def __iter__(self) -> Iterator[Call]:

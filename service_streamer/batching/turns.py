@@ -44,6 +44,8 @@ def _rank_of(call: Call) -> _Rank:
     priority, _, has_deadline = call.precedence
     if not has_deadline:
         return priority, call.deadline < _NEVER
+    if call.deadline == _NEVER:
+        return _NEVER
     exponent = frexp(call.deadline - call.arrived_at)[1]
     return call.deadline - call.deadline % ldexp(1.0, exponent - _PRECISION)
 
@@ -217,7 +219,7 @@ class TenantLine:
         heapify(self._by_priority)
 
 
-class Turns:
+class TurnOrder:
     """Calls that wait, and whose turn it is. They are not searched when they leave, only skipped.
 
     Args:
@@ -391,6 +393,8 @@ class Turns:
         if line is None:
             return new
         own = line.ahead(call)
+        if line.ranks is not None:
+            self.plain = None
         if self._only is not None:
             return own
         turns = self._served_before(own / line.weight) + (own if line in self._new else 0)
