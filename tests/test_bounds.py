@@ -16,14 +16,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from http_in_process import (
-    StubClient,
-    StubStreamer,
-    in_still_time,
-    pass_time,
-    serving,
-    settled,
-)
+from http_in_process import StubClient, StubStreamer, in_still_time, pass_time, serving, settled
 from serve_process import Serving, until
 from test_tls import Files
 
@@ -240,10 +233,7 @@ async def test_bodies_of_all_requests_together_have_a_bound(
 def test_bound_of_all_bodies_comes_from_the_memory() -> None:
     body = b"a" * 400_000
     arguments = (KINDS, "--port", "0", "--max-body", "500000")
-    with (
-        Serving(*arguments, program=LITTLE_MEMORY) as service,
-        contextlib.ExitStack() as held,
-    ):
+    with Serving(*arguments, program=LITTLE_MEMORY) as service, contextlib.ExitStack() as held:
         for _ in range(2):
             slow = held.enter_context(connect(service))
             slow.sendall(HEAD + b"content-length: 490000\r\n\r\n" + body)

@@ -15,10 +15,7 @@ pytestmark = [pytest.mark.no_gevent, pytest.mark.xdist_group("cors")]
 
 HOME, OTHER = "https://app.test", "http://b.test:8000"
 EXPOSED = "X-Request-ID, Server-Timing, Retry-After, Inference-Header-Content-Length"
-WANTS = {
-    "access-control-request-method": "POST",
-    "access-control-request-headers": "authorization",
-}
+WANTS = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
 
 
 @pytest.fixture(scope="module")

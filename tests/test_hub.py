@@ -268,13 +268,7 @@ def test_serving_a_model_that_the_hub_lacks_ends_with_3(server: Hub, role: str) 
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        (),
-        (str(DEFAULT_MODEL),),
-        ("served_models:double",),
-        ("--redis", "localhost"),
-    ],
+    "arguments", [(), (str(DEFAULT_MODEL),), ("served_models:double",), ("--redis", "localhost")]
 )
 def test_a_revision_is_for_models_on_the_hub(arguments: tuple[str, ...]) -> None:
     assert "--revision" in error_of("serve", *arguments, "--revision", "v1")

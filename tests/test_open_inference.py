@@ -182,9 +182,7 @@ def post_binary(
     }  # fmt: skip
     header = json.dumps({"inputs": [tensor]}).encode()
     return service.post(
-        f"/v2/models/{model}/infer",
-        header + data,
-        inference_header_content_length=str(len(header)),
+        f"/v2/models/{model}/infer", header + data, inference_header_content_length=str(len(header))
     )
 
 

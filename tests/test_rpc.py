@@ -192,11 +192,7 @@ def _frame(kind: int, flags: int, body: bytes, stream: int = 1) -> bytes:
 
 @pytest.mark.parametrize(
     "header",
-    [
-        ("content-length", "abc"),
-        ("content-length", "99999999999"),
-        ("transfer-encoding", "gzip"),
-    ],
+    [("content-length", "abc"), ("content-length", "99999999999"), ("transfer-encoding", "gzip")],
 )
 def test_a_call_ignores_headers_that_frame_a_body(
     service: Serving, header: tuple[str, str]

@@ -19,15 +19,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from cases import long_cases
-from serve_process import (
-    ROOT,
-    GatedServing,
-    Serving,
-    figures_in,
-    run,
-    table,
-    until,
-)
+from serve_process import ROOT, GatedServing, Serving, figures_in, run, table, until
 from service_streamer import Reason, __version__
 from service_streamer.redis.local import LocalRedis
 

@@ -226,10 +226,7 @@ def test_spans_of_streams_end_however_these_end(spans: Spans) -> None:
 def test_spans_of_a_stream_say_that_its_worker_died(spans: Spans) -> None:
     with Streamer(Resumed, 1, retry=False) as streamer:
         trace_batches(streamer, spans.provider)
-        with (
-            spans.tracer.start_as_current_span("request"),
-            pytest.raises(WorkerLost),
-        ):
+        with spans.tracer.start_as_current_span("request"), pytest.raises(WorkerLost):
             list(streamer.stream({"n": 9, "kill_at": 3}))
     (lost,) = steps(spans)
     assert lost[:3] == (2, None, 1)

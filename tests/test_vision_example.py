@@ -22,12 +22,7 @@ import quiet_torch  # noqa: F401
 import train_vision as training
 from cases import long_cases
 from flask_vision_example import MAX_BODY, SAMPLE, create_app
-from service_streamer import (
-    InvalidInput,
-    ManagedModel,
-    Overloaded,
-    ThreadedStreamer,
-)
+from service_streamer import InvalidInput, ManagedModel, Overloaded, ThreadedStreamer
 from service_streamer.managed_model import has_stages
 from test_examples import ROOT, Service
 from vision_model import (
