@@ -26,7 +26,7 @@ from service_streamer.testing import ManualClock
 
 __all__ = [
     "ASGIBridge", "ExchangeBridge", "HTTPServer", "Keyring", "StubClient", "StubStreamer", "Turns",
-    "await_that", "in_still_time", "pass_time", "post", "run", "serving",
+    "asking", "await_that", "in_still_time", "pass_time", "post", "run", "serving",
     "settled",
 ]  # fmt: skip
 
@@ -38,6 +38,7 @@ class StillLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self.clock = ManualClock(1000.0)
+        self.clients: list[StubClient] = []
         super().__init__()
 
     def time(self) -> float:
@@ -50,11 +51,17 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def in_still_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A test that is a coroutine function, run by ``run``."""
+    """A test that is a coroutine function, run by ``run``. Its clients leave at its end."""
+
+    async def to_the_end(*args: Any, **kwargs: Any) -> None:
+        await test(*args, **kwargs)
+        loop: Any = asyncio.get_running_loop()
+        for client in loop.clients:
+            client.leave()
 
     @functools.wraps(test)
     def started(*args: Any, **kwargs: Any) -> None:
-        run(test(*args, **kwargs))
+        run(to_the_end(*args, **kwargs))
 
     return started
 
@@ -112,6 +119,7 @@ class StubClient(asyncio.Transport):
         self.received = b""
         self.is_closed = self.is_aborted = False
         self.is_read = True
+        self._has_left = False
         self.unread = self.late = 0
         no_socket: Any = None
         self.server = (
@@ -119,9 +127,16 @@ class StubClient(asyncio.Transport):
         )
         self.connection: Any = self.server.connected()
         self.connection.connection_made(self)
+        loop: Any = asyncio.get_running_loop()
+        loop.clients.append(self)
 
     def send(self, data: bytes) -> None:
         self.connection.data_received(data)
+
+    async def tell(self, data: bytes) -> None:
+        """Send, and let the service go as far as it can."""
+        self.send(data)
+        await settled()
 
     async def ask(self, request: bytes) -> tuple[int, bytes]:
         """Send a request, and wait for the answer: its status and its body."""
@@ -132,9 +147,11 @@ class StubClient(asyncio.Transport):
         return int(head.split()[1]), body
 
     def leave(self) -> None:
-        """Disconnect."""
+        """Disconnect, if it is not done yet."""
         self.is_closed = True
-        self.connection.connection_lost(None)
+        if not self._has_left:
+            self._has_left = True
+            self.connection.connection_lost(None)
 
     def stop_reading(self) -> None:
         self.connection.pause_writing()
@@ -172,6 +189,13 @@ class StubClient(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return self.unread
+
+
+async def asking(application: Any, request: bytes, **options: Any) -> StubClient:
+    """A client that has sent this; the service has gone as far as it can."""
+    client = StubClient(application, **options)
+    await client.tell(request)
+    return client
 
 
 def post(body: bytes, head: bytes = b"", path: bytes = b"/", version: bytes = b"1.1") -> bytes:
