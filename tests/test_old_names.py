@@ -16,38 +16,15 @@ from service_streamer import (
     PredictTimeout,
     RedisStreamer,
     RedisWorker,
-    Streamer,
     ThreadedStreamer,
     run_redis_workers_forever,
 )
-
-#: As the module of 0.1.2 has them, in its order of arguments.
-ARGUMENTS = {
-    ThreadedStreamer: "predict_function batch_size max_latency",
-    Streamer: (
-        "predict_function_or_model batch_size max_latency worker_num cuda_devices "
-        "model_init_args model_init_kwargs"
-    ),
-    RedisStreamer: "redis_broker prefix",
-    RedisWorker: (
-        "model_class batch_size max_latency redis_broker prefix model_init_args model_init_kwargs"
-    ),
-    run_redis_workers_forever: (
-        "model_class batch_size max_latency worker_num cuda_devices redis_broker prefix"
-    ),
-}
 
 
 @pytest.fixture(autouse=True)
 def _as_in_applications() -> None:
     """With the timeout of the library, and not with that of its tests."""
     service_streamer.service_streamer.WORKER_TIMEOUT = 20
-
-
-@pytest.mark.parametrize("function", ARGUMENTS)
-def test_arguments_have_their_old_names_and_order(function: Any) -> None:
-    names = ARGUMENTS[function].split()
-    assert list(inspect.signature(function).parameters)[: len(names)] == names
 
 
 def test_the_module_has_the_names_of_the_old_one() -> None:

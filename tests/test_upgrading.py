@@ -63,7 +63,10 @@ def test_every_old_name_is_in_the_table(line: list[str]) -> None:
     else:
         value = found(name)
         if arguments:
-            assert set(arguments) <= set(inspect.signature(value).parameters)
+            names = [each for each in inspect.signature(value).parameters if each != "self"]
+            if name == "run_redis_workers_forever":  # test_old_names.py has its orders
+                names.remove("mp_start_method")
+            assert names[: len(arguments)] == arguments
 
 
 def test_the_table_has_no_other_names() -> None:
