@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from service_streamer import Overloaded
@@ -26,8 +26,8 @@ from service_streamer.testing import ManualClock
 
 __all__ = [
     "ASGIBridge", "ExchangeBridge", "HTTPServer", "Keyring", "StubClient", "StubStreamer", "Turns",
-    "asking", "await_that", "in_still_time", "pass_time", "post", "run", "serving",
-    "settled",
+    "asking", "await_that", "in_event_loop", "in_still_time", "pass_time", "post", "run", "serving",
+    "serving_as", "settled",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -66,6 +66,16 @@ def in_still_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..
     return started
 
 
+def in_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine function, run in a loop whose time is the usual one."""
+
+    @functools.wraps(test)
+    def started(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return started
+
+
 async def settled() -> None:
     """Let all tasks go as far as they can."""
     for _ in range(20):
@@ -82,9 +92,6 @@ async def pass_time(seconds: float) -> None:
     loop: Any = asyncio.get_running_loop()
     loop.clock.advance(seconds)
     await settled()
-
-
-# -- clients
 
 
 class StubClient(asyncio.Transport):
@@ -204,9 +211,6 @@ def post(body: bytes, head: bytes = b"", path: bytes = b"/", version: bytes = b"
     return b"POST %b HTTP/%b\r\nhost: a\r\n%b%b\r\n%b" % (path, version, length, head, body)
 
 
-# -- models
-
-
 class StubStreamer:
     """A streamer without workers, and its backend. Its model returns its items.
 
@@ -274,13 +278,19 @@ class ServedModel(NamedTuple):
 
 
 @asynccontextmanager
-async def serving(streamer: Any, model: str = "m", **options: Any) -> AsyncIterator[ServedModel]:
-    """The service of a streamer, whose model is known. The options are those of ``serve``."""
+async def serving_as(streamer: Any, about: ServiceOptions) -> AsyncIterator[ServedModel]:
+    """The service of a streamer, whose model is known."""
     ready = asyncio.Event()
-    about = ServiceOptions(model, **options)
     service = Service(streamer, about, on_ready=ready.set)
     models = Models([service], keyring=Keyring(about.api_keys) if about.needs_key else None)
     service.start()
     await ready.wait()
     yield ServedModel(service, create_site(models), create_app(models))
     service.stop()
+
+
+def serving(
+    streamer: Any, model: str = "m", **options: Any
+) -> AbstractAsyncContextManager[ServedModel]:
+    """The same; the options are those of ``serve``."""
+    return serving_as(streamer, ServiceOptions(model, **options))

@@ -65,10 +65,8 @@ def web_processes(service: Serving) -> int:
 
 
 def connect(service: Serving, *, speaks_tls: bool = True) -> socket.socket:
-    url = httpx.URL(service.url)
-    assert url.port is not None
-    connection = socket.create_connection((url.host, url.port))
-    if url.scheme == "https" and speaks_tls:
+    connection = service.connect()
+    if service.url.startswith("https") and speaks_tls:
         connection = stranger().wrap_socket(connection)
     return connection
 
@@ -180,10 +178,8 @@ async def test_kept_connection_outlives_silent_ones_and_makes_room_for_busy_ones
         for client in busy:
             client.send(HEAD + b"content-length: 9\r\n\r\n")
         await pass_time(1)
-        last = StubClient(application.site, beside=kept)
+        StubClient(application.site, beside=kept)
         assert kept.is_aborted
-        for client in (kept, *silent, *busy, last):
-            client.leave()
 
 
 def declared(body: bytes) -> bytes:
@@ -209,9 +205,7 @@ async def test_bodies_of_all_requests_together_have_a_bound(
 
         async def answer(request: bytes) -> tuple[int, bytes, bytes]:
             client = StubClient(application.site)
-            status, text = await client.ask(HEAD + request)
-            client.leave()
-            return status, text, client.received
+            return *(await client.ask(HEAD + request)), client.received
 
         assert (await answer(sent(body)))[0] == 200
         slow = [StubClient(application.site) for _ in range(2)]

@@ -346,9 +346,6 @@ async def test_reading_pauses_while_requests_wait() -> None:
     assert shown(client) == ok("a") + ok("b") + ok("c")
 
 
-# -- answers before the body is there
-
-
 async def too_large(exchange: Any) -> None:
     exchange.answer_early(413, PLAIN, b"large", 20)
 
@@ -397,9 +394,6 @@ def test_connection_stays_open_when_the_body_comes_after_the_answer() -> None:
     client = talk(ignores, post(b"abc")[:-2], b"bc" + post(b"d"))
     assert shown(client) == ok("x") + ok("x")
     assert not client.is_closed
-
-
-# -- answers in parts
 
 
 async def parts(exchange: Any) -> None:
@@ -471,9 +465,6 @@ async def test_answer_in_parts_ends_when_its_client_leaves(
     assert not caplog.text
 
 
-# -- faults of the application
-
-
 @pytest.mark.parametrize(("has_begun", "status"), [(False, "500 Internal"), (True, "200 OK")])
 def test_connection_closes_when_the_application_raises(
     has_begun: bool, status: str, caplog: pytest.LogCaptureFixture
@@ -495,9 +486,6 @@ def test_request_is_answered_500_when_the_application_forgets_it() -> None:
         pass
 
     assert shown(talk(forgets, post(b"a"))).startswith("HTTP/1.1 500 Internal Server Error\n")
-
-
-# -- limits in time
 
 
 @pytest.mark.parametrize(
@@ -524,9 +512,6 @@ async def test_connection_is_closed_after_its_time(
     await settled()
     await pass_time(seconds)
     assert client.is_closed is is_closed
-
-
-# -- clients that do not read
 
 
 @pytest.mark.parametrize("application", [echo, too_large])
@@ -624,9 +609,6 @@ async def test_encrypted_connection_is_aborted_when_its_client_does_not_end_it(
     assert client.is_aborted is is_aborted
 
 
-# -- the end of the server
-
-
 @in_still_time
 async def test_end_of_the_server_does_not_wait_for_a_refused_body() -> None:
     client = await asking(too_large, post(b"abc")[:-3])
@@ -652,9 +634,6 @@ async def test_end_of_the_server_waits_for_requests_that_have_begun() -> None:
     await settled()
     assert busy.is_closed
     assert shown(busy) == ok("a") + ok("b", CLOSE)
-
-
-# -- the service's endpoints
 
 
 @in_still_time
@@ -683,9 +662,6 @@ async def test_full_queue_is_answered_before_the_body_and_results_make_way() -> 
         assert shown(client).startswith("HTTP/1.1 413 "), "waiting would not help"
         assert client.is_closed
         client.leave()
-
-
-# -- ASGI, both ways
 
 
 def responding(*messages: dict[str, Any]) -> Any:

@@ -180,6 +180,7 @@ def test_best_of_gives_the_likeliest_texts(client: Any) -> None:
         ({"suffix": "x"}, "suffix"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": ["", ""], "stream": True}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
     ):
         with pytest.raises(bad_request()) as caught:
@@ -403,12 +404,6 @@ def test_places_of_all_prompts_are_free_when_their_client_has_left(
     until(lambda: service.stats()["queue"]["in_flight"] == 0)
     assert service.stats()["streams"]["open"] == 0
     assert "Traceback" not in caplog.text
-
-
-def test_stream_ends_when_one_of_its_prompts_is_wrong(client: Any) -> None:
-    with pytest.raises(bad_request(), match="prompt: '' is empty"):
-        client.completions.create(**ASKED, prompt=["", ""], stream=True)
-    assert client.completions.create(**ASKED, prompt="a").choices
 
 
 # -- Hugging Face's client

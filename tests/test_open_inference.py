@@ -241,8 +241,6 @@ def test_a_web_process_without_numpy_says_what_to_install(tmp_path: Path) -> Non
         assert "pip install numpy" in told(response, 501)
 
 
-# -- tasks
-
 #: A tiny model for each task; "" is the shipped one.
 TASK_MODELS: dict[str, tuple[str, str]] = {
     "fill-mask": ("", "happy birthday to [MASK]"),
@@ -324,9 +322,6 @@ def test_tasks_of_files(tiny: ServingHere) -> None:
 def test_every_task_is_tried() -> None:
     tasks = error_of("serve", "bert", "--task", "nonsense").partition("one of ")[2]
     assert {*TASK_MODELS, *FILES, "image-feature-extraction"} == {*tasks.split(", ")}
-
-
-# -- a fuzzer
 
 
 @pytest.mark.parametrize("model", ["echo", *long_cases("Rows", "Added")])

@@ -391,14 +391,21 @@ def test_health_and_info(infilling: Serving) -> None:
     assert (info["dtype"], info["dtype_reason"]) == ("float32", "as saved")
 
 
-def test_service_is_not_ready_before_its_model_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--web-workers", "2")])
+def test_service_is_not_ready_before_its_model_is_loaded(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
     port = str(LocalRedis().port)  # one that is free
-    with GatedServing(tmp_path, "served_models:Late", "--port", port, ready=False) as service:
+    arguments = ("served_models:Late", "--port", port, *more)
+    with GatedServing(tmp_path, *arguments, ready=False) as service:
         service.url = f"http://127.0.0.1:{port}"
         service.gate.await_arrival()
         until(lambda: answers(service, "/health/live"))
         assert service.client.get("/health/ready").json()["status"] == "starting"
         assert service.ready() == 503
+        if more:
+            assert service.terminate() == 0  # without waiting for the model
+            return
         assert error(service.predict(1), 503)["type"] == "unavailable"
         assert service.client.get("/info").json()["ready"] is False
         service.gate.let_through()
@@ -481,13 +488,18 @@ def test_stats_and_events_tell_the_same(service: Serving) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *long_cases(signal.SIGINT)])
-def test_signal_to_all_processes_drains(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_to_all_processes_drains_and_ends_them(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """Of a terminal, or of systemd. The worker leaves it to its parent."""
     with (
         GatedServing(tmp_path, OBEDIENT, "--web-workers", "2") as service,
         ThreadPoolExecutor(1) as threads,
     ):
         service.await_web_processes(2)
+        assert " INFO worker 0 is ready\n" in service.log(), "the only model is not named"
+        pids = [*service.children(), *service.pool()]
+        assert len(pids) >= 4  # two of them, the pool and its worker
         open_ = threads.submit(service.predict, 1)
         service.gate.await_arrival()
         os.killpg(service.process.pid, number)
@@ -496,6 +508,7 @@ def test_signal_to_all_processes_drains(tmp_path: Path, number: signal.Signals) 
         assert service.process.wait() == 0
         assert "started again" not in service.log()
         assert "is restarted" not in service.log()
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 def test_nothing_is_left_when_it_is_killed() -> None:
@@ -618,30 +631,6 @@ def test_service_answers_over_redis(redis_server: str, prefix: str) -> None:
         assert figures_in(service.client.get("/metrics").text)["redis_connected"] == 1
         assert service.terminate() == 0
         assert host.terminate() == 0
-
-
-def test_several_web_processes() -> None:
-    with Serving("served_models:double", "--web-workers", "2") as service:
-        service.await_web_processes(2)
-        assert service.answer([1, "a"]) == [2, "aa"]
-        children = [*service.children(), *service.pool()]
-        assert len(children) >= 4  # two of them, the pool and its worker
-        assert " INFO worker 0 is ready\n" in service.log(), "the only model is not named"
-        assert service.terminate() == 0
-        assert not service.pool()
-        for pid in children:
-            until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
-
-
-def test_several_web_processes_answer_while_the_model_is_loading(tmp_path: Path) -> None:
-    port = str(LocalRedis().port)  # one that is free
-    arguments = ("served_models:Late", "--web-workers", "2", "--port", port)
-    with GatedServing(tmp_path, *arguments, ready=False) as service:
-        service.url = f"http://127.0.0.1:{port}"
-        service.gate.await_arrival()
-        until(lambda: answers(service, "/health/live"))
-        assert service.ready() == 503
-        assert service.terminate() == 0  # without waiting for the model
 
 
 @pytest.mark.long

@@ -14,9 +14,8 @@ from tqdm import tqdm
 
 import diffusion_model
 import train_diffusion as training
-from diffusion_model import DEFAULT_MODEL, SHAPES, ManagedDiffusionModel, Picture, draw
-from service_streamer import InvalidInput, InvalidItems, ThreadedStreamer
-from service_streamer.managed_model import has_steps
+from diffusion_model import SHAPES, ManagedDiffusionModel, Picture, draw
+from service_streamer import InvalidInput, InvalidItems
 
 pytestmark = pytest.mark.xdist_group("step-examples")
 
@@ -44,10 +43,6 @@ ITEMS: list[dict[str, Any]] = [
         [("heart", 9, 300), ("star", 1, 64), ("spiral", 12, 1), ("smile", 5, 65), ("star", 9, 500)]
     )
 ]
-
-
-def test_it_is_a_model_of_steps() -> None:
-    assert has_steps(ManagedDiffusionModel)
 
 
 def test_each_has_its_own_number_of_steps_and_points(model: ManagedDiffusionModel) -> None:
@@ -147,20 +142,12 @@ def test_a_drawing_for_the_terminal() -> None:
     assert lines == ["\u2801\u2800\u2800\u2800", "\u2800\u2800\u2801\u2800"]
 
 
-def test_the_folder_is_small() -> None:
-    assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) < 200_000
-
-
-@pytest.mark.skipif(not hasattr(ThreadedStreamer, "stream"), reason="there is no stream yet")
 def test_the_program(model: ManagedDiffusionModel, capsys: pytest.CaptureFixture[str]) -> None:
     diffusion_model.main(["star", "--steps", "3"])
     shown = capsys.readouterr().out.strip("\n").split("\n\n")
     assert len(shown) == 3
     [*_, last] = alone(model, {"shape": "star", "steps": 3, "points": 1024})
     assert shown[-1] == draw(last)
-
-
-# Training
 
 
 @pytest.fixture

@@ -251,31 +251,27 @@ def test_a_metric_of_a_process_and_of_the_pool_is_there_once() -> None:
 class Sharing(ThreadedStreamer):
     """Seems to share a pool, and counts the questions to it; they wait for ``may_answer``."""
 
-    pool_client: Any = SimpleNamespace(pool_pid=1)
-    questions = 0
-    error: Exception | None = None
-    may_answer = threading.Event()
+    pool_client: Any = None  # a property otherwise
+
+    def __init__(self, model: Any) -> None:
+        self.pool_client = SimpleNamespace(pool_pid=1)
+        self.questions = 0
+        self.error: Exception | None = None
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        super().__init__(model)
 
     def stats(self) -> Any:
-        type(self).questions += 1
+        self.questions += 1
         self.may_answer.wait()
         if self.error is not None:
             raise self.error
         return super().stats()
 
 
-@pytest.fixture
-def sharing() -> type[Sharing]:
-    class Mine(Sharing):
-        pool_client = SimpleNamespace(pool_pid=1)
-        may_answer = threading.Event()
-
-    Mine.may_answer.set()
-    return Mine
-
-
-def test_a_pool_is_asked_once_for_all_who_look_at_it(sharing: type[Sharing]) -> None:
+def test_a_pool_is_asked_once_for_all_who_look_at_it() -> None:
     async def main() -> None:
+        sharing = application.streamer
         sharing.may_answer.clear()
         before = sharing.questions
         looks = [application.client.get("/health/ready") for _ in range(8)]
@@ -288,19 +284,21 @@ def test_a_pool_is_asked_once_for_all_who_look_at_it(sharing: type[Sharing]) -> 
         assert {each.status_code for each in await looking} == {200}
         assert sharing.questions == before + 1
 
-    with WebApplication(kind=sharing) as application:
+    with WebApplication(kind=Sharing) as application:
         application.run(main())
 
 
-def test_a_pool_is_asked_again_after_some_time(sharing: type[Sharing]) -> None:
-    with WebApplication(kind=sharing) as application:
+def test_a_pool_is_asked_again_after_some_time() -> None:
+    with WebApplication(kind=Sharing) as application:
+        sharing = application.streamer
         before = sharing.questions
         while sharing.questions < before + 2:
             assert application.get("/health/ready").status_code == 200
 
 
-def test_a_pool_that_did_not_answer_is_asked_again_at_once(sharing: type[Sharing]) -> None:
-    with WebApplication(kind=sharing) as application:
+def test_a_pool_that_did_not_answer_is_asked_again_at_once() -> None:
+    with WebApplication(kind=Sharing) as application:
+        sharing = application.streamer
         sharing.error = PredictTimeout("no answer")
         while application.get("/health/ready").status_code == 200:
             """What it said some time ago may still be used."""
@@ -310,9 +308,10 @@ def test_a_pool_that_did_not_answer_is_asked_again_at_once(sharing: type[Sharing
         assert sharing.questions == before + 1
 
 
-def test_a_pool_that_is_not_there_is_not_waited_for(sharing: type[Sharing]) -> None:
+def test_a_pool_that_is_not_there_is_not_waited_for() -> None:
     """A question waits for the next pool, which takes longer than a probe waits."""
-    with WebApplication(kind=sharing) as application:
+    with WebApplication(kind=Sharing) as application:
+        sharing = application.streamer
         before = sharing.questions
         sharing.pool_client.pool_pid = None
         assert application.get("/health/ready").status_code == 503

@@ -30,6 +30,7 @@ class WebApplication:
 
     Attributes:
         service: of the first model.
+        streamer: its.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class WebApplication:
                 return predict(batch)
 
         self._runner = asyncio.Runner()
-        self._streamer = kind(Model)
+        self.streamer = kind(Model)
         self.service, *others = self._services = [
-            Service(self._streamer, ServiceOptions(name, **options)) for name in names
+            Service(self.streamer, ServiceOptions(name, **options)) for name in names
         ]
         models = Models(self._services, are_named=bool(others), keyring=keyring)
         models.siblings = siblings
@@ -69,7 +70,7 @@ class WebApplication:
         self.run(self._start())
 
     async def _start(self) -> None:
-        self._streamer.wait_ready()
+        self.streamer.wait_ready()
         for service in self._services:
             service.start()
         while not all(service.is_known for service in self._services):
@@ -100,7 +101,7 @@ class WebApplication:
 
         self.run(stop())
         self._runner.close()
-        self._streamer.close(drain=False)
+        self.streamer.close(drain=False)
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 import served_models
@@ -49,9 +48,6 @@ def weights(tmp_path: Path) -> Path:
     path = tmp_path / "weights"
     path.write_text("old")
     return path
-
-
-# -- SIGHUP
 
 
 def test_sighup_answers_all_requests(gate: Gate) -> None:
@@ -211,9 +207,6 @@ def test_restart_works_again_after_one_that_failed() -> None:
         )
 
 
-# -- clients who do not read
-
-
 ANSWER = 15 << 20
 
 
@@ -228,11 +221,10 @@ def sockets() -> Iterator[Callable[[Serving], socket.socket]]:
     made: list[socket.socket] = []
 
     def connect(service: Serving) -> socket.socket:
-        url = httpx.URL(service.url)
         sock = socket.socket()
         made.append(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect((url.host, url.port))
+        sock.connect(service.address)
         return sock
 
     yield connect
@@ -278,9 +270,6 @@ def test_unread_answers_have_a_bound(sockets: Callable[[Serving], socket.socket]
         assert service.predict(1).json() == 1
 
 
-# -- what one request costs
-
-
 @pytest.mark.long
 def test_limits_of_a_request_are_options_and_are_told() -> None:
     limits = ("--max-characters", "100", "--max-tokens", "50", "--max-pixels", "7")
@@ -295,9 +284,6 @@ def test_limits_of_a_request_are_options_and_are_told() -> None:
         assert "52 tokens in total, but the service's limit is 50 (--max-tokens)" in response.text
         assert service.post("/v1/completions", body | {"max_tokens": 2}).status_code == 200
         assert service.post("/v1/completions", {"prompt": "x" * 101}).status_code == 413
-
-
-# -- cores that other programs use too
 
 
 @pytest.mark.parametrize(
