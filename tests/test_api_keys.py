@@ -108,9 +108,7 @@ HASH = f'hash = "sha256:{"0" * 64}"'
         (f"[a]\n{HASH}\ntokens-per-minute = 9", "tokens-per-minute"),
     ],
 )
-def test_serve_refuses_a_wrong_file_of_keys_in_one_line(
-    path: Path, text: str | None, word: str
-) -> None:
+def test_serve_refuses_a_wrong_file_of_keys(path: Path, text: str | None, word: str) -> None:
     if text is not None:
         path.write_text(text)
     error = error_of("serve", KINDS, "--api-key-file", str(path))

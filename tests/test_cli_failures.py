@@ -109,9 +109,7 @@ def test_an_expected_error_of_a_pipeline_has_no_traceback(
     assert not shown(WorkerStartError("killed"))[0]
 
 
-def test_the_reason_is_one_line_without_the_traceback(
-    shown: Callable[..., tuple[str, str]],
-) -> None:
+def test_the_reason_is_a_line_without_the_traceback(shown: Callable[..., tuple[str, str]]) -> None:
     _, line = shown(started(END, ZeroDivisionError("why")))
     assert line.endswith("worker 0 could not load the model: why")
     alone = WorkerStartError("killed")

@@ -222,9 +222,7 @@ def test_computation_is_given_up_when_its_body_is_bad(caplog: pytest.LogCaptureF
     ],
 )
 @pytest.mark.parametrize("is_chunked", [True, False])
-def test_bytes_behind_a_request_with_upgrade_are_ignored(
-    behind: bytes, *, is_chunked: bool
-) -> None:
+def test_bytes_behind_a_request_to_upgrade_are_ignored(behind: bytes, *, is_chunked: bool) -> None:
     """It went on as a second upgrade: into the body of the first one, or without an end."""
     request = post(b"hi", UPGRADE)
     if is_chunked:

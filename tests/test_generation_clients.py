@@ -129,9 +129,7 @@ def test_log_probabilities_of_chats(client: Any) -> None:
         ({"type": "text"}, ".*"),
     ],
 )  # fmt: skip
-def test_answer_has_the_form_that_was_asked_for(
-    client: Any, wanted: dict[str, Any], pattern: str
-) -> None:
+def test_answer_has_the_form_asked_for(client: Any, wanted: dict[str, Any], pattern: str) -> None:
     asked = {**ASKED, "max_tokens": 40}
     more = {"response_format": wanted}
     [choice] = client.chat.completions.create(**asked, messages=CHAT, extra_body=more).choices
@@ -261,9 +259,7 @@ def test_fields_without_effect(client: Any) -> None:
         ({"response_format": {"type": "json_object", "a": 1}}, "response_format", "unknown field"),
     ],
 )  # fmt: skip
-def test_wrong_field_of_a_chat_is_refused(
-    client: Any, more: dict[str, Any], param: str, says: str
-) -> None:
+def test_wrong_chat_is_refused(client: Any, more: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(bad_request()) as caught:
         client.chat.completions.create(**ASKED, messages=CHAT, extra_body=more)
     assert caught.value.param == param
@@ -612,9 +608,7 @@ def test_chats_are_inputs(service: ServingHere, path: str) -> None:
         (None, "inputs"),
     ],
 )  # fmt: skip
-def test_input_that_is_neither_text_nor_chat_is_refused(
-    service: ServingHere, inputs: Any, param: str
-) -> None:
+def test_input_that_is_no_text_is_refused(service: ServingHere, inputs: Any, param: str) -> None:
     told = service.post("/predict", {"inputs": inputs})
     assert told.status_code == 422, told.text
     assert told.json()["error"]["param"] == param

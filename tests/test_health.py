@@ -213,9 +213,7 @@ KINDS = pytest.mark.parametrize(
 
 @KINDS
 @pytest.mark.parametrize(("good", "bad"), [(0, 2), (1, 8), (3, 2), (8, 8), (64, 1)])
-def test_no_bad_callers_have_a_worker_replaced(
-    good: int, bad: int, options: dict[str, Any]
-) -> None:
+def test_bad_callers_have_no_worker_replaced(good: int, bad: int, options: dict[str, Any]) -> None:
     world = World(4, lambda _, items: is_bad(items), duration, **options)
     world.call(*GOOD[:good], *(f"bad {i}" for i in range(bad)))
     world.run(5.0)

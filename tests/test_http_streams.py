@@ -231,9 +231,7 @@ def test_stream_makes_no_more_steps_when_its_client_has_left(gated: GatedServing
     assert gated.stats()["streams"]["open"] == 0
 
 
-def test_stream_is_not_computed_when_its_client_leaves_before_the_first_output(
-    gated: GatedServing,
-) -> None:
+def test_stream_is_not_computed_when_its_client_leaves_before_it(gated: GatedServing) -> None:
     before = gated.stats()["totals"]["disconnected"]
     gated.gate.let_through(1)
     with Events(gated, 2) as first:

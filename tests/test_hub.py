@@ -129,9 +129,7 @@ def test_the_cache_says_the_commit_at_once_without_the_hub(away: str, cache: Pat
 
 
 @pytest.mark.usefixtures("away")
-def test_a_model_that_neither_hub_nor_cache_has_is_named_with_both(
-    server: Hub, cache: Path
-) -> None:
+def test_a_model_that_hub_and_cache_lack_is_named_with_both(server: Hub, cache: Path) -> None:
     store(cache, NAME, "0" * 40, DEFAULT_MODEL, "v1")
     with pytest.raises(FileNotFoundError) as error:
         resolve(NAME, patiently=0.5)

@@ -36,9 +36,7 @@ SECRET = b"a secret of sixteen bytes"
         ("a model of its own", {}),
     ],
 )
-def test_a_worker_says_what_its_model_is_when_it_is_ready(
-    said: Any, description: dict[str, Any]
-) -> None:
+def test_a_ready_worker_says_what_its_model_is(said: Any, description: dict[str, Any]) -> None:
     with Streamer(models.Describes, model_init_args=(said,)) as streamer:
         changed = threading.Event()
         streamer.backend.when_workers_change(changed.set)
@@ -64,9 +62,7 @@ def describing(said: Any) -> type[models.Describes]:
     "said",
     [ValueError("no weights"), SystemExit("no licence"), {"labels": object()}, {1, 2}, 5, ["a"]],
 )
-def test_a_model_that_cannot_describe_itself_is_served(
-    said: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_without_description_is_served(said: Any, caplog: pytest.LogCaptureFixture) -> None:
     with ThreadedStreamer(describing(said)) as streamer:
         assert streamer.predict([1]) == [1]
         assert streamer.backend.model_description() == {}

@@ -112,9 +112,7 @@ def test_names_of_a_model(service: Serving, path: str) -> None:
         ("/v2", 405, "POST"),
     ],
 )
-def test_a_path_without_a_model_is_refused(
-    service: Serving, path: str, status: int, text: str
-) -> None:
+def test_a_path_to_no_model_is_refused(service: Serving, path: str, status: int, text: str) -> None:
     assert text in told(service.post(path, PREDICTING), status)
 
 

@@ -78,9 +78,7 @@ def test_four_workers_import_the_application_and_none_loads_torch(web: Program) 
 
 
 @pytest.mark.parametrize("is_redis_there", [True, *long_cases(False)])
-def test_service_says_in_time_that_there_are_no_models(
-    redis_url: str, is_redis_there: bool
-) -> None:
+def test_service_says_in_time_that_no_model_is_there(redis_url: str, is_redis_there: bool) -> None:
     with contextlib.closing(socket.socket()) as nobody:
         nobody.bind(("127.0.0.1", 0))
         url = redis_url if is_redis_there else f"redis://127.0.0.1:{nobody.getsockname()[1]}"
@@ -98,9 +96,7 @@ def test_service_says_in_time_that_there_are_no_models(
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_demo_can_be_ended_while_models_are_loaded(
-    redis_url: str, number: signal.Signals
-) -> None:
+def test_the_demo_can_be_ended_while_models_load(redis_url: str, number: signal.Signals) -> None:
     loads, place = r"^\$ .*redis_worker_example", {"REDIS_URL": redis_url, "REDIS_PREFIX": "early"}
     with Program(*DEMO, ready=loads, **place) as demo:
         await_that(lambda: any(map(is_worker_host, children(demo.process.pid))))

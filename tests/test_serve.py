@@ -392,9 +392,7 @@ def test_health_and_info(infilling: Serving) -> None:
 
 
 @pytest.mark.parametrize("more", [(), ("--web-workers", "2")])
-def test_service_is_not_ready_before_its_model_is_loaded(
-    tmp_path: Path, more: tuple[str, ...]
-) -> None:
+def test_service_is_not_ready_before_its_model_is(tmp_path: Path, more: tuple[str, ...]) -> None:
     port = str(LocalRedis().port)  # one that is free
     arguments = ("served_models:Late", "--port", port, *more)
     with GatedServing(tmp_path, *arguments, ready=False) as service:
@@ -488,9 +486,7 @@ def test_stats_and_events_tell_the_same(service: Serving) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *long_cases(signal.SIGINT)])
-def test_signal_to_all_processes_drains_and_ends_them(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_signal_to_all_processes_drains_and_ends(tmp_path: Path, number: signal.Signals) -> None:
     """Of a terminal, or of systemd. The worker leaves it to its parent."""
     with (
         GatedServing(tmp_path, OBEDIENT, "--web-workers", "2") as service,

@@ -53,9 +53,7 @@ def test_each_has_its_own_number_of_steps_and_points(model: ManagedDiffusionMode
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_picture_does_not_depend_on_who_else_is_in_the_batch(
-    model: ManagedDiffusionModel, seed: int
-) -> None:
+def test_a_picture_depends_on_nobody_in_the_batch(model: ManagedDiffusionModel, seed: int) -> None:
     """They come and go at random steps, in any order, and are equal to the last bit."""
     expected = [alone(model, item) for item in ITEMS]
     shuffle = random.Random(seed)
@@ -118,9 +116,7 @@ def test_the_cost_is_the_memory_of_all_its_points(model: ManagedDiffusionModel) 
     ],
     ids=str,
 )
-def test_diffusion_model_refuses_a_bad_item_alone(
-    model: ManagedDiffusionModel, item: Any, word: str
-) -> None:
+def test_diffusion_refuses_a_bad_item(model: ManagedDiffusionModel, item: Any, word: str) -> None:
     with pytest.raises(InvalidItems) as error:
         model.start([{"shape": "heart"}, item, {"shape": "star"}])
     assert list(error.value.errors) == [1]

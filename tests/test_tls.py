@@ -142,9 +142,7 @@ def test_old_protocols_are_refused(service: Serving, files: Files) -> None:
 @pytest.mark.parametrize(
     "sent", [b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", b"\x16\x03\x01\x00\x00", b"\0" * 100, b""]
 )
-def test_connection_without_tls_is_dropped_quietly(
-    service: Serving, files: Files, sent: bytes
-) -> None:
+def test_connection_without_tls_is_dropped(service: Serving, files: Files, sent: bytes) -> None:
     before = service.log()
     with service.connect() as sock:
         assert names(service, files), "it does not hold up others"
@@ -163,9 +161,7 @@ def status_of_health(connection: http.client.HTTPSConnection) -> int:
     return response.status
 
 
-def test_certificate_is_replaced_when_its_file_is_renewed_and_kept_when_that_is_unusable(
-    tmp_path: Path,
-) -> None:
+def test_certificate_is_replaced_when_its_file_is_renewed_and_usable(tmp_path: Path) -> None:
     files = Files(tmp_path)
     with Serving(KINDS, *files.arguments, "--web-workers", "2") as service:
         until(lambda: service.predict(1).status_code == 200)

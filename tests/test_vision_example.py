@@ -173,9 +173,7 @@ def test_it_knows_new_drawings(model: VisionModel, drawn: list[training.Drawing]
     assert training.accuracy(model, drawn) >= 0.95
 
 
-def test_an_answer_does_not_depend_on_the_batch(
-    model: VisionModel, drawn: list[training.Drawing]
-) -> None:
+def test_an_answer_depends_on_no_batch(model: VisionModel, drawn: list[training.Drawing]) -> None:
     images = [drawing.data for drawing in drawn[:8]]
     alone = [answer for image in images for answer in model.predict([image])]
     check_alike(model.predict(images[::-1]), alone[::-1])

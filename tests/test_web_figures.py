@@ -46,9 +46,7 @@ def test_auto_is_as_many_web_processes_as_the_cores_allow(
     assert [each.options.web_workers for each in service.models] == [count]
 
 
-def test_auto_counts_the_workers_of_all_models_here(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_auto_counts_workers_of_all_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     have_cores(monkeypatch, 8)
     path = tmp_path / "service.toml"
     here = "".join(

@@ -103,9 +103,7 @@ def test_a_lone_caller_calls_in_turn_with_direct_calls_and_in_a_loop(
     assert figures == {"over": 1.0, "ratio": 2.0, "over_loop": 2.0}
 
 
-def test_a_system_and_batches_by_hand_are_never_busy_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_system_and_batches_by_hand_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     class Hand:

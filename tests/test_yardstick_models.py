@@ -57,9 +57,7 @@ def asked(
     return specs
 
 
-def test_the_original_has_its_own_settings_in_its_own_tables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_original_has_its_settings_in_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     swept = {"max_latency": 0.001}
     scale = Scale(rounds=1, seconds=2.0, is_quick=False)
     specs = asked(monkeypatch, "original-streamer", "original-futures", swept, scale)

@@ -284,9 +284,7 @@ def test_a_full_memory_is_no_fault(gpu: Gpu) -> None:
     assert fault_of(*ASSERTS) is None
 
 
-def test_an_error_that_the_next_call_does_not_get_is_no_fault(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_goes_away_is_no_fault(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [make_error("without a name")]
     monkeypatch.setattr(gpu, "call", lambda: (_ for _ in ()).throw(errors.pop()) if errors else 0)
     assert fault_of(RuntimeError("CUDA error: x")) is None
@@ -294,9 +292,7 @@ def test_an_error_that_the_next_call_does_not_get_is_no_fault(
 
 
 @pytest.mark.parametrize("torch", [None, object(), "no module"], ids=["none", "half", "odd"])
-def test_errors_are_no_fault_without_a_whole_torch(
-    torch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_are_no_fault_without_torch(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert fault_of(*ASSERTS) is None
 
