@@ -16,6 +16,13 @@ class SecretError(Exception):
     """What nobody outside may read of."""
 
 
+#: What an item has its batch raise, each with a secret in its text.
+SECRET_ERRORS: dict[str, type[Exception]] = {
+    "raise": SecretError, "value error": ValueError, "timeout error": TimeoutError,
+    "recursion error": RecursionError, "overloaded": Overloaded, "predict timeout": PredictTimeout,
+}  # fmt: skip
+
+
 class Obedient(ManagedModel):
     """Answers each item with itself, unless it is told something else.
 
@@ -40,20 +47,10 @@ class Obedient(ManagedModel):
         match item:
             case "invalid":
                 raise InvalidInput("inputs: must not be 'invalid'; send another word")
-            case "raise":
-                raise SecretError("the password is 12345")
-            case "value error":
-                raise ValueError("the password is 12345")
-            case "timeout error":
-                raise TimeoutError("the password is 12345")
             case "unicode error":
                 b"\xff the password is 12345".decode()
-            case "recursion error":
-                raise RecursionError("the password is 12345")
-            case "overloaded":
-                raise Overloaded("the password is 12345")
-            case "predict timeout":
-                raise PredictTimeout("the password is 12345")
+            case str() if item in SECRET_ERRORS:
+                raise SECRET_ERRORS[item]("the password is 12345")
             case "surrogate in words":
                 raise InvalidInput("inputs: \ud83d")
             case "surrogate in a field":
@@ -119,11 +116,6 @@ class Late(Obedient):
             self.gate.go_through()
             self.gate.close()
             self.gate = None
-
-
-def environment_of(batch: list[str]) -> list[str | None]:
-    """The variables of its worker's environment."""
-    return [os.environ.get(name) for name in batch]
 
 
 def kinds(batch: list[Any]) -> list[str]:

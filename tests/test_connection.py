@@ -420,19 +420,6 @@ def test_answer_in_parts_is_framed_for_the_client(
     assert client.is_closed is is_closed
 
 
-@in_still_time
-async def test_parts_wait_while_the_client_does_not_read() -> None:
-    client = StubClient(parts)
-    client.send(post(b""))
-    client.stop_reading()
-    await settled()
-    assert b"one" in client.received
-    assert b"two" not in client.received
-    client.read_on()
-    await settled()
-    assert b"two" in client.received
-
-
 @pytest.mark.parametrize("when", ["before", "paused"])
 @in_still_time
 async def test_answer_in_parts_ends_when_its_client_leaves(

@@ -14,7 +14,7 @@ import pytest
 import serve_process
 from command_line import error_of
 from hub_stub import Hub
-from service_streamer import Streamer, ThreadedStreamer, WorkerStartError
+from service_streamer import Streamer
 from service_streamer.pipelines import PipelineModel
 from service_streamer.pipelines.hub import HubModel, name_and_revision, remember, resolve
 from tiny_models import DEFAULT_MODEL
@@ -270,15 +270,3 @@ def test_serving_a_model_that_the_hub_lacks_ends_with_3(server: Hub, role: str) 
 )
 def test_a_revision_is_for_models_on_the_hub(arguments: tuple[str, ...]) -> None:
     assert "--revision" in error_of("serve", *arguments, "--revision", "v1")
-
-
-def test_the_message_of_a_worker_names_the_hub(server: Hub) -> None:
-    class OfHub(PipelineModel):
-        def init_model(self) -> None:  # type: ignore[override]
-            super().init_model("org/none")
-
-    with (
-        ThreadedStreamer(OfHub) as streamer,
-        pytest.raises(WorkerStartError, match=f"no model 'org/none' at {server.url}"),
-    ):
-        streamer.wait_ready()

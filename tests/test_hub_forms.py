@@ -233,12 +233,27 @@ def test_bad_inputs_of_embeddings_are_named(embeddings: Any, wrong: Any, says: s
         ("/decode", {"ids": [10**6]}, "ids", "1000000"),
         ("/detokenize", {"tokens": [10**6]}, "tokens", "1000000"),
         ("/", {"inputs": "a", "prompt_name": "query"}, "prompt_name", "prompt_name"),
+        ("/rerank", {"texts": []}, "texts", "1"),
+        ("/rerank", {"texts": ["a", ""]}, "texts", "empty"),
+        ("/rerank", {"query": ""}, "query", "empty"),
+        ("/rerank", {"texts": [LONG]}, "texts", "truncate"),
+        ("/rerank", {"prompt_name": "query"}, "prompt_name", "prompt_name"),
+        ("/predict", {"inputs": ["a", "b"], "raw_scores": True}, "inputs[0]", "list"),
+        ("/predict", {"inputs": [["a"], "b"]}, "inputs[1]", "list"),
+        ("/predict", {"inputs": [["a", "b", "c"]]}, "inputs[0]", "2"),
+        ("/predict", {"inputs": [[]]}, "inputs[0]", "1"),
+        ("/predict", {"inputs": [], "truncate": True}, "inputs", "empty"),
+        ("/predict", {"inputs": [[LONG]]}, "inputs", "truncate"),
+        ("/predict", {"inputs": [["a", LONG]]}, "inputs", "truncate"),
+        ("/predict", {"inputs": [["a"]], "stream": True}, "stream", "stream"),
     ],
 )  # fmt: skip
-def test_requests_for_features_and_tokens_are_refused_with_their_field(
-    features: Client, path: str, body: dict[str, Any], param: str, word: str
+def test_requests_are_refused_with_their_field(
+    request: pytest.FixtureRequest, path: str, body: dict[str, Any], param: str, word: str
 ) -> None:
-    found, message = refused(features, path, 422, **body)
+    model = {"/rerank": "ranker", "/predict": "classifier"}.get(path, "features")
+    usual = {"query": "a", "texts": ["b"]} if path == "/rerank" else {}
+    found, message = refused(request.getfixturevalue(model), path, 422, **{**usual, **body})
     assert found == param
     assert word in message
 
@@ -312,25 +327,6 @@ def test_documents(ranker: Client, path: str) -> None:
         assert refused(ranker, path, 400, **{**body, **wrong})[0] == field
 
 
-@pytest.mark.parametrize(
-    ("more", "status", "param", "word"),
-    [
-        ({"texts": []}, 422, "texts", "1"),
-        ({"texts": ["a", ""]}, 422, "texts", "empty"),
-        ({"query": ""}, 422, "query", "empty"),
-        ({"query": "\ud83d"}, 400, None, "JSON"),
-        ({"texts": [LONG]}, 422, "texts", "truncate"),
-        ({"prompt_name": "query"}, 422, "prompt_name", "prompt_name"),
-    ],
-)
-def test_requests_for_ranks_are_refused_with_their_field(
-    ranker: Client, more: dict[str, Any], status: int, param: str | None, word: str
-) -> None:
-    found, message = refused(ranker, "/rerank", status, **{"query": "a", "texts": ["b"], **more})
-    assert found == param
-    assert word in message
-
-
 def test_paths_name_the_model_that_they_need_when_the_service_has_another(
     features: Client, classifier: Client
 ) -> None:
@@ -362,27 +358,6 @@ def test_predictions(classifier: Client) -> None:
     assert [len(each) for each in several] == [1, 1], "a list of strings is no pair"
     cut = asked(classifier, "/predict", inputs=[[LONG, "a"]], truncate=True)
     assert len(cut[0]) == 3
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "word"),
-    [
-        ({"inputs": ["a", "b"], "raw_scores": True}, "inputs[0]", "list"),
-        ({"inputs": [["a"], "b"]}, "inputs[1]", "list"),
-        ({"inputs": [["a", "b", "c"]]}, "inputs[0]", "2"),
-        ({"inputs": [[]]}, "inputs[0]", "1"),
-        ({"inputs": [], "truncate": True}, "inputs", "empty"),
-        ({"inputs": [[LONG]]}, "inputs", "truncate"),
-        ({"inputs": [["a", LONG]]}, "inputs", "truncate"),
-        ({"inputs": [["a"]], "stream": True}, "stream", "stream"),
-    ],
-)
-def test_requests_for_predictions_are_refused_with_their_field(
-    classifier: Client, body: dict[str, Any], param: str, word: str
-) -> None:
-    found, message = refused(classifier, "/predict", 422, **body)
-    assert found == param
-    assert word in message
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/rerank", "/v1/rerank"])

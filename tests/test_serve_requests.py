@@ -7,14 +7,11 @@ import re
 import socket
 import subprocess
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from command_line import error_of
-from http_in_process import Keyring
 from serve_process import Serving, until
-from web_application import WebApplication
 
 pytestmark = pytest.mark.xdist_group("serve-requests")
 
@@ -151,31 +148,6 @@ def test_curl_with_http2(service: Serving) -> None:
         input=json.dumps({"inputs": text}).encode(), capture_output=True, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout) == text
-
-
-@pytest.mark.no_gevent
-def test_openais_client_lists_models() -> None:
-    import openai  # takes a second
-
-    with WebApplication(keyring=Keyring(("right",))) as application:
-        models = openai.AsyncOpenAI(
-            base_url="http://m/v1", api_key="right", http_client=application.client
-        ).models
-        [model] = application.run(_listed(models))
-        assert application.run(models.retrieve(model.id)) == model
-        with pytest.raises(openai.NotFoundError) as caught:
-            application.run(models.retrieve("org/other"))
-        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-        assert "'org/other'" in caught.value.message
-        wrong = application.get("/v1/models/org/other", x_api_key="wrong")
-        assert wrong.json()["error"]["code"] == "invalid_api_key"
-        metrics = application.get("/metrics", x_api_key="right").text
-    assert 'path="/v1/models/{model}",status="401"' in metrics
-    assert "org" not in metrics
-
-
-async def _listed(models: Any) -> list[Any]:
-    return [*(await models.list()).data]
 
 
 def test_every_error_has_a_code(service: Serving) -> None:

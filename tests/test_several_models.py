@@ -247,6 +247,9 @@ def test_openais_client_chooses_a_model_by_its_name(service: Serving) -> None:
         assert {each.id for each in client.models.list()} == {"a", "org/double", "embed"}
         answer = client.embeddings.create(model="embed", input="a text")
         assert (answer.model, len(answer.data)) == ("embed", 1)
+        assert client.models.retrieve("org/double").id == "org/double"
+        with pytest.raises(openai.NotFoundError, match="'org/nope'"):
+            client.models.retrieve("org/nope")
         with pytest.raises(openai.NotFoundError, match="'nope'"):
             client.embeddings.create(model="nope", input="a text")
     assert (requests("embed", 200), requests("a", 404)) == (before[0] + 1, before[1] + 1)

@@ -140,16 +140,6 @@ def test_broken_notes_of_a_camera_do_not_matter() -> None:
             assert abs(decode_image(saved(star, exif=notes)) - whole).max() < 1e-5
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_images_are_refused(case: str) -> None:
-    data, said = BAD[case]
-    with pytest.raises(InvalidInput, match=said) as error:
-        decode_image(data)
-    assert str(error.value).startswith("image: ")
-    assert "object at" not in str(error.value)
-    assert len(str(error.value)) < 200
-
-
 def test_random_damage_gets_no_other_error() -> None:
     chance = random.Random(1)
     shapes = set()
@@ -284,6 +274,9 @@ def test_bad_images_are_refused_and_their_neighbours_are_not(service: Program) -
     for (status, answer), (_, said) in zip(answers[::2], BAD.values(), strict=True):
         assert status == 400, answer
         assert said in answer["error"]
+        assert answer["error"].startswith("image: ")
+        assert "object at" not in answer["error"]
+        assert len(answer["error"]) < 200
     assert {(status, answer.get("label")) for status, answer in answers[1::2]} == {(200, "star")}
 
 

@@ -105,53 +105,20 @@ def test_errors_have_a_status(
     assert list(response.json()) == ["error"]
     assert "secret" not in response.text
     assert ("told" in response.text) == (status == 422)
-    assert ("Retry-After" in response.headers) == (status == 503)
+    assert response.headers.get("Retry-After") == ("1" if status == 503 else None)
     if status == 503:
         assert str(error) in caplog.text
         assert (health.status_code, list(health.json())) == (503, ["status"])
 
 
-def behind(gate: Gate, framework: str = "starlette") -> Callable[[list[str]], list[Any]]:
+def behind(gate: Gate) -> Callable[[list[str]], list[Any]]:
     """A model that waits at the gate, with answers that the example can take."""
 
     def predict(batch: list[str]) -> list[Any]:
         gate.go_through()
-        return [text if framework == "fastapi" else [{"token_str": text}] for text in batch]
+        return [[{"token_str": text}] for text in batch]
 
     return predict
-
-
-@framework
-@in_event_loop
-async def test_overload_is_refused_at_once(
-    framework: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    streamer = ThreadedStreamer(behind(gate, framework), 1, 0, max_pending=1)
-    path, body, _ = QUESTIONS[framework]
-    async with client(application(framework, streamer, monkeypatch)) as web:
-        accepted = []
-        for number in range(1, 4):  # one is computed, one sent ahead, one waits
-            accepted.append(asyncio.create_task(web.post(path, content=body)))
-            await asyncio.to_thread(await_that, lambda n=number: _held(streamer) == n)
-        refused = await web.post(path, content=body)
-        assert refused.status_code == 503
-        assert refused.headers["Retry-After"] == "1"
-        assert "too many requests" in refused.text
-        gate.let_through(3)
-        assert [(await each).status_code for each in accepted] == [200] * 3
-
-
-@framework
-@in_event_loop
-async def test_slow_request_is_answered_504(
-    framework: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    streamer = ThreadedStreamer(behind(gate), 1, 0, worker_timeout=0.05)
-    path, body, _ = QUESTIONS[framework]
-    async with client(application(framework, streamer, monkeypatch)) as web:
-        late = await web.post(path, content=body)
-        gate.let_through()
-    assert (late.status_code, late.json()) == (504, {"error": "the model took too long"})
 
 
 @pytest.mark.parametrize("framework", ["fastapi", "starlette", "django"])

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-import served_models
+import models
 from cases import long_cases
 from serve_process import Serving, command, environment, until
 from service_streamer import Streamer
@@ -302,5 +302,5 @@ def test_threads_of_a_worker_do_not_keep_each_other_from_running(
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with Streamer(served_models.environment_of, cpu_threads=threads) as streamer:
+    with Streamer(models.environment, cpu_threads=threads) as streamer:
         assert streamer.predict(["OMP_NUM_THREADS", "GOMP_SPINCOUNT"]) == expected
