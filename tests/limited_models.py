@@ -18,13 +18,7 @@ STUB_AT_IMPORT = "TORCH_STUB_AT_IMPORT"
 
 
 class CudaMemory:
-    """torch.cuda, as far as it limits memory.
-
-    Attributes:
-        device: the current one.
-        limits: by device, as a fraction.
-        queued: what is to be done once there is a context.
-    """
+    """torch.cuda, as far as it limits memory: fractions, by device."""
 
     def __init__(self, *, is_old: bool = False, count: int = 1) -> None:
         self.limits = dict.fromkeys(range(count), 1.0)

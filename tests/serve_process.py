@@ -15,11 +15,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx
+import pytest
 
 from service_streamer.testing import Gate
 
@@ -308,3 +309,14 @@ class GatedServing(Serving):
 
 def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def started(*arguments: str, **env: str) -> Any:
+    """A fixture of the module: the service with these arguments."""
+
+    @pytest.fixture(scope="module")
+    def fixture() -> Iterator[Serving]:
+        with Serving(*arguments, **env) as service:
+            yield service
+
+    return fixture

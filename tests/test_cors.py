@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from command_line import error_of
-from serve_process import Serving
+from serve_process import Serving, started
 
 pytestmark = [pytest.mark.no_gevent, pytest.mark.xdist_group("cors")]
 
@@ -18,18 +17,13 @@ EXPOSED = "X-Request-ID, Server-Timing, Retry-After, Inference-Header-Content-Le
 WANTS = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Serving]:
-    origins = ("--cors-origin", HOME.upper(), "--cors-origin", OTHER)
-    arguments = (*origins, "--api-key", "k", "--max-body", "1k")
-    with Serving("served_models:Obedient", *arguments) as service:
-        yield service
+service = started(
+    "served_models:Obedient", "--cors-origin", HOME.upper(), "--cors-origin", OTHER,
+    "--api-key", "k", "--max-body", "1k",
+)  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def open_to_all() -> Iterator[Serving]:
-    with Serving("served_models:double", "--cors-origin", "*") as service:
-        yield service
+open_to_all = started("served_models:double", "--cors-origin", "*")
 
 
 def asked(service: Serving, origin: str | None, method: str = "GET", **more: str) -> httpx.Response:

@@ -249,11 +249,17 @@ def test_bad_inputs_of_embeddings_are_named(embeddings: Any, wrong: Any, says: s
     ],
 )  # fmt: skip
 def test_requests_are_refused_with_their_field(
-    request: pytest.FixtureRequest, path: str, body: dict[str, Any], param: str, word: str
+    features: Client,
+    ranker: Client,
+    classifier: Client,
+    path: str,
+    body: dict[str, Any],
+    param: str,
+    word: str,
 ) -> None:
-    model = {"/rerank": "ranker", "/predict": "classifier"}.get(path, "features")
+    service = {"/rerank": ranker, "/predict": classifier}.get(path, features)
     usual = {"query": "a", "texts": ["b"]} if path == "/rerank" else {}
-    found, message = refused(request.getfixturevalue(model), path, 422, **{**usual, **body})
+    found, message = refused(service, path, 422, **{**usual, **body})
     assert found == param
     assert word in message
 

@@ -13,7 +13,7 @@ import pytest
 
 from cases import long_cases
 from command_line import error_of
-from serve_process import Client, Serving, table
+from serve_process import Client, Serving, started, table
 from served_here import ServingHere, Whole
 from service_streamer.pipelines import SteppedPipeline
 from tensor_clients import run_clients
@@ -27,10 +27,7 @@ INFER = f"/v2/models/{TWICE}/infer"
 PREDICTING = {"inputs": [{"name": "x", "shape": [1], "datatype": "INT8", "data": [2]}]}
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Serving]:
-    with Serving(TWICE, "--max-body", "1M", "--max-pending", "64") as service:
-        yield service
+service = started(TWICE, "--max-body", "1M", "--max-pending", "64")
 
 
 @pytest.fixture(scope="module")

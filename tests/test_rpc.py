@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ import trustme
 from tritonclient.grpc import service_pb2
 
 import tensor_clients
-from serve_process import ROOT, GatedServing, Serving, environment, run, table, until
+from serve_process import ROOT, GatedServing, Serving, environment, key_table, run, table, until
 from service_streamer import InvalidInput
 from service_streamer.serve.rpc.inference_service import ready_request, shortened
 from tensor_clients import Clients, run_client
@@ -66,23 +65,19 @@ def gated(service: GatedServing) -> GatedServing:
     return service.of("obedient")
 
 
-#: Keys, each of which is its own name.
-KEYS = {
-    "secret": "",
-    "slow": "requests-per-minute = 2\nconcurrency = 1\n",
-    "narrow": "concurrency = 2\n",
-    "scraper": 'requests-per-minute = 1\nscopes = ["metrics"]\n',
-}
-
-
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A service with keys; bodies over HTTP may be larger than any message of gRPC."""
+    """A service with keys, each of which is its own name.
+
+    Bodies over HTTP may be larger than any message of gRPC.
+    """
     keys = tmp_path_factory.mktemp("keyed") / "keys.toml"
     keys.touch(0o600)
-    hashes = {key: hashlib.sha256(key.encode()).hexdigest() for key in KEYS}
     keys.write_text(
-        "\n".join(f'[{key}]\nhash = "sha256:{hashes[key]}"\n{more}' for key, more in KEYS.items())
+        key_table("secret", "secret")
+        + key_table("slow", "slow", "requests-per-minute = 2\nconcurrency = 1")
+        + key_table("narrow", "narrow", "concurrency = 2")
+        + key_table("scraper", "scraper", "requests-per-minute = 1", ["metrics"])
     )
     arguments = ("--grpc-port", "0", "--max-body", "3G", "--api-key-file", str(keys))
     with Serving(TWICE, *arguments) as service:

@@ -19,7 +19,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from cases import long_cases
-from serve_process import ROOT, GatedServing, Serving, figures_in, run, table, until
+from serve_process import ROOT, GatedServing, Serving, figures_in, run, started, table, until
 from service_streamer import Reason, __version__
 from service_streamer.redis.local import LocalRedis
 
@@ -29,22 +29,13 @@ OBEDIENT = "served_models:Obedient"
 PACKAGE = ROOT / "service_streamer"
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Serving]:
-    """A model of its own, with short limits."""
-    with Serving(OBEDIENT, "--max-body", "64k", "--max-pending", "64") as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def keyed() -> Iterator[Serving]:
-    """With keys, headers for priority and tenant, and errors that are shown."""
-    arguments = (
-        "--api-key", "one", "--api-key", "two", "--debug", "--max-pending", "8",
-        "--max-body", "9M", "--priority-header", "X-Rank", "--tenant-header", "X-User",
-    )  # fmt: skip
-    with Serving(OBEDIENT, *arguments) as service:
-        yield service
+#: A model of its own, with short limits.
+service = started(OBEDIENT, "--max-body", "64k", "--max-pending", "64")
+#: With keys, headers for priority and tenant, and errors that are shown.
+keyed = started(
+    OBEDIENT, "--api-key", "one", "--api-key", "two", "--debug", "--max-pending", "8",
+    "--max-body", "9M", "--priority-header", "X-Rank", "--tenant-header", "X-User",
+)  # fmt: skip
 
 
 #: Of a model whose inputs have a cost.
@@ -612,6 +603,38 @@ def test_service_answers_over_redis(redis_server: str, prefix: str) -> None:
         assert figures_in(service.client.get("/metrics").text)["redis_connected"] == 1
         assert service.terminate() == 0
         assert host.terminate() == 0
+
+
+def refusal(service: Serving) -> httpx.Response | None:
+    """Why it is not ready, as soon as it knows."""
+    if "could not read this call" not in service.log():
+        return None
+    answer = service.client.get("/health/ready")
+    return answer if answer.json()["status"] == "failing" else None
+
+
+@pytest.mark.long
+def test_another_secret_is_told_by_readiness_and_heals() -> None:
+    """``serve --redis`` and ``worker`` are not set up alike."""
+    port, secret = str(LocalRedis().port), "a secret of sixteen bytes"
+    with (
+        LocalRedis() as server,
+        Serving("--redis", server.url, "--secret", secret, "--port", port, ready=False) as service,
+    ):
+        service.url = f"http://127.0.0.1:{port}"
+        redis = ("served_models:double", "--redis", server.url)
+        with Serving(*redis, "--secret", secret[::-1], role="worker") as stranger:
+            answer = until(lambda: refusal(service))
+            assert answer.status_code == 503
+            assert answer.json() == {
+                "status": "failing",
+                "detail": "a worker host could not read this call: the signature is wrong; give "
+                "clients and worker hosts the same secret",
+            }
+            assert stranger.terminate() == 0
+        with Serving(*redis, "--secret", secret, role="worker"):
+            until(lambda: service.ready() == 200)
+            assert service.predict([1]).json() == [2]
 
 
 @pytest.mark.long

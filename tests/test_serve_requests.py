@@ -6,22 +6,18 @@ import json
 import re
 import socket
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 
 from command_line import error_of
-from serve_process import Serving, until
+from serve_process import Serving, started, until
 
 pytestmark = pytest.mark.xdist_group("serve-requests")
 
 KINDS = "served_models:kinds"
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Serving]:
-    with Serving("served_models:Obedient", "--max-body", "64k", "--log-format", "json") as service:
-        yield service
+service = started("served_models:Obedient", "--max-body", "64k", "--log-format", "json")
 
 
 def test_request_id_is_in_every_answer(service: Serving) -> None:
@@ -76,11 +72,8 @@ def test_request_id_is_ignored_when_it_is_unsafe_to_repeat(service: Serving, val
         assert response.headers["x-request-id"].encode() != value
 
 
-@pytest.fixture(scope="module")
-def guarded() -> Iterator[Serving]:
-    """A service that answers some hosts only: they come from the environment."""
-    with Serving(KINDS, SERVICE_STREAMER_ALLOWED_HOST="api.test *.b.test ::1") as service:
-        yield service
+#: Answers some hosts only: they come from the environment.
+guarded = started(KINDS, SERVICE_STREAMER_ALLOWED_HOST="api.test *.b.test ::1")
 
 
 @pytest.mark.parametrize(

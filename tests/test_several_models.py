@@ -619,7 +619,7 @@ def test_one_is_replaced_and_one_killed_and_no_request_fails(
 ) -> None:
     names = ("Calm", "Replaced", "Killed")
     service = serve(
-        *(table(name, f"several_models:{name}") for name in names),
+        *(table(name, f"served_models:{name}") for name in names),
         arguments=FLEET if processes == 2 else (),
         keys=True,
     )

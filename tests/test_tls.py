@@ -25,14 +25,7 @@ PASSWORD = "SERVICE_STREAMER_SSL_KEYFILE_PASSWORD"
 
 
 class Files:
-    """The certificates of a service, and of a client.
-
-    Attributes:
-        ca: the authority.
-        cert, key: files of the service.
-        authority: the file of the authority.
-        client: the file of a client's certificate with its key.
-    """
+    """The certificates of an authority, of a service, and of a client with its key."""
 
     def __init__(self, folder: Path) -> None:
         self.ca = trustme.CA()

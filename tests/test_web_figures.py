@@ -121,32 +121,32 @@ def test_range_of_workers_is_on_the_page_and_in_scrapes() -> None:
 class Viewing(WebApplication):
     """Has viewers of its live figures."""
 
-    def view(self, count: int, *, after: Callable[[], bool]) -> list[list[dict[str, Any]]]:
-        """The snapshots that they see until the service ends.
+    def view(self, count: int, others: Others) -> tuple[list[list[dict[str, Any]]], httpx.Response]:
+        """The snapshots that they see until the service ends, and the answer to one more viewer."""
 
-        Args:
-            after: whether it may end, at some time.
-        """
-
-        async def main() -> list[Any]:
+        async def main() -> tuple[list[Any], Any]:
             viewers = [asyncio.create_task(self.client.get("/events")) for _ in range(count)]
-            while not after():
+            while not others.questions:
                 await asyncio.sleep(0)
             for _ in range(20):  # more steps than each of them has before it waits
                 await asyncio.sleep(0)
+            one_more = asyncio.create_task(self.client.get("/events"))
+            for _ in range(20):
+                await asyncio.sleep(0)
             self.service.stop()
-            return await asyncio.gather(*viewers)
+            return await asyncio.gather(*viewers), await one_more
 
+        seen, one_more = self.run(main())
         return [
             [json.loads(line[6:]) for line in each.text.splitlines() if line.startswith("data: ")]
-            for each in self.run(main())
-        ]
+            for each in seen
+        ], one_more
 
 
 def test_viewers_that_come_at_once_share_the_snapshots() -> None:
     others = Others(lambda _: {})
     with Viewing(siblings=others) as application:
-        first, *rest = application.view(8, after=lambda: others.questions > 0)
+        (first, *rest), _ = application.view(8, others)
     assert others.questions == 2, "at once, and when the service ends"
     assert len(first) == 2
     assert all(each == first for each in rest)
@@ -154,20 +154,8 @@ def test_viewers_that_come_at_once_share_the_snapshots() -> None:
 
 def test_viewers_are_only_so_many() -> None:
     others = Others(lambda _: {})
-
-    async def main() -> httpx.Response:
-        viewers = [asyncio.create_task(application.client.get("/events")) for _ in range(64)]
-        while not others.questions:
-            await asyncio.sleep(0)
-        for _ in range(20):  # so all of them have begun
-            await asyncio.sleep(0)
-        refused = await application.client.get("/events")
-        application.service.stop()
-        await asyncio.gather(*viewers)
-        return refused
-
-    with WebApplication(siblings=others) as application:
-        refused = application.run(main())
+    with Viewing(siblings=others) as application:
+        _, refused = application.view(64, others)
     assert refused.status_code == 503
     assert "retry-after" in refused.headers
     assert "live figures" in refused.json()["error"]["message"]
@@ -181,7 +169,7 @@ def test_viewers_get_the_next_snapshot_when_one_fails() -> None:
 
     others = Others(answer)
     with Viewing(siblings=others) as application:
-        [[only]] = application.view(1, after=lambda: others.questions > 0)
+        [[only]], _ = application.view(1, others)
     assert only["web_processes"] == 1
 
 
@@ -197,7 +185,7 @@ def test_a_process_that_begins_anew_counts_from_nothing(again: bytes) -> None:
 
     others = Others(answer)
     with Viewing(siblings=others) as application:
-        [[before, now]] = application.view(1, after=lambda: others.questions > 0)
+        [[before, now]], _ = application.view(1, others)
     assert (before["totals"]["answered"], now["totals"]["answered"]) == (1010, 20)
     assert now["rate"] > 0, "the 1000 of before are not taken away"
 
