@@ -100,9 +100,7 @@ def test_a_traceback_begins_with_the_users_code(
     assert shown(started(text, ZeroDivisionError()))[0] == expected
 
 
-def test_an_expected_error_of_a_pipeline_has_no_traceback(
-    shown: Callable[..., tuple[str, str]],
-) -> None:
+def test_an_expected_error_has_no_traceback(shown: Callable[..., tuple[str, str]]) -> None:
     text = HEAD + FRAME + END
     assert not shown(started(text, FileNotFoundError()), "bert")[0]
     assert shown(started(text, RuntimeError()), "bert")[0]

@@ -171,9 +171,7 @@ def test_connection_is_cut_when_a_trailer_has_no_end_after_the_answer() -> None:
         (b"", ok("abc")),
     ],
 )
-def test_client_is_asked_for_its_body_when_it_expects_100_continue(
-    head: bytes, expected: str
-) -> None:
+def test_client_is_asked_for_its_body_if_it_expects_100(head: bytes, expected: str) -> None:
     request = post(b"abc", head)
     assert shown(talk(echo, request[:-3], request[-3:])) == expected
 
@@ -257,9 +255,7 @@ async def test_requests_wait_while_their_client_does_not_read() -> None:
 
 
 @in_still_time
-async def test_requests_are_not_computed_when_their_client_left_before(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_requests_are_not_computed_without_client(caplog: pytest.LogCaptureFixture) -> None:
     begun: list[bytes] = []
 
     async def notes(exchange: Any) -> None:
@@ -297,9 +293,7 @@ def test_trailers_are_not_passed_on_as_headers() -> None:
 
 
 @pytest.mark.parametrize("method", [b"CONNECT a:80", b"POST http://[::1/predict"])
-def test_request_is_answered_400_when_its_target_is_invalid(
-    method: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_request_with_bad_target_is_a_400(method: bytes, caplog: pytest.LogCaptureFixture) -> None:
     client = talk(ASGIBridge(responding()), method + b" HTTP/1.1\r\n\r\n")
     assert shown(client).startswith("HTTP/1.1 400 Bad Request\n")
     assert not caplog.text
@@ -366,9 +360,7 @@ EARLY = (
         (0, [], True),
     ],
 )
-def test_refused_body_is_dropped_up_to_its_bound(
-    size: int, parts: list[int], is_closed: bool
-) -> None:
+def test_refused_body_is_dropped_to_its_bound(size: int, parts: list[int], is_closed: bool) -> None:
     head = post(b"a" * size)[: -size or None]
     client = talk(too_large, head, *(b"a" * part for part in parts))
     assert shown(client) == EARLY
@@ -412,9 +404,7 @@ HEAD = "HTTP/1.1 200 OK\ncontent-type: text/plain\n"
         (b"HEAD / HTTP/1.1\r\n\r\n", f"{HEAD}\n", False),
     ],
 )
-def test_answer_in_parts_is_framed_for_the_client(
-    request_: bytes, expected: str, is_closed: bool
-) -> None:
+def test_answer_in_parts_is_framed(request_: bytes, expected: str, is_closed: bool) -> None:
     client = talk(parts, request_)
     assert shown(client) == expected
     assert client.is_closed is is_closed
@@ -422,9 +412,7 @@ def test_answer_in_parts_is_framed_for_the_client(
 
 @pytest.mark.parametrize("when", ["before", "paused"])
 @in_still_time
-async def test_answer_in_parts_ends_when_its_client_leaves(
-    when: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_parts_end_with_their_client(when: str, caplog: pytest.LogCaptureFixture) -> None:
     ended: list[bool] = []
 
     async def notes(exchange: Any) -> None:
@@ -585,9 +573,7 @@ async def test_slowest_clients_are_cut_when_all_together_leave_too_much_unread()
 
 @pytest.mark.parametrize(("waited", "is_aborted"), [(29, False), (31, True)])
 @in_still_time
-async def test_encrypted_connection_is_aborted_when_its_client_does_not_end_it(
-    waited: float, is_aborted: bool
-) -> None:
+async def test_encrypted_connection_is_aborted_in_the_end(waited: float, is_aborted: bool) -> None:
     client = await asking(echo, post(b"a", b"connection: close\r\n"), is_secure=True)
     assert client.is_closed
     await pass_time(waited)

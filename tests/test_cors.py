@@ -54,9 +54,7 @@ def check_allowed(response: httpx.Response, allowed: str | None) -> None:
         (None, False),
     ],
 )
-def test_answer_names_the_origin_when_it_is_allowed(
-    service: Serving, origin: str | None, is_allowed: bool
-) -> None:
+def test_answer_names_its_origin(service: Serving, origin: str | None, is_allowed: bool) -> None:
     response = asked(service, origin)
     assert response.status_code == 200
     assert response.headers["vary"] == "Origin"

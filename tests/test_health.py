@@ -43,9 +43,7 @@ def try_worker(health: Health, outcome: dict[str, int], slot: int = 1, now: floa
 
 
 @pytest.mark.parametrize("outcome", [FOR, VOID])
-def test_three_trials_against_it_condemn_a_worker_whatever_others_say(
-    outcome: dict[str, int],
-) -> None:
+def test_three_trials_against_it_condemn_a_worker_in_any_case(outcome: dict[str, int]) -> None:
     health = Health()
     assert try_worker(health, AGAINST) == (2, [1], [])
     assert try_worker(health, outcome)[1:] == ([1], [])

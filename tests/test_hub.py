@@ -170,9 +170,7 @@ def test_the_cache_learns_what_a_branch_means(cache: Path) -> None:
         assert (references / revision).read_text() == commit
 
 
-def test_a_cache_that_cannot_be_written_to_does_not_matter(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_may_be_unwritable(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_text("no folder")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     remember(HubModel(NAME, "main", "0" * 40))

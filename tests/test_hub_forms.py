@@ -333,9 +333,7 @@ def test_documents(ranker: Client, path: str) -> None:
         assert refused(ranker, path, 400, **{**body, **wrong})[0] == field
 
 
-def test_paths_name_the_model_that_they_need_when_the_service_has_another(
-    features: Client, classifier: Client
-) -> None:
+def test_paths_name_the_model_that_they_would_need(features: Client, classifier: Client) -> None:
     for service, task in ((features, "feature-extraction"), (classifier, "text-classification")):
         for path in ("/rerank", "/v1/rerank"):
             _, message = refused(service, path, 404, query="a", texts=["b"])

@@ -57,9 +57,7 @@ def test_a_path_names_the_model_with_the_longest_fitting_name(
     assert answer.get("model", answer.get("error", {}).get("code")) == name
 
 
-def test_an_unknown_model_is_refused_with_some_names_of_those_that_are_there(
-    several: WebApplication,
-) -> None:
+def test_an_unknown_model_is_refused_with_names_of_others(several: WebApplication) -> None:
     for name in ("c", "x" * 1000):
         response = several.post(f"/models/{name}/predict", {"inputs": 1})
         message = response.json()["error"]["message"]
@@ -69,9 +67,7 @@ def test_an_unknown_model_is_refused_with_some_names_of_those_that_are_there(
         assert len(message) < 400
 
 
-def test_a_model_is_refused_when_its_name_is_a_path_of_another(
-    several: WebApplication, tmp_path: Path
-) -> None:
+def test_a_name_that_is_a_path_is_refused(several: WebApplication, tmp_path: Path) -> None:
     """The requests of a model "a" at /predict would be those of a model "a/predict"."""
     path = tmp_path / "service.toml"
     documented = {place.split("/")[1] for place in several.get("/openapi.json").json()["paths"]}
@@ -208,9 +204,7 @@ def test_other_commands_leave_the_tables_alone(path: Path) -> None:
     assert invoke("simulate", "--config", str(path), "--rate", "10").exit_code == 0
 
 
-def test_a_model_that_is_unloaded_or_fails_keeps_no_other_from_its_restart(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_failing_model_keeps_no_other_from_restarts(caplog: pytest.LogCaptureFixture) -> None:
     gone = Mock(side_effect=StreamerClosed("closed"))
     bad = Mock(side_effect=WorkerStartError("no file"))
     a, b = Mock(), Mock()

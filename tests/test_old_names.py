@@ -225,9 +225,7 @@ def test_a_wrong_one_is_refused_where_it_is_set(wrong: Any) -> None:
     ],
     ids=["by name", "in the order of 0.1.2", "in the order of its last commit"],
 )
-def test_arguments_of_run_redis_workers_forever(
-    arguments: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_of_run_redis_workers(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
     signature = inspect.signature(RedisWorker)
 

@@ -185,9 +185,7 @@ def _frame(kind: int, flags: int, body: bytes, stream: int = 1) -> bytes:
     "header",
     [("content-length", "abc"), ("content-length", "99999999999"), ("transfer-encoding", "gzip")],
 )
-def test_a_call_ignores_headers_that_frame_a_body(
-    service: Serving, header: tuple[str, str]
-) -> None:
+def test_a_call_ignores_headers_of_bodies(service: Serving, header: tuple[str, str]) -> None:
     """Without gRPC's own client, which does not send them all."""
     head = [
         (":method", "POST"), (":scheme", "http"), (":authority", "a"), ("te", "trailers"),
@@ -295,7 +293,7 @@ def test_streams_that_are_cancelled_free_their_requests_and_are_no_errors(tmp_pa
         assert "Traceback" not in service.log()
 
 
-def test_open_calls_are_answered_when_the_service_ends(tmp_path: Path, clients: Clients) -> None:
+def test_open_calls_are_answered_at_the_end(tmp_path: Path, clients: Clients) -> None:
     with GatedServing(tmp_path, OBEDIENT, "--grpc-port", "0") as service:
         call = ("call", rpc(service), OBEDIENT)
         with (

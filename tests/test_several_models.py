@@ -257,9 +257,7 @@ def test_openais_client_chooses_a_model_by_its_name(service: Serving) -> None:
     assert 'open_requests{model="a"} 0.0' in text
 
 
-def test_a_model_that_cannot_be_loaded_leaves_the_others(
-    partial: Serving, request: pytest.FixtureRequest
-) -> None:
+def test_a_broken_model_leaves_the_others(partial: Serving, request: pytest.FixtureRequest) -> None:
     assert "serving 1 of 2 models" in partial.line
     assert asked(partial, "a", "x") == (200, "x")
     status, answer = asked(partial, "bad", "x")
@@ -278,9 +276,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_others(
     until(lambda: re.search("bad: broken: .*NoSuch", partial.log()))
 
 
-def test_a_body_is_read_within_the_timeout_of_the_model_that_it_names(
-    serve: Callable[..., Serving],
-) -> None:
+def test_a_body_has_the_timeout_of_its_model(serve: Callable[..., Serving]) -> None:
     service = serve(table("a", more="timeout = 0.2\n"), table("b", more="timeout = 200\n"))
 
     def begin(path: bytes) -> socket.socket:

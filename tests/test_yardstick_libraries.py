@@ -83,9 +83,7 @@ class System:
     def close(self) -> None: ...
 
 
-def test_a_lone_caller_calls_in_turn_with_direct_calls_and_in_a_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lone_caller_takes_turns_with_direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 0.0
     called: list[str] = []
 

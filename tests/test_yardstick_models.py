@@ -70,9 +70,7 @@ def test_the_original_has_its_settings_in_its_tables(monkeypatch: pytest.MonkeyP
     ("key", "driver"),
     [("by-hand-one", "by-hand"), ("streamer", "until-empty"), ("infinity", "until-empty")],
 )
-def test_everybody_computes_the_same_sentences(
-    monkeypatch: pytest.MonkeyPatch, key: str, driver: str
-) -> None:
+def test_all_compute_the_same(monkeypatch: pytest.MonkeyPatch, key: str, driver: str) -> None:
     scale = Scale(rounds=1, seconds=2.0, is_quick=False)
     (spec,) = asked(monkeypatch, key, "minilm", {}, scale)
     assert (spec["driver"], spec["count"]) == (driver, 512)

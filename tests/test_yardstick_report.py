@@ -213,9 +213,7 @@ _MISSED = dataclasses.replace(_KEPT, limit=1.6)
         (Bar("stages", "streamer", "p99", 1.0, instead=_MISSED), "- or 1.50", "not measured"),
     ],
 )
-def test_a_bar_is_judged_by_its_median(
-    bar: Bar, shown: str, kept: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bars_are_judged(bar: Bar, shown: str, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("yardstick.bars.BARS", (bar,))
     record = record_of(
         result("stages", "streamer", 1, batch=0.021, rate=3000),

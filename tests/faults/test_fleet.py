@@ -141,7 +141,7 @@ def test_a_pool_that_hangs_makes_it_not_ready_and_no_web_process_hang(runtime: P
         assert service.terminate() == 0
 
 
-def test_a_stopped_web_process_does_not_hold_up_its_parent(runtime: Path, tmp_path: Path) -> None:
+def test_a_stopped_web_process_holds_up_nobody(runtime: Path, tmp_path: Path) -> None:
     """Plans that it does not read fill its connection, and this one is too large for it at once."""
     keys = json.dumps([f"{number:064}" for number in range(10_000)])
     config = tmp_path / "service.toml"
