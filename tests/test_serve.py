@@ -19,6 +19,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from cases import long_cases
+from http_in_process import post
 from serve_process import ROOT, GatedServing, Serving, figures_in, run, started, table, until
 from service_streamer import Reason, __version__
 from service_streamer.redis.local import LocalRedis
@@ -269,17 +270,11 @@ def test_wrong_deadline_is_refused(service: Serving, value: str) -> None:
 # -- callers who behave oddly
 
 
-def sent(body: bytes, length: int | None = None, model: str = "") -> bytes:
-    head = b"POST %b/predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"
-    of = f"/models/{model}" if model else ""
-    return head % (of.encode(), len(body) if length is None else length) + body
-
-
 def test_input_is_not_computed_when_its_client_has_left(models: GatedServing) -> None:
     before = models.of("narrow").stats()["totals"]["disconnected"]
     with occupied(models) as narrow:
         with models.connect() as leaving:
-            leaving.sendall(sent(b'{"inputs": "leaves"}', model="narrow"))
+            leaving.sendall(post(b'{"inputs": "leaves"}', path=b"/models/narrow/predict"))
             until(lambda: narrow.queue()["pending"] == 1)
         until(lambda: narrow.stats()["totals"]["disconnected"] == before + 1)
         assert narrow.queue()["pending"] == 0
@@ -288,7 +283,7 @@ def test_input_is_not_computed_when_its_client_has_left(models: GatedServing) ->
 
 def test_slow_body_ends_at_the_timeout(several: Serving) -> None:
     with several.connect() as slow:
-        slow.sendall(sent(b'{"inputs"', 1000, "brief"))
+        slow.sendall(post(b" " * 1000, path=b"/models/brief/predict")[:-900])
         assert several.client.get("/health/live").status_code == 200
         assert slow.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
 

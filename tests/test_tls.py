@@ -15,7 +15,7 @@ import pytest
 import trustme
 
 from command_line import error_of
-from http_in_process import ASGIBridge, asking, in_still_time
+from http_in_process import ASGIBridge, asking, in_still_time, post
 from serve_process import Serving, until
 
 pytestmark = [pytest.mark.no_gevent, pytest.mark.xdist_group("tls")]
@@ -113,12 +113,11 @@ async def test_application_knows_the_scheme(is_secure: bool, scheme: bytes) -> N
 
 def test_client_is_cut_when_it_does_not_read_over_tls(service: Serving, files: Files) -> None:
     body = b'{"inputs": "%b"}' % (b"x" * (12 << 20))
-    head = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
         sock.connect(service.address)
         with files.context().wrap_socket(sock, server_hostname="127.0.0.1") as secure:
-            secure.sendall(head + body)
+            secure.sendall(post(body, path=b"/predict"))
             until(lambda: "of an answer unread" in service.log())
     assert names(service, files), "others are served"
 

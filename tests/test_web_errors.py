@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -24,23 +25,12 @@ from test_examples import with_errors
 from test_web_examples import QUESTIONS
 
 
-class Stub:
+def failing(error: Exception) -> Any:
     """A streamer of which every call fails."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def predict(self, batch: list[str]) -> list[Any]:
-        raise self.error
-
-    async def apredict(self, batch: list[str]) -> list[Any]:
-        raise self.error
-
-    def wait_ready(self, timeout: float | None) -> None:
-        raise self.error
-
-    def close(self, timeout: float | None) -> None:
-        """There is nothing to close."""
+    streamer = Mock(spec=["close", "predict", "wait_ready"])
+    streamer.predict.side_effect = streamer.wait_ready.side_effect = error
+    streamer.apredict = AsyncMock(side_effect=error)
+    return streamer
 
 
 def application(framework: str, streamer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -93,7 +83,7 @@ def test_errors_have_a_status(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    app = application(framework, Stub(error), monkeypatch)
+    app = application(framework, failing(error), monkeypatch)
 
     async def main() -> tuple[httpx.Response, httpx.Response]:
         path, body, _ = QUESTIONS[framework]
@@ -184,7 +174,7 @@ def _scope(path: str) -> dict[str, Any]:
 
 
 def test_django_trusts_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = application("django", Stub(ValueError()), monkeypatch)
+    app = application("django", failing(ValueError()), monkeypatch)
 
     async def main() -> int:
         transport = httpx.ASGITransport(app)

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fault_processes import children
@@ -308,38 +309,14 @@ def test_the_connection_to_a_dead_web_process_stays_open_until_its_parent_notice
     until(lambda: connection.closed)
 
 
-class Pool:
-    """A streamer of a pool.
-
-    Args:
-        at: the call that raises.
-        errors: what it raises, one after the other.
-        pid: of the pool; None if there is none.
-    """
-
-    def __init__(self, at: str = "", *errors: Exception, pid: int | None = None) -> None:
-        self._at, self._errors = at, iter(errors)
-        self.backend = self.pool_client = self
-        self.pool_pid = pid
-
-    def when_workers_change(self, callback: Callable[[], None]) -> None:
-        callback()
-
-    def try_start_once(self) -> None:
-        self._step("try_start_once")
-
-    def wait_ready(self) -> None:
-        self._step("wait_ready")
-
-    def stats(self) -> None:
-        self._step("stats")
-
-    def close(self, *, drain: bool) -> None:
-        """Nothing to end."""
-
-    def _step(self, name: str) -> None:
-        if name == self._at:
-            raise next(self._errors)
+def pool_streamer(at: str = "", *errors: Exception, pid: int | None = None) -> Any:
+    """A streamer of a pool, the process of which is ``pid``; its call ``at`` raises the errors."""
+    pool = Mock(spec=["backend", "close", "stats", "try_start_once", "wait_ready"], pool_pid=pid)
+    pool.backend = pool.pool_client = pool
+    pool.when_workers_change = lambda callback: callback()
+    if at:
+        getattr(pool, at).side_effect = errors
+    return pool
 
 
 @pytest.fixture
@@ -347,8 +324,8 @@ def owner(monkeypatch: pytest.MonkeyPatch, runtime: Path) -> OwnerOf:
     """Makes owners of pools whose streamers the test has."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
 
-    def owner(pool: Pool, wakeup: SignalSocket, **options: Any) -> PoolOwner:
-        def streamer_of(_: str, given: StreamerOptions, __: str) -> Pool:
+    def owner(pool: Any, wakeup: SignalSocket, **options: Any) -> PoolOwner:
+        def streamer_of(_: str, given: StreamerOptions, __: str) -> Any:
             assert (given.cache_size, given.deduplicate) == (0, False), "the owner makes no calls"
             return pool
 
@@ -375,7 +352,7 @@ def test_the_service_never_goes_on_without_its_pool(
     owner: OwnerOf, at: str, errors: list[Exception], kind: type[Exception]
 ) -> None:
     with SignalSocket() as wakeup:
-        with owner(Pool(at, *errors), wakeup) as owning:
+        with owner(pool_streamer(at, *errors), wakeup) as owning:
             assert wakeup.ours.recv(1) == b"\0"
         assert type(owning.failure) is kind
 
@@ -409,7 +386,7 @@ def test_a_signal_hurries_the_end_of_a_pool_that_hangs(owner: OwnerOf) -> None:
         subprocess.Popen([title, "1000"], executable=shutil.which("sleep")) as hung,
         SignalSocket() as wakeup,
     ):
-        with owner(Pool(pid=hung.pid), wakeup, grace=1e6):
+        with owner(pool_streamer(pid=hung.pid), wakeup, grace=1e6):
             wakeup.ring()  # no wish of an operator
             os.kill(os.getpid(), signal.SIGTERM)
         assert hung.wait() == -signal.SIGKILL

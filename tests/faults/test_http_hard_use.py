@@ -20,6 +20,7 @@ import pytest
 
 import models
 from cases import long_cases
+from http_in_process import post
 from serve_process import Serving, command, environment, until
 from service_streamer import Streamer
 from service_streamer.engine.operator_signals import RollingRestart
@@ -211,9 +212,7 @@ ANSWER = 15 << 20
 
 
 def big_request() -> bytes:
-    body = json.dumps({"inputs": "x" * ANSWER}).encode()
-    head = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
-    return head + body
+    return post(json.dumps({"inputs": "x" * ANSWER}).encode(), path=b"/predict")
 
 
 @pytest.fixture
