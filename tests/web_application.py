@@ -21,7 +21,6 @@ class WebApplication:
 
     Args:
         predict: the model, a function of a batch.
-        description: of the model, as ``ManagedModel.describe`` returns it.
         keyring: checks API keys.
         siblings: other web processes of the service.
         kind: of the streamer, or what builds one of the model.
@@ -36,7 +35,6 @@ class WebApplication:
     def __init__(
         self,
         predict: Callable[[list[Any]], list[Any]] = list,
-        description: dict[str, Any] | None = None,
         *,
         keyring: Any = None,
         siblings: Any = None,
@@ -44,14 +42,12 @@ class WebApplication:
         names: Sequence[str] = ("m",),
         **options: Any,
     ) -> None:
-        described = {"operations": ["predict"], **(description or {})}
-
         class Model(ManagedModel):
             def init_model(self) -> None:
                 """Nothing to load."""
 
             def describe(self) -> dict[str, Any]:
-                return described
+                return {"operations": ["predict"]}
 
             def predict(self, batch: list[Any]) -> list[Any]:
                 return predict(batch)
