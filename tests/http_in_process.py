@@ -134,8 +134,9 @@ class StubClient(asyncio.Transport):
         )
         self.connection: Any = self.server.connected()
         self.connection.connection_made(self)
-        loop: Any = asyncio.get_running_loop()
-        loop.clients.append(self)
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, StillLoop):
+            loop.clients.append(self)
 
     def send(self, data: bytes) -> None:
         self.connection.data_received(data)
