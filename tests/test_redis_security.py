@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,6 @@ import models
 from conftest import PATIENCE, await_that
 from service_streamer import BrokerUnavailable, RedisStreamer, RedisWorker
 from service_streamer.redis.local import LocalRedis
-
-Host = Callable[..., RedisWorker]
-Client = Callable[..., RedisStreamer]
-
-SECRET = "of sixteen bytes or more"
 
 DOCS = (Path(__file__).parent.parent / "docs" / "redis.md").read_text()
 

@@ -35,14 +35,12 @@ def test_a_payload_goes_with_the_message_if_there_is_no_room() -> None:
     assert link.used == 0
 
 
-@pytest.mark.parametrize(
-    ("count", "taken"), [(9, 9), (16, 16), (17, 18), (18, 18), (31, 32), (33, 36), (147, 160)]
-)
-def test_large_blocks_are_taken_in_sizes_that_are_few(count: int, taken: int) -> None:
-    link = Link()
-    payload = pages(link, count)
-    assert is_shared(payload)
-    assert link.used == taken * PAGE
+def test_large_blocks_are_taken_in_sizes_that_are_few() -> None:
+    for count, taken in ((9, 9), (16, 16), (17, 18), (18, 18), (31, 32), (33, 36), (147, 160)):
+        link = Link()
+        payload = pages(link, count)
+        assert is_shared(payload)
+        assert link.used == taken * PAGE
 
 
 def test_blocks_of_rows_are_given_up_when_the_room_is_needed() -> None:
@@ -204,15 +202,11 @@ def test_when_a_block_is_full_the_next_one_is_begun() -> None:
 @pytest.mark.parametrize(
     ("rows", "item"),
     [
-        (0, filled(1)),
-        (1, filled(1)),
-        (4, filled(1, 4 * MB // 12)),
-        (4, [filled(1), filled(2)]),
-        (4, bytes(SIZE)),
-        (4, ["x" * 5000, filled(1)]),
+        (0, filled(1)), (1, filled(1)), (4, filled(1, 4 * MB // 12)), (4, [filled(1), filled(2)]),
+        (4, bytes(SIZE)), (4, ["x" * 5000, filled(1)]),
     ],
     ids=["alone", "of one", "too large", "two buffers", "a large stream", "both"],
-)
+)  # fmt: skip
 def test_what_is_no_row_has_pages_of_its_own(rows: int, item: Any) -> None:
     link = Link(4 * MB, rows=rows)
     payloads = [link.encode(item) for _ in range(3)]
@@ -229,16 +223,10 @@ def test_rows_of_several_sizes_are_open_at_once() -> None:
         assert starts(rows) == [rows[0].wire[1] + n * sizes[column] for n in range(3)]
     one = link.encode(filled(1, SIZE + 4))  # and the one that was not used for longest is closed
     again = [link.encode(filled(n, size)) for n, size in enumerate(sizes[::-1])]
-    assert starts(again[:3]) == [
-        rows[0].wire[1] + 3 * size
-        for rows, size in zip(
-            (payloads[3::4], payloads[2::4], payloads[1::4]), sizes[:0:-1], strict=True
-        )
-    ]
+    assert starts(again[:3]) == [payloads[n].wire[1] + 3 * sizes[n] for n in (3, 2, 1)]
     assert again[3].wire[1] != payloads[0].wire[1]
-    assert [each[0] for each in link.send(*payloads, *again, one)] == [0] * 4 + [1] * 4 + [
-        2
-    ] * 4 + [0, 1, 2, 3, 1]
+    got = [each[0] for each in link.send(*payloads, *again, one)]
+    assert got == [*[0] * 4, *[1] * 4, *[2] * 4, 0, 1, 2, 3, 1]
 
 
 def test_a_block_of_rows_is_free_when_all_of_them_are() -> None:
@@ -262,18 +250,19 @@ def test_a_block_of_rows_is_free_when_all_of_them_are() -> None:
     assert link.used == 0
 
 
-@pytest.mark.parametrize(
-    ("counts", "rows"),
-    [([], 0), ([5], 5), ([5, 7], 7), ([7, 5], 6), ([64, 1, 1], 62), ([1, 1], 1), ([3, 1, 9, 9], 9)],
-)
-def test_as_many_rows_are_expected_as_batches_have(counts: list[int], rows: int) -> None:
-    memory = SharedMemory(4 * MB)
-    for count in counts:
-        memory.expect_rows(count)
-    assert memory.arena is not None
-    assert memory.arena.rows == rows
-    memory.close()
-    memory.expect_rows(3)
+def test_as_many_rows_are_expected_as_batches_have() -> None:
+    cases: list[tuple[list[int], int]] = [
+        *(([], 0), ([5], 5), ([5, 7], 7), ([7, 5], 6), ([64, 1, 1], 62), ([1, 1], 1)),
+        ([3, 1, 9, 9], 9),
+    ]
+    for counts, rows in cases:
+        memory = SharedMemory(4 * MB)
+        for count in counts:
+            memory.expect_rows(count)
+        assert memory.arena is not None
+        assert memory.arena.rows == rows
+        memory.close()
+        memory.expect_rows(3)
 
 
 # -- interrupted
