@@ -414,7 +414,7 @@ def test_a_pool_that_fails_at_a_message_drops_that_client_only(
 
 @pytest.mark.parametrize("broken", [break_submit, break_timing, break_packing])
 def test_a_pool_that_fails_at_a_call_fails_that_call_and_goes_on(
-    broken: Callable[[], None], shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    broken: Callable[..., None], shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service_streamer.pool.pool_protocol.preparation", broken)
     log = tmp_path / "log"

@@ -429,6 +429,7 @@ def test_a_stream_begins_again_of_which_no_output_has_come_and_goes_on_with_resu
     quiet = streamer.stream({"n": 3, "every": FOR_EVER}, timeout=None)
     kill_pool(streamer)
     assert [*quiet] == []
+    streamer.wait_ready()
     with connected("a") as peer:
         peer.send((1, [pack(10)], None, None, None, [pack(1)]))
         failure = peer.receive_kind(1)[1]
