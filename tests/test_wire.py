@@ -150,10 +150,7 @@ def test_another_error_arrives_as_itself_if_it_is_named_and_else_by_its_text() -
         arrived = travelled(unknown)
         assert type(arrived) is ModelError
         assert type(unknown).__qualname__ in str(arrived)
-
-
-def test_any_error_arrives_as_itself_with_pickle() -> None:
-    options = {"secret": SECRET, "codec": PICKLE}
+    options = {"secret": SECRET, "codec": PICKLE}  # with which any error arrives as itself
     arrived = travelled(DetailedError("why", 3), **options)
     assert isinstance(arrived, DetailedError)
     assert (arrived.args, arrived.detail) == (("why", 3), {"why": "why"})
