@@ -52,7 +52,7 @@ def told(response: Any, status: int) -> str:
 
 def test_tritons_clients_and_their_compressed_bodies(service: Serving) -> None:
     address = service.url.removeprefix("http://")
-    run_clients(*((name, address, TWICE) for name in ("http", "http_aio", "compressed")))
+    run_clients(*((name, address, TWICE) for name in ("http", "http_aio")))
 
 
 def test_kserves_client_sends_the_models_name_in_the_body(service: Serving) -> None:
