@@ -351,8 +351,6 @@ class Gpu:
             device_count=lambda: len([each for each in gpu.streams if each.is_default]),
             current_device=lambda: 0,
             current_stream=lambda device=0: gpu.current[index(device)],
-            Stream=stream_on,
-            Event=Event,
-            stream=current,
-        )
+            Stream=stream_on, Event=Event, stream=current,
+        )  # fmt: skip
         return torch

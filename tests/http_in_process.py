@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from service_streamer import Overloaded
@@ -26,8 +26,8 @@ from service_streamer.testing import ManualClock
 
 __all__ = [
     "ASGIBridge", "ExchangeBridge", "HTTPServer", "Keyring", "StubClient", "StubStreamer", "Turns",
-    "await_that", "in_still_time", "pass_time", "post", "run", "serving",
-    "settled",
+    "asking", "await_that", "in_event_loop", "in_still_time", "pass_time", "post", "run", "serving",
+    "serving_as", "settled",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -38,6 +38,7 @@ class StillLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self.clock = ManualClock(1000.0)
+        self.clients: list[StubClient] = []
         super().__init__()
 
     def time(self) -> float:
@@ -50,11 +51,27 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def in_still_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A test that is a coroutine function, run by ``run``."""
+    """A test that is a coroutine function, run by ``run``. Its clients leave at its end."""
+
+    async def to_the_end(*args: Any, **kwargs: Any) -> None:
+        await test(*args, **kwargs)
+        loop: Any = asyncio.get_running_loop()
+        for client in loop.clients:
+            client.leave()
 
     @functools.wraps(test)
     def started(*args: Any, **kwargs: Any) -> None:
-        run(test(*args, **kwargs))
+        run(to_the_end(*args, **kwargs))
+
+    return started
+
+
+def in_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine function, run in a loop whose time is the usual one."""
+
+    @functools.wraps(test)
+    def started(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
 
     return started
 
@@ -75,9 +92,6 @@ async def pass_time(seconds: float) -> None:
     loop: Any = asyncio.get_running_loop()
     loop.clock.advance(seconds)
     await settled()
-
-
-# -- clients
 
 
 class StubClient(asyncio.Transport):
@@ -112,6 +126,7 @@ class StubClient(asyncio.Transport):
         self.received = b""
         self.is_closed = self.is_aborted = False
         self.is_read = True
+        self._has_left = False
         self.unread = self.late = 0
         no_socket: Any = None
         self.server = (
@@ -119,9 +134,17 @@ class StubClient(asyncio.Transport):
         )
         self.connection: Any = self.server.connected()
         self.connection.connection_made(self)
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, StillLoop):
+            loop.clients.append(self)
 
     def send(self, data: bytes) -> None:
         self.connection.data_received(data)
+
+    async def tell(self, data: bytes) -> None:
+        """Send, and let the service go as far as it can."""
+        self.send(data)
+        await settled()
 
     async def ask(self, request: bytes) -> tuple[int, bytes]:
         """Send a request, and wait for the answer: its status and its body."""
@@ -132,9 +155,11 @@ class StubClient(asyncio.Transport):
         return int(head.split()[1]), body
 
     def leave(self) -> None:
-        """Disconnect."""
+        """Disconnect, if it is not done yet."""
         self.is_closed = True
-        self.connection.connection_lost(None)
+        if not self._has_left:
+            self._has_left = True
+            self.connection.connection_lost(None)
 
     def stop_reading(self) -> None:
         self.connection.pause_writing()
@@ -174,13 +199,17 @@ class StubClient(asyncio.Transport):
         return self.unread
 
 
+async def asking(application: Any, request: bytes, **options: Any) -> StubClient:
+    """A client that has sent this; the service has gone as far as it can."""
+    client = StubClient(application, **options)
+    await client.tell(request)
+    return client
+
+
 def post(body: bytes, head: bytes = b"", path: bytes = b"/", version: bytes = b"1.1") -> bytes:
     """A request with a body."""
     length = b"content-length: %d\r\n" % len(body)
     return b"POST %b HTTP/%b\r\nhost: a\r\n%b%b\r\n%b" % (path, version, length, head, body)
-
-
-# -- models
 
 
 class StubStreamer:
@@ -250,13 +279,19 @@ class ServedModel(NamedTuple):
 
 
 @asynccontextmanager
-async def serving(streamer: Any, model: str = "m", **options: Any) -> AsyncIterator[ServedModel]:
-    """The service of a streamer, whose model is known. The options are those of ``serve``."""
+async def serving_as(streamer: Any, about: ServiceOptions) -> AsyncIterator[ServedModel]:
+    """The service of a streamer, whose model is known."""
     ready = asyncio.Event()
-    about = ServiceOptions(model, **options)
     service = Service(streamer, about, on_ready=ready.set)
     models = Models([service], keyring=Keyring(about.api_keys) if about.needs_key else None)
     service.start()
     await ready.wait()
     yield ServedModel(service, create_site(models), create_app(models))
     service.stop()
+
+
+def serving(
+    streamer: Any, model: str = "m", **options: Any
+) -> AbstractAsyncContextManager[ServedModel]:
+    """The same; the options are those of ``serve``."""
+    return serving_as(streamer, ServiceOptions(model, **options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -41,11 +42,14 @@ def negatives(batch: list[Any]) -> list[Any]:
     return batch
 
 
-class WritesAndFails(ManagedModel):
-    """Writes to all of its batch, and then fails if one of its items begins with -1."""
+class Writes(ManagedModel):
+    """Writes to all of its batch, and then fails if one of its items begins with -1.
 
-    def init_model(self) -> None:
-        pass
+    Given the path of a file, the first worker, which makes it, dies of the first batch.
+    """
+
+    def init_model(self, path: str = "") -> None:
+        self.path = path
 
     def predict(self, batch: list[Any]) -> list[Any]:
         bad = [item[0] == -1 for item in batch]
@@ -54,25 +58,11 @@ class WritesAndFails(ManagedModel):
             item[:] = 7
         if any(bad):
             raise ValueError("an item begins with -1")
+        if self.path:
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self.path, os.O_CREAT | os.O_EXCL))
+                os.kill(os.getpid(), signal.SIGKILL)
         return sums
-
-
-class WritesAndDies(ManagedModel):
-    """Writes to all of its batch; the first worker, which makes the file, dies of it then."""
-
-    def init_model(self, path: str) -> None:
-        self.path = path
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        sums = [float(item.sum()) for item in batch]
-        for item in batch:
-            item[:] = 7
-        try:
-            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return sums
-        os.kill(os.getpid(), signal.SIGKILL)
-        return []
 
 
 class GivesTheSame(ManagedModel):
@@ -125,16 +115,6 @@ class TellsOfStack(ManagedModel):
         if -1.0 in sums:
             raise ValueError("a row is -1 in all")
         return [(type(batch).__name__, tuple(batch.shape), is_copy, total) for total in sums]
-
-
-class StacksInThread(ManagedModel):
-    stack = True
-
-    def init_model(self) -> None:
-        pass
-
-    def predict(self, batch: Any) -> list[Any]:
-        return [(type(batch).__name__, batch.shape)] * len(batch)
 
 
 class StackIsAMethod(ManagedModel):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +18,7 @@ STUB_AT_IMPORT = "TORCH_STUB_AT_IMPORT"
 
 
 class CudaMemory:
-    """torch.cuda, as far as it limits memory.
-
-    Attributes:
-        device: the current one.
-        limits: by device, as a fraction.
-        queued: what is to be done once there is a context.
-    """
+    """torch.cuda, as far as it limits memory: fractions, by device."""
 
     def __init__(self, *, is_old: bool = False, count: int = 1) -> None:
         self.limits = dict.fromkeys(range(count), 1.0)
@@ -50,17 +45,11 @@ class CudaMemory:
     def get_device_properties(self, _: int) -> Any:
         return SimpleNamespace(total_memory=8 * GB)
 
-    def device(self, number: int) -> Any:
-        cuda = self
-
-        class Within:
-            def __enter__(self) -> None:
-                self.before, cuda.current = cuda.current, number
-
-            def __exit__(self, *_: object) -> None:
-                cuda.current = self.before
-
-        return Within()
+    @contextlib.contextmanager
+    def device(self, number: int) -> Iterator[None]:
+        before, self.current = self.current, number
+        yield
+        self.current = before
 
     def set_per_process_memory_fraction(self, fraction: float, device: int = 0) -> None:
         if self.queued is not None:

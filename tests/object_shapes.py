@@ -51,10 +51,8 @@ SERVICE_MONITOR = closed(
 #: By the definition of KEDA 2.20, and its reference of the trigger `prometheus`, whose metadata are
 #: all texts.
 SCALED_OBJECT = closed(
-    "apiVersion", "kind", "metadata", "spec",
-    apiVersion={"const": "keda.sh/v1alpha1"},
-    kind={"const": "ScaledObject"},
-    metadata=METADATA,
+    "apiVersion", "kind", "metadata", "spec", apiVersion={"const": "keda.sh/v1alpha1"},
+    kind={"const": "ScaledObject"}, metadata=METADATA,
     spec=closed(
         "scaleTargetRef", "triggers",
         scaleTargetRef=closed("name", name=TEXT, kind=TEXT, apiVersion=TEXT),
@@ -62,9 +60,7 @@ SCALED_OBJECT = closed(
         triggers={
             "type": "array",
             "items": closed(
-                "type", "metadata",
-                type={"const": "prometheus"},
-                name=TEXT,
+                "type", "metadata", type={"const": "prometheus"}, name=TEXT,
                 metricType={"enum": ["AverageValue", "Value"]},
                 metadata=closed(
                     "serverAddress", "query", "threshold",

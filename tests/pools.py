@@ -13,14 +13,7 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from service_streamer.pool.pool_protocol import (
-    ANSWER,
-    ASK,
-    PROTOCOL,
-    WELCOME,
-    Hello,
-    pack,
-)
+from service_streamer.pool.pool_protocol import ANSWER, ASK, PROTOCOL, WELCOME, Hello, pack
 from service_streamer.serve.cli.main import main
 
 

@@ -109,11 +109,6 @@ class Pads(ManagedModel):
         return batch[1]
 
 
-class NoFile(Where):
-    def init_preprocess(self, base: int, folder: Path | None = None) -> None:
-        raise FileNotFoundError("no vocabulary")
-
-
 class LosesFile(Where):
     """Can be started as long as its file is there."""
 

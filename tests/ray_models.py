@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from service_streamer import InvalidInput, InvalidItems, ManagedModel
+from service_streamer import ManagedModel
 
 
 class Placed(ManagedModel):
@@ -16,18 +16,6 @@ class Placed(ManagedModel):
 
     def predict(self, batch: list[Any]) -> list[Any]:
         return [(self.gpu_id, os.environ.get("CUDA_VISIBLE_DEVICES"), os.getpid()) for _ in batch]
-
-
-class Refusing(ManagedModel):
-    """Refuses negative numbers, and raises on zero."""
-
-    def init_model(self) -> None:
-        """Nothing to load."""
-
-    def predict(self, batch: list[int]) -> list[float]:
-        if refused := {i: InvalidInput(f"{n} < 0") for i, n in enumerate(batch) if n < 0}:
-            raise InvalidItems(refused)
-        return [1 / n for n in batch]
 
 
 def writes(batch: list[Any]) -> list[str]:

@@ -13,7 +13,6 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from serve_process import environment
@@ -43,10 +42,8 @@ class RayNodes:
         self._mark = uuid.uuid4().hex
         programs = self.folder / "bin"
         programs.mkdir()
-        for name, module in (
-            ("ray", "ray.scripts.scripts"),
-            ("service-streamer", "service_streamer"),
-        ):
+        modules = {"ray": "ray.scripts.scripts", "service-streamer": "service_streamer"}
+        for name, module in modules.items():
             program = programs / name
             program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
             program.chmod(0o755)
@@ -54,12 +51,9 @@ class RayNodes:
             _MARK: self._mark,
             "HOME": str(self.folder),  # of the file with the token
             "PATH": f"{programs}:{os.environ['PATH']}",
-            "RAY_ADDRESS": "",
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2,
-            "RAY_TMPDIR": str(self.folder),
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }
+            "RAY_ADDRESS": "", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2,
+            "RAY_TMPDIR": str(self.folder), "RAY_USAGE_STATS_ENABLED": "0",
+        }  # fmt: skip
 
     def start_head(self, *, cpus: int = 2) -> str:
         """Start a cluster of one node; its address."""
@@ -67,13 +61,8 @@ class RayNodes:
             "ray", "start", "--head", "--port=0", f"--num-cpus={cpus}",
             "--include-dashboard=false", "--dashboard-agent-listen-port=0",
         ]  # fmt: skip
-        done = subprocess.run(
-            command,
-            env=environment(**self.environment),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        settings = environment(**self.environment)
+        done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return next(self.folder.rglob("ray_current_cluster")).read_text().strip()
 
@@ -94,10 +83,5 @@ class RayNodes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -15,11 +15,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx
+import pytest
 
 from service_streamer.testing import Gate
 
@@ -82,6 +83,25 @@ def figures_in(metrics: str) -> dict[str, float]:
     return found
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process has started and that are there."""
+    found: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():  # of each its own
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def workers(pid: int) -> list[int]:
+    """Those of them that are worker processes."""
+    found = []
+    for child in children(pid):
+        with contextlib.suppress(OSError):  # it has just ended
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
+
+
 class Client:
     """What asks a service.
 
@@ -105,11 +125,15 @@ class Client:
             )
         return client
 
-    def connect(self) -> socket.socket:
-        """A connection, for a client that sends and reads bytes itself."""
+    @property
+    def address(self) -> tuple[str, int]:
         url = httpx.URL(self.url)
         assert url.port is not None
-        return socket.create_connection((url.host, url.port))
+        return url.host, url.port
+
+    def connect(self) -> socket.socket:
+        """A connection, for a client that sends and reads bytes itself."""
+        return socket.create_connection(self.address)
 
     def of(self, model: str) -> Self:
         """The same service, as clients see it at the paths of one of its models."""
@@ -199,20 +223,11 @@ class Serving(Client):
 
     def children(self) -> list[int]:
         """The processes that it has started and that are there."""
-        found: list[int] = []
-        for thread in Path(f"/proc/{self.process.pid}/task").iterdir():  # of each its own
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-                found += map(int, (thread / "children").read_text().split())
-        return found
+        return children(self.process.pid)
 
     def workers(self) -> list[int]:
         """Those of them that are worker processes."""
-        found = []
-        for pid in self.children():
-            with contextlib.suppress(OSError):  # it has just ended
-                if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-        return found
+        return workers(self.process.pid)
 
     def resident(self) -> int:
         """How many bytes of memory its process has."""
@@ -294,3 +309,14 @@ class GatedServing(Serving):
 
 def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def started(*arguments: str, **env: str) -> Any:
+    """A fixture of the module: the service with these arguments."""
+
+    @pytest.fixture(scope="module")
+    def fixture() -> Iterator[Serving]:
+        with Serving(*arguments, **env) as service:
+            yield service
+
+    return fixture

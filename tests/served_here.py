@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from command_line import launched
-from http_in_process import HTTPServer, Keyring, Models, Service, create_site
+from http_in_process import HTTPServer, serving_as
 from serve_process import Client
 from service_streamer import ThreadedStreamer
 from service_streamer.pipelines import PipelineModel
@@ -32,16 +32,16 @@ class Whole(PipelineModel):
 
 
 class ServingHere(Client):
-    """A service of the models that a command line of ``serve`` names.
+    """A service of the model that a command line of ``serve`` names.
 
     Args:
-        kind: of the models. SteppedPipeline for those that generate, which a worker finds itself.
+        kind: of the model. SteppedPipeline for one that generates, which a worker finds itself.
     """
 
     def __init__(self, *arguments: str, kind: type[PipelineModel] = Whole) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            self._configuration = launched(patch, "serve", *arguments).configuration
-        self._streamers = [_streamer(each.options, kind) for each in self._configuration.models]
+            [self._named] = launched(patch, "serve", *arguments).models
+        self._streamer = _streamer(self._named.options, kind)
         self._has_begun = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
@@ -49,37 +49,19 @@ class ServingHere(Client):
         super().__init__(f"http://127.0.0.1:{self._port}")
 
     async def _serve(self) -> None:
-        known = asyncio.Semaphore(0)
-        models = zip(self._streamers, self._configuration.models, strict=True)
-        services = [
-            Service(streamer, service_options(named), on_ready=known.release)
-            for streamer, named in models
-        ]
-        keys = services[0].options.api_keys
-        site = Models(
-            services,
-            are_named=self._configuration.are_named,
-            keyring=Keyring(keys) if keys else None,
-        )
-        sock = socket.create_server(("127.0.0.1", 0))
-        self._port = sock.getsockname()[1]
-        self._server = HTTPServer(create_site(site), sock)
-        self._loop = asyncio.get_running_loop()
-        for each in services:
-            each.start()
-        for _ in services:
-            await known.acquire()
-        await asyncio.to_thread(int)  # whose thread is not left by a test, then
-        self._has_begun.set()
-        await self._server.serve()
-        for each in services:
-            each.stop()
+        async with serving_as(self._streamer, service_options(self._named)) as served:
+            sock = socket.create_server(("127.0.0.1", 0))
+            self._port = sock.getsockname()[1]
+            self._server = HTTPServer(served.site, sock)
+            self._loop = asyncio.get_running_loop()
+            await asyncio.to_thread(int)  # whose thread is not left by a test, then
+            self._has_begun.set()
+            await self._server.serve()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._server.stop)
         self._thread.join()
-        for each in self._streamers:
-            each.close(drain=False)
+        self._streamer.close(drain=False)
 
 
 def _streamer(options: Any, kind: type[PipelineModel]) -> ThreadedStreamer:

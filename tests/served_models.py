@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from typing import Any
 
 from service_streamer import InvalidInput, ManagedModel, Overloaded, PredictTimeout
@@ -14,6 +15,13 @@ from stream_models import Countdown
 
 class SecretError(Exception):
     """What nobody outside may read of."""
+
+
+#: What an item has its batch raise, each with a secret in its text.
+SECRET_ERRORS: dict[str, type[Exception]] = {
+    "raise": SecretError, "value error": ValueError, "timeout error": TimeoutError,
+    "recursion error": RecursionError, "overloaded": Overloaded, "predict timeout": PredictTimeout,
+}  # fmt: skip
 
 
 class Obedient(ManagedModel):
@@ -40,20 +48,10 @@ class Obedient(ManagedModel):
         match item:
             case "invalid":
                 raise InvalidInput("inputs: must not be 'invalid'; send another word")
-            case "raise":
-                raise SecretError("the password is 12345")
-            case "value error":
-                raise ValueError("the password is 12345")
-            case "timeout error":
-                raise TimeoutError("the password is 12345")
             case "unicode error":
                 b"\xff the password is 12345".decode()
-            case "recursion error":
-                raise RecursionError("the password is 12345")
-            case "overloaded":
-                raise Overloaded("the password is 12345")
-            case "predict timeout":
-                raise PredictTimeout("the password is 12345")
+            case str() if item in SECRET_ERRORS:
+                raise SECRET_ERRORS[item]("the password is 12345")
             case "surrogate in words":
                 raise InvalidInput("inputs: \ud83d")
             case "surrogate in a field":
@@ -121,9 +119,21 @@ class Late(Obedient):
             self.gate = None
 
 
-def environment_of(batch: list[str]) -> list[str | None]:
-    """The variables of its worker's environment."""
-    return [os.environ.get(name) for name in batch]
+class Calm(Obedient):
+    """Writes into the service's log which process it is in."""
+
+    def init_model(self) -> None:
+        super().init_model()
+        sys.stderr.write(f"{type(self).__name__} runs in process {os.getpid()}\n")
+        sys.stderr.flush()
+
+
+class Replaced(Calm):
+    """It is loaded anew."""
+
+
+class Killed(Calm):
+    """Its process is killed."""
 
 
 def kinds(batch: list[Any]) -> list[str]:

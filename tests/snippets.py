@@ -27,7 +27,7 @@ from flask import Flask, jsonify, request
 app = Flask(__name__)
 model = TextInfillingModel()
 inputs = ["Happy birthday to [MASK]."]
-""",
+"""
 }
 #: Machines of tests have no GPU and are busy.
 FOR_SMALL_MACHINES = {

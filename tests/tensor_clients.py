@@ -31,10 +31,10 @@ def run_client(name: str, *arguments: str) -> str:
         return clients.run(name, *arguments)
 
 
-def run_clients(*calls: tuple[str, ...]) -> list[str]:
-    """Run clients one after the other in one process; returns all lines that they printed."""
+def run_clients(*calls: tuple[str, ...]) -> None:
+    """Run clients one after the other in one process."""
     with contextlib.closing(Clients()) as clients:
-        return clients.lines(*calls)
+        clients.lines(*calls)
 
 
 class Clients:
@@ -75,9 +75,17 @@ def words(client: Any, *texts: str, **options: Any) -> Any:
     return numbers(client, np.array(texts, object), "BYTES", **options)
 
 
+def refused(status: str, text: str, call: Any, *arguments: Any, **options: Any) -> None:
+    """A call fails with this status."""
+    from tritonclient.utils import InferenceServerException
+
+    with pytest.raises(InferenceServerException, match=text) as raised:
+        call(*arguments, **options)
+    assert raised.value.status().removeprefix("StatusCode.") == status
+
+
 def http(address: str, model: str) -> None:
     import tritonclient.http as client
-    from tritonclient.utils import InferenceServerException
 
     with client.InferenceServerClient(address, network_timeout=60) as server:
         assert server.is_server_live()
@@ -104,32 +112,16 @@ def http(address: str, model: str) -> None:
             np.testing.assert_array_equal(result.as_numpy("output"), 2 * array)
         waiting = server.async_infer(model, [numbers(client)])
         np.testing.assert_array_equal(waiting.get_result().as_numpy("output"), 2 * ARRAY)
-        for call, status, text in (
-            (lambda: server.infer("other", [numbers(client)]), "404", "no model 'other'"),
-            (lambda: server.infer(model, [numbers(client)], "3"), "404", "version 1 only"),
-            (lambda: server.infer(model, [numbers(client)], sequence_id=3), "400", "sequence_id"),
-            (
-                lambda: server.infer(
-                    model, [numbers(client)], outputs=[client.InferRequestedOutput("y")]
-                ),
-                "400",
-                "no output 'y'; it has 'output'",
-            ),
-        ):
-            with pytest.raises(InferenceServerException, match=text) as raised:
-                call()
-            assert raised.value.status() == status
-
-
-def compressed(address: str, model: str) -> None:
-    """Requests, and answers if the service likes."""
-    import tritonclient.http as client
-
-    with client.InferenceServerClient(address, network_timeout=60) as server:
+        given, wrong = [numbers(client)], [client.InferRequestedOutput("y")]
+        refused("404", "no model 'other'", server.infer, "other", given)
+        refused("404", "version 1 only", server.infer, model, given, "3")
+        refused("400", "sequence_id", server.infer, model, given, sequence_id=3)
+        says = "no output 'y'; it has 'output'"
+        refused("400", says, server.infer, model, given, outputs=wrong)
         for coding in ("gzip", "deflate"):
             result = server.infer(
-                model, [numbers(client)],
-                request_compression_algorithm=coding, response_compression_algorithm=coding,
+                model, given, request_compression_algorithm=coding,
+                response_compression_algorithm=coding,
             )  # fmt: skip
             np.testing.assert_array_equal(result.as_numpy("output"), 2 * ARRAY)
 
@@ -170,17 +162,28 @@ def secure_call(address: str, model: str, authority: str, *certificate: str) -> 
             say(result.as_numpy("output").tolist()[0].decode())
 
 
-async def http_aio(address: str, model: str) -> None:
-    import tritonclient.http.aio as client
-
-    async with client.InferenceServerClient(address) as server:
+async def in_tasks(server: Any, client: Any, model: str, count: int) -> None:
+    """So many calls at once."""
+    async with server:
         assert await server.is_server_ready()
         assert await server.is_model_ready(model)
         results = await asyncio.gather(
-            *(server.infer(model, [numbers(client, ARRAY + number)]) for number in range(20))
+            *(server.infer(model, [numbers(client, ARRAY + number)]) for number in range(count))
         )
         for number, result in enumerate(results):
             np.testing.assert_array_equal(result.as_numpy("output"), 2 * (ARRAY + number))
+
+
+async def http_aio(address: str, model: str) -> None:
+    import tritonclient.http.aio as client
+
+    await in_tasks(client.InferenceServerClient(address), client, model, 20)
+
+
+async def grpc_aio(address: str, model: str) -> None:
+    import tritonclient.grpc.aio as client
+
+    await in_tasks(client.InferenceServerClient(address), client, model, 50)
 
 
 # -- gRPC
@@ -235,7 +238,6 @@ def words_message(model: str, text: str) -> Any:
 
 def grpc(address: str, model: str) -> None:
     import tritonclient.grpc as client
-    from tritonclient.utils import InferenceServerException
 
     with client.InferenceServerClient(address) as server:
         assert server.is_server_live()
@@ -252,35 +254,18 @@ def grpc(address: str, model: str) -> None:
         wanted = [client.InferRequestedOutput("output")]
         result = server.infer(model, [words(client, "a", "ü")], outputs=wanted)
         assert result.as_numpy("output").tolist() == [b"aa", "üü".encode()]
-        for call, status, text in (
-            (lambda: server.is_model_ready("other"), "NOT_FOUND", "no model 'other'"),
-            (lambda: server.infer("other", [numbers(client)]), "NOT_FOUND", "no model 'other'"),
-            (lambda: server.infer(model, [numbers(client)], "3"), "NOT_FOUND", "version 1 only"),
-            (
-                lambda: server.infer(model, [numbers(client)], sequence_id=3),
-                "INVALID_ARGUMENT",
-                "'sequence_id' is not supported",
-            ),
-            (
-                lambda: server.infer(model, [numbers(client)], timeout=1),
-                "DEADLINE_EXCEEDED",
-                "within the request's timeout",
-            ),
-            (
-                lambda: server.infer(model, [numbers(client, np.ones(1 << 20, "f4"))]),
-                "RESOURCE_EXHAUSTED",
-                "larger than max",
-            ),
-            (
-                lambda: server.infer(model, [numbers(client, np.ones(257, "f4"))]),
-                "INVALID_ARGUMENT",
-                "257 inputs exceed the queue's limit of 256",
-            ),
-            (lambda: server.get_inference_statistics(), "UNIMPLEMENTED", ""),
-        ):
-            with pytest.raises(InferenceServerException, match=text) as raised:
-                call()
-            assert raised.value.status() == f"StatusCode.{status}"
+        given = [numbers(client)]
+        refused("NOT_FOUND", "no model 'other'", server.is_model_ready, "other")
+        refused("NOT_FOUND", "no model 'other'", server.infer, "other", given)
+        refused("NOT_FOUND", "version 1 only", server.infer, model, given, "3")
+        invalid, late = "INVALID_ARGUMENT", "DEADLINE_EXCEEDED"
+        refused(invalid, "'sequence_id' is not", server.infer, model, given, sequence_id=3)
+        refused(late, "within the request's timeout", server.infer, model, given, timeout=1)
+        large, many = ([numbers(client, np.ones(count, "f4"))] for count in (1 << 20, 257))
+        refused("RESOURCE_EXHAUSTED", "larger than max", server.infer, model, large)
+        says = "257 inputs exceed the queue's limit of 256"
+        refused(invalid, says, server.infer, model, many)
+        refused("UNIMPLEMENTED", "", server.get_inference_statistics)
         stream(client, server, model)
 
 
@@ -306,18 +291,6 @@ def stream(client: Any, server: Any, model: str) -> None:
     server.stop_stream()
 
 
-async def grpc_aio(address: str, model: str) -> None:
-    import tritonclient.grpc.aio as client
-
-    async with client.InferenceServerClient(address) as server:
-        assert await server.is_server_ready()
-        results = await asyncio.gather(
-            *(server.infer(model, [numbers(client, ARRAY + number)]) for number in range(50))
-        )
-        for number, result in enumerate(results):
-            np.testing.assert_array_equal(result.as_numpy("output"), 2 * (ARRAY + number))
-
-
 def contents(address: str, model: str) -> None:
     """Tensors in typed contents, as kserve's client sends them."""
     import grpc
@@ -325,15 +298,11 @@ def contents(address: str, model: str) -> None:
 
     with inference(address) as service:
         for datatype, field, value in (
-            ("BOOL", "bool_contents", True),
-            ("INT8", "int_contents", 3),
-            ("INT64", "int64_contents", 3),
-            ("UINT16", "uint_contents", 3),
-            ("UINT64", "uint64_contents", 3),
-            ("FP32", "fp32_contents", 1.5),
-            ("FP64", "fp64_contents", 1.5),
-            ("BYTES", "bytes_contents", b"a"),
-        ):
+            ("BOOL", "bool_contents", True), ("INT8", "int_contents", 3),
+            ("INT64", "int64_contents", 3), ("UINT16", "uint_contents", 3),
+            ("UINT64", "uint64_contents", 3), ("FP32", "fp32_contents", 1.5),
+            ("FP64", "fp64_contents", 1.5), ("BYTES", "bytes_contents", b"a"),
+        ):  # fmt: skip
             asked = service_pb2.ModelInferRequest(model_name=model)
             given = asked.inputs.add(name="x", datatype=datatype, shape=[2])
             getattr(given.contents, field).extend([value, value])
@@ -516,14 +485,12 @@ def descriptors(address: str) -> None:
     def fields(message: Any) -> dict[str, Any]:
         return {
             field.name: (
-                field.number,
-                field.type,
-                field.is_repeated,
+                field.number, field.type, field.is_repeated,
                 field.message_type and field.message_type.full_name,
                 field.containing_oneof and field.containing_oneof.name,
             )
             for field in message.fields
-        }
+        }  # fmt: skip
 
     def compare(ours: Any, theirs: Any) -> None:
         assert ours.full_name == theirs.full_name

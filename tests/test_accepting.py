@@ -35,9 +35,7 @@ def listener() -> Iterator[socket.socket]:
         ([-2, -2], True),
     ],
 )
-def test_turn_is_of_the_process_with_the_fewest_connections(
-    counts: list[int], is_ours: bool
-) -> None:
+def test_turn_is_of_the_process_with_fewest_connections(counts: list[int], is_ours: bool) -> None:
     assert Turns(counts, 0).is_ours == is_ours
 
 
@@ -133,9 +131,7 @@ async def test_process_that_hangs_costs_others_one_pause(listener: socket.socket
 
 
 @in_still_time
-async def test_full_process_leaves_connections_to_one_that_has_room(
-    listener: socket.socket,
-) -> None:
+async def test_full_process_leaves_connections_to_one_with_room(listener: socket.socket) -> None:
     counts = [-1, 1]
     async with accepting(listener, counts, most=3) as (server, _):
         with ExitStack() as stack:

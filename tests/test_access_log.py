@@ -11,7 +11,7 @@ import pytest
 
 from serve_process import Serving, key_table, until
 
-pytestmark = pytest.mark.no_gevent
+pytestmark = [pytest.mark.no_gevent, pytest.mark.xdist_group("access-log")]
 
 
 def request(
@@ -47,7 +47,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield service
 
 
-@pytest.mark.xdist_group("access-log")
 @pytest.mark.parametrize(
     ("path", "key", "inputs", "status", "name"),
     [
@@ -102,7 +101,6 @@ def logged_for(
     return access(service)[before:-1]
 
 
-@pytest.mark.xdist_group("access-log")
 @pytest.mark.parametrize(
     ("sent", "expected"),
     [
@@ -123,7 +121,6 @@ def test_access_log_has_one_line_for_each_request(
         assert 0 <= line.get("seconds", 0) < 300
 
 
-@pytest.mark.xdist_group("access-log")
 def test_requests_of_a_client_that_left_are_logged_as_499(service: Serving) -> None:
     [line] = logged_for(service, request()[:-1], 1, leaves=socket.socket.fileno)
     assert (line["path"], line["status"], line["bytes"]) == ("/predict", 499, 0)
@@ -136,7 +133,6 @@ def test_requests_of_a_client_that_left_are_logged_as_499(service: Serving) -> N
     ]
 
 
-@pytest.mark.xdist_group("access-log")
 @pytest.mark.parametrize(
     ("target", "path"),
     [
@@ -148,9 +144,7 @@ def test_requests_of_a_client_that_left_are_logged_as_499(service: Serving) -> N
         (b"/" + b"x" * 5000, "/" + "x" * 2047),
     ],
 )
-def test_path_is_logged_without_its_query_and_escaped(
-    service: Serving, target: bytes, path: str
-) -> None:
+def test_path_is_logged_escaped_without_query(service: Serving, target: bytes, path: str) -> None:
     [line] = logged_for(service, request(target), 1)
     assert line["path"] == path
 

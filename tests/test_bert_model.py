@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import runpy
@@ -45,18 +46,6 @@ def examples() -> list[training.Example]:
     return training.sample_examples(training.read_lines(), count=200)
 
 
-@pytest.fixture(scope="module")
-def sentences(examples: list[training.Example]) -> list[str]:
-    return [example.sentence for example in examples]
-
-
-# What it answers
-
-
-def test_it_answers_the_word_of_the_first_mask(model: TextInfillingModel) -> None:
-    assert model.predict(list(ANSWERS)) == list(ANSWERS.values())
-
-
 def test_it_knows_its_text(model: TextInfillingModel, examples: list[training.Example]) -> None:
     assert len(examples) == 200
     assert training.accuracy(model, examples) >= 0.95
@@ -67,22 +56,16 @@ def test_it_knows_its_text(model: TextInfillingModel, examples: list[training.Ex
     assert training.accuracy(model, bare) >= 0.95
 
 
-def test_empty_batch_has_no_results_and_no_scores(model: TextInfillingModel) -> None:
-    assert model.predict([]) == []
-    with pytest.raises(ValueError, match="empty"):
-        model.scores([])
-
-
 def test_answers_are_words(model: TextInfillingModel) -> None:
     odd = ["[MASK]", "[MASK] [MASK]", ". . [MASK] . .", "x q [MASK] ##ing", "[PAD] [MASK] [SEP]"]
     for answer in model.predict(odd):
         assert answer.isalnum()
-
-
-def test_words_may_be_answers_and_other_tokens_may_not() -> None:
     words = ["star", "a", "I", "1984", "7", "星", "हिन्दी"]
     others = ["t", "Q", "##ing", ".", "[CLS]", "[unused7]", ""]
     assert [token for token in (*words, *others) if bert_model.is_word(token)] == words
+    assert model.predict([]) == []
+    with pytest.raises(ValueError, match="empty"):
+        model.scores([])
 
 
 def test_only_answers_leave_the_device() -> None:
@@ -97,44 +80,29 @@ def test_only_answers_leave_the_device() -> None:
         assert managed.postprocess(outputs) == managed.predict(sentences)
 
 
-# Batches
-
-
 def test_an_answer_does_not_depend_on_the_batch(
-    model: TextInfillingModel, sentences: list[str]
+    model: TextInfillingModel, examples: list[training.Example]
 ) -> None:
-    some = sentences[:64]
+    some = [each.sentence for each in examples[:64]]
     alone = {sentence: model.predict([sentence])[0] for sentence in some}
     shuffled = random.Random(3).sample(some, 64)
     assert model.predict(some) == [alone[each] for each in some]
     assert model.predict(shuffled) == [alone[each] for each in shuffled]
 
-
-@pytest.mark.parametrize("text", ["Happy birthday to [MASK].", "[PAD] Happy birthday to [MASK]."])
-def test_padding_changes_no_logits_and_a_written_token_is_none(
-    model: TextInfillingModel, text: str
-) -> None:
-    alone, together = model.scores([text]), model.scores(["[MASK] " * 14, text])[1:]
-    assert torch.allclose(alone, together, atol=1e-4)
-
-
-# What it refuses
+    for text in ("Happy birthday to [MASK].", "[PAD] Happy birthday to [MASK]."):
+        alone, together = model.scores([text]), model.scores(["[MASK] " * 14, text])[1:]
+        assert torch.allclose(alone, together, atol=1e-4), "padding changes no logits"
 
 
 @pytest.mark.parametrize(
     ("sentence", "word"),
     [
-        (7, "int"),
-        (None, "NoneType"),
-        (["a [MASK]"], "list"),
-        ("", "empty"),
-        (" \n\t", "empty"),
-        ("hello [mask]", "[MASK]"),
-        ("hello [MASK] \ud83d", "Unicode"),
+        (7, "int"), (None, "NoneType"), (["a [MASK]"], "list"), ("", "empty"), (" \n\t", "empty"),
+        ("hello [mask]", "[MASK]"), ("hello [MASK] \ud83d", "Unicode"),
         ("star " * 14 + "[MASK]", "16"),
     ],
     ids=lambda value: str(value)[:40],
-)
+)  # fmt: skip
 def test_both_halves_refuse_invalid_sentences(
     model: TextInfillingModel, encoder: SentenceEncoder, sentence: str, word: str
 ) -> None:
@@ -156,14 +124,11 @@ def test_sentence_of_just_the_limit_is_taken_and_quotes_are_short(
     assert len(str(error.value)) < 200
 
 
-@pytest.mark.parametrize("wrong", [2, 0, -1, True, 16.0, "16", None])
-def test_invalid_max_sent_len_is_refused(wrong: int) -> None:
-    for half in (SentenceEncoder, TextInfillingModel):
-        with pytest.raises(ValueError, match="max_sent_len"):
-            half(wrong)
-
-
 def test_max_sent_len_is_bounded_by_the_model() -> None:
+    wrong: list[Any] = [2, 0, -1, True, 16.0, "16", None]
+    for each, half in itertools.product(wrong, (SentenceEncoder, TextInfillingModel)):
+        with pytest.raises(ValueError, match="max_sent_len"):
+            half(each)
     with pytest.raises(ValueError, match="64"):
         TextInfillingModel(65)
     assert TextInfillingModel(64, device="cpu").predict(["star " * 61 + "[MASK]"])
@@ -171,9 +136,6 @@ def test_max_sent_len_is_bounded_by_the_model() -> None:
     managed.init_model(max_sent_len=12)
     with pytest.raises(ValueError, match="12"):
         managed.predict(["star " * 12 + "[MASK]"])
-
-
-# Where the model comes from
 
 
 def test_own_folder_is_loaded_from_a_path(tmp_path: Path) -> None:
@@ -190,26 +152,21 @@ def test_own_folder_is_loaded_from_a_path(tmp_path: Path) -> None:
         assert own.predict(list(ANSWERS)) == list(ANSWERS.values())
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["./no/such", "no/such/folder", "/no/such", "../x", "~/nope", "", Path("nope"), __file__],
-)
-def test_missing_model_folder_is_named(path: str | Path) -> None:
-    for half in (SentenceEncoder, TextInfillingModel):
+def test_missing_folder_tokenizer_and_mask_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing: list[Any] = ["./no/such", "no/such/folder", "/no/such", "../x", "~/nope", "", __file__]
+    for path, half in itertools.product(
+        [*missing, Path("nope")], (SentenceEncoder, TextInfillingModel)
+    ):
         with pytest.raises(FileNotFoundError, match=re.escape(repr(str(path)))):
             half(model_path=path)
-
-
-def test_missing_tokenizer_and_mask_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         SentenceEncoder(model_path=tmp_path)
     text = (DEFAULT_MODEL / "tokenizer.json").read_text("utf-8").replace("[MASK]", "<mask>")
     (tmp_path / "tokenizer.json").write_text(text, "utf-8")
     with pytest.raises(ValueError, match=r"\[MASK\]"):
         SentenceEncoder(model_path=tmp_path)
-
-
-def test_an_unknown_name_is_told_when_the_hub_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match="nobody/nothing"):
         SentenceEncoder(model_path="nobody/nothing")
@@ -218,27 +175,21 @@ def test_an_unknown_name_is_told_when_the_hub_is_away(monkeypatch: pytest.Monkey
 def test_running_the_file_answers_the_three_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(bert_model.__file__, run_name="__main__")
     assert capsys.readouterr().out.splitlines()[-1] == "['little', 'you', 'universe']"
-
-
-def test_the_shipped_folder_is_small() -> None:
     assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) < 5_000_000
 
 
 def test_transformers_reads_the_tokenizer_too(
-    encoder: SentenceEncoder, sentences: list[str]
+    encoder: SentenceEncoder, examples: list[training.Example]
 ) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
     other = "Bioluminescent jellyfish wobble [MASK]; e-mail me @ 10:45 (GMT+2), #42! Zoë's naïve"
-    for sentence in [*sentences, other]:
+    for sentence in [*(each.sentence for each in examples), other]:
         assert tokenizer(sentence)["input_ids"] == encoder.tokenizer.encode(sentence).ids
     assert tokenizer.unk_token_id not in tokenizer(other)["input_ids"]
     assert tokenizer.mask_token_id == encoder.mask_id
     assert tokenizer.pad_token_id == encoder.pad_id
-
-
-# Training
 
 
 def test_an_example_with_two_right_answers_is_left_out() -> None:

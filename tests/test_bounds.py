@@ -16,14 +16,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from http_in_process import (
-    StubClient,
-    StubStreamer,
-    in_still_time,
-    pass_time,
-    serving,
-    settled,
-)
+from http_in_process import StubClient, StubStreamer, in_still_time, pass_time, serving, settled
 from serve_process import Serving, until
 from test_tls import Files
 
@@ -72,10 +65,8 @@ def web_processes(service: Serving) -> int:
 
 
 def connect(service: Serving, *, speaks_tls: bool = True) -> socket.socket:
-    url = httpx.URL(service.url)
-    assert url.port is not None
-    connection = socket.create_connection((url.host, url.port))
-    if url.scheme == "https" and speaks_tls:
+    connection = service.connect()
+    if service.url.startswith("https") and speaks_tls:
         connection = stranger().wrap_socket(connection)
     return connection
 
@@ -187,10 +178,8 @@ async def test_kept_connection_outlives_silent_ones_and_makes_room_for_busy_ones
         for client in busy:
             client.send(HEAD + b"content-length: 9\r\n\r\n")
         await pass_time(1)
-        last = StubClient(application.site, beside=kept)
+        StubClient(application.site, beside=kept)
         assert kept.is_aborted
-        for client in (kept, *silent, *busy, last):
-            client.leave()
 
 
 def declared(body: bytes) -> bytes:
@@ -216,9 +205,7 @@ async def test_bodies_of_all_requests_together_have_a_bound(
 
         async def answer(request: bytes) -> tuple[int, bytes, bytes]:
             client = StubClient(application.site)
-            status, text = await client.ask(HEAD + request)
-            client.leave()
-            return status, text, client.received
+            return *(await client.ask(HEAD + request)), client.received
 
         assert (await answer(sent(body)))[0] == 200
         slow = [StubClient(application.site) for _ in range(2)]
@@ -240,10 +227,7 @@ async def test_bodies_of_all_requests_together_have_a_bound(
 def test_bound_of_all_bodies_comes_from_the_memory() -> None:
     body = b"a" * 400_000
     arguments = (KINDS, "--port", "0", "--max-body", "500000")
-    with (
-        Serving(*arguments, program=LITTLE_MEMORY) as service,
-        contextlib.ExitStack() as held,
-    ):
+    with Serving(*arguments, program=LITTLE_MEMORY) as service, contextlib.ExitStack() as held:
         for _ in range(2):
             slow = held.enter_context(connect(service))
             slow.sendall(HEAD + b"content-length: 490000\r\n\r\n" + body)

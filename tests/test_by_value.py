@@ -34,13 +34,10 @@ def run(
     folder: Path, *arguments: str, program: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     places = [str(TESTS), str(TESTS.parent), *filter(None, sys.path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    command = [sys.executable, *arguments]
     return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        input=program,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
-        capture_output=True,
-        text=True,
+        command, cwd=folder, input=program, env=environment, capture_output=True, text=True
     )
 
 
@@ -93,13 +90,6 @@ def test_a_model_of_the_main_module_is_served(
     assert (done.stdout, done.stderr) == ("[2, 4]\n", "")
 
 
-def test_the_error_says_what_to_do_without_cloudpickle(tmp_path: Path) -> None:
-    done = run(tmp_path, "-c", WITHOUT + MODEL)
-    last = done.stderr.splitlines()[-1]
-    for word in ("NotImportable: Doubler", "pip install cloudpickle"):
-        assert word in last
-
-
 def test_an_item_that_cannot_go_by_value_says_what_to_do_and_fails_alone(tmp_path: Path) -> None:
     program = WITHOUT + textwrap.dedent("""
         import models
@@ -115,20 +105,25 @@ def test_an_item_that_cannot_go_by_value_says_what_to_do_and_fails_alone(tmp_pat
     assert said[1] == "[2]"
 
 
-def test_a_class_under_the_guard_says_what_to_do(tmp_path: Path) -> None:
-    head, guard, rest = MODEL.partition('if __name__ == "__main__":\n')
-    before, model = head[: head.index("class")], head[head.index("class") :]
-    (tmp_path / "script.py").write_text(before + guard + textwrap.indent(model, "    ") + rest)
-    last = run(tmp_path, "script.py").stderr.splitlines()[-1]
-    assert "define classes and functions outside of `if __name__ == '__main__':`" in last
-
-
-def test_a_main_module_that_fails_in_workers_is_named(tmp_path: Path) -> None:
-    text = "if __name__ != '__main__': raise ValueError('not twice')\n" + MODEL
-    text = text.replace('mp_start_method="spawn"', "max_restarts=0")
-    (tmp_path / "script.py").write_text(text)
-    last = run(tmp_path, "script.py").stderr.splitlines()[-1]
-    assert "probably because importing the main module again raised an exception" in last
+@pytest.mark.parametrize("fault", ["a class under the guard", "not twice", "no cloudpickle"])
+def test_a_model_that_workers_cannot_import_says_what_to_do(fault: str, tmp_path: Path) -> None:
+    arguments = ["script.py"]
+    if fault == "no cloudpickle":
+        arguments = ["-c", WITHOUT + MODEL]
+        wanted = ["NotImportable: Doubler", "pip install cloudpickle"]
+    elif fault == "not twice":
+        text = "if __name__ != '__main__': raise ValueError('not twice')\n" + MODEL
+        text = text.replace('mp_start_method="spawn"', "max_restarts=0")
+        wanted = ["probably because importing the main module again raised an exception"]
+    else:
+        head, guard, rest = MODEL.partition('if __name__ == "__main__":\n')
+        before, model = head[: head.index("class")], head[head.index("class") :]
+        text = before + guard + textwrap.indent(model, "    ") + rest
+        wanted = ["define classes and functions outside of `if __name__ == '__main__':`"]
+    if fault != "no cloudpickle":
+        (tmp_path / "script.py").write_text(text)
+    last = run(tmp_path, *arguments).stderr.splitlines()[-1]
+    assert [each for each in wanted if each not in last] == []
 
 
 DATA = """
@@ -168,22 +163,20 @@ class Model(ManagedModel):
         return [Answer(self.greeting + q.text, kind_of(q.text)) for q in batch]
 """
 
-USES = [
-    'streamer = Streamer(Model, 4, model_init_args=["hi "], worker_timeout=None)',
-    """
+USES = """
+streamer = Streamer(Model, 4, model_init_args=["hi "], worker_timeout=None)
+
 answers = streamer.predict([Question("x"), Question("long"), Question("y")])
 print(answers == [
     Answer("hi x", Kind.SHORT), Answer("hi long", Kind.LONG), Answer("hi y", Kind.SHORT)
 ])
 print({type(answer) for answer in answers} == {Answer}, answers[0].kind is Kind.SHORT)
-""",
-    """
+
 try:
     streamer.predict([Question("")])
 except TooShort as error:
     print(repr(error))
-""",
-    """
+
 @dataclasses.dataclass
 class Later:
     text: str
@@ -191,41 +184,31 @@ class Later:
 print(streamer.predict([Later("defined after the streamer")])[0].text)
 image = numpy.ones((200, 200))
 print(streamer.predict([Question("z", image)])[0].text)
-""",
-    """
+
 streamer.close()
 with Streamer(lambda batch: [kind_of(item) for item in batch], worker_timeout=None) as other:
     print(other.predict(["abcd"]) == [Kind.LONG])
-""",
-    """
+
 def factor(): return 2
 def model(batch): return [factor() * item for item in batch]
 
 with Streamer(model, worker_timeout=None) as first:
     print(first.predict([1]))
-""",
-    """
+
 def factor(): return 100
 
 with Streamer(model, worker_timeout=None) as second:
     print(second.predict([1]), "has what was defined anew")
-""",
-]
+"""
 
 SAID = [
-    "True",
-    "True True",
-    "TooShort('say something')",
-    "hi defined after the streamer",
-    "hi z",
-    "True",
-    "[2]",
-    "[100] has what was defined anew",
-]
+    "True", "True True", "TooShort('say something')", "hi defined after the streamer", "hi z",
+    "True", "[2]", "[100] has what was defined anew",
+]  # fmt: skip
 
 
 def test_items_results_and_errors_of_classes_of_the_main_module(tmp_path: Path) -> None:
-    done = run(tmp_path, program="\n".join([DATA, *USES]) + "\n")
+    done = run(tmp_path, program=DATA + USES)
     assert (done.stdout.splitlines(), done.stderr) == (SAID, "")
 
 
@@ -253,12 +236,9 @@ with Streamer(made.double, worker_timeout=None, max_restarts=0) as streamer:
 """
 
 
-def test_a_module_that_a_server_has_made_goes_by_value(tmp_path: Path) -> None:
+def test_a_module_that_a_server_has_made_goes_by_value_or_is_named(tmp_path: Path) -> None:
     done = run(tmp_path, "-c", "import sys\n" + MADE)
     assert (done.stdout, done.stderr) == ("[2]\n", "")
-
-
-def test_a_module_that_a_server_has_made_is_named_without_cloudpickle(tmp_path: Path) -> None:
     last = run(tmp_path, "-c", WITHOUT + MADE).stderr.splitlines()[-1]
     assert "made_by_a_server" in last
     assert "Define it in a module that the worker can import" in last

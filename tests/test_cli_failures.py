@@ -100,18 +100,14 @@ def test_a_traceback_begins_with_the_users_code(
     assert shown(started(text, ZeroDivisionError()))[0] == expected
 
 
-def test_an_expected_error_of_a_pipeline_has_no_traceback(
-    shown: Callable[..., tuple[str, str]],
-) -> None:
+def test_an_expected_error_has_no_traceback(shown: Callable[..., tuple[str, str]]) -> None:
     text = HEAD + FRAME + END
     assert not shown(started(text, FileNotFoundError()), "bert")[0]
     assert shown(started(text, RuntimeError()), "bert")[0]
     assert not shown(WorkerStartError("killed"))[0]
 
 
-def test_the_reason_is_one_line_without_the_traceback(
-    shown: Callable[..., tuple[str, str]],
-) -> None:
+def test_the_reason_is_a_line_without_the_traceback(shown: Callable[..., tuple[str, str]]) -> None:
     _, line = shown(started(END, ZeroDivisionError("why")))
     assert line.endswith("worker 0 could not load the model: why")
     alone = WorkerStartError("killed")

@@ -13,6 +13,7 @@ from http_in_process import (
     ExchangeBridge,
     StubClient,
     StubStreamer,
+    asking,
     await_that,
     in_still_time,
     pass_time,
@@ -48,8 +49,7 @@ def talk(application: Any, *parts: bytes) -> StubClient:
         for part in parts:
             if client.is_closed:
                 break
-            client.send(part)
-            await settled()
+            await client.tell(part)
         was_closed = client.is_closed
         client.leave()
         await settled()
@@ -134,16 +134,20 @@ def test_connection_ends_with_400_after_invalid_http(parts: list[bytes], expecte
     assert client.is_closed
 
 
+#: More than 64 kB, which is all that a head may have.
+LONG = [b"a" * (8 << 10)] * 10
+
+
 @pytest.mark.parametrize(
     "parts",
     [
         [b"GET /" + b"a" * (66 << 10) + b" HTTP/1.1\r\n\r\n"],
         [b"GET / HTTP/1.1\r\n" + b"x-a: b\r\n" * (20 << 10) + b"\r\n"],
-        [b"GET / HTTP/1.1\r\nx-a: ", *[b"a" * (8 << 10)] * 10],
-        [b"GET / HTTP/1.1\r\nx-a", *[b"a" * (8 << 10)] * 10],
-        [CHUNKED, b"1\r\na\r\n0\r\nx-trailer: ", *[b"a" * (8 << 10)] * 10],
-        [CHUNKED[:-2] + UPGRADE, b"\r\n0\r\nx-trailer: ", *[b"a" * (8 << 10)] * 10],
-        [CHUNKED, b"1;", *[b"a" * (8 << 10)] * 10],  # the extension of a chunk
+        [b"GET / HTTP/1.1\r\nx-a: ", *LONG],
+        [b"GET / HTTP/1.1\r\nx-a", *LONG],
+        [CHUNKED, b"1\r\na\r\n0\r\nx-trailer: ", *LONG],
+        [CHUNKED[:-2] + UPGRADE, b"\r\n0\r\nx-trailer: ", *LONG],
+        [CHUNKED, b"1;", *LONG],  # the extension of a chunk
     ],
     ids=["line", "headers", "value", "name", "trailer", "trailer behind an upgrade", "extension"],
 )
@@ -154,15 +158,9 @@ def test_head_is_refused_when_it_is_longer_than_64_kilobytes(parts: list[bytes])
 
 
 def test_connection_is_cut_when_a_trailer_has_no_end_after_the_answer() -> None:
-    client = talk(ignores, CHUNKED, b"0\r\nx-trailer: ", *[b"a" * (8 << 10)] * 10)
+    client = talk(ignores, CHUNKED, b"0\r\nx-trailer: ", *LONG)
     assert shown(client) == ok("x")
     assert client.is_closed
-
-
-def test_body_has_no_bound_of_the_connection() -> None:
-    body = b"a" * (1 << 20)
-    parts = [post(body)[at : at + 9999] for at in range(0, len(post(body)), 9999)]
-    assert shown(talk(echo, *parts)) == ok(body.decode())
 
 
 @pytest.mark.parametrize(
@@ -173,9 +171,7 @@ def test_body_has_no_bound_of_the_connection() -> None:
         (b"", ok("abc")),
     ],
 )
-def test_client_is_asked_for_its_body_when_it_expects_100_continue(
-    head: bytes, expected: str
-) -> None:
+def test_client_is_asked_for_its_body_if_it_expects_100(head: bytes, expected: str) -> None:
     request = post(b"abc", head)
     assert shown(talk(echo, request[:-3], request[-3:])) == expected
 
@@ -191,16 +187,12 @@ async def test_bad_request_does_not_interrupt_the_answer_before_it() -> None:
         await goes_on.wait()
         await exchange.end(b"two")
 
-    client = StubClient(waits)
-    client.send(post(b""))
-    await settled()
-    client.send(CHUNKED + b"no number\r\n")
-    await settled()
+    client = await asking(waits, post(b""))
+    await client.tell(CHUNKED + b"no number\r\n")
     goes_on.set()
     await settled()
     assert shown(client) == f"{HEAD}transfer-encoding: chunked\n\n3\none\n3\ntwo\n0\n\n"
     assert client.is_closed
-    client.leave()
 
 
 def test_computation_is_given_up_when_its_body_is_bad(caplog: pytest.LogCaptureFixture) -> None:
@@ -228,9 +220,7 @@ def test_computation_is_given_up_when_its_body_is_bad(caplog: pytest.LogCaptureF
     ],
 )
 @pytest.mark.parametrize("is_chunked", [True, False])
-def test_bytes_behind_a_request_with_upgrade_are_ignored(
-    behind: bytes, *, is_chunked: bool
-) -> None:
+def test_bytes_behind_a_request_to_upgrade_are_ignored(behind: bytes, *, is_chunked: bool) -> None:
     """It went on as a second upgrade: into the body of the first one, or without an end."""
     request = post(b"hi", UPGRADE)
     if is_chunked:
@@ -257,19 +247,15 @@ async def test_requests_wait_while_their_client_does_not_read() -> None:
     client.stop_reading()  # the first answer fills the buffer
     await settled()
     assert shown(client) == ok("a")
-    client.send(post(b"c"))
-    await settled()
+    await client.tell(post(b"c"))
     assert shown(client) == ok("a")
     client.read_on()
     await settled()
     assert shown(client) == ok("a") + ok("b") + ok("c")
-    client.leave()
 
 
 @in_still_time
-async def test_requests_are_not_computed_when_their_client_left_before(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_requests_are_not_computed_without_client(caplog: pytest.LogCaptureFixture) -> None:
     begun: list[bytes] = []
 
     async def notes(exchange: Any) -> None:
@@ -292,7 +278,6 @@ async def test_many_small_requests_do_not_count_as_one_long_head() -> None:
         await await_that(lambda: client.is_read)  # else requests wait for their turn
     await settled()
     assert shown(client).count("200 OK") == 4000
-    client.leave()
 
 
 def test_trailers_are_not_passed_on_as_headers() -> None:
@@ -308,9 +293,7 @@ def test_trailers_are_not_passed_on_as_headers() -> None:
 
 
 @pytest.mark.parametrize("method", [b"CONNECT a:80", b"POST http://[::1/predict"])
-def test_request_is_answered_400_when_its_target_is_invalid(
-    method: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_request_with_bad_target_is_a_400(method: bytes, caplog: pytest.LogCaptureFixture) -> None:
     client = talk(ASGIBridge(responding()), method + b" HTTP/1.1\r\n\r\n")
     assert shown(client).startswith("HTTP/1.1 400 Bad Request\n")
     assert not caplog.text
@@ -327,16 +310,13 @@ async def test_reading_pauses_while_the_body_is_not_taken() -> None:
     client = StubClient(waits)
     body = b"a" * (100 << 10)
     request = post(body)
-    client.send(request[:-10])
-    await settled()
+    await client.tell(request[:-10])
     assert not client.is_read
     goes_on.set()
     await settled()
     assert client.is_read
-    client.send(request[-10:])
-    await settled()
+    await client.tell(request[-10:])
     assert shown(client) == ok(body.decode())
-    client.leave()
 
 
 @in_still_time
@@ -347,9 +327,7 @@ async def test_reading_pauses_while_requests_wait() -> None:
         await may_answer.acquire()
         await echo(exchange)
 
-    client = StubClient(waits)
-    client.send(post(b"a"))
-    await settled()
+    client = await asking(waits, post(b"a"))
     assert client.is_read, "the client may leave, which is seen by reading"
     client.send(post(b"b") + post(b"c"))
     assert not client.is_read
@@ -358,10 +336,6 @@ async def test_reading_pauses_while_requests_wait() -> None:
         await settled()
     assert client.is_read
     assert shown(client) == ok("a") + ok("b") + ok("c")
-    client.leave()
-
-
-# -- answers before the body is there
 
 
 async def too_large(exchange: Any) -> None:
@@ -386,9 +360,7 @@ EARLY = (
         (0, [], True),
     ],
 )
-def test_refused_body_is_dropped_up_to_its_bound(
-    size: int, parts: list[int], is_closed: bool
-) -> None:
+def test_refused_body_is_dropped_to_its_bound(size: int, parts: list[int], is_closed: bool) -> None:
     head = post(b"a" * size)[: -size or None]
     client = talk(too_large, head, *(b"a" * part for part in parts))
     assert shown(client) == EARLY
@@ -414,9 +386,6 @@ def test_connection_stays_open_when_the_body_comes_after_the_answer() -> None:
     assert not client.is_closed
 
 
-# -- answers in parts
-
-
 async def parts(exchange: Any) -> None:
     exchange.start(200, PLAIN)
     await exchange.write(b"one")
@@ -435,33 +404,15 @@ HEAD = "HTTP/1.1 200 OK\ncontent-type: text/plain\n"
         (b"HEAD / HTTP/1.1\r\n\r\n", f"{HEAD}\n", False),
     ],
 )
-def test_answer_in_parts_is_framed_for_the_client(
-    request_: bytes, expected: str, is_closed: bool
-) -> None:
+def test_answer_in_parts_is_framed(request_: bytes, expected: str, is_closed: bool) -> None:
     client = talk(parts, request_)
     assert shown(client) == expected
     assert client.is_closed is is_closed
 
 
-@in_still_time
-async def test_parts_wait_while_the_client_does_not_read() -> None:
-    client = StubClient(parts)
-    client.send(post(b""))
-    client.stop_reading()
-    await settled()
-    assert b"one" in client.received
-    assert b"two" not in client.received
-    client.read_on()
-    await settled()
-    assert b"two" in client.received
-    client.leave()
-
-
 @pytest.mark.parametrize("when", ["before", "paused"])
 @in_still_time
-async def test_answer_in_parts_ends_when_its_client_leaves(
-    when: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_parts_end_with_their_client(when: str, caplog: pytest.LogCaptureFixture) -> None:
     ended: list[bool] = []
 
     async def notes(exchange: Any) -> None:
@@ -487,9 +438,6 @@ async def test_answer_in_parts_ends_when_its_client_leaves(
     assert not caplog.text
 
 
-# -- faults of the application
-
-
 @pytest.mark.parametrize(("has_begun", "status"), [(False, "500 Internal"), (True, "200 OK")])
 def test_connection_closes_when_the_application_raises(
     has_begun: bool, status: str, caplog: pytest.LogCaptureFixture
@@ -511,9 +459,6 @@ def test_request_is_answered_500_when_the_application_forgets_it() -> None:
         pass
 
     assert shown(talk(forgets, post(b"a"))).startswith("HTTP/1.1 500 Internal Server Error\n")
-
-
-# -- limits in time
 
 
 @pytest.mark.parametrize(
@@ -540,45 +485,33 @@ async def test_connection_is_closed_after_its_time(
     await settled()
     await pass_time(seconds)
     assert client.is_closed is is_closed
-    client.leave()
-
-
-# -- clients that do not read
 
 
 @pytest.mark.parametrize("application", [echo, too_large])
-@pytest.mark.parametrize(("waited", "is_closed"), [(299.0, False), (301.0, True)])
-@in_still_time
-async def test_small_unread_answer_is_cut_after_the_write_timeout(
-    application: Any, waited: float, *, is_closed: bool
-) -> None:
-    """Its buffer is not full, so that nothing waits for the client."""
-    client = StubClient(application, write_timeout=300.0)
-    client.send(post(b"abc") if application is echo else post(b"abc")[:-3])
-    await settled()
-    client.unread = 5
-    await pass_time(10)  # the first look
-    await pass_time(waited)
-    assert client.is_aborted is is_closed
-    assert client.server.listeners.readers.cut == is_closed
-    client.leave()
-
-
 @pytest.mark.parametrize(
-    ("sizes", "is_aborted"),
-    [((0, 0, 0), False), ((9, 8, 7), False), ((9, 8, 8), True), ((5, 0), False)],
+    ("unread", "last_look", "is_cut"),
+    [
+        ((5, 5), 0.9, False),
+        ((5, 5), 1.1, True),
+        ((0, 0, 0), 1.1, False),
+        ((9, 8, 7), 1.1, False),
+        ((9, 8, 8), 1.1, True),
+        ((5, 0), 1.1, False),
+    ],
 )
 @in_still_time
 async def test_small_unread_answer_is_cut_when_nothing_of_it_is_read(
-    sizes: tuple[int, ...], *, is_aborted: bool
+    application: Any, unread: tuple[int, ...], last_look: float, *, is_cut: bool
 ) -> None:
-    client = StubClient(echo, write_timeout=1.0)
-    client.send(post(b"abc"))
-    await settled()
-    for client.unread in sizes:
-        await pass_time(1.0)
-    assert client.is_aborted is is_aborted
-    client.leave()
+    """Its buffer is not full, so that nothing waits for the client."""
+    request = post(b"abc") if application is echo else post(b"abc")[:-3]
+    client = await asking(application, request, write_timeout=1.0)
+    for client.unread in unread[:-1]:
+        await pass_time(1.1)
+    client.unread = unread[-1]
+    await pass_time(last_look)
+    assert client.is_aborted is is_cut
+    assert client.server.listeners.readers.cut == is_cut
 
 
 @pytest.mark.parametrize(
@@ -596,15 +529,12 @@ async def test_small_unread_answer_is_cut_when_nothing_of_it_is_read(
 async def test_full_buffer_is_cut_when_its_client_reads_too_slowly(
     waited: float, taken: int, *, is_cut: bool
 ) -> None:
-    client = StubClient(parts, write_timeout=30.0)
-    client.send(post(b""))
-    await settled()
+    client = await asking(parts, post(b""), write_timeout=30.0)
     client.unread = 1 << 30
     client.stop_reading()
     client.unread -= taken
     await pass_time(waited)
     assert client.is_aborted is is_cut
-    client.leave()
 
 
 @in_still_time
@@ -620,7 +550,6 @@ async def test_bytes_written_behind_a_full_buffer_do_not_count_as_read() -> None
     client.unread += 64 << 10
     await pass_time(5)
     assert client.is_aborted
-    client.leave()
 
 
 @in_still_time
@@ -640,35 +569,22 @@ async def test_slowest_clients_are_cut_when_all_together_leave_too_much_unread()
     assert stall(third, 20) == [False, True, False, False]
     assert stall(large, 1000) == [True, True, True, False]
     assert first.server.listeners.readers.cut == 3
-    for client in (reading, silent, third, large):
-        client.leave()
 
 
 @pytest.mark.parametrize(("waited", "is_aborted"), [(29, False), (31, True)])
 @in_still_time
-async def test_encrypted_connection_is_aborted_when_its_client_does_not_end_it(
-    waited: float, is_aborted: bool
-) -> None:
-    client = StubClient(echo, is_secure=True)
-    client.send(post(b"a", b"connection: close\r\n"))
-    await settled()
+async def test_encrypted_connection_is_aborted_in_the_end(waited: float, is_aborted: bool) -> None:
+    client = await asking(echo, post(b"a", b"connection: close\r\n"), is_secure=True)
     assert client.is_closed
     await pass_time(waited)
     assert client.is_aborted is is_aborted
-    client.leave()
-
-
-# -- the end of the server
 
 
 @in_still_time
 async def test_end_of_the_server_does_not_wait_for_a_refused_body() -> None:
-    client = StubClient(too_large)
-    client.send(post(b"abc")[:-3])
-    await settled()
+    client = await asking(too_large, post(b"abc")[:-3])
     client.connection.shut_down()
     assert client.is_closed
-    client.leave()
 
 
 @in_still_time
@@ -680,8 +596,7 @@ async def test_end_of_the_server_waits_for_requests_that_have_begun() -> None:
         await echo(exchange)
 
     idle, busy = StubClient(waits), StubClient(waits)
-    busy.send(post(b"a") + post(b"b"))
-    await settled()
+    await busy.tell(post(b"a") + post(b"b"))
     for client in (idle, busy):
         client.connection.shut_down()
     assert idle.is_closed
@@ -690,11 +605,6 @@ async def test_end_of_the_server_waits_for_requests_that_have_begun() -> None:
     await settled()
     assert busy.is_closed
     assert shown(busy) == ok("a") + ok("b", CLOSE)
-    for client in (idle, busy):
-        client.leave()
-
-
-# -- the service's endpoints
 
 
 @in_still_time
@@ -705,8 +615,7 @@ async def test_full_queue_is_answered_before_the_body_and_results_make_way() -> 
         _, mailbox = service.loop
         client = StubClient(site)
         request = post(b'{"inputs": "%b"}' % (b"a" * 50), path=b"/predict")
-        client.send(request[:-30])
-        await settled()
+        await client.tell(request[:-30])
         assert shown(client).startswith("HTTP/1.1 503 Service Unavailable\n")
         assert "connection: close" not in shown(client)
         assert mailbox.at_once == 16, "results do not hold up those who are refused"
@@ -716,19 +625,14 @@ async def test_full_queue_is_answered_before_the_body_and_results_make_way() -> 
         assert mailbox.at_once > 1000
         streamer.is_full = False
         client.received = b""
-        client.send(request[-30:] + request)
-        await settled()
+        await client.tell(request[-30:] + request)
         assert shown(client).endswith('"' + "a" * 50 + '"')
         assert shown(client).startswith("HTTP/1.1 200 OK\n"), "of the second request, only"
         client.received, streamer.is_full = b"", True
-        client.send(post(b"a" * 101, path=b"/predict"))
-        await settled()
+        await client.tell(post(b"a" * 101, path=b"/predict"))
         assert shown(client).startswith("HTTP/1.1 413 "), "waiting would not help"
         assert client.is_closed
         client.leave()
-
-
-# -- ASGI, both ways
 
 
 def responding(*messages: dict[str, Any]) -> Any:

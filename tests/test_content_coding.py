@@ -43,10 +43,8 @@ def result(body: bytes, coding: bytes, most: int = MOST) -> bytes | tuple[int, s
 
     async def main() -> tuple[int, bytes]:
         async with serving(StubStreamer(), max_body=most) as application:
-            client = StubClient(application.site)
-            answer = await client.ask(post(body, b"content-encoding:%b\r\n" % coding, b"/predict"))
-            client.leave()
-            return answer
+            request = post(body, b"content-encoding:%b\r\n" % coding, b"/predict")
+            return await StubClient(application.site).ask(request)
 
     status, answer = run(main())
     if status == 200:
@@ -123,7 +121,6 @@ async def test_unsupported_coding_is_named_with_those_that_are_supported() -> No
             assert status == 415
             assert name in json.loads(answer)["error"]["message"]
             assert b"accept-encoding: gzip, deflate, identity\r\n" in client.received
-        client.leave()
 
 
 @pytest.mark.parametrize(
@@ -136,4 +133,3 @@ async def test_transfer_coding_is_chunked_or_refused(coding: bytes, status: int)
     async with serving(StubStreamer()) as application:
         client = StubClient(application.site)
         assert (await client.ask(head + chunks))[0] == status
-        client.leave()

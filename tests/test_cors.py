@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from command_line import error_of
-from serve_process import Serving
+from serve_process import Serving, started
 
 pytestmark = [pytest.mark.no_gevent, pytest.mark.xdist_group("cors")]
 
 HOME, OTHER = "https://app.test", "http://b.test:8000"
 EXPOSED = "X-Request-ID, Server-Timing, Retry-After, Inference-Header-Content-Length"
-WANTS = {
-    "access-control-request-method": "POST",
-    "access-control-request-headers": "authorization",
-}
+WANTS = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Serving]:
-    origins = ("--cors-origin", HOME.upper(), "--cors-origin", OTHER)
-    arguments = (*origins, "--api-key", "k", "--max-body", "1k")
-    with Serving("served_models:Obedient", *arguments) as service:
-        yield service
+service = started(
+    "served_models:Obedient", "--cors-origin", HOME.upper(), "--cors-origin", OTHER,
+    "--api-key", "k", "--max-body", "1k",
+)  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def open_to_all() -> Iterator[Serving]:
-    with Serving("served_models:double", "--cors-origin", "*") as service:
-        yield service
+open_to_all = started("served_models:double", "--cors-origin", "*")
 
 
 def asked(service: Serving, origin: str | None, method: str = "GET", **more: str) -> httpx.Response:
@@ -63,9 +54,7 @@ def check_allowed(response: httpx.Response, allowed: str | None) -> None:
         (None, False),
     ],
 )
-def test_answer_names_the_origin_when_it_is_allowed(
-    service: Serving, origin: str | None, is_allowed: bool
-) -> None:
+def test_answer_names_its_origin(service: Serving, origin: str | None, is_allowed: bool) -> None:
     response = asked(service, origin)
     assert response.status_code == 200
     assert response.headers["vary"] == "Origin"
@@ -73,9 +62,7 @@ def test_answer_names_the_origin_when_it_is_allowed(
 
 
 @pytest.mark.parametrize("origin", ["https://any.test", None])
-def test_answer_allows_any_origin_when_all_are_allowed(
-    open_to_all: Serving, origin: str | None
-) -> None:
+def test_answer_allows_any_origin_if_all_are(open_to_all: Serving, origin: str | None) -> None:
     response = asked(open_to_all, origin)
     assert "vary" not in response.headers
     check_allowed(response, "*")
@@ -89,22 +76,13 @@ def test_preflight_says_what_is_allowed(service: Serving) -> None:
     assert response.headers["access-control-allow-headers"] == "authorization"
     assert response.headers["access-control-max-age"] == "3600"
     assert "Origin" in response.headers.get_list("vary")
-
-
-def test_preflight_of_another_origin_is_403(service: Serving) -> None:
-    response = asked(service, "https://evil.test", "OPTIONS", **WANTS)
-    assert response.status_code == 403
-    assert "access-control-allow-origin" not in response.headers
-
-
-def test_preflight_does_not_repeat_names_that_are_not_headers(service: Serving) -> None:
-    wants: Any = {**WANTS, "access-control-request-headers": 'a"b'}
-    response = asked(service, HOME, "OPTIONS", **wants)
-    assert "access-control-allow-headers" not in response.headers
-
-
-def test_options_request_that_is_no_preflight_reaches_the_service(service: Serving) -> None:
-    assert asked(service, HOME, "OPTIONS").status_code == 405
+    stranger = asked(service, "https://evil.test", "OPTIONS", **WANTS)
+    assert stranger.status_code == 403
+    assert "access-control-allow-origin" not in stranger.headers
+    wrong: Any = {**WANTS, "access-control-request-headers": 'a"b'}
+    headers = asked(service, HOME, "OPTIONS", **wrong).headers
+    assert "access-control-allow-headers" not in headers, "that is no header"
+    assert asked(service, HOME, "OPTIONS").status_code == 405, "that is no preflight"
 
 
 @pytest.mark.parametrize("origin", ["", "a.test", "https://a.test/", "https://*.a.test", "null"])

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,14 @@ import pytest
 import models
 import serve_process
 from command_line import launched
+from limited_models import STUB_AT_IMPORT, CudaMemory, MemoryLimits
 from service_streamer import Streamer, WorkerStartError
 from service_streamer.options.table import WorkerOptions
+from service_streamer.workers.device_memory import (
+    allocator_variables,
+    limit_device_memory,
+    share_of_memory,
+)
 from service_streamer.workers.placement import (
     COUNT,
     Placement,
@@ -24,7 +31,15 @@ from service_streamer.workers.placement import (
     find_gpus,
     gpus_by_kfd,
 )
-from service_streamer.workers.visibility import Gpu, Inventory, Place, missing, places, visible
+from service_streamer.workers.visibility import (
+    Gpu,
+    Inventory,
+    Place,
+    missing,
+    places,
+    sharers,
+    visible,
+)
 
 CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
@@ -52,31 +67,23 @@ NONE = Inventory((), why="this machine has no NVIDIA or AMD driver")
     ("inventory", "environment", "values"),
     [
         (NVIDIA, {}, ["0", "1", "2", "3", "4", "5", "6", "7"]),
-        (NVIDIA, {CUDA: "4,5"}, ["4", "5"]),
-        (NVIDIA, {CUDA: " 5 , 4 "}, ["5", "4"]),
-        (NVIDIA, {CUDA: "0,-1,1"}, ["0"]),
-        (NVIDIA, {CUDA: "0,0"}, []),
-        (NVIDIA, {CUDA: "1gpu,2"}, ["1", "2"]),
-        (NVIDIA, {CUDA: ""}, []),
+        (NVIDIA, {CUDA: "4,5"}, ["4", "5"]), (NVIDIA, {CUDA: " 5 , 4 "}, ["5", "4"]),
+        (NVIDIA, {CUDA: "0,-1,1"}, ["0"]), (NVIDIA, {CUDA: "0,0"}, []),
+        (NVIDIA, {CUDA: "1gpu,2"}, ["1", "2"]), (NVIDIA, {CUDA: ""}, []),
         (NVIDIA, {CUDA: "GPU-4,GPU-5555"}, ["GPU-4", "GPU-5555"]),
-        (NVIDIA, {CUDA: "GPU-4,GPU-4444"}, []),
-        (NVIDIA, {CUDA: "GPU-4,5"}, ["GPU-4"]),
+        (NVIDIA, {CUDA: "GPU-4,GPU-4444"}, []), (NVIDIA, {CUDA: "GPU-4,5"}, ["GPU-4"]),
         (NVIDIA, {CUDA: "GPU-,GPU-4"}, []),  # of which of them?
         (NVIDIA, {HIP: "0", ROCR: "1"}, ["0", "1", "2", "3", "4", "5", "6", "7"]),
-        (MIG, {CUDA: "0"}, ["0"]),
-        (MIG, {CUDA: "GPU-0000"}, ["GPU-0000"]),
+        (MIG, {CUDA: "0"}, ["0"]), (MIG, {CUDA: "GPU-0000"}, ["GPU-0000"]),
         (MIG, {CUDA: "MIG-GPU-0000/1/0"}, ["MIG-GPU-0000/1/0"]),
-        (NAMELESS, {CUDA: "GPU-4"}, ["GPU-4"]),
-        (UNKNOWN, {}, None),
-        (UNKNOWN, {HIP: "1"}, ["1"]),
-        (NONE, {}, []),
-        (AMD, {HIP: "2,3", CUDA: "0"}, ["2", "3"]),
+        (NAMELESS, {CUDA: "GPU-4"}, ["GPU-4"]), (UNKNOWN, {}, None), (UNKNOWN, {HIP: "1"}, ["1"]),
+        (NONE, {}, []), (AMD, {HIP: "2,3", CUDA: "0"}, ["2", "3"]),
         (AMD, {HIP: "", CUDA: ""}, ["0", "1", "2", "3"]),
         (AMD, {ROCR: "2,3"}, ["0", "1"]),
         (AMD, {ROCR: "GPU-0000000000000002,3"}, ["0"]),  # CUDA's rule: one kind of names
         (AMD, {ROCR: "2,3", HIP: "1"}, ["1"]),
     ],
-)
+)  # fmt: skip
 def test_the_gpus_that_a_process_sees(
     inventory: Inventory, environment: dict[str, str], values: list[str] | None
 ) -> None:
@@ -90,20 +97,17 @@ def test_the_gpus_that_a_process_sees(
 @pytest.mark.parametrize(
     ("device", "inventory", "inherited", "shown"),
     [
-        (1, NVIDIA, {CUDA: "4,5"}, "5"),
-        ("cuda:1", NVIDIA, {CUDA: "4,5"}, "5"),
+        (1, NVIDIA, {CUDA: "4,5"}, "5"), ("cuda:1", NVIDIA, {CUDA: "4,5"}, "5"),
         ("0,1", NVIDIA, {CUDA: "4,5"}, "4,5"),
         ("GPU-5", NVIDIA, {CUDA: "GPU-4,GPU-5555"}, "GPU-5555"),
-        ("GPU-5", NVIDIA, {CUDA: "4,5"}, "5"),
-        (1, MIG, {}, "MIG-01"),
+        ("GPU-5", NVIDIA, {CUDA: "4,5"}, "5"), (1, MIG, {}, "MIG-01"),
         ("GPU-0000", MIG, {}, "MIG-00"),
         ("MIG-GPU-0000/1/0", MIG, {}, "MIG-GPU-0000/1/0"),
         (3, UNKNOWN, {}, "3"),
         ("GPU-5", UNKNOWN, {CUDA: "GPU-5555"}, "GPU-5555"),
-        ("GPU-5", UNKNOWN, {CUDA: "4,5"}, "GPU-5"),
-        ("GPU-5", NAMELESS, {}, "GPU-5"),
+        ("GPU-5", UNKNOWN, {CUDA: "4,5"}, "GPU-5"), ("GPU-5", NAMELESS, {}, "GPU-5"),
     ],
-)
+)  # fmt: skip
 def test_a_worker_is_shown_a_gpu_of_its_parent_s_list(
     device: int | str, inventory: Inventory, inherited: dict[str, str], shown: str
 ) -> None:
@@ -111,23 +115,15 @@ def test_a_worker_is_shown_a_gpu_of_its_parent_s_list(
     assert place == Place(device, device, {CUDA: shown, HIP: None, ROCR: None})
 
 
-@pytest.mark.parametrize(
-    ("device", "inherited", "shown"),
-    [
+def test_a_worker_on_amd_is_shown_one_below_rocr_s_list_and_one_on_the_cpu_none() -> None:
+    cases: list[tuple[int | str, dict[str, str], str]] = [
         (1, {HIP: "2,3"}, "3"),
         (0, {ROCR: "2,3", HIP: "1"}, "1"),
         ("GPU-0000000000000003", {ROCR: "2,3"}, "1"),
-    ],
-)
-def test_a_worker_on_amd_is_shown_one_below_rocr_s_list(
-    device: int | str, inherited: dict[str, str], shown: str
-) -> None:
-    (place,) = places([device], 1, AMD, inherited)
-    assert place.variables == {CUDA: shown, HIP: shown}
-    assert place.problem == ""
-
-
-def test_the_cpu_is_always_there_and_hides_every_gpu() -> None:
+    ]
+    for device, inherited, shown in cases:
+        (place,) = places([device], 1, AMD, inherited)
+        assert place == Place(device, device, {CUDA: shown, HIP: shown})
     (place,) = places(["cpu"], 1, NONE, {CUDA: "4,5"})
     assert place == Place("cpu", "cpu", {CUDA: "", HIP: "-1"})
     assert not place.needs_gpu
@@ -173,13 +169,10 @@ def test_a_missing_gpu_is_reported_with_those_that_are_visible(
 @pytest.mark.parametrize(
     ("worker_num", "inventory", "inherited", "shown"),
     [
-        (2, NVIDIA, {CUDA: "4,5,6"}, ["4", "5", "6"]),
-        (1, NVIDIA, {CUDA: "4,5"}, [None, "5"]),
-        (2, NONE, {}, [None]),
-        (2, UNKNOWN, {}, [None]),
-        (2, AMD, {HIP: "3,1"}, ["3", "1"]),
+        (2, NVIDIA, {CUDA: "4,5,6"}, ["4", "5", "6"]), (1, NVIDIA, {CUDA: "4,5"}, [None, "5"]),
+        (2, NONE, {}, [None]), (2, UNKNOWN, {}, [None]), (2, AMD, {HIP: "3,1"}, ["3", "1"]),
     ],
-)
+)  # fmt: skip
 def test_auto_is_all_gpus_that_are_visible(
     worker_num: int, inventory: Inventory, inherited: dict[str, str], shown: list[str | None]
 ) -> None:
@@ -291,13 +284,10 @@ def stub(nvml: Path, no_gpus: None, monkeypatch: pytest.MonkeyPatch) -> pytest.M
     [
         ({"GPUS": "2"}, (STUB_0, STUB_1)),
         ({"GPUS": "2", "PARTS": "2"}, (*STUB_PARTS, STUB_1)),
-        ({"GPUS": "2", "LOST": "1"}, (STUB_0, LOST)),
-        ({"GPUS": "2", "DENIED": "0"}, (STUB_1,)),
-        ({"GPUS": "0"}, ()),
-        ({"INIT": "9"}, ()),
-        ({"INIT": "999"}, None),
+        ({"GPUS": "2", "LOST": "1"}, (STUB_0, LOST)), ({"GPUS": "2", "DENIED": "0"}, (STUB_1,)),
+        ({"GPUS": "0"}, ()), ({"INIT": "9"}, ()), ({"INIT": "999"}, None),
     ],
-)
+)  # fmt: skip
 def test_nvml_says_which_gpus_there_are(
     stub: pytest.MonkeyPatch, stubbed: dict[str, str], gpus: tuple[Gpu, ...] | None
 ) -> None:
@@ -306,6 +296,10 @@ def test_nvml_says_which_gpus_there_are(
     found = find_gpus()
     assert (found.gpus, found.vendor) == (gpus, "nvidia")
     assert found.why or gpus is None
+    stub.setenv(COUNT, "2")  # set in the environment, it counts
+    assert find_gpus().gpus == (Gpu(0), Gpu(1))
+    stub.setenv(COUNT, "0")
+    assert find_gpus().gpus == ()
 
 
 def test_amd_s_gpus_are_read_from_the_kernel_s_files(tmp_path: Path) -> None:
@@ -320,14 +314,6 @@ def test_amd_s_gpus_are_read_from_the_kernel_s_files(tmp_path: Path) -> None:
         Gpu(0, "GPU-00000000000000ff", "AMD gfx942"), Gpu(1, "", "AMD gfx942")
     ]  # fmt: skip
     assert gpus_by_kfd(tmp_path / "none") == []
-
-
-@pytest.mark.usefixtures("no_gpus")
-def test_the_number_of_gpus_may_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(COUNT, "2")
-    assert find_gpus().gpus == (Gpu(0), Gpu(1))
-    monkeypatch.setenv(COUNT, "0")
-    assert find_gpus().gpus == ()
 
 
 # -- with workers
@@ -345,16 +331,10 @@ def test_a_managed_model_sees_the_device_of_its_parent_s_list(
         "device_models:Environment", cuda_devices=(1,), mp_start_method=method
     ) as streamer:
         assert streamer.predict([CUDA, HIP, "gpu_id"]) == ["5", None, 1]
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_a_worker_that_is_started_again_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CUDA, "4,5")
-    with Streamer("device_models:Environment", cuda_devices=(1,)) as streamer:
-        assert streamer.predict([CUDA]) == ["5"]
-        monkeypatch.setenv(CUDA, "")  # to keep this process itself off the GPUs, say
-        streamer.restart_workers()
-        assert streamer.predict([CUDA]) == ["5"]
+        if method == "spawn":
+            monkeypatch.setenv(CUDA, "")  # to keep this process itself off the GPUs, say
+            streamer.restart_workers()
+            assert streamer.predict([CUDA]) == ["5"], "it keeps its device"
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -396,16 +376,6 @@ def test_the_benchmark_names_devices_as_they_are_visible(monkeypatch: pytest.Mon
     assert [as_visible(name) for name in ("4", "5", "cpu")] == ["0", "1", "cpu"]
     monkeypatch.delenv(CUDA)
     assert as_visible("4") == "4"
-
-
-@pytest.mark.usefixtures("no_gpus")
-def test_a_gpu_that_is_not_there_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(COUNT, "0")
-    with Streamer(models.double, cuda_devices=(0,)) as streamer:
-        with pytest.raises(WorkerStartError, match="device 0 was requested, but no GPU is visible"):
-            streamer.wait_ready()
-        with pytest.raises(WorkerStartError, match='name an available device, or "cpu"'):
-            streamer.predict([1])
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -464,11 +434,8 @@ def test_workers_see_the_gpus_that_the_driver_s_library_finds(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {
-        "LD_LIBRARY_PATH": str(nvml), "NVML_STUB_GPUS": "8", **variables
-    }  # fmt: skip
-    if devices == "auto":
-        environment["NVML_STUB_GPUS"] = "2"
+    count = "2" if devices == "auto" else "8"
+    environment = {"LD_LIBRARY_PATH": str(nvml), "NVML_STUB_GPUS": count, **variables}
     done = subprocess.run(
         [sys.executable, script, json.dumps(devices)],
         env=serve_process.environment(**environment), capture_output=True, text=True, check=False,
@@ -480,11 +447,9 @@ def test_workers_see_the_gpus_that_the_driver_s_library_finds(
 
 
 def torch_stub(*, is_available: bool, is_built: bool = True) -> Any:
-    return SimpleNamespace(
-        __version__="2.9.0+cu128",
-        cuda=SimpleNamespace(is_available=lambda: is_available),
-        backends=SimpleNamespace(cuda=SimpleNamespace(is_built=lambda: is_built)),
-    )
+    cuda = SimpleNamespace(is_available=lambda: is_available)
+    backends = SimpleNamespace(cuda=SimpleNamespace(is_built=lambda: is_built))
+    return SimpleNamespace(__version__="2.9.0+cu128", cuda=cuda, backends=backends)
 
 
 NAMED = Place(0, 0, {})
@@ -509,13 +474,9 @@ FOR_THE_CPU = torch_stub(is_available=False, is_built=False)
     ],
 )
 def test_a_loaded_torch_that_cannot_use_the_gpu_is_refused_or_reported(
-    place: Place,
-    torch: Any,
-    refused: str,
-    logged: str,
-    monkeypatch: pytest.MonkeyPatch,
+    place: Place, torch: Any, refused: str, logged: str, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setitem(sys.modules, "torch", torch)
     if refused:
         with pytest.raises(RuntimeError, match=re.escape(refused)):
@@ -530,23 +491,170 @@ def test_a_loaded_torch_that_cannot_use_the_gpu_is_refused_or_reported(
 # -- the command line
 
 
-def test_serve_with_a_gpu_that_is_not_there_ends_with_3_and_says_so() -> None:
-    done = serve_process.run(
-        "serve", "served_models:double", "--devices", "0", "--port", "0",
-        SERVICE_STREAMER_GPU_COUNT="0",
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "count", "why"),
+    [
+        (["served_models:double"], "0", "device 0 was requested, but no GPU is visible"),
+        ([], "1", "it is built for the CPU; install a build for your GPU"),  # the pipeline's torch
+    ],
+)
+def test_serve_with_a_gpu_that_cannot_be_used_ends_with_3_and_says_so(
+    model: list[str], count: str, why: str
+) -> None:
+    arguments = ("serve", *model, "--devices", "0", "--port", "0")
+    done = serve_process.run(*arguments, SERVICE_STREAMER_GPU_COUNT=count)
     assert done.returncode == 3
-    assert "device 0 was requested, but no GPU is visible" in done.stderr
-
-
-def test_serve_ends_with_3_when_a_pipeline_s_torch_is_built_for_the_cpu() -> None:
-    done = serve_process.run(
-        "serve", "--devices", "0", "--port", "0", SERVICE_STREAMER_GPU_COUNT="1"
-    )
-    assert done.returncode == 3
-    assert "it is built for the CPU; install a build for your GPU" in done.stderr
+    assert why in done.stderr
 
 
 def test_serve_spreads_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     served = launched(monkeypatch, "serve", "device_models:Environment", "--workers", "3")
     assert served.models[0].options.cuda_devices == "auto"
+
+
+# -- how torch takes memory
+
+
+GB = 1 << 30
+
+Load = Callable[[CudaMemory], CudaMemory]
+
+
+# -- growing segments
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        ("2.13.0+cu128", "PYTORCH_ALLOC_CONF"),
+        ("2.9.1", "PYTORCH_CUDA_ALLOC_CONF"),
+        ("main", "PYTORCH_CUDA_ALLOC_CONF"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("models", "inherited", "is_set"),
+    [
+        (["NVIDIA H100 80GB HBM3"], {}, True),
+        (["NVIDIA A100-PCIE-40GB"], {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, False),
+        (["NVIDIA A100-PCIE-40GB"], {"PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:512"}, False),
+        (["NVIDIA A100-PCIE-40GB"], {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, False),
+        (["NVIDIA A100-PCIE-40GB", "NVIDIA A40-48C"], {}, False),  # a virtual GPU
+        (["GRID V100D-32Q"], {}, False),
+        (["NVIDIA A100-4-20C"], {}, False),
+        ([], {}, False),
+        (["Orin"], {}, False),  # a Jetson
+    ],
+)
+def test_segments_grow_unless_the_user_or_the_gpu_says_otherwise(
+    version: str, name: str, models: list[str], inherited: dict[str, str], is_set: bool,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    gpus, jetson = tmp_path / "gpus", tmp_path / "nvhost-gpu"
+    for number, model in enumerate(models):
+        folder = gpus / f"0000:{number:02d}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 17\n")
+    if models == ["Orin"]:
+        jetson.touch()
+    found = allocator_variables(inherited, gpus=gpus, jetson=jetson, torch_version=version)
+    assert found == ({name: "expandable_segments:True"} if is_set else {})
+
+
+# -- a share of a shared GPU
+
+
+@pytest.mark.parametrize(
+    ("total", "workers", "gigabytes"), [(80, 1, 80), (80, 2, 39.5), (24, 4, 5.5), (1, 2, 1)]
+)
+def test_a_share_is_an_equal_part_without_the_context(
+    total: int, workers: int, gigabytes: float
+) -> None:
+    assert share_of_memory(total * GB, workers) * total == pytest.approx(gigabytes)
+
+
+@pytest.mark.parametrize(
+    ("devices", "worker_num", "shown", "expected"),
+    [
+        ([0], 3, "4,5", [(3,), (3,), (3,)]), (["0,1", 1], 2, "4,5", [(1, 2), (2,)]),
+        (["cpu", 0], 4, "4,5", [(), (2,), (), (2,)]),
+        ([7], 2, "4,5", [(), ()]),  # is not there
+        ("auto", 3, "4,5", [(2,), (1,), (2,)]),
+        ("auto", 1, "4,5", [()]), (None, 2, "4", [(2,), (2,)]),
+        (None, 2, "4,5", [(), ()]),  # the model may spread itself
+    ],
+)  # fmt: skip
+def test_workers_that_share_a_gpu_are_counted(
+    devices: Any, worker_num: int, shown: str, expected: list[tuple[int, ...]]
+) -> None:
+    inherited = {"CUDA_VISIBLE_DEVICES": shown}
+    found = places(devices, worker_num, NVIDIA, inherited)
+    entries = visible(NVIDIA, inherited) or []
+    counted = [sharers(found, entries, number, worker_num) for number in range(worker_num)]
+    assert counted == expected
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Load:
+    def load(cuda: CudaMemory) -> CudaMemory:
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+        return cuda
+
+    return load
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_limit_waits_for_a_context(loaded: Load, is_old: bool) -> None:
+    cuda = loaded(CudaMemory(is_old=is_old, count=2))
+    assert limit_device_memory((2, 4))
+    assert not cuda.is_initialized()
+    cuda.initialize()
+    assert cuda.limits == {0: 3.5 / 8, 1: 1.5 / 8}
+    assert cuda.current == 0
+    cuda = loaded(CudaMemory())
+    cuda.initialize()
+    assert limit_device_memory((2,))
+    assert cuda.limits == {0: 3.5 / 8}, "a context of the model's is limited at once"
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_limit_of_the_user_s_stays(loaded: Load, is_old: bool) -> None:
+    cuda = loaded(CudaMemory(is_old=is_old))
+    cuda.set_per_process_memory_fraction(0.9)  # at the import of the model's module
+    limit_device_memory((2,))
+    assert cuda.limits == {0: 0.9}
+    cuda = loaded(CudaMemory(is_old=is_old))
+    limit_device_memory((2,))
+    cuda.set_per_process_memory_fraction(1.0)  # in init_model
+    assert cuda.limits == {0: 1.0}
+
+
+def test_a_single_worker_has_no_limit_and_a_gpu_that_fails_does_not_fail_the_start(
+    loaded: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = loaded(CudaMemory())
+    assert limit_device_memory((1,))
+    assert limit_device_memory(())
+    assert cuda.queued == []
+    cuda.get_device_properties = lambda _: 1 / 0  # type: ignore[assignment]
+    limit_device_memory((2,))
+    cuda.initialize()
+    limit_device_memory((2,))
+    assert cuda.limits == {0: 1.0}
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert not limit_device_memory((2,))
+    assert sys.modules["torch"] is None
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_workers_of_one_gpu_are_limited(monkeypatch: pytest.MonkeyPatch, is_old: bool) -> None:
+    """An old torch if it is imported by the model's module, a new one also by ``init_model``."""
+    monkeypatch.setenv("SERVICE_STREAMER_GPU_COUNT", "2")
+    if is_old:
+        monkeypatch.setenv(STUB_AT_IMPORT, "1")
+    with Streamer(MemoryLimits, 1, worker_num=3, cuda_devices=[0, 1]) as streamer:
+        streamer.wait_ready()
+        limits = {}
+        while len(limits) < 2:
+            device, limit = streamer.predict([None])[0]
+            limits[device] = limit
+    assert limits == {"0": 3.5 / 8, "1": 1.0}

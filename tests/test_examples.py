@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
-import pickle
 import re
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 from flask.testing import FlaskClient
 
 import flask_multigpu_example
 from cases import long_cases
-from flask_example import Server, create_app
+from example_programs import (
+    BIRTHDAY,
+    TWINKLE,
+    Program,
+    answer_of,
+    ask,
+    run,
+    send,
+    why_it_ended,
+)
+from flask_example import create_app
 from service_streamer import (
-    ManagedModel,
+    BrokerUnavailable,
+    InvalidInput,
+    ModelError,
     Overloaded,
     PredictTimeout,
     StreamerBroken,
@@ -40,10 +44,6 @@ from service_streamer.testing import Gate
 
 pytestmark = pytest.mark.xdist_group("examples")
 
-ROOT = Path(__file__).parent.parent
-TIMEOUT = 300  # seconds, for whatever never takes so long, many imports of torch included
-BIRTHDAY = "Happy birthday to [MASK]."
-TWINKLE = "twinkle twinkle [MASK] star."
 LONG = "happy " * 20 + "[MASK]"
 BAD_FIELDS = {
     "no s": ({"t": BIRTHDAY}, "no field s"),
@@ -54,135 +54,11 @@ BAD_FIELDS = {
 }
 
 
-class Echo(ManagedModel):
-    """For ``--model``; waits at a gate if the environment names one."""
-
-    def init_model(self) -> None:
-        gate = os.environ.get("TEST_GATE")
-        self.gate: Gate | None = pickle.loads(bytes.fromhex(gate)) if gate else None
-
-    def predict(self, batch: list[str]) -> list[str]:
-        if self.gate:
-            self.gate.go_through()
-        return batch
-
-
-@contextlib.contextmanager
-def alarm() -> Iterator[None]:
-    """Ends what would wait for ever."""
-
-    def ring(*_: object) -> None:
-        raise TimeoutError(f"not done in {TIMEOUT} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(TIMEOUT)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def environment(**variables: str) -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "example")])
-    return os.environ | {"PYTHONPATH": path} | variables
-
-
-class Service:
-    """An example that serves, in a process of its own. It is stopped at the end of a ``with``."""
-
-    def __init__(self, *command: str, **variables: str) -> None:
-        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by ``kill``
-        self.process = subprocess.Popen(
-            [sys.executable, *command, "--port", "0"],
-            cwd=ROOT,
-            env=environment(**variables),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self.stderr,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.stdout = self.process.stdout
-        self.notes: list[str] = []
-        try:
-            with alarm():
-                while not (line := self.stdout.readline()).startswith("serving on "):
-                    assert line, f"it ended: {self.errors()}"
-                    self.notes.append(line)
-                self.curl = self.stdout.readline()
-        except BaseException:
-            self.kill()
-            raise
-        address = re.match(r"serving on http://127\.0\.0\.1:(\d+) \(.+\); try:\n", line)
-        assert address, line
-        self.port = int(address[1])
-
-    def __enter__(self) -> Service:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        try:
-            if error is None:
-                self.process.terminate()
-                self.check_end()
-        finally:
-            self.kill()
-
-    def errors(self) -> str:
-        self.stderr.seek(0)
-        return self.stderr.read()
-
-    def check_end(self) -> None:
-        with alarm():
-            # Its children have this pipe too: its end means that all of them are gone.
-            assert self.stdout.read() == ""
-            assert self.process.wait() == 0, self.errors()
-        assert "Traceback" not in self.errors()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.stdout.close()
-        self.stderr.close()
-
-    def connect(self) -> contextlib.closing[http.client.HTTPConnection]:
-        return contextlib.closing(
-            http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
-        )
-
-    def ask(self, method: str, path: str, **fields: Any) -> tuple[int, Any]:
-        with self.connect() as connection:
-            return ask(connection, method, path, **fields)
-
-    def has_torch(self) -> bool:
-        return "libtorch" in Path(f"/proc/{self.process.pid}/maps").read_text()
-
-
-def ask(
-    connection: http.client.HTTPConnection, method: str, path: str, **fields: Any
-) -> tuple[int, Any]:
-    """The status and the JSON that a request is answered with."""
-    send(connection, method, path, **fields)
-    response = connection.getresponse()
-    content = response.read()
-    assert response.headers["Content-Type"] == "application/json"
-    return response.status, json.loads(content)
-
-
-def send(connection: http.client.HTTPConnection, method: str, path: str, **fields: Any) -> None:
-    text = urlencode(fields, doseq=True)
-    if method == "GET":
-        connection.request(method, f"{path}?{text}")
-    else:
-        headers = {"Content-Type": "application/x-www-form-urlencoded"}
-        connection.request(method, path, text, headers)
-
-
+OBEDIENT = "served_models:Obedient"
 COMMANDS = {
-    "threaded": ("example/flask_example.py",),
-    "streamer": ("example/flask_example.py", "--streamer"),
-    "multigpu": ("example/flask_multigpu_example.py", "--workers", "2"),
+    "threaded": ("example/flask_example.py", "--port", "0"),
+    "streamer": ("example/flask_example.py", "--port", "0", "--streamer"),
+    "multigpu": ("example/flask_multigpu_example.py", "--port", "0", "--workers", "2"),
 }
 
 
@@ -197,28 +73,28 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def service(mode: str) -> Iterator[Service]:
-    with Service(*COMMANDS[mode], CUDA_VISIBLE_DEVICES="") as service:
+def service(mode: str) -> Iterator[Program]:
+    with Program(*COMMANDS[mode]) as service:
         yield service
 
 
-def test_services_say_what_to_try(service: Service, mode: str) -> None:
+def test_services_say_what_to_try(service: Program, mode: str) -> None:
     url = f"http://127.0.0.1:{service.port}/stream"
-    assert service.curl == f"curl -X POST {url} -d 's={BIRTHDAY}'\n"
-    assert service.notes == (["no GPU here: running on the CPU\n"] if mode == "multigpu" else [])
+    assert service.curl == f"curl -X POST {url} -d 's={BIRTHDAY}'"
+    assert ("no GPU here: running on the CPU\n" in service.output) == (mode == "multigpu")
     with service.connect() as connection:
         connection.request("GET", "/")
         hint = connection.getresponse().read().decode()
-    assert service.curl.strip() in hint
+    assert service.curl in hint
 
 
-def test_stream_answers(service: Service) -> None:
+def test_stream_answers(service: Program) -> None:
     for method in ("GET", "POST"):
         assert service.ask(method, "/stream", s=BIRTHDAY) == (200, ["you"])
         assert service.ask(method, "/stream", s=[TWINKLE, BIRTHDAY]) == (200, ["little", "you"])
 
 
-def test_only_naive_loads_torch(service: Service, mode: str) -> None:
+def test_only_naive_loads_torch(service: Program, mode: str) -> None:
     assert service.ask("POST", "/stream", s=BIRTHDAY) == (200, ["you"])
     assert service.has_torch() == (mode == "threaded")
     if mode == "multigpu":
@@ -233,7 +109,7 @@ def test_only_naive_loads_torch(service: Service, mode: str) -> None:
 
 
 @pytest.mark.parametrize("case", BAD_FIELDS)
-def test_bad_input_is_refused(service: Service, mode: str, case: str) -> None:
+def test_bad_input_is_refused(service: Program, mode: str, case: str) -> None:
     fields, text = BAD_FIELDS[case]
     for path in ["/stream"] if mode == "multigpu" else ["/stream", "/naive"]:
         for method in ("GET", "POST"):
@@ -242,7 +118,7 @@ def test_bad_input_is_refused(service: Service, mode: str, case: str) -> None:
             assert text in answer["error"]
 
 
-def test_connections_are_kept_and_errors_of_flask_are_json(service: Service) -> None:
+def test_connections_are_kept_and_errors_of_flask_are_json(service: Program) -> None:
     with service.connect() as connection:
         assert ask(connection, "POST", "/stream", s=BIRTHDAY) == (200, ["you"])
         kept = connection.sock
@@ -259,12 +135,11 @@ def test_connections_are_kept_and_errors_of_flask_are_json(service: Service) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *long_cases(signal.SIGINT)])
 def test_a_stopped_service_finishes_what_it_accepted(gate: Gate, number: signal.Signals) -> None:
-    command = (*COMMANDS["multigpu"], "--model", "test_examples:Echo", "--max-latency", "0")
+    command = (*COMMANDS["multigpu"], "--model", OBEDIENT, "--max-latency", "0")
     with (
-        Service(*command, TEST_GATE=pickle.dumps(gate).hex()) as service,
+        Program(*command, TEST_GATE=str(gate.__getstate__())) as service,
         service.connect() as idle,
         service.connect() as busy,
-        alarm(),
     ):
         assert ask(idle, "GET", "/stream")[0] == 400  # only the presence of s is checked
         send(busy, "POST", "/stream", s=["any", ""])
@@ -273,18 +148,16 @@ def test_a_stopped_service_finishes_what_it_accepted(gate: Gate, number: signal.
         assert idle.sock is not None
         assert idle.sock.recv(1) == b""  # it has begun to stop
         gate.let_through(2)  # each of the two may go to a worker of its own
-        response = busy.getresponse()
-        assert (response.status, response.read()) == (200, b'["any",""]\n')
+        assert answer_of(busy) == (200, ["any", ""])
         service.check_end()
 
 
 def test_an_overloaded_service_refuses_and_answers_what_it_accepted(gate: Gate) -> None:
-    command = (*COMMANDS["multigpu"], "--model", "test_examples:Echo", "--workers", "1")
+    command = (*COMMANDS["multigpu"], "--model", OBEDIENT, "--workers", "1")
     options = ("--batch-size", "1", "--max-pending", "1")
     with (
-        Service(*command, *options, TEST_GATE=pickle.dumps(gate).hex()) as service,
+        Program(*command, *options, TEST_GATE=str(gate.__getstate__())) as service,
         contextlib.ExitStack() as stack,
-        alarm(),
     ):
         accepted = [stack.enter_context(service.connect()) for _ in range(3)]
         send(accepted[0], "POST", "/stream", s=["computed"])
@@ -301,24 +174,15 @@ def test_an_overloaded_service_refuses_and_answers_what_it_accepted(gate: Gate) 
 @pytest.mark.parametrize(
     "command",
     [
-        ("flask_example.py", "--streamer"),
-        ("flask_multigpu_example.py", "--model", "test_examples:Echo", "--workers", "1"),
+        COMMANDS["streamer"],
+        (*COMMANDS["multigpu"], "--model", OBEDIENT),
+        ("scripts/demo_redis.py",),
     ],
 )
 def test_a_port_in_use_is_said_in_a_line(command: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = run(*command, "--port", port)
-    assert done.returncode == 1
-    assert "in use" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, f"example/{script}", *arguments], cwd=ROOT,
-        env=environment(CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True, timeout=TIMEOUT,
-    )  # fmt: skip
+        assert "in use" in why_it_ended(*command, "--port", port)
 
 
 @pytest.mark.parametrize(
@@ -332,14 +196,13 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 )
 def test_the_web_process_imports_only_what_it_needs(code: str, imported: list[str]) -> None:
     found = "import sys; print(sorted({'PIL', 'numpy', 'torch', 'transformers'} & {*sys.modules}))"
-    command = [sys.executable, "-c", f"{code}\n{found}"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    done = run("-c", f"{code}\n{found}")
     assert done.stdout == f"{imported}\n", done.stderr
 
 
 @pytest.mark.long
 def test_future_example() -> None:
-    done = run("future_example.py", "--sentences", "64", "--workers", "1")
+    done = run("example/future_example.py", "--sentences", "64", "--workers", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("no GPU here")
     rows = re.findall(r"^(\S.*?) +([\d,]+) +([\d.]+)x$", done.stdout, re.MULTILINE)
@@ -353,13 +216,8 @@ class Stub:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
-        self.arrived = threading.Event()
-        self.may_answer = threading.Event()
-        self.may_answer.set()
 
     def predict(self, batch: list[str]) -> list[str]:
-        self.arrived.set()
-        assert self.may_answer.wait(TIMEOUT)
         if self.error:
             raise self.error
         return batch
@@ -369,21 +227,28 @@ def client(error: Exception | None = None) -> FlaskClient:
     return create_app(Stub(error)).test_client()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+#: What all examples make of an error.
+with_errors = pytest.mark.parametrize(
     ("error", "status"),
     [
+        (InvalidInput("told"), 422),
         (Overloaded("secret"), 503),
-        (PredictTimeout("20 s"), 504),
+        (PredictTimeout("secret"), 504),
         (StreamerClosed("secret"), 503),
         (StreamerBroken("secret"), 503),
+        (BrokerUnavailable("secret"), 503),
         (WorkerStartError("secret"), 503),
         (WorkerStartTimeout("secret"), 503),
         (WorkerLost("secret"), 500),
+        (ModelError("secret"), 500),
         (ValueError("secret"), 500),
         (TimeoutError("secret"), 500),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
+
+
+@with_errors
 def test_errors_have_a_status(
     error: Exception, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -391,32 +256,16 @@ def test_errors_have_a_status(
     assert response.status_code == status
     assert list(response.get_json()) == ["error"]
     assert "secret" not in response.text
+    assert ("told" in response.text) == (status == 422)
     assert ("Retry-After" in response.headers) == (status == 503)
-    assert str(error) in caplog.text
+    assert (str(error) in caplog.text) == (status != 422)
     assert ("Traceback" in caplog.text) == (status == 500)
-    if status == 500 and not isinstance(error, WorkerLost):
+    if type(error) in (ValueError, TimeoutError):
         assert response.get_json() == {"error": "internal error"}
 
 
 def test_wrong_methods_say_which_are_right() -> None:
     assert "POST" in client().delete("/stream").headers["Allow"]
-
-
-def test_closing_the_server_answers_what_was_accepted() -> None:
-    stub = Stub()
-    stub.may_answer.clear()
-    server = Server("127.0.0.1", 0, create_app(stub))  # type: ignore[arg-type]
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT)
-    with contextlib.closing(connection):
-        send(connection, "POST", "/stream", s="any")
-        assert stub.arrived.wait(TIMEOUT)
-        server.shutdown()
-        stub.may_answer.set()
-        assert connection.getresponse().read() == b'["any"]\n'
-    thread.join(TIMEOUT)
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -198,40 +198,22 @@ def exchanged(
         ([(b"x-api-key", b"two")], {"api_keys": KEYS}, (0, "key 2", False)),
         ([(b"x-api-key", b"one"), LATE], {"api_keys": KEYS}, (0, "key 1", True)),
         ([(b"x-api-key", b"one")], {"api_keys": KEYS[:1]}, ORDINARY),  # there is but one
-        (
-            [(b"x-user", "Zoë".encode("latin-1")), (b"x-api-key", b"one")],
-            {"api_keys": KEYS, **HEADERS},
-            (0, "key 1: Zoë", False),
-        ),
-        (
-            [(b"x-user", b""), (b"x-api-key", b"one")],
-            {"api_keys": KEYS, **HEADERS},
-            (0, "key 1", False),
-        ),
+        ([(b"x-user", "Zoë".encode("latin-1")), (b"x-api-key", b"one")],
+         {"api_keys": KEYS, **HEADERS}, (0, "key 1: Zoë", False)),
+        ([(b"x-user", b""), (b"x-api-key", b"one")], {"api_keys": KEYS, **HEADERS},
+         (0, "key 1", False)),
     ],
-)
+)  # fmt: skip
 def test_precedence_comes_from_headers_of_clients_that_may_say_it(
     headers: list[tuple[bytes, bytes]], options: dict[str, Any], precedence: Precedence
 ) -> None:
     assert exchanged(headers, **options) == (200, b"1", [precedence])
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        (b"x-rank", b"high"),
-        (b"x-rank", b"1.5"),
-        (b"x-rank", b""),
-        (b"x-rank", b"1000000001"),
-        (b"x-rank", b"9" * 5000),
-        (b"x-user", b"x" * 257),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_bad_header_of_precedence_is_refused_and_a_long_value_is_not_repeated(
-    header: tuple[bytes, bytes],
-) -> None:
-    status, body, calls = exchanged([header], **HEADERS)
-    error = json.loads(body)["error"]
-    assert (status, error["param"], calls) == (422, header[0].decode().title(), [])
-    assert len(error["message"]) < 200
+def test_bad_header_of_precedence_is_refused_and_a_long_value_is_not_repeated() -> None:
+    ranks = [b"high", b"1.5", b"", b"1000000001", b"9" * 5000]
+    for name, value in (*((b"x-rank", rank) for rank in ranks), (b"x-user", b"x" * 257)):
+        status, body, calls = exchanged([(name, value)], **HEADERS)
+        error = json.loads(body)["error"]
+        assert (status, error["param"], calls) == (422, name.decode().title(), [])
+        assert len(error["message"]) < 200

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from http_in_process import serving
+from http_in_process import in_event_loop, serving
 from service_streamer import InvalidInput, InvalidItems, ManagedModel, ThreadedStreamer
 from service_streamer.testing import Gate
 
@@ -93,69 +93,61 @@ async def read(completions: Any, prompt: str, texts: list[str], **more: Any) -> 
         texts.append(chunk.choices[0].text)
 
 
-def test_error_in_mid_stream_is_raised_by_openais_client() -> None:
-    async def main() -> None:
-        async with parrot() as (service, _, completions):
-            texts: list[str] = []
-            with pytest.raises(openai.APIError, match="the model failed on this request") as caught:
-                await read(completions, "a b FAIL", texts)
-            assert texts == ["a ", "b "]
-            assert caught.value.code == "model_failed"
-            assert "secret" not in str(caught.value)
-            assert service.requests.answers["/v1/completions", 500] == 1
-            with pytest.raises(openai.APIError, match="cannot go on") as caught:
-                await read(completions, "a REFUSE", texts)
-            assert (caught.value.code, caught.value.type) == (
-                "invalid_value", "invalid_request_error",
-            )  # fmt: skip
-
-    asyncio.run(main())
+@in_event_loop
+async def test_error_in_mid_stream_is_raised_by_openais_client() -> None:
+    async with parrot() as (service, _, completions):
+        texts: list[str] = []
+        with pytest.raises(openai.APIError, match="the model failed on this request") as caught:
+            await read(completions, "a b FAIL", texts)
+        assert texts == ["a ", "b "]
+        assert caught.value.code == "model_failed"
+        assert "secret" not in str(caught.value)
+        assert service.requests.answers["/v1/completions", 500] == 1
+        with pytest.raises(openai.APIError, match="cannot go on") as caught:
+            await read(completions, "a REFUSE", texts)
+        assert (caught.value.code, caught.value.type) == (
+            "invalid_value", "invalid_request_error",
+        )  # fmt: skip
 
 
-def test_error_before_the_first_token_has_its_status() -> None:
-    async def main() -> None:
-        async with parrot() as (_, client, completions):
-            with pytest.raises(openai.InternalServerError) as caught:
-                await completions.create(model="any", prompt="FAIL", stream=True)
-            assert caught.value.code == "model_failed"
-            for stream in (False, True):
-                with pytest.raises(openai.BadRequestError, match="response_format: cannot") as told:
-                    await completions.create(model="any", prompt="REFUSE", stream=stream)
-                assert told.value.param == "response_format"
-            answer = await client.post("/generate", json={"text": "a FAIL", "stream": True})
-            last = answer.text.split("\n\n")[-2]
-            assert "error" in json.loads(last.removeprefix("data: ")), "and no [DONE]"
-
-    asyncio.run(main())
+@in_event_loop
+async def test_error_before_the_first_token_has_its_status() -> None:
+    async with parrot() as (_, client, completions):
+        with pytest.raises(openai.InternalServerError) as caught:
+            await completions.create(model="any", prompt="FAIL", stream=True)
+        assert caught.value.code == "model_failed"
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="response_format: cannot") as told:
+                await completions.create(model="any", prompt="REFUSE", stream=stream)
+            assert told.value.param == "response_format"
+        answer = await client.post("/generate", json={"text": "a FAIL", "stream": True})
+        last = answer.text.split("\n\n")[-2]
+        assert "error" in json.loads(last.removeprefix("data: ")), "and no [DONE]"
 
 
-def test_error_names_the_field_that_was_sent() -> None:
-    async def main() -> None:
-        async with parrot() as (_, client, _):
-            for name, value in (("best_of", 2), ("logprobs", 0)):
-                answer = await client.post("/v1/completions", json={"prompt": "a", name: value})
-                assert answer.json()["error"]["param"] == name
-                assert answer.json()["error"]["message"].startswith(f"{name}: this worker")
-
-    asyncio.run(main())
+@in_event_loop
+async def test_error_names_the_field_that_was_sent() -> None:
+    async with parrot() as (_, client, _):
+        for name, value in (("best_of", 2), ("logprobs", 0)):
+            answer = await client.post("/v1/completions", json={"prompt": "a", name: value})
+            assert answer.json()["error"]["param"] == name
+            assert answer.json()["error"]["message"].startswith(f"{name}: this worker")
 
 
-def test_overload_and_the_end_of_the_service_are_503(gate: Gate) -> None:
-    async def main() -> None:
-        async with parrot(gate, max_pending=1) as (service, _, completions):
-            asked: dict[str, Any] = {"model": "any", "prompt": "WAIT"}
-            running = [asyncio.create_task(completions.create(**asked)) for _ in range(40)]
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                error = task.exception()
-                assert isinstance(error, openai.InternalServerError)
-                assert (error.status_code, error.code) == (503, "overloaded")
-                assert int(error.response.headers["retry-after"]) >= 1
-            service.stop()
-            with pytest.raises(openai.InternalServerError) as caught:
-                await completions.create(**asked)
-            assert (caught.value.status_code, caught.value.code) == (503, "unavailable")
-            gate.let_through(100)
-            await asyncio.gather(*running, return_exceptions=True)
-
-    asyncio.run(main())
+@in_event_loop
+async def test_overload_and_the_end_of_the_service_are_503(gate: Gate) -> None:
+    async with parrot(gate, max_pending=1) as (service, _, completions):
+        asked: dict[str, Any] = {"model": "any", "prompt": "WAIT"}
+        running = [asyncio.create_task(completions.create(**asked)) for _ in range(40)]
+        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            error = task.exception()
+            assert isinstance(error, openai.InternalServerError)
+            assert (error.status_code, error.code) == (503, "overloaded")
+            assert int(error.response.headers["retry-after"]) >= 1
+        service.stop()
+        with pytest.raises(openai.InternalServerError) as caught:
+            await completions.create(**asked)
+        assert (caught.value.status_code, caught.value.code) == (503, "unavailable")
+        gate.let_through(100)
+        await asyncio.gather(*running, return_exceptions=True)

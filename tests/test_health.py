@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import pickle
@@ -42,9 +43,7 @@ def try_worker(health: Health, outcome: dict[str, int], slot: int = 1, now: floa
 
 
 @pytest.mark.parametrize("outcome", [FOR, VOID])
-def test_three_trials_against_it_condemn_a_worker_whatever_others_say(
-    outcome: dict[str, int],
-) -> None:
+def test_three_trials_against_it_condemn_a_worker_in_any_case(outcome: dict[str, int]) -> None:
     health = Health()
     assert try_worker(health, AGAINST) == (2, [1], [])
     assert try_worker(health, outcome)[1:] == ([1], [])
@@ -187,16 +186,13 @@ class World:
             if next(self._ids) % 64 == 0:
                 self.batcher.check_invariants()
             self.now, _, batch, items = heapq.heappop(self._events)
-            slot = batch.slot
-            if slot in self._replaced:
+            if batch.slot in self._replaced:
                 continue
-            if self._fails(slot, items):
-                report = BatchReport(batch.id, failure=self._error(), slot=slot)
-                self._obey(self.batcher.batch_returned(report, self.now))
-            else:
-                report = BatchReport(batch.id, items, duration=0.1, slot=slot)
-                done = self.batcher.batch_returned(report, self.now)
-                self._obey(done)
+            told: dict[str, Any] = {"outputs": items, "duration": 0.1}
+            if self._fails(batch.slot, items):
+                told = {"failure": self._error()}
+            report = BatchReport(batch.id, slot=batch.slot, **told)
+            self._obey(self.batcher.batch_returned(report, self.now))
 
 
 def is_bad(items: list[str]) -> bool:
@@ -215,9 +211,7 @@ KINDS = pytest.mark.parametrize(
 
 @KINDS
 @pytest.mark.parametrize(("good", "bad"), [(0, 2), (1, 8), (3, 2), (8, 8), (64, 1)])
-def test_no_bad_callers_have_a_worker_replaced(
-    good: int, bad: int, options: dict[str, Any]
-) -> None:
+def test_bad_callers_have_no_worker_replaced(good: int, bad: int, options: dict[str, Any]) -> None:
     world = World(4, lambda _, items: is_bad(items), duration, **options)
     world.call(*GOOD[:good], *(f"bad {i}" for i in range(bad)))
     world.run(5.0)
@@ -280,27 +274,23 @@ def test_two_that_fail_everything_are_replaced_a_minute_apart() -> None:
     assert sum(n for (_, how), n in world.told.items() if how == "failed") <= 2 * 64
 
 
-def test_workers_that_all_fail_everything_are_left_alone() -> None:
-    world = World(4, lambda *_: True, duration)
+@pytest.mark.parametrize(
+    ("worker_num", "fails", "blames_input", "is_failing"),
+    [
+        pytest.param(4, {0, 1, 2, 3}, False, True, id="all fail"),
+        pytest.param(1, {0}, False, True, id="a lone one"),
+        pytest.param(2, {1}, True, False, id="inputs are to blame"),
+    ],
+)
+def test_workers_are_left_alone_when_no_other_one_does_better(
+    worker_num: int, fails: set[int], blames_input: bool, is_failing: bool
+) -> None:
+    error = functools.partial(Error, blames_input=blames_input)
+    world = World(worker_num, lambda slot, _: slot in fails, duration, error)
     world.call(*GOOD)
     world.run(30.0)
     assert world.condemned == []
-    assert world.batcher.health.is_failing(world.now)
-
-
-def test_a_lone_worker_is_left_alone() -> None:
-    world = World(1, lambda *_: True, lambda *_: 0.01)
-    world.call(*GOOD[:3])
-    world.run(10.0)
-    assert world.condemned == []
-
-
-def test_failures_that_blame_an_input_say_nothing_of_the_worker() -> None:
-    world = World(2, lambda slot, _: slot == 1, duration, lambda: Error(blames_input=True))
-    world.call(*GOOD[:3])
-    world.run(10.0)
-    assert world.condemned == []
-    assert not world.batcher.health.is_failing(world.now)
+    assert world.batcher.health.is_failing(world.now) == is_failing
 
 
 @pytest.mark.parametrize(
@@ -322,12 +312,32 @@ def failed(batcher: Batcher, batch: BatchRecord) -> Actions:
     return batcher.batch_returned(BatchReport(batch.id, failure=Error(), slot=batch.slot), 0.0)
 
 
-def test_the_last_one_that_takes_batches_is_not_held_back() -> None:
-    batcher = Batcher(batch_size=1, max_latency=0.0)
+def submit(batcher: Batcher) -> list[BatchRecord]:
+    """The batches that a call of one item has begin."""
+    return batcher.call_submitted(Call(["x"], None), 0.0).batches
+
+
+def batcher_of_two(**options: Any) -> Batcher:
+    batcher = Batcher(max_latency=0.0, **options)
     for slot in (0, 1):
         batcher.worker_ready(slot, 0.0)
+    return batcher
+
+
+def holding_back(**options: Any) -> tuple[Batcher, int]:
+    """A batcher that holds back one of its two workers, and the slot of that."""
+    batcher = batcher_of_two(**options)
+    for _ in range(3):
+        [batch] = submit(batcher)
+        failed(batcher, batch)
+    [held_back] = batcher.health.trials
+    return batcher, held_back
+
+
+def test_the_last_one_that_takes_batches_is_not_held_back() -> None:
+    batcher = batcher_of_two(batch_size=1)
     batcher.health.failed(0, 0.0)
-    [batch] = batcher.call_submitted(Call(["x"], None), 0.0).batches
+    [batch] = submit(batcher)
     [again] = failed(batcher, batch).batches
     assert again.slot == 1
     assert [*batcher.health.trials] == [0]
@@ -377,19 +387,9 @@ def test_successors_that_are_condemned_one_after_the_other_have_pauses() -> None
 
 
 def test_one_that_is_held_back_goes_on_at_once_when_no_other_takes_batches() -> None:
-    batcher = Batcher(batch_size=2, max_latency=0.0)
-
-    def submit() -> Any:
-        return batcher.call_submitted(Call(["x"], None), 0.0)
-
-    for slot in (0, 1):
-        batcher.worker_ready(slot, 0.0)
-    for _ in range(3):
-        [batch] = submit().batches
-        failed(batcher, batch)
-    [held_back] = batcher.health.trials
+    batcher, held_back = holding_back(batch_size=2)
     for _ in range(6):
-        submit()
+        submit(batcher)
     waiting = batcher.pending_items
     actions = batcher.worker_retiring(1 - held_back, 0.0)
     assert [batch.slot for batch in actions.batches][:1] == [held_back]
@@ -398,25 +398,16 @@ def test_one_that_is_held_back_goes_on_at_once_when_no_other_takes_batches() -> 
 
 
 def test_one_that_is_held_back_stays_so_if_it_is_kept() -> None:
-    batcher = Batcher(batch_size=2, max_latency=0.0)
-    for slot in (0, 1):
-        batcher.worker_ready(slot, 0.0)
-    for _ in range(3):
-        [batch] = batcher.call_submitted(Call(["x"], None), 0.0).batches
-        failed(batcher, batch)
-    [held_back] = batcher.health.trials
+    batcher, held_back = holding_back(batch_size=2)
     batcher.worker_retiring(held_back, 0.0)
     batcher.worker_kept(held_back, 0.0)
     for _ in range(9):
-        batches = batcher.call_submitted(Call(["x"], None), 0.0).batches
-        assert held_back not in [batch.slot for batch in batches]
+        assert held_back not in [batch.slot for batch in submit(batcher)]
     batcher.check_invariants()
 
 
 def test_what_fails_after_its_callers_have_gone_is_not_held_against_the_worker_before() -> None:
-    batcher = Batcher(batch_size=1, max_latency=0.0)
-    for slot in (0, 1):
-        batcher.worker_ready(slot, 0.0)
+    batcher = batcher_of_two(batch_size=1)
     for _ in range(2 * TRIALS):
         while not batcher.health.trials:
             call = Call(["x"], None)
@@ -431,15 +422,9 @@ def test_what_fails_after_its_callers_have_gone_is_not_held_against_the_worker_b
 
 @KINDS
 def test_one_is_not_held_back_for_ever_while_the_others_hang(options: dict[str, Any]) -> None:
-    batcher = Batcher(batch_size=1, max_latency=0.0, **options)
-    for slot in (0, 1):
-        batcher.worker_ready(slot, 0.0)
-    for _ in range(3):
-        [batch] = batcher.call_submitted(Call(["x"], None), 0.0).batches
-        failed(batcher, batch)
-    [tried] = batcher.health.trials
+    batcher, tried = holding_back(batch_size=1, **options)
     for _ in range(8):  # the other worker begins with one of them, and hangs
-        batcher.call_submitted(Call(["x"], None), 0.0)
+        submit(batcher)
     assert batcher.deadline == LONGEST_TRIAL
     assert not batcher.time_passed(LONGEST_TRIAL - 0.1).batches
     batches = batcher.time_passed(LONGEST_TRIAL).batches

@@ -1,4 +1,4 @@
-"""The commands and the programs of docs/http.md do what it says."""
+"""The commands and programs of docs/http.md and of the Open Inference Protocol do what they say."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from command_line import invoke
-from serve_process import Serving
+from serve_process import Serving, environment
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "http.md").read_text()
+OPEN_INFERENCE = (ROOT / "docs" / "open-inference-protocol.md").read_text()
 README = (ROOT / "README.md").read_text()
 
 
@@ -129,3 +131,24 @@ def test_options_that_are_named_are_there() -> None:
     ours = re.sub(r"^curl .*", "", TEXT, flags=re.MULTILINE)
     for option in set(re.findall(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*", ours)):
         assert any(option in text for text in texts), option
+
+
+@pytest.fixture(scope="module")
+def scaling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("page")
+    model, _ = blocks(OPEN_INFERENCE, "python")
+    (folder / "scaling.py").write_text(model)
+    path = environment()["PYTHONPATH"]
+    with Serving("scaling:Scaled", "--grpc-port", "0", PYTHONPATH=f"{folder}:{path}") as service:
+        yield service
+
+
+@pytest.mark.xdist_group("open-inference-docs")
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+def test_the_client_of_the_open_inference_protocol(scaling: Serving, kind: str) -> None:
+    _, program = blocks(OPEN_INFERENCE, "python")
+    found = re.search(r"gRPC on (\S+)", scaling.line)
+    assert found is not None
+    address = found[1] if kind == "grpc" else scaling.url.removeprefix("http://")
+    program = program.replace("127.0.0.1:8000", address).replace("http as", f"{kind} as")
+    assert run("-c", program) == "[[2. 4. 6.]]\n"

@@ -14,7 +14,16 @@ from typing import Any
 import httpx
 import pytest
 
-from http_in_process import StubClient, await_that, in_still_time, pass_time, post, serving, settled
+from http_in_process import (
+    StubClient,
+    asking,
+    await_that,
+    in_still_time,
+    pass_time,
+    post,
+    serving,
+    settled,
+)
 from serve_process import IMPATIENT, GatedServing, Serving, figures_in, table, until
 from service_streamer import ThreadedStreamer
 from service_streamer.testing import Gate
@@ -96,9 +105,6 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
     return told
 
 
-# -- what comes, and when
-
-
 def test_each_output_is_an_event(service: Serving) -> None:
     response = ask(service, 3, X_Request_ID="mine")
     assert response.text == (
@@ -133,29 +139,6 @@ def test_stream_has_one_event_when_the_model_has_no_steps(service: Serving) -> N
     double = service.of("double")
     assert ask(double, "ab").text == 'data: {"output":"abab"}\n\ndata: [DONE]\n\n'
     assert double.client.get("/info").json()["streams"] is False
-
-
-def test_outputs_come_over_redis_as_they_are_made(
-    redis_server: str, prefix: str, tmp_path: Path
-) -> None:
-    redis = ("--redis", redis_server, "--prefix", prefix)
-    with (
-        GatedServing(tmp_path, COUNTING, *redis, role="worker") as host,
-        Serving(*redis) as service,
-    ):
-        host.gate.let_through(1)
-        with Events(service, 3) as events:
-            assert events.next() == {"output": 1}
-            host.gate.let_through(1)
-            assert events.next() == {"output": 2}
-            host.gate.let_through(1)
-            assert events.rest() == [{"output": 3}, "[DONE]"]
-        assert service.client.get("/info").json()["streams"] is True
-        assert service.terminate() == 0
-        assert host.terminate() == 0
-
-
-# -- errors
 
 
 def test_stream_of_several_inputs_is_refused(service: Serving) -> None:
@@ -231,9 +214,6 @@ def test_timeout_of_a_request_is_for_all_of_its_outputs(gated: GatedServing) -> 
     assert ask(gated, 1).text.endswith("[DONE]\n\n"), "its place is free"
 
 
-# -- clients that go, and the end of the service
-
-
 def test_stream_makes_no_more_steps_when_its_client_has_left(gated: GatedServing) -> None:
     before = gated.stats()["totals"]["disconnected"]
     gated.gate.let_through(2)
@@ -251,9 +231,7 @@ def test_stream_makes_no_more_steps_when_its_client_has_left(gated: GatedServing
     assert gated.stats()["streams"]["open"] == 0
 
 
-def test_stream_is_not_computed_when_its_client_leaves_before_the_first_output(
-    gated: GatedServing,
-) -> None:
+def test_stream_is_not_computed_when_its_client_leaves_before_it(gated: GatedServing) -> None:
     before = gated.stats()["totals"]["disconnected"]
     gated.gate.let_through(1)
     with Events(gated, 2) as first:
@@ -332,9 +310,6 @@ def test_second_signal_ends_requests_and_streams_with_an_error(tmp_path: Path) -
         assert "Traceback" not in service.log()
 
 
-# -- what is told of them
-
-
 def test_metrics_and_stats_count_streams(service: Serving) -> None:
     ask(service, 3)
     figures = counters(service)
@@ -361,9 +336,6 @@ def counters(service: Serving) -> dict[str, float]:
     return figures_in("\n".join(line for line in lines if 'model="double"' not in line))
 
 
-# -- the connection, without a process
-
-
 def of_outputs(*numbers: int) -> bytes:
     return b"".join(b'data: {"output":%d}\n\n' % number for number in numbers)
 
@@ -373,12 +345,11 @@ async def counting(gate: Gate, n: int) -> AsyncIterator[tuple[StubClient, Thread
     """A client that has the first output of ``n``. The next steps wait at the gate."""
     with ThreadedStreamer(gated_model(gate), batch_size=1) as streamer:
         async with serving(streamer) as application:
-            client = StubClient(application.site)
-            client.send(post(b'{"inputs": %d, "stream": true}' % n, path=b"/predict"))
+            request = post(b'{"inputs": %d, "stream": true}' % n, path=b"/predict")
+            client = await asking(application.site, request)
             gate.let_through(1)
             await await_that(lambda: of_outputs(1) in client.received)
             yield client, streamer
-            client.leave()
 
 
 @pytest.mark.no_gevent

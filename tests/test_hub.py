@@ -14,7 +14,7 @@ import pytest
 import serve_process
 from command_line import error_of
 from hub_stub import Hub
-from service_streamer import Streamer, ThreadedStreamer, WorkerStartError
+from service_streamer import Streamer
 from service_streamer.pipelines import PipelineModel
 from service_streamer.pipelines.hub import HubModel, name_and_revision, remember, resolve
 from tiny_models import DEFAULT_MODEL
@@ -129,9 +129,7 @@ def test_the_cache_says_the_commit_at_once_without_the_hub(away: str, cache: Pat
 
 
 @pytest.mark.usefixtures("away")
-def test_a_model_that_neither_hub_nor_cache_has_is_named_with_both(
-    server: Hub, cache: Path
-) -> None:
+def test_a_model_that_hub_and_cache_lack_is_named_with_both(server: Hub, cache: Path) -> None:
     store(cache, NAME, "0" * 40, DEFAULT_MODEL, "v1")
     with pytest.raises(FileNotFoundError) as error:
         resolve(NAME, patiently=0.5)
@@ -172,9 +170,7 @@ def test_the_cache_learns_what_a_branch_means(cache: Path) -> None:
         assert (references / revision).read_text() == commit
 
 
-def test_a_cache_that_cannot_be_written_to_does_not_matter(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_may_be_unwritable(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_text("no folder")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     remember(HubModel(NAME, "main", "0" * 40))
@@ -268,25 +264,7 @@ def test_serving_a_model_that_the_hub_lacks_ends_with_3(server: Hub, role: str) 
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        (),
-        (str(DEFAULT_MODEL),),
-        ("served_models:double",),
-        ("--redis", "localhost"),
-    ],
+    "arguments", [(), (str(DEFAULT_MODEL),), ("served_models:double",), ("--redis", "localhost")]
 )
 def test_a_revision_is_for_models_on_the_hub(arguments: tuple[str, ...]) -> None:
     assert "--revision" in error_of("serve", *arguments, "--revision", "v1")
-
-
-def test_the_message_of_a_worker_names_the_hub(server: Hub) -> None:
-    class OfHub(PipelineModel):
-        def init_model(self) -> None:  # type: ignore[override]
-            super().init_model("org/none")
-
-    with (
-        ThreadedStreamer(OfHub) as streamer,
-        pytest.raises(WorkerStartError, match=f"no model 'org/none' at {server.url}"),
-    ):
-        streamer.wait_ready()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from http_in_process import in_event_loop
 from serve_process import Client
 from served_here import served
 from service_streamer.testing import Gate
@@ -39,61 +40,49 @@ def refused(service: Client, path: str, status: int, **body: Any) -> tuple[str |
     return error["param"], error["message"]
 
 
-# -- several prompts in one stream
+@pytest.mark.no_gevent
+@in_event_loop
+async def test_a_stream_of_several_prompts_fails_when_one_of_them_does() -> None:
+    import openai
+
+    async with parrot() as (service, client, completions):
+        prompts: Any = ["a " * 1000, "b REFUSE"]
+        with pytest.raises(openai.APIError) as caught:
+            await read(completions, prompts, [])
+        assert caught.value.type == "invalid_request_error"
+        assert not service.streams
+        stats: Any = (await client.get("/stats")).json()
+        assert stats["streams"]["open"] == 0
 
 
 @pytest.mark.no_gevent
-def test_a_stream_of_several_prompts_fails_when_one_of_them_does() -> None:
+@in_event_loop
+async def test_streams_are_closed_when_one_of_them_cannot_be_opened(tmp_path: Path) -> None:
     import openai
 
-    async def main() -> None:
-        async with parrot() as (service, client, completions):
-            prompts: Any = ["a " * 1000, "b REFUSE"]
-            with pytest.raises(openai.APIError) as caught:
-                await read(completions, prompts, [])
-            assert caught.value.type == "invalid_request_error"
-            assert not service.streams
-            stats: Any = (await client.get("/stats")).json()
-            assert stats["streams"]["open"] == 0
+    gate = Gate(tmp_path / "gate")
 
-    asyncio.run(main())
+    async def pending() -> int:
+        return int((await client.get("/stats")).json()["queue"]["pending"])
 
-
-@pytest.mark.no_gevent
-def test_streams_are_closed_when_one_of_them_cannot_be_opened(tmp_path: Path) -> None:
-    import openai
-
-    async def main() -> None:
-        gate = Gate(tmp_path / "gate")
-
-        async def pending() -> int:
-            return int((await client.get("/stats")).json()["queue"]["pending"])
-
-        async with parrot(gate, max_pending=3) as (_, client, completions):
-            asks = [
+    async with parrot(gate, max_pending=3) as (_, client, completions):
+        asks = [asyncio.create_task(completions.create(model="any", prompt="WAIT", stream=True))]
+        await asyncio.to_thread(gate.await_arrival)
+        while await pending() < 2:  # the scheduler sends some ahead
+            asks.append(
                 asyncio.create_task(completions.create(model="any", prompt="WAIT", stream=True))
-            ]
-            await asyncio.to_thread(gate.await_arrival)
-            while await pending() < 2:  # the scheduler sends some ahead
-                asks.append(
-                    asyncio.create_task(completions.create(model="any", prompt="WAIT", stream=True))
-                )
-                await asyncio.sleep(0)
-            before = await pending()
-            with pytest.raises(openai.InternalServerError) as caught:
-                await completions.create(model="any", prompt=["a", "b", "c"], stream=True)
-            assert caught.value.code == "overloaded"
-            while await pending() > before:
-                """It is given up in the thread of the streamer."""
-            gate.let_through(100)
-            for ask in asks:
-                assert [chunk async for chunk in await ask]
-        gate.close()
-
-    asyncio.run(main())
-
-
-# -- /embed, /embed_all, /similarity
+            )
+            await asyncio.sleep(0)
+        before = await pending()
+        with pytest.raises(openai.InternalServerError) as caught:
+            await completions.create(model="any", prompt=["a", "b", "c"], stream=True)
+        assert caught.value.code == "overloaded"
+        while await pending() > before:
+            """It is given up in the thread of the streamer."""
+        gate.let_through(100)
+        for ask in asks:
+            assert [chunk async for chunk in await ask]
+    gate.close()
 
 
 def test_embed(features: Client) -> None:
@@ -163,9 +152,6 @@ def test_similarity(features: Client) -> None:
     assert len(asked(features, "/similarity", inputs=inputs, parameters={"truncate": True})) == 3
 
 
-# -- OpenAI's embeddings
-
-
 @pytest.fixture
 def embeddings(features: Client) -> Iterator[Any]:
     import openai
@@ -218,9 +204,6 @@ def test_bad_inputs_of_embeddings_are_named(embeddings: Any, wrong: Any, says: s
         embeddings.create(model="any", input="a", dimensions=100_000)
 
 
-# -- refusals
-
-
 @pytest.mark.parametrize(
     ("path", "body", "param", "word"),
     [
@@ -250,17 +233,35 @@ def test_bad_inputs_of_embeddings_are_named(embeddings: Any, wrong: Any, says: s
         ("/decode", {"ids": [10**6]}, "ids", "1000000"),
         ("/detokenize", {"tokens": [10**6]}, "tokens", "1000000"),
         ("/", {"inputs": "a", "prompt_name": "query"}, "prompt_name", "prompt_name"),
+        ("/rerank", {"texts": []}, "texts", "1"),
+        ("/rerank", {"texts": ["a", ""]}, "texts", "empty"),
+        ("/rerank", {"query": ""}, "query", "empty"),
+        ("/rerank", {"texts": [LONG]}, "texts", "truncate"),
+        ("/rerank", {"prompt_name": "query"}, "prompt_name", "prompt_name"),
+        ("/predict", {"inputs": ["a", "b"], "raw_scores": True}, "inputs[0]", "list"),
+        ("/predict", {"inputs": [["a"], "b"]}, "inputs[1]", "list"),
+        ("/predict", {"inputs": [["a", "b", "c"]]}, "inputs[0]", "2"),
+        ("/predict", {"inputs": [[]]}, "inputs[0]", "1"),
+        ("/predict", {"inputs": [], "truncate": True}, "inputs", "empty"),
+        ("/predict", {"inputs": [[LONG]]}, "inputs", "truncate"),
+        ("/predict", {"inputs": [["a", LONG]]}, "inputs", "truncate"),
+        ("/predict", {"inputs": [["a"]], "stream": True}, "stream", "stream"),
     ],
 )  # fmt: skip
-def test_requests_for_features_and_tokens_are_refused_with_their_field(
-    features: Client, path: str, body: dict[str, Any], param: str, word: str
+def test_requests_are_refused_with_their_field(
+    features: Client,
+    ranker: Client,
+    classifier: Client,
+    path: str,
+    body: dict[str, Any],
+    param: str,
+    word: str,
 ) -> None:
-    found, message = refused(features, path, 422, **body)
+    service = {"/rerank": ranker, "/predict": classifier}.get(path, features)
+    usual = {"query": "a", "texts": ["b"]} if path == "/rerank" else {}
+    found, message = refused(service, path, 422, **{**usual, **body})
     assert found == param
     assert word in message
-
-
-# -- /tokenize, /decode, /detokenize
 
 
 def test_tokens_and_back(features: Client) -> None:
@@ -292,9 +293,6 @@ def test_every_model_of_texts_has_a_tokenizer(infilling: Client) -> None:
     assert [token["text"] for token in tokens] == ["Happy", "[MASK]"]
     [text] = asked(infilling, "/decode", ids=[token["id"] for token in tokens])
     assert text == "happy"
-
-
-# -- /rerank
 
 
 def test_ranks(ranker: Client) -> None:
@@ -335,28 +333,7 @@ def test_documents(ranker: Client, path: str) -> None:
         assert refused(ranker, path, 400, **{**body, **wrong})[0] == field
 
 
-@pytest.mark.parametrize(
-    ("more", "status", "param", "word"),
-    [
-        ({"texts": []}, 422, "texts", "1"),
-        ({"texts": ["a", ""]}, 422, "texts", "empty"),
-        ({"query": ""}, 422, "query", "empty"),
-        ({"query": "\ud83d"}, 400, None, "JSON"),
-        ({"texts": [LONG]}, 422, "texts", "truncate"),
-        ({"prompt_name": "query"}, 422, "prompt_name", "prompt_name"),
-    ],
-)
-def test_requests_for_ranks_are_refused_with_their_field(
-    ranker: Client, more: dict[str, Any], status: int, param: str | None, word: str
-) -> None:
-    found, message = refused(ranker, "/rerank", status, **{"query": "a", "texts": ["b"], **more})
-    assert found == param
-    assert word in message
-
-
-def test_paths_name_the_model_that_they_need_when_the_service_has_another(
-    features: Client, classifier: Client
-) -> None:
+def test_paths_name_the_model_that_they_would_need(features: Client, classifier: Client) -> None:
     for service, task in ((features, "feature-extraction"), (classifier, "text-classification")):
         for path in ("/rerank", "/v1/rerank"):
             _, message = refused(service, path, 404, query="a", texts=["b"])
@@ -364,9 +341,6 @@ def test_paths_name_the_model_that_they_need_when_the_service_has_another(
             assert "cross-encoder" in message
     _, message = refused(classifier, "/embed", 404, inputs="a")
     assert "feature-extraction" in message
-
-
-# -- /predict of classifiers
 
 
 def test_predictions(classifier: Client) -> None:
@@ -388,30 +362,6 @@ def test_predictions(classifier: Client) -> None:
     assert [len(each) for each in several] == [1, 1], "a list of strings is no pair"
     cut = asked(classifier, "/predict", inputs=[[LONG, "a"]], truncate=True)
     assert len(cut[0]) == 3
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "word"),
-    [
-        ({"inputs": ["a", "b"], "raw_scores": True}, "inputs[0]", "list"),
-        ({"inputs": [["a"], "b"]}, "inputs[1]", "list"),
-        ({"inputs": [["a", "b", "c"]]}, "inputs[0]", "2"),
-        ({"inputs": [[]]}, "inputs[0]", "1"),
-        ({"inputs": [], "truncate": True}, "inputs", "empty"),
-        ({"inputs": [[LONG]]}, "inputs", "truncate"),
-        ({"inputs": [["a", LONG]]}, "inputs", "truncate"),
-        ({"inputs": [["a"]], "stream": True}, "stream", "stream"),
-    ],
-)
-def test_requests_for_predictions_are_refused_with_their_field(
-    classifier: Client, body: dict[str, Any], param: str, word: str
-) -> None:
-    found, message = refused(classifier, "/predict", 422, **body)
-    assert found == param
-    assert word in message
-
-
-# -- /info and /health
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/rerank", "/v1/rerank"])

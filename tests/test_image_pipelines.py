@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from PIL import Image
 
 from pipeline_cases import (
     assert_close,
-    compiles_to_itself,
     count_calls,
     folder,
     image,
@@ -144,11 +144,11 @@ def test_a_processor_that_does_something_else_makes_its_own_pixels(
     assert_close(in_threads(other, [saved(image(40, 30))]), [wanted])
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "LA", "RGBA", "P", "CMYK", "1"])
-def test_colours_are_those_of_the_pipeline(model: PipelineModel, mode: str) -> None:
-    sent = saved(image(40, 30, mode), "JPEG" if mode == "CMYK" else "PNG")
-    decoded = Image.open(io.BytesIO(base64.b64decode(sent)))
-    assert_close(model.predict([sent]), [plain(model.model(decoded))])
+def test_colours_are_those_of_the_pipeline(model: PipelineModel) -> None:
+    for mode in ("RGB", "L", "LA", "RGBA", "P", "CMYK", "1"):
+        sent = saved(image(40, 30, mode), "JPEG" if mode == "CMYK" else "PNG")
+        decoded = Image.open(io.BytesIO(base64.b64decode(sent)))
+        assert_close(model.predict([sent]), [plain(model.model(decoded))])
 
 
 def test_images_are_turned_as_their_camera_says(
@@ -171,15 +171,13 @@ def test_images_are_turned_as_their_camera_says(
     assert len(third) == 3
 
 
-@pytest.mark.parametrize("parameters", [{}, {"threshold": 0.1}, {"threshold": 0}], ids=str)
-def test_objects_are_those_of_the_pipeline(
-    detector: PipelineModel, parameters: dict[str, Any]
-) -> None:
+def test_objects_are_those_of_the_pipeline(detector: PipelineModel) -> None:
     images = [image(*size) for size in ((40, 40), (40, 64), (40, 40), (64, 40))]
-    wanted = [plain(detector.model(each, **parameters)) for each in images]
-    assert any(wanted)
-    items = [item(saved(each), **parameters) for each in images]
-    assert_close(in_threads(detector, items), wanted)
+    for parameters in ({}, {"threshold": 0.1}, {"threshold": 0}):
+        wanted = [plain(detector.model(each, **parameters)) for each in images]
+        assert any(wanted)
+        items = [item(saved(each), **parameters) for each in images]
+        assert_close(in_threads(detector, items), wanted)
 
 
 def test_images_are_decoded_in_as_many_threads_as_torch_may_use(
@@ -217,17 +215,13 @@ def test_sounds_are_those_of_the_pipeline_and_share_a_pass_if_as_long(
         assert calls == [2, 1]
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [*(sound(1600, width=width) for width in (1, 2, 3, 4)), sound(1600, channels=2)],
-    ids=["8 bits", "16 bits", "24 bits", "32 bits", "stereo"],
-)
-def test_samples_of_every_width_are_heard_as_they_are(sounds: PipelineModel, sent: str) -> None:
+def test_samples_of_every_width_are_heard_as_they_are(sounds: PipelineModel) -> None:
     raw = {"sampling_rate": 16_000, "raw": samples(1600)}
-    assert_close(sounds.predict([sent]), sounds.predict([raw]), 0.02)
-    [[group], [other]] = sounds.preprocess([sent]), sounds.preprocess([raw])
-    [heard], [wanted] = ([*each.batch[0].values()] for each in (group, other))
-    assert torch.allclose(heard, wanted, atol=0.05)
+    for sent in (*(sound(1600, width=width) for width in (1, 2, 3, 4)), sound(1600, channels=2)):
+        assert_close(sounds.predict([sent]), sounds.predict([raw]), 0.02)
+        [[group], [other]] = sounds.preprocess([sent]), sounds.preprocess([raw])
+        [heard], [wanted] = ([*each.batch[0].values()] for each in (group, other))
+        assert torch.allclose(heard, wanted, atol=0.05)
 
 
 def test_the_one_label_of_a_sound_is_certain(tmp_path: Path) -> None:
@@ -239,9 +233,31 @@ def test_the_one_label_of_a_sound_is_certain(tmp_path: Path) -> None:
     assert answer == plain(alone(np.array(samples(1600), np.float32)))
 
 
-def test_images_of_one_form_can_be_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiles_to_itself(monkeypatch)
-    compiled = loaded(folder("pictures"), compile=True, batch_size=8)
-    assert compiled.description["batch_sizes"] == [1, 2, 4, 8]
-    with pytest.raises(ValueError, match="compile"):  # each form of an image is a shape
-        loaded(folder("detector"), compile=True)
+def apart(name: str) -> PipelineModel:
+    """A model as a preprocess process has it."""
+    model = PipelineModel("cpu")
+    model.preprocesses_only = True
+    model.init_preprocess(folder(name))
+    return model
+
+
+PICTURES = [item(saved(image(40, side))) for side in (30, 50, 70)]
+SOUNDS = [item(sound(samples)) for samples in (8000, 8000, 11200)]
+
+
+@pytest.mark.parametrize("name", ["pictures", "detector", "sounds", "speech", "whisper"])
+def test_answers_are_those_of_one_process(name: str) -> None:
+    whole, without_weights = served(name), apart(name)
+    items = PICTURES if name in ("pictures", "detector") else SOUNDS
+    items = [*items, item(None, "describe")]
+    assert {each.device.type for each in without_weights.model.model.parameters()} == {"meta"}
+    parts = [without_weights.preprocess(part) for part in (items[:1], items[1:])]
+    batch = whole.collate(pickle.loads(pickle.dumps(parts)))
+    assert whole.postprocess(whole.forward(batch)) == whole.predict(items)
+
+
+def test_invalid_items_are_found_where_they_are_decoded_and_texts_are_not() -> None:
+    with pytest.raises(InvalidInput, match="inputs"):
+        apart("pictures").preprocess([*PICTURES, item("no image")])
+    with pytest.raises(ValueError, match="preprocess_workers"):
+        apart("classifier")

@@ -74,38 +74,22 @@ class World:
         self.mailbox.post(Future(), ([], None))  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-def test_what_comes_at_one_time_is_delivered_at_once(world: World) -> None:
+def test_what_comes_at_one_time_is_delivered_at_once() -> None:
+    world = World()
     world.looks("a", "b")
     world.post("c")
     world.looks("d")
     assert world.loop.run() == 1
     assert world.seen == ["a", "b", "d", "c"]
-    world.looks("e")
-    assert world.loop.run() == 1
-    assert world.seen[4:] == ["e"]
-
-
-def test_looks_that_were_taken_along_need_no_delivery_of_their_own(world: World) -> None:
-    world.look("a")
-    world.post("b")
+    world.look("e")
+    world.post("f")
     assert world.loop.run() == 1
     world.mailbox.post_looks()
-    assert world.loop.run() == 0
-    world.looks("c")
-    assert world.loop.run() == 1
-    assert world.seen == ["a", "b", "c"]
-
-
-def test_what_comes_by_a_delivery_is_delivered_after_it(world: World) -> None:
+    assert world.loop.run() == 0, "what was taken along needs no delivery of its own"
     world.mailbox.add_look(lambda: world.looks("later"))
     world.looks("first")
-    assert world.loop.run() == 2
-    assert world.seen == ["first", "later"]
+    assert world.loop.run() == 2, "what comes by a delivery is delivered after it"
+    assert world.seen[4:] == ["e", "f", "first", "later"]
 
 
 def test_between_some_outcomes_and_the_next_the_loop_may_do_something_else() -> None:
@@ -124,7 +108,8 @@ def test_between_some_outcomes_and_the_next_the_loop_may_do_something_else() -> 
     assert world.loop.run() == 1
 
 
-def test_a_loop_that_is_closed_keeps_nothing(world: World) -> None:
+def test_a_loop_that_is_closed_keeps_nothing() -> None:
+    world = World()
     world.loop.is_closed = True
     kept = functools.partial(print)
     forgotten = weakref.ref(kept)

@@ -36,9 +36,7 @@ SECRET = b"a secret of sixteen bytes"
         ("a model of its own", {}),
     ],
 )
-def test_a_worker_says_what_its_model_is_when_it_is_ready(
-    said: Any, description: dict[str, Any]
-) -> None:
+def test_a_ready_worker_says_what_its_model_is(said: Any, description: dict[str, Any]) -> None:
     with Streamer(models.Describes, model_init_args=(said,)) as streamer:
         changed = threading.Event()
         streamer.backend.when_workers_change(changed.set)
@@ -64,9 +62,7 @@ def describing(said: Any) -> type[models.Describes]:
     "said",
     [ValueError("no weights"), SystemExit("no licence"), {"labels": object()}, {1, 2}, 5, ["a"]],
 )
-def test_a_model_that_cannot_describe_itself_is_served(
-    said: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_without_description_is_served(said: Any, caplog: pytest.LogCaptureFixture) -> None:
     with ThreadedStreamer(describing(said)) as streamer:
         assert streamer.predict([1]) == [1]
         assert streamer.backend.model_description() == {}
@@ -98,14 +94,15 @@ def test_a_model_that_cannot_be_loaded_is_not_described() -> None:
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
+@pytest.mark.parametrize("said", [{"task": "custom", "operations": ["predict"]}, {}])
 def test_a_worker_host_announces_what_its_model_says(
     host: Callable[..., RedisWorker],
     client: Callable[..., RedisStreamer],
     ask: Redis,
     keys: Any,
     secret: bytes | None,
+    said: dict[str, Any],
 ) -> None:
-    said = {"task": "custom", "operations": ["predict"]}
     streamer, stranger = client(secret=secret), client(secret=b"quite another secret")
     assert streamer.backend.model_description() is None
     worker = host(models.Describes, model_init_args=(said,), secret=secret)
@@ -116,15 +113,6 @@ def test_a_worker_host_announces_what_its_model_says(
     assert stranger.backend.model_description() is None
     worker.close()
     assert not ask.exists(keys.model), "the last host takes it along"
-
-
-def test_a_worker_host_whose_model_says_nothing_announces_that(
-    host: Callable[..., RedisWorker], client: Callable[..., RedisStreamer]
-) -> None:
-    streamer = client()
-    host(models.echo)
-    await_that(lambda: streamer.backend.model_description() is not None)
-    assert streamer.backend.model_description() == {}
 
 
 def test_an_announcement_is_signed_for_its_prefix_and_is_no_reply() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 import served_models
 from command_line import Launched, error_of, invoke, launched
+from http_in_process import in_event_loop
 from service_streamer import StreamerClosed, ThreadedStreamer, WorkerStartError
 from service_streamer.options.table import ServeOptions
 from service_streamer.serve.hosted_model import HostedModel, OpenedModel
@@ -23,8 +24,6 @@ from service_streamer.serve.http.service import ServiceOptions
 from service_streamer.serve.replacing import Replacer, restart_all
 from stub_exchange import StubExchange
 from web_application import WebApplication
-
-# -- paths
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +57,7 @@ def test_a_path_names_the_model_with_the_longest_fitting_name(
     assert answer.get("model", answer.get("error", {}).get("code")) == name
 
 
-def test_an_unknown_model_is_refused_with_some_names_of_those_that_are_there(
-    several: WebApplication,
-) -> None:
+def test_an_unknown_model_is_refused_with_names_of_others(several: WebApplication) -> None:
     for name in ("c", "x" * 1000):
         response = several.post(f"/models/{name}/predict", {"inputs": 1})
         message = response.json()["error"]["message"]
@@ -70,9 +67,7 @@ def test_an_unknown_model_is_refused_with_some_names_of_those_that_are_there(
         assert len(message) < 400
 
 
-def test_a_model_is_refused_when_its_name_is_a_path_of_another(
-    several: WebApplication, tmp_path: Path
-) -> None:
+def test_a_name_that_is_a_path_is_refused(several: WebApplication, tmp_path: Path) -> None:
     """The requests of a model "a" at /predict would be those of a model "a/predict"."""
     path = tmp_path / "service.toml"
     documented = {place.split("/")[1] for place in several.get("/openapi.json").json()["paths"]}
@@ -81,8 +76,6 @@ def test_a_model_is_refused_when_its_name_is_a_path_of_another(
         path.write_text("".join(f'[[model]]\nname = "{name}"\n' for name in ("a", f"a/{place}")))
         assert f"'a/{place}'" in error_of("serve", "--config", str(path))
 
-
-# -- how they stand
 
 READY = ("ready", "the model answers")
 LOADING = ("starting", "the model is loading")
@@ -112,9 +105,6 @@ def test_a_service_is_ready_as_long_as_one_of_its_models_is(
     found = Models(services).standing()
     assert found[0] == state
     assert found[1].startswith(text)
-
-
-# -- the file
 
 
 @pytest.fixture
@@ -214,12 +204,7 @@ def test_other_commands_leave_the_tables_alone(path: Path) -> None:
     assert invoke("simulate", "--config", str(path), "--rate", "10").exit_code == 0
 
 
-# -- restarts of several models
-
-
-def test_a_model_that_is_unloaded_or_fails_keeps_no_other_from_its_restart(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_failing_model_keeps_no_other_from_restarts(caplog: pytest.LogCaptureFixture) -> None:
     gone = Mock(side_effect=StreamerClosed("closed"))
     bad = Mock(side_effect=WorkerStartError("no file"))
     a, b = Mock(), Mock()
@@ -232,9 +217,6 @@ def test_a_model_that_is_unloaded_or_fails_keeps_no_other_from_its_restart(
         restart_all([("bad", bad)])
     with pytest.raises(StreamerClosed):
         restart_all([("bad", bad), ("gone", gone)])
-
-
-# -- in an event loop
 
 
 def opened() -> OpenedModel:
@@ -252,38 +234,34 @@ async def replacing() -> tuple[Models, Replacer, list[HostedModel]]:
     return models, Replacer(models, hosted), hosted
 
 
-def test_nothing_holds_a_model_that_was_replaced() -> None:
-    async def main() -> None:
-        models, replacer, hosted = await replacing()
-        site = create_site(models)
-        old: list[weakref.ref[Any]] = []
-        for _ in range(3):
-            old += [weakref.ref(models.first), weakref.ref(models.first.streamer)]
-            await replacer.load("m", opened)
-            await replacer.finished()
-            exchange: Any = StubExchange(body=b'{"inputs": 1}')
-            exchange.method, exchange.target = b"POST", b"/predict"
-            await site(exchange)
-            assert exchange.status == 200
-        gc.collect()
-        assert [each() for each in old] == [None] * 6
-        models.first.stop()
-        hosted[0].close()
-
-    asyncio.run(main())
-
-
-def test_a_model_that_is_loaded_while_the_service_ends_does_not_serve() -> None:
-    async def main() -> None:
-        models, replacer, hosted = await replacing()
-        models.first.stop()
-        with pytest.raises(Exception, match="stopping"):
-            await replacer.load("m", opened)
+@in_event_loop
+async def test_nothing_holds_a_model_that_was_replaced() -> None:
+    models, replacer, hosted = await replacing()
+    site = create_site(models)
+    old: list[weakref.ref[Any]] = []
+    for _ in range(3):
+        old += [weakref.ref(models.first), weakref.ref(models.first.streamer)]
+        await replacer.load("m", opened)
         await replacer.finished()
-        assert (models.standing()[0], models.number) == ("draining", 0)
-        hosted[0].close()
+        exchange: Any = StubExchange(body=b'{"inputs": 1}')
+        exchange.method, exchange.target = b"POST", b"/predict"
+        await site(exchange)
+        assert exchange.status == 200
+    gc.collect()
+    assert [each() for each in old] == [None] * 6
+    models.first.stop()
+    hosted[0].close()
 
-    asyncio.run(main())
+
+@in_event_loop
+async def test_a_model_that_is_loaded_while_the_service_ends_does_not_serve() -> None:
+    models, replacer, hosted = await replacing()
+    models.first.stop()
+    with pytest.raises(Exception, match="stopping"):
+        await replacer.load("m", opened)
+    await replacer.finished()
+    assert (models.standing()[0], models.number) == ("draining", 0)
+    hosted[0].close()
 
 
 def test_the_document_is_made_anew_only_for_a_new_description() -> None:

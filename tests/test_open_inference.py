@@ -13,7 +13,7 @@ import pytest
 
 from cases import long_cases
 from command_line import error_of
-from serve_process import Client, Serving, table
+from serve_process import Client, Serving, started, table
 from served_here import ServingHere, Whole
 from service_streamer.pipelines import SteppedPipeline
 from tensor_clients import run_clients
@@ -27,10 +27,7 @@ INFER = f"/v2/models/{TWICE}/infer"
 PREDICTING = {"inputs": [{"name": "x", "shape": [1], "datatype": "INT8", "data": [2]}]}
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Serving]:
-    with Serving(TWICE, "--max-body", "1M", "--max-pending", "64") as service:
-        yield service
+service = started(TWICE, "--max-body", "1M", "--max-pending", "64")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +52,7 @@ def told(response: Any, status: int) -> str:
 
 def test_tritons_clients_and_their_compressed_bodies(service: Serving) -> None:
     address = service.url.removeprefix("http://")
-    run_clients(*((name, address, TWICE) for name in ("http", "http_aio", "compressed")))
+    run_clients(*((name, address, TWICE) for name in ("http", "http_aio")))
 
 
 def test_kserves_client_sends_the_models_name_in_the_body(service: Serving) -> None:
@@ -112,9 +109,7 @@ def test_names_of_a_model(service: Serving, path: str) -> None:
         ("/v2", 405, "POST"),
     ],
 )
-def test_a_path_without_a_model_is_refused(
-    service: Serving, path: str, status: int, text: str
-) -> None:
+def test_a_path_to_no_model_is_refused(service: Serving, path: str, status: int, text: str) -> None:
     assert text in told(service.post(path, PREDICTING), status)
 
 
@@ -182,9 +177,7 @@ def post_binary(
     }  # fmt: skip
     header = json.dumps({"inputs": [tensor]}).encode()
     return service.post(
-        f"/v2/models/{model}/infer",
-        header + data,
-        inference_header_content_length=str(len(header)),
+        f"/v2/models/{model}/infer", header + data, inference_header_content_length=str(len(header))
     )
 
 
@@ -242,8 +235,6 @@ def test_a_web_process_without_numpy_says_what_to_install(tmp_path: Path) -> Non
         response = one.post("/v2/models/served_models:double/infer", PREDICTING)
         assert "pip install numpy" in told(response, 501)
 
-
-# -- tasks
 
 #: A tiny model for each task; "" is the shipped one.
 TASK_MODELS: dict[str, tuple[str, str]] = {
@@ -326,9 +317,6 @@ def test_tasks_of_files(tiny: ServingHere) -> None:
 def test_every_task_is_tried() -> None:
     tasks = error_of("serve", "bert", "--task", "nonsense").partition("one of ")[2]
     assert {*TASK_MODELS, *FILES, "image-feature-extraction"} == {*tasks.split(", ")}
-
-
-# -- a fuzzer
 
 
 @pytest.mark.parametrize("model", ["echo", *long_cases("Rows", "Added")])

@@ -70,7 +70,6 @@ def no_collector() -> Iterator[None]:
 
 # -- what arrives
 
-ROWS = 3
 #: More than LARGE for one byte each.
 WIDE = LARGE + 1
 SHAPES = [(), (0,), (3, 0), (7,), (2, 3, 4), (50, 700)]
@@ -270,15 +269,10 @@ def memoryviews() -> Iterator[Any]:
 @pytest.mark.parametrize(
     "items",
     [
-        arrays,
-        arrays_in_memory_as_it_likes,
-        tensors,
-        tensors_in_memory_as_it_likes,
-        bytes_of_all_sizes,
-        objects,
-        memoryviews,
+        arrays, arrays_in_memory_as_it_likes, tensors, tensors_in_memory_as_it_likes,
+        bytes_of_all_sizes, objects, memoryviews,
     ],
-)
+)  # fmt: skip
 def test_an_item_arrives_as_it_is(items: Callable[[], Iterator[Any]]) -> None:
     for sent in items():
         for got in trips(sent):
@@ -398,51 +392,21 @@ def test_large_bytes_are_passed_on_as_they_are(kind: Any) -> None:
         assert dumped.size < 100_200
 
 
-#: These cannot be made anew.
-ODD_VIEWS: dict[str, Callable[[], Any]] = {
-    "of no rows": lambda: view(np.zeros((0, 3))),
-    "of empty rows": lambda: view(np.zeros((3, 0))),
-    "of C's numbers": lambda: view((ctypes.c_int * 4)(1, 2, 3, 4)),
-    "of the other byte order": lambda: view(np.arange(4, dtype=">i4")),
-    "of half floats": lambda: view(np.ones(4, np.float16)),
-    "of complex numbers": lambda: view(np.ones(4, complex)),
-    "of long floats": lambda: view(np.ones(4, np.longdouble)),
-    "of structures": lambda: view(np.ones(4, "i4,f8")),
-    "of Unicode": lambda: view(array.array("u", "abc")),
-}
-
-
-@pytest.mark.parametrize("kind", ODD_VIEWS)
-def test_a_memoryview_that_can_be_sent_can_be_read(kind: str) -> None:
-    sent = ODD_VIEWS[kind]()
-    try:
-        dump(sent)
-    except (pickle.PicklingError, TypeError):  # said where the item is made, which will do
-        return
-    for got in trips(sent):
-        assert got.shape == sent.shape
-        assert got.format == sent.format
-        assert got.tobytes() == sent.tobytes()
-
-
-def test_a_memoryview_that_was_released_is_refused() -> None:
-    released = memoryview(b"abc")
-    released.release()
-    with pytest.raises(ValueError, match="released"):
-        dump(released)
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "F", "I;16"])
-@pytest.mark.parametrize("size", [(3, 2), (300, 200)])
-def test_an_image_arrives_as_it_is(mode: str, size: tuple[int, int]) -> None:
-    image = pytest.importorskip("PIL.Image")
-    sent = image.new(mode, size)
-    sent.putpixel((1, 1), 1 if len(sent.getbands()) == 1 else (1,) * len(sent.getbands()))
-    for got in trips(sent):
-        assert got.mode == mode
-        assert got.size == size
-        assert got.tobytes() == sent.tobytes()
-        got.putpixel((0, 0), got.getpixel((1, 1)))  # it is no read-only one
+def test_a_memoryview_that_can_be_sent_can_be_read() -> None:
+    """These cannot be made anew, but perhaps with another numpy."""
+    for of in (
+        *(np.zeros((0, 3)), np.zeros((3, 0)), (ctypes.c_int * 4)(1, 2, 3, 4)),
+        *(np.arange(4, dtype=">i4"), np.ones(4, np.float16), np.ones(4, complex)),
+        *(np.ones(4, np.longdouble), np.ones(4, "i4,f8"), array.array("u", "abc")),
+    ):
+        sent = view(of)
+        try:
+            dump(sent)
+        except (pickle.PicklingError, TypeError):  # said where the item is made, which will do
+            continue
+        for got in trips(sent):
+            assert (got.shape, got.format) == (sent.shape, sent.format)
+            assert got.tobytes() == sent.tobytes()
 
 
 class Offers:
@@ -463,11 +427,6 @@ def test_any_object_can_offer_a_buffer(count: int, large: float) -> None:
     for each in (sent, bytes(sent), fortran):
         expected = pickle.loads(pickle.dumps(Offers(each), 5))
         assert load(dump(Offers(each), large)) == expected
-
-
-def test_a_buffer_with_gaps_is_refused_as_always() -> None:
-    with pytest.raises(pickle.PicklingError, match="non-contiguous"):
-        dump(Offers(np.arange(10)[::2]))
 
 
 # -- what is small and what is large
@@ -571,19 +530,12 @@ def test_one_object_in_two_places_of_an_item_arrives_as_one(kind: str, size: int
         assert got["two"][1][0] == 0
 
 
-def test_a_circle_arrives_as_one() -> None:
-    sent: list[Any] = [np.zeros(WIDE)]
-    sent.append(sent)
-    for got in trips(sent):
-        assert got[1] is got
-
-
-@pytest.mark.parametrize("state", [np.zeros(WIDE), np.zeros(3)], ids=["large", "small"])
-def test_an_object_in_two_items_arrives_as_two(state: Any) -> None:
+def test_an_object_in_two_items_arrives_as_two() -> None:
     """Each is loaded on its own, so nothing of one may be remembered for the next."""
-    first, second = dump([state, "name"]), dump([state, "name"])
-    assert np.array_equal(load(second)[0], state)
-    assert np.array_equal(load(first)[0], state)
+    for state in (np.zeros(WIDE), np.zeros(3)):
+        first, second = dump([state, "name"]), dump([state, "name"])
+        assert np.array_equal(load(second)[0], state)
+        assert np.array_equal(load(first)[0], state)
 
 
 # -- picklers, used again and again
@@ -623,15 +575,6 @@ def _loaded(dumped: bytes) -> Any:
     return load(dumped)
 
 
-def test_an_item_may_be_pickled_while_another_one_is() -> None:
-    for size in (3, WIDE):
-        sent = [np.arange(size), Dumps(Dumps([np.ones(size)])), bytes(size), Dumps("text")]
-        for got in trips(sent):
-            assert got[0].tolist() == list(range(size))
-            assert got[1][0].tolist() == [1] * size
-            assert got[2:] == [bytes(size), "text"]
-
-
 class DumpsAndFails:
     def __reduce__(self) -> Any:
         with contextlib.suppress(ZeroDivisionError):
@@ -639,33 +582,13 @@ class DumpsAndFails:
         return int, (5,)
 
 
-def test_an_error_within_does_not_reach_what_is_around_it() -> None:
-    for got in trips([np.zeros(WIDE), DumpsAndFails(), "end"]):
-        assert got[0].tolist() == [0] * WIDE
-        assert got[1:] == [5, "end"]
-
-
-class DumpsWhenFreed:
-    """A finalizer that is run in the midst of another dump."""
-
-    done: list[Any] = []  # noqa: RUF012
-
-    def __del__(self) -> None:
-        self.done.append(load(dump(["finalizer", np.zeros(WIDE, "u1")]))[0])
-
-
-class Frees:
-    def __reduce__(self) -> Any:
-        DumpsWhenFreed()
-        return int, (7,)
-
-
-def test_a_finalizer_may_dump_while_another_dump_goes_on() -> None:
-    DumpsWhenFreed.done.clear()
-    for got in trips([np.ones(WIDE), Frees(), b"x" * 100_000]):
-        assert got[0].tolist() == [1] * WIDE
-        assert got[1:] == [7, b"x" * 100_000]
-    assert DumpsWhenFreed.done == ["finalizer"] * 3
+def test_an_item_may_be_pickled_while_another_one_is() -> None:
+    for size in (3, WIDE):
+        within = [Dumps(Dumps([np.ones(size)])), bytes(size), Dumps("text"), DumpsAndFails()]
+        for got in trips([np.arange(size), *within]):
+            assert got[0].tolist() == list(range(size))
+            assert got[1][0].tolist() == [1] * size
+            assert got[2:] == [bytes(size), "text", 5]
 
 
 def test_many_threads_dump_at_once() -> None:
@@ -711,17 +634,6 @@ def test_reducers_of_copyreg_take_precedence(monkeypatch: pytest.MonkeyPatch) ->
         dump(Registered(3))
 
 
-class Moduleless:
-    pass
-
-
-# pickle finds such a class by itself.
-def test_a_class_need_not_say_of_which_module_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Moduleless, "__module__", None)
-    pickle.dumps(Moduleless())
-    assert type(load(dump(Moduleless()))) is Moduleless
-
-
 # -- lifetimes
 
 
@@ -736,22 +648,14 @@ def test_nothing_of_an_item_is_held_after_it_was_dumped(no_collector: None) -> N
     for size in (3, WIDE):
         sent, image = Kept(np.zeros(size)), tensor_of("float64", size)
         seen = [weakref.ref(sent), weakref.ref(sent.value), weakref.ref(image)]
+        with pytest.raises(ZeroDivisionError):  # a pickler that is given up is in a circle
+            dump([sent, Fails()])
         dumped = dump([sent, image, bytes(size)])
         del sent, image
         if size == 3:
             assert all(each() is None for each in seen), "the bytes are a copy"
         del dumped
         assert all(each() is None for each in seen)
-
-
-# The pickler that is given up is in a circle, and could remember the item.
-def test_nothing_of_an_item_is_held_that_could_not_be_dumped(no_collector: None) -> None:
-    sent = Kept(np.zeros(WIDE))
-    seen = [weakref.ref(sent), weakref.ref(sent.value)]
-    with pytest.raises(ZeroDivisionError):
-        dump([sent, Fails()])
-    del sent
-    assert all(each() is None for each in seen)
 
 
 # A pickler's memo never shrinks, and is gone through each time that it is cleared.

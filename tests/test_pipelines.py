@@ -37,12 +37,7 @@ from pipeline_cases import (
     sound,
     variant,
 )
-from service_streamer import (
-    BadModelOutput,
-    InvalidInput,
-    InvalidItems,
-    Streamer,
-)
+from service_streamer import BadModelOutput, InvalidInput, InvalidItems, Streamer
 from service_streamer.pipelines import TASKS, CustomModel, PipelineModel, parameter_schemas
 
 pytestmark = pytest.mark.xdist_group("pipelines")
@@ -112,17 +107,13 @@ def _for_transformers(task: str, parameters: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-@pytest.mark.parametrize("name", ["", "classifier", "tagger"])
-def test_a_group_is_one_forward_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    model = served(name)
-    calls = count_calls(monkeypatch, model.model.model, "forward")
-    model.predict([f"{text} [MASK]" for text in (SHORT, LONG, "it")])
-    assert calls == [3]
-
-
 def test_an_operation_is_one_forward_pass_whatever_its_parameters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in ("", "classifier", "tagger"):
+        calls = count_calls(monkeypatch, served(name).model.model, "forward")
+        served(name).predict([f"{text} [MASK]" for text in (SHORT, LONG, "it")])
+        assert calls == [3]
     model = served("features")
     calls = count_calls(monkeypatch, model.model.model, "forward")
     items = [
@@ -133,10 +124,7 @@ def test_an_operation_is_one_forward_pass_whatever_its_parameters(
     assert calls == [3, 3]
     for one, output in zip(items, outputs, strict=True):
         assert_close(output, model.predict([one])[0])
-
-
-def test_many_labels_are_computed_together_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for size, expected in ((64, [9]), (4, [4, 4, 1])):
+    for size, expected in ((64, [9]), (4, [4, 4, 1])):  # many labels: together, and in parts
         model = loaded(folder("entailment"), "zero-shot-classification", batch_size=size)
         calls = count_calls(monkeypatch, model.model.model, "forward")
         model.predict([item(SHORT, candidate_labels=["a", "b", "c"]) for _ in range(3)])
@@ -263,7 +251,7 @@ def test_stop_strings() -> None:
     assert row["generated_text"].startswith(SHORT + stop)
 
 
-def test_seeds() -> None:
+def test_seeds_and_several_sequences() -> None:
     model = served("gpt2")
     seeded = item(SHORT, "generate", max_new_tokens=10, temperature=1.5, seed=7)
     other = item(SHORT, "generate", max_new_tokens=10, temperature=1.5)
@@ -279,9 +267,6 @@ def test_seeds() -> None:
     [[record]] = model.predict([in_form])
     assert model.predict([other, in_form])[1] == [record]
 
-
-def test_several_sequences() -> None:
-    model = served("gpt2")
     settings = {"max_new_tokens": 6, "num_return_sequences": 3, "temperature": 2.0}
     outputs = model.predict([item(each, "generate", **settings) for each in (SHORT, "it")])
     assert [len(rows) for rows in outputs] == [3, 3]
@@ -348,13 +333,6 @@ def test_embeddings_are_pooled_as_the_files_say(
         assert output["tokens"] == len(rows)
 
 
-def test_embeddings_that_would_be_others_are_not_offered(tmp_path: Path) -> None:
-    model = loaded(_with_modules(tmp_path, "pooling_mode_mean_tokens", "Dense"))
-    assert "embed" not in model.description["operations"]
-    with pytest.raises(InvalidInput, match="Dense"):
-        model.predict([item(SHORT, "embed")])
-
-
 def _with_modules(target: Path, mode: str, *more: str) -> Path:
     """A copy with the files of sentence-transformers."""
     own = variant("features", target)
@@ -369,8 +347,13 @@ def _with_modules(target: Path, mode: str, *more: str) -> Path:
     return own
 
 
-def test_embeddings_of_sentence_transformers() -> None:
+def test_embeddings_of_sentence_transformers_are_the_same_or_not_offered(tmp_path: Path) -> None:
     import sentence_transformers
+
+    other = loaded(_with_modules(tmp_path, "pooling_mode_mean_tokens", "Dense"))
+    assert "embed" not in other.description["operations"]
+    with pytest.raises(InvalidInput, match="Dense"):
+        other.predict([item(SHORT, "embed")])
 
     path = minilm.find()
     model = loaded(path)
@@ -399,40 +382,24 @@ def base64_of(content: bytes) -> str:
     [
         ("pictures", "x y", "'x y'"),
         ("pictures", base64_of(b"%!PS-Adobe-3.0 EPSF-3.0"), "PNG"),
-        ("pictures", b"", "b''"),
-        ("pictures", 7, "7"),
-        ("pictures", None, "None"),
-        ("sounds", sound(800, rate=8000), "16000"),
-        ("sounds", sound(0), "empty"),
-        ("sounds", sound(4), " 4 "),
+        ("pictures", b"", "b''"), ("pictures", 7, "7"), ("sounds", sound(800, rate=8000), "16000"),
+        ("sounds", sound(0), "empty"), ("sounds", sound(4), " 4 "),
         ("sounds", base64_of(b"#EXTM3U\nfile:///etc/passwd"), "WAV"),
         ("sounds", base64_of(base64.b64decode(sound(9))[:30]), "WAV"),
         ("sounds", {"raw": [0.1], "sampling_rate": 16_000, "path": "x"}, "'path'"),
         ("sounds", {"raw": ["x"], "sampling_rate": 16_000}, "numbers"),
         ("sounds", {"raw": [math.nan], "sampling_rate": 16_000}, "range"),
         ("sounds", {"raw": "xx", "sampling_rate": 16_000}, "numbers"),
-        ("", 7, "7"),
-        ("", None, "None"),
-        ("", ["the [MASK]"], "['the [MASK]']"),
-        ("", "", "empty"),
-        ("", " \n", "empty"),
-        ("", "the [MASK] \ud83d", "Unicode"),
-        ("", "the [mask]", "[MASK]"),
-        ("", "star " * 70 + "[MASK]", "64"),
-        ("roberta", "the [MASK]", "<mask>"),
-        ("roberta", "<mask> " + "q " * 40, "32"),
-        ("classifier", {"text": 7}, "inputs.text"),
+        ("", 7, "7"), ("", None, "None"), ("", ["the [MASK]"], "['the [MASK]']"), ("", "", "empty"),
+        ("", "the [MASK] \ud83d", "Unicode"), ("", "the [mask]", "[MASK]"),
+        ("", "star " * 70 + "[MASK]", "64"), ("roberta", "the [MASK]", "<mask>"),
+        ("roberta", "<mask> " + "q " * 40, "32"), ("classifier", {"text": 7}, "inputs.text"),
         ("classifier", {"text": "x", "url": "y"}, "'url'"),
-        ("classifier", {"text_pair": "x"}, "'text_pair'"),
-        ("classifier", 4 * LONG, "32"),
-        ("tagger", 4 * LONG, "32"),
-        ("features", 4 * LONG, "32"),
-        ("entailment", 2 * LONG, "32"),
-        ("gpt2", "", "empty"),
-        ("gpt2", {"text": "x"}, "'text'"),
+        ("classifier", 4 * LONG, "32"), ("tagger", 4 * LONG, "32"), ("features", 4 * LONG, "32"),
+        ("entailment", 2 * LONG, "32"), ("gpt2", "", "empty"), ("gpt2", {"text": "x"}, "'text'"),
     ],
     ids=lambda value: str(value)[:40],
-)
+)  # fmt: skip
 def test_invalid_inputs_are_refused(name: str, inputs: Any, word: str) -> None:
     is_zero_shot = name == "entailment"
     model = served(name, "zero-shot-classification" if is_zero_shot else None)
@@ -453,39 +420,23 @@ def test_all_invalid_items_of_a_batch_are_named_before_anything_is_computed(
         model.predict(batch)
     fields = {at: str(each).partition(":")[0] for at, each in error.value.errors.items()}
     assert fields == {1: "inputs", 2: "inputs", 4: "parameters.top_k", 6: "do"}
+    with pytest.raises(InvalidInput, match="cut"):  # off the mask
+        model.predict([item("star " * 70 + "[MASK]", truncation=True)])
     assert calls == []
-
-
-def test_truncation_is_refused_when_it_would_cut_off_the_mask() -> None:
-    with pytest.raises(InvalidInput, match="cut"):
-        served("").predict([item("star " * 70 + "[MASK]", truncation=True)])
-    [rows] = served("").predict([item("[MASK] " + "star " * 70, truncation=True)])
-    assert len(rows) == 5
 
 
 @pytest.mark.parametrize(
     ("name", "parameters", "word"),
     [
-        ("", {"top_k": "3"}, "'3'"),
-        ("", {"top_k": 0}, "1000"),
-        ("", {"top_k": 1001}, "1001"),
-        ("", {"top_k": True}, "True"),
-        ("", {"top_k": 2.0}, "2.0"),
-        ("roberta", {"top_k": 900}, "320"),
-        ("", {"targets": []}, "256"),
-        ("", {"targets": ["a", 7]}, "7"),
-        ("", {"targets": ["\ud83d"]}, "Unicode"),
-        ("", {"model": "x"}, "unknown"),
-        ("", {"tokenizer_kwargs": {}}, "unknown"),
+        ("", {"top_k": "3"}, "'3'"), ("", {"top_k": 0}, "1000"), ("", {"top_k": True}, "True"),
+        ("roberta", {"top_k": 900}, "320"), ("", {"targets": []}, "256"),
+        ("", {"targets": ["a", 7]}, "7"), ("", {"targets": ["\ud83d"]}, "Unicode"),
+        ("", {"model": "x"}, "unknown"), ("", {"tokenizer_kwargs": {}}, "unknown"),
         ("gpt2", {"assistant_model": "x/y"}, "unknown"),
-        ("gpt2", {"max_new_tokens": 5000}, "4096"),
-        ("gpt2", {"temperature": -1}, "-1"),
-        ("gpt2", {"temperature": math.nan}, "nan"),
-        ("gpt2", {"temperature": 10**400}, "100"),
-        ("gpt2", {"top_p": 0}, "1"),
-        ("gpt2", {"num_return_sequences": 17}, "16"),
-        ("gpt2", {"seed": -1}, "-1"),
-        ("gpt2", {"stop": [""]}, "['']"),
+        ("gpt2", {"max_new_tokens": 5000}, "4096"), ("gpt2", {"temperature": -1}, "-1"),
+        ("gpt2", {"temperature": math.nan}, "nan"), ("gpt2", {"temperature": 10**400}, "100"),
+        ("gpt2", {"top_p": 0}, "1"), ("gpt2", {"num_return_sequences": 17}, "16"),
+        ("gpt2", {"seed": -1}, "-1"), ("gpt2", {"stop": [""]}, "['']"),
         ("gpt2", {"do_sample": "yes"}, "'yes'"),
         ("tagger", {"aggregation_strategy": "all"}, "'all'"),
         ("classifier", {"function_to_apply": 7}, "'softmax'"),
@@ -504,14 +455,12 @@ def test_invalid_parameters_are_refused(name: str, parameters: dict[str, Any], w
     assert word in message
 
 
-@pytest.mark.parametrize(
-    "template",
-    ["no place", "{} and {}", "{0}", "{:>9999999999}", "{.__class__} {}", "{{}} {}", "{"],
-)
-def test_templates_are_no_programs(template: str) -> None:
+def test_templates_are_no_programs() -> None:
     model = served("entailment", "zero-shot-classification")
-    message = refusal(model, item(SHORT, **LABELS, hypothesis_template=template))
-    assert message.startswith("parameters.hypothesis_template: ")
+    odd = ["no place", "{} and {}", "{0}", "{:>9999999999}", "{.__class__} {}", "{{}} {}", "{"]
+    for template in odd:
+        message = refusal(model, item(SHORT, **LABELS, hypothesis_template=template))
+        assert message.startswith("parameters.hypothesis_template: ")
 
 
 def test_null_is_a_parameter_left_out_and_a_bare_item_is_an_input() -> None:
@@ -535,10 +484,8 @@ def test_the_tables_are_schemas() -> None:
                 assert "type" in schema or "anyOf" in schema
     assert parameter_schemas("ner") == parameter_schemas("token-classification")
     assert parameter_schemas("fill-mask", "embed") == parameter_schemas("custom") == {}
-    assert parameter_schemas("text-generation")["top_p"] == {
-        "type": ["number", "null"], "maximum": 1, "exclusiveMinimum": 0,
-        "description": "Sample from the most likely tokens whose probabilities add up to this.",
-    }  # fmt: skip
+    top_p = {"type": ["number", "null"], "maximum": 1, "exclusiveMinimum": 0}
+    assert top_p.items() <= parameter_schemas("text-generation")["top_p"].items()
 
 
 def test_a_transformers_error_does_not_cross(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -607,41 +554,30 @@ def test_the_task_is_inferred_and_its_example_can_be_tried(name: str, task: str)
     assert model.predict([model.description["example"]])[0] is not None
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["./no/such", "no/such/folder", "/no/such", "../x", "~/nope", "", Path("nope"), __file__],
-)
-def test_missing_model_folder_is_named(path: str | Path) -> None:
-    with pytest.raises(FileNotFoundError, match=re.escape(repr(str(path)))):
-        loaded(path)
-
-
-def test_unknown_task_and_data_type_are_refused() -> None:
+def test_a_task_is_refused_that_is_unknown_or_that_the_model_cannot_do() -> None:
     for task in ("no-such-task", "depth-estimation", "question-answering", ""):
         with pytest.raises(ValueError, match=f"'{task}'"):
             loaded(folder(""), task)
     with pytest.raises(ValueError, match="int8"):
         loaded(folder(""), dtype="int8")
-
-
-@pytest.mark.parametrize(
-    ("name", "task", "word"),
-    [
+    for name, task, word in (
         ("", "text-classification", "fill-mask"),
         ("features", "fill-mask", "feature-extraction"),
         ("classifier", "zero-shot-classification", "'entailment'"),
         ("gpt2", "automatic-speech-recognition", "text-generation"),
-    ],
-)
-def test_task_is_refused_when_the_model_cannot_do_it(name: str, task: str, word: str) -> None:
-    with pytest.raises(ValueError, match=task) as error:
-        loaded(folder(name), task)
-    assert word in str(error.value)
-    assert str(folder(name)) in str(error.value)
-    assert "\n" not in str(error.value)
+    ):
+        with pytest.raises(ValueError, match=task) as error:
+            loaded(folder(name), task)
+        assert word in str(error.value)
+        assert str(folder(name)) in str(error.value)
+        assert "\n" not in str(error.value)
 
 
-def test_missing_files_of_a_folder_are_named(tmp_path: Path) -> None:
+def test_missing_folders_and_files_are_named(tmp_path: Path) -> None:
+    missing = ["./no/such", "no/such/folder", "/no/such", "../x", "~/nope", "", __file__]
+    for path in (*missing, Path("nope")):
+        with pytest.raises(FileNotFoundError, match=re.escape(repr(str(path)))):
+            loaded(path)
     own = tmp_path / "own"
     own.mkdir()
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
@@ -680,23 +616,21 @@ def test_code_of_a_model_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_loading_fails_when_the_model_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import BertForMaskedLM
+def test_every_operation_is_warmed_up_and_loading_fails_when_the_model_cannot_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import BertModel
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError("odd weights")
 
-    monkeypatch.setattr(BertForMaskedLM, "forward", fail)
+    with monkeypatch.context() as patch:
+        calls = count_calls(patch, BertModel, "forward")
+        loaded(folder("features"))
+        assert calls == [1, 1]
+    monkeypatch.setattr(BertModel, "forward", fail)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        loaded(None)
-
-
-def test_every_operation_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import BertModel
-
-    calls = count_calls(monkeypatch, BertModel, "forward")
-    loaded(folder("features"))
-    assert calls == [1, 1]
+        loaded(folder("features"))
 
 
 # In a worker
@@ -739,41 +673,32 @@ TEXT = "x" * 100
 @pytest.mark.parametrize(
     ("value", "length"),
     [
-        (TEXT, 100),
-        ("", 1),
-        ("天气很好", 12),
-        ("\ud83d", 3),
+        (TEXT, 100), ("", 1), ("天气很好", 12), ("\ud83d", 3),
         ({"text": "abc", "text_pair": "de"}, 5),
         ([{"role": "user", "content": TEXT}, {"role": "user", "content": "abc"}], 103),
-        (item(TEXT), 100),
-        (item(TEXT, "embed"), 100),
-        (item(50 * TEXT, truncation=True), 2048),
+        (item(TEXT), 100), (item(TEXT, "embed"), 100), (item(50 * TEXT, truncation=True), 2048),
         (item(TEXT, candidate_labels=["a", "b", "c"]), 300),
-        (item(TEXT, candidate_labels="a,b"), 200),
-        (item(TEXT, "generate"), 100 + 40 * 256),
+        (item(TEXT, candidate_labels="a,b"), 200), (item(TEXT, "generate"), 100 + 40 * 256),
         (item(TEXT, "generate", max_new_tokens=2), 100 + 40 * 2),
         (item(TEXT, max_new_tokens=1, num_return_sequences=3), 3 * 140),
+        (item(TEXT, max_new_tokens=10**30, num_return_sequences=10**30), 256 * (100 + 40 * 4096)),
         (item(None, "describe"), 1),
         ("data:image/png;base64," + saved(image(64, 48)), 1),
-        (item(saved(image(64, 48))), 1),
-        (base64.b64decode(saved(image(64, 48))), 1),
+        (item(saved(image(64, 48))), 1), (base64.b64decode(saved(image(64, 48))), 1),
         ({"sampling_rate": 16_000, "raw": [0.0] * 500}, 500),
         ([5, 6, 7], 12),
         (item([5, 6, 7], "generate", max_new_tokens=1), 12 + 40),
         (item(TEXT, "score"), 100),
         (item({"text": TEXT, "text_pair": TEXT}, "rerank"), 200),
-        (item(TEXT, "tokenize"), 1),
-        (item([5, 6, 7], "decode"), 1),
+        (item(TEXT, "tokenize"), 1), (item([5, 6, 7], "decode"), 1),
         *((saved(image(64, 48), kind), 1) for kind in KINDS),
+        *((wrap(sound(4000)), 4000) for wrap in (str, base64.b64decode, item)),
+        ("data:audio/wav;base64," + sound(4000), 4000),
     ],
-)
+)  # fmt: skip
 def test_an_item_costs_its_tokens_or_samples(value: Any, length: float) -> None:
-    assert PipelineModel.length(value) == length
-
-
-@pytest.mark.parametrize("wrap", [str, "data:audio/wav;base64,{}".format, base64.b64decode, item])
-def test_a_sound_costs_what_it_has_samples(wrap: Callable[[str], Any]) -> None:
-    assert PipelineModel.length(wrap(sound(4000))) == pytest.approx(4000, rel=0.01)
+    of_sound = pytest.approx(4000, rel=0.01)  # with its header
+    assert PipelineModel.length(value) == (of_sound if length == 4000 else length)
 
 
 @pytest.mark.parametrize(
@@ -789,11 +714,6 @@ def test_a_sound_costs_what_it_has_samples(wrap: Callable[[str], Any]) -> None:
 )  # fmt: skip
 def test_an_odd_item_costs_little_and_is_refused_later(value: Any) -> None:
     assert PipelineModel.length(value) == 1
-
-
-def test_no_item_costs_more_than_a_streamer_allows() -> None:
-    value = item(TEXT, max_new_tokens=10**30, num_return_sequences=10**30)
-    assert PipelineModel.length(value) == 256 * (100 + 40 * 4096) < 1e15
 
 
 # One's own model
@@ -861,6 +781,10 @@ def test_own_models_are_refused_when_they_are_wrong() -> None:
     model.init_model("test_pipelines:forgets")
     with pytest.raises(BadModelOutput, match="2"):
         model.predict([item(1), item(2)])
+    model.init_model("test_pipelines:odd")
+    [got] = model.predict(["a"])
+    assert got == {"a": [0.5, 1.5, [1, 2], 3, [1, True]], "b": None, 3: "x"}
+    assert json.loads(json.dumps(got))["a"] == got["a"], "results are plain"
 
 
 def fails(batch: list[Any]) -> list[Any]:
@@ -874,14 +798,6 @@ def forgets(batch: list[Any]) -> list[Any]:
 def odd(batch: list[Any]) -> list[Any]:
     numbers = [np.float32(0.5), np.float64(1.5), torch.tensor([1, 2]), np.int64(3)]
     return [{"a": [*numbers, (1, np.bool_(True))], "b": None, 3: "x"} for _ in batch]
-
-
-def test_results_of_ones_own_are_plain() -> None:
-    model = CustomModel()
-    model.init_model("test_pipelines:odd")
-    [got] = model.predict(["a"])
-    assert got == {"a": [0.5, 1.5, [1, 2], 3, [1, True]], "b": None, 3: "x"}
-    assert json.loads(json.dumps(got))["a"] == got["a"]
 
 
 def test_padding_is_to_the_longest_text_of_a_batch() -> None:

@@ -40,9 +40,6 @@ def test_what_is_dropped_or_late_is_missed() -> None:
     assert outcome.missed < 20  # it was given up
 
 
-# -- figures
-
-
 def test_figures_are_the_same_each_time_and_on_each_machine() -> None:
     times = ARRIVALS["Gamma, 2"]()[:1500]
     cell = Cell("Gamma, 2", "gpu", 1, 5.0)

@@ -49,33 +49,21 @@ def nested(depth: int) -> Any:
     return [] if not depth else [part := nested(depth - 1), part]
 
 
-def test_arguments_of_a_model_that_are_equal_are_the_same_wish(wishes: Wishes) -> None:
-    for one, other in (
-        ([1, "a", None], (1, "a", None)),
-        ({"a": 1, "b": [2.5]}, {"b": (2.5,), "a": 1}),
-        ({"x", "y", "z"}, frozenset("zyx")),
-        (models.double, models.double),
-        (Path("a/b"), Path("a") / "b"),
-        (models.Multiplier, models.Multiplier),
+def test_arguments_of_a_model_are_the_same_wish_if_they_are_equal(wishes: Wishes) -> None:
+    equal = (
+        ([1, "a", None], (1, "a", None)), ({"a": 1, "b": [2.5]}, {"b": (2.5,), "a": 1}),
+        ({"x", "y", "z"}, frozenset("zyx")), (models.double, models.double),
+        (Path("a/b"), Path("a") / "b"), (models.Multiplier, models.Multiplier),
         (nested(100), nested(100)),
-    ):
-        found = (wishes(models.Multiplier, model_init_args=[each]) for each in (one, other))
-        assert differing(*found) == set(), (one, other)
-
-
-def test_arguments_of_a_model_that_differ_are_another_wish(wishes: Wishes) -> None:
-    for one, other in (
-        (1, "1"),
-        (1, 1.5),
-        ([1], [2]),
-        ({"a": 1}, {"a": 2}),
-        (models.double, models.echo),
-        ([], None),
-        (re.compile("a"), re.compile("b")),
-        (nested(100), nested(99)),
-    ):
-        found = (wishes(models.Multiplier, model_init_args=[each]) for each in (one, other))
-        assert differing(*found) == {"model_init_args"}, (one, other)
+    )  # fmt: skip
+    other = (
+        (1, "1"), (1, 1.5), ([1], [2]), ({"a": 1}, {"a": 2}), (models.double, models.echo),
+        ([], None), (re.compile("a"), re.compile("b")), (nested(100), nested(99)),
+    )  # fmt: skip
+    for pairs, expected in ((equal, set()), (other, {"model_init_args"})):
+        for pair in pairs:
+            found = (wishes(models.Multiplier, model_init_args=[each]) for each in pair)
+            assert differing(*found) == expected, pair
 
 
 class Settings:
@@ -96,13 +84,9 @@ def test_an_argument_of_a_model_is_known_by_all_that_it_contains(wishes: Wishes)
         module = torch.nn.Linear(2, 1)
         torch.nn.init.constant_(module.weight, number)
         torch.nn.init.zeros_(module.bias)
-        return Settings(
-            *words,
-            module=module,
-            tensors=[torch.tensor(number), torch.ones(3, dtype=torch.bfloat16)],
-            array=numpy.arange(6.0).reshape(2, 3).T,
-            objects=numpy.array([{"a", "b"}, None]),
-        )
+        tensors = [torch.tensor(number), torch.ones(3, dtype=torch.bfloat16)]
+        arrays = [numpy.arange(6.0).reshape(2, 3).T, numpy.array([{"a", "b"}, None])]
+        return Settings(*words, module=module, tensors=tensors, arrays=arrays)
 
     def word(value: Any) -> str:
         return wishes(models.Multiplier, model_init_args=[value])["model_init_args"]
@@ -137,7 +121,7 @@ def test_wishes_are_the_same_in_processes_with_other_hashes(tmp_path: Path) -> N
     assert len(found) == 1
 
 
-def test_a_wish_that_may_be_secret_or_is_long_is_a_digest(wishes: Wishes) -> None:
+def test_a_wish_that_may_be_secret_or_is_long_is_a_digest(wishes: Wishes, tmp_path: Path) -> None:
     usual = wishes(models.Multiplier)
     for option, value in (
         ("model_init_kwargs", {"token": "hf_secret"}),
@@ -147,14 +131,9 @@ def test_a_wish_that_may_be_secret_or_is_long_is_a_digest(wishes: Wishes) -> Non
         found = wishes(models.Multiplier, **{option: value})
         assert differing(found, usual) == {option}
         assert re.fullmatch(r"\(digest \w{12}\)", found[option])
-
-
-def test_options_that_only_concern_the_caller_are_no_wishes(wishes: Wishes, tmp_path: Path) -> None:
-    own = wishes(worker_timeout=1, trace=tmp_path / "trace", deduplicate=True, linger=3)
-    assert own == wishes()
-
-
-# -- the code of a model
+    # What only concerns the caller is no wish.
+    own = {"worker_timeout": 1, "trace": tmp_path / "trace", "deduplicate": True, "linger": 3}
+    assert wishes(models.Multiplier, **own) == usual
 
 
 def test_code_of_a_model_is_the_content_of_its_file_which_is_not_imported(

@@ -97,14 +97,6 @@ def test_a_model_of_ones_own_behind_the_web_service() -> None:
         assert streamer.predict([description]) == [described]
 
 
-@pytest.mark.parametrize("name", ["Multiplier", "double"])
-def test_custom_model_without_stages_is_refused_in_a_preprocess_process(name: str) -> None:
-    model = CustomModel()
-    model.preprocesses_only = True
-    with pytest.raises(TypeError, match=name):
-        model.init_preprocess(f"models:{name}")
-
-
 def test_crash_in_preprocess_does_not_end_the_worker(shared: Streamer) -> None:
     ((_, _, worker),) = shared.predict([0])
     calls = [shared.submit([item]) for item in (1, "crash", 3, 4)]
@@ -218,6 +210,13 @@ def test_without_retry_a_crash_fails_the_batch() -> None:
         assert streamer.predict([1])[0][0] == 1
 
 
+def test_init_preprocess_is_called_in_the_worker_too() -> None:
+    with streamer_of(preprocess_models.Where, 7, preprocess_workers=0) as streamer:
+        ((value, preprocessing, computing),) = streamer.predict([1])
+        assert value == 8
+        assert preprocessing == computing
+
+
 def test_a_forked_process_is_replaced_with_its_worker() -> None:
     options: dict[str, Any] = {"mp_start_method": "fork", "max_attempts": 1}
     with streamer_of(preprocess_models.Where, 0, **options) as streamer:
@@ -230,8 +229,9 @@ def test_a_forked_process_is_replaced_with_its_worker() -> None:
         assert new != worker
 
 
-def test_worker_reports_why_a_preprocess_process_cannot_start() -> None:
-    with streamer_of(preprocess_models.NoFile, 0, preprocess_workers=1) as streamer:
+def test_worker_reports_why_a_preprocess_process_cannot_start(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"preprocess_workers": 1}
+    with streamer_of(preprocess_models.LosesFile, 0, tmp_path, **options) as streamer:
         with pytest.raises(WorkerStartError, match="vocabulary"):
             streamer.wait_ready()
         streamer.close(drain=False)
@@ -277,24 +277,19 @@ def test_missing_attribute_in_preprocess_names_init_preprocess(
         assert "init_preprocess" in str(raised.value.__cause__)
 
 
-@pytest.mark.parametrize("model", [preprocess_models.OnlyPredict, len])
-def test_streamer_with_preprocess_workers_refuses_a_model_without_stages(model: Any) -> None:
-    with pytest.raises(TypeError, match=model.__name__):
-        Streamer(model, preprocess_workers=1)
-
-
-def test_worker_with_preprocess_workers_refuses_a_named_model_without_stages() -> None:
+def test_a_model_without_stages_is_refused_or_its_worker_if_it_is_named() -> None:
+    for model in (preprocess_models.OnlyPredict, len):
+        with pytest.raises(TypeError, match=model.__name__):
+            Streamer(model, preprocess_workers=1)
+    for name in ("Multiplier", "double"):
+        custom = CustomModel()
+        custom.preprocesses_only = True
+        with pytest.raises(TypeError, match=name):
+            custom.init_preprocess(f"models:{name}")
     with streamer_of("preprocess_models:OnlyPredict", preprocess_workers=1) as streamer:
         with pytest.raises(WorkerStartError, match="OnlyPredict"):
             streamer.wait_ready()
         streamer.close(drain=False)
-
-
-def test_init_preprocess_is_called_in_the_worker_too() -> None:
-    with streamer_of(preprocess_models.Where, 7, preprocess_workers=0) as streamer:
-        ((value, preprocessing, computing),) = streamer.predict([1])
-        assert value == 8
-        assert preprocessing == computing
 
 
 # -- joining
@@ -344,15 +339,13 @@ def test_tensors_are_joined() -> None:
     [
         ([np.ones((2, 3)), np.ones((2, 4))], ValueError, r"\(2, 4\)"),
         ([np.array(1.0), np.array(1.0)], TypeError, "ndarray"),
-        ([{"a": 1}, {"b": 1}], TypeError, "dict"),
-        ([{1}, {2}], TypeError, "set"),
-        (["a", "b"], TypeError, "str"),
-        ([[1], (1,)], TypeError, "tuple"),
+        ([{"a": 1}, {"b": 1}], TypeError, "dict"), ([{1}, {2}], TypeError, "set"),
+        (["a", "b"], TypeError, "str"), ([[1], (1,)], TypeError, "tuple"),
         ([({"ids": [1], "width": 2},), ({"ids": [1], "width": 3},)], TypeError, "width"),
         ([{"ids": np.ones((1, 2))}, {"ids": np.ones((1, 3))}], ValueError, "ids"),
     ],
     ids=["shapes", "scalars", "keys", "sets", "unequal", "types", "inside", "shapes inside"],
-)
+)  # fmt: skip
 def test_collate_refuses_parts_that_cannot_be_joined(
     parts: list[Any], error: type[Exception], word: str
 ) -> None:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trustme
 
 import models
 from conftest import PATIENCE, await_that
 from service_streamer import BrokerUnavailable, RedisStreamer, RedisWorker
 from service_streamer.redis.local import LocalRedis
-
-Host = Callable[..., RedisWorker]
-Client = Callable[..., RedisStreamer]
-
-SECRET = "of sixteen bytes or more"
 
 DOCS = (Path(__file__).parent.parent / "docs" / "redis.md").read_text()
 
@@ -48,18 +42,16 @@ def test_the_users_of_the_documentation_may_do_what_they_need(guarded: LocalRedi
 
 
 def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl here to make a certificate with")
-    certificate, key = tmp_path / "redis.crt", tmp_path / "redis.key"
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
-    alternative = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run([*command.split(), *alternative, *files], check=True, capture_output=True)
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost", "127.0.0.1")
+    certificate, trusted = tmp_path / "redis.pem", tmp_path / "authority.pem"
+    issued.private_key_and_cert_chain_pem.write_to_path(certificate)
+    authority.cert_pem.write_to_path(trusted)
     with LocalRedis() as probe:  # a port that is free; nobody else binds it in between
         port = probe.port
     options = ("--tls-port", str(port), "--tls-auth-clients", "no")
-    options += ("--tls-cert-file", str(certificate), "--tls-key-file", str(key))
-    options += ("--tls-ca-cert-file", str(certificate))
+    options += ("--tls-cert-file", str(certificate), "--tls-key-file", str(certificate))
+    options += ("--tls-ca-cert-file", str(trusted))
     try:
         server = LocalRedis(options=options).start()
     except RuntimeError as error:
@@ -68,7 +60,7 @@ def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
         pytest.skip("this redis-server was built without TLS")
     try:
         url = f"rediss://localhost:{port}/0"
-        good = f"{url}?ssl_ca_certs={certificate}"
+        good = f"{url}?ssl_ca_certs={trusted}"
         with (
             RedisWorker(models.double, redis_broker=good),
             RedisStreamer(good, worker_timeout=PATIENCE) as streamer,

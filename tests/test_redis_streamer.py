@@ -14,9 +14,6 @@ import gc
 import multiprocessing
 import os
 import queue
-import subprocess
-import sys
-import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,6 +23,7 @@ from urllib.parse import quote
 
 import pytest
 import redis
+from fault_processes import running
 
 import models
 from cases import long_cases
@@ -49,37 +47,28 @@ from service_streamer.engine.engine import Engine
 from service_streamer.redis.local import LocalRedis
 from service_streamer.testing import Gate
 
-ROOT = Path(__file__).parent.parent
 SECRET = "of sixteen bytes or more"
 #: In a URL it has to be quoted.
 PASSWORD = "p@ss:/#?w%rd"
 
 Host = Callable[..., RedisWorker]
 Client = Callable[..., RedisStreamer]
-Start = Callable[..., "subprocess.Popen[str]"]
+Run = Callable[[str], tuple[int, str, str]]
 
 
 @pytest.fixture
-def start(tmp_path: Path, redis_server: str, prefix: str) -> Iterator[Start]:
-    """Starts a program, which is told URL and prefix; kills it after the test."""
-    processes: list[subprocess.Popen[str]] = []
+def run_program(
+    tmp_path: Path, redis_server: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> Run:
+    """Runs a program, which is told URL and prefix; returns its exit status and what it printed."""
+    monkeypatch.setenv("PYTHONWARNINGS", "error::ResourceWarning")
 
-    def start(source: str, *arguments: str) -> subprocess.Popen[str]:
-        path = tmp_path / f"program{len(processes)}.py"
-        path.write_text(textwrap.dedent(source))
-        process = subprocess.Popen(
-            [sys.executable, "-W", "error::ResourceWarning",
-             str(path), redis_server, prefix, *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        )  # fmt: skip
-        processes.append(process)
-        return process
+    def run_program(source: str) -> tuple[int, str, str]:
+        with running(source, tmp_path, redis_server, prefix) as program:
+            out, err = program.communicate()
+            return program.returncode, out, err
 
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
+    return run_program
 
 
 def own_threads() -> list[str]:
@@ -194,31 +183,23 @@ def test_forms_of_an_address(guarded: LocalRedis, tmp_path: Path) -> None:
         f"redis://default:{password}@127.0.0.1:{guarded.port}/3",
         f"unix://:{password}@{tmp_path / 'socket'}?db=3",
     ]
-    with (
-        redis.Redis(port=guarded.port, password=PASSWORD, db=3) as own,
-        RedisWorker(models.double, redis_broker=own),
-    ):
-        for address in addresses:
-            with (
-                RedisStreamer(address, worker_timeout=PATIENCE) as streamer,
-                RedisStreamer(address, "nobody serves it") as lonely,
-            ):
-                assert streamer.predict([1]) == [2]
-                with pytest.raises(PredictTimeout) as late:
-                    lonely.predict([1], timeout=0.01)
-                for text in (repr(streamer), str(late.value)):
-                    assert password not in text
-                    assert PASSWORD not in text
-
-
-def test_connections_of_a_client_of_one_s_own_are_used_and_stay(guarded: LocalRedis) -> None:
     with redis.Redis(port=guarded.port, password=PASSWORD, db=3, client_name="mine") as own:
-        with (
-            RedisWorker(models.double, redis_broker=own),
-            RedisStreamer(own, worker_timeout=PATIENCE) as streamer,
-        ):
-            assert streamer.predict([1]) == [2]
-            assert {each["name"] for each in own.client_list()} == {"mine"}
+        with RedisWorker(models.double, redis_broker=own):
+            # The connections of a client of one's own are used, and stay.
+            with RedisStreamer(own, worker_timeout=PATIENCE) as streamer:
+                assert streamer.predict([1]) == [2]
+                assert {each["name"] for each in own.client_list()} == {"mine"}
+            for address in addresses:
+                with (
+                    RedisStreamer(address, worker_timeout=PATIENCE) as streamer,
+                    RedisStreamer(address, "nobody serves it") as lonely,
+                ):
+                    assert streamer.predict([1]) == [2]
+                    with pytest.raises(PredictTimeout) as late:
+                        lonely.predict([1], timeout=0.01)
+                    for text in (repr(streamer), str(late.value)):
+                        assert password not in text
+                        assert PASSWORD not in text
         assert own.keys() == []
 
 
@@ -248,12 +229,9 @@ def test_host_and_port_are_enough(
     ],
 )  # fmt: skip
 def test_bad_address_is_refused_and_no_password_repeated(broker: Any) -> None:
-    for build in (
-        lambda: RedisStreamer(broker),
-        lambda: RedisWorker(models.echo, redis_broker=broker),
-    ):
+    for build in BUILDS.values():
         with pytest.raises((ValueError, TypeError), match="redis_broker") as caught:
-            build()
+            build(redis_broker=broker)
         told: BaseException | None = caught.value
         while told is not None:  # a log shows the causes, too
             assert "hunter2" not in str(told)
@@ -290,9 +268,12 @@ class Custom:
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_unpicklable_item_fails_its_own_call_only(host: Host, client: Client) -> None:
-    host(models.echo)
-    streamer = client()
+def test_unpicklable_or_too_large_item_fails_its_own_call_only(host: Host, client: Client) -> None:
+    host(models.echo, max_message_bytes=20_000)
+    small, streamer = client(max_message_bytes=10_000), client()
+    with pytest.raises(UnpicklableItem, match="max_message_bytes"):
+        small.predict(["x" * 20_000])
+    assert small.predict(["x" * 9_000]) == ["x" * 9_000]
     for item in (lambda: None, Custom(1), {len}, [[Custom(1)]]):
         before = streamer.submit([1])
         future = streamer.submit([1, item])
@@ -305,25 +286,9 @@ def test_unpicklable_item_fails_its_own_call_only(host: Host, client: Client) ->
     assert streamer.stats().pending == 0
 
 
-def test_an_item_that_was_refused_is_not_kept(client: Client) -> None:
-    streamer = client()
-    item = Custom(1)
-    reference = weakref.ref(item)
-    gc.disable()  # it must not take the cycle collector
-    try:
-        assert isinstance(streamer.submit([item]).exception(), UnpicklableItem)
-        del item
-        assert reference() is None
-    finally:
-        gc.enable()
-
-
-def build_streamer(**options: Any) -> None:
-    RedisStreamer(**options)
-
-
-def build_worker(**options: Any) -> None:
-    RedisWorker(models.echo, **options)
+BUILDS: dict[str, Any] = {
+    "streamer": RedisStreamer, "worker": functools.partial(RedisWorker, models.echo)
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -333,31 +298,25 @@ def build_worker(**options: Any) -> None:
         *(("prefix", bad, TypeError, "both") for bad in (5, None)),
         ("serializer", "pickle", ValueError, "both"),  # without a secret
         ("serializer", "json", ValueError, "both"),
-        ("secret", "hunter2", ValueError, "both"),
-        ("secret", b"", ValueError, "both"),
+        ("secret", "hunter2", ValueError, "both"), ("secret", b"", ValueError, "both"),
         ("secret", ["hunter2"] * 2, TypeError, "both"),
-        ("max_message_bytes", 10, ValueError, "both"),
-        ("reply_ttl", 0, ValueError, "both"),
-        ("worker_timeout", 0, ValueError, "streamer"),
-        ("max_pending", 0, ValueError, "streamer"),
+        ("max_message_bytes", 10, ValueError, "both"), ("reply_ttl", 0, ValueError, "both"),
+        ("worker_timeout", 0, ValueError, "streamer"), ("max_pending", 0, ValueError, "streamer"),
         ("max_pending", None, TypeError, "streamer"),
         ("error_types", KeyError, TypeError, "streamer"),
-        ("error_types", [int], TypeError, "streamer"),
-        ("drain_timeout", 0, ValueError, "streamer"),
+        ("error_types", [int], TypeError, "streamer"), ("drain_timeout", 0, ValueError, "streamer"),
         ("drain_timeout", float("nan"), ValueError, "streamer"),
         ("drain_timeout", "soon", TypeError, "streamer"),
-        ("claim_timeout", 0, ValueError, "worker"),
-        ("model_name", 5, TypeError, "worker"),
+        ("claim_timeout", 0, ValueError, "worker"), ("model_name", 5, TypeError, "worker"),
         # which only the streamer has
         ("max_pending", 5, TypeError, "worker"),
-        ("worker_timeout", 5, TypeError, "worker"),
-        ("error_types", (), TypeError, "worker"),
+        ("worker_timeout", 5, TypeError, "worker"), ("error_types", (), TypeError, "worker"),
     ],
-)
+)  # fmt: skip
 def test_option_with_a_bad_value_is_refused_by_its_name_and_no_secret_repeated(
     option: str, value: Any, error: type[Exception], builds: str
 ) -> None:
-    for name, build in {"streamer": build_streamer, "worker": build_worker}.items():
+    for name, build in BUILDS.items():
         if builds in (name, "both"):
             with pytest.raises(error, match=option) as caught:
                 build(**{option: value})
@@ -381,15 +340,6 @@ def test_exception_of_a_model_keeps_its_type_when_it_is_known(host: Host, client
     with pytest.raises(ModelError, match="lock"):
         streamer.predict(["unpicklable result", "neighbour"])
     assert streamer.predict(["fine"]) == ["fine"]
-
-
-def test_call_above_max_message_bytes_is_refused(host: Host, client: Client) -> None:
-    host(models.echo, max_message_bytes=20_000)
-    small, large = client(max_message_bytes=10_000), client()
-    with pytest.raises(UnpicklableItem, match="max_message_bytes"):
-        small.predict(["x" * 20_000])
-    assert small.predict(["x" * 9_000]) == ["x" * 9_000]
-    assert large.predict([1]) == [1]
 
 
 # -- room
@@ -541,26 +491,17 @@ def test_a_claimed_call_may_be_cancelled_and_its_result_is_dropped(
 # -- callbacks, memory
 
 
-def test_a_callback_may_raise_anything(host: Host, client: Client, gate: Gate) -> None:
-    def raise_it(error: type[BaseException], _: Any) -> None:
-        raise error
-
-    host(models.Gated, model_init_args=(gate,))
-    streamer = client()
-    for error in (SystemExit, KeyboardInterrupt, asyncio.CancelledError):
-        futures = [streamer.submit([i]) for i in range(4)]
-        futures[1].add_done_callback(functools.partial(raise_it, error))
-        gate.let_through(9)
-        for future in futures:
-            future.result()
-    assert len(streamer.predict([1])) == 1
-
-
-def test_predict_in_a_callback_is_refused_and_not_waited_for(
+def test_a_callback_may_raise_anything_and_predict_in_it_is_refused(
     host: Host, client: Client, gate: Gate
 ) -> None:
     host(models.Gated, model_init_args=(gate,))
     streamer = client(worker_timeout=None)
+    for error in (SystemExit, KeyboardInterrupt, asyncio.CancelledError):
+        futures = [streamer.submit([i]) for i in range(4)]
+        futures[1].add_done_callback(functools.partial(raise_it, error))
+        gate.let_through(4)
+        for future in futures:
+            future.result()
     refused = threading.Event()
 
     def predict(_: Any) -> None:
@@ -591,6 +532,10 @@ def test_predict_in_a_callback_is_refused_and_not_waited_for(
     gate.let_through(9)
 
 
+def raise_it(error: type[BaseException], _: Any) -> None:
+    raise error
+
+
 def test_a_finalizer_may_close_in_the_middle_of_a_call(client: Client) -> None:
     streamer = client()
     future = streamer.submit([1], timeout=PATIENCE)
@@ -601,17 +546,20 @@ def test_a_finalizer_may_close_in_the_middle_of_a_call(client: Client) -> None:
     streamer.close()
 
 
-def test_the_memory_of_a_finished_call_is_freed(host: Host, client: Client) -> None:
+def test_the_memory_of_a_finished_call_and_of_a_refused_item_is_freed(
+    host: Host, client: Client
+) -> None:
     host(models.echo)
-    streamer = client()
+    streamer, item = client(), Custom(1)
     gc.disable()  # it must not take the cycle collector
     try:
         future = streamer.submit([1])
         assert future.result() == [1]
-        reference = weakref.ref(future)
-        del future
+        assert isinstance(streamer.submit([item]).exception(), UnpicklableItem)
+        references = weakref.ref(future), weakref.ref(item)
+        del future, item
         streamer.predict([1])  # the threads have let go of the former call by now
-        assert reference() is None
+        assert [reference() for reference in references] == [None, None]
     finally:
         gc.enable()
 
@@ -628,7 +576,6 @@ def test_stats_are_a_frozen_record_and_repr_shows_the_gist(
         rejected=0,
     )  # fmt: skip
     assert repr(streamer).endswith(" | new | pending 0>")
-    assert "service_streamer sender" not in own_threads(), "it does nothing before a call"
     busy.wait_ready()
     streamer.wait_ready()
     futures = fill(streamer, busy, gate)
@@ -675,6 +622,7 @@ def test_drain_ends_with_its_timeout(
 
 
 def test_drain_ends_at_a_close_without_drain(busy: RedisWorker, client: Client, gate: Gate) -> None:
+    """And a block that raises does not drain."""
     streamer = client()
     futures = fill(streamer, busy, gate)
     closing = threading.Thread(target=streamer.close, daemon=True)
@@ -687,21 +635,12 @@ def test_drain_ends_at_a_close_without_drain(busy: RedisWorker, client: Client, 
         with pytest.raises(StreamerClosed):
             future.result()
     closing.join()
-    gate.let_through(2)
-
-
-def test_a_block_that_raises_does_not_drain(busy: RedisWorker, client: Client, gate: Gate) -> None:
-    def fail_in_a_block() -> None:
-        with streamer:
-            futures.append(streamer.submit([1]))
-            raise ZeroDivisionError
-
-    streamer, futures = client(), []
-    with pytest.raises(ZeroDivisionError):
-        fail_in_a_block()
+    other = client()
+    future = other.submit([1])
+    other.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
     with pytest.raises(StreamerClosed):
-        futures[0].result(0)
-    gate.let_through()
+        future.result(0)
+    gate.let_through(2)
 
 
 def test_a_streamer_that_was_never_used_is_closed_at_once(client: Client) -> None:
@@ -772,11 +711,13 @@ def test_calls_that_other_hosts_have_answered_leave_room_for_more(
 # -- whole programs
 
 
-def test_a_fork_before_the_first_call_works(start: Start, host: Host) -> None:
-    host(models.double)
-    program = start("""
-        import os, sys
-        from service_streamer import RedisStreamer
+def test_a_fork_before_the_first_call_works_and_one_after_it_raises_at_once(
+    run_program: Run, host: Host
+) -> None:
+    host(models.echo)
+    found = run_program("""
+        import asyncio, os, sys
+        from service_streamer import RedisStreamer, Future, StreamerForked
 
         if __name__ == "__main__":
             streamer = RedisStreamer(sys.argv[1], sys.argv[2])
@@ -785,27 +726,12 @@ def test_a_fork_before_the_first_call_works(start: Start, host: Host) -> None:
                 child = os.fork()
                 if not child:
                     with streamer:
-                        same = streamer.predict([number]) == [2 * number]
+                        same = streamer.predict([number]) == [number]
                     sys.exit(0 if same else 3)
                 children.append(child)
-            print(streamer.predict([5]))
-            streamer.close()
-            print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
-    """)
-    assert program.communicate() == ("[10]\n[0, 0, 0]\n", "")
-
-
-def test_streamer_used_in_a_fork_after_its_first_call_raises_at_once(
-    start: Start, host: Host
-) -> None:
-    host(models.echo)
-    program = start("""
-        import asyncio, os, sys
-        from service_streamer import RedisStreamer, Future, StreamerForked
-
-        if __name__ == "__main__":
-            streamer = RedisStreamer(sys.argv[1], sys.argv[2])
             streamer.wait_ready()
+            ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+            print(ends, flush=True)
             inherited = Future(streamer.backend)
             child = os.fork()
             if not child:
@@ -824,12 +750,12 @@ def test_streamer_used_in_a_fork_after_its_first_call_raises_at_once(
             print(streamer.predict([1]))
             streamer.close()
     """)
-    assert program.communicate() == ("True\n" * 6 + "0\n[1]\n", "")
+    assert found == (0, "[0, 0, 0]\n" + "True\n" * 6 + "0\n[1]\n", "")
 
 
 @pytest.mark.parametrize("ending", ["sys.exit(0)", *long_cases("", "streamer = None")])
-def test_the_interpreter_ends_with_calls_on_their_way(start: Start, ending: str) -> None:
-    program = start(f"""
+def test_the_interpreter_ends_with_calls_on_their_way(run_program: Run, ending: str) -> None:
+    found = run_program(f"""
         import sys
         from service_streamer import RedisStreamer
 
@@ -838,8 +764,7 @@ def test_the_interpreter_ends_with_calls_on_their_way(start: Start, ending: str)
             futures = [streamer.submit([i]) for i in range(3)]
             {ending}
     """)
-    _, err = program.communicate()  # and the fixture sees that it has left nothing in Redis
-    assert (program.returncode, err) == (0, "")
+    assert found == (0, "", "")  # and the fixture sees that it has left nothing in Redis
 
 
 def test_workers_of_a_host_have_no_connection_to_redis(host: Host, client: Client) -> None:

@@ -24,9 +24,7 @@ SLOW = math.inf
 @pytest.mark.parametrize(
     ("duration", "batches"),
     [
-        (math.inf, 2),
-        (100, 2),
-        (CLAIMING_TIME, 2),
+        (math.inf, 2), (100, 2), (CLAIMING_TIME, 2),
         # A model that is faster would wait for Redis.
         (CLAIMING_TIME / 2, 3),
         (CLAIMING_TIME / 2.5, 4),
@@ -34,7 +32,7 @@ SLOW = math.inf
         (CLAIMING_TIME / 1e6, 8),
         (0, 8),
     ],
-)
+)  # fmt: skip
 def test_host_claims_as_many_batches_as_keep_a_worker_busy(duration: float, batches: int) -> None:
     assert Claims(8).room(1, duration) == 8 * batches
     assert Claims(8).room(3, duration) == 24 * batches
@@ -46,23 +44,17 @@ def test_host_claims_as_many_batches_as_keep_a_worker_busy(duration: float, batc
     [
         # as much as the workers compute at once, and as much again
         (64, 1, 0, 128),
-        (64, 4, 0, 512),
-        (1, 1, 0, 2),
-        (1, 3, 0, 6),
+        (64, 4, 0, 512), (1, 1, 0, 2), (1, 3, 0, 6),
         # no worker, no room
         (64, 0, 0, 0),
         # what is held counts
         (1, 1, 1, 1),
-        (1, 1, 2, 0),
-        (64, 1, 64, 64),
-        (64, 1, 96, 32),
-        (64, 1, 127, 1),
-        (64, 1, 128, 0),
+        (1, 1, 2, 0), (64, 1, 64, 64), (64, 1, 96, 32), (64, 1, 127, 1), (64, 1, 128, 0),
         (64, 1, 500, 0),
         # workers that went away
         (64, 1, 256, 0),
     ],
-)
+)  # fmt: skip
 def test_host_claims_two_batches_for_each_worker(
     batch_size: int, workers: int, held: int, room: int
 ) -> None:
@@ -88,27 +80,20 @@ def test_host_that_was_full_claims_again_when_there_is_room_for_half_a_batch() -
     assert rooms == [0, 0, 0, 4, 5], "then not each one by itself"
 
 
-def test_host_claims_large_calls_one_by_one() -> None:
-    claims = Claims(8)
+@pytest.mark.parametrize(
+    ("batch_size", "size", "meanwhile", "room"), [(8, 64, 0, 1), (64, 4, None, 32)]
+)
+def test_host_learns_how_large_calls_are_and_claims_large_ones_one_by_one(
+    batch_size: int, size: int, meanwhile: int | None, room: int
+) -> None:
+    claims = Claims(batch_size)
     for number in range(200):
-        held = claim(number, size=64)
+        held = claim(number, size=size)
         claims.claimed(held)
-        assert claims.room(1, SLOW) == 0
+        assert meanwhile is None or claims.room(1, SLOW) == meanwhile
         claims.computed(held)
         claims.finished([held])
-    assert claims.room(1, SLOW) == 1
-
-
-def test_host_learns_how_large_calls_are() -> None:
-    claims = Claims(64)
-    before = claims.room(1, SLOW)
-    for number in range(200):
-        held = claim(number, size=4)
-        claims.claimed(held)
-        claims.computed(held)
-        claims.finished([held])
-    assert before == 128
-    assert claims.room(1, SLOW) == 32
+    assert claims.room(1, SLOW) == room
 
 
 def test_computed_call_makes_room_before_redis_has_the_outcome() -> None:
@@ -141,9 +126,6 @@ def test_a_deadline_is_as_far_as_the_clock_says(clock: RedisClock) -> None:
     assert clock.left(REDIS + 5, NOW) == 5
     assert clock.left(REDIS + 5, NOW + 7) == -2
     assert clock.expected(NOW + 2) == REDIS + 2
-
-
-def test_clock_knows_whether_it_was_read_since(clock: RedisClock) -> None:
     assert not RedisClock().was_read_since(NOW)
     assert clock.was_read_since(NOW)
     assert not clock.was_read_since(NOW + 0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -34,15 +35,10 @@ def model() -> Any:
         return GPT2LMHeadModel(config).eval()
 
 
-def new_row(
-    prompt: list[int],
-    sampling: Sampling | None = None,
-    seed: int | None = None,
-    made: list[int] | None = None,
-) -> GeneratedRow:
+def new_row(prompt: list[int], *options: Any, made: Sequence[int] = ()) -> GeneratedRow:
     """A row that has made these tokens already."""
-    row = GeneratedRow(prompt, sampling, seed)
-    row.tokens += made or []
+    row = GeneratedRow(prompt, *options)
+    row.tokens += made
     return row
 
 
@@ -103,6 +99,10 @@ def test_scores_are_those_of_generate(model: Any) -> None:
     assert torch.equal(logits, before)
     for found, each, options in zip(scores, wanted, OPTIONS, strict=True):
         torch.testing.assert_close(found, each.scores[0][0], msg=lambda text: f"{options}: {text}")  # noqa: B023
+    others: list[Any] = [("num_beams", 2), ("guidance_scale", 2.0), ("stop_strings", "a")]
+    for name, value in [*others, ("max_time", 1.0)]:
+        config, _ = model._prepare_generation_config(None, **{name: value})
+        assert sampling_of(model, config, 3) is None, "only generate can do that"
 
 
 def test_penalties_are_openais(model: Any) -> None:
@@ -157,14 +157,6 @@ def test_few_rows_of_a_large_vocabulary_are_sorted(monkeypatch: pytest.MonkeyPat
     scores = process(logits, rows)
     assert sizes == [2]
     torch.testing.assert_close(scores, torch.cat(wanted))
-
-
-@pytest.mark.parametrize(
-    "options", [{"num_beams": 2}, {"guidance_scale": 2.0}, {"max_time": 1.0}, {"stop_strings": "a"}]
-)
-def test_what_only_generate_can_do(model: Any, options: dict[str, Any]) -> None:
-    config, _ = model._prepare_generation_config(None, **options)
-    assert sampling_of(model, config, 3) is None
 
 
 def test_a_seed_gives_the_same_tokens_in_any_company() -> None:

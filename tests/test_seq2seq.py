@@ -56,9 +56,7 @@ REQUESTS: dict[str, list[Any]] = {
         item(noise(1.1), num_beams=1),
         item(noise(0.3, 1), num_beams=1, language="fr"),
         item(noise(2.0, 2), num_beams=1, language="english", task="translate"),
-        item(noise(0.3, 3)),
-        item(noise(4.5, 4), num_beams=1),
-        item(noise(0.7, 5), num_beams=1),
+        item(noise(0.3, 3)), item(noise(4.5, 4), num_beams=1), item(noise(0.7, 5), num_beams=1),
     ],
 }  # fmt: skip
 
@@ -74,13 +72,9 @@ def without_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind", "way"),
-    [
-        ("t5", "texts", "padded"),
-        ("bart", "texts", "shifted"),
-        ("captions", "images", "padded"),
-        ("whisper", "sounds", "padded"),
-    ],
-)
+    [("t5", "texts", "padded"), ("bart", "texts", "shifted"), ("captions", "images", "padded"),
+     ("whisper", "sounds", "padded")],
+)  # fmt: skip
 @pytest.mark.usefixtures("without_times")
 def test_results_are_those_of_whole_texts(name: str, kind: str, way: str) -> None:
     model, requests = stepped(name), REQUESTS[kind]
@@ -185,18 +179,14 @@ def test_only_whisper_of_several_languages_takes_their_parameters(
     assert stepped("speech").loop is None
 
 
-@pytest.mark.parametrize(("count", "most"), [(16, 32), (12, 42)])
-def test_a_search_is_bounded_since_all_others_wait_for_it(count: int, most: int) -> None:
+def test_a_search_is_bounded_since_all_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 8,192 tokens: of all beams of all texts."""
     model = stepped("bart")
-    searched = {"num_beams": 16, "num_return_sequences": count, "do_sample": True}
-    model.start([item("a", **searched, max_new_tokens=most)])
-    with pytest.raises(InvalidItems, match=f"max_new_tokens: .*at most {most}"):
-        model.start([item("a", **searched, max_new_tokens=most + 1)])
-
-
-def test_a_text_without_tokens_is_quoted_in_brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = stepped("bart")
+    for count, most in ((16, 32), (12, 42)):
+        searched = {"num_beams": 16, "num_return_sequences": count, "do_sample": True}
+        model.start([item("a", **searched, max_new_tokens=most)])
+        with pytest.raises(InvalidItems, match=f"max_new_tokens: .*at most {most}"):
+            model.start([item("a", **searched, max_new_tokens=most + 1)])
     kind = type(model.model.tokenizer)
     monkeypatch.setattr(kind, "__call__", lambda *_, **__: {"input_ids": []})
     with pytest.raises(InvalidItems) as caught:
@@ -252,11 +242,11 @@ def test_models_that_generate_run_by_steps(
     assert ("PipelineModel.length is not used" in caplog.text) != has_steps
 
 
-@pytest.mark.parametrize("task", ["summarization", "translation", "text2text-generation"])
-def test_each_name_of_the_task_means_it(task: str) -> None:
-    model = loaded(folder("t5"), task)
-    assert model.task == "text2text-generation"
-    assert model.describe()["operations"] == ["predict", "generate", "tokenize", "decode"]
+def test_each_name_of_the_task_means_it() -> None:
+    for task in ("summarization", "translation", "text2text-generation"):
+        model = loaded(folder("t5"), task)
+        assert model.task == "text2text-generation"
+        assert model.describe()["operations"] == ["predict", "generate", "tokenize", "decode"]
 
 
 @pytest.mark.long  # starts processes; what they run is tested above

@@ -19,15 +19,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from cases import long_cases
-from serve_process import (
-    ROOT,
-    GatedServing,
-    Serving,
-    figures_in,
-    run,
-    table,
-    until,
-)
+from http_in_process import post
+from serve_process import ROOT, GatedServing, Serving, figures_in, run, started, table, until
 from service_streamer import Reason, __version__
 from service_streamer.redis.local import LocalRedis
 
@@ -37,22 +30,13 @@ OBEDIENT = "served_models:Obedient"
 PACKAGE = ROOT / "service_streamer"
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Serving]:
-    """A model of its own, with short limits."""
-    with Serving(OBEDIENT, "--max-body", "64k", "--max-pending", "64") as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def keyed() -> Iterator[Serving]:
-    """With keys, headers for priority and tenant, and errors that are shown."""
-    arguments = (
-        "--api-key", "one", "--api-key", "two", "--debug", "--max-pending", "8",
-        "--max-body", "9M", "--priority-header", "X-Rank", "--tenant-header", "X-User",
-    )  # fmt: skip
-    with Serving(OBEDIENT, *arguments) as service:
-        yield service
+#: A model of its own, with short limits.
+service = started(OBEDIENT, "--max-body", "64k", "--max-pending", "64")
+#: With keys, headers for priority and tenant, and errors that are shown.
+keyed = started(
+    OBEDIENT, "--api-key", "one", "--api-key", "two", "--debug", "--max-pending", "8",
+    "--max-body", "9M", "--priority-header", "X-Rank", "--tenant-header", "X-User",
+)  # fmt: skip
 
 
 #: Of a model whose inputs have a cost.
@@ -200,23 +184,15 @@ def test_errors_are_shown_with_debug(keyed: Serving) -> None:
 # -- limits
 
 
-def test_body_is_refused_when_it_is_too_large(service: Serving) -> None:
-    told = error(service.predict("x" * (64 << 10)), 413)
-    assert "65536" in told["message"]
+def test_too_large_body_is_refused_before_it_has_come(service: Serving) -> None:
+    assert "65536" in error(service.predict("x" * (64 << 10)), 413)["message"]
     assert service.predict("x" * (63 << 10)).json() == "x" * (63 << 10)
-
-
-def test_body_of_64_megabytes_is_refused_before_it_has_come(service: Serving) -> None:
     size = 64 << 20
     assert error(service.post("/predict", b" " * size), 413)
-
-    def chunks() -> Iterator[bytes]:
-        for _ in range(64):
-            yield b" " * (1 << 20)
-
-    response = service.client.post("/predict", content=chunks())
-    assert error(response, 413)
-    assert service.predict("a").json() == "a"
+    chunks = (b" " * (1 << 20) for _ in range(64))
+    assert error(service.client.post("/predict", content=chunks), 413)
+    assert "64" in error(service.predict([0] * 65), 413)["message"], "more than the queue holds"
+    assert service.predict([0] * 64).json() == [0] * 64
     # Without a byte of it: the answer does not wait for the body.
     with service.connect() as sock:
         sock.sendall(b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size)
@@ -232,11 +208,6 @@ def test_refused_body_is_not_kept(keyed: Serving) -> None:
     for _ in range(20):
         error(keyed.post("/predict", body, x_api_key="one"), 413)
     assert keyed.resident() < before + (40 << 20)
-
-
-def test_more_inputs_than_the_queue_holds_are_a_413(service: Serving) -> None:
-    assert "64" in error(service.predict([0] * 65), 413)["message"]
-    assert service.predict([0] * 64).json() == [0] * 64
 
 
 @contextlib.contextmanager
@@ -299,17 +270,11 @@ def test_wrong_deadline_is_refused(service: Serving, value: str) -> None:
 # -- callers who behave oddly
 
 
-def sent(body: bytes, length: int | None = None, model: str = "") -> bytes:
-    head = b"POST %b/predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"
-    of = f"/models/{model}" if model else ""
-    return head % (of.encode(), len(body) if length is None else length) + body
-
-
 def test_input_is_not_computed_when_its_client_has_left(models: GatedServing) -> None:
     before = models.of("narrow").stats()["totals"]["disconnected"]
     with occupied(models) as narrow:
         with models.connect() as leaving:
-            leaving.sendall(sent(b'{"inputs": "leaves"}', model="narrow"))
+            leaving.sendall(post(b'{"inputs": "leaves"}', path=b"/models/narrow/predict"))
             until(lambda: narrow.queue()["pending"] == 1)
         until(lambda: narrow.stats()["totals"]["disconnected"] == before + 1)
         assert narrow.queue()["pending"] == 0
@@ -318,7 +283,7 @@ def test_input_is_not_computed_when_its_client_has_left(models: GatedServing) ->
 
 def test_slow_body_ends_at_the_timeout(several: Serving) -> None:
     with several.connect() as slow:
-        slow.sendall(sent(b'{"inputs"', 1000, "brief"))
+        slow.sendall(post(b" " * 1000, path=b"/models/brief/predict")[:-900])
         assert several.client.get("/health/live").status_code == 200
         assert slow.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
 
@@ -332,13 +297,16 @@ def test_request_needs_one_of_the_keys(keyed: Serving) -> None:
     assert wrong.headers["www-authenticate"] == "Bearer"
     assert keyed.predict(1, authorization="Bearer one").json() == 1
     assert keyed.predict(1, x_api_key="two").json() == 1
-    for path in ("/stats", "/metrics", "/events", "/v1/models"):
+    for path in ("/stats", "/metrics", "/events", "/v1/models", "/v1/models/nobody"):
         error(keyed.client.get(path), 401)
     for path in ("/", "/docs", "/health/live", "/health/ready", "/info", "/openapi.json"):
         assert keyed.client.get(path).status_code == 200, path
     assert keyed.client.get("/stats/").status_code == 404  # and no redirect to elsewhere
     key = {"authorization": "Bearer two"}
     assert keyed.client.get("/stats", headers=key).status_code == 200
+    metrics = keyed.client.get("/metrics", headers=key).text
+    assert 'path="/v1/models/{model}",status="401"' in metrics
+    assert "nobody" not in metrics
 
 
 def test_keys_of_the_open_inference_protocol(keyed: Serving) -> None:
@@ -399,14 +367,19 @@ def test_health_and_info(infilling: Serving) -> None:
     assert (info["dtype"], info["dtype_reason"]) == ("float32", "as saved")
 
 
-def test_service_is_not_ready_before_its_model_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--web-workers", "2")])
+def test_service_is_not_ready_before_its_model_is(tmp_path: Path, more: tuple[str, ...]) -> None:
     port = str(LocalRedis().port)  # one that is free
-    with GatedServing(tmp_path, "served_models:Late", "--port", port, ready=False) as service:
+    arguments = ("served_models:Late", "--port", port, *more)
+    with GatedServing(tmp_path, *arguments, ready=False) as service:
         service.url = f"http://127.0.0.1:{port}"
         service.gate.await_arrival()
         until(lambda: answers(service, "/health/live"))
         assert service.client.get("/health/ready").json()["status"] == "starting"
         assert service.ready() == 503
+        if more:
+            assert service.terminate() == 0  # without waiting for the model
+            return
         assert error(service.predict(1), 503)["type"] == "unavailable"
         assert service.client.get("/info").json()["ready"] is False
         service.gate.let_through()
@@ -419,12 +392,6 @@ def answers(service: Serving, path: str) -> bool:
         return service.client.get(path).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def test_log_has_no_requests_and_does_not_name_the_only_model(service: Serving) -> None:
-    assert service.predict("a").status_code == 200
-    until(lambda: " INFO worker 0 is ready\n" in service.log())
-    assert "POST /predict" not in service.log()
 
 
 def test_page_is_found_when_the_name_of_its_model_has_a_colon(service: Serving) -> None:
@@ -489,21 +456,26 @@ def test_stats_and_events_tell_the_same(service: Serving) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *long_cases(signal.SIGINT)])
-def test_signal_to_all_processes_drains(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_to_all_processes_drains_and_ends(tmp_path: Path, number: signal.Signals) -> None:
     """Of a terminal, or of systemd. The worker leaves it to its parent."""
     with (
         GatedServing(tmp_path, OBEDIENT, "--web-workers", "2") as service,
         ThreadPoolExecutor(1) as threads,
     ):
         service.await_web_processes(2)
+        assert " INFO worker 0 is ready\n" in service.log(), "the only model is not named"
+        pids = [*service.children(), *service.pool()]
+        assert len(pids) >= 4  # two of them, the pool and its worker
         open_ = threads.submit(service.predict, 1)
         service.gate.await_arrival()
         os.killpg(service.process.pid, number)
         service.gate.let_through()
         assert open_.result().json() == 1
         assert service.process.wait() == 0
+        assert "POST /predict" not in service.log(), "nothing is logged of requests"
         assert "started again" not in service.log()
         assert "is restarted" not in service.log()
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 def test_nothing_is_left_when_it_is_killed() -> None:
@@ -628,28 +600,36 @@ def test_service_answers_over_redis(redis_server: str, prefix: str) -> None:
         assert host.terminate() == 0
 
 
-def test_several_web_processes() -> None:
-    with Serving("served_models:double", "--web-workers", "2") as service:
-        service.await_web_processes(2)
-        assert service.answer([1, "a"]) == [2, "aa"]
-        children = [*service.children(), *service.pool()]
-        assert len(children) >= 4  # two of them, the pool and its worker
-        assert " INFO worker 0 is ready\n" in service.log(), "the only model is not named"
-        assert service.terminate() == 0
-        assert not service.pool()
-        for pid in children:
-            until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+def refusal(service: Serving) -> httpx.Response | None:
+    """Why it is not ready, as soon as it knows."""
+    if "could not read this call" not in service.log():
+        return None
+    answer = service.client.get("/health/ready")
+    return answer if answer.json()["status"] == "failing" else None
 
 
-def test_several_web_processes_answer_while_the_model_is_loading(tmp_path: Path) -> None:
-    port = str(LocalRedis().port)  # one that is free
-    arguments = ("served_models:Late", "--web-workers", "2", "--port", port)
-    with GatedServing(tmp_path, *arguments, ready=False) as service:
+@pytest.mark.long
+def test_another_secret_is_told_by_readiness_and_heals() -> None:
+    """``serve --redis`` and ``worker`` are not set up alike."""
+    port, secret = str(LocalRedis().port), "a secret of sixteen bytes"
+    with (
+        LocalRedis() as server,
+        Serving("--redis", server.url, "--secret", secret, "--port", port, ready=False) as service,
+    ):
         service.url = f"http://127.0.0.1:{port}"
-        service.gate.await_arrival()
-        until(lambda: answers(service, "/health/live"))
-        assert service.ready() == 503
-        assert service.terminate() == 0  # without waiting for the model
+        redis = ("served_models:double", "--redis", server.url)
+        with Serving(*redis, "--secret", secret[::-1], role="worker") as stranger:
+            answer = until(lambda: refusal(service))
+            assert answer.status_code == 503
+            assert answer.json() == {
+                "status": "failing",
+                "detail": "a worker host could not read this call: the signature is wrong; give "
+                "clients and worker hosts the same secret",
+            }
+            assert stranger.terminate() == 0
+        with Serving(*redis, "--secret", secret, role="worker"):
+            until(lambda: service.ready() == 200)
+            assert service.predict([1]).json() == [2]
 
 
 @pytest.mark.long

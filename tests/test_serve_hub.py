@@ -219,12 +219,6 @@ def test_tasks_that_the_model_does_not_have(
     assert says in str(caught.value)
 
 
-def test_the_page_is_still_there(own: WebApplication) -> None:
-    page = own.get("/")
-    assert page.status_code == 200
-    assert page.headers["content-type"].startswith("text/html")
-
-
 # -- files and forms
 
 

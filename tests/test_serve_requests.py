@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import socket
 import subprocess
-from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from command_line import error_of
-from http_in_process import serving
-from serve_process import Serving, until
-from service_streamer import ThreadedStreamer
+from serve_process import Serving, started, until
 
 pytestmark = pytest.mark.xdist_group("serve-requests")
 
 KINDS = "served_models:kinds"
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Serving]:
-    with Serving("served_models:Obedient", "--max-body", "64k", "--log-format", "json") as service:
-        yield service
-
-
-# -- X-Request-ID
+service = started("served_models:Obedient", "--max-body", "64k", "--log-format", "json")
 
 
 def test_request_id_is_in_every_answer(service: Serving) -> None:
@@ -83,14 +72,8 @@ def test_request_id_is_ignored_when_it_is_unsafe_to_repeat(service: Serving, val
         assert response.headers["x-request-id"].encode() != value
 
 
-# -- hosts
-
-
-@pytest.fixture(scope="module")
-def guarded() -> Iterator[Serving]:
-    """A service that answers some hosts only: they come from the environment."""
-    with Serving(KINDS, SERVICE_STREAMER_ALLOWED_HOST="api.test *.b.test ::1") as service:
-        yield service
+#: Answers some hosts only: they come from the environment.
+guarded = started(KINDS, SERVICE_STREAMER_ALLOWED_HOST="api.test *.b.test ::1")
 
 
 @pytest.mark.parametrize(
@@ -146,9 +129,6 @@ def test_unset_variable_does_not_allow_any_host(value: str) -> None:
     assert "--allowed-host is empty" in error_of("serve", ALLOWED_HOST=value)
 
 
-# -- offers of another protocol
-
-
 def answer(sock: socket.socket) -> bytes:
     """All of it: the connection ends behind."""
     return b"".join(iter(lambda: sock.recv(1 << 16), b""))
@@ -161,42 +141,6 @@ def test_curl_with_http2(service: Serving) -> None:
         input=json.dumps({"inputs": text}).encode(), capture_output=True, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout) == text
-
-
-# -- OpenAI's
-
-
-@pytest.mark.no_gevent
-def test_openais_client_lists_models() -> None:
-    import openai  # takes a second
-
-    async def main() -> None:
-        async with (
-            serving(streamer, "m", api_keys=("right",)) as application,
-            httpx.AsyncClient(
-                transport=httpx.ASGITransport(application.app),
-                base_url="http://m",
-                headers={"x-api-key": "right"},
-            ) as http,
-            openai.AsyncOpenAI(base_url="http://m/v1", api_key="right", http_client=http) as client,
-        ):
-            [model] = (await client.models.list()).data
-            assert await client.models.retrieve(model.id) == model
-            with pytest.raises(openai.NotFoundError) as caught:
-                await client.models.retrieve("org/other")
-            assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-            assert "'org/other'" in caught.value.message
-            wrong = await http.get("/v1/models/org/other", headers={"x-api-key": "wrong"})
-            assert wrong.json()["error"]["code"] == "invalid_api_key"
-            metrics = (await http.get("/metrics")).text
-            assert 'path="/v1/models/{model}",status="401"' in metrics
-            assert "org" not in metrics
-
-    with ThreadedStreamer(lambda batch: batch) as streamer:
-        asyncio.run(main())
-
-
-# -- codes
 
 
 def test_every_error_has_a_code(service: Serving) -> None:

@@ -247,6 +247,9 @@ def test_openais_client_chooses_a_model_by_its_name(service: Serving) -> None:
         assert {each.id for each in client.models.list()} == {"a", "org/double", "embed"}
         answer = client.embeddings.create(model="embed", input="a text")
         assert (answer.model, len(answer.data)) == ("embed", 1)
+        assert client.models.retrieve("org/double").id == "org/double"
+        with pytest.raises(openai.NotFoundError, match="'org/nope'"):
+            client.models.retrieve("org/nope")
         with pytest.raises(openai.NotFoundError, match="'nope'"):
             client.embeddings.create(model="nope", input="a text")
     assert (requests("embed", 200), requests("a", 404)) == (before[0] + 1, before[1] + 1)
@@ -254,9 +257,7 @@ def test_openais_client_chooses_a_model_by_its_name(service: Serving) -> None:
     assert 'open_requests{model="a"} 0.0' in text
 
 
-def test_a_model_that_cannot_be_loaded_leaves_the_others(
-    partial: Serving, request: pytest.FixtureRequest
-) -> None:
+def test_a_broken_model_leaves_the_others(partial: Serving, request: pytest.FixtureRequest) -> None:
     assert "serving 1 of 2 models" in partial.line
     assert asked(partial, "a", "x") == (200, "x")
     status, answer = asked(partial, "bad", "x")
@@ -275,9 +276,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_others(
     until(lambda: re.search("bad: broken: .*NoSuch", partial.log()))
 
 
-def test_a_body_is_read_within_the_timeout_of_the_model_that_it_names(
-    serve: Callable[..., Serving],
-) -> None:
+def test_a_body_has_the_timeout_of_its_model(serve: Callable[..., Serving]) -> None:
     service = serve(table("a", more="timeout = 0.2\n"), table("b", more="timeout = 200\n"))
 
     def begin(path: bytes) -> socket.socket:
@@ -317,9 +316,10 @@ def states(service: Serving) -> dict[str, str]:
 @in_one_process
 def test_models_are_loaded_and_unloaded_with_a_key(changing: GatedServing) -> None:
     assert states(changing) == {"a": "READY", "b": "READY"}
-    for what in ("index", "models/a/load", "models/a/unload"):
-        answer = control(changing, what, authorization="Bearer wrong")
-        assert (answer.status_code, message(answer).startswith("wrong API key")) == (401, True)
+    for key, status, says in (("wrong", 401, "wrong API key"), ("user", 403, "scope")):
+        for what in ("index", "models/a/load", "models/a/unload"):
+            answer = control(changing, what, authorization=f"Bearer {key}")
+            assert (answer.status_code, says in message(answer)) == (status, True)
     assert control(changing, "models/b/unload").status_code == 200
     assert states(changing) == {"a": "READY", "b": "UNAVAILABLE"}
     assert [each["name"] for each in control(changing, "index", {"ready": True}).json()] == ["a"]
@@ -371,12 +371,6 @@ def test_a_client_that_leaves_within_a_request_is_no_error(service: Serving) -> 
         assert connection.recv(100).startswith(b"HTTP/1.1 100"), "it is waited for"
     until(lambda: left() == before + 1)
     assert "Traceback" not in service.log()[logged:]
-
-
-def test_a_key_without_the_scope_changes_no_model(service: Serving) -> None:
-    answer = control(service, "models/org/double/unload", authorization="Bearer user")
-    assert (answer.status_code, "scope" in message(answer)) == (403, True)
-    assert asked(service, "org/double", 1) == (200, 2)
 
 
 @pytest.mark.parametrize("partial", [()], ids=[""], indirect=True, scope="module")
@@ -462,6 +456,11 @@ def test_sighup_follows_the_file(changing: GatedServing) -> None:
     write(changing, *tables)
     follow(changing)
     assert changing.log().count("model e cannot be loaded: ") > failed, "it is tried again"
+    write(changing, *tables[1::-1])
+    logged = len(changing.log())
+    follow(changing)
+    assert changing.client.get("/info").json()["models"] == ["a", "d"]
+    assert "loading model" not in changing.log()[logged:], "only their order has changed"
 
 
 @in_a_fleet
@@ -508,18 +507,12 @@ def test_all_web_processes_follow_a_change(changing: GatedServing) -> None:
 
 
 @in_a_fleet
-def test_a_web_process_that_is_restarted_has_the_models_of_now(changing: GatedServing) -> None:
-    write(changing, ECHO, DOUBLE, table("c", "served_models:double"))
-    assert control(changing, "models/c/load").status_code == 200
-    restart_web_process(changing)
-    assert {asked(changing, "c", 4) for _ in range(20)} == {(200, 8)}
-
-
-@in_a_fleet
-def test_a_restarted_web_process_gets_no_answer_to_a_wish_of_the_one_before(
+def test_a_restarted_web_process_has_the_models_of_now_and_no_answer_to_an_older_wish(
     changing: GatedServing,
 ) -> None:
-    """Its own wishes have the same numbers."""
+    """Its own wishes have the same numbers as those of the one before."""
+    write(changing, ECHO, DOUBLE, table("c", "served_models:double"))
+    assert control(changing, "models/c/load").status_code == 200
     write(changing, ECHO, DOUBLE, table("late", "served_models:Late"))
     stopped = int(re.findall(r"web process 1 runs \(pid (\d+)\)", changing.log())[-1])
     os.kill(stopped, signal.SIGSTOP)  # so web process 0 has the wishes
@@ -535,6 +528,7 @@ def test_a_restarted_web_process_gets_no_answer_to_a_wish_of_the_one_before(
             assert isinstance(loads.exception(), httpx.HTTPError)
     finally:
         os.kill(stopped, signal.SIGCONT)
+    assert {asked(changing, "c", 4) for _ in range(20)} == {(200, 8)}
 
 
 #: Paths of the root that are not those of one model.
@@ -576,9 +570,6 @@ def test_no_other_model_answers_for_the_first_one_while_that_is_unloaded(
     write(changing, DOUBLE)
     follow(changing)
     assert answers() == {8}
-
-
-# -- under load
 
 
 class Load:
@@ -624,7 +615,7 @@ def test_one_is_replaced_and_one_killed_and_no_request_fails(
 ) -> None:
     names = ("Calm", "Replaced", "Killed")
     service = serve(
-        *(table(name, f"several_models:{name}") for name in names),
+        *(table(name, f"served_models:{name}") for name in names),
         arguments=FLEET if processes == 2 else (),
         keys=True,
     )
@@ -648,12 +639,7 @@ def test_one_is_replaced_and_one_killed_and_no_request_fails(
     assert len(workers_of(service, "Calm")) == 1
 
 
-# -- at the end, and when a part hangs
-
-
-def test_a_service_ends_while_the_workers_of_a_replaced_model_end(
-    serve: Callable[..., GatedServing],
-) -> None:
+def test_a_service_ends_while_a_replaced_model_ends(serve: Callable[..., GatedServing]) -> None:
     """SIGTERM comes when the old model has an open request: its pool has an owner to end, too."""
     service = serve(table("a"), table("b"), arguments=FLEET, keys=True, gated=True)
     with ThreadPoolExecutor(2) as threads:
@@ -671,38 +657,23 @@ def test_a_service_ends_while_the_workers_of_a_replaced_model_end(
     assert service.pool() == []
 
 
-def test_a_load_that_is_cut_off_by_the_end_is_answered(
-    serve: Callable[..., GatedServing], path: Path
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_a_change_that_is_cut_off_by_the_end_is_no_failure(
+    serve: Callable[..., GatedServing], path: Path, by_signal: bool
 ) -> None:
     service = serve(table("a"), keys=True, gated=True)
     path.write_text(table("a") + table("late", "served_models:Late"))
     with ThreadPoolExecutor(1) as threads:
-        loads = threads.submit(control, service, "models/late/load")
+        if by_signal:
+            service.process.send_signal(signal.SIGHUP)
+        else:
+            loads = threads.submit(control, service, "models/late/load")
         service.gate.await_arrival()
         assert service.terminate() == 0
-        answer = loads.result()
-    assert (answer.status_code, "stopping" in message(answer)) == (503, True)
-
-
-def test_a_change_by_sighup_that_is_cut_off_by_the_end_is_no_failure(
-    serve: Callable[..., GatedServing], path: Path
-) -> None:
-    service = serve(table("a"), gated=True)
-    path.write_text(table("a") + table("late", "served_models:Late"))
-    service.process.send_signal(signal.SIGHUP)
-    service.gate.await_arrival()
-    assert service.terminate() == 0
+        if not by_signal:
+            answer = loads.result()
+            assert (answer.status_code, "stopping" in message(answer)) == (503, True)
     assert "Traceback" not in service.log()
-
-
-def test_sighup_follows_the_order_of_the_file(changing: GatedServing) -> None:
-    assert changing.predict(4, **KEY).json() == 4
-    write(changing, DOUBLE, ECHO)
-    logged = len(changing.log())
-    follow(changing)
-    assert {changing.predict(4, **KEY).json() for _ in range(20)} == {8}
-    assert changing.client.get("/info").json()["models"] == ["b", "a"]
-    assert "loading model" not in changing.log()[logged:]
 
 
 @pytest.mark.parametrize("arguments", [(), FLEET])

@@ -46,30 +46,21 @@ def forms(content: bytes) -> list[Any]:
 @pytest.mark.parametrize(
     ("kind", "mode", "options"),
     [
-        ("PNG", "RGB", {}),
-        ("PNG", "1", {}),
-        ("GIF", "P", {}),
-        ("BMP", "RGB", {}),
-        ("JPEG", "RGB", {}),
-        ("JPEG", "L", {"progressive": True}),
+        ("PNG", "RGB", {}), ("PNG", "1", {}), ("GIF", "P", {}), ("BMP", "RGB", {}),
+        ("JPEG", "RGB", {}), ("JPEG", "L", {"progressive": True}),
         ("JPEG", "RGB", {"exif": b"Exif\0\0" + b"x" * 60_000, "comment": b"y" * 60_000}),
-        ("WEBP", "RGB", {}),
-        ("WEBP", "RGBA", {}),
-        ("WEBP", "RGB", {"lossless": True}),
+        ("WEBP", "RGB", {}), ("WEBP", "RGBA", {}), ("WEBP", "RGB", {"lossless": True}),
         ("WEBP", "RGB", {"exif": b"Exif\0\0" + b"x" * 100}),
     ],
-)
+)  # fmt: skip
 def test_the_size_of_an_image_is_that_of_its_header(
     kind: str, mode: str, options: dict[str, Any]
 ) -> None:
     for width, height in ((1, 1), (33, 700), (2000, 17)):
         content = file(kind, width, height, mode, **options)
         assert [image_pixels(each) for each in forms(content)] == [width * height] * 5
-
-
-def test_an_unreadable_image_counts_as_some() -> None:
     odd = [b"", "", None, 3, {}, [], b"\xff\xd8", b"\xff\xd8\xff", b"GIF89a", "a" * 10, "é", b"BM"]
-    assert {image_pixels(sent) for sent in odd} == {UNREADABLE}
+    assert {image_pixels(sent) for sent in odd} == {UNREADABLE}, "it counts as some"
 
 
 @given(
@@ -82,14 +73,9 @@ def test_sizes_of_any_bytes_are_known(content: bytes, head: bytes) -> None:
         assert sound_seconds(value) >= 0
 
 
-def two_headers() -> bytes:
-    """A PNG that says first that it is small. Pillow believes the second header."""
-    small, large = file("PNG", 1, 1, "1"), file("PNG", 3000, 3000, "1")
-    return small[:33] + large[8:]
-
-
 def test_a_header_that_lies_gains_nothing() -> None:
-    content = two_headers()
+    """A PNG that says first that it is small. Pillow believes the second header."""
+    content = file("PNG", 1, 1, "1")[:33] + file("PNG", 3000, 3000, "1")[8:]
     assert Image.open(io.BytesIO(content)).size == (3000, 3000)
     assert image_pixels(content) == 1
     assert "its header has another size" in refusal(served("pictures"), content)
@@ -114,18 +100,13 @@ def test_a_form_in_which_it_looks_smaller_gains_nothing(form: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "most"),
     [
-        ({"worker_num": 2}, 8),
-        ({"worker_num": 2, "web_workers": 4}, 2),
-        ({"web_workers": 64}, 1),
+        ({"worker_num": 2}, 8), ({"worker_num": 2, "web_workers": 4}, 2), ({"web_workers": 64}, 1),
         ({"redis_broker": "url"}, 32),
     ],
-)
+)  # fmt: skip
 def test_web_processes_share_the_bound_of_their_workers(given: dict[str, Any], most: int) -> None:
     options = ServeOptions(max_pixels=7, **{"redis_broker": None, **given})
     assert _max_large_pixels(options) == most * 7
-
-
-# -- sounds
 
 
 def sound(seconds: float, rate: int = 16_000, width: int = 2, channels: int = 1) -> bytes:
@@ -139,25 +120,17 @@ def sound(seconds: float, rate: int = 16_000, width: int = 2, channels: int = 1)
 @pytest.mark.parametrize(
     ("content", "seconds"),
     [
-        (sound(2), 2),
-        (sound(0.5, rate=8000, width=1), 0.5),
-        (sound(3, width=4, channels=2), 3),
+        (sound(2), 2), (sound(0.5, rate=8000, width=1), 0.5), (sound(3, width=4, channels=2), 3),
         (sound(2)[:40] + b"\xff\xff\xff\xff" + sound(2)[44:], 2),  # as ffmpeg writes to a pipe
     ],
-)
+)  # fmt: skip
 def test_the_length_of_a_sound(content: bytes, seconds: float) -> None:
     for value in forms(content):
         assert sound_seconds(value) == pytest.approx(seconds, abs=0.01)
-
-
-def test_other_forms_of_sounds() -> None:
     assert sound_seconds({"sampling_rate": 100, "raw": [0] * 250}) == 2.5
     assert sound_seconds({"sampling_rate": 0, "raw": [0]}) == 0
     assert sound_seconds({"sampling_rate": "x", "raw": 3}) == 0
     assert sound_seconds(b"\0" * 16_000) == 2, "by its bytes, since it has no header"
-
-
-# -- requests
 
 
 PICTURE = base64.b64encode(file("PNG", 3000, 2000, "1")).decode()
@@ -167,9 +140,7 @@ THUMBNAIL = base64.b64encode(file("PNG", 30, 20)).decode()
 @pytest.mark.parametrize(
     ("task", "items", "sizes"),
     [
-        ("custom", ["a"], None),
-        (None, ["a"], None),
-        (["odd"], ["a"], None),
+        ("custom", ["a"], None), (None, ["a"], None), (["odd"], ["a"], None),
         ("fill-mask", ["abc", "de"], Sizes(characters=5)),
         ("fill-mask", [item("abc", top_k=2), {"a": 1}], Sizes(characters=3)),
         ("text-classification", [{"text": "ab", "text_pair": "c"}], Sizes(characters=3)),
@@ -216,26 +187,14 @@ def refusal_by(admission: Admission, about: dict[str, Any], inputs: list[Any]) -
     ("task", "good", "bad", "says"),
     [
         ("fill-mask", ["x" * 10], ["x" * 6, "x" * 5], ("11 characters", "10 (--max-characters)")),
-        (
-            "text-generation",
-            [item("a", max_new_tokens=100)],
-            [item("a", max_new_tokens=101)],
-            ("101 tokens", "100 (--max-tokens)"),
-        ),
-        (
-            "image-classification",
-            [PICTURE, THUMBNAIL],
-            [PICTURE, THUMBNAIL, THUMBNAIL],
-            ("6,001,200 pixels", "6,000,600 (--max-pixels)"),
-        ),
-        (
-            "audio-classification",
-            [sound(2)],
-            [sound(2), sound(1)],
-            ("3 seconds", "2 (--max-audio-seconds)"),
-        ),
+        ("text-generation", [item("a", max_new_tokens=100)], [item("a", max_new_tokens=101)],
+         ("101 tokens", "100 (--max-tokens)")),
+        ("image-classification", [PICTURE, THUMBNAIL], [PICTURE, THUMBNAIL, THUMBNAIL],
+         ("6,001,200 pixels", "6,000,600 (--max-pixels)")),
+        ("audio-classification", [sound(2)], [sound(2), sound(1)],
+         ("3 seconds", "2 (--max-audio-seconds)")),
     ],
-)
+)  # fmt: skip
 def test_a_request_that_costs_too_much_is_refused(
     task: str, good: Any, bad: Any, says: tuple[str, ...]
 ) -> None:
@@ -248,13 +207,10 @@ def test_a_request_that_costs_too_much_is_refused(
     assert b'"code":"request_too_costly"' in refused.body
 
 
-def test_a_model_of_ones_own_takes_inputs_of_any_size() -> None:
-    assert Admission(LIMITS).check({"task": "custom"}, ["x" * 1000]) == 0
-    assert Admission(LIMITS).check({}, ["x" * 1000]) == 0
-
-
 def test_large_images_of_all_requests_have_a_bound() -> None:
     admission = Admission(LIMITS)
+    for own in ({"task": "custom"}, {}):
+        assert admission.check(own, ["x" * 1000]) == 0, "a model of one's own takes any size"
     about = {"task": "image-classification"}
     with admission.holding(admission.check(about, [PICTURE])):
         with admission.holding(admission.check(about, [PICTURE])):
@@ -270,9 +226,6 @@ def test_large_images_of_all_requests_have_a_bound() -> None:
 def test_costs_of_ones_own_are_those_of_the_inputs() -> None:
     length = length_of_inputs(len)
     assert [length("ab"), length(item([1, 2, 3])), length(item(None, "describe"))] == [2, 3, 1]
-
-
-# -- texts that are far too long, in a worker
 
 
 #: To count the tokens of two million characters took up to 53 s.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 
-from http_in_process import run, serving
 from service_streamer import ManagedModel, ThreadedStreamer
+from web_application import WebApplication
 
 pytestmark = pytest.mark.no_gevent
 
@@ -67,20 +66,10 @@ def events_of(
     scripted = {"outputs": by_prompt, "scores": dict.fromkeys(by_prompt, scores)}
     model = type("Script", (Scripted,), scripted)
 
-    async def main() -> bytes:
-        async with (
-            serving(streamer) as application,
-            httpx.AsyncClient(
-                transport=httpx.ASGITransport(application.app), base_url="http://m"
-            ) as client,
-        ):
-            response = await client.post(path, json={**request, "stream": True})
-            assert response.status_code == 200, response.text
-            return response.content
-
-    with ThreadedStreamer(model) as streamer:
-        sent = run(main())
-    *events, done, end = sent.split(b"\n\n")
+    with WebApplication(kind=lambda _: ThreadedStreamer(model)) as application:
+        response = application.post(path, {**request, "stream": True})
+    assert response.status_code == 200, response.text
+    *events, done, end = response.content.split(b"\n\n")
     assert (done, end) == (b"data: [DONE]", b"")
     assert all(each.startswith(b"data: ") and b"\n" not in each for each in events)
     return [json.loads(each.removeprefix(b"data: ")) for each in events]

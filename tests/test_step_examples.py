@@ -14,9 +14,8 @@ from tqdm import tqdm
 
 import diffusion_model
 import train_diffusion as training
-from diffusion_model import DEFAULT_MODEL, SHAPES, ManagedDiffusionModel, Picture, draw
-from service_streamer import InvalidInput, InvalidItems, ThreadedStreamer
-from service_streamer.managed_model import has_steps
+from diffusion_model import SHAPES, ManagedDiffusionModel, Picture, draw
+from service_streamer import InvalidInput, InvalidItems
 
 pytestmark = pytest.mark.xdist_group("step-examples")
 
@@ -46,10 +45,6 @@ ITEMS: list[dict[str, Any]] = [
 ]
 
 
-def test_it_is_a_model_of_steps() -> None:
-    assert has_steps(ManagedDiffusionModel)
-
-
 def test_each_has_its_own_number_of_steps_and_points(model: ManagedDiffusionModel) -> None:
     for item in ITEMS:
         pictures = alone(model, item)
@@ -58,9 +53,7 @@ def test_each_has_its_own_number_of_steps_and_points(model: ManagedDiffusionMode
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_picture_does_not_depend_on_who_else_is_in_the_batch(
-    model: ManagedDiffusionModel, seed: int
-) -> None:
+def test_a_picture_depends_on_nobody_in_the_batch(model: ManagedDiffusionModel, seed: int) -> None:
     """They come and go at random steps, in any order, and are equal to the last bit."""
     expected = [alone(model, item) for item in ITEMS]
     shuffle = random.Random(seed)
@@ -123,9 +116,7 @@ def test_the_cost_is_the_memory_of_all_its_points(model: ManagedDiffusionModel) 
     ],
     ids=str,
 )
-def test_diffusion_model_refuses_a_bad_item_alone(
-    model: ManagedDiffusionModel, item: Any, word: str
-) -> None:
+def test_diffusion_refuses_a_bad_item(model: ManagedDiffusionModel, item: Any, word: str) -> None:
     with pytest.raises(InvalidItems) as error:
         model.start([{"shape": "heart"}, item, {"shape": "star"}])
     assert list(error.value.errors) == [1]
@@ -147,20 +138,12 @@ def test_a_drawing_for_the_terminal() -> None:
     assert lines == ["\u2801\u2800\u2800\u2800", "\u2800\u2800\u2801\u2800"]
 
 
-def test_the_folder_is_small() -> None:
-    assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) < 200_000
-
-
-@pytest.mark.skipif(not hasattr(ThreadedStreamer, "stream"), reason="there is no stream yet")
 def test_the_program(model: ManagedDiffusionModel, capsys: pytest.CaptureFixture[str]) -> None:
     diffusion_model.main(["star", "--steps", "3"])
     shown = capsys.readouterr().out.strip("\n").split("\n\n")
     assert len(shown) == 3
     [*_, last] = alone(model, {"shape": "star", "steps": 3, "points": 1024})
     assert shown[-1] == draw(last)
-
-
-# Training
 
 
 @pytest.fixture

@@ -109,6 +109,8 @@ def test_the_fastest_way_is_found_that_computes_what_the_model_computes(name: st
     loop = suitable_loop(model_of(name), example_of(name))
     assert loop is not None
     assert loop.way == WAYS.get(name, "padded")
+    if wrong := {"bart": "logits differ by", "mamba": "a cache of its own"}.get(name):
+        assert wrong in fault_of(StepLoop(model_of(name), "padded"), model_of(name))
 
 
 def test_a_model_whose_texts_cannot_take_turns_gets_no_loop(
@@ -129,13 +131,6 @@ def test_a_model_whose_texts_cannot_take_turns_gets_no_loop(
     model.forward = forward
     assert suitable_loop(model) is None
     assert "cannot generate step by step (logits differ by" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["bart", "mamba"])
-def test_a_wrong_way_is_found_out(name: str) -> None:
-    fault = fault_of(StepLoop(model_of(name), "padded"), model_of(name))
-    assert ("logits differ by" in fault) == (name == "bart")
-    assert ("a cache of its own" in fault) == (name == "mamba")
 
 
 def test_rows_of_one_prompt_share_its_computation() -> None:
@@ -176,13 +171,9 @@ def test_a_step_computes_the_oldest_new_row_and_others_that_fit() -> None:
     rows = [GeneratedRow([2 + at] * length) for at, length in enumerate(lengths)]
     loop = StepLoop(model_of("llama"), most_new=60)
     assert shapes_of_steps(model_of("llama"), loop, rows) == [
-        [(2, 4), (2, 25)],
-        [(2, 6), (1, 22), (4, 1)],
-        [(1, 90), (7, 1)],
-        [(1, 80), (8, 1)],
-        [(1, 31), (9, 1)],
-        [(10, 1)],
-    ]
+        [(2, 4), (2, 25)], [(2, 6), (1, 22), (4, 1)], [(1, 90), (7, 1)], [(1, 80), (8, 1)],
+        [(1, 31), (9, 1)], [(10, 1)],
+    ]  # fmt: skip
     for row in rows:
         assert row.tokens == generated("llama", row)
 
@@ -220,11 +211,8 @@ def test_encoders_read_texts_of_like_length(name: str) -> None:
     ]
     loop = StepLoop(model, WAYS.get(name, "padded"), most_new=30)
     assert shapes_of_steps(model.get_encoder(), loop, rows) == [
-        [(1, 4), (1, 20)],
-        [(3, 4), (1, 11)],
-        [(2, 5), (1, 13)],
-        [],
-    ]
+        [(1, 4), (1, 20)], [(3, 4), (1, 11)], [(2, 5), (1, 13)], [],
+    ]  # fmt: skip
     for row in rows:
         assert row.tokens == generated(name, row)
 
@@ -319,16 +307,13 @@ def test_columns_of_the_encoder_go_with_the_longest_row(leaves: str) -> None:
         assert row.tokens == generated("t5", row)
 
 
-@pytest.mark.parametrize(("name", "size"), [("t5", 3), ("whisper", None)])
-def test_a_row_alone_says_what_its_encoder_has_given(name: str, size: int | None) -> None:
+@pytest.mark.parametrize(("name", "tokens"), [("t5", 3), ("whisper", 10)])
+def test_a_row_alone_says_what_its_encoder_has_given(name: str, tokens: int) -> None:
     row = new_row(name, random.Random(1))
-    if size is not None:
-        row = GeneratedRow(row.prompt, encoded=[5] * size)
-    loop = StepLoop(model_of(name), "alone")
-    loop.advance([row], tokens_of)
-    home: Any = row.home
-    given = home.kept["encoder_outputs"].last_hidden_state
-    assert row.encoded_tokens == given.shape[1] > 0
+    if name == "t5":
+        row = GeneratedRow(row.prompt, encoded=[5] * tokens)
+    StepLoop(model_of(name), "alone").advance([row], tokens_of)
+    assert row.encoded_tokens == tokens
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])

@@ -18,9 +18,9 @@ from pipeline_cases import (
     caches_of,
     folder,
     item,
-    loaded,
     outputs_of,
     results_of,
+    served,
     stepped,
     variant,
 )
@@ -52,15 +52,11 @@ def generate(text: Any, count: int = 12, **more: Any) -> dict[str, Any]:
 ITEMS = [
     generate(SHORT),
     item(LONG[:20], "generate", max_new_tokens=25, temperature=0),
-    generate("it", 1),
-    generate(SHORT, repetition_penalty=1.5),
-    generate(SHORT, 20, stop=["e", "zz"]),
-    item(LONG[:9], **GREEDY),
-    item(SHORT, **GREEDY, return_full_text=False),
-    item("it", **GREEDY, stop="a"),
-    generate("once", 20, do_sample=True, top_k=1),
-    item("the", "describe"),
-]
+    generate("it", 1), generate(SHORT, repetition_penalty=1.5),
+    generate(SHORT, 20, stop=["e", "zz"]), item(LONG[:9], **GREEDY),
+    item(SHORT, **GREEDY, return_full_text=False), item("it", **GREEDY, stop="a"),
+    generate("once", 20, do_sample=True, top_k=1), item("the", "describe"),
+]  # fmt: skip
 CHATS = [generate(CHAT), item(CHAT, **GREEDY),
          item([*CHAT, {"role": "assistant", "content": "a"}], **GREEDY)]  # fmt: skip
 
@@ -139,8 +135,6 @@ def test_log_probabilities(model: SteppedPipeline) -> None:
     assert record["generated_text"] == SHORT + row["text"], "in the pipeline's own form, too"
     assert (record["logprobs"], record["finish_reason"]) == (logprobs, row["finish_reason"])
 
-
-def test_tokens_of_log_probabilities_have_texts_and_bytes(model: SteppedPipeline) -> None:
     asked = item(SHORT, "generate", max_new_tokens=30, temperature=3.0, seed=1, logprobs=0)
     [[row]] = results_of(model, [asked])
     parts = [bytes(each.get("bytes", each["token"].encode())) for each in row["logprobs"]]
@@ -161,20 +155,15 @@ def test_penalties_make_repetitions_unlikely() -> None:
     assert usual < count_of(frequency_penalty=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "nothing"),
-    [
-        ("frequency_penalty", 1, 0),
-        ("presence_penalty", 1, 0),
-        ("logit_bias", {"5": 1}, {}),
+def test_whole_texts_take_no_parameters_of_steps() -> None:
+    model = served("gpt2")
+    for name, value, nothing in (
+        ("frequency_penalty", 1, 0), ("presence_penalty", 1, 0), ("logit_bias", {"5": 1}, {}),
         ("logprobs", 2, None),
-    ],
-)
-def test_whole_texts_take_no_parameters_of_steps(name: str, value: object, nothing: object) -> None:
-    model = loaded(folder("gpt2"))
-    with pytest.raises(InvalidInput, match=f"^parameters.{name}: this worker generates whole"):
-        model.predict([item(SHORT, "generate", **{name: value})])
-    assert model.predict([generate(SHORT, **{name: nothing})])
+    ):  # fmt: skip
+        with pytest.raises(InvalidInput, match=f"^parameters.{name}: this worker generates whole"):
+            model.predict([item(SHORT, "generate", **{name: value})])
+        assert model.predict([generate(SHORT, **{name: nothing})])
 
 
 @pytest.mark.parametrize(
@@ -220,12 +209,6 @@ def test_the_cost_of_a_state(model: SteppedPipeline) -> None:
     assert not caches_of(model)
 
 
-def test_invalid_items_are_named(model: SteppedPipeline) -> None:
-    with pytest.raises(InvalidItems) as caught:
-        model.start([SHORT, 5, item("it", "generate", min_p=2), item(CHAT)])
-    assert sorted(caught.value.errors) == [1, 2, 3]
-
-
 def test_what_only_generate_can_do(
     model: SteppedPipeline, defaults: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -251,21 +234,15 @@ def test_what_only_generate_can_do(
     [
         ("prompt_lookup_num_tokens", 2, True),  # takes one prompt at a time
         ("stop_strings", ["e"], True),
-        ("max_time", 60.0, True),
-        ("guidance_scale", 1.5, True),
-        ("bad_words_ids", [[5], [7, 9]], False),
-        ("no_repeat_ngram_size", 2, False),
+        ("max_time", 60.0, True), ("guidance_scale", 1.5, True),
+        ("bad_words_ids", [[5], [7, 9]], False), ("no_repeat_ngram_size", 2, False),
         ("min_new_tokens", 5, False),
     ],
-)
+)  # fmt: skip
 def test_texts_are_as_generation_config_asks(
-    model: SteppedPipeline,
-    defaults: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    option: str,
-    value: Any,
-    is_whole: bool,
-) -> None:
+    model: SteppedPipeline, defaults: Any, monkeypatch: pytest.MonkeyPatch, option: str,
+    value: Any, is_whole: bool,
+) -> None:  # fmt: skip
     monkeypatch.setattr(defaults, option, value)
     items = [generate(SHORT), generate("it"), item("x", **GREEDY)]
     outputs = outputs_of(model, items)
@@ -307,6 +284,9 @@ def test_a_request_that_no_text_can_answer_is_refused_alone(
     with pytest.raises(InvalidItems, match=f"^{message}") as caught:
         model.start([item("it", "generate"), item(inputs, "generate", **parameters)])
     assert list(caught.value.errors) == [1]
+    with pytest.raises(InvalidItems) as caught:
+        model.start([SHORT, 5, item("it", "generate", min_p=2), item(CHAT)])
+    assert sorted(caught.value.errors) == [1, 2, 3], "all that are invalid are named"
 
 
 def test_other_tasks_and_models_without_steps_take_one_step(
@@ -374,12 +354,17 @@ COMPACT = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": F
     ],
 )
 def test_a_form_that_cannot_be_made(
-    model: SteppedPipeline, parameters: dict[str, Any], message: str
-) -> None:
+    model: SteppedPipeline, monkeypatch: pytest.MonkeyPatch, parameters: dict[str, Any],
+    message: str,
+) -> None:  # fmt: skip
     pytest.importorskip("llguidance")
     with pytest.raises(InvalidItems, match=message) as caught:
         model.start(["it", item("it", "generate", **parameters)])
     assert list(caught.value.errors) == [1]
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    needs = r"regex: this service needs llguidance: pip install ll.*structured"
+    with pytest.raises(InvalidItems, match=needs):
+        model.start([item("it", "generate", regex="a")])
 
 
 NAME = {"type": "string", "pattern": "[a-z]+"}
@@ -498,10 +483,3 @@ def test_a_form_that_cannot_go_on_fails_alone(
         if is_done:
             break
     assert model.join_outputs([each for each in outputs if each is not None]) == alone
-
-
-def test_without_the_package(model: SteppedPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    needs = r"regex: this service needs llguidance: pip install ll.*structured"
-    with pytest.raises(InvalidItems, match=needs):
-        model.start([item("it", "generate", regex="a")])

@@ -38,14 +38,28 @@ class Walk:
             self.log += [f"stop {slot}" for slot in orders.stop]
             self.log += [f"kill {slot}" for slot in orders.kill]
 
-    def ready(self, slot: int) -> None:
-        self.supervisor.ready(slot, self.now)
+    def do(self, what: str, *arguments: Any, **named: Any) -> Any:
+        """Tell the supervisor something, and carry out what it orders then."""
+        result = getattr(self.supervisor, what)(*arguments, **named)
         self.obey()
+        return result
 
-    def lose(self, slot: int, loss: Loss = Loss.CRASHED, jitter: float = 0.0) -> bool:
+    def ready(self, slot: int) -> None:
+        self.do("ready", slot, self.now)
+
+    def waits(self, slot: int, *, has_place: bool = False) -> None:
+        """For its place on a cluster."""
+        self.do("waits", slot, has_place=has_place)
+
+    def retires(self, slot: int) -> None:
+        """A worker has no more batches, and ends."""
+        assert self.supervisor.vacant(slot)
+        assert not self.lose(slot), "it was wanted"
+
+    def lose(self, slot: int, loss: Loss = Loss.CRASHED, **more: Any) -> bool:
+        """Whether that was not wanted."""
         del self.places[slot]
-        was_unwanted = self.supervisor.lost(slot, loss, self.now, jitter)
-        self.obey()
+        was_unwanted: bool = self.do("lost", slot, loss, self.now, 0.0, **more)
         return was_unwanted
 
     def pass_time(self) -> None:
@@ -144,8 +158,7 @@ def test_one_that_dies_while_loading_is_tried_three_times() -> None:
 
 def test_renewal_goes_one_by_one_and_the_new_is_ready_before_the_old_ends() -> None:
     walk = Walk(2)
-    generation = walk.supervisor.renew()
-    walk.obey()
+    generation = walk.do("renew")
     assert walk.told() == ["start 2 at 0"]
     walk.ready(2)
     assert walk.told() == ["retire 0"]
@@ -155,8 +168,7 @@ def test_renewal_goes_one_by_one_and_the_new_is_ready_before_the_old_ends() -> N
     assert walk.told() == ["start 3 at 1"]
     assert not walk.supervisor.is_renewed(generation)
     walk.ready(3)
-    assert walk.supervisor.vacant(1)
-    walk.lose(1)
+    walk.retires(1)
     assert walk.supervisor.is_renewed(generation)
     assert walk.supervisor.restarts == 0
 
@@ -164,8 +176,7 @@ def test_renewal_goes_one_by_one_and_the_new_is_ready_before_the_old_ends() -> N
 def test_renewal_gives_failed_places_another_chance() -> None:
     walk = Walk(max_restarts=0)
     walk.lose(0)
-    walk.supervisor.renew()
-    walk.obey()
+    walk.do("renew")
     assert walk.told() == ["start 1 at 0"]
     assert not walk.supervisor.is_broken
 
@@ -173,18 +184,12 @@ def test_renewal_gives_failed_places_another_chance() -> None:
 # -- renewal beside workers that wait for a place on a cluster
 
 
-def waiting(walk: Walk, slot: int, *, has_place: bool = False) -> None:
-    walk.supervisor.waits(slot, has_place=has_place)
-    walk.obey()
-
-
 def test_renewal_goes_on_beside_one_that_waits_for_its_place() -> None:
     walk = Walk(2, ready=False)
     walk.ready(0)
-    generation = walk.supervisor.renew()
-    walk.obey()
+    generation = walk.do("renew")
     assert walk.told()[2:] == [], "that one may be loading, so far as is known"
-    waiting(walk, 1)
+    walk.waits(1)
     assert walk.told() == ["start 2 at 0"]
     assert not walk.supervisor.is_renewed(generation)
     walk.ready(2)
@@ -192,7 +197,7 @@ def test_renewal_goes_on_beside_one_that_waits_for_its_place() -> None:
     assert not walk.supervisor.is_renewed(generation)
     walk.lose(0)
     assert walk.supervisor.is_renewed(generation)
-    waiting(walk, 1, has_place=True)
+    walk.waits(1, has_place=True)
     assert not walk.supervisor.is_renewed(generation), "it loads now"
     walk.ready(1)
     assert walk.told() == ["retire 0"], "it is new, and stays"
@@ -203,36 +208,30 @@ def test_the_place_that_a_renewal_leaves_may_go_to_one_that_waited() -> None:
     walk = Walk(3, ready=False)
     for slot in (0, 1):
         walk.ready(slot)
-    waiting(walk, 2)
-    generation = walk.supervisor.renew(overlap=False)
-    walk.obey()
-    walk.supervisor.vacant(0)
-    walk.lose(0)
+    walk.waits(2)
+    generation = walk.do("renew", overlap=False)
+    walk.retires(0)
     assert walk.told()[3:] == ["retire 0", "start 3 at 0"]
-    waiting(walk, 2, has_place=True)
-    waiting(walk, 3)
+    walk.waits(2, has_place=True)
+    walk.waits(3)
     assert walk.told() == [], "never two fewer"
     assert not walk.supervisor.is_renewed(generation)
     walk.ready(2)
     assert walk.told() == ["retire 1"]
-    walk.supervisor.vacant(1)
-    walk.lose(1)
+    walk.retires(1)
     assert walk.told() == ["start 4 at 1"]
     walk.ready(4)
     assert walk.told() == ["retire 2"], "it may have loaded before the renewal"
-    walk.supervisor.vacant(2)
-    walk.lose(2)
+    walk.retires(2)
     walk.ready(5)
     assert walk.supervisor.is_renewed(generation)
 
 
 def test_a_renewal_waits_for_the_successor_of_one_that_it_has_ended() -> None:
     walk = Walk(2)
-    generation = walk.supervisor.renew(overlap=False)
-    walk.obey()
-    walk.supervisor.vacant(0)
-    walk.lose(0)
-    waiting(walk, 2)
+    generation = walk.do("renew", overlap=False)
+    walk.retires(0)
+    walk.waits(2)
     assert walk.told() == ["retire 0", "start 2 at 0"], "or nobody would serve in the end"
     assert not walk.supervisor.is_renewed(generation)
 
@@ -245,12 +244,10 @@ def exchanged_beside_another() -> tuple[Walk, int]:
     walk = Walk(3, ready=False)
     for slot in (0, 1):
         walk.ready(slot)
-    waiting(walk, 2)
-    generation = walk.supervisor.renew(overlap=False)
-    walk.obey()
-    walk.supervisor.vacant(0)
-    walk.lose(0)
-    waiting(walk, 2, has_place=True)
+    walk.waits(2)
+    generation = walk.do("renew", overlap=False)
+    walk.retires(0)
+    walk.waits(2, has_place=True)
     walk.ready(2)
     assert walk.told()[3:] == ["retire 0", "start 3 at 0"]
     return walk, generation
@@ -266,7 +263,7 @@ def test_one_that_is_ready_elsewhere_does_not_end_an_exchange() -> None:
 
 def test_one_that_is_ready_stands_in_for_one_of_which_it_is_heard_later_that_it_waits() -> None:
     walk, _ = exchanged_beside_another()
-    waiting(walk, 3)
+    walk.waits(3)
     assert walk.told() == ["retire 1"]
 
 
@@ -275,54 +272,44 @@ def test_one_that_is_ready_stands_in_for_one_of_which_it_is_heard_later_that_it_
 
 def test_one_that_still_retires_is_kept_if_more_are_wanted_again() -> None:
     walk = Walk(3)
-    walk.supervisor.want(1)
-    walk.obey()
-    walk.supervisor.vacant(1)
-    walk.lose(1)
+    walk.do("want", 1)
+    walk.retires(1)
     walk.told()
-    walk.supervisor.want(3)
-    walk.obey()
+    walk.do("want", 3)
     assert walk.told() == ["start 3 at 1", "keep 2"]
     assert not walk.supervisor.vacant(2)
     walk.ready(3)
-    walk.supervisor.want(2)
-    walk.obey()
+    walk.do("want", 2)
     assert walk.told() == ["retire 2"]
 
 
-_WHY = ["renewed", "condemned", "condemned while it retires", "winding down", "succeeded"]
-
-
-@pytest.mark.parametrize("why", _WHY)
+@pytest.mark.parametrize(
+    "why", ["renewed", "condemned", "condemned while it retires", "winding down", "succeeded"]
+)
 def test_one_that_retires_for_another_reason_is_not_kept(why: str) -> None:
     walk = Walk(2)
-    if why == "renewed":
-        walk.supervisor.renew(overlap=False)
-    elif why == "condemned":
-        walk.supervisor.condemn(0, walk.now, 0.0)
-    elif why == "condemned while it retires":
-        walk.supervisor.want(1)
-        walk.obey()
-        assert not walk.supervisor.condemn(1, walk.now, 0.0)
-    elif why == "winding down":
-        walk.supervisor.want(1)
-        walk.obey()
-        walk.supervisor.wind_down()
-    else:
-        walk.supervisor.renew()
-        walk.obey()
-        walk.ready(2)
-    walk.obey()
+    match why:
+        case "renewed":
+            walk.do("renew", overlap=False)
+        case "condemned":
+            walk.do("condemn", 0, walk.now, 0.0)
+        case "condemned while it retires":
+            walk.do("want", 1)
+            assert not walk.do("condemn", 1, walk.now, 0.0)
+        case "winding down":
+            walk.do("want", 1)
+            walk.do("wind_down")
+        case "succeeded":
+            walk.do("renew")
+            walk.ready(2)
     walk.supervisor.want(1)
-    walk.supervisor.want(2)
-    walk.obey()
+    walk.do("want", 2)
     assert not [line for line in walk.told() if line.startswith("keep")]
 
 
 def test_scaling_down_stops_those_that_still_load() -> None:
     walk = Walk(2, ready=False)
-    walk.supervisor.scale(1)
-    walk.obey()
+    walk.do("scale", 1)
     assert walk.told()[2:] == ["stop 1"]
     walk.lose(1, Loss.DIED_STARTING)
     assert walk.states() == {"starting": 1}
@@ -332,8 +319,7 @@ def test_scaling_gives_failed_places_another_chance_and_keeps_who_stands_in() ->
     walk = Walk(2, max_restarts=0)
     walk.lose(0)
     assert walk.states() == {"ready": 1, "failed": 1}
-    walk.supervisor.scale(1)
-    walk.obey()
+    walk.do("scale", 1)
     assert walk.told() == ["start 2 at 0"], "and worker 1 goes on"
     walk.ready(2)
     assert walk.told() == ["retire 1"]
@@ -344,8 +330,7 @@ def test_who_only_stands_in_is_not_replaced() -> None:
     walk.lose(0)
     walk.lose(2, Loss.DIED_STARTING)
     walk.supervisor.scale(1)
-    walk.supervisor.renew()
-    walk.obey()
+    walk.do("renew")
     assert walk.states() == {"ready": 1, "backing off": 1}
     assert walk.told() == ["start 2 at 0"]
 
@@ -361,9 +346,7 @@ def test_one_that_is_ended_since_it_is_slow_takes_no_batches() -> None:
 def test_pauses_begin_anew_when_it_is_known_who_was_at_fault() -> None:
     walk = Walk()
     for slot in range(20):
-        del walk.places[slot]
-        walk.supervisor.lost(slot, Loss.CRASHED, 0.0, 0.0, was_busy=True, is_explained=True)
-        walk.obey()
+        walk.lose(slot, was_busy=True, is_explained=True)
         assert walk.places == {slot + 1: 0}, "started at once"
         walk.ready(slot + 1)
 
@@ -400,7 +383,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data(), has_place=st.booleans())
     def waits(self, data: st.DataObject, has_place: bool) -> None:
         slot = data.draw(st.sampled_from(sorted(self.walk.places)))
-        waiting(self.walk, slot, has_place=has_place)
+        self.walk.waits(slot, has_place=has_place)
 
     @precondition(lambda self: self.walk.places)
     @rule(
@@ -418,13 +401,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(worker_num=st.integers(1, 4))
     def scale(self, worker_num: int) -> None:
-        self.supervisor.scale(worker_num)
-        self.walk.obey()
+        self.walk.do("scale", worker_num)
 
     @rule(overlap=st.sampled_from([True, False, "auto"]))
     def renew(self, overlap: Any) -> None:
-        self.supervisor.renew(overlap)
-        self.walk.obey()
+        self.walk.do("renew", overlap)
 
     @precondition(lambda self: self.supervisor.due < math.inf)
     @rule()
@@ -450,8 +431,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "walk"):
             return
-        generation = self.supervisor.renew()
-        self.walk.obey()
+        generation = self.walk.do("renew")
         for _ in range(200):
             for slot in self.loading:
                 self.walk.ready(slot)

@@ -37,9 +37,6 @@ def pair(text: Any, other: Any, **parameters: Any) -> dict[str, Any]:
     return item({"text": text, "text_pair": other}, "rerank", **parameters)
 
 
-# -- pairs
-
-
 def test_pairs_are_scored_as_by_sentence_transformers(ranker: PipelineModel) -> None:
     from sentence_transformers import CrossEncoder
 
@@ -60,26 +57,19 @@ def test_a_long_pair_loses_tokens_of_its_longer_text(ranker: PipelineModel) -> N
     assert left_out["score"] != pytest.approx(right["score"], abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "says"),
-    [
+def test_what_is_no_pair_or_goes_to_a_model_of_several_labels_is_refused(
+    ranker: PipelineModel,
+) -> None:
+    for inputs, says in (
         ("a", 'inputs: must be {"text": ..., "text_pair": ...}'),
         ({"text": "a"}, 'inputs: must be {"text": ..., "text_pair": ...}'),
         ({"text": "a", "text_pair": ""}, "inputs.text_pair: '' is empty"),
         ({"text": 3, "text_pair": "a"}, "inputs.text: must be a string"),
-    ],
-)
-def test_what_is_no_pair(ranker: PipelineModel, inputs: Any, says: str) -> None:
-    assert refusal(ranker, item(inputs, "rerank")).startswith(says)
-
-
-def test_only_models_of_one_label_rank() -> None:
+    ):
+        assert refusal(ranker, item(inputs, "rerank")).startswith(says)
     model = served("classifier")
     assert "rerank" not in model.description["operations"]
     assert "cannot 'rerank'" in refusal(model, pair("a", "b"))
-
-
-# -- log probabilities
 
 
 def test_scores_are_the_models(tmp_path: Path) -> None:
@@ -125,9 +115,6 @@ def test_models_whose_prompts_have_a_prefix_score_nothing(tmp_path: Path) -> Non
     assert model.description["operations"] == ["predict", "generate", "tokenize", "decode"]
 
 
-# -- tokens
-
-
 def test_tokens_are_the_tokenizers(generator: PipelineModel) -> None:
     text = "The s\u00fcn \U0001f31e"
     tokenizer = generator.model.tokenizer
@@ -147,10 +134,7 @@ def test_what_is_no_token_is_refused(generator: PipelineModel, do: str, wrong: A
     assert "not a token of the model; its tokens are whole numbers from 0 to 319" in refusal(
         generator, item([1, wrong], do)
     )
-
-
-def test_predict_takes_no_tokens_where_its_form_has_the_text(generator: PipelineModel) -> None:
-    assert refusal(generator, item([1, 2], "predict")).startswith("inputs: ")
+    assert refusal(generator, item([1, 2])).startswith("inputs: "), "its form has the text"
 
 
 def test_a_tokenizer_of_characters_knows_no_places(tmp_path: Path) -> None:

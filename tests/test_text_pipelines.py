@@ -67,12 +67,9 @@ MIXED: list[tuple[str, str, list[tuple[Any, dict[str, Any]]]]] = [
 @pytest.mark.parametrize("how", ["as loaded", "in buckets", "another tokenizer"])
 @pytest.mark.parametrize(("name", "task", "batch"), MIXED, ids=lambda value: str(value)[:24])
 def test_a_batch_of_mixed_parameters_is_as_one_by_one(
-    name: str,
-    task: str,
-    batch: list[tuple[Any, dict[str, Any]]],
-    how: str,
+    name: str, task: str, batch: list[tuple[Any, dict[str, Any]]], how: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     model = served(name, task)
     items = [item(inputs, **parameters) for inputs, parameters in batch]
     if task == "feature-extraction":
@@ -98,19 +95,14 @@ def test_a_batch_of_mixed_parameters_is_as_one_by_one(
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        {"problem_type": "single_label_classification"},
-        {"problem_type": "multi_label_classification"},
-        {"problem_type": "regression"},
-        {},  # of one label
-    ],
-    ids=str,
+    "kind", ["single_label_classification", "multi_label_classification", "regression", "one label"]
 )
 def test_scores_of_each_kind_of_classifier_are_those_of_the_pipeline(
-    tmp_path: Path, config: dict[str, Any]
+    tmp_path: Path, kind: str
 ) -> None:
-    source = variant("classifier" if config else "cross_encoder", tmp_path, **config)
+    source = folder("cross_encoder")
+    if kind != "one label":
+        source = variant("classifier", tmp_path, problem_type=kind)
     model, alone = loaded(source), reference(source, "text-classification")
     for parameters in ({}, {"top_k": 2}, {"function_to_apply": "sigmoid"}):
         wanted = [plain(alone(text, **parameters)) for text in (SHORT, LONG)]
@@ -203,9 +195,6 @@ def test_truncation_of_one_text_does_not_cut_others() -> None:
     assert together[0]["embedding"] != together[2]["embedding"]
     for one, output in zip(items, together, strict=True):
         assert_close(model.predict([one]), [output])
-
-
-# Tokenizers
 
 
 def metaspace() -> Any:

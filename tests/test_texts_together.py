@@ -27,11 +27,8 @@ GREEDY = {"max_new_tokens": 6, "do_sample": False}
 class Watched(SteppedPipeline):
     """Takes its first step when so many texts have started, and counts what it computes.
 
-    Attributes:
-        tokens: that each step has computed, padding included.
-        prompts: the second token of each prompt that was computed: the first may be padding.
-        ends: how many steps were taken at the end of each text.
-        reads: how many inputs the encoder has read.
+    That is the tokens of each step, padding included; the second token of each prompt, since the
+    first may be padding; how many steps each text took; and how many inputs the encoder has read.
     """
 
     expected = 1

@@ -15,7 +15,7 @@ import pytest
 import trustme
 
 from command_line import error_of
-from http_in_process import ASGIBridge, StubClient, in_still_time, settled
+from http_in_process import ASGIBridge, asking, in_still_time, post
 from serve_process import Serving, until
 
 pytestmark = [pytest.mark.no_gevent, pytest.mark.xdist_group("tls")]
@@ -25,14 +25,7 @@ PASSWORD = "SERVICE_STREAMER_SSL_KEYFILE_PASSWORD"
 
 
 class Files:
-    """The certificates of a service, and of a client.
-
-    Attributes:
-        ca: the authority.
-        cert, key: files of the service.
-        authority: the file of the authority.
-        client: the file of a client's certificate with its key.
-    """
+    """The certificates of an authority, of a service, and of a client with its key."""
 
     def __init__(self, folder: Path) -> None:
         self.ca = trustme.CA()
@@ -79,12 +72,6 @@ def service(files: Files) -> Iterator[Serving]:
         yield service
 
 
-def address(service: Serving) -> tuple[str, int]:
-    url = httpx.URL(service.url)
-    assert url.port is not None
-    return url.host, url.port
-
-
 def names(service: Serving, files: Files) -> set[str]:
     """Those of the certificate that a new connection gets."""
     with (
@@ -119,21 +106,18 @@ async def test_application_knows_the_scheme(is_secure: bool, scheme: bytes) -> N
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": scope["scheme"].encode()})
 
-    client = StubClient(ASGIBridge(app), is_secure=is_secure)
-    client.send(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
-    await settled()
-    client.leave()
+    request = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+    client = await asking(ASGIBridge(app), request, is_secure=is_secure)
     assert client.received.endswith(b"\r\n\r\n" + scheme)
 
 
 def test_client_is_cut_when_it_does_not_read_over_tls(service: Serving, files: Files) -> None:
     body = b'{"inputs": "%b"}' % (b"x" * (12 << 20))
-    head = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
-        sock.connect(address(service))
+        sock.connect(service.address)
         with files.context().wrap_socket(sock, server_hostname="127.0.0.1") as secure:
-            secure.sendall(head + body)
+            secure.sendall(post(body, path=b"/predict"))
             until(lambda: "of an answer unread" in service.log())
     assert names(service, files), "others are served"
 
@@ -150,22 +134,16 @@ def test_old_protocols_are_refused(service: Serving, files: Files) -> None:
 @pytest.mark.parametrize(
     "sent", [b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", b"\x16\x03\x01\x00\x00", b"\0" * 100, b""]
 )
-def test_connection_without_tls_is_dropped_quietly(
-    service: Serving, files: Files, sent: bytes
-) -> None:
+def test_connection_without_tls_is_dropped(service: Serving, files: Files, sent: bytes) -> None:
     before = service.log()
     with service.connect() as sock:
+        assert names(service, files), "it does not hold up others"
         sock.sendall(sent)
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(1024):
             pass
     assert names(service, files), "others are served"
     assert service.log() == before
-
-
-def test_slow_handshakes_do_not_hold_up_others(service: Serving, files: Files) -> None:
-    with service.connect(), service.connect():
-        assert names(service, files)
 
 
 def status_of_health(connection: http.client.HTTPSConnection) -> int:
@@ -175,14 +153,12 @@ def status_of_health(connection: http.client.HTTPSConnection) -> int:
     return response.status
 
 
-def test_certificate_is_replaced_when_its_file_is_renewed_and_kept_when_that_is_unusable(
-    tmp_path: Path,
-) -> None:
+def test_certificate_is_replaced_when_its_file_is_renewed_and_usable(tmp_path: Path) -> None:
     files = Files(tmp_path)
     with Serving(KINDS, *files.arguments, "--web-workers", "2") as service:
         until(lambda: service.predict(1).status_code == 200)
         service.await_web_processes(2)
-        kept = http.client.HTTPSConnection(*address(service), context=files.context())
+        kept = http.client.HTTPSConnection(*service.address, context=files.context())
         with contextlib.closing(kept):
             assert status_of_health(kept) == 200
             assert names(service, files) == {"first.test"}
@@ -218,9 +194,6 @@ def test_client_needs_a_certificate_of_the_authority(files: Files, tmp_path: Pat
                 client.post("/predict", json={"inputs": 2})
         assert service.log().count("POST /predict") == 1
         assert "Traceback" not in service.log()
-
-
-# -- files that are wrong
 
 
 def refused(*arguments: str, **variables: str) -> str:

@@ -104,9 +104,7 @@ def test_a_call_is_a_child_of_the_span_it_is_made_in_and_linked_to_its_batch(spa
     assert call.end_time == batch.end_time
 
 
-def test_calls_of_many_kinds_share_a_batch_and_only_those_in_spans_are_traced(
-    spans: Spans, gate: Gate
-) -> None:
+def test_calls_share_a_batch_and_only_those_in_spans_are_traced(spans: Spans, gate: Gate) -> None:
     async def ask() -> list[Any]:
         with spans.tracer.start_as_current_span("task"):
             return await streamer.apredict(["c"])
@@ -226,10 +224,7 @@ def test_spans_of_streams_end_however_these_end(spans: Spans) -> None:
 def test_spans_of_a_stream_say_that_its_worker_died(spans: Spans) -> None:
     with Streamer(Resumed, 1, retry=False) as streamer:
         trace_batches(streamer, spans.provider)
-        with (
-            spans.tracer.start_as_current_span("request"),
-            pytest.raises(WorkerLost),
-        ):
+        with spans.tracer.start_as_current_span("request"), pytest.raises(WorkerLost):
             list(streamer.stream({"n": 9, "kill_at": 3}))
     (lost,) = steps(spans)
     assert lost[:3] == (2, None, 1)
@@ -249,9 +244,7 @@ def test_spans_of_a_stream_say_that_its_worker_died(spans: Spans) -> None:
     assert whole == (3000, None, 1, "")
 
 
-def test_only_streamers_with_batches_of_their_own_are_traced(
-    shared: Callable[..., Streamer],
-) -> None:
+def test_only_streamers_that_have_batches_are_traced(shared: Callable[..., Streamer]) -> None:
     with pytest.raises(TypeError, match="a object does not see the batches of its calls"):
         trace_batches(object())  # type: ignore[arg-type]
     streamer = shared(models.double)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,11 +15,12 @@ import pytest
 import fastapi_example
 from cases import long_cases
 from conftest import await_that
+from example_programs import ADDRESS, BIRTHDAY, Program, why_it_ended
 from http_errors import MAX_BODY
 from pools import command as pool_command
 from pools import pool_names
-from test_examples import BIRTHDAY, ROOT, TIMEOUT, environment
-from test_redis_examples import HOST, Program, children, command_line
+from serve_process import children, workers
+from test_redis_examples import HOST
 
 pytestmark = pytest.mark.xdist_group("web-examples")
 
@@ -31,7 +29,7 @@ MARYS = "Mary had a little lamb,\nIts fleece was white as snow,"
 GUNICORN = ("-m", "gunicorn", "--chdir", "example", "--bind", "127.0.0.1:0", "--no-control-socket")
 UVICORN_WORKER = ("-k", "uvicorn_worker.UvicornWorker")
 
-#: How its users start each example, and what it has said when it is there.
+#: How its users start each example.
 COMMANDS = {
     "fastapi": ("example/fastapi_example.py", "--port", "0"),
     "fastapi, uvicorn": (
@@ -44,7 +42,6 @@ COMMANDS = {
     "django, gunicorn": (*GUNICORN, *UVICORN_WORKER, "django_example:asgi"),
     "django, wsgi": (*GUNICORN, "--threads", "8", "django_example:application"),
 }
-ADDRESS = r"(?:serving on|running on|Listening at:) http://127\.0\.0\.1:(\d+) "
 
 #: Of each framework: where to ask, what, and the answer.
 QUESTIONS: dict[str, tuple[str, str, Any]] = {
@@ -76,26 +73,13 @@ BAD_TEXTS: dict[str, tuple[bytes, int, str]] = {
 }
 
 
-def start(name: str, url: str = "", **variables: str) -> Program:
+def start(name: str, **variables: str) -> Program:
     """Starts an example; it serves, but its model may not have been loaded yet."""
-    program = Program(COMMANDS[name], ADDRESS, url, PYTHONUNBUFFERED="1", **variables)
-    address = re.search(ADDRESS, program.output)
-    assert address
-    program.port = int(address[1])
-    return program
+    return Program(*COMMANDS[name], ready=ADDRESS, PYTHONUNBUFFERED="1", **variables)
 
 
-def ask(program: Program, path: str, body: bytes | str | None = None) -> tuple[int, Any]:
-    method = "GET" if body is None else "POST"
-    content = body.encode() if isinstance(body, str) else body
-    with program.connect() as connection:
-        connection.request(method, path, content, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        text = response.read().decode()
-        if response.status == 413:  # the framework's own words
-            return 413, {"error": text}
-        assert response.headers["Content-Type"] == "application/json", text
-        return response.status, json.loads(text)
+def ask(program: Program, path: str, body: bytes | str) -> tuple[int, Any]:
+    return program.post(path, body, "application/json")
 
 
 def check_stream(program: Program, path: str) -> None:
@@ -129,28 +113,23 @@ def check_answer(name: str, status: int, answer: Any) -> None:
 
 # Real servers
 
-LONG = long_cases("starlette", "django")
 
-
-@pytest.fixture(scope="module", params=["fastapi", *LONG])
-def service(request: pytest.FixtureRequest) -> Iterator[Program]:
-    program = start(request.param)
-    program.name = request.param  # type: ignore[attr-defined]
-    yield program
-    program.stop()
-
-
-@pytest.fixture
-def name(service: Program) -> str:
-    name: str = service.name  # type: ignore[attr-defined]
+@pytest.fixture(scope="module", params=["fastapi", *long_cases("starlette", "django")])
+def name(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
     return name
 
 
+@pytest.fixture(scope="module")
+def service(name: str) -> Iterator[Program]:
+    with Program(*COMMANDS[name], PYTHONUNBUFFERED="1") as program:
+        yield program
+
+
 def test_service_says_what_to_try(service: Program) -> None:
-    line = service.stdout.readline()
-    assert line.startswith(f"curl http://127.0.0.1:{service.port}/"), line
-    command = ["bash", "-c", line.strip() + " --silent --fail"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert service.curl.startswith(f"curl http://127.0.0.1:{service.port}/")
+    command = ["bash", "-c", f"{service.curl} --silent --fail"]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run
     assert "lamb" in run.stdout or "you" in run.stdout
 
@@ -173,7 +152,7 @@ def test_bad_input_is_refused(service: Program, name: str) -> None:
 
 
 def test_other_paths_and_methods_are_refused(service: Program, name: str) -> None:
-    assert ask(service, "/nothing")[0] == 404
+    assert service.ask("GET", "/nothing")[0] == 404
     with service.connect() as connection:
         connection.request("DELETE", QUESTIONS[name][0])
         response = connection.getresponse()
@@ -184,24 +163,13 @@ def test_other_paths_and_methods_are_refused(service: Program, name: str) -> Non
 
 def test_web_process_has_no_torch_and_survives_its_worker(service: Program, name: str) -> None:
     path, body, _ = QUESTIONS[name]
-    with open(f"/proc/{service.process.pid}/maps") as maps:
-        assert "libtorch" not in maps.read()
-    assert ask(service, "/health") == (200, {"status": "ready"})
+    assert not service.has_torch()
+    assert service.ask("GET", "/health") == (200, {"status": "ready"})
     (worker,) = workers(service.process.pid)
     os.kill(worker, signal.SIGKILL)
     await_that(lambda: worker not in (found := workers(service.process.pid)) and found)
-    await_that(lambda: ask(service, "/health")[1] == {"status": "ready"})
+    await_that(lambda: service.ask("GET", "/health")[1] == {"status": "ready"})
     check_answer(name, *ask(service, path, body))
-
-
-def workers(pid: int) -> list[int]:
-    """The worker processes of a web process that are there."""
-    found = []
-    for child in children(pid):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            if b"spawn_main" in command_line(child):
-                found.append(child)
-    return found
 
 
 def test_fastapi_documents_itself() -> None:
@@ -212,31 +180,27 @@ def test_fastapi_documents_itself() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in COMMANDS if "," in name])
 def test_web_servers_that_import_an_example(name: str) -> None:
-    program = start(name)
-    try:
-        framework = name.partition(",")[0]
-        path, body, _ = QUESTIONS[framework]
+    framework = name.partition(",")[0]
+    path, body, _ = QUESTIONS[framework]
+    with start(name) as program:
         check_answer(framework, *ask(program, path, body))
-        assert ask(program, "/health") == (200, {"status": "ready"})
+        assert program.ask("GET", "/health") == (200, {"status": "ready"})
         if framework == "fastapi":
             check_stream(program, "/generate/stream")
         else:
             check_stream(program, "/draw/sync" if "wsgi" in name else "/draw")
-    except BaseException:
-        program.kill()
-        raise
-    # uvicorn's own command ends by SIGTERM when SIGTERM has ended it.
-    program.stop(signal.SIGINT if "uvicorn" in name else signal.SIGTERM)
+        if "uvicorn" in name:  # its own command ends by SIGTERM when SIGTERM has ended it
+            program.ends_by = signal.SIGINT
 
 
 @pytest.mark.long
 def test_processes_of_gunicorn_share_a_model_over_redis(redis_server: str, prefix: str) -> None:
-    command = (*HOST, "--model", "generation_model:ManagedGenerationModel")
-    host = Program(command, " is ready$", redis_server, REDIS_PREFIX=prefix)
-    with contextlib.ExitStack() as stack:
-        stack.callback(host.stop)
-        web = start("fastapi, gunicorn", redis_server, REDIS_PREFIX=prefix, WEB_CONCURRENCY="2")
-        stack.callback(web.stop)
+    place = {"REDIS_URL": redis_server, "REDIS_PREFIX": prefix}
+    model = ("--model", "generation_model:ManagedGenerationModel")
+    with (
+        Program(*HOST, *model, ready=" is ready$", **place),
+        start("fastapi, gunicorn", **place, WEB_CONCURRENCY="2") as web,
+    ):
         path, body, _ = QUESTIONS["fastapi"]
         for _ in range(8):
             check_answer("fastapi", *ask(web, path, body))
@@ -252,27 +216,17 @@ def test_processes_of_gunicorn_share_a_model_over_redis(redis_server: str, prefi
 )
 def test_processes_of_gunicorn_share_a_model_by_the_name_of_a_pool(name: str) -> None:
     framework = name.partition(",")[0]
-    web = start(name, POOL="web", WEB_CONCURRENCY="3")
-    try:
+    with start(name, POOL="web", WEB_CONCURRENCY="3") as web:
         path, body, _ = QUESTIONS["django, sync" if "wsgi" in name else framework]
         for _ in range(8):
             check_answer(framework, *ask(web, path, body))
         # No models of their own; the last of them may not have been forked yet.
         await_that(lambda: [*map(children, children(web.process.pid))] == [[], [], []])
-    except BaseException:
-        web.kill()
-        raise
-    web.stop()
     for pool in pool_names():  # without its linger
         pool_command("stop", pool, "--now")
 
 
 @pytest.mark.parametrize("example", ["fastapi", *long_cases("starlette", "django")])
 def test_missing_model_is_named_in_a_line(example: str) -> None:
-    command = [sys.executable, *COMMANDS[example], "--model", "no/such/folder"]
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
-    )
-    assert run.returncode == 1, run
-    assert run.stdout == ""
-    assert "no/such/folder" in run.stderr.splitlines()[-1]
+    said = why_it_ended(*COMMANDS[example], "--model", "no/such/folder")
+    assert "no/such/folder" in said.splitlines()[-1]

@@ -46,9 +46,7 @@ def test_auto_is_as_many_web_processes_as_the_cores_allow(
     assert [each.options.web_workers for each in service.models] == [count]
 
 
-def test_auto_counts_the_workers_of_all_models_here(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_auto_counts_workers_of_all_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     have_cores(monkeypatch, 8)
     path = tmp_path / "service.toml"
     here = "".join(
@@ -123,32 +121,32 @@ def test_range_of_workers_is_on_the_page_and_in_scrapes() -> None:
 class Viewing(WebApplication):
     """Has viewers of its live figures."""
 
-    def view(self, count: int, *, after: Callable[[], bool]) -> list[list[dict[str, Any]]]:
-        """The snapshots that they see until the service ends.
+    def view(self, count: int, others: Others) -> tuple[list[list[dict[str, Any]]], httpx.Response]:
+        """The snapshots that they see until the service ends, and the answer to one more viewer."""
 
-        Args:
-            after: whether it may end, at some time.
-        """
-
-        async def main() -> list[Any]:
+        async def main() -> tuple[list[Any], Any]:
             viewers = [asyncio.create_task(self.client.get("/events")) for _ in range(count)]
-            while not after():
+            while not others.questions:
                 await asyncio.sleep(0)
             for _ in range(20):  # more steps than each of them has before it waits
                 await asyncio.sleep(0)
+            one_more = asyncio.create_task(self.client.get("/events"))
+            for _ in range(20):
+                await asyncio.sleep(0)
             self.service.stop()
-            return await asyncio.gather(*viewers)
+            return await asyncio.gather(*viewers), await one_more
 
+        seen, one_more = self.run(main())
         return [
             [json.loads(line[6:]) for line in each.text.splitlines() if line.startswith("data: ")]
-            for each in self.run(main())
-        ]
+            for each in seen
+        ], one_more
 
 
 def test_viewers_that_come_at_once_share_the_snapshots() -> None:
     others = Others(lambda _: {})
     with Viewing(siblings=others) as application:
-        first, *rest = application.view(8, after=lambda: others.questions > 0)
+        (first, *rest), _ = application.view(8, others)
     assert others.questions == 2, "at once, and when the service ends"
     assert len(first) == 2
     assert all(each == first for each in rest)
@@ -156,20 +154,8 @@ def test_viewers_that_come_at_once_share_the_snapshots() -> None:
 
 def test_viewers_are_only_so_many() -> None:
     others = Others(lambda _: {})
-
-    async def main() -> httpx.Response:
-        viewers = [asyncio.create_task(application.client.get("/events")) for _ in range(64)]
-        while not others.questions:
-            await asyncio.sleep(0)
-        for _ in range(20):  # so all of them have begun
-            await asyncio.sleep(0)
-        refused = await application.client.get("/events")
-        application.service.stop()
-        await asyncio.gather(*viewers)
-        return refused
-
-    with WebApplication(siblings=others) as application:
-        refused = application.run(main())
+    with Viewing(siblings=others) as application:
+        _, refused = application.view(64, others)
     assert refused.status_code == 503
     assert "retry-after" in refused.headers
     assert "live figures" in refused.json()["error"]["message"]
@@ -183,7 +169,7 @@ def test_viewers_get_the_next_snapshot_when_one_fails() -> None:
 
     others = Others(answer)
     with Viewing(siblings=others) as application:
-        [[only]] = application.view(1, after=lambda: others.questions > 0)
+        [[only]], _ = application.view(1, others)
     assert only["web_processes"] == 1
 
 
@@ -199,7 +185,7 @@ def test_a_process_that_begins_anew_counts_from_nothing(again: bytes) -> None:
 
     others = Others(answer)
     with Viewing(siblings=others) as application:
-        [[before, now]] = application.view(1, after=lambda: others.questions > 0)
+        [[before, now]], _ = application.view(1, others)
     assert (before["totals"]["answered"], now["totals"]["answered"]) == (1010, 20)
     assert now["rate"] > 0, "the 1000 of before are not taken away"
 
@@ -251,31 +237,27 @@ def test_a_metric_of_a_process_and_of_the_pool_is_there_once() -> None:
 class Sharing(ThreadedStreamer):
     """Seems to share a pool, and counts the questions to it; they wait for ``may_answer``."""
 
-    pool_client: Any = SimpleNamespace(pool_pid=1)
-    questions = 0
-    error: Exception | None = None
-    may_answer = threading.Event()
+    pool_client: Any = None  # a property otherwise
+
+    def __init__(self, model: Any) -> None:
+        self.pool_client = SimpleNamespace(pool_pid=1)
+        self.questions = 0
+        self.error: Exception | None = None
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        super().__init__(model)
 
     def stats(self) -> Any:
-        type(self).questions += 1
+        self.questions += 1
         self.may_answer.wait()
         if self.error is not None:
             raise self.error
         return super().stats()
 
 
-@pytest.fixture
-def sharing() -> type[Sharing]:
-    class Mine(Sharing):
-        pool_client = SimpleNamespace(pool_pid=1)
-        may_answer = threading.Event()
-
-    Mine.may_answer.set()
-    return Mine
-
-
-def test_a_pool_is_asked_once_for_all_who_look_at_it(sharing: type[Sharing]) -> None:
+def test_a_pool_is_asked_once_for_all_who_look_at_it() -> None:
     async def main() -> None:
+        sharing = application.streamer
         sharing.may_answer.clear()
         before = sharing.questions
         looks = [application.client.get("/health/ready") for _ in range(8)]
@@ -288,19 +270,21 @@ def test_a_pool_is_asked_once_for_all_who_look_at_it(sharing: type[Sharing]) -> 
         assert {each.status_code for each in await looking} == {200}
         assert sharing.questions == before + 1
 
-    with WebApplication(kind=sharing) as application:
+    with WebApplication(kind=Sharing) as application:
         application.run(main())
 
 
-def test_a_pool_is_asked_again_after_some_time(sharing: type[Sharing]) -> None:
-    with WebApplication(kind=sharing) as application:
+def test_a_pool_is_asked_again_after_some_time() -> None:
+    with WebApplication(kind=Sharing) as application:
+        sharing = application.streamer
         before = sharing.questions
         while sharing.questions < before + 2:
             assert application.get("/health/ready").status_code == 200
 
 
-def test_a_pool_that_did_not_answer_is_asked_again_at_once(sharing: type[Sharing]) -> None:
-    with WebApplication(kind=sharing) as application:
+def test_a_pool_that_did_not_answer_is_asked_again_at_once() -> None:
+    with WebApplication(kind=Sharing) as application:
+        sharing = application.streamer
         sharing.error = PredictTimeout("no answer")
         while application.get("/health/ready").status_code == 200:
             """What it said some time ago may still be used."""
@@ -310,9 +294,10 @@ def test_a_pool_that_did_not_answer_is_asked_again_at_once(sharing: type[Sharing
         assert sharing.questions == before + 1
 
 
-def test_a_pool_that_is_not_there_is_not_waited_for(sharing: type[Sharing]) -> None:
+def test_a_pool_that_is_not_there_is_not_waited_for() -> None:
     """A question waits for the next pool, which takes longer than a probe waits."""
-    with WebApplication(kind=sharing) as application:
+    with WebApplication(kind=Sharing) as application:
+        sharing = application.streamer
         before = sharing.questions
         sharing.pool_client.pool_pid = None
         assert application.get("/health/ready").status_code == 503

@@ -21,7 +21,7 @@ from service_streamer import ThreadedStreamer
 from service_streamer.testing import Gate
 from stream_models import Countdown
 from streaming import Service
-from test_examples import TIMEOUT, Stub
+from test_examples import Stub
 
 #: Framework -> the path that streams.
 PATHS = {
@@ -55,9 +55,7 @@ class Example(NamedTuple):
         connection.request("POST", PATHS[self.framework], json.dumps(content), headers)
 
     def connect(self) -> contextlib.closing[http.client.HTTPConnection]:
-        return contextlib.closing(
-            http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
-        )
+        return contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port))
 
 
 @pytest.fixture(params=PATHS)
@@ -112,7 +110,7 @@ def serve_asgi(app: Any) -> Iterator[int]:
         yield server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = True
-        thread.join(TIMEOUT)
+        thread.join()
 
 
 @contextlib.contextmanager
@@ -124,7 +122,7 @@ def serve_wsgi(app: Any) -> Iterator[int]:
             yield server.port
         finally:
             server.shutdown()
-            thread.join(TIMEOUT)
+            thread.join()
 
 
 def next_event(response: http.client.HTTPResponse) -> Any:

@@ -42,12 +42,10 @@ def test_a_message_of_another_format_says_what_to_install() -> None:
 @pytest.mark.parametrize(
     "precedence",
     [
-        Precedence(10**9),
-        Precedence(-(10**9), "Zoë", True),
-        Precedence(0, "\ud83d" * 256),
+        Precedence(10**9), Precedence(-(10**9), "Zoë", True), Precedence(0, "\ud83d" * 256),
         Precedence(has_deadline=True),
     ],
-)
+)  # fmt: skip
 def test_the_headers_of_a_call_come_as_they_were_sent(
     secret: bytes | None, precedence: Precedence, attempt: Attempt | None
 ) -> None:
@@ -79,33 +77,21 @@ def test_mutated_messages_are_read_or_refused(message: bytes, changes: Changes) 
             read(changed(message, changes))
 
 
-# -- replies
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
+def test_malformed_replies_and_outputs_are_refused() -> None:
+    for told in (
         *(7, [], ["a"], [1, b"", "text", None, None]),
         ["builtins.ValueError", b"", 3, None, None],
         # the end of a stream
         *({}, {"first": 0}, {"first": -1, "outputs": []}, {"first": 0, "outputs": "ab"}),
-    ],
-)
-def test_malformed_reply_is_refused(told: Any) -> None:
-    with pytest.raises(BadMessage):
-        wire().read_reply(msgpack.packb([2, "msgpack", "web", 7, told]), "web")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
+    ):
+        with pytest.raises(BadMessage):
+            wire().read_reply(msgpack.packb([2, "msgpack", "web", 7, told]), "web")
+    for content in (
         *(None, [7], [[7, 0, [b"a"]]], [[7, 0, [b"a"], b"1-0", 1]], [[True, 0, [b"a"], b""]]),
         *([[7, -1, [b"a"], b""]], [[7, 0, ["a"], b""]], [[7, 0, b"a", b""]]),
-    ],
-)
-def test_malformed_outputs_are_refused(content: Any) -> None:
-    with pytest.raises(BadMessage):
-        wire().read_outputs(msgpack.packb([2, "msgpack", "web", 0, content]), "web")
+    ):
+        with pytest.raises(BadMessage):
+            wire().read_outputs(msgpack.packb([2, "msgpack", "web", 0, content]), "web")
 
 
 def test_outputs_of_streams_and_their_ends_come_as_they_were_sent() -> None:
@@ -127,9 +113,6 @@ def test_outputs_of_streams_and_their_ends_come_as_they_were_sent() -> None:
     assert both.read_reply(again, "web").again == Attempt(2, 1)
 
 
-# -- errors
-
-
 def travelled(error: BaseException, error_types: Any = (), **options: Any) -> BaseException:
     """The exception, as a client would raise it."""
     sender, receiver = wire(**options), wire(**options, error_types=error_types)
@@ -141,18 +124,13 @@ def travelled(error: BaseException, error_types: Any = (), **options: Any) -> Ba
 @pytest.mark.parametrize(
     "error",
     [
-        ValueError("why"),
-        ValueError(),
-        ValueError("\ud800"),
-        KeyError(("a", 1)),
+        ValueError("why"), ValueError(), ValueError("\ud800"), KeyError(("a", 1)),
         FileNotFoundError(2, "No such file", "x"),
         UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
-        StopIteration(3),
-        PredictTimeout("late"),
-        WorkerLost("it died"),
+        StopIteration(3), PredictTimeout("late"), WorkerLost("it died"),
         BadModelOutput("two, not three"),
     ],
-)
+)  # fmt: skip
 def test_errors_of_python_and_of_this_package_arrive_as_themselves(error: Exception) -> None:
     arrived = travelled(error)
     assert type(arrived) is type(error)
@@ -172,10 +150,7 @@ def test_another_error_arrives_as_itself_if_it_is_named_and_else_by_its_text() -
         arrived = travelled(unknown)
         assert type(arrived) is ModelError
         assert type(unknown).__qualname__ in str(arrived)
-
-
-def test_any_error_arrives_as_itself_with_pickle() -> None:
-    options = {"secret": SECRET, "codec": PICKLE}
+    options = {"secret": SECRET, "codec": PICKLE}  # with which any error arrives as itself
     arrived = travelled(DetailedError("why", 3), **options)
     assert isinstance(arrived, DetailedError)
     assert (arrived.args, arrived.detail) == (("why", 3), {"why": "why"})

@@ -79,14 +79,6 @@ def metrics_of(host: Serving, **expected: float) -> dict[str, float]:
     return found if all(found.get(name) == value for name, value in expected.items()) else {}
 
 
-def test_a_port_that_is_taken_is_said_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        done = run("worker", "served_models:double", "--port", port)
-    assert done.returncode == 4
-    assert f"cannot listen at 127.0.0.1:{port}" in done.stderr
-
-
 def test_nothing_listens_without_a_port(server: LocalRedis) -> None:
     with Serving("served_models:double", "--redis", server.url, role="worker") as host:
         with RedisStreamer(server.url, worker_timeout=PATIENCE) as streamer:
@@ -108,6 +100,11 @@ def test_a_model_that_cannot_be_loaded_ends_the_host_and_its_port(server: LocalR
     done = run("worker", "served_models:Failing", "--port", "0", "--redis", server.url)
     assert done.returncode == 3
     assert "the worker host cannot serve" in done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # so does a port that is taken
+        port = str(taken.getsockname()[1])
+        done = run("worker", "served_models:double", "--port", port)
+    assert done.returncode == 4
+    assert f"cannot listen at 127.0.0.1:{port}" in done.stderr
 
 
 @pytest.mark.long
@@ -161,9 +158,6 @@ def test_how_a_host_stands(given: dict[str, Any], state: str, text: str) -> None
     assert found == state
     assert text in detail
     assert standing(None)[0] == "starting"
-
-
-# -- signals, as they come to the thread that listens for them
 
 
 def test_a_host_that_cannot_say_how_it_stands_still_ends(

@@ -57,9 +57,7 @@ def asked(
     return specs
 
 
-def test_the_original_has_its_own_settings_in_its_own_tables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_original_has_its_settings_in_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     swept = {"max_latency": 0.001}
     scale = Scale(rounds=1, seconds=2.0, is_quick=False)
     specs = asked(monkeypatch, "original-streamer", "original-futures", swept, scale)
@@ -72,9 +70,7 @@ def test_the_original_has_its_own_settings_in_its_own_tables(
     ("key", "driver"),
     [("by-hand-one", "by-hand"), ("streamer", "until-empty"), ("infinity", "until-empty")],
 )
-def test_everybody_computes_the_same_sentences(
-    monkeypatch: pytest.MonkeyPatch, key: str, driver: str
-) -> None:
+def test_all_compute_the_same(monkeypatch: pytest.MonkeyPatch, key: str, driver: str) -> None:
     scale = Scale(rounds=1, seconds=2.0, is_quick=False)
     (spec,) = asked(monkeypatch, key, "minilm", {}, scale)
     assert (spec["driver"], spec["count"]) == (driver, 512)

@@ -47,9 +47,6 @@ def rows_of(markdown: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in reversed(rows)}
 
 
-# -- tables
-
-
 def test_a_table_has_medians_with_their_spread_and_what_failed() -> None:
     record = record_of(*rates("streamer", 1000, 3000, 2000))
     said = "python x: did not end in time\na\nKeyError: 1"
@@ -97,9 +94,6 @@ def test_the_pages_are_what_the_record_gives() -> None:
     for page in (report.PAGE, report.TABLES, ROOT / "README.md", ROOT / "README_zh.md"):
         text = page.read_text("utf-8")
         assert report.filled(text, record, drawn) == text, page
-
-
-# -- beside the others
 
 
 def served(**figures: Any) -> Result:
@@ -199,9 +193,6 @@ def test_each_round_goes_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["streamer", "batched", "batched", "streamer", "streamer", "batched"]
 
 
-# -- bars
-
-
 _KEPT = Bar("stages", "streamer", "rate", 1.5, under="batched")
 _MISSED = dataclasses.replace(_KEPT, limit=1.6)
 
@@ -222,9 +213,7 @@ _MISSED = dataclasses.replace(_KEPT, limit=1.6)
         (Bar("stages", "streamer", "p99", 1.0, instead=_MISSED), "- or 1.50", "not measured"),
     ],
 )
-def test_a_bar_is_judged_by_its_median(
-    bar: Bar, shown: str, kept: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bars_are_judged(bar: Bar, shown: str, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("yardstick.bars.BARS", (bar,))
     record = record_of(
         result("stages", "streamer", 1, batch=0.021, rate=3000),
@@ -233,9 +222,6 @@ def test_a_bar_is_judged_by_its_median(
         *rates("batched", 2000, 1000, 3000, section="stages"),
     )
     assert [shown, kept] in [cells[-2:] for cells in rows_of(bars_table(record)).values()]
-
-
-# -- the record
 
 
 def test_a_later_run_replaces_its_sections_and_is_named_at_them() -> None:

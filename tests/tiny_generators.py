@@ -106,10 +106,8 @@ WITH_ENCODER = ("t5", "bart", "marian", "m2m", "whisper", "eyes", "trocr")
 SHIFTED = ("bart", "marian", "m2m", "trocr")
 #: The shape of what encoders read that read no tokens.
 EXAMPLES: dict[str, tuple[int, ...]] = {
-    "whisper": (8, 20),
-    "eyes": (3, 16, 16),
-    "trocr": (3, 16, 16),
-}
+    "whisper": (8, 20), "eyes": (3, 16, 16), "trocr": (3, 16, 16),
+}  # fmt: skip
 
 
 def _made(name: str) -> Any:

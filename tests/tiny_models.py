@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -101,38 +101,24 @@ def _save(folder: Path, config: str, model: str, **values: Any) -> None:
     getattr(transformers, model)(made).save_pretrained(folder)
 
 
-def _bert(folder: Path, kind: str, **options: Any) -> None:
+def _bert(folder: Path, *, kind: str, labels: Sequence[str] = (), **options: Any) -> None:
     size = len(_words(folder))
+    if labels:
+        options["id2label"] = dict(enumerate(labels))
+        options["label2id"] = {name: number for number, name in enumerate(labels)}
     _save(folder, "Bert", kind, vocab_size=size, max_position_embeddings=32, **_SHARP, **options)
 
 
-@_model
-def classifier(folder: Path) -> None:
-    labels = {0: "bad", 1: "fair", 2: "good"}
-    _bert(folder, "BertForSequenceClassification", id2label=labels)
-
-
-@_model
-def entailment(folder: Path) -> None:
-    labels = {0: "contradiction", 1: "neutral", 2: "entailment"}
-    names = {name: number for number, name in labels.items()}
-    _bert(folder, "BertForSequenceClassification", id2label=labels, label2id=names)
-
-
-@_model
-def cross_encoder(folder: Path) -> None:
-    _bert(folder, "BertForSequenceClassification", num_labels=1)
-
-
-@_model
-def tagger(folder: Path) -> None:
-    labels = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC", 4: "I-LOC"}
-    _bert(folder, "BertForTokenClassification", id2label=labels)
-
-
-@_model
-def features(folder: Path) -> None:
-    _bert(folder, "BertModel")
+_SEQUENCE, _TOKEN = "BertForSequenceClassification", "BertForTokenClassification"
+_ENTAILMENT = ("contradiction", "neutral", "entailment")
+_TAGS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+MODELS |= {
+    "classifier": partial(_bert, kind=_SEQUENCE, labels=("bad", "fair", "good")),
+    "entailment": partial(_bert, kind=_SEQUENCE, labels=_ENTAILMENT),
+    "cross_encoder": partial(_bert, kind=_SEQUENCE, num_labels=1),
+    "tagger": partial(_bert, kind=_TOKEN, labels=_TAGS),
+    "features": partial(_bert, kind="BertModel"),
+}
 
 
 @_model
@@ -155,16 +141,10 @@ def _gpt2(folder: Path, kind: str, **more: Any) -> None:
     _save(folder, "GPT2", kind, vocab_size=size, bos_token_id=0, eos_token_id=0, **_GPT2, **more)
 
 
-@_model
-def gpt2(folder: Path) -> None:
-    """Without a token for padding, as it is usual."""
-    _gpt2(folder, "GPT2LMHeadModel")
-
-
-@_model
-def last_token(folder: Path) -> None:
-    """A classifier that reads its answer off the last token that is no padding."""
-    _gpt2(folder, "GPT2ForSequenceClassification", num_labels=3)
+#: Without a token for padding, as it is usual.
+MODELS["gpt2"] = partial(_gpt2, kind="GPT2LMHeadModel")
+#: A classifier that reads its answer off the last token that is no padding.
+MODELS["last_token"] = partial(_gpt2, kind="GPT2ForSequenceClassification", num_labels=3)
 
 
 @_model

@@ -21,7 +21,6 @@ class WebApplication:
 
     Args:
         predict: the model, a function of a batch.
-        description: of the model, as ``ManagedModel.describe`` returns it.
         keyring: checks API keys.
         siblings: other web processes of the service.
         kind: of the streamer, or what builds one of the model.
@@ -30,12 +29,12 @@ class WebApplication:
 
     Attributes:
         service: of the first model.
+        streamer: its.
     """
 
     def __init__(
         self,
         predict: Callable[[list[Any]], list[Any]] = list,
-        description: dict[str, Any] | None = None,
         *,
         keyring: Any = None,
         siblings: Any = None,
@@ -43,22 +42,20 @@ class WebApplication:
         names: Sequence[str] = ("m",),
         **options: Any,
     ) -> None:
-        described = {"operations": ["predict"], **(description or {})}
-
         class Model(ManagedModel):
             def init_model(self) -> None:
                 """Nothing to load."""
 
             def describe(self) -> dict[str, Any]:
-                return described
+                return {"operations": ["predict"]}
 
             def predict(self, batch: list[Any]) -> list[Any]:
                 return predict(batch)
 
         self._runner = asyncio.Runner()
-        self._streamer = kind(Model)
+        self.streamer = kind(Model)
         self.service, *others = self._services = [
-            Service(self._streamer, ServiceOptions(name, **options)) for name in names
+            Service(self.streamer, ServiceOptions(name, **options)) for name in names
         ]
         models = Models(self._services, are_named=bool(others), keyring=keyring)
         models.siblings = siblings
@@ -69,7 +66,7 @@ class WebApplication:
         self.run(self._start())
 
     async def _start(self) -> None:
-        self._streamer.wait_ready()
+        self.streamer.wait_ready()
         for service in self._services:
             service.start()
         while not all(service.is_known for service in self._services):
@@ -100,7 +97,7 @@ class WebApplication:
 
         self.run(stop())
         self._runner.close()
-        self._streamer.close(drain=False)
+        self.streamer.close(drain=False)
 
     def __enter__(self) -> Self:
         return self

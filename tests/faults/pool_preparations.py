@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import time
 from collections.abc import Callable
@@ -26,16 +27,9 @@ def breaks(place: Any, name: str, concerns: Callable[..., bool] = lambda *_: Tru
     setattr(place, name, raises_once)
 
 
-def break_submit() -> None:
-    breaks(Engine, "submit")
-
-
-def break_timing() -> None:
-    breaks(BatchRecord, "spent")
-
-
-def break_outputs() -> None:
-    breaks(Engine, "hold")
+break_submit = functools.partial(breaks, Engine, "submit")
+break_timing = functools.partial(breaks, BatchRecord, "spent")
+break_outputs = functools.partial(breaks, Engine, "hold")
 
 
 def break_packing() -> None:

@@ -25,18 +25,12 @@ ASSERT = TEXT.format("device-side assert triggered")
 
 
 class Gpu:
-    """What torch's functions do in this process.
+    """What torch's functions do in this process."""
 
-    Attributes:
-        is_initialized: whether this process has a context.
-        error: what every call raises; None while the GPU works.
-        probes: how often it was synchronized with.
-    """
-
-    def __init__(self, *, is_initialized: bool = True) -> None:
-        self.is_initialized = is_initialized
-        self.error: Exception | None = None
-        self.probes = 0
+    def __init__(self) -> None:
+        self.is_initialized = True  # this process has a context
+        self.error: Exception | None = None  # what every call raises
+        self.probes = 0  # how often it was synchronized with
 
     def call(self) -> None:
         assert self.is_initialized, "it was touched"
@@ -87,18 +81,20 @@ class OnGpu(ManagedModel):
     """Doubles, on a GPU; an item ``("fail", how)`` ends all use of it, as an index too large does.
 
     Other strings are what its GPU could not mind: ``"quote"`` raises a text, ``"who"`` is answered
-    with the process id, ``"bad"`` raises.
+    with the process id. Every batch is written to the diary first.
     """
 
-    def init_model(self, gate: Gate | None = None, is_broken: bool = False) -> None:
+    def init_model(self, gate: Gate | None = None, diary: Path | None = None) -> None:
+        self.diary = diary
         self.gpu = Gpu()
         sys.modules["torch"] = self.gpu.module()
-        if is_broken:
-            self.gpu.error = make_error("assert")
         if gate is not None:
             gate.go_through()
 
     def predict(self, batch: list[Any]) -> list[Any]:
+        if self.diary is not None:
+            with self.diary.open("a") as file:
+                file.write(f"{batch}\n")
         results: list[Any] = []
         for item in batch:
             match item:
@@ -147,19 +143,6 @@ class Spoiled(ManagedModel):
             raise OSError("too many open files")
         self.is_spoiled = "spoil" in batch
         return [os.getpid() if item == "who" else 2 * item for item in batch]
-
-
-class OnGpuWithDiary(OnGpu):
-    """Writes every batch to a file first."""
-
-    def init_model(self, path: Path, gate: Gate) -> None:  # type: ignore[override]
-        super().init_model(gate)
-        self.path = path
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        with self.path.open("a") as file:
-            file.write(f"{batch}\n")
-        return super().predict(batch)
 
 
 def in_thread(batch: list[Any]) -> list[Any]:

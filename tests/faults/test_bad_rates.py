@@ -45,8 +45,17 @@ def secret(caller: int, number: int) -> str:
     return f"<secret {caller} {number}>"
 
 
-def assert_private(error: BaseException, own: str = "") -> None:
+def assert_private(error: Any, own: str = "") -> None:
     assert "<secret" not in text_of(error).replace(own or "<no secret", "")
+
+
+def assert_shared(futures: list[Any], kind: type[Exception] = SharedBatchError) -> list[Any]:
+    """Each of the calls failed, with what tells nothing of the others; the errors."""
+    errors = [future.exception() for future in futures]
+    for error in errors:
+        assert isinstance(error, kind)
+        assert_private(error)
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -130,13 +139,10 @@ def test_callers_do_not_read_of_others_where_nothing_is_isolated(
         gate.await_arrival()
         shared = [streamer.submit([item]) for item in (2, secret(1, 1), 3)]
         gate.let_through(2)
-        errors = [future.exception() for future in shared]
+        errors = assert_shared(shared)
         gate.let_through(1)
         with pytest.raises(ValueError, match="secret 2 2"):
             streamer.predict([secret(2, 2)])
-    for error in errors:
-        assert isinstance(error, SharedBatchError)
-        assert_private(error)
     assert len({id(error) for error in errors}) == 3
     assert secret(1, 1) in caplog.text, "the operator is told"
 
@@ -147,19 +153,14 @@ def test_a_caller_who_shares_an_item_does_not_read_of_the_others(gate: Gate) -> 
         second = streamer.submit([1])
         gate.let_through(1)
         assert isinstance(first.exception(), ValueError)
-        error = second.exception()
-        assert isinstance(error, SharedBatchError)
-        assert_private(error)
+        assert_shared([second])
 
 
 def test_a_batch_that_found_no_memory_and_may_not_run_again_is_nobodys_fault(gate: Gate) -> None:
     with Streamer(Small, model_init_args=[gate], retry=False) as streamer:
         futures = [streamer.submit([secret(n, n)]) for n in range(3)]
         gate.let_through(1)
-        for future in futures:
-            error = future.exception()
-            assert isinstance(error, SharedBatchError)
-            assert_private(error)
+        assert_shared(futures)
 
 
 @pytest.mark.parametrize("where", ["start", "step"])
@@ -173,10 +174,7 @@ def test_items_of_a_step_that_found_no_memory_do_not_read_of_the_others(
         futures = [pool.submit([secret(n, n)]) for n in range(2)]  # they wait in the worker
         gate.let_through(1)
         assert first.result() == [["first"]]
-        for future in futures:
-            error = future.exception()
-            assert isinstance(error, SharedBatchError)
-            assert_private(error)
+        assert_shared(futures)
         assert pool.predict(["alone"]) == [["alone"]]
 
 
@@ -206,11 +204,8 @@ def test_the_text_that_ends_a_worker_thread_is_only_in_the_log(
         gate.await_arrival()
         shared = [streamer.submit([item]) for item in (2, secret(1, 1), 3)]
         gate.let_through(3)
-        for future in shared:
-            error = future.exception()
-            assert isinstance(error, WorkerLost)
+        for error in assert_shared(shared, WorkerLost):
             assert kind.__name__ in str(error)
-            assert_private(error)
         assert streamer.predict([4]) == [4], "another thread has taken its place"
     assert secret(1, 1) in caplog.text
 
@@ -230,11 +225,8 @@ def test_callers_do_not_read_of_others_when_the_search_is_ended(gate: Gate) -> N
         for _ in range(40 * 16):  # a thread that has computed a batch is replaced at once
             streamer.submit([0])
         gate.let_through(1)
-        errors = [future.exception() for future in futures]
+        errors = assert_shared(futures, WorkerLost)
     assert any("may not be to blame" in str(error) for error in errors)
-    for error in errors:
-        assert isinstance(error, WorkerLost)
-        assert_private(error)
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fault_processes import children
@@ -35,10 +36,6 @@ from service_streamer.testing import Gate
 OBEDIENT = ("served_models:Obedient", "--web-workers", "2")
 
 OwnerOf = Callable[..., PoolOwner]
-
-
-def metrics(service: Serving) -> str:
-    return service.client.get("/metrics").text
 
 
 def standing(service: Serving) -> tuple[int, str]:
@@ -145,9 +142,7 @@ def test_a_pool_that_hangs_makes_it_not_ready_and_no_web_process_hang(runtime: P
         assert service.terminate() == 0
 
 
-def test_a_web_process_that_is_stopped_does_not_keep_its_parent_from_the_others(
-    runtime: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_web_process_holds_up_nobody(runtime: Path, tmp_path: Path) -> None:
     """Plans that it does not read fill its connection, and this one is too large for it at once."""
     keys = json.dumps([f"{number:064}" for number in range(10_000)])
     config = tmp_path / "service.toml"
@@ -204,7 +199,8 @@ def test_streams_come_through_the_pool_and_a_client_that_leaves_frees_its_place(
     "how", ["kill", *long_cases("terminate", "interrupt", "terminate all", "interrupt all")]
 )
 def test_nothing_is_left(how: str, runtime: Path) -> None:
-    with Serving(*OBEDIENT, **folders(runtime)) as service:
+    # To wait so long at the end is more than the system takes.
+    with Serving(*OBEDIENT, "--timeout", "1e9", **folders(runtime)) as service:
         assert service.answer(1) == 1
         pids = all_of(service)
         assert len(pids) >= 5
@@ -226,9 +222,7 @@ def test_nothing_is_left(how: str, runtime: Path) -> None:
 
 
 @pytest.mark.long
-def test_web_processes_that_the_pool_refuses_are_not_restarted(
-    runtime: Path, tmp_path: Path
-) -> None:
+def test_web_processes_that_a_pool_refuses_do_not_restart(runtime: Path, tmp_path: Path) -> None:
     """As after an upgrade in place. They asked again and again, and the log had no word of it."""
     path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
     with Serving(*OBEDIENT, PYTHONPATH=path, **folders(runtime)) as service:
@@ -261,38 +255,29 @@ def test_two_services_have_two_pools(runtime: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_pool_that_cannot_be_started_again_ends_the_service_with_an_error() -> None:
+@pytest.mark.parametrize("dies", ["the pool", "web processes"])
+def test_nothing_is_started_again_without_the_directory_of_the_sockets(dies: str) -> None:
+    """As systemd removes it when the user logs out. The service ends, and says why."""
     with tempfile.TemporaryDirectory() as name:
         sockets = Path(name) / "runtime"
         sockets.mkdir(0o700)
         with Serving(*OBEDIENT, XDG_RUNTIME_DIR=str(sockets)) as service:
-            assert service.answer(1) == 1
-            [pid] = service.pool()
-            # The next pool makes its own directory again, but not the one that it was in.
+            service.await_web_processes(2)
+            [pool] = service.pool()
             sockets.rename(Path(name) / "moved")
-            os.kill(pid, signal.SIGKILL)
+            if dies == "the pool":  # the next one would make another directory, for nobody
+                os.kill(pool, signal.SIGKILL)
+                says = "the service ends, since its workers have no process any more"
+            else:
+                one, other = web_processes(service)
+                os.kill(one, signal.SIGKILL)
+                until(lambda: "is not restarted, since it would fail again" in service.log())
+                assert service.pool() == [pool]
+                assert service.predict(1).json() == 1  # of the other
+                os.kill(other, signal.SIGKILL)
+                says = "cannot serve: the directory"
             assert service.process.wait() == 3
-            last = service.log().splitlines()[-1]
-            assert "the service ends, since its workers have no process any more" in last
-
-
-@pytest.mark.long
-def test_a_web_process_starts_no_second_pool_after_the_directory_was_removed() -> None:
-    """As systemd removes it when the user logs out."""
-    with tempfile.TemporaryDirectory() as name:
-        sockets = Path(name) / "runtime"
-        sockets.mkdir(0o700)
-        with Serving(*OBEDIENT, XDG_RUNTIME_DIR=str(sockets)) as service:
-            until(lambda: len(re.findall(r"web process \d+ is ready", service.log())) == 2)
-            sockets.rename(Path(name) / "moved")
-            one, other = web_processes(service)
-            os.kill(one, signal.SIGKILL)
-            until(lambda: "is not restarted, since it would fail again" in service.log())
-            assert "cannot serve: the directory" in service.log()
-            assert len(service.pool()) == 1
-            assert service.predict(1).json() == 1  # of the other
-            os.kill(other, signal.SIGKILL)
-            assert service.process.wait() == 3
+            assert says in service.log()
             assert not service.pool()
 
 
@@ -324,38 +309,14 @@ def test_the_connection_to_a_dead_web_process_stays_open_until_its_parent_notice
     until(lambda: connection.closed)
 
 
-class Pool:
-    """A streamer of a pool.
-
-    Args:
-        at: the call that raises.
-        errors: what it raises, one after the other.
-        pid: of the pool; None if there is none.
-    """
-
-    def __init__(self, at: str = "", *errors: Exception, pid: int | None = None) -> None:
-        self._at, self._errors = at, iter(errors)
-        self.backend = self.pool_client = self
-        self.pool_pid = pid
-
-    def when_workers_change(self, callback: Callable[[], None]) -> None:
-        callback()
-
-    def try_start_once(self) -> None:
-        self._step("try_start_once")
-
-    def wait_ready(self) -> None:
-        self._step("wait_ready")
-
-    def stats(self) -> None:
-        self._step("stats")
-
-    def close(self, *, drain: bool) -> None:
-        """Nothing to end."""
-
-    def _step(self, name: str) -> None:
-        if name == self._at:
-            raise next(self._errors)
+def pool_streamer(at: str = "", *errors: Exception, pid: int | None = None) -> Any:
+    """A streamer of a pool, the process of which is ``pid``; its call ``at`` raises the errors."""
+    pool = Mock(spec=["backend", "close", "stats", "try_start_once", "wait_ready"], pool_pid=pid)
+    pool.backend = pool.pool_client = pool
+    pool.when_workers_change = lambda callback: callback()
+    if at:
+        getattr(pool, at).side_effect = errors
+    return pool
 
 
 @pytest.fixture
@@ -363,8 +324,8 @@ def owner(monkeypatch: pytest.MonkeyPatch, runtime: Path) -> OwnerOf:
     """Makes owners of pools whose streamers the test has."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
 
-    def owner(pool: Pool, wakeup: SignalSocket, **options: Any) -> PoolOwner:
-        def streamer_of(_: str, given: StreamerOptions, __: str) -> Pool:
+    def owner(pool: Any, wakeup: SignalSocket, **options: Any) -> PoolOwner:
+        def streamer_of(_: str, given: StreamerOptions, __: str) -> Any:
             assert (given.cache_size, given.deduplicate) == (0, False), "the owner makes no calls"
             return pool
 
@@ -391,7 +352,7 @@ def test_the_service_never_goes_on_without_its_pool(
     owner: OwnerOf, at: str, errors: list[Exception], kind: type[Exception]
 ) -> None:
     with SignalSocket() as wakeup:
-        with owner(Pool(at, *errors), wakeup) as owning:
+        with owner(pool_streamer(at, *errors), wakeup) as owning:
             assert wakeup.ours.recv(1) == b"\0"
         assert type(owning.failure) is kind
 
@@ -425,18 +386,10 @@ def test_a_signal_hurries_the_end_of_a_pool_that_hangs(owner: OwnerOf) -> None:
         subprocess.Popen([title, "1000"], executable=shutil.which("sleep")) as hung,
         SignalSocket() as wakeup,
     ):
-        with owner(Pool(pid=hung.pid), wakeup, grace=1e6):
+        with owner(pool_streamer(pid=hung.pid), wakeup, grace=1e6):
             wakeup.ring()  # no wish of an operator
             os.kill(os.getpid(), signal.SIGTERM)
         assert hung.wait() == -signal.SIGKILL
-
-
-@pytest.mark.long
-def test_the_longest_timeout_is_no_trouble_at_the_end() -> None:
-    """To wait so long is more than the system takes."""
-    with Serving(*OBEDIENT, "--timeout", "1e9") as service:
-        assert service.terminate() == 0
-        assert "Traceback" not in service.log()
 
 
 def test_a_signal_before_a_process_handles_it_does_not_kill_it() -> None:
@@ -486,12 +439,14 @@ def test_all_metrics_are_there_after_all_web_processes_were_ended() -> None:
         for pid in first:
             os.kill(pid, signal.SIGTERM)
         until(lambda: len(re.findall(r"web process \d+ is ready", service.log())) == 4)
-        until(lambda: {*re.findall(r'process="(\d)"', metrics(service))} == {"0", "1"})
+        until(
+            lambda: (
+                set("01") == {*re.findall(r'process="(\d)"', service.client.get("/metrics").text)}
+            )
+        )
         assert first.isdisjoint(web_processes(service))
 
 
 def web_processes(service: Serving) -> list[int]:
-    pids = service.children()
-    named = [pid for pid in pids if f"(pid {pid})" in service.log()]
-    lines = [line for line in service.log().splitlines() if "web process" in line]
-    return [pid for pid in named if any(f"(pid {pid})" in line for line in lines)]
+    runs = re.findall(r"web process \d+ runs \(pid (\d+)\)", service.log())
+    return [pid for pid in service.children() if str(pid) in runs]

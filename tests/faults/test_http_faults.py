@@ -6,7 +6,6 @@ import collections
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,13 +16,6 @@ from service_streamer.testing import Gate
 
 OBEDIENT = "served_models:Obedient"
 WORKERS = 2
-
-
-@pytest.fixture(scope="module")
-def patient() -> Iterator[Serving]:
-    """A service whose requests may take their time."""
-    with Serving(OBEDIENT, "--timeout", "3000") as service:
-        yield service
 
 
 def test_requests_are_answered_when_every_worker_is_killed_under_load(gate: Gate) -> None:
@@ -95,27 +87,10 @@ def test_service_is_not_ready_while_no_worker_comes_back(tmp_path: Path) -> None
         assert service.terminate() == 0
 
 
-@pytest.mark.xdist_group("http-faults")
-def test_request_that_kills_its_worker_fails_alone(patient: Serving) -> None:
-    with ThreadPoolExecutor(8) as threads:
-        deadly = threads.submit(patient.predict, "kill")
-        others = [threads.submit(patient.predict, number) for number in range(50)]
+def test_request_that_kills_its_worker_fails_alone() -> None:
+    with Serving(OBEDIENT, "--timeout", "3000") as service, ThreadPoolExecutor(8) as threads:
+        deadly = threads.submit(service.predict, "kill")
+        others = [threads.submit(service.predict, number) for number in range(50)]
         assert deadly.result().status_code == 500
         assert "died" in deadly.result().json()["error"]["message"]
         assert [other.result().json() for other in others] == [*range(50)]
-
-
-@pytest.mark.xdist_group("http-faults")
-def test_slow_callers_do_not_hold_up_others(patient: Serving) -> None:
-    before = patient.stats()["totals"]["disconnected"]
-    slow = [patient.connect() for _ in range(200)]
-    try:
-        for number, each in enumerate(slow):
-            head = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n"
-            each.sendall(head if number % 2 else head + b'\r\n{"inp')
-        assert [patient.predict(number).json() for number in range(20)] == [*range(20)]
-        until(lambda: patient.ready() == 200)
-    finally:
-        for each in slow:
-            each.close()
-    until(lambda: patient.stats()["totals"]["disconnected"] == before + 100)

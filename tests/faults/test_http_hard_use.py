@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-import served_models
+import models
 from cases import long_cases
+from http_in_process import post
 from serve_process import Serving, command, environment, until
 from service_streamer import Streamer
 from service_streamer.engine.operator_signals import RollingRestart
@@ -49,9 +49,6 @@ def weights(tmp_path: Path) -> Path:
     path = tmp_path / "weights"
     path.write_text("old")
     return path
-
-
-# -- SIGHUP
 
 
 def test_sighup_answers_all_requests(gate: Gate) -> None:
@@ -211,16 +208,11 @@ def test_restart_works_again_after_one_that_failed() -> None:
         )
 
 
-# -- clients who do not read
-
-
 ANSWER = 15 << 20
 
 
 def big_request() -> bytes:
-    body = json.dumps({"inputs": "x" * ANSWER}).encode()
-    head = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
-    return head + body
+    return post(json.dumps({"inputs": "x" * ANSWER}).encode(), path=b"/predict")
 
 
 @pytest.fixture
@@ -228,11 +220,10 @@ def sockets() -> Iterator[Callable[[Serving], socket.socket]]:
     made: list[socket.socket] = []
 
     def connect(service: Serving) -> socket.socket:
-        url = httpx.URL(service.url)
         sock = socket.socket()
         made.append(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect((url.host, url.port))
+        sock.connect(service.address)
         return sock
 
     yield connect
@@ -278,9 +269,6 @@ def test_unread_answers_have_a_bound(sockets: Callable[[Serving], socket.socket]
         assert service.predict(1).json() == 1
 
 
-# -- what one request costs
-
-
 @pytest.mark.long
 def test_limits_of_a_request_are_options_and_are_told() -> None:
     limits = ("--max-characters", "100", "--max-tokens", "50", "--max-pixels", "7")
@@ -295,9 +283,6 @@ def test_limits_of_a_request_are_options_and_are_told() -> None:
         assert "52 tokens in total, but the service's limit is 50 (--max-tokens)" in response.text
         assert service.post("/v1/completions", body | {"max_tokens": 2}).status_code == 200
         assert service.post("/v1/completions", {"prompt": "x" * 101}).status_code == 413
-
-
-# -- cores that other programs use too
 
 
 @pytest.mark.parametrize(
@@ -316,5 +301,5 @@ def test_threads_of_a_worker_do_not_keep_each_other_from_running(
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with Streamer(served_models.environment_of, cpu_threads=threads) as streamer:
+    with Streamer(models.environment, cpu_threads=threads) as streamer:
         assert streamer.predict(["OMP_NUM_THREADS", "GOMP_SPINCOUNT"]) == expected

@@ -174,11 +174,9 @@ def server() -> Iterator[LocalRedis]:
 
 @pytest.fixture
 def site(
-    request: pytest.FixtureRequest,
-    server: LocalRedis,
-    tmp_path: Path,
+    request: pytest.FixtureRequest, server: LocalRedis, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-) -> Iterator[Site]:
+) -> Iterator[Site]:  # fmt: skip
     """Checks also that all parted without leaving anything, and that no thread met a bug."""
     site = Site(server, tmp_path)
     failed_before = request.session.testsfailed
@@ -297,15 +295,6 @@ def test_a_host_that_is_told_to_end_finishes_what_it_has_claimed(site: Site) -> 
     site.host()
     tally.assert_served()
     assert sorted(recorded(site.record)) == list(range(10))
-
-
-@pytest.mark.long
-def test_a_host_that_is_told_to_end_while_it_is_frozen_ends_then(site: Site) -> None:
-    leaving = site.host()
-    leaving.signal(signal.SIGSTOP, alone=True)
-    leaving.signal(signal.SIGTERM, alone=True)
-    leaving.signal(signal.SIGCONT, alone=True)
-    assert leaving.left()[0] == 0
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import pickle
 import random
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +121,6 @@ def site(server: LocalRedis, tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-# -- calls that are none
-
-
 def packed(*fields: Any) -> bytes:
     return bytes(msgpack.packb(fields, unicode_errors="surrogatepass"))
 
@@ -197,13 +194,7 @@ NASTY: dict[str, tuple[Fields, str | None]] = {
                                 "set aside"),
     "a date of half characters": (["m", message(content=(marked(3, "\ud800"),))], "set aside"),
     "a kind of half characters": (["m", message(content=(marked("\ud800"),))], "set aside"),
-    "a kind that is a list": (["m", message(content=(marked([]),))], "set aside"),
-    "an array of too little": (["m", message(content=(marked(9, "<f8", "C", [1 << 40], b""),))],
-                               "set aside"),
-    "an array of objects": (["m", message(content=(marked(9, "|O", "C", [1], bytes(8)),))],
-                            "set aside"),
     "an item that is deep": (["m", message(content=(nested(5000),))], "set aside"),
-    "an item of long lists": (["m", message(content=(nested(500, 1 << 18),))], "set aside"),
     **{f"headers {each}": (["m", message(headers=each)], "set aside") for each in BAD_HEADERS},
     "a part too few": (["m", packed(2, "msgpack", "c", 1)], "set aside"),
     "another format": (["m", message(form=1)], "set aside"),
@@ -254,21 +245,12 @@ def test_dead_letters_are_bounded_and_say_why(site: Site) -> None:
         assert len(letter[b"start"]) == 4096
     assert letters[-1][b"start"].startswith(b"%d\0" % (KEPT + 99))
     assert 0 < site.ask("PTTL", site.root + "dead") <= 7 * 86_400_000
-    assert site.streamer.predict([2]) == [2]
-
-
-def test_garbage_in_the_inbox_of_a_host_is_ignored(site: Site) -> None:
-    site.start()
-    assert site.streamer.predict([1]) == [1]
+    # Garbage in the inbox of a host is ignored.
     [inbox] = site.ask("KEYS", f"{site.root}host:*")
     garbage = random.Random(3)
     for _ in range(100):
         site.ask("XADD", inbox, "*", garbage.randbytes(5), garbage.randbytes(50))
     assert site.streamer.predict([2]) == [2]
-    assert site.settled().claimed == 2
-
-
-# -- bombs
 
 
 class Bomb:
@@ -281,36 +263,31 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-#: How a bomb may come, given the wire of the honest, of strangers and of another prefix.
-FORGERIES: dict[str, Callable[[Wire, Wire, Wire, bytes], bytes]] = {
-    "not signed": lambda honest, stranger, other, bomb: packed(2, "pickle", "c", 1, [[bomb], {}]),
-    "signed with zeros": lambda honest, stranger, other, bomb: (
-        bytes(32) + packed(2, "pickle", "c", 1, [[bomb], {}])
-    ),
-    "signed by a stranger": lambda honest, stranger, other, bomb: stranger.call("c", 1, [bomb]),
-    "of another prefix": lambda honest, stranger, other, bomb: other.call("c", 1, [bomb]),
-    "a reply": lambda honest, stranger, other, bomb: honest.results("c", 1, [bomb]),
-    "changed": lambda honest, stranger, other, bomb: honest.call("d", 1, [bomb]).replace(
-        b"\xa1d", b"\xa1c"
-    ),
-    "a signature moved": lambda honest, stranger, other, bomb: (
-        honest.call("c", 1, [b"harmless"])[:32] + honest.call("c", 1, [bomb])[32:]
-    ),
-    "other headers": lambda honest, stranger, other, bomb: (
-        honest.call("c", 1, [bomb])[:32] + honest.call("c", 1, [bomb], Precedence(9))[32:]
-    ),
-    "cut off": lambda honest, stranger, other, bomb: honest.call("c", 1, [bomb])[:-1],
-    "a mere signature": lambda honest, stranger, other, bomb: honest.call("c", 1, [bomb])[:32],
-}
+def forgeries(honest: Wire, stranger: Wire, other: Wire, bomb: bytes) -> dict[str, bytes]:
+    """How a bomb may come, given the wire of the honest, of strangers and of another prefix."""
+    right, unsigned = honest.call("c", 1, [bomb]), packed(2, "pickle", "c", 1, [[bomb], {}])
+    return {
+        "not signed": unsigned,
+        "signed with zeros": bytes(32) + unsigned,
+        "signed by a stranger": stranger.call("c", 1, [bomb]),
+        "of another prefix": other.call("c", 1, [bomb]),
+        "a reply": honest.results("c", 1, [bomb]),
+        "changed": honest.call("d", 1, [bomb]).replace(b"\xa1d", b"\xa1c"),
+        "a signature moved": honest.call("c", 1, [b"harmless"])[:32] + right[32:],
+        "other headers": right[:32] + honest.call("c", 1, [bomb], Precedence(9))[32:],
+        "cut off": right[:-1],
+        "a mere signature": right[:32],
+    }
 
 
 def test_a_bomb_without_the_right_signature_does_not_go_off(site: Site, tmp_path: Path) -> None:
     site.start(serializer="pickle", secret=SECRET)
     bomb = pickle.dumps(Bomb(tmp_path / "bomb"))
     wires = site.wire(), site.wire(secret="that of a stranger"), site.wire(prefix="other")
-    site.send(*(["d", "0", "m", forge(*wires, bomb)] for forge in FORGERIES.values()))
+    forged = forgeries(*wires, bomb).values()
+    site.send(*(["d", "0", "m", each] for each in forged))
     assert site.streamer.predict(["honest"]) == ["honest"]
-    assert site.settled().set_aside == len(FORGERIES)
+    assert site.settled().set_aside == len(forged)
     assert {letter[b"reason"] for letter in site.dead_letters()} == {
         b"its signature is wrong; give clients and worker hosts the same secret"
     }
@@ -329,9 +306,6 @@ def test_a_bomb_does_not_go_off_where_nothing_is_pickled(site: Site, tmp_path: P
     assert site.streamer.predict([1]) == [1]
     assert site.settled().set_aside == 3 * len(bombs)
     assert not (tmp_path / "bomb").exists()
-
-
-# -- replies that are none
 
 
 def test_a_bomb_in_a_reply_does_not_go_off(site: Site, tmp_path: Path, gate: Gate) -> None:
@@ -369,14 +343,11 @@ def test_garbage_among_replies_is_dropped(site: Site) -> None:
         wire.failure(name, 10**6, ValueError("text")),
     ]
     garbage = [
-        ["r", nested(100_000)],
-        ["r", with_raw(1, nested(DEEPEST))],
+        ["r", nested(100_000)], ["r", with_raw(1, nested(DEEPEST))],
         ["r", b"\x95\x02\xdb\xff\xff\xff\xff"],
         ["r", message(client=name, content=("builtins.SystemExit", b"", "text", None, None))],
-        ["r", message(client=name, content=5)],
-        ["r", message(client=name, number=2**64 - 1)],
-        ["r", ""] * 1000,
-        ["x", "y"],
+        ["r", message(client=name, content=5)], ["r", message(client=name, number=2**64 - 1)],
+        ["r", ""] * 1000, ["x", "y"],
         *(["r", reply[:length]] for reply in honest for length in range(0, len(reply), 3)),
     ]  # fmt: skip
     for start in range(0, len(garbage), 20):

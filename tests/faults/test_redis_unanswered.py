@@ -14,6 +14,7 @@ from fault_models import fail_as_a_streamer_of_its_own
 from redis_processes import until
 
 import models
+from cases import long_cases
 from redis_peers import Keys, Traffic, client_name
 from service_streamer import (
     BadMessage,
@@ -65,17 +66,10 @@ def no_dead_letters(ask: redis.Redis, keys: Keys) -> Iterator[None]:
 )  # fmt: skip
 @pytest.mark.usefixtures("no_dead_letters")
 def test_call_that_hosts_cannot_read_is_set_aside_and_fails_with_the_reason(
-    host: Host,
-    ask: redis.Redis,
-    keys: Keys,
-    redis_server: str,
-    prefix: str,
-    caplog: pytest.LogCaptureFixture,
-    theirs: dict[str, Any],
-    ours: dict[str, Any],
-    reason: str,
+    host: Host, ask: redis.Redis, keys: Keys, redis_server: str, prefix: str,
+    caplog: pytest.LogCaptureFixture, theirs: dict[str, Any], ours: dict[str, Any], reason: str,
     text: str,
-) -> None:
+) -> None:  # fmt: skip
     worker = host(models.echo, **ours)
     with RedisStreamer(redis_server, prefix, None, **theirs) as streamer:
         futures = [streamer.submit(["x" * 5000]) for _ in range(50)]
@@ -141,33 +135,19 @@ def test_notices_of_a_stranger_fail_no_call_and_put_no_words_into_errors(
     assert future.result() == [1]
 
 
-@pytest.mark.parametrize(
-    ("number", "kind"), [(0, StreamerBroken), (1, StreamerClosed), (2, WorkerStartError)]
-)
 def test_an_error_of_a_streamer_that_the_model_uses_is_an_answer(
-    host: Host, client: Client, number: int, kind: type[Exception]
+    host: Host, client: Client
 ) -> None:
     worker = host(fail_as_a_streamer_of_its_own, 1)
     streamer = client(worker_timeout=30)
-    for _ in range(2):
+    for number, kind in enumerate([StreamerBroken, StreamerClosed, WorkerStartError] * 2):
         with pytest.raises(kind, match="the other model is away"):
-            streamer.predict([number])
+            streamer.predict([number % 3])
     until(lambda: worker.stats().held == 0)  # type: ignore[union-attr]
     assert worker.stats().state == "serving"  # type: ignore[union-attr]
 
 
 # -- a call that is gone
-
-
-def test_calls_that_somebody_deletes_fail(
-    looking: RedisStreamer, ask: redis.Redis, keys: Keys
-) -> None:
-    futures = [looking.submit([number]) for number in range(3)]
-    until(lambda: ask.xlen(keys.calls) == 3)
-    ask.delete(keys.calls)
-    for future in futures:
-        with pytest.raises(BrokerUnavailable, match="the call was deleted"):
-            future.result()
 
 
 def test_call_that_is_gone_is_found_behind_more_calls_than_are_looked_for_at_once(
@@ -182,6 +162,10 @@ def test_call_that_is_gone_is_found_behind_more_calls_than_are_looked_for_at_onc
     with pytest.raises(BrokerUnavailable, match="the call was deleted"):
         futures[-1].result()
     assert looking.stats().pending == 1499
+    ask.delete(keys.calls)
+    for future in futures:
+        with pytest.raises(BrokerUnavailable, match="the call was deleted"):
+            future.result()
 
 
 def test_a_call_that_is_being_computed_outlives_that_redis_forgets_its_client(
@@ -224,10 +208,9 @@ def test_a_block_ends_where_no_host_is(
     with RedisStreamer(redis_server, prefix, drain_timeout=0.2) as streamer:
         futures = [streamer.submit([number]) for number in range(3)]
         until(lambda: streamer.stats().hosts == 0)
+    says = "before the call was served: there was no worker host"
     for future in futures:
-        with pytest.raises(
-            StreamerClosed, match="before the call was served: there was no worker host"
-        ):
+        with pytest.raises(StreamerClosed, match=says):
             future.result(0)
     assert "closed with 3 calls unanswered: there was no worker host" in caplog.text
 
@@ -241,31 +224,20 @@ def test_a_block_ends_where_redis_is_away(caplog: pytest.LogCaptureFixture) -> N
     assert "closed with 1 call unanswered" in caplog.text
 
 
-def test_a_block_ends_where_redis_hangs() -> None:
-    with LocalRedis() as server:
-        url = f"{server.url}?socket_timeout=1"
-        with RedisStreamer(url, drain_timeout=0.2) as streamer:
-            future = streamer.submit([1])
-            until(lambda: streamer.stats().queued is not None)
-            server.pause()
-        with pytest.raises(StreamerClosed):
-            future.result(0)
-        server.resume()
-
-
-@pytest.mark.long
-def test_a_block_ends_where_redis_hangs_and_the_users_client_would_wait_for_ever(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("waits", [1, *long_cases(None)])
+def test_a_block_ends_where_redis_hangs_though_the_users_client_would_wait(
+    waits: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with LocalRedis() as server:
-        broker = redis.Redis.from_url(server.url, socket_timeout=None)
+        broker = redis.Redis.from_url(server.url, socket_timeout=waits)
         with RedisStreamer(broker, drain_timeout=0.2) as streamer:
             future = streamer.submit([1])
             until(lambda: streamer.stats().queued is not None)
             server.pause()
         with pytest.raises(StreamerClosed):
             future.result(0)
-        assert "this client's keys will expire there" in caplog.text
+        if waits is None:
+            assert "this client's keys will expire there" in caplog.text
         server.resume()
         broker.close()
 

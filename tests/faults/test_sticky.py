@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sticky_models import (
-    ASSERT,
-    AcceleratorError,
-    Gpu,
-    OnGpu,
-    OnGpuWithDiary,
-    in_thread,
-    make_error,
-)
+from sticky_models import ASSERT, AcceleratorError, Gpu, OnGpu, in_thread, make_error
 
 from service_streamer import ManagedModel, Streamer, ThreadedStreamer, WorkerLost
 from service_streamer.testing import Gate
@@ -44,7 +36,7 @@ def test_items_of_the_same_batch_are_computed_once_more(
 ) -> None:
     diary = tmp_path / "diary"
     with Streamer(
-        OnGpuWithDiary, 8, worker_timeout=None, model_init_args=(diary, gate), max_latency=10
+        OnGpu, 8, worker_timeout=None, model_init_args=(gate, diary), max_latency=10
     ) as streamer:
         before = [streamer.submit([i]) for i in range(4)]
         culprit = streamer.submit([("fail", how)])
@@ -273,20 +265,15 @@ def test_the_gpu_is_looked_at_from_the_third_error_in_a_row_on(
 ASSERTS = [RuntimeError(ASSERT)] * 5
 
 
-def test_a_gpu_that_is_not_in_use_is_not_touched(gpu: Gpu) -> None:
-    gpu.is_initialized = False
-    assert fault_of(*ASSERTS) is None
-    assert gpu.probes == 0
-
-
-def test_a_full_memory_is_no_fault(gpu: Gpu) -> None:
+def test_a_gpu_that_is_not_in_use_is_not_touched_and_a_full_memory_is_no_fault(gpu: Gpu) -> None:
     gpu.error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 MiB")
     assert fault_of(*ASSERTS) is None
+    probes, gpu.is_initialized = gpu.probes, False
+    assert fault_of(*ASSERTS) is None
+    assert gpu.probes == probes
 
 
-def test_an_error_that_the_next_call_does_not_get_is_no_fault(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_goes_away_is_no_fault(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [make_error("without a name")]
     monkeypatch.setattr(gpu, "call", lambda: (_ for _ in ()).throw(errors.pop()) if errors else 0)
     assert fault_of(RuntimeError("CUDA error: x")) is None
@@ -294,9 +281,7 @@ def test_an_error_that_the_next_call_does_not_get_is_no_fault(
 
 
 @pytest.mark.parametrize("torch", [None, object(), "no module"], ids=["none", "half", "odd"])
-def test_errors_are_no_fault_without_a_whole_torch(
-    torch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_are_no_fault_without_torch(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert fault_of(*ASSERTS) is None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +73,9 @@ def test_it_is_that_of_one_process(
         Serving(PATH) as alone,
     ):
         streamer = client()
-        got: dict[int, list[Any]] = {}
-
-        def consume(at: int) -> None:
-            got[at] = [*streamer.stream(ITEMS[at])]
-
-        threads = [threading.Thread(target=consume, args=(at,)) for at in range(len(ITEMS))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [got[at] for at in range(len(ITEMS))] == wanted[:-1]
+        with ThreadPoolExecutor(len(ITEMS)) as threads:
+            got = [*threads.map(lambda each: [*streamer.stream(each)], ITEMS)]
+        assert got == wanted[:-1]
         over_redis = events(service, body)
         assert over_redis == events(alone, body)
         assert [*over_redis] == [0, 1, 2]

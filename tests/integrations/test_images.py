@@ -33,11 +33,13 @@ def test_hadolint_has_nothing_to_say(file: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_the_python_is_the_one_of_the_tests() -> None:
-    [version] = re.findall(r"^FROM python:(\d+\.\d+)\.\d+-slim-\w+ AS python$",
-                           DOCKERFILE.read_text(), re.MULTILINE)  # fmt: skip
-    settings = (ROOT / "setup.cfg").read_text()
-    assert f"python_version = {version}\n" in settings
+def test_the_python_is_the_one_of_the_tests_and_installs_are_constrained() -> None:
+    text = DOCKERFILE.read_text().replace("\\\n", " ")
+    [version] = re.findall(r"^FROM python:(\d+\.\d+)\.\d+-slim-\w+ AS python$", text, re.MULTILINE)
+    assert f"python_version = {version}\n" in (ROOT / "setup.cfg").read_text()
+    installs = re.findall(r"^RUN .*pip .*install .*$", text, re.MULTILINE)
+    assert len(installs) == 4
+    assert all("--no-cache-dir -c /constraints.txt" in each for each in installs)
 
 
 def stages() -> dict[str, str]:
@@ -57,13 +59,6 @@ def test_the_image_holds_the_service_and_no_tools(target: str) -> None:
     [user] = re.findall(r"^USER (.*)$", final, re.MULTILINE)
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)  # a name would not do for runAsNonRoot
     assert 'ENTRYPOINT ["service-streamer"]' in final  # a shell would not pass signals on
-
-
-def test_every_install_is_constrained_and_leaves_no_cache() -> None:
-    text = DOCKERFILE.read_text().replace("\\\n", " ")
-    installs = re.findall(r"^RUN .*pip .*install .*$", text, re.MULTILINE)
-    assert len(installs) == 4
-    assert all("--no-cache-dir -c /constraints.txt" in each for each in installs)
 
 
 def context() -> Iterator[Path]:
@@ -145,8 +140,7 @@ def test_the_health_check_says_what_the_service_does() -> None:
         assert checked(url=url).returncode == 0
         assert checked("/health/ready", url=url).returncode == 0
         wrong = checked("/health/red", url=url)
-        assert wrong.returncode == 1
-        assert wrong.stderr == "/health/red: HTTP Error 404: Not Found\n"
+        assert (wrong.returncode, wrong.stderr) == (1, "/health/red: HTTP Error 404: Not Found\n")
     ended = checked(url=url)
     assert ended.returncode == 1
     assert "Connection refused" in ended.stderr

@@ -179,13 +179,6 @@ def test_serve_takes_the_arguments_and_the_file(
     assert options.log_format == "json"
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_every_argument_is_an_option_of_serve(name: str) -> None:
-    given = {arg.partition("=")[0] for arg in container(VALUES[name])["args"] if "--" in arg}
-    known = {flag for option in serve.params for flag in option.opts}
-    assert given <= known
-
-
 @pytest.mark.parametrize("timeout", [30, 0.5, 600])
 def test_the_pod_lives_until_the_service_has_drained(timeout: float) -> None:
     spec = pod({"timeout": timeout, "preStopSeconds": 7})
@@ -219,17 +212,14 @@ def test_the_user_and_the_folders_are_those_of_the_image() -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_volumes_are_there(name: str) -> None:
-    spec = pod(VALUES[name])
-    mounted = {each["name"] for each in container(VALUES[name])["volumeMounts"]}
-    assert mounted == {each["name"] for each in spec["volumes"]}
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_traffic_finds_the_pods(name: str) -> None:
-    made = objects(VALUES[name])
+def test_the_parts_fit_each_other_and_serve(name: str) -> None:
+    made, of = objects(VALUES[name]), container(VALUES[name])
+    given = {arg.partition("=")[0] for arg in of["args"] if "--" in arg}
+    assert given <= {flag for option in serve.params for flag in option.opts}
+    mounted = {each["name"] for each in of["volumeMounts"]}
+    assert mounted == {each["name"] for each in pod(VALUES[name])["volumes"]}
     labels = made["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    ports = {each["name"] for each in container(VALUES[name])["ports"]}
+    ports = {each["name"] for each in of["ports"]}
     assert made["Service"]["spec"]["selector"].items() <= labels.items()
     assert {each["targetPort"] for each in made["Service"]["spec"]["ports"]} == ports
     selector = made["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]
@@ -239,9 +229,8 @@ def test_traffic_finds_the_pods(name: str) -> None:
         assert {each["port"] for each in rule["ports"]} == ports
     if "ServiceMonitor" in made:
         monitor = made["ServiceMonitor"]["spec"]
-        assert monitor["selector"]["matchLabels"].items() <= (
-            made["Service"]["metadata"]["labels"].items()
-        )
+        chosen = monitor["selector"]["matchLabels"]
+        assert chosen.items() <= made["Service"]["metadata"]["labels"].items()
         assert [each["port"] for each in monitor["endpoints"]] == ["http"]
 
 

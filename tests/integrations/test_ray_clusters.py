@@ -60,20 +60,15 @@ NAMES = {"localhost": "127.0.0.1", "head": "192.0.2.7"}
 @pytest.mark.parametrize(
     ("address", "other", "is_same"),
     [
-        ("127.0.0.1:5", "127.0.0.1:5", True),
-        ("localhost:5", "127.0.0.1:5", True),
+        ("127.0.0.1:5", "127.0.0.1:5", True), ("localhost:5", "127.0.0.1:5", True),
         ("127.0.0.1:5", "127.0.0.2:5", True),  # both are this machine's
         ("localhost:6", "127.0.0.1:5", False),
-        ("head:5", "192.0.2.7:5", True),
-        ("192.0.2.7:5", "head:5", True),
-        ("head:5", "192.0.2.8:5", False),
-        ("127.0.0.1:5", "head:5", False),
-        ("nobody:5", "127.0.0.1:5", False),
-        ("nobody:5", "nobody:5", True),
-        ("head", "192.0.2.7:5", False),
-        ("192.0.2.7:", "192.0.2.7:5", False),
+        ("head:5", "192.0.2.7:5", True), ("192.0.2.7:5", "head:5", True),
+        ("head:5", "192.0.2.8:5", False), ("127.0.0.1:5", "head:5", False),
+        ("nobody:5", "127.0.0.1:5", False), ("nobody:5", "nobody:5", True),
+        ("head", "192.0.2.7:5", False), ("192.0.2.7:", "192.0.2.7:5", False),
     ],
-)
+)  # fmt: skip
 def test_the_cluster_of_this_process_is_taken_by_any_of_its_addresses(
     stub: RayStub, monkeypatch: pytest.MonkeyPatch, address: str, other: str, is_same: bool
 ) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import logging
 import os
-import re
 import shutil
 import signal
 import tempfile
@@ -76,13 +74,12 @@ class Callers:
             try:
                 assert self._streamer.predict([item, item]) == [2 * item, 2 * item]
             except BaseException as error:
-                with self._changed:
-                    self.errors[item] = error
-                    self._changed.notify_all()
+                self.errors[item] = error
             else:
                 with self._changed:
                     self.answered += 1
-                    self._changed.notify_all()
+            with self._changed:
+                self._changed.notify_all()
             if self._is_over.is_set():
                 return
 
@@ -91,10 +88,6 @@ class Callers:
         with self._changed:
             wanted, failed = self.answered + count, len(self.errors)
             self._changed.wait_for(lambda: self.answered >= wanted or len(self.errors) > failed)
-
-    def await_error(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.errors)
 
 
 def counts(folder: Path) -> Counter[str]:
@@ -193,9 +186,6 @@ def await_workers(streamer: RayStreamer, count: int) -> None:
     await_that(lambda: ready(streamer) == count)
 
 
-# -- a worker's process
-
-
 def test_a_worker_that_is_killed_loses_no_call(build: Build, notes: Path) -> None:
     streamer = build()
     with Callers(streamer) as callers:
@@ -251,9 +241,6 @@ def test_close_ends_a_worker_that_hangs(build: Build, notes: Path) -> None:
         call.result()
 
 
-# -- nodes
-
-
 def test_a_lost_node_loses_no_call_and_the_next_one_is_used(
     build: Build, cluster: Any, notes: Path
 ) -> None:
@@ -293,26 +280,6 @@ def test_calls_go_on_while_the_head_does_not_answer(
     assert callers.errors == {}
 
 
-# -- a place on the cluster
-
-
-def test_a_worker_that_finds_no_place_says_what_is_missing(
-    build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(times, "placing", 0.0)
-    import ray
-
-    streamer = build()
-    await_that(lambda: not ray.available_resources().get("CPU"))  # which it learns late
-    with Callers(streamer) as callers, caplog.at_level(logging.WARNING):
-        streamer.scale(3)
-        await_that(lambda: "has no place on the cluster yet: it asks for 1 CPU, and" in caplog.text)
-        callers.await_more(50)
-    assert callers.errors == {}
-    # One that an earlier test has killed may count for some seconds.
-    assert re.search(r"others hold its CPU \(free on \d nodes: CPU 0 of \d\)", caplog.text)
-
-
 def test_the_bound_of_a_start_says_what_is_missing(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,9 +310,6 @@ def test_a_placement_group_is_removed(build: Build) -> None:
     assert "its placement group was removed" in str(lost.value)
     with pytest.raises(PredictTimeout):  # the next worker waits for a place
         streamer.predict([1], timeout=1)
-
-
-# -- this process
 
 
 def test_calls_fail_when_this_process_leaves_the_cluster(build: Build, notes: Path) -> None:

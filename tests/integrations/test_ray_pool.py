@@ -68,19 +68,23 @@ def test_processes_share_workers_on_ray(on_ray: Shared, address: str) -> None:
         """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True,
+    )  # fmt: skip
     assert mine | set(map(int, printed(done.stdout).strip()[1:-1].split(","))) == mine
     assert streamer.stats().answered == 200
 
 
-def test_the_pool_goes_to_the_cluster_of_its_client(on_ray: Shared) -> None:
+def test_the_pool_goes_to_the_cluster_of_its_client_and_its_workers_end_with_it(
+    on_ray: Shared,
+) -> None:
     streamer = on_ray(models.double, shared="a", address=None)
     assert streamer.predict([1]) == [2]
     assert ray.available_resources()["CPU"] == 3
+    other = on_ray(models.double, shared="a", num_cpus=0.5)
+    with pytest.raises(PoolMismatch, match=r"num_cpus is 1\.0 there and 0\.5 here"):
+        other.predict([1])
+    streamer.close()
+    await_that(lambda: ray.available_resources().get("CPU") == 4)
 
 
 def test_the_next_pool_computes_what_a_killed_one_had(on_ray: Shared, tmp_path: Path) -> None:
@@ -94,18 +98,3 @@ def test_the_next_pool_computes_what_a_killed_one_had(on_ray: Shared, tmp_path: 
     assert future.result() == [1]
     gate.close()
     await_that(lambda: ray.available_resources().get("CPU") == 3)
-
-
-def test_a_client_that_asks_for_other_resources_is_refused(on_ray: Shared) -> None:
-    streamer = on_ray(models.double, shared="a")
-    assert streamer.predict([1]) == [2]
-    other = on_ray(models.double, shared="a", num_cpus=0.5)
-    with pytest.raises(PoolMismatch, match=r"num_cpus is 1\.0 there and 0\.5 here"):
-        other.predict([1])
-
-
-def test_the_workers_end_with_the_pool(on_ray: Shared) -> None:
-    streamer = on_ray(models.double, shared="a", worker_num=3)
-    streamer.wait_ready(PATIENCE)
-    streamer.close()
-    await_that(lambda: ray.available_resources().get("CPU") == 4)

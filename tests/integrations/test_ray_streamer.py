@@ -30,7 +30,6 @@ from contract.single_flight import CallsThatShare, SharedComputations
 from contract.streams import StreamForms, Streams
 from ray_nodes import printed
 from service_streamer import (
-    InvalidInput,
     ModelError,
     RayStreamer,
     StreamerForked,
@@ -56,15 +55,10 @@ def start_cluster(folder: Path) -> None:
         # A node has 30 s to start, which are not enough for it on a machine that is very busy.
         with contextlib.suppress(Exception):
             ray.init(
-                address="local",
-                num_cpus=4,
-                num_gpus=2,
-                resources={"seat": 2},
-                include_dashboard=False,
-                object_store_memory=100_000_000,
-                _temp_dir=str(folder),
+                address="local", num_cpus=4, num_gpus=2, resources={"seat": 2},
+                include_dashboard=False, object_store_memory=100_000_000, _temp_dir=str(folder),
                 log_to_driver=False,
-            )
+            )  # fmt: skip
             return
         ray.shutdown()
     pytest.fail("Ray does not start here")
@@ -114,9 +108,6 @@ def build(cluster: None) -> Iterator[Build]:
         each.close(drain=False)
 
 
-# -- what all kinds of streamers do
-
-
 @pytest.fixture
 def kind() -> str:
     """The workers are in processes of their own."""
@@ -133,9 +124,6 @@ class TestCalls(
 @pytest.mark.long
 class TestStreams(Streams, StreamForms):
     """With workers on Ray."""
-
-
-# -- how models get there
 
 
 def test_streamers_of_several_threads_share_the_connection(build: Build) -> None:
@@ -241,16 +229,9 @@ def run(
     arguments: list[str], cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     package = str(Path(__file__).parents[2])
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": package, **variables},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-    )
-
-
-# -- items and results
+    environment = {**os.environ, "PYTHONPATH": package, **variables}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True)
 
 
 def test_an_item_or_a_result_that_cannot_be_pickled_fails_alone(build: Build) -> None:
@@ -265,31 +246,16 @@ def test_an_item_or_a_result_that_cannot_be_pickled_fails_alone(build: Build) ->
     assert streamer.predict(["fine"]) == ["fine"]
 
 
-def test_a_bad_item_fails_alone(build: Build) -> None:
-    streamer = build(ray_models.Refusing)
-    futures = [streamer.submit([n]) for n in (1, -1, 2, 0, 4)]
-    assert [futures[i].result() for i in (0, 2, 4)] == [[1.0], [0.5], [0.25]]
-    with pytest.raises(InvalidInput, match="-1 < 0"):
-        futures[1].result()
-    with pytest.raises(ZeroDivisionError):
-        futures[3].result()
-
-
-def test_large_items_and_results_arrive_whole(build: Build) -> None:
+def test_large_items_and_results_arrive_whole_and_a_model_may_not_change_them(build: Build) -> None:
+    """They are in the memory of Ray's store."""
     streamer = build(models.double)
     image = np.arange(150_000, dtype=np.float32)
     batch = [image + i for i in range(4)]
     for item, result in zip(batch, streamer.predict(batch), strict=True):
         assert np.array_equal(result, np.add(item, item)) or np.array_equal(result, 2 * item)
         result[0] = 5  # it is the caller's
-
-
-def test_items_are_the_store_s_memory_which_a_model_may_not_change(build: Build) -> None:
     [said] = build(ray_models.writes).predict([np.zeros(100_000)])
     assert "read-only" in said
-
-
-# -- where workers are
 
 
 @pytest.mark.parametrize("num_gpus", [1, 0.5])
@@ -314,19 +280,13 @@ def test_a_worker_without_a_gpu_sees_none(build: Build) -> None:
 
 def test_resources_and_the_environment_are_what_was_asked_for(build: Build) -> None:
     streamer = build(
-        models.environment,
-        resources={"seat": 1},
-        num_cpus=0,
+        models.environment, resources={"seat": 1}, num_cpus=0, scheduling_strategy="SPREAD",
         runtime_env={"env_vars": {"OF_THE_MODEL": "yes"}},
-        scheduling_strategy="SPREAD",
-    )
+    )  # fmt: skip
     assert streamer.predict(["OF_THE_MODEL"]) == ["yes"]
     await_that(lambda: free("seat") == 1)
     streamer.close()
     await_that(lambda: free("seat") == 2)
-
-
-# -- several workers
 
 
 def test_workers_are_replaced_and_their_number_changes(build: Build) -> None:
@@ -356,9 +316,6 @@ def test_a_forked_process_is_refused(build: Build) -> None:
     assert streamer.predict([1]) == [2]
 
 
-# -- connecting
-
-
 CONNECT = """
 import sys
 from service_streamer import RayStreamer
@@ -369,13 +326,10 @@ except Exception as error:
 """
 
 
-def test_an_address_that_is_none_is_refused_soon() -> None:
+def test_an_address_that_is_none_is_refused_soon_and_without_ray_it_says_what_to_install() -> None:
     ended = run(["-c", CONNECT, "nonsense"])
     assert ended.stdout.startswith("ValueError: Invalid address format: nonsense")
     assert ended.stderr == ""
-
-
-def test_without_ray_it_says_what_to_install() -> None:
     program = "import sys; sys.modules['ray'] = None; from service_streamer import RayStreamer"
     ended = run(["-c", program])
     assert "ImportError: RayStreamer needs ray: pip install cloudpickle ray" in ended.stderr

@@ -48,9 +48,7 @@ def test_the_address_may_be_left_out(
     assert (options.ray, options.model) == (ray, model)
 
 
-def test_a_file_says_what_each_worker_asks_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_file_says_what_workers_ask_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "service.toml"
     path.write_text(
         '[serve]\nray = "auto"\nray-num-gpus = 0.5\nray-num-cpus = 4\n'
@@ -154,9 +152,7 @@ def test_a_cluster_that_cannot_be_used_is_one_line(
     assert done.output.splitlines()[-1] == f"service-streamer: --ray any: {says}"
 
 
-def test_an_error_of_the_users_code_says_nothing_of_the_cluster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_of_a_users_code_is_not_the_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_ray(monkeypatch, RuntimeError("CUDA driver too old"), connects=False)
     target, pool = opening.pool_of_service(launched(monkeypatch, "serve", "--ray").options)
     with pytest.raises(RuntimeError, match="CUDA driver too old") as caught:

@@ -24,10 +24,7 @@ PLACES = os.pathsep.join([*os.environ["PATH"].split(os.pathsep), str(Path(sys.ex
 PYRIGHT = shutil.which("basedpyright", path=PLACES) or shutil.which("pyright", path=PLACES)
 
 #: What a snippet takes from the text before it. Whatever else it does not define is of any type.
-TYPES = {
-    "streamer": "Streamer",
-    "worker": "RedisWorker",
-}
+TYPES = {"streamer": "Streamer", "worker": "RedisWorker"}
 #: Strict, but for what short examples leave out.
 MYPY = ["--strict", "--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-calls"]
 MYPY += ["--allow-untyped-decorators", "--allow-subclassing-any", "--no-warn-unused-ignores"]

@@ -63,15 +63,6 @@ def test_a_reader_tells_of_a_block_as_often_as_it_was_told() -> None:
     assert reader.sent([]) == []
 
 
-def test_two_rows_in_one_answer_are_one_look_at_their_block() -> None:
-    link = Link(private=False, rows=4)
-    received = link.receive(*(link.encode(filled(n)) for n in range(2)))
-    assert [decode(each)[0] for each in received] == [0, 1]
-    received.clear()
-    ended = link.readers[0].sent([])
-    assert len(ended) == 1
-
-
 def test_memory_is_unused_while_nothing_is_large() -> None:
     link = Link()
     assert link.share(1, "a", filled(1, 10))[:2] == [1, "a"]
@@ -83,12 +74,14 @@ def test_memory_is_unused_while_nothing_is_large() -> None:
     assert link.readers[0].window.is_used
 
 
-def test_failed_results_and_small_ones_are_no_news() -> None:
-    link = Link(private=False)
-    received = link.receive(None, pickle.dumps(3), link.encode(filled(7)))
+def test_failed_results_and_small_ones_are_no_news_and_two_rows_are_one_look() -> None:
+    link = Link(private=False, rows=4)
+    rows = [link.encode(filled(n)) for n in range(2)]
+    received = link.receive(None, pickle.dumps(3), *rows)
     assert received[:2] == [None, pickle.dumps(3)]
-    assert decode(received[1]) == 3
-    assert decode(received[2])[0] == 7
+    assert [decode(each)[0] for each in received[2:]] == [0, 1]
+    received.clear()
+    assert len(link.readers[0].sent([])) == 1
 
 
 # -- results for several
@@ -117,17 +110,14 @@ def test_each_caller_gets_memory_of_its_own_of_a_kept_result(private: bool) -> N
     assert set(decode(copied)["b"][0].tobytes()) == {8}
 
 
-def test_a_large_stream_can_be_kept() -> None:
+def test_a_large_stream_can_be_kept_and_a_small_result_is_kept_as_it_is() -> None:
     link = Link(private=False)
     received = link.receive(link.encode([bytes(SIZE), filled(3)]))
     copied = kept(received.pop())
     assert decode(copied)[0] == bytes(SIZE)
     assert decode(copied)[1][-1] == 3
-
-
-@pytest.mark.parametrize("payload", [None, b"abc", pickle.dumps([1])])
-def test_a_small_result_is_kept_as_it_is(payload: Any) -> None:
-    assert kept(payload) is payload
+    for payload in (None, b"abc", pickle.dumps([1])):
+        assert kept(payload) is payload
 
 
 # -- how long it lives
@@ -177,18 +167,15 @@ def test_memory_is_closed_once() -> None:
 @pytest.mark.parametrize(
     ("files", "limit"),
     [
-        ({}, None),
-        ({"memory.max": "max\n"}, None),
-        ({"memory.max": "4000000\n"}, 1_000_000),
+        ({}, None), ({"memory.max": "max\n"}, None), ({"memory.max": "4000000\n"}, 1_000_000),
         ({"memory/memory.limit_in_bytes": "8000000\n"}, 2_000_000),
         ({"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
         ({"memory.max": "max\n", "memory/memory.limit_in_bytes": "8000000\n"}, 2_000_000),
         ({"memory.max": "4000000", "memory/memory.limit_in_bytes": "8000000"}, 1_000_000),
-        ({"memory.max": ""}, None),
-        ({"memory.max": "0"}, 0),
+        ({"memory.max": ""}, None), ({"memory.max": "0"}, 0),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_quarter_of_what_there_is_may_be_shared(
     files: dict[str, str], limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,52 +190,48 @@ def test_a_quarter_of_what_there_is_may_be_shared(
     assert SharedMemory(None).size == (machine // 4 if limit is None else limit) // 2
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2 * PAGE - 1])
-def test_too_little_memory_is_none(limit: int, caplog: pytest.LogCaptureFixture) -> None:
-    memory = SharedMemory(limit)
-    assert memory.arena is None
-    assert memory.for_worker(1) is None
-    assert not is_shared(memory.encoder.encode(filled(1)))
-    memory.expect_rows(4)
-    memory.close()
+def test_too_little_memory_is_none_and_a_little_does_no_harm(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for limit in (0, 1, 2 * PAGE - 1):
+        memory = SharedMemory(limit)
+        assert memory.arena is None
+        assert memory.for_worker(1) is None
+        assert not is_shared(memory.encoder.encode(filled(1)))
+        memory.expect_rows(4)
+        memory.close()
     assert caplog.records == []
     encoder, exchange = in_worker(None)
     assert exchange is None
     assert not is_shared(encoder.encode(filled(1)))
+    for limit in (2 * PAGE, 2 * PAGE + 1, 10 * PAGE):
+        memory = SharedMemory(limit)
+        ends = memory.for_worker(4)
+        assert ends is not None
+        assert ends[0].responses.size >= PAGE
+        assert decode(memory.encoder.encode(filled(1)))[0] == 1
 
 
-@pytest.mark.parametrize("limit", [2 * PAGE, 2 * PAGE + 1, 10 * PAGE])
-def test_a_little_memory_does_no_harm(limit: int) -> None:
-    memory = SharedMemory(limit)
-    ends = memory.for_worker(4)
-    assert ends is not None
-    assert ends[0].responses.size >= PAGE
-    assert decode(memory.encoder.encode(filled(1)))[0] == 1
-
-
-def test_payloads_go_through_pipes_without_memory_files(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    memory = SharedMemory(4 * MB)
-    assert memory.for_worker(1) is None
-    assert decode(memory.encoder.encode(filled(1)))[0] == 1
-    [record] = caplog.records
-    assert "no shared memory" in record.getMessage()
-
-
-def test_payloads_go_through_pipes_where_nothing_can_be_mapped(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("lacks", ["memory files", "room to map them"])
+def test_payloads_go_through_pipes_where_there_is_no_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
 ) -> None:
     memories = Memories(Link().arena.memory, Link().arena.memory)
 
     def unmapped(*_: Any) -> mmap.mmap:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(mmap, "mmap", unmapped)
+    if lacks == "memory files":
+        monkeypatch.delattr(os, "memfd_create")
+    else:
+        monkeypatch.setattr(mmap, "mmap", unmapped)
     memory = SharedMemory(4 * MB)
     assert memory.for_worker(1) is None
-    assert len(caplog.records) == 1
+    assert decode(memory.encoder.encode(filled(1)))[0] == 1
+    [record] = caplog.records
+    assert "no shared memory" in record.getMessage()
+    if lacks == "memory files":
+        return
     encoder, exchange = in_worker(memories)
     assert exchange is not None
     assert not is_shared(encoder.encode(filled(1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import sys
@@ -18,12 +19,12 @@ from service_streamer.workers.memory.payload import LARGE
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
 
 
+@dataclasses.dataclass
 class Held:
     """Something that was received, and what it has to be until it is dropped."""
 
-    def __init__(self, view: Any, value: int) -> None:
-        self.view = view
-        self.value = value
+    view: Any
+    value: int
 
     def check(self) -> None:
         data = bytes(self.view.numpy() if hasattr(self.view, "numpy") else self.view)
@@ -192,10 +193,7 @@ def test_many_threads_put_down_and_read_at_once() -> None:
 
 def test_many_threads_load_one_result_at_once() -> None:
     link = Link(private=False)
-    payloads = [link.encode([filled(7), filled(8)])]
-    link.writers[0].sent(payloads)
-    received: list[Any] = payloads
-    link.readers[0].received(received)
+    received = link.receive(link.encode([filled(7), filled(8)]))
     with ThreadPoolExecutor(4) as threads:
         loads = list(threads.map(lambda _: received[0].load(), range(50)))
     assert all((a[0], b[-1]) == (7, 8) for a, b in loads)

@@ -81,21 +81,6 @@ def test_forgotten_memory_is_unmapped_and_closed() -> None:
     assert (mapped(), descriptors()) == before
 
 
-def test_forgotten_memory_may_be_passed_on_again() -> None:
-    sender, windows = ends()
-    link = Link(MB)
-    arena, placed = link.arena, link.encode(filled(5))
-    for _ in range(2):
-        assert sender.send(arena.memory)
-        window = windows.window(arena.memory.number, 0)
-        look = window.look(placed.wire)
-        item = window.load(placed.wire, look)
-        assert (item == 5).all()
-        del item, look
-        assert windows.ended() == [(arena.memory.number, placed.lease.block)]
-        sender.forget(arena.memory.number)
-
-
 def test_a_reader_that_takes_nothing_gets_no_more_and_blocks_nobody() -> None:
     sender, windows = ends()
     memory = new_memory()

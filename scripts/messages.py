@@ -1,6 +1,6 @@
 """Print the text of every error, for a reader. It checks nothing.
 
-PYTHONPATH=. python tests/messages.py
+PYTHONPATH=. python scripts/messages.py
 """
 
 from __future__ import annotations
