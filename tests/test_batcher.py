@@ -418,12 +418,14 @@ def test_a_worker_that_is_ended_since_it_hangs_is_not_kept(is_ended: bool, is_la
 def saturated(rate: float = 200.0) -> Walk:
     """One worker that computes so many items a second in batches of two, and more than it can."""
     walk = Walk(batch_size=2)
-    walk.submit(*range(80))
+    for item in range(80):
+        walk.submit(item)
     for _ in range(35):
         [first, *_] = walk.batcher.in_flight()
         walk.now += first.size / rate
         walk.done(first, duration=first.size / rate)
-    walk.submit(*range(100 - walk.batcher.pending_items))
+    for item in range(100 - walk.batcher.pending_items):
+        walk.submit(item)
     return walk
 
 
