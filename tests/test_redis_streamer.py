@@ -430,6 +430,7 @@ def test_call_that_expires_at_a_host_is_not_computed(
     assert isinstance(late.exception(), PredictTimeout)
     hasty.close()  # from now on it is in Redis only if the host has claimed it
     await_that(lambda: ask.xlen(keys.calls) == 1)
+    await_that(lambda: worker.stats().held == 1)  # type: ignore[union-attr]
     gate.let_through(2)
     assert first.result() == ["first"]
     assert streamer.predict(["last"]) == ["last"]

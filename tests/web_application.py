@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -21,6 +22,7 @@ class WebApplication:
 
     Args:
         predict: the model, a function of a batch.
+        description: of the model, as ``ManagedModel.describe`` returns it.
         keyring: checks API keys.
         siblings: other web processes of the service.
         kind: of the streamer, or what builds one of the model.
@@ -35,6 +37,7 @@ class WebApplication:
     def __init__(
         self,
         predict: Callable[[list[Any]], list[Any]] = list,
+        description: Mapping[str, Any] = MappingProxyType({}),
         *,
         keyring: Any = None,
         siblings: Any = None,
@@ -47,7 +50,7 @@ class WebApplication:
                 """Nothing to load."""
 
             def describe(self) -> dict[str, Any]:
-                return {"operations": ["predict"]}
+                return {"operations": ["predict"], **description}
 
             def predict(self, batch: list[Any]) -> list[Any]:
                 return predict(batch)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from ..observe.record import Call, Reason
 from .cost import LearnedCost
@@ -27,6 +27,49 @@ Entry = tuple[float, int, Call, int]
 #: Instead of a neighbour in length where there is none: nothing is as short, or as long.
 _NOTHING: Entry = (-math.inf, 0, Call((), None), 0)
 _ENDLESS: Entry = (math.inf, 0, Call((), None), 0)
+
+
+class _Neighbours:
+    """Those of an item, one after the other in each direction; of one length the oldest first.
+
+    No generators: a signal handler may raise where one is closed, and that would be lost.
+    """
+
+    __slots__ = ("_below", "_entries", "_fits", "_right", "_start", "_stop")
+
+    def __init__(self, entries: list[Entry], first: Entry, fits: Callable[[Call], bool]) -> None:
+        self._entries = entries
+        self._fits = fits
+        # The next one on the left, and where those of its length begin and end.
+        self._below = self._start = self._stop = bisect_left(entries, first)
+        self._right = self._stop + 1
+
+    def shorter(self) -> Entry:
+        """The next one on the left."""
+        entries = self._entries
+        while True:
+            if self._below == self._stop:  # on to those that are shorter
+                self._stop = self._start
+                if not self._stop:
+                    return _NOTHING
+                self._start = self._stop - 1
+                length, _, call, _ = entries[self._start]
+                if self._start and entries[self._start - 1][0] == length:
+                    self._start = bisect_left(entries, (length, 0, call, 0))
+                self._below = self._start
+            entry = entries[self._below]
+            self._below += 1
+            if self._fits(entry[2]):
+                return entry
+
+    def longer(self) -> Entry:
+        """The next one on the right."""
+        while self._right < len(self._entries):
+            entry = self._entries[self._right]
+            self._right += 1
+            if self._fits(entry[2]):
+                return entry
+        return _ENDLESS
 
 
 class LengthWindow:
@@ -103,24 +146,17 @@ class LengthWindow:
         base = max(base, LEAST_BASE * self._cost.mean)
         chosen, length, padding = [first], first[0], 0.0
         least, best = base, (1, length, padding)
-        entries, held = self._sorted, self._held
-        place = bisect_left(entries, first)
         for takes_large in (False, True) if large else (False,):
 
-            def waiting(places: Iterable[int], takes_large: bool = takes_large) -> Iterator[Entry]:
-                for each in places:
-                    entry = entries[each]
-                    call = entry[2]
-                    if (
-                        call in held
-                        and (not large or (call in large) == takes_large)
-                        and (call.deadline > surely or not is_late(call))
-                    ):
-                        yield entry
+            def fits(call: Call, takes_large: bool = takes_large) -> bool:
+                return (
+                    call in self._held
+                    and (not large or (call in large) == takes_large)
+                    and (call.deadline > surely or not is_late(call))
+                )
 
-            reason = None
-            shorter, longer = waiting(self._shorter(place)), waiting(range(place + 1, len(entries)))
-            below, above = next(shorter, _NOTHING), next(longer, _ENDLESS)
+            neighbours = _Neighbours(self._sorted, first, fits)
+            below, above, reason = neighbours.shorter(), neighbours.longer(), None
             while len(chosen) < room:
                 size, longest = len(chosen), max(length, above[0])
                 padding_below = length - below[0]
@@ -138,11 +174,11 @@ class LengthWindow:
                 if padding_above < padding_below:
                     padding += padding_above
                     chosen.append(above)
-                    length, above = longest, next(longer, _ENDLESS)
+                    length, above = longest, neighbours.longer()
                 else:
                     padding += padding_below
                     chosen.append(below)
-                    below = next(shorter, _NOTHING)
+                    below = neighbours.shorter()
                 overhead = (base + per_unit * padding) / len(chosen)
                 if overhead <= least:
                     least, best = overhead, (len(chosen), length, padding)
@@ -152,17 +188,6 @@ class LengthWindow:
                 reason = Reason.PADDING
         self._let_go(chosen)
         return chosen, length, reason
-
-    def _shorter(self, stop: int) -> Iterator[int]:
-        """The places before this one: the longest first, and of one length the oldest first."""
-        entries = self._sorted
-        while stop:
-            start = stop - 1
-            length, _, call, _ = entries[start]
-            if start and entries[start - 1][0] == length:
-                start = bisect_left(entries, (length, 0, call, 0))
-            yield from range(start, stop)
-            stop = start
 
     def _let_go(self, chosen: Sequence[Entry]) -> None:
         for _, _, call, index in chosen:
