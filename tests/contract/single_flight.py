@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -155,6 +156,21 @@ class CallsThatShare(Counted):
         gate.let_through(9)
         assert second.result() == [["good", 1]]
         with pytest.raises(ValueError, match="bad item"):
+            first.result()
+
+    def test_other_calls_are_answered_when_the_first_is_cancelled(
+        self, counting: Build, gate: Gate
+    ) -> None:
+        streamer = counting(gate, deduplicate=True)
+        blocker = streamer.submit(["blocker"])
+        gate.await_arrival()
+        first, second = streamer.submit(["a"]), streamer.submit(["a"])
+        assert not second.running()
+        assert first.cancel()
+        third = streamer.submit(["a"])
+        gate.let_through(9)
+        assert results([blocker, second, third]) == [[["blocker", 1]], [["a", 1]], [["a", 1]]]
+        with pytest.raises(CancelledError):
             first.result()
 
     def test_other_calls_are_answered_when_the_first_times_out(

@@ -157,5 +157,5 @@ def test_model_of_a_notebook_is_served_cell_after_cell(
     """)
     run(tmp_path, "-m", "ipykernel", "install", "--prefix", str(tmp_path))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
-    done = run(tmp_path, "-c", program, program=json.dumps([DATA, *USES]))
+    done = run(tmp_path, "-c", program, program=json.dumps([DATA, *USES.split("\n\n")]))
     assert done.stdout.splitlines() == SAID, done.stderr
