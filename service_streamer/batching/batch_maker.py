@@ -13,6 +13,7 @@ from .batch_sizes import fit_size
 from .call_queue import CallQueue
 from .endings import Endings
 from .isolation import Retries, Search
+from .length_queue import LengthQueue
 from .overload import UNKNOWN, Finish, Overload
 from .policy import Backlog, Decision, Policy
 from .slots import Slots
@@ -46,7 +47,7 @@ class BatchMaker:
 
     def __init__(
         self,
-        pending: CallQueue,
+        pending: CallQueue | LengthQueue,
         retries: Retries,
         slots: Slots,
         endings: Endings,

@@ -52,14 +52,14 @@ from .cutter import Cutter
 from .endings import Endings
 from .figures import Figures
 from .isolation import Retries, Search, Suspects
-from .length_window import LengthWindow
+from .length_queue import LengthQueue
 from .overload import Overload
 from .policy import Backlog, Decision, LearnedPolicy, Policy
 from .recovery import Recovery
 from .slots import Slots
 from .step_policy import room_of_places
 from .stepping import Stepping
-from .tuning import GRACE, MOST_RETURNED, WINDOW_BATCHES
+from .tuning import GRACE, MOST_RETURNED
 from .waiting import end, lose_queue
 
 #: A member of an enum is looked up in Python, and every call asks for this one.
@@ -145,10 +145,10 @@ class Batcher:
                 round_trip=round_trip,
             )
         )
-        self._new_queue: Callable[[LearnedCost], CallQueue] = lambda cost: CallQueue(
-            batch_size,
-            tenant_weights,
-            LengthWindow(cost, WINDOW_BATCHES * batch_size) if has_lengths else None,
+        self._new_queue: Callable[[LearnedCost], CallQueue | LengthQueue] = lambda cost: (
+            LengthQueue(cost, batch_size=batch_size, weights=tenant_weights)
+            if has_lengths
+            else CallQueue(tenant_weights)
         )
         self._retries = Retries(
             batch_size=batch_size, max_attempts=max_attempts, isolate_errors=isolate_errors

@@ -11,6 +11,7 @@ from .actions import NOTHING, Actions
 from .batch_maker import BatchMaker
 from .call_queue import CallQueue
 from .isolation import Retries, Search
+from .length_queue import LengthQueue
 from .overload import Deadlines, Overload
 from .policy import Backlog, Decision, Policy
 from .recovery import Recovery
@@ -49,7 +50,7 @@ class Cutter:
 
     def __init__(
         self,
-        pending: CallQueue,
+        pending: CallQueue | LengthQueue,
         retries: Retries,
         slots: Slots,
         maker: BatchMaker,

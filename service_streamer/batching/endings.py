@@ -12,6 +12,7 @@ from typing import Any
 from ..observe.record import NO_OUTPUTS, BatchRecord, Call, CallState, Span
 from .call_queue import CallQueue
 from .isolation import Retries
+from .length_queue import LengthQueue
 from .waiting import end
 
 _NOT_OPEN = (CallState.NEW, CallState.OVER)
@@ -31,7 +32,7 @@ class Endings:
         cancelled: calls that were withdrawn, so far.
     """
 
-    pending: CallQueue
+    pending: CallQueue | LengthQueue
 
     def __init__(
         self,

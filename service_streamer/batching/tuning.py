@@ -204,13 +204,7 @@ LAST_INTERVAL = 96
 #: smaller, which costs least.
 TRIAL_STEPS = (-1, -2, 1, 2, -4)
 
-# -- the queue
-
-#: A call of so many full batches, or more, takes turns with others, a batch each.
-#: Chosen by reasoning: of a smaller one the second batch is the last, and to put that off would
-#: make calls of equal size wait for each other. Checked with
-#: ``pytest tests/test_queue_order.py -k large``.
-LARGE = 2
+# -- the length queue
 
 #: Neighbours in length are chosen among this many batches' worth of items.
 #: Chosen by reasoning: more finds better neighbours, and keeps the order less. Checked with
@@ -220,6 +214,8 @@ WINDOW_BATCHES = 8
 #: Chosen by reasoning: where none is measured the next batches may show one, and batches of one
 #: item cannot.
 LEAST_BASE = 0.02
+
+# -- the fair queue
 
 #: Each turn of this number goes to the call that has waited longest, whatever its kind.
 #: Chosen by reasoning: an eighth of the turns prevents starvation, and deadlines and priorities

@@ -1,4 +1,4 @@
-"""The states of calls, and how many of them wait: both change here, and nowhere else."""
+"""The states of calls, and how many items wait: both change here, and nowhere else."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ _WAITING, _RUNNING, _OVER = CallState.WAITING, CallState.RUNNING, CallState.OVER
 
 
 class Waiting:
-    """The counts of a queue of calls.
+    """The count of a queue of calls.
 
     Attributes:
-        calls: how many have items that are not cut into batches.
-        items: how many these are.
+        items: how many of its calls are not cut into batches.
     """
 
     def __init__(self) -> None:
-        self.calls = self.items = 0
+        self.items = 0
 
     def enter(self, call: Call) -> None:
         """The call waits here from now on."""
         call.state = _WAITING
-        self.calls += 1
         self.items += call.pending
 
     def cut(self, call: Call, size: int) -> None:
@@ -30,12 +28,10 @@ class Waiting:
         self.items -= size
         call.pending -= size
         if not call.pending:
-            self.calls -= 1
             call.state = _RUNNING
 
     def leave(self, call: Call) -> None:
-        """The call is about to end."""
-        self.calls -= 1
+        """The call is about to end, or waits in another queue from now on."""
         self.items -= call.pending
 
 
