@@ -135,9 +135,9 @@ class Streams(Counts):
             if number == 59:
                 before = kept()
         assert [*streamer.stream(2)] == [1, 2]
-        stats = streamer.stats()  # one that is dropped at once may not be sent at all
-        assert (stats.pending, stats.accepted - stats.cancelled) == (0, 1)
-        assert stats.cancelled >= 80
+        stats = streamer.stats()
+        assert stats.pending == 0
+        assert stats.cancelled >= 80  # one that is dropped at once may not be sent at all
         assert kept() < before + 30
 
     def test_stream_is_refused_in_a_fork_and_continues_in_the_parent(self, build: Build) -> None:
