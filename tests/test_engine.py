@@ -243,6 +243,17 @@ def test_wait_ready_waits_for_every_worker(two: StubEngine) -> None:
     assert two.engine.state is EngineState.RUNNING
 
 
+@pytest.mark.parametrize(("loss", "sizes"), [(Loss.OUTAGE, [2]), (Loss.CRASHED, [1])])
+def test_what_was_lost_with_its_host_is_no_suspect_and_goes_again_as_it_was(
+    one: StubEngine, loss: Loss, sizes: list[int]
+) -> None:
+    one.transport.ready(0)
+    one.submit("a", "b")
+    one.transport.lose(0, loss=loss)
+    one.transport.ready(1)
+    assert [len(payloads) for _, _, payloads in one.transport.sent[1:]] == sizes
+
+
 def test_when_no_worker_can_be_started_any_more_nobody_waits(one: StubEngine) -> None:
     one.transport.ready(0)
     held = one.submit("held")

@@ -233,6 +233,7 @@ def test_bad_inputs_of_embeddings_are_named(embeddings: Any, wrong: Any, says: s
         ("/decode", {"ids": [10**6]}, "ids", "1000000"),
         ("/detokenize", {"tokens": [10**6]}, "tokens", "1000000"),
         ("/", {"inputs": "a", "prompt_name": "query"}, "prompt_name", "prompt_name"),
+        ("/", {"inputs": "a", "stream": True}, "stream", "stream"),
         ("/rerank", {"texts": []}, "texts", "1"),
         ("/rerank", {"texts": ["a", ""]}, "texts", "empty"),
         ("/rerank", {"query": ""}, "query", "empty"),

@@ -56,6 +56,13 @@ def arguments(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("front", CONSTRUCTORS)
+def test_a_constructor_refuses_what_is_no_option(front: str) -> None:
+    model = () if front == "RedisStreamer" else (service_streamer.ManagedModel,)
+    with pytest.raises(TypeError, match="nonsense"):
+        getattr(service_streamer, front)(*model, nonsense=1)
+
+
+@pytest.mark.parametrize("front", CONSTRUCTORS)
 def test_a_constructor_has_the_options_of_the_table(front: str) -> None:
     if front == "RayStreamer":
         pytest.importorskip("ray")
