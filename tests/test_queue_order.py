@@ -416,6 +416,76 @@ def test_flood_of_one_tenant_does_not_starve_the_others(has_lengths: bool) -> No
     assert len(lone) >= (80 if has_lengths else 100)
 
 
+# -- calls of many items
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+@pytest.mark.parametrize("tenants", [False, True], ids=["one tenant", "a tenant for each"])
+def test_call_of_many_items_takes_turns_with_small_calls_that_come_later(
+    tenants: bool, has_lengths: bool
+) -> None:
+    line = Line(4, has_lengths=has_lengths)
+    line.add("large", 400, tenant="large" if tenants else "")
+    batches = [line.take()]
+    for number in range(40):
+        line.add(number, tenant=str(number) if tenants else "")
+        batches.append(line.take())
+    assert batches[0] == ["large"] * 4
+    small = [name for batch in batches for name in batch if name != "large"]
+    assert small == [*range(len(small))], "each when its turn comes"
+    assert len(small) >= 39
+    assert sum(batch.count("large") for batch in batches) >= 120, "they fill up what is left"
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_small_calls_that_keep_coming_leave_half_of_the_places_to_a_large_one(
+    has_lengths: bool,
+) -> None:
+    line = Line(4, has_lengths=has_lengths)
+    line.add("large", 400)
+    served: list[object] = []
+    for _ in range(100):
+        while line.batcher.pending_items - 400 + served.count("large") < 8:
+            line.add("small")
+        served += line.take()
+    assert 180 <= served.count("large") <= 220
+    assert 0 < served[:40].count("large") < 40
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_large_calls_of_equal_size_go_one_after_the_other_and_a_smaller_one_before(
+    has_lengths: bool,
+) -> None:
+    line = Line(4, has_lengths=has_lengths)
+    for name in "ab":
+        line.add(name, 16)
+    assert line.order() == ["a"] * 16 + ["b"] * 16
+    for name in "ab":
+        line.add(name, 40)
+    line.take()
+    line.add("c", 9)
+    order = line.order()
+    assert len(order) == 40 - 4 + 40 + 9
+    assert order.index("c") < 20
+    assert order[-1] != "c"
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_items_of_a_large_call_do_not_count_as_before_a_new_call(has_lengths: bool) -> None:
+    line = Line(4, has_lengths=has_lengths)
+    line.took = lambda size: size / 100
+    line.add("large", 400, seconds=100.0)
+    for _ in range(60):
+        line.take()
+    assert line.batcher.is_behind
+    call = Call(["new"], None)
+    call.arrived_at, call.deadline = line.now, line.now + 0.2
+    assert not line.batcher.is_hopeless(call, line.now)
+    for _ in range(40):
+        line.add("small", seconds=100.0)
+    assert line.batcher.is_hopeless(call, line.now)
+
+
 # -- what goes before a new call
 
 

@@ -215,7 +215,7 @@ WINDOW_BATCHES = 8
 #: item cannot.
 LEAST_BASE = 0.02
 
-# -- the fair queue
+# -- turns
 
 #: Each turn of this number goes to the call that has waited longest, whatever its kind.
 #: Chosen by reasoning: an eighth of the turns prevents starvation, and deadlines and priorities
@@ -276,3 +276,18 @@ MOST_DEVICE_FAILURES = 2
 #: Chosen by reasoning: hosts come and go, and one batch seldom meets that twice. But one that takes
 #: all memory may end host after host.
 MOST_OUTAGES = 3
+
+# -- large calls
+
+#: A call of so many batches is large: it takes turns with smaller ones, item by item.
+#: Chosen by reasoning: a smaller one is over in the time of one batch, and another one.
+LARGE = 2
+#: What goes into one batch of large calls, where small ones come beside them, takes at least this
+#: time, seconds. Chosen by reasoning: nobody feels it, and no hand-over costs as much.
+LARGE_SECONDS = 0.05
+#: And at least so many times the fixed cost of a batch.
+#: Chosen by reasoning: then a tenth of the throughput is lost.
+LARGE_SHARE = 9.0
+#: For so many batches more, after a small call has waited beside a large one.
+#: Chosen by reasoning: who has an answer calls again within a few batches.
+MIXED_BATCHES = 16
