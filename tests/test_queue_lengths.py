@@ -220,14 +220,13 @@ def test_each_item_is_cut_once_and_soon_and_costs_no_more_than_it_may(
     order: list[list[int]] = []  # what is left of each call
     large: set[int] = set()  # items of large calls, which take turns with the others
     number = 0  # batches so far
-    due: dict[int, int] = {}  # by which batch each item has gone, but those of large calls
+    due: dict[int, int] = {}  # by which batch each item has gone, if no call is large
     while to_come or order:
         if to_come and (not order or data.draw(st.booleans(), label="one comes")):
             order.append([*shapes.wait(*to_come.pop(0)).payloads])
             if len(order[-1]) >= 2 * batch_size:
                 large.update(order[-1])
-            else:
-                due.update(dict.fromkeys(order[-1], number + sum(map(len, order))))
+            due.update(dict.fromkeys(order[-1], number + sum(map(len, order))))
             continue
         batch = shapes.cut()
         assert batch is not None
@@ -240,7 +239,7 @@ def test_each_item_is_cut_once_and_soon_and_costs_no_more_than_it_may(
         assert bound is None or batch.cost <= bound or batch.size == 1
         for place in batch.payloads:
             next(left for left in order if place in left).remove(place)  # so it did wait
-            assert number <= due.get(place, number)
+            assert large or number <= due[place]
         order = [left for left in order if left]
 
 

@@ -441,15 +441,62 @@ def test_call_of_many_items_takes_turns_with_small_calls_that_come_later(
 def test_small_calls_that_keep_coming_leave_half_of_the_places_to_a_large_one(
     has_lengths: bool,
 ) -> None:
-    line = Line(4, has_lengths=has_lengths)
-    line.add("large", 400)
-    served: list[object] = []
+    line = Line(64, has_lengths=has_lengths)
+    line.add("large", 12_800)
+    for _ in range(7):
+        line.take()  # so that its next turn may be that of the call which has waited longest
+    left, served = line.batcher.pending_items, []
     for _ in range(100):
-        while line.batcher.pending_items - 400 + served.count("large") < 8:
-            line.add("small")
+        while line.batcher.pending_items < left - served.count("large") + 128:
+            line.add("small", 4)
         served += line.take()
-    assert 180 <= served.count("large") <= 220
-    assert 0 < served[:40].count("large") < 40
+    assert 2_800 <= served.count("large") <= 3_600
+    assert 0 < served[:640].count("large") < 640
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_large_call_whose_time_is_near_its_end_leaves_small_ones_their_turns(
+    has_lengths: bool,
+) -> None:
+    line = Line(4, has_lengths=has_lengths)
+    line.add("large", 400, seconds=20.0, has_deadline=True)
+    line.take()
+    line.now = 11.0
+    line.add("small")
+    assert "small" in line.take() + line.take()
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_large_call_is_not_behind_a_call_of_its_class_that_was_withdrawn(has_lengths: bool) -> None:
+    line = Line(4, has_lengths=has_lengths)
+    line.add("huge", 40_000)
+    line.add("small", 4)
+    line.take()
+    line.drop(line.add("gone", 4_000))
+    line.add("large", 400)
+    served = [name for _ in range(40) for name in line.take()]
+    assert served.count("large") >= 40
+
+
+def test_small_neighbours_go_before_those_of_a_large_call() -> None:
+    line = Line(4, has_lengths=True)
+    line.add("first", lengths=[10])
+    for name in "ab":
+        line.add(name, lengths=[5])
+    line.add("large", 8, lengths=[5] * 8)
+    assert line.take() == ["first", "a", "b", "large"]
+
+
+def test_large_call_that_is_put_back_leaves_the_window_to_small_ones() -> None:
+    line = Line(4, has_lengths=True)
+    large = line.add("large", 400)
+    for _ in range(3):
+        line.take()
+    line.batcher.rebuild([large], line.now)
+    for name in "abc":
+        line.add(name)
+    served = [name for _ in range(6) for name in line.take()]
+    assert {*"abc"} <= {*served}
 
 
 @pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])

@@ -81,7 +81,7 @@ def test_host_that_was_full_claims_again_when_there_is_room_for_half_a_batch() -
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "size", "meanwhile", "room"), [(8, 64, 1, 1), (64, 4, None, 32)]
+    ("batch_size", "size", "meanwhile", "room"), [(8, 64, 1, 2), (64, 4, None, 32)]
 )
 def test_host_learns_how_large_calls_are_and_claims_another_beside_a_large_one(
     batch_size: int, size: int, meanwhile: int | None, room: int

@@ -2,7 +2,7 @@
 
     span    state       held by                                     leaves when
     ----    -----       -------                                     -----------
-            PENDING     its call in Batcher._pending, by arrival    it is cut into a batch
+            PENDING     its call in Batcher._pending                it is cut into a batch
             IN_FLIGHT   Batch.spans of a batch in Batcher._slots    the batch is done, failed, lost
             SUSPECT     Suspects.spans in Batcher._retries          it is cut again, in a part
             OVER        nothing (its call may still be waiting      -

@@ -21,7 +21,7 @@ from .cost import LearnedCost
 from .length_window import LengthWindow
 from .overload import Finish
 from .tuning import LARGE, LARGE_SECONDS, LARGE_SHARE, MIXED_BATCHES
-from .turns import Turns, cost_of
+from .turns import Turns
 
 #: Members of an enum are looked up in Python, and every call asks for these.
 _WAITING, _RUNNING = CallState.WAITING, CallState.RUNNING
@@ -94,10 +94,7 @@ class CallQueue:
         """The call waits from now on."""
         call.state = _WAITING
         self.items += call.pending
-        size_class = 0
-        if call.pending >= self._least_large:
-            size_class = self._size_class(call)
-            self._large[call] = cost_of(call)
+        size_class = self._size_class(call) if call.pending >= self._least_large else 0
         if self._turns is None and not size_class and call.precedence is ORDINARY:
             self._calls.append(call)
         else:
@@ -116,21 +113,27 @@ class CallQueue:
         return turns
 
     def _size_class(self, call: Call) -> int:
-        """0 if the call, which waits, is small; those of large ones are within a factor of two."""
-        return (call.pending // self._least_large).bit_length()
+        """0 if the call, which waits, is small; a class of large ones is within a factor of two."""
+        size_class = (call.pending // self._least_large).bit_length()
+        if size_class:
+            self._large[call] = (sum(call.lengths) / call.size if call.lengths else 0.0) or 1.0
+        return size_class
 
     def restore(self, call: Call, positions: Sequence[int]) -> None:
         """The call waits again with these items; without lengths, its last ones."""
         call.pending = len(positions)
         if self._window is None or call.pending == call.size:
             self.add(call)
-        else:
-            call.state = _WAITING
-            self.items += call.pending
-            size_class = self._size_class(call)
-            if size_class:
-                self._large[call] = cost_of(call)
-            self._window.add(call, positions, size_class)
+            return
+        call.state = _WAITING
+        self.items += call.pending
+        size_class, inside = self._size_class(call), call.pending
+        if size_class:  # the others, its last ones, have turns before they are in the window
+            while inside > 1 and positions[inside - 1] == call.size - call.pending + inside - 1:
+                inside -= 1
+            if inside < call.pending:
+                self._take_turns().add(call, call.pending - inside, size_class)
+        self._window.add(call, positions[:inside], size_class)
 
     def remove(self, call: Call) -> None:
         """The call is about to end."""
@@ -154,7 +157,7 @@ class CallQueue:
 
     def ahead(self, call: Call) -> float:
         """A lower estimate of the items that are computed before a new call with a deadline."""
-        size_class = self._size_class(call)
+        size_class = (call.size // self._least_large).bit_length()
         if self._turns is None and not size_class and call.precedence is ORDINARY:
             return self.items
         ahead = self._take_turns().ahead(call, size_class)
@@ -222,7 +225,7 @@ class CallQueue:
         # How many of each call of several items, if it has several turns: the order within a batch
         # does not matter.
         taken: dict[Call, int] = {}
-        count, large = 0, self._large_room()
+        count, large, reason = 0, self._large_room(), None
         while count < room and self.items:
             if turns is None:
                 call = calls[0]
@@ -249,10 +252,11 @@ class CallQueue:
             if turns is not None:
                 if place.size_class:
                     if not large:
+                        reason = Reason.TURN
                         break
                     size = min(size, large)
                     large -= size
-                turns.took(place, size, size)
+                turns.took(place, size, 1.0)
             if turns is None or call.size == 1:
                 start = call.size - call.pending
                 spans.append((call, start, start + size))
@@ -270,7 +274,8 @@ class CallQueue:
             stop = call.size - call.pending
             spans.append((call, stop - size, stop))
             payloads += call.payloads[stop - size : stop]
-        reason = Reason.COST if is_bounded and self.items else None
+        if is_bounded and self.items:
+            reason = Reason.COST
         return Taken(spans, payloads, float(count), len(spans), reason)
 
     def _large_room(self) -> int:
@@ -289,8 +294,10 @@ class CallQueue:
         else:
             return self._batch_size
         seconds = max(LARGE_SECONDS, base * LARGE_SHARE)
-        room = int(seconds / (per_unit * max(self._large.values())))
-        return min(max(1, room), self._batch_size)
+        each = per_unit * max(self._large.values())
+        return (
+            self._batch_size if each * self._batch_size < seconds else max(1, int(seconds / each))
+        )
 
     def _is_late(self, call: Call, taken: int, room: int, now: float, finish: Finish) -> bool:
         """Whether the call comes too late in a batch of what was taken, and what fits besides.
@@ -311,7 +318,7 @@ class CallQueue:
     # -- where items have lengths
 
     def _draw(self, window: LengthWindow, now: float) -> None:
-        """Calls enter the window in turn: large ones in parts, so it may be more than full."""
+        """Calls enter the window in turn: small ones as a whole, so it may be more than full."""
         turns, calls = self._turns, self._calls
         while window.items < window.size and self.items > window.items:
             if turns is None:
@@ -321,8 +328,8 @@ class CallQueue:
                 continue
             place = turns.head(now)
             call, left, size = place.call, place.items, place.items
-            if place.size_class and size > self._batch_size:
-                size = self._batch_size
+            if place.size_class:
+                size = min(turns.most(place), window.size - window.items)
             positions = range(call.size - left, call.size - left + size)
             # Items without length cost too: a tenant with no others would always be next.
             lengths = call.lengths

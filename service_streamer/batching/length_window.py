@@ -92,9 +92,7 @@ class LengthWindow:
         if not held:
             self._turns = None
         if self._turns is None and (size_class or call.precedence is not ORDINARY):
-            self._turns = Turns(self._weights)
-            for each, entries in held.items():
-                self._turns.add(each, len(entries))
+            self._take_turns()
         if self._turns is not None:
             self._turns.add(call, len(positions), size_class)
             self._oldest = None
@@ -108,6 +106,12 @@ class LengthWindow:
             self._new.append(entry)
         self._count = number
         self.items += len(positions)
+
+    def _take_turns(self) -> None:
+        """All have turns, from now on until the window is empty."""
+        self._turns = Turns(self._weights)
+        for call, entries in self._held.items():
+            self._turns.add(call, len(entries))
 
     def remove(self, call: Call) -> None:
         """The call is about to end; it need not be here."""
@@ -132,6 +136,8 @@ class LengthWindow:
 
     def ahead(self, call: Call, size_class: int) -> float:
         """A lower estimate of the items that are computed before a new call with a deadline."""
+        if self._turns is None and (size_class or call.precedence is not ORDINARY):
+            self._take_turns()
         return self.items if self._turns is None else self._turns.ahead(call, size_class)
 
     def take(
@@ -168,6 +174,8 @@ class LengthWindow:
             small = len(group.entries) - (call in large)
             most = min(room, small + large_room) if is_large else room
             self._grow(group, most, max_cost, is_other if len(kinds) > 1 else is_left_out)
+            if len(group.entries) == most < room:
+                group.reason = Reason.TURN
         self._let_go(call, group)
         return group.entries, group.length, group.reason
 
@@ -199,7 +207,8 @@ class LengthWindow:
         start = bisect_left(entries, first)
         stop = start + 1  # after the last of them
         left, right, last = start - 1, stop, len(entries)
-        size, reason = len(chosen), None
+        before = size = len(chosen)
+        reason = None
         least = (base + per_unit * padding) / size
         best = size, start, stop, length, padding
         below: Entry | None = None  # the neighbours in length, once they are looked for
@@ -248,7 +257,7 @@ class LengthWindow:
         if start and entries[start - 1][0] == shortest < first[0]:
             # Of those that are as short the oldest go, and not the nearest.
             start = after = bisect_left(entries, (shortest, 0, first[2], 0))
-            chosen[:] = [entry for entry in chosen if entry[0] > shortest]
+            chosen[before:] = [entry for entry in chosen[before:] if entry[0] > shortest]
             while len(chosen) < size:
                 if not is_left_out(entries[after][2]):
                     chosen.append(entries[after])

@@ -204,7 +204,7 @@ LAST_INTERVAL = 96
 #: smaller, which costs least.
 TRIAL_STEPS = (-1, -2, 1, 2, -4)
 
-# -- the length queue
+# -- the window of lengths
 
 #: Neighbours in length are chosen among this many batches' worth of items.
 #: Chosen by reasoning: more finds better neighbours, and keeps the order less. Checked with

@@ -3,17 +3,15 @@
     tenants     the one that has had least, for its weight, is next
     rank        1. whose time was given with the call, or whose waiting has taken half of its
                    time: by when that ends; then by priority
-                2. the others: by priority; then the classes of size share; then by arrival
+                2. the others, and all large calls: by priority; the classes of size have turns;
+                   within one by arrival
 
 Fairness is start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant has a virtual time,
 which what it is given advances by its cost over its weight; one that comes back after having waited
 for nothing starts at the virtual time of who is served, so that nobody saves up turns. Two tenants
-that both have calls waiting thus never are further apart than one turn of each.
-
-In the same way calls of one priority share the turns of their tenant, by their class of size. A
-call goes after those of its class that came before; and so does a large one, which does not have to
-wait until nothing small comes. But a small one has to wait for as much of a large call as there is
-of the small ones before it, and not for all of it.
+that both have calls waiting thus never are further apart than one turn of each. The classes of size
+of one priority share the turns of their tenant in the same way: all small calls are one class, and
+large ones are in a class if they are within a factor of two.
 
 Nothing waits for ever: each ``AGING``-th turn of a tenant goes to the call that has waited longest,
 whatever its kind. So a call is passed over at most ``AGING`` times for each that was there before.
@@ -34,23 +32,32 @@ from .tuning import AGING
 
 _NEVER = inf
 
-#: The rank of a call within its tenant, for counts. If its time was given with it, its deadline,
-#: rounded down, so that there are few ranks, however many calls wait. Otherwise its priority,
-#: whether its time ends, and whether it is large.
-_Rank = float | tuple[int, bool, bool]
+#: What the calls of a group have in common. Of small calls whose time was given with them, their
+#: deadline, rounded down, so that there are few groups, however many calls wait. Of the others
+#: their priority and their class of size.
+_Kind = float | tuple[int, int]
 
 #: Deadlines are rounded by at most a sixteenth of the time until then.
 _PRECISION = 5
 
 
-class _Rankmates:
-    """How many items wait, of the calls of a tenant that have one rank."""
+class _Group:
+    """Calls of a tenant that go by arrival among each other, or nearly have one deadline.
 
-    __slots__ = ("items", "rank")
+    Attributes:
+        items: how many of their items wait.
+        timed: how many of those are of small calls whose time ends.
+        tag: the virtual time of the class, among those of its priority.
+        places: the calls; of those with a deadline of their own none.
+    """
 
-    def __init__(self, rank: _Rank) -> None:
-        self.rank = rank
-        self.items = 0
+    __slots__ = ("items", "kind", "places", "tag", "timed")
+
+    def __init__(self, kind: _Kind, tag: float) -> None:
+        self.kind = kind
+        self.tag = tag
+        self.items = self.timed = 0
+        self.places: deque[Place] = deque()
 
 
 class Place:
@@ -58,50 +65,40 @@ class Place:
 
     Attributes:
         items: how many of its items are there; 0 as soon as it is not there any more.
-        size_class: 0 of small calls; those of a large one are within a factor of two.
-        tag: its virtual time among the calls of its priority.
-        mates: those of its rank.
+        size_class: 0 of small calls.
+        is_timed: whether it is small, has no deadline of its own, and its time ends.
     """
 
-    __slots__ = ("call", "items", "line", "mates", "size_class", "tag")
+    __slots__ = ("call", "group", "is_timed", "items", "line", "size_class")
 
-    mates: _Rankmates
+    group: _Group
 
-    def __init__(self, call: Call, line: TenantLine, items: int, size_class: int) -> None:
+    def __init__(self, call: Call, line: TenantLine, size_class: int) -> None:
         self.call = call
         self.line = line
-        self.items = items
+        self.items = 0
         self.size_class = size_class
-        self.tag = 0.0
-
-
-def cost_of(call: Call) -> float:
-    """What an item of the call costs, on average: its length, or 1."""
-    return (sum(call.lengths) / call.size if call.lengths else 0.0) or 1.0
+        self.is_timed = False
 
 
 class TenantLine:
     """The calls of one tenant that wait.
 
     Attributes:
-        ranks: how many items wait of each rank.
-        large: how many of the calls are large.
+        groups: those with calls.
         turns: that it had.
-        virtual: by priority, the tag of who had the last turn.
     """
 
     __slots__ = (
         "_by_arrival",
         "_by_priority",
         "_deadlined",
-        "_ends",
         "_number",
         "_timed",
-        "large",
-        "ranks",
+        "_virtual",
+        "groups",
         "tenant",
         "turns",
-        "virtual",
         "weight",
     )
 
@@ -109,70 +106,59 @@ class TenantLine:
         self.tenant = tenant
         self.weight = weight
         self._deadlined: list[tuple[float, int, int, Place]] = []  # a heap
-        self._by_priority: list[tuple[int, float, int, Place]] = []  # the others, a heap
-        self._timed: deque[Place] = deque()  # those of them whose time ends
+        self._by_priority: list[tuple[int, float, int, _Group]] = []  # of the others, a heap
+        self._timed: deque[Place] = deque()  # the small ones of the others whose time ends
         self._by_arrival: deque[Place] = deque()  # all
-        self.virtual: dict[int, float] = {}
-        self._ends: dict[tuple[int, int], float] = {}  # by priority and class: where the last ends
-        self._number = 0  # keeps calls from being compared
-        self.large = 0
-        self.ranks: dict[_Rank, _Rankmates] = {}
+        self._virtual: dict[int, float] = {}  # by priority, of the class that was served last
+        self._number = 0  # keeps what is in a heap from being compared
+        self.groups: dict[_Kind, _Group] = {}
         self.turns = 0
 
     def add(self, place: Place) -> None:
         """The call waits from now on."""
         call, deadline = place.call, place.call.deadline
         priority, _, has_deadline = call.precedence
-        self._number = number = self._number + 1
         self._by_arrival.append(place)
-        self.large += place.size_class > 0
-        rank: _Rank
-        if has_deadline:
+        if has_deadline and not place.size_class:
             exponent = frexp(deadline - call.arrived_at)[1]
-            rank = deadline - deadline % ldexp(1.0, exponent - _PRECISION)
+            kind: _Kind = deadline - deadline % ldexp(1.0, exponent - _PRECISION)
+            self._number = number = self._number + 1
             heappush(self._deadlined, (deadline, -priority, number, place))
-        else:
-            is_timed = deadline < _NEVER
-            rank = priority, is_timed, place.size_class > 0
-            tag = self.virtual.get(priority, 0.0) if self.virtual else 0.0
-            if place.size_class:
-                kind = priority, place.size_class
-                tag = max(tag, self._ends.get(kind, 0.0))
-                self._ends[kind] = tag + place.items * cost_of(call)
-            place.tag = tag
-            heappush(self._by_priority, (-priority, tag, number, place))
-            if is_timed:
-                self._timed.append(place)
-        mates = self.ranks.get(rank)
-        if mates is None:
-            mates = self.ranks[rank] = _Rankmates(rank)
-        mates.items += place.items
-        place.mates = mates
+            place.group = self.groups.get(kind) or self._begin(kind, 0.0)
+            return
+        kind = priority, place.size_class
+        group = self.groups.get(kind)
+        if group is None:
+            group = self._begin(kind, self._virtual.get(priority, 0.0))
+            self._number = number = self._number + 1
+            heappush(self._by_priority, (-priority, group.tag, number, group))
+        group.places.append(place)
+        place.group = group
+        if deadline < _NEVER and not place.size_class:
+            place.is_timed = True
+            self._timed.append(place)
 
-    def extend(self, place: Place, items: int) -> None:
-        """So many items more wait of the call."""
-        place.items += items
-        place.mates.items += items
-        kind = place.call.precedence.priority, place.size_class
-        if kind in self._ends:
-            self._ends[kind] += items * cost_of(place.call)
+    def _begin(self, kind: _Kind, tag: float) -> _Group:
+        group = self.groups[kind] = _Group(kind, tag)
+        return group
 
     @property
     def items(self) -> int:
         """How many wait."""
-        return sum([mates.items for mates in self.ranks.values()])
+        return sum([group.items for group in self.groups.values()])
 
     def ahead(self, call: Call, size_class: int) -> int:
         """A lower estimate of the items that are computed before a new call of the tenant."""
         sooner = timed = later = higher = 0
-        for rank, mates in self.ranks.items():
-            items = mates.items
-            if isinstance(rank, float):
-                sooner += items if rank <= call.deadline else 0
-                later += items if rank > call.deadline else 0
-            elif rank[2] == (size_class > 0):  # the other classes have turns as well
-                timed += items if rank[1] else 0
-                higher += items if rank[0] >= call.precedence.priority else 0
+        for kind, group in self.groups.items():
+            if isinstance(kind, float):
+                sooner += group.items if kind <= call.deadline else 0
+                later += group.items if kind > call.deadline else 0
+            elif kind[1] == size_class:  # the other classes have turns as well
+                timed += group.timed
+                higher += group.items if kind[0] >= call.precedence.priority else 0
+        if size_class:
+            return higher
         if call.precedence.has_deadline:
             return sooner
         # It goes before those of a lower priority, and when it is due before those that are not.
@@ -202,29 +188,25 @@ class TenantLine:
             return urgent
         by_priority = self._by_priority
         while True:
-            priority, tag, number, place = by_priority[0]
-            if not place.items:
+            priority, tag, number, group = by_priority[0]
+            if not group.items:
                 heappop(by_priority)
-            elif tag < place.tag:  # it had a turn
-                heapreplace(by_priority, (priority, place.tag, number, place))
+            elif tag < group.tag:  # it had turns
+                heapreplace(by_priority, (priority, group.tag, number, group))
             else:
-                return place
-
-    def most(self, place: Place) -> int:
-        """How many of its items the head takes before another call of the tenant has a turn."""
-        by_priority = self._by_priority
-        if len(by_priority) < 2 or by_priority[0][3] is not place:
-            return place.items
-        following = min(by_priority[1:3])
-        if following[0] != by_priority[0][0]:
-            return place.items
-        return min(place.items, int((following[1] - place.tag) / cost_of(place.call)) + 1)
+                break
+        self._virtual[-priority] = tag
+        places = group.places
+        while not places[0].items:
+            places.popleft()
+        return places[0]
 
     @property
     def entries(self) -> int:
-        """How many are kept, of calls that wait or not: two or three for each."""
-        timed = len(self._deadlined) + len(self._by_priority) + len(self._timed)
-        return timed + len(self._by_arrival)
+        """How much is kept, of calls that wait or not: two or three for each."""
+        entries = len(self._deadlined) + len(self._by_priority) + len(self._timed)
+        entries += sum([len(group.places) for group in self.groups.values()])
+        return entries + len(self._by_arrival) + len(self._virtual)
 
     def sweep(self) -> None:
         """Let go of calls that do not wait any more."""
@@ -234,6 +216,10 @@ class TenantLine:
         heapify(self._by_priority)
         self._by_arrival = deque(place for place in self._by_arrival if place.items)
         self._timed = deque(place for place in self._timed if place.items)
+        for group in self.groups.values():
+            group.places = deque(place for place in group.places if place.items)
+        virtual, priorities = self._virtual, {-entry[0] for entry in self._by_priority}
+        self._virtual = {p: tag for p, tag in virtual.items() if p in priorities}
 
 
 class Turns:
@@ -272,34 +258,36 @@ class Turns:
     def add(self, call: Call, items: int, size_class: int = 0) -> None:
         """The call waits from now on, with so many of its items. If it does already, with more."""
         place = self._places.get(call)
-        if place is not None:
-            place.line.extend(place, items)
-            return
-        tenant = call.precedence.tenant
-        line = self._lines.get(tenant)
-        if line is None:
-            line = TenantLine(tenant, self._weights.get(tenant, 1.0))
-            self._lines[tenant] = line
-            self._new[line] = self._virtual
-        place = self._places[call] = Place(call, line, items, size_class)
-        line.add(place)
+        if place is None:
+            tenant = call.precedence.tenant
+            line = self._lines.get(tenant)
+            if line is None:
+                line = TenantLine(tenant, self._weights.get(tenant, 1.0))
+                self._lines[tenant] = line
+                self._new[line] = self._virtual
+            place = self._places[call] = Place(call, line, size_class)
+            line.add(place)
+        place.items += items
+        place.group.items += items
+        if place.is_timed:
+            place.group.timed += items
 
     def remove(self, call: Call, size: int) -> None:
         """So many items of the call, which are about to be cut or to end, wait no more."""
         self._leave(self._places[call], size)
 
     def _leave(self, place: Place, size: int) -> None:
-        line, mates = place.line, place.mates
+        line, group = place.line, place.group
         place.items -= size
-        mates.items -= size
-        if not mates.items:
-            del line.ranks[mates.rank]
-            if not line.ranks and line in self._new:
+        group.items -= size
+        if place.is_timed:
+            group.timed -= size
+        if not group.items:
+            del line.groups[group.kind]
+            if not line.groups and line in self._new:
                 del self._new[line], self._lines[line.tenant]
         if place.items:
             return
-        if place.size_class:
-            line.large -= 1
         del self._places[place.call]
         self._stale += 1
         if self._stale > 16 and self._stale > len(self._places):
@@ -308,7 +296,7 @@ class Turns:
     def head(self, now: float) -> Place:
         """Whose turn it is; there must be one."""
         heap = self._heap
-        while heap and not heap[0][2].ranks:
+        while heap and not heap[0][2].groups:
             del self._lines[heappop(heap)[2].tenant]
         self._is_new = False
         if self._new:
@@ -321,10 +309,8 @@ class Turns:
         return line.head(now)
 
     def most(self, place: Place) -> int:
-        """How many of its items the head takes before another call has a turn."""
-        if len(self._lines) > 1:
-            return 1
-        return place.line.most(place) if place.size_class else place.items
+        """How many of its items the head may take in a turn: all, if no others have turns."""
+        return place.items if len(self._lines) == 1 and len(place.line.groups) == 1 else 1
 
     def took(self, place: Place, size: int, cost: float) -> None:
         """What ``head`` said had its turn, with so many items, and as much as that costs."""
@@ -339,15 +325,7 @@ class Turns:
             virtual, _, line = self._heap[0]
             heapreplace(self._heap, (virtual + cost / line.weight, number, line))
         line.turns += 1
-        priority, _, has_deadline = place.call.precedence
-        if line.large and not has_deadline:
-            virtual = line.virtual.get(priority, 0.0)
-            if place.size_class:
-                virtual = max(virtual, place.tag)
-                place.tag += cost
-            else:
-                virtual += cost
-            line.virtual[priority] = virtual
+        place.group.tag += cost
         self._leave(place, size)
 
     def ahead(self, call: Call, size_class: int) -> float:
@@ -370,7 +348,7 @@ class Turns:
         self._queries += 1
         if self._turns + self._queries - self._shares_at >= len(self._heap):
             self._shares_at = self._turns + self._queries
-            lines = [(line.items, line.weight) for _, _, line in self._heap if line.ranks]
+            lines = [(line.items, line.weight) for _, _, line in self._heap if line.groups]
             lines.sort(key=lambda line: line[0] / line[1])
             before, weights = 0.0, sum(weight for _, weight in lines)
             self._shares = []
@@ -395,7 +373,7 @@ class Turns:
         for line in self._lines.values():
             line.sweep()
         # But not of those that have had more than others: it counts if they come back.
-        self._heap = [e for e in self._heap if e[2].ranks or e[0] > self._virtual]
+        self._heap = [e for e in self._heap if e[2].groups or e[0] > self._virtual]
         heapify(self._heap)
         kept = [*(line for _, _, line in self._heap), *self._new]
         self._lines = {line.tenant: line for line in kept}
@@ -405,5 +383,5 @@ class Turns:
         for line in self._lines.values():
             places = [place for place in self._places.values() if place.line is line]
             assert line.items == sum(place.items for place in places)
-            assert line.ranks or line not in self._new
+            assert line.groups or line not in self._new
         assert all(call is place.call and place.items for call, place in self._places.items())

@@ -110,9 +110,10 @@ class Claims:
         if claim.id in self._claims:
             return False
         self._claims[claim.id] = claim
-        self.open_items += min(claim.size, self._batch_size)
+        size = min(claim.size, self._batch_size)
+        self.open_items += size
         # A moving average over about thirty calls.
-        self._mean_size += (claim.size - self._mean_size) / 32
+        self._mean_size += (size - self._mean_size) / 32
         return True
 
     def computed(self, claim: Claim) -> bool:
