@@ -174,8 +174,8 @@ class LengthWindow:
             small = len(group.entries) - (call in large)
             most = min(room, small + large_room) if is_large else room
             self._grow(group, most, max_cost, is_other if len(kinds) > 1 else is_left_out)
-            if len(group.entries) == most < room:
-                group.reason = Reason.TURN
+        if sum([entry[2] in large for entry in group.entries]) >= large_room < room:
+            group.reason = Reason.TURN
         self._let_go(call, group)
         return group.entries, group.length, group.reason
 
