@@ -25,7 +25,7 @@ class Shapes(Line):
     """A line whose items are named by their place, of a model that the scheduler knows.
 
     Args:
-        base: what a batch costs; each unit of length costs one.
+        base: what a batch costs, µs; each unit of length costs one.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Shapes(Line):
         batches = [*self.batcher.call_submitted(call, self.now).batches]
         while batches:
             batch = batches.pop()
-            report = BatchReport(batch.id, batch.payloads, duration=took, slot=-1)
+            report = BatchReport(batch.id, batch.payloads, duration=1e-6 * took, slot=-1)
             batches += self.batcher.batch_returned(report, self.now).batches
 
     def wait(self, *lengths: float, **how: Any) -> Call:

@@ -18,7 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service_streamer.batching.batcher import Batcher
-from service_streamer.observe.record import ORDINARY, BatchRecord, BatchReport, Call, Precedence
+from service_streamer.observe.record import (
+    ORDINARY,
+    BatchRecord,
+    BatchReport,
+    Call,
+    Precedence,
+    Reason,
+)
 
 #: Each turn of a tenant whose number this divides goes to the call that has waited longest.
 AGING = 8
@@ -531,6 +538,64 @@ def test_items_of_a_large_call_do_not_count_as_before_a_new_call(has_lengths: bo
     for _ in range(40):
         line.add("small", seconds=100.0)
     assert line.batcher.is_hopeless(call, line.now)
+
+
+# -- items that take long
+
+
+def timed_line(base: float, per_unit: float, **options: Any) -> Line:
+    """A line of a model whose batches took this, seconds, and take no time from now on."""
+    line = Line(16, **options)
+    line.took = lambda size: base + per_unit * size
+    for size in [1, 16, 2] * 5:
+        line.add("before", size)
+        line.order()
+    line.took = lambda _: 0.0
+    return line
+
+
+@pytest.mark.parametrize(
+    ("base", "per_unit", "least", "most"),
+    [
+        # as many as take a second; at least one
+        (0.02, 0.24, 4, 4), (0.05, 0.19, 5, 5), (0.1, 5.0, 1, 1),
+        # as many as take nine times what a batch costs beside them, if that is longer
+        (0.5, 0.4, 8, 10),
+        # all that fit
+        (1.0, 0.1, 16, 16),
+    ],
+)  # fmt: skip
+def test_batch_takes_no_longer_than_a_second_if_a_longer_one_is_hardly_faster(
+    base: float, per_unit: float, least: int, most: int
+) -> None:
+    line = timed_line(base, per_unit)
+    for _ in range(16):
+        line.add("next")
+    batch = line.cut()
+    assert batch is not None
+    assert least <= batch.size <= most
+    assert batch.reason in ((Reason.LONG, Reason.PAYS) if most < 16 else (Reason.FULL,))
+
+
+def test_short_item_overtakes_long_ones_which_have_as_much_of_the_time() -> None:
+    line = timed_line(0.01, 0.01, has_lengths=True)
+    for name in "abcd":
+        line.add(name, lengths=[500])
+    line.add("short")
+    assert line.take() == ["short"]
+    served: list[str] = []
+    while not {*"abcd"} <= {*served}:
+        line.add("short", 16)
+        served += line.take()
+    assert [name for name in served if name != "short"] == [*"abcd"]
+    assert served.count("short") <= 2_500
+
+
+def test_call_of_few_items_is_large_if_they_take_long() -> None:
+    line = timed_line(0.01, 0.1)
+    line.add("large", 12)
+    line.add("small")
+    assert line.take() == ["small", "large"]
 
 
 # -- what goes before a new call

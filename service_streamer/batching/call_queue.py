@@ -20,7 +20,7 @@ from ..observe.record import ORDINARY, Call, CallState, Reason, Span
 from .cost import LearnedCost
 from .length_window import LengthWindow
 from .overload import Finish
-from .tuning import LARGE, LARGE_SECONDS, LARGE_SHARE, MIXED_BATCHES
+from .tuning import FIXED_COSTS, LARGE, LARGE_SECONDS, LONGEST, MIXED_BATCHES
 from .turns import Turns
 
 #: Members of an enum are looked up in Python, and every call asks for these.
@@ -68,7 +68,9 @@ class CallQueue:
         self.items = 0
         self._cost = cost
         self._batch_size = batch_size
-        self._least_large = LARGE * batch_size
+        self._share = math.inf  # what a batch may cost of large calls beside small ones
+        # From how many items on a call is large, and from which cost on.
+        self._large_items, self._large_cost = float(LARGE * batch_size), math.inf
         self._weights = weights or {}
         self._calls: deque[Call] = deque()  # empty while they have turns
         self._turns: Turns | None = None
@@ -94,7 +96,10 @@ class CallQueue:
         """The call waits from now on."""
         call.state = _WAITING
         self.items += call.pending
-        size_class = self._size_class(call) if call.pending >= self._least_large else 0
+        size_class, lengths = 0, call.lengths
+        if call.pending >= self._large_items or (lengths and sum(lengths) >= self._large_cost):
+            size_class = self._size_class(call)
+            self._large[call] = cost_of(call)
         if self._turns is None and not size_class and call.precedence is ORDINARY:
             self._calls.append(call)
         else:
@@ -114,10 +119,10 @@ class CallQueue:
 
     def _size_class(self, call: Call) -> int:
         """0 if the call, which waits, is small; a class of large ones is within a factor of two."""
-        size_class = (call.pending // self._least_large).bit_length()
-        if size_class:
-            self._large[call] = (sum(call.lengths) / call.size if call.lengths else 0.0) or 1.0
-        return size_class
+        size = call.pending / self._large_items
+        if self._window is not None:
+            size = max(size, cost_of(call) * call.pending / self._large_cost)
+        return int(size).bit_length()
 
     def restore(self, call: Call, positions: Sequence[int]) -> None:
         """The call waits again with these items; without lengths, its last ones."""
@@ -128,7 +133,9 @@ class CallQueue:
         call.state = _WAITING
         self.items += call.pending
         size_class, inside = self._size_class(call), call.pending
-        if size_class:  # the others, its last ones, have turns before they are in the window
+        if size_class:
+            self._large[call] = cost_of(call)
+            # The others, its last ones, have turns before they are in the window.
             while inside > 1 and positions[inside - 1] == call.size - call.pending + inside - 1:
                 inside -= 1
             if inside < call.pending:
@@ -157,7 +164,7 @@ class CallQueue:
 
     def ahead(self, call: Call) -> float:
         """A lower estimate of the items that are computed before a new call with a deadline."""
-        size_class = (call.size // self._least_large).bit_length()
+        size_class = self._size_class(call)
         if self._turns is None and not size_class and call.precedence is ORDINARY:
             return self.items
         ahead = self._take_turns().ahead(call, size_class)
@@ -214,8 +221,25 @@ class CallQueue:
             expire: ends a call that is left out.
             max_cost: the most that the batch may cost, unless one item does.
         """
+        longest = self._learn()
+        bound = min(max_cost, longest)
         if self._window is not None:
-            return self._take_neighbours(self._window, room, now, finish, expire, max_cost)
+            taken = self._take_neighbours(self._window, room, now, finish, expire, bound)
+        else:
+            taken = self._take_first(room, now, finish, expire, bound)
+        if taken.reason is Reason.COST and longest < max_cost:
+            taken = taken._replace(reason=Reason.LONG)
+        return taken
+
+    def _take_first(
+        self,
+        room: int,
+        now: float,
+        finish: Finish,
+        expire: Callable[[Call], None],
+        max_cost: float,
+    ) -> Taken:
+        """Cut the first items in turn, as ``take`` does."""
         is_bounded = max_cost < room
         if is_bounded:  # each costs one
             room = max(1, int(max_cost))
@@ -278,14 +302,32 @@ class CallQueue:
             reason = Reason.COST
         return Taken(spans, payloads, float(count), len(spans), reason)
 
+    def _learn(self) -> float:
+        """What is large, now that more batches are back; the most that the next one may cost.
+
+        Whoever comes next waits for all of it. So it takes no longer than a second, or than it has
+        to be nearly as fast as a larger one.
+        """
+        cost = self._cost
+        base, per_unit = cost.padding
+        if per_unit:
+            self._share = max(LARGE_SECONDS, FIXED_COSTS * base) / per_unit
+            if self._window is None:
+                least = max(2.0, LARGE * self._share)
+                self._large_items = min(LARGE * self._batch_size, least)
+            else:
+                self._large_cost = LARGE * self._share
+        if not cost.per_unit:
+            return math.inf
+        return (max(LONGEST, FIXED_COSTS * cost.base) - cost.base) / cost.per_unit
+
     def _large_room(self) -> int:
         """The most items of large calls in the next batch, where small ones come beside them.
 
         The next small one waits for all of the batch. So that is no longer than it has to be to be
         nearly as fast as a full one, or to be felt.
         """
-        base, per_unit = self._cost.padding
-        if not self._large or not self._cost.is_fitted or not per_unit:
+        if not self._large:
             return self._batch_size
         if self.items > sum([call.pending for call in self._large]):
             self._mixed = MIXED_BATCHES
@@ -293,11 +335,7 @@ class CallQueue:
             self._mixed -= 1
         else:
             return self._batch_size
-        seconds = max(LARGE_SECONDS, base * LARGE_SHARE)
-        each = per_unit * max(self._large.values())
-        return (
-            self._batch_size if each * self._batch_size < seconds else max(1, int(seconds / each))
-        )
+        return int(max(1.0, min(self._share / max(self._large.values()), self._batch_size)))
 
     def _is_late(self, call: Call, taken: int, room: int, now: float, finish: Finish) -> bool:
         """Whether the call comes too late in a batch of what was taken, and what fits besides.
@@ -406,3 +444,8 @@ class CallQueue:
                 for call in outside
             ]
             assert self.items - self._window.items == sum(left)
+
+
+def cost_of(call: Call) -> float:
+    """What an item of the call costs, on average: its length, or 1."""
+    return (sum(call.lengths) / call.size if call.lengths else 0.0) or 1.0

@@ -277,17 +277,20 @@ MOST_DEVICE_FAILURES = 2
 #: all memory may end host after host.
 MOST_OUTAGES = 3
 
-# -- large calls
+# -- long batches, and large calls
 
-#: A call of so many batches is large: it takes turns with smaller ones, item by item.
-#: Chosen by reasoning: a smaller one is over in the time of one batch, and another one.
-LARGE = 2
-#: What goes into one batch of large calls, where small ones come beside them, takes at least this
-#: time, seconds. Chosen by reasoning: nobody feels it, and no hand-over costs as much.
+#: A batch takes no longer than this, seconds, if the next one is nearly as fast.
+#: Chosen by reasoning: so long whoever comes next waits for it, and for one that was sent ahead.
+LONGEST = 1.0
+#: It is as fast if it takes so many times what a batch costs beside its items.
+#: Chosen by reasoning: then at most a tenth of the throughput is lost.
+FIXED_COSTS = 9.0
+#: What a batch has of large calls, where small ones come beside them, takes at least this time,
+#: seconds. Chosen by reasoning: nobody feels it, and no hand-over costs as much.
 LARGE_SECONDS = 0.05
-#: And at least so many times the fixed cost of a batch.
-#: Chosen by reasoning: then a tenth of the throughput is lost.
-LARGE_SHARE = 9.0
-#: For so many batches more, after a small call has waited beside a large one.
+#: A call of so many batches is large, or of so many times what a batch may have of large ones.
+#: Chosen by reasoning: a smaller one is over in the time of one, and another one.
+LARGE = 2
+#: Small calls are expected beside large ones for so many batches after the last.
 #: Chosen by reasoning: who has an answer calls again within a few batches.
 MIXED_BATCHES = 16

@@ -106,7 +106,8 @@ class TenantLine:
         self.tenant = tenant
         self.weight = weight
         self._deadlined: list[tuple[float, int, int, Place]] = []  # a heap
-        self._by_priority: list[tuple[int, float, int, _Group]] = []  # of the others, a heap
+        # Of the others, a heap: by priority, then by tag; of two with the same the smaller class.
+        self._by_priority: list[tuple[int, float, int, int, _Group]] = []
         self._timed: deque[Place] = deque()  # the small ones of the others whose time ends
         self._by_arrival: deque[Place] = deque()  # all
         self._virtual: dict[int, float] = {}  # by priority, of the class that was served last
@@ -131,7 +132,7 @@ class TenantLine:
         if group is None:
             group = self._begin(kind, self._virtual.get(priority, 0.0))
             self._number = number = self._number + 1
-            heappush(self._by_priority, (-priority, group.tag, number, group))
+            heappush(self._by_priority, (-priority, group.tag, place.size_class, number, group))
         group.places.append(place)
         place.group = group
         if deadline < _NEVER and not place.size_class:
@@ -188,11 +189,11 @@ class TenantLine:
             return urgent
         by_priority = self._by_priority
         while True:
-            priority, tag, number, group = by_priority[0]
+            priority, tag, size_class, number, group = by_priority[0]
             if not group.items:
                 heappop(by_priority)
             elif tag < group.tag:  # it had turns
-                heapreplace(by_priority, (priority, group.tag, number, group))
+                heapreplace(by_priority, (priority, group.tag, size_class, number, group))
             else:
                 break
         self._virtual[-priority] = tag
@@ -212,7 +213,7 @@ class TenantLine:
         """Let go of calls that do not wait any more."""
         self._deadlined = [entry for entry in self._deadlined if entry[3].items]
         heapify(self._deadlined)
-        self._by_priority = [entry for entry in self._by_priority if entry[3].items]
+        self._by_priority = [entry for entry in self._by_priority if entry[-1].items]
         heapify(self._by_priority)
         self._by_arrival = deque(place for place in self._by_arrival if place.items)
         self._timed = deque(place for place in self._timed if place.items)
