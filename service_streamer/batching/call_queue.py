@@ -20,7 +20,7 @@ from ..observe.record import ORDINARY, Call, CallState, Reason, Span
 from .cost import LearnedCost
 from .length_window import LengthWindow
 from .overload import Finish
-from .tuning import FIXED_COSTS, LARGE, LARGE_SECONDS, LONGEST, MIXED_BATCHES
+from .tuning import FIXED_COSTS, LARGE, LARGE_SECONDS, MIXED_BATCHES
 from .turns import Turns
 
 #: Members of an enum are looked up in Python, and every call asks for these.
@@ -221,25 +221,9 @@ class CallQueue:
             expire: ends a call that is left out.
             max_cost: the most that the batch may cost, unless one item does.
         """
-        longest = self._learn()
-        bound = min(max_cost, longest)
+        self._learn()
         if self._window is not None:
-            taken = self._take_neighbours(self._window, room, now, finish, expire, bound)
-        else:
-            taken = self._take_first(room, now, finish, expire, bound)
-        if taken.reason is Reason.COST and longest < max_cost:
-            taken = taken._replace(reason=Reason.LONG)
-        return taken
-
-    def _take_first(
-        self,
-        room: int,
-        now: float,
-        finish: Finish,
-        expire: Callable[[Call], None],
-        max_cost: float,
-    ) -> Taken:
-        """Cut the first items in turn, as ``take`` does."""
+            return self._take_neighbours(self._window, room, now, finish, expire, max_cost)
         is_bounded = max_cost < room
         if is_bounded:  # each costs one
             room = max(1, int(max_cost))
@@ -302,24 +286,16 @@ class CallQueue:
             reason = Reason.COST
         return Taken(spans, payloads, float(count), len(spans), reason)
 
-    def _learn(self) -> float:
-        """What is large, now that more batches are back; the most that the next one may cost.
-
-        Whoever comes next waits for all of it. So it takes no longer than a second, or than it has
-        to be nearly as fast as a larger one.
-        """
-        cost = self._cost
-        base, per_unit = cost.padding
-        if per_unit:
-            self._share = max(LARGE_SECONDS, FIXED_COSTS * base) / per_unit
-            if self._window is None:
-                least = max(2.0, LARGE * self._share)
-                self._large_items = min(LARGE * self._batch_size, least)
-            else:
-                self._large_cost = LARGE * self._share
-        if not cost.per_unit:
-            return math.inf
-        return (max(LONGEST, FIXED_COSTS * cost.base) - cost.base) / cost.per_unit
+    def _learn(self) -> None:
+        """What is large, now that more batches are back."""
+        base, per_unit = self._cost.padding
+        if not per_unit:
+            return
+        self._share = max(LARGE_SECONDS, FIXED_COSTS * base) / per_unit
+        if self._window is None:
+            self._large_items = min(LARGE * self._batch_size, max(2.0, LARGE * self._share))
+        else:
+            self._large_cost = LARGE * self._share
 
     def _large_room(self) -> int:
         """The most items of large calls in the next batch, where small ones come beside them.
