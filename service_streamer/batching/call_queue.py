@@ -76,6 +76,8 @@ class CallQueue:
         self._turns: Turns | None = None
         self._window = LengthWindow(cost, batch_size, self._weights) if has_lengths else None
         self._large: dict[Call, float] = {}  # those that wait, and what an item of each costs
+        # Of all of them, as long as they have no turns. Into a window large ones come in turn.
+        self._class = 0
         self._mixed = 0  # batches for which small calls are expected beside the large ones
 
     def __iter__(self) -> Iterator[Call]:
@@ -100,7 +102,9 @@ class CallQueue:
         if call.pending >= self._large_items or (lengths and sum(lengths) >= self._large_cost):
             size_class = self._size_class(call)
             self._large[call] = cost_of(call)
-        if self._turns is None and not size_class and call.precedence is ORDINARY:
+        if self._window is None and self.items == call.pending:  # nothing waits beside it
+            self._class = size_class
+        if self._turns is None and size_class == self._class and call.precedence is ORDINARY:
             self._calls.append(call)
         else:
             (self._turns or self._take_turns()).add(call, call.pending, size_class)
@@ -112,7 +116,7 @@ class CallQueue:
             turns = Turns(self._weights)
             for call in self._calls:
                 if call.state is _WAITING:
-                    turns.add(call, call.pending)
+                    turns.add(call, call.pending, self._class)
             self._turns = turns
             self._calls.clear()
         return turns
@@ -120,8 +124,8 @@ class CallQueue:
     def _size_class(self, call: Call) -> int:
         """0 if the call, which waits, is small; a class of large ones is within a factor of two."""
         size = call.pending / self._large_items
-        if self._window is not None:
-            size = max(size, cost_of(call) * call.pending / self._large_cost)
+        if call.lengths:
+            size = max(size, sum(call.lengths) / self._large_cost)
         return int(size).bit_length()
 
     def restore(self, call: Call, positions: Sequence[int]) -> None:
@@ -165,7 +169,7 @@ class CallQueue:
     def ahead(self, call: Call) -> float:
         """A lower estimate of the items that are computed before a new call with a deadline."""
         size_class = self._size_class(call)
-        if self._turns is None and not size_class and call.precedence is ORDINARY:
+        if self._turns is None and size_class == self._class and call.precedence is ORDINARY:
             return self.items
         ahead = self._take_turns().ahead(call, size_class)
         if self._window is not None:
@@ -303,7 +307,7 @@ class CallQueue:
         The next small one waits for all of the batch. So that is no longer than it has to be to be
         nearly as fast as a full one, or to be felt.
         """
-        if not self._large:
+        if self._turns is None or not self._large:
             return self._batch_size
         if self.items > sum([call.pending for call in self._large]):
             self._mixed = MIXED_BATCHES

@@ -165,7 +165,7 @@ class LengthWindow:
         self._sort()
         call = self.head(now)
         group = _Group(next(iter(self._held[call].values())))
-        kinds = {each in large for each in self._held} if large else {False}
+        kinds = {each in large for each in self._held} if self._turns is not None else {False}
         for is_large in sorted(kinds, key=(call in large).__ne__):  # its own kind first
 
             def is_other(each: Call, is_large: bool = is_large) -> bool:
@@ -174,7 +174,7 @@ class LengthWindow:
             small = len(group.entries) - (call in large)
             most = min(room, small + large_room) if is_large else room
             self._grow(group, most, max_cost, is_other if len(kinds) > 1 else is_left_out)
-        if sum([entry[2] in large for entry in group.entries]) >= large_room < room:
+        if large_room < room and sum([e[2] in large for e in group.entries]) >= large_room:
             group.reason = Reason.TURN
         self._let_go(call, group)
         return group.entries, group.length, group.reason

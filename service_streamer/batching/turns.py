@@ -45,16 +45,19 @@ class _Group:
     """Calls of a tenant that go by arrival among each other, or nearly have one deadline.
 
     Attributes:
+        priority: of all of them; None of those with a deadline of their own.
         items: how many of their items wait.
         timed: how many of those are of small calls whose time ends.
-        tag: the virtual time of the class, among those of its priority.
-        places: the calls; of those with a deadline of their own none.
+        tag: the virtual time of the class, among those of its priority. It starts at that of the
+            one that is next.
+        places: the calls, once not all of the tenant are alike; of those with a deadline none.
     """
 
-    __slots__ = ("items", "kind", "places", "tag", "timed")
+    __slots__ = ("items", "kind", "places", "priority", "tag", "timed")
 
     def __init__(self, kind: _Kind, tag: float) -> None:
         self.kind = kind
+        self.priority = None if isinstance(kind, float) else kind[0]
         self.tag = tag
         self.items = self.timed = 0
         self.places: deque[Place] = deque()
@@ -90,12 +93,13 @@ class TenantLine:
     """
 
     __slots__ = (
+        "_alike",
         "_by_arrival",
         "_by_priority",
         "_deadlined",
+        "_latest",
         "_number",
         "_timed",
-        "_virtual",
         "groups",
         "tenant",
         "turns",
@@ -105,38 +109,73 @@ class TenantLine:
     def __init__(self, tenant: str, weight: float) -> None:
         self.tenant = tenant
         self.weight = weight
+        self._number = 0  # keeps what is in a heap from being compared
+        self.groups: dict[_Kind, _Group] = {}
+        self.turns = 0
+        self._by_arrival: deque[Place] = deque()  # all
+        # As long as the calls are of one class, and the time of none ends before that of one that
+        # came before it, they go by arrival, and the rest is empty.
+        self._alike: _Group | None = None
+        self._latest = -inf  # the deadline of the last of those
         self._deadlined: list[tuple[float, int, int, Place]] = []  # a heap
         # Of the others, a heap: by priority, then by tag; of two with the same the smaller class.
         self._by_priority: list[tuple[int, float, int, int, _Group]] = []
         self._timed: deque[Place] = deque()  # the small ones of the others whose time ends
-        self._by_arrival: deque[Place] = deque()  # all
-        self._virtual: dict[int, float] = {}  # by priority, of the class that was served last
-        self._number = 0  # keeps what is in a heap from being compared
-        self.groups: dict[_Kind, _Group] = {}
-        self.turns = 0
+
+    def empty(self) -> None:
+        """No call waits any more."""
+        self._by_arrival.clear()
+        if self._alike is None:
+            self._deadlined.clear()
+            self._by_priority.clear()
+            self._timed.clear()
+        self._alike, self._latest = None, -inf
 
     def add(self, place: Place) -> None:
         """The call waits from now on."""
-        call, deadline = place.call, place.call.deadline
+        call = place.call
         priority, _, has_deadline = call.precedence
         self._by_arrival.append(place)
+        place.is_timed = call.deadline < _NEVER and not place.size_class
+        if call.deadline >= self._latest and (not has_deadline or place.size_class):
+            kind = priority, place.size_class
+            if not self.groups:
+                self._alike = self._begin(kind, 0.0)
+            if self._alike is not None and self._alike.kind == kind:
+                place.group = self._alike
+                self._latest = call.deadline
+                return
+        if self._alike is not None:
+            self._alike = None
+            for other in self._by_arrival:
+                if other.items:
+                    self._rank(other)
+        self._rank(place)
+
+    def _rank(self, place: Place) -> None:
+        """Put a call where it is found in its turn, since not all are alike."""
+        call, deadline = place.call, place.call.deadline
+        priority, _, has_deadline = call.precedence
         if has_deadline and not place.size_class:
+            place.is_timed = False
             exponent = frexp(deadline - call.arrived_at)[1]
-            kind: _Kind = deadline - deadline % ldexp(1.0, exponent - _PRECISION)
+            soon = deadline - deadline % ldexp(1.0, exponent - _PRECISION)
+            place.group = self.groups.get(soon) or self._begin(soon, 0.0)
             self._number = number = self._number + 1
             heappush(self._deadlined, (deadline, -priority, number, place))
-            place.group = self.groups.get(kind) or self._begin(kind, 0.0)
             return
         kind = priority, place.size_class
         group = self.groups.get(kind)
         if group is None:
-            group = self._begin(kind, self._virtual.get(priority, 0.0))
+            tags = [each.tag for each in self.groups.values() if each.priority == priority]
+            group = self._begin(kind, min(tags, default=0.0))
+        if not group.places:
             self._number = number = self._number + 1
-            heappush(self._by_priority, (-priority, group.tag, place.size_class, number, group))
+            entry = -priority, group.tag, place.size_class, number, group
+            heappush(self._by_priority, entry)
         group.places.append(place)
         place.group = group
-        if deadline < _NEVER and not place.size_class:
-            place.is_timed = True
+        if place.is_timed:
             self._timed.append(place)
 
     def _begin(self, kind: _Kind, tag: float) -> _Group:
@@ -170,7 +209,7 @@ class TenantLine:
         by_arrival, timed = self._by_arrival, self._timed
         while not by_arrival[0].items:
             by_arrival.popleft()
-        if self.turns % AGING == AGING - 1:
+        if self._alike is not None or self.turns % AGING == AGING - 1:
             return by_arrival[0]
         urgent, deadlined = None, self._deadlined
         while deadlined and not deadlined[0][3].items:
@@ -196,7 +235,6 @@ class TenantLine:
                 heapreplace(by_priority, (priority, group.tag, size_class, number, group))
             else:
                 break
-        self._virtual[-priority] = tag
         places = group.places
         while not places[0].items:
             places.popleft()
@@ -207,7 +245,7 @@ class TenantLine:
         """How much is kept, of calls that wait or not: two or three for each."""
         entries = len(self._deadlined) + len(self._by_priority) + len(self._timed)
         entries += sum([len(group.places) for group in self.groups.values()])
-        return entries + len(self._by_arrival) + len(self._virtual)
+        return entries + len(self._by_arrival)
 
     def sweep(self) -> None:
         """Let go of calls that do not wait any more."""
@@ -219,8 +257,6 @@ class TenantLine:
         self._timed = deque(place for place in self._timed if place.items)
         for group in self.groups.values():
             group.places = deque(place for place in group.places if place.items)
-        virtual, priorities = self._virtual, {-entry[0] for entry in self._by_priority}
-        self._virtual = {p: tag for p, tag in virtual.items() if p in priorities}
 
 
 class Turns:
@@ -285,8 +321,10 @@ class Turns:
             group.timed -= size
         if not group.items:
             del line.groups[group.kind]
-            if not line.groups and line in self._new:
-                del self._new[line], self._lines[line.tenant]
+            if not line.groups:
+                line.empty()
+                if line in self._new:
+                    del self._new[line], self._lines[line.tenant]
         if place.items:
             return
         del self._places[place.call]
