@@ -348,10 +348,12 @@ class CallQueue:
             call, left, size = place.call, place.items, place.items
             if place.size_class:
                 size = min(turns.most(place), window.size - window.items)
-            positions = range(call.size - left, call.size - left + size)
+                if size > 1 and 2 * window.items > window.size:
+                    break  # it is alone: to sort many at once takes less
+            start = call.size - left
+            positions = range(start, start + size)
             # Items without length cost too: a tenant with no others would always be next.
-            lengths = call.lengths
-            cost = 0.0 if lengths is None else sum([lengths[index] for index in positions])
+            cost = sum(call.lengths[start : start + size]) if call.lengths else 0.0
             turns.took(place, size, cost or float(size))
             window.add(call, positions, place.size_class)
 

@@ -275,19 +275,19 @@ class LengthWindow:
         else:
             gone = {number for _, number, _, _ in chosen}
             entries[start:stop] = [entry for entry in entries[start:stop] if entry[1] not in gone]
-        sizes: dict[Call, int] = {}
-        cost = 0.0
-        for length, _, call, index in chosen:
+        for _, _, call, index in chosen:
             own = held[call]
             del own[index]
             if not own:
                 del held[call]
-            if turns is not None:
-                sizes[call] = sizes.get(call, 0) + 1
-                cost += length if call is first else 0.0
-        if turns is not None:
-            turns.took(turns.place(first), sizes.pop(first), cost or 1.0)
-            for call, size in sizes.items():
+        if turns is None:
+            return
+        for call in dict.fromkeys([entry[2] for entry in chosen]):  # the first one's is the first
+            place = turns.place(call)
+            size = place.items - len(held.get(call, ()))
+            if call is first:  # its items are about as long
+                turns.took(place, size, size * chosen[0][0] or 1.0)
+            else:
                 turns.remove(call, size)
 
     def check_invariants(self) -> None:
