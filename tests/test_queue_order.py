@@ -18,7 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service_streamer.batching.batcher import Batcher
-from service_streamer.observe.record import ORDINARY, BatchRecord, BatchReport, Call, Precedence
+from service_streamer.observe.record import (
+    ORDINARY,
+    BatchRecord,
+    BatchReport,
+    Call,
+    Precedence,
+    Reason,
+)
 
 #: Each turn of a tenant whose number this divides goes to the call that has waited longest.
 AGING = 8
@@ -414,6 +421,181 @@ def test_flood_of_one_tenant_does_not_starve_the_others(has_lengths: bool) -> No
         lone += [name for name in line.take() if name == "lone"]
     # Where items have lengths, those that are in the window go first.
     assert len(lone) >= (80 if has_lengths else 100)
+
+
+# -- calls of many items
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+@pytest.mark.parametrize("tenants", [False, True], ids=["one tenant", "a tenant for each"])
+def test_call_of_many_items_takes_turns_with_small_calls_that_come_later(
+    tenants: bool, has_lengths: bool
+) -> None:
+    line = Line(4, has_lengths=has_lengths)
+    line.add("large", 400, tenant="large" if tenants else "")
+    batches = [line.take()]
+    for number in range(40):
+        line.add(number, tenant=str(number) if tenants else "")
+        batches.append(line.take())
+    assert batches[0] == ["large"] * 4
+    small = [name for batch in batches for name in batch if name != "large"]
+    assert small == [*range(len(small))], "each when its turn comes"
+    assert len(small) >= 39
+    assert sum(batch.count("large") for batch in batches) >= 120, "they fill up what is left"
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_small_calls_that_keep_coming_leave_half_of_the_places_to_a_large_one(
+    has_lengths: bool,
+) -> None:
+    line = Line(64, has_lengths=has_lengths)
+    line.add("large", 12_800)
+    for _ in range(7):
+        line.take()  # so that its next turn may be that of the call which has waited longest
+    left, served = line.batcher.pending_items, []
+    for _ in range(100):
+        while line.batcher.pending_items < left - served.count("large") + 128:
+            line.add("small", 4)
+        served += line.take()
+    assert 2_800 <= served.count("large") <= 3_600
+    assert 0 < served[:640].count("large") < 640
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_large_call_whose_time_is_near_its_end_leaves_small_ones_their_turns(
+    has_lengths: bool,
+) -> None:
+    line = Line(4, has_lengths=has_lengths)
+    line.add("large", 400, seconds=20.0, has_deadline=True)
+    line.take()
+    line.now = 11.0
+    line.add("small")
+    assert "small" in line.take() + line.take()
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_large_call_is_not_behind_a_call_of_its_class_that_was_withdrawn(has_lengths: bool) -> None:
+    line = Line(4, has_lengths=has_lengths)
+    line.add("huge", 40_000)
+    line.add("small", 4)
+    line.take()
+    line.drop(line.add("gone", 4_000))
+    line.add("large", 400)
+    served = [name for _ in range(40) for name in line.take()]
+    assert served.count("large") >= 40
+
+
+def test_small_neighbours_go_before_those_of_a_large_call() -> None:
+    line = Line(4, has_lengths=True)
+    line.add("first", lengths=[10])
+    for name in "ab":
+        line.add(name, lengths=[5])
+    line.add("large", 8, lengths=[5] * 8)
+    assert line.take() == ["first", "a", "b", "large"]
+
+
+def test_large_call_that_is_put_back_leaves_the_window_to_small_ones() -> None:
+    line = Line(4, has_lengths=True)
+    large = line.add("large", 400)
+    for _ in range(3):
+        line.take()
+    line.batcher.rebuild([large], line.now)
+    for name in "abc":
+        line.add(name)
+    served = [name for _ in range(6) for name in line.take()]
+    assert {*"abc"} <= {*served}
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_large_calls_of_equal_size_go_one_after_the_other_and_a_smaller_one_before(
+    has_lengths: bool,
+) -> None:
+    line = Line(4, has_lengths=has_lengths)
+    for name in "ab":
+        line.add(name, 16)
+    assert line.order() == ["a"] * 16 + ["b"] * 16
+    for name in "ab":
+        line.add(name, 40)
+    line.take()
+    line.add("c", 9)
+    order = line.order()
+    assert len(order) == 40 - 4 + 40 + 9
+    assert order.index("c") < 20
+    assert order[-1] != "c"
+
+
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_items_of_a_large_call_do_not_count_as_before_a_new_call(has_lengths: bool) -> None:
+    line = Line(4, has_lengths=has_lengths)
+    line.took = lambda size: size / 100
+    line.add("large", 400, seconds=100.0)
+    for _ in range(60):
+        line.take()
+    assert line.batcher.is_behind
+    call = Call(["new"], None)
+    call.arrived_at, call.deadline = line.now, line.now + 0.2
+    assert not line.batcher.is_hopeless(call, line.now)
+    for _ in range(40):
+        line.add("small", seconds=100.0)
+    assert line.batcher.is_hopeless(call, line.now)
+
+
+# -- items that take long
+
+
+def timed_line(base: float, per_unit: float, **options: Any) -> Line:
+    """A line of a model whose batches took this, seconds, and take no time from now on."""
+    line = Line(16, **options)
+    line.took = lambda size: base + per_unit * size
+    for size in [1, 16, 2] * 5:
+        line.add("before", size)
+        line.order()
+    line.took = lambda _: 0.0
+    return line
+
+
+@pytest.mark.parametrize(
+    ("base", "per_unit", "least", "most"),
+    [
+        # as many as take a second; at least one
+        (0.02, 0.24, 4, 4), (0.05, 0.19, 5, 5), (0.1, 5.0, 1, 1),
+        # as many as take nine times what a batch costs beside them, if that is longer
+        (0.5, 0.4, 8, 10),
+        # all that fit
+        (1.0, 0.1, 16, 16),
+    ],
+)  # fmt: skip
+def test_batch_takes_no_longer_than_a_second_if_a_longer_one_is_hardly_faster(
+    base: float, per_unit: float, least: int, most: int
+) -> None:
+    line = timed_line(base, per_unit)
+    for _ in range(16):
+        line.add("next")
+    batch = line.cut()
+    assert batch is not None
+    assert least <= batch.size <= most
+    assert batch.reason in ((Reason.LONG, Reason.PAYS) if most < 16 else (Reason.FULL,))
+
+
+def test_short_item_overtakes_long_ones_which_have_as_much_of_the_time() -> None:
+    line = timed_line(0.01, 0.01, has_lengths=True)
+    for name in "abcd":
+        line.add(name, lengths=[500])
+    line.add("short")
+    assert line.take() == ["short"]
+    served: list[str] = []
+    while not {*"abcd"} <= {*served}:
+        line.add("short", 16)
+        served += line.take()
+    assert [name for name in served if name != "short"] == [*"abcd"]
+    assert served.count("short") <= 2_500
+
+
+def test_call_of_few_items_is_large_if_they_take_long() -> None:
+    line = timed_line(0.01, 0.1)
+    line.add("large", 12)
+    line.add("small")
+    assert line.take() == ["small", "large"]
 
 
 # -- what goes before a new call

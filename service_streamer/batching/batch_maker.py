@@ -13,7 +13,6 @@ from .batch_sizes import fit_size
 from .call_queue import CallQueue
 from .endings import Endings
 from .isolation import Retries, Search
-from .length_queue import LengthQueue
 from .overload import UNKNOWN, Finish, Overload
 from .policy import Backlog, Decision, Policy
 from .slots import Slots
@@ -47,7 +46,7 @@ class BatchMaker:
 
     def __init__(
         self,
-        pending: CallQueue | LengthQueue,
+        pending: CallQueue,
         retries: Retries,
         slots: Slots,
         endings: Endings,

@@ -2,7 +2,7 @@
 
     span    state       held by                                     leaves when
     ----    -----       -------                                     -----------
-            PENDING     its call in Batcher._pending, by arrival    it is cut into a batch
+            PENDING     its call in Batcher._pending                it is cut into a batch
             IN_FLIGHT   Batch.spans of a batch in Batcher._slots    the batch is done, failed, lost
             SUSPECT     Suspects.spans in Batcher._retries          it is cut again, in a part
             OVER        nothing (its call may still be waiting      -
@@ -52,7 +52,6 @@ from .cutter import Cutter
 from .endings import Endings
 from .figures import Figures
 from .isolation import Retries, Search, Suspects
-from .length_queue import LengthQueue
 from .overload import Overload
 from .policy import Backlog, Decision, LearnedPolicy, Policy
 from .recovery import Recovery
@@ -145,10 +144,8 @@ class Batcher:
                 round_trip=round_trip,
             )
         )
-        self._new_queue: Callable[[LearnedCost], CallQueue | LengthQueue] = lambda cost: (
-            LengthQueue(cost, batch_size=batch_size, weights=tenant_weights)
-            if has_lengths
-            else CallQueue(tenant_weights)
+        self._new_queue: Callable[[LearnedCost], CallQueue] = lambda cost: CallQueue(
+            cost, batch_size, tenant_weights, has_lengths=has_lengths
         )
         self._retries = Retries(
             batch_size=batch_size, max_attempts=max_attempts, isolate_errors=isolate_errors

@@ -1,4 +1,9 @@
-"""Calls that wait, in the order in which they are cut into batches.
+"""Calls that wait, and which of their items go into a batch.
+
+As long as all calls are alike they go by arrival. With the first that is of a tenant, has a
+priority or a deadline of its own, or is large, all have turns (``turns``), until none waits. Where
+items have lengths, the neighbours in length of the one whose turn it is go along with it, out of a
+window (``length_window``), into which calls come in their turn.
 
 Calls that are over are not searched for, only skipped when their turn comes; so ending one costs
 the same however many wait.
@@ -12,12 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..observe.record import ORDINARY, Call, CallState, Reason, Span
-from .fair_queue import FairQueue
+from .cost import LearnedCost
+from .length_window import LengthWindow
 from .overload import Finish
-from .waiting import Waiting
+from .tuning import FIXED_COSTS, LARGE, LARGE_SECONDS, MIXED_BATCHES
+from .turns import Turns
 
-#: A member of an enum is looked up in Python, and every call asks for this one.
-_WAITING = CallState.WAITING
+#: Members of an enum are looked up in Python, and every call asks for these.
+_WAITING, _RUNNING = CallState.WAITING, CallState.RUNNING
 
 
 class Taken(NamedTuple):
@@ -37,84 +44,160 @@ class Taken(NamedTuple):
     reason: Reason | None = None
 
 
-class CallQueue(Waiting):
-    """The queue of calls with items that are not cut yet: the oldest first.
-
-    Unless some have a precedence. As long as one of those waits all take fair.
+class CallQueue:
+    """The queue of calls with items that are not cut yet.
 
     Args:
+        cost: what batches cost; learned elsewhere.
+        batch_size: the most items of a batch.
         weights: of the tenants whose weight is not 1.
+        has_lengths: whether items have lengths.
+
+    Attributes:
+        items: how many wait.
     """
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        super().__init__()
-        self._calls: deque[Call] = deque()  # empty while the fair queue has them
-        self._fair: FairQueue | None = None
+    def __init__(
+        self,
+        cost: LearnedCost,
+        batch_size: int,
+        weights: Mapping[str, float] | None = None,
+        *,
+        has_lengths: bool = False,
+    ) -> None:
+        self.items = 0
+        self._cost = cost
+        self._batch_size = batch_size
+        self._share = math.inf  # what a batch may cost of large calls beside small ones
+        # From how many items on a call is large, and from which cost on.
+        self._large_items, self._large_cost = float(LARGE * batch_size), math.inf
         self._weights = weights or {}
+        self._calls: deque[Call] = deque()  # empty while they have turns
+        self._turns: Turns | None = None
+        self._window = LengthWindow(cost, batch_size, self._weights) if has_lengths else None
+        self._large: dict[Call, float] = {}  # those that wait, and what an item of each costs
+        # Of all of them, as long as they have no turns. Into a window large ones come in turn.
+        self._class = 0
+        self._mixed = 0  # batches for which small calls are expected beside the large ones
 
     def __iter__(self) -> Iterator[Call]:
-        if self._fair is not None:
-            return iter(self._fair)
-        return (call for call in self._calls if call.state is _WAITING)
+        if self._window is not None:
+            yield from self._window
+        if self._turns is None:
+            yield from [call for call in self._calls if call.state is _WAITING]
+        else:
+            held = self._window or ()
+            yield from [call for call in self._turns if call not in held]
+
+    @property
+    def _outside(self) -> int:
+        """How many items are not in the window."""
+        return self.items if self._window is None else self.items - self._window.items
 
     def add(self, call: Call) -> None:
         """The call waits from now on."""
-        self.enter(call)
-        if self._fair is not None:
-            self._fair.add(call)
-        elif call.precedence is ORDINARY:
+        call.state = _WAITING
+        self.items += call.pending
+        size_class, lengths = 0, call.lengths
+        if call.pending >= self._large_items or (lengths and sum(lengths) >= self._large_cost):
+            size_class = self._size_class(call)
+            self._large[call] = cost_of(call)
+        if self._window is None and self.items == call.pending:  # nothing waits beside it
+            self._class = size_class
+        if self._turns is None and size_class == self._class and call.precedence is ORDINARY:
             self._calls.append(call)
         else:
-            self._make_fair().add(call)
+            (self._turns or self._take_turns()).add(call, call.pending, size_class)
 
-    def _make_fair(self) -> FairQueue:
-        fair = FairQueue(self._weights)
-        for waiting in self:
-            fair.add(waiting)
-        self._fair = fair
-        self._calls.clear()
-        return fair
+    def _take_turns(self) -> Turns:
+        """Whose turn it is, from now on until no call waits."""
+        turns = self._turns
+        if turns is None:
+            turns = Turns(self._weights)
+            for call in self._calls:
+                if call.state is _WAITING:
+                    turns.add(call, call.pending, self._class)
+            self._turns = turns
+            self._calls.clear()
+        return turns
+
+    def _size_class(self, call: Call) -> int:
+        """0 if the call, which waits, is small; a class of large ones is within a factor of two."""
+        size = call.pending / self._large_items
+        if call.lengths:
+            size = max(size, sum(call.lengths) / self._large_cost)
+        return int(size).bit_length()
 
     def restore(self, call: Call, positions: Sequence[int]) -> None:
-        """The call waits again with these items, its last ones."""
+        """The call waits again with these items; without lengths, its last ones."""
         call.pending = len(positions)
-        self.add(call)
+        if self._window is None or call.pending == call.size:
+            self.add(call)
+            return
+        call.state = _WAITING
+        self.items += call.pending
+        size_class, inside = self._size_class(call), call.pending
+        if size_class:
+            self._large[call] = cost_of(call)
+            # The others, its last ones, have turns before they are in the window.
+            while inside > 1 and positions[inside - 1] == call.size - call.pending + inside - 1:
+                inside -= 1
+            if inside < call.pending:
+                self._take_turns().add(call, call.pending - inside, size_class)
+        self._window.add(call, positions[:inside], size_class)
 
     def remove(self, call: Call) -> None:
-        """The call is about to end, or waits in another queue from now on."""
-        self.leave(call)
-        if self._fair is not None:
-            self._fair.remove(call, call.pending)
-            self._stay_fair()
-        elif len(self._calls) > 2 * self.items + 64:  # so each that is over costs little
-            waiting = [*self]
+        """The call is about to end."""
+        self.items -= call.pending
+        self._large.pop(call, None)
+        if self._window is not None:
+            self._window.remove(call)
+        if self._turns is not None:
+            if call in self._turns:
+                self._turns.remove(call, self._turns.place(call).items)
+            self._end_turns()
+        elif len(self._calls) > 2 * self._outside + 64:  # so each that is over costs little
+            waiting = [each for each in self._calls if each.state is _WAITING and each is not call]
             self._calls.clear()
             self._calls += waiting
 
-    def _stay_fair(self) -> None:
-        """Until no call waits."""
+    def _end_turns(self) -> None:
+        """If no call waits."""
         if not self.items:
-            self._fair = None
+            self._turns, self._mixed = None, 0
 
     def ahead(self, call: Call) -> float:
         """A lower estimate of the items that are computed before a new call with a deadline."""
-        if self._fair is None and call.precedence is ORDINARY:
+        size_class = self._size_class(call)
+        if self._turns is None and size_class == self._class and call.precedence is ORDINARY:
             return self.items
-        return (self._fair or self._make_fair()).ahead(call)
+        ahead = self._take_turns().ahead(call, size_class)
+        if self._window is not None:
+            ahead += self._window.ahead(call, size_class)
+        return ahead
 
     @property
     def is_fair(self) -> bool:
-        """Whether a call with a precedence waits."""
-        return self._fair is not None
+        """Whether the calls that wait have turns."""
+        return self._turns is not None
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; there must be one."""
-        first = self._first() if self._fair is None else next(iter(self._fair))
-        return first.arrived_at
+        window = self._window
+        if window is None or not window.items:
+            return self._oldest().arrived_at
+        oldest = window.oldest().arrived_at
+        return min(oldest, self._oldest().arrived_at) if self._outside else oldest
+
+    def _oldest(self) -> Call:
+        """Of the calls that are not in the window; there must be one."""
+        return self._first() if self._turns is None else next(iter(self._turns))
 
     def first_deadline(self, now: float) -> float:
         """When the time of the call ends whose turn it is; there must be one."""
-        return (self._first() if self._fair is None else self._fair.head(now)).deadline
+        if self._window is not None and self._window.items:
+            return self._window.head(now).deadline
+        return (self._first() if self._turns is None else self._turns.head(now).call).deadline
 
     def _first(self) -> Call:
         calls = self._calls
@@ -142,18 +225,25 @@ class CallQueue(Waiting):
             expire: ends a call that is left out.
             max_cost: the most that the batch may cost, unless one item does.
         """
+        self._learn()
+        if self._window is not None:
+            return self._take_neighbours(self._window, room, now, finish, expire, max_cost)
         is_bounded = max_cost < room
         if is_bounded:  # each costs one
             room = max(1, int(max_cost))
-        fair, calls, surely = self._fair, self._calls, finish.last(now, min(room, self.items))
+        turns, calls, surely = self._turns, self._calls, finish.last(now, min(room, self.items))
         spans: list[Span] = []
         payloads: list[Any] = []
-        # How many of each call of several items, if each item has a turn of its own: the order
-        # within a batch does not matter.
+        # How many of each call of several items, if it has several turns: the order within a batch
+        # does not matter.
         taken: dict[Call, int] = {}
-        count = 0
+        count, large, reason = 0, self._large_room(), None
         while count < room and self.items:
-            call = calls[0] if fair is None else fair.head(now)
+            if turns is None:
+                call = calls[0]
+            else:
+                place = turns.head(now)
+                call = place.call
             if call.state is not _WAITING:
                 calls.popleft()
                 continue
@@ -166,27 +256,66 @@ class CallQueue(Waiting):
                 continue
             if call.deadline < surely and not count:
                 room = finish.room(call.deadline, room)
-            size = 1
-            if fair is not None:
-                fair.took(1.0)
-                fair.remove(call, 1)
-            elif call.pending > 1:
-                size = min(call.pending, room - count)
-            if fair is not None and call.size > 1:
-                taken[call] = taken.get(call, 0) + 1
-            else:
+            size = call.pending
+            if turns is not None and size > 1:
+                size = turns.most(place)
+            if size > room - count:
+                size = room - count
+            if turns is not None:
+                if place.size_class:
+                    if not large:
+                        reason = Reason.TURN
+                        break
+                    size = min(size, large)
+                    large -= size
+                turns.took(place, size, 1.0)
+            if turns is None or call.size == 1:
                 start = call.size - call.pending
                 spans.append((call, start, start + size))
                 payloads += call.payloads[start : start + size]
-            self.cut(call, size)
+            else:
+                taken[call] = taken.get(call, 0) + size
+            self.items -= size
+            call.pending -= size
+            if not call.pending:
+                call.state = _RUNNING
+                self._large.pop(call, None)
             count += size
-        self._stay_fair()
+        self._end_turns()
         for call, size in taken.items():
             stop = call.size - call.pending
             spans.append((call, stop - size, stop))
             payloads += call.payloads[stop - size : stop]
-        reason = Reason.COST if is_bounded and self.items else None
+        if is_bounded and self.items:
+            reason = Reason.COST
         return Taken(spans, payloads, float(count), len(spans), reason)
+
+    def _learn(self) -> None:
+        """What is large, now that more batches are back."""
+        base, per_unit = self._cost.padding
+        if not per_unit:
+            return
+        self._share = max(LARGE_SECONDS, FIXED_COSTS * base) / per_unit
+        if self._window is None:
+            self._large_items = min(LARGE * self._batch_size, max(2.0, LARGE * self._share))
+        else:
+            self._large_cost = LARGE * self._share
+
+    def _large_room(self) -> int:
+        """The most items of large calls in the next batch, where small ones come beside them.
+
+        The next small one waits for all of the batch. So that is no longer than it has to be to be
+        nearly as fast as a full one, or to be felt.
+        """
+        if self._turns is None or not self._large:
+            return self._batch_size
+        if self.items > sum([call.pending for call in self._large]):
+            self._mixed = MIXED_BATCHES
+        elif self._mixed:
+            self._mixed -= 1
+        else:
+            return self._batch_size
+        return int(max(1.0, min(self._share / max(self._large.values()), self._batch_size)))
 
     def _is_late(self, call: Call, taken: int, room: int, now: float, finish: Finish) -> bool:
         """Whether the call comes too late in a batch of what was taken, and what fits besides.
@@ -204,24 +333,101 @@ class CallQueue(Waiting):
             return True
         return deadline < finish.likely + added and self.items > room
 
-    def draw(self, now: float) -> Call:
-        """Remove the call whose turn it is, of which nothing is cut yet; there must be one."""
-        if self._fair is None:
-            call = self._first()
-            self._calls.popleft()
-            self.leave(call)
-            return call
-        call = self._fair.head(now)
-        # Items without length cost too: a tenant with no others would always be next.
-        cost = 0.0 if call.lengths is None else sum(call.lengths)
-        self._fair.took(cost or float(call.size))
-        self.remove(call)
-        return call
+    # -- where items have lengths
+
+    def _draw(self, window: LengthWindow, now: float) -> None:
+        """Calls enter the window in turn: small ones as a whole, so it may be more than full."""
+        turns, calls = self._turns, self._calls
+        while window.items < window.size and self.items > window.items:
+            if turns is None:
+                call = calls.popleft()
+                if call.state is _WAITING:
+                    window.add(call, range(call.size))
+                continue
+            place = turns.head(now)
+            call, left, size = place.call, place.items, place.items
+            if place.size_class:
+                size = min(turns.most(place), window.size - window.items)
+                if size > 1 and 2 * window.items > window.size:
+                    break  # it is alone: to sort many at once takes less
+            start = call.size - left
+            positions = range(start, start + size)
+            # Items without length cost too: a tenant with no others would always be next.
+            cost = sum(call.lengths[start : start + size]) if call.lengths else 0.0
+            turns.took(place, size, cost or float(size))
+            window.add(call, positions, place.size_class)
+
+    def _take_neighbours(
+        self,
+        window: LengthWindow,
+        room: int,
+        now: float,
+        finish: Finish,
+        expire: Callable[[Call], None],
+        max_cost: float,
+    ) -> Taken:
+        """Cut the first item in turn, and its neighbours in length, as ``take`` does."""
+        surely = finish.last(now, min(room, self.items))
+
+        def is_left_out(call: Call) -> bool:
+            """Whether an entry of the call is not to be cut, now or any more."""
+            if call.state is not _WAITING:
+                return True
+            if call.deadline > surely or not self._is_late(call, 0, room, now, finish):
+                return False  # as nearly always
+            expire(call)
+            return True
+
+        self._draw(window, now)
+        while self.items and is_left_out(window.head(now)):
+            self._draw(window, now)
+        if not self.items:
+            return Taken([], [], 0.0, 0)
+        chosen, length, reason = window.take(
+            room, max_cost, now, is_left_out, self._large, self._large_room()
+        )
+        size = len(chosen)
+        calls = dict.fromkeys([call for _, _, call, _ in chosen])
+        if len(calls) < size:  # those of a call together, so that it is one to whoever looks
+            order = {call: number for number, call in enumerate(calls)}
+            chosen.sort(key=lambda entry: (order[entry[2]], entry[3]))
+        spans: list[Span] = []
+        payloads: list[Any] = []
+        self.items -= size
+        for _, _, call, index in chosen:
+            if spans and spans[-1][0] is call and spans[-1][2] == index:
+                spans[-1] = (call, spans[-1][1], index + 1)
+            else:
+                spans.append((call, index, index + 1))
+            payloads.append(call.payloads[index])
+            call.pending -= 1
+            if not call.pending:
+                call.state = _RUNNING
+                self._large.pop(call, None)
+        self._end_turns()
+        if size == room or not self.items:
+            reason = None
+        return Taken(spans, payloads, size * length, len(calls), reason)
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if what waits and the counts differ. For tests."""
-        assert self.items == sum(call.pending for call in self)
-        assert all(call.state is _WAITING for call in self)
-        assert self._fair is None or not self._calls
-        if self._fair is not None:
-            self._fair.check_invariants()
+        waiting = [*self]
+        assert self.items == sum(call.pending for call in waiting)
+        assert all(call.state is _WAITING for call in waiting)
+        assert self._turns is None or not self._calls
+        assert self._large.keys() <= {*waiting}
+        if self._turns is not None:
+            self._turns.check_invariants()
+        if self._window is not None:
+            self._window.check_invariants()
+            outside = self._turns or [call for call in self._calls if call.state is _WAITING]
+            left = [
+                call.pending if self._turns is None else self._turns.place(call).items
+                for call in outside
+            ]
+            assert self.items - self._window.items == sum(left)
+
+
+def cost_of(call: Call) -> float:
+    """What an item of the call costs, on average: its length, or 1."""
+    return (sum(call.lengths) / call.size if call.lengths else 0.0) or 1.0

@@ -11,7 +11,6 @@ from .actions import NOTHING, Actions
 from .batch_maker import BatchMaker
 from .call_queue import CallQueue
 from .isolation import Retries, Search
-from .length_queue import LengthQueue
 from .overload import Deadlines, Overload
 from .policy import Backlog, Decision, Policy
 from .recovery import Recovery
@@ -50,7 +49,7 @@ class Cutter:
 
     def __init__(
         self,
-        pending: CallQueue | LengthQueue,
+        pending: CallQueue,
         retries: Retries,
         slots: Slots,
         maker: BatchMaker,

@@ -12,7 +12,6 @@ from typing import Any
 from ..observe.record import NO_OUTPUTS, BatchRecord, Call, CallState, Span
 from .call_queue import CallQueue
 from .isolation import Retries
-from .length_queue import LengthQueue
 from .waiting import end
 
 _NOT_OPEN = (CallState.NEW, CallState.OVER)
@@ -32,7 +31,7 @@ class Endings:
         cancelled: calls that were withdrawn, so far.
     """
 
-    pending: CallQueue | LengthQueue
+    pending: CallQueue
 
     def __init__(
         self,

@@ -13,7 +13,6 @@ from .call_queue import CallQueue
 from .cutter import Cutter
 from .endings import Endings
 from .isolation import Retries
-from .length_queue import LengthQueue
 from .slots import Slots
 
 #: So many batches that are back are counted in the metrics at once, which takes less time.
@@ -41,7 +40,7 @@ class Figures:
         recent: the last batches that came back, the oldest first.
     """
 
-    pending: CallQueue | LengthQueue
+    pending: CallQueue
     cutter: Cutter
 
     def __init__(self, retries: Retries, slots: Slots, endings: Endings) -> None:

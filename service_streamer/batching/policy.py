@@ -23,11 +23,13 @@ from .tuning import (
     ALONE_BATCHES,
     ALONE_INTERVAL,
     FIRST_ITEMS,
+    FIXED_COSTS,
     FLAT,
     GROWTH,
     LEARNING_RATE,
     LEAST_EXPECTED,
     LEAST_MARGIN,
+    LONGEST,
     MARGIN_FACTOR,
     NEAR_LEAST_MARGIN,
     NEAR_MARGIN,
@@ -385,6 +387,11 @@ class LearnedPolicy:
             if trial is not None and trial.is_run:
                 size = min(self._batch_size, max(1, round(trial.cost / self._unit)))
                 max_cost, cost_reason = trial.cost, Reason.TRIED
+        base, per_unit = self.cost.base, self.cost.per_unit
+        if per_unit:
+            longest = (max(LONGEST, FIXED_COSTS * base) - base) / per_unit
+            if longest < max_cost:
+                max_cost, cost_reason = longest, Reason.LONG
         if most < math.inf and most <= max_cost:
             max_cost, cost_reason = most, Reason.COST
         return size, max_cost, cost_reason, trial

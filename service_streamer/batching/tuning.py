@@ -204,7 +204,7 @@ LAST_INTERVAL = 96
 #: smaller, which costs least.
 TRIAL_STEPS = (-1, -2, 1, 2, -4)
 
-# -- the length queue
+# -- the window of lengths
 
 #: Neighbours in length are chosen among this many batches' worth of items.
 #: Chosen by reasoning: more finds better neighbours, and keeps the order less. Checked with
@@ -215,7 +215,7 @@ WINDOW_BATCHES = 8
 #: item cannot.
 LEAST_BASE = 0.02
 
-# -- the fair queue
+# -- turns
 
 #: Each turn of this number goes to the call that has waited longest, whatever its kind.
 #: Chosen by reasoning: an eighth of the turns prevents starvation, and deadlines and priorities
@@ -276,3 +276,21 @@ MOST_DEVICE_FAILURES = 2
 #: Chosen by reasoning: hosts come and go, and one batch seldom meets that twice. But one that takes
 #: all memory may end host after host.
 MOST_OUTAGES = 3
+
+# -- long batches, and large calls
+
+#: A batch takes no longer than this, seconds, if the next one is nearly as fast.
+#: Chosen by reasoning: so long whoever comes next waits for it, and for one that was sent ahead.
+LONGEST = 1.0
+#: It is as fast if it takes so many times what a batch costs beside its items.
+#: Chosen by reasoning: then at most a tenth of the throughput is lost.
+FIXED_COSTS = 9.0
+#: What a batch has of large calls, where small ones come beside them, takes at least this time,
+#: seconds. Chosen by reasoning: nobody feels it, and no hand-over costs as much.
+LARGE_SECONDS = 0.05
+#: A call of so many batches is large, or of so many times what a batch may have of large ones.
+#: Chosen by reasoning: a smaller one is over in the time of one, and another one.
+LARGE = 2
+#: Small calls are expected beside large ones for so many batches after the last.
+#: Chosen by reasoning: who has an answer calls again within a few batches.
+MIXED_BATCHES = 16

@@ -68,6 +68,8 @@ class Reason(enum.Enum):
     PAYS = "a larger batch would have been slower for each item"
     TRIED = "it was a trial of this size, to learn what batches cost"
     PADDING = "the lengths of the other items were too different"
+    LONG = "it would have taken longer than a second, and hardly less for each item"
+    TURN = "small calls were expected, and not to wait for more of the large ones"
     SHARE = "the other items were left to the other workers"
     ALONE = "no more calls were expected soon"
     COMPANY = "the expected calls had arrived"
@@ -84,7 +86,7 @@ _AGAIN = Reason.AGAIN
 
 
 class CallState(enum.Enum):
-    """Who holds a call. ``batching.waiting`` changes it, and the counts that follow from it.
+    """Who holds a call. ``batching`` changes it, and the counts that follow from it.
 
     state      held by                               its items
     -----      -------                               ---------

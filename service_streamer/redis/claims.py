@@ -60,7 +60,9 @@ class Claims:
     compute what this host has claimed.
 
     Attributes:
-        open_items: items that are claimed and not computed yet.
+        open_items: items that are claimed and not computed yet. Of a call at most a batch: a larger
+            one takes turns with those that come after it, so it must not keep them from being
+            claimed.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -108,9 +110,10 @@ class Claims:
         if claim.id in self._claims:
             return False
         self._claims[claim.id] = claim
-        self.open_items += claim.size
+        size = min(claim.size, self._batch_size)
+        self.open_items += size
         # A moving average over about thirty calls.
-        self._mean_size += (claim.size - self._mean_size) / 32
+        self._mean_size += (size - self._mean_size) / 32
         return True
 
     def computed(self, claim: Claim) -> bool:
@@ -119,7 +122,7 @@ class Claims:
             return False
         claim.is_open = False
         claim.call = None
-        self.open_items -= claim.size
+        self.open_items -= min(claim.size, self._batch_size)
         return True
 
     def finished(self, claims: Iterable[Claim]) -> None:

@@ -1,0 +1,426 @@
+"""Whose turn it is among calls that are not all alike: fair between tenants, by rank within one.
+
+    tenants     the one that has had least, for its weight, is next
+    rank        1. whose time was given with the call, or whose waiting has taken half of its
+                   time: by when that ends; then by priority
+                2. the others, and all large calls: by priority; the classes of size have turns;
+                   within one by arrival
+
+Fairness is start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant has a virtual time,
+which what it is given advances by its cost over its weight; one that comes back after having waited
+for nothing starts at the virtual time of who is served, so that nobody saves up turns. Two tenants
+that both have calls waiting thus never are further apart than one turn of each. The classes of size
+of one priority share the turns of their tenant in the same way: all small calls are one class, and
+large ones are in a class if they are within a factor of two.
+
+Nothing waits for ever: each ``AGING``-th turn of a tenant goes to the call that has waited longest,
+whatever its kind. So a call is passed over at most ``AGING`` times for each that was there before.
+And at most ``AGING`` - 1 tenants in a row are served that had no turn before: else those that come
+with one call each, such as the users of a service, would be before all others for ever.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heappush, heapreplace
+from math import frexp, inf, ldexp
+
+from ..observe.record import Call
+from .tuning import AGING
+
+_NEVER = inf
+
+#: What the calls of a group have in common. Of small calls whose time was given with them, their
+#: deadline, rounded down, so that there are few groups, however many calls wait. Of the others
+#: their priority and their class of size.
+_Kind = float | tuple[int, int]
+
+#: Deadlines are rounded by at most a sixteenth of the time until then.
+_PRECISION = 5
+
+
+class _Group:
+    """Calls of a tenant that go by arrival among each other, or nearly have one deadline.
+
+    Attributes:
+        priority: of all of them; None of those with a deadline of their own.
+        items: how many of their items wait.
+        timed: how many of those are of small calls whose time ends.
+        tag: the virtual time of the class, among those of its priority. It starts at that of the
+            one that is next.
+        places: the calls, once not all of the tenant are alike; of those with a deadline none.
+    """
+
+    __slots__ = ("items", "kind", "places", "priority", "tag", "timed")
+
+    def __init__(self, kind: _Kind, tag: float) -> None:
+        self.kind = kind
+        self.priority = None if isinstance(kind, float) else kind[0]
+        self.tag = tag
+        self.items = self.timed = 0
+        self.places: deque[Place] = deque()
+
+
+class Place:
+    """A call in the line of its tenant.
+
+    Attributes:
+        items: how many of its items are there; 0 as soon as it is not there any more.
+        size_class: 0 of small calls.
+        is_timed: whether it is small, has no deadline of its own, and its time ends.
+    """
+
+    __slots__ = ("call", "group", "is_timed", "items", "line", "size_class")
+
+    group: _Group
+
+    def __init__(self, call: Call, line: TenantLine, size_class: int) -> None:
+        self.call = call
+        self.line = line
+        self.items = 0
+        self.size_class = size_class
+        self.is_timed = False
+
+
+class TenantLine:
+    """The calls of one tenant that wait.
+
+    Attributes:
+        groups: those with calls.
+        turns: that it had.
+    """
+
+    __slots__ = (
+        "_alike",
+        "_by_arrival",
+        "_by_priority",
+        "_deadlined",
+        "_latest",
+        "_number",
+        "_timed",
+        "groups",
+        "tenant",
+        "turns",
+        "weight",
+    )
+
+    def __init__(self, tenant: str, weight: float) -> None:
+        self.tenant = tenant
+        self.weight = weight
+        self._number = 0  # keeps what is in a heap from being compared
+        self.groups: dict[_Kind, _Group] = {}
+        self.turns = 0
+        self._by_arrival: deque[Place] = deque()  # all
+        # As long as the calls are of one class, and the time of none ends before that of one that
+        # came before it, they go by arrival, and the rest is empty.
+        self._alike: _Group | None = None
+        self._latest = -inf  # the deadline of the last of those
+        self._deadlined: list[tuple[float, int, int, Place]] = []  # a heap
+        # Of the others, a heap: by priority, then by tag; of two with the same the smaller class.
+        self._by_priority: list[tuple[int, float, int, int, _Group]] = []
+        self._timed: deque[Place] = deque()  # the small ones of the others whose time ends
+
+    def empty(self) -> None:
+        """No call waits any more."""
+        self._by_arrival.clear()
+        if self._alike is None:
+            self._deadlined.clear()
+            self._by_priority.clear()
+            self._timed.clear()
+        self._alike, self._latest = None, -inf
+
+    def add(self, place: Place) -> None:
+        """The call waits from now on."""
+        call = place.call
+        priority, _, has_deadline = call.precedence
+        self._by_arrival.append(place)
+        place.is_timed = call.deadline < _NEVER and not place.size_class
+        if call.deadline >= self._latest and (not has_deadline or place.size_class):
+            kind = priority, place.size_class
+            if not self.groups:
+                self._alike = self._begin(kind, 0.0)
+            if self._alike is not None and self._alike.kind == kind:
+                place.group = self._alike
+                self._latest = call.deadline
+                return
+        if self._alike is not None:
+            self._alike = None
+            for other in self._by_arrival:
+                if other.items:
+                    self._rank(other)
+        self._rank(place)
+
+    def _rank(self, place: Place) -> None:
+        """Put a call where it is found in its turn, since not all are alike."""
+        call, deadline = place.call, place.call.deadline
+        priority, _, has_deadline = call.precedence
+        if has_deadline and not place.size_class:
+            place.is_timed = False
+            exponent = frexp(deadline - call.arrived_at)[1]
+            soon = deadline - deadline % ldexp(1.0, exponent - _PRECISION)
+            place.group = self.groups.get(soon) or self._begin(soon, 0.0)
+            self._number = number = self._number + 1
+            heappush(self._deadlined, (deadline, -priority, number, place))
+            return
+        kind = priority, place.size_class
+        group = self.groups.get(kind)
+        if group is None:
+            tags = [each.tag for each in self.groups.values() if each.priority == priority]
+            group = self._begin(kind, min(tags, default=0.0))
+        if not group.places:
+            self._number = number = self._number + 1
+            entry = -priority, group.tag, place.size_class, number, group
+            heappush(self._by_priority, entry)
+        group.places.append(place)
+        place.group = group
+        if place.is_timed:
+            self._timed.append(place)
+
+    def _begin(self, kind: _Kind, tag: float) -> _Group:
+        group = self.groups[kind] = _Group(kind, tag)
+        return group
+
+    @property
+    def items(self) -> int:
+        """How many wait."""
+        return sum([group.items for group in self.groups.values()])
+
+    def ahead(self, call: Call, size_class: int) -> int:
+        """A lower estimate of the items that are computed before a new call of the tenant."""
+        sooner = timed = later = higher = 0
+        for kind, group in self.groups.items():
+            if isinstance(kind, float):
+                sooner += group.items if kind <= call.deadline else 0
+                later += group.items if kind > call.deadline else 0
+            elif kind[1] == size_class:  # the other classes have turns as well
+                timed += group.timed
+                higher += group.items if kind[0] >= call.precedence.priority else 0
+        if size_class:
+            return higher
+        if call.precedence.has_deadline:
+            return sooner
+        # It goes before those of a lower priority, and when it is due before those that are not.
+        return sooner + min(timed, later + higher)
+
+    def head(self, now: float) -> Place:
+        """Whose turn it is; there must be one."""
+        by_arrival, timed = self._by_arrival, self._timed
+        while not by_arrival[0].items:
+            by_arrival.popleft()
+        if self._alike is not None or self.turns % AGING == AGING - 1:
+            return by_arrival[0]
+        urgent, deadlined = None, self._deadlined
+        while deadlined and not deadlined[0][3].items:
+            heappop(deadlined)
+        if deadlined:
+            urgent = deadlined[0][3]
+        while timed and not timed[0].items:
+            timed.popleft()
+        if timed:
+            call = timed[0].call
+            if 2 * now >= call.arrived_at + call.deadline and (
+                urgent is None or call.deadline < urgent.call.deadline
+            ):
+                urgent = timed[0]
+        if urgent is not None:
+            return urgent
+        by_priority = self._by_priority
+        while True:
+            priority, tag, size_class, number, group = by_priority[0]
+            if not group.items:
+                heappop(by_priority)
+            elif tag < group.tag:  # it had turns
+                heapreplace(by_priority, (priority, group.tag, size_class, number, group))
+            else:
+                break
+        places = group.places
+        while not places[0].items:
+            places.popleft()
+        return places[0]
+
+    @property
+    def entries(self) -> int:
+        """How much is kept, of calls that wait or not: two or three for each."""
+        entries = len(self._deadlined) + len(self._by_priority) + len(self._timed)
+        entries += sum([len(group.places) for group in self.groups.values()])
+        return entries + len(self._by_arrival)
+
+    def sweep(self) -> None:
+        """Let go of calls that do not wait any more."""
+        self._deadlined = [entry for entry in self._deadlined if entry[3].items]
+        heapify(self._deadlined)
+        self._by_priority = [entry for entry in self._by_priority if entry[-1].items]
+        heapify(self._by_priority)
+        self._by_arrival = deque(place for place in self._by_arrival if place.items)
+        self._timed = deque(place for place in self._timed if place.items)
+        for group in self.groups.values():
+            group.places = deque(place for place in group.places if place.items)
+
+
+class Turns:
+    """Whose turn it is among calls of all tenants.
+
+    Args:
+        weights: of the tenants whose weight is not 1.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._places: OrderedDict[Call, Place] = OrderedDict()
+        self._stale = 0  # calls in the lines that do not wait any more, at most
+        self._lines: dict[str, TenantLine] = {}
+        # Tenants with calls, by virtual time: those that have had no turn yet, and the others.
+        self._new: OrderedDict[TenantLine, float] = OrderedDict()
+        self._heap: list[tuple[float, int, TenantLine]] = []
+        self._is_new = False  # whether the tenant of the head has had no turn yet
+        self._new_in_a_row = 0  # of the last turns
+        self._turns = 0
+        self._virtual = 0.0  # of the tenant that was served last
+        self._queries = 0
+        self._shares: list[tuple[float, float, float]] = []  # see ``_served_before``
+        self._shares_at = -inf  # turns and queries until then
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self._places)
+
+    def __contains__(self, call: Call) -> bool:
+        return call in self._places
+
+    def place(self, call: Call) -> Place:
+        """Of the call, which must be here."""
+        return self._places[call]
+
+    def add(self, call: Call, items: int, size_class: int = 0) -> None:
+        """The call waits from now on, with so many of its items. If it does already, with more."""
+        place = self._places.get(call)
+        if place is None:
+            tenant = call.precedence.tenant
+            line = self._lines.get(tenant)
+            if line is None:
+                line = TenantLine(tenant, self._weights.get(tenant, 1.0))
+                self._lines[tenant] = line
+                self._new[line] = self._virtual
+            place = self._places[call] = Place(call, line, size_class)
+            line.add(place)
+        place.items += items
+        place.group.items += items
+        if place.is_timed:
+            place.group.timed += items
+
+    def remove(self, call: Call, size: int) -> None:
+        """So many items of the call, which are about to be cut or to end, wait no more."""
+        self._leave(self._places[call], size)
+
+    def _leave(self, place: Place, size: int) -> None:
+        line, group = place.line, place.group
+        place.items -= size
+        group.items -= size
+        if place.is_timed:
+            group.timed -= size
+        if not group.items:
+            del line.groups[group.kind]
+            if not line.groups:
+                line.empty()
+                if line in self._new:
+                    del self._new[line], self._lines[line.tenant]
+        if place.items:
+            return
+        del self._places[place.call]
+        self._stale += 1
+        if self._stale > 16 and self._stale > len(self._places):
+            self._sweep()
+
+    def head(self, now: float) -> Place:
+        """Whose turn it is; there must be one."""
+        heap = self._heap
+        while heap and not heap[0][2].groups:
+            del self._lines[heappop(heap)[2].tenant]
+        self._is_new = False
+        if self._new:
+            line, virtual = next(iter(self._new.items()))
+            self._is_new = not heap or (virtual < heap[0][0] and self._new_in_a_row < AGING - 1)
+        if not self._is_new:
+            virtual, _, line = heap[0]
+        if virtual > self._virtual:
+            self._virtual = virtual
+        return line.head(now)
+
+    def most(self, place: Place) -> int:
+        """How many of its items the head may take in a turn: all, if no others have turns."""
+        return place.items if len(self._lines) == 1 and len(place.line.groups) == 1 else 1
+
+    def took(self, place: Place, size: int, cost: float) -> None:
+        """What ``head`` said had its turn, with so many items, and as much as that costs."""
+        # The number breaks ties: the tenant that was served first is served first again.
+        self._turns = number = self._turns + 1
+        if self._is_new:
+            self._new_in_a_row += 1
+            line, virtual = self._new.popitem(last=False)
+            heappush(self._heap, (virtual + cost / line.weight, number, line))
+        else:
+            self._new_in_a_row = 0
+            virtual, _, line = self._heap[0]
+            heapreplace(self._heap, (virtual + cost / line.weight, number, line))
+        line.turns += 1
+        place.group.tag += cost
+        self._leave(place, size)
+
+    def ahead(self, call: Call, size_class: int) -> float:
+        """A lower estimate of the items that are computed before a new call with a deadline."""
+        line = self._lines.get(call.precedence.tenant)
+        new = len(self._new)
+        if line is None:
+            return new
+        own = line.ahead(call, size_class)
+        if len(self._lines) == 1:
+            return own
+        turns = self._served_before(own / line.weight) + (own if line in self._new else 0)
+        return turns + min(new, (AGING - 1) * turns)
+
+    def _served_before(self, share: float) -> float:
+        """Of tenants that have had a turn, the items until each has so many for its weight.
+
+        As of some turns ago, at most as many as there are tenants: to look at all takes time.
+        """
+        self._queries += 1
+        if self._turns + self._queries - self._shares_at >= len(self._heap):
+            self._shares_at = self._turns + self._queries
+            lines = [(line.items, line.weight) for _, _, line in self._heap if line.groups]
+            lines.sort(key=lambda line: line[0] / line[1])
+            before, weights = 0.0, sum(weight for _, weight in lines)
+            self._shares = []
+            for items, weight in lines:
+                self._shares.append((items / weight, before, weights))
+                before, weights = before + items, weights - weight
+            self._shares.append((inf, before, 0.0))
+        _, before, weights = self._shares[bisect_left(self._shares, (share, 0, 0.0))]
+        return before + share * weights
+
+    def _sweep(self) -> None:
+        """Let go of calls that do not wait any more, and of tenants of which none does.
+
+        Unless they are few: most of them went when their turn had come. With those that come before
+        the next look, no more than 40 calls that are over stay behind a worker that hangs.
+        """
+        self._stale, waiting = 0, len(self._places)
+        entries = sum([line.entries + 1 for line in self._lines.values()])
+        # If no more come and 16 end, nobody looks again.
+        if entries <= (4 if waiting > 16 else 2) * waiting + 32:
+            return
+        for line in self._lines.values():
+            line.sweep()
+        # But not of those that have had more than others: it counts if they come back.
+        self._heap = [e for e in self._heap if e[2].groups or e[0] > self._virtual]
+        heapify(self._heap)
+        kept = [*(line for _, _, line in self._heap), *self._new]
+        self._lines = {line.tenant: line for line in kept}
+
+    def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if what waits and the counts differ. For tests."""
+        for line in self._lines.values():
+            places = [place for place in self._places.values() if place.line is line]
+            assert line.items == sum(place.items for place in places)
+            assert line.groups or line not in self._new
+        assert all(call is place.call and place.items for call, place in self._places.items())
