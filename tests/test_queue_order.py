@@ -558,7 +558,7 @@ def timed_line(base: float, per_unit: float, **options: Any) -> Line:
     ("base", "per_unit", "least", "most"),
     [
         # as many as take a second; at least one
-        (0.02, 0.24, 4, 4), (0.05, 0.19, 5, 5), (0.1, 5.0, 1, 1),
+        (0.02, 0.24, 4, 5), (0.05, 0.19, 4, 6), (0.1, 5.0, 1, 1),
         # as many as take nine times what a batch costs beside them, if that is longer
         (0.5, 0.4, 8, 10),
         # all that fit

@@ -1,7 +1,8 @@
 """Calls that wait, and which of their items go into a batch.
 
 As long as all calls are alike they go by arrival. With the first that is of a tenant, has a
-priority or a deadline of its own, or is large, all have turns (``turns``), until none waits. Where
+priority or a deadline of its own, or is of another class of size, all have turns (``turns``), until
+none waits. Where
 items have lengths, the neighbours in length of the one whose turn it is go along with it, out of a
 window (``length_window``), into which calls come in their turn.
 
@@ -12,6 +13,7 @@ the same however many wait.
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -75,7 +77,7 @@ class CallQueue:
         self._calls: deque[Call] = deque()  # empty while they have turns
         self._turns: Turns | None = None
         self._window = LengthWindow(cost, batch_size, self._weights) if has_lengths else None
-        self._large: dict[Call, float] = {}  # those that wait, and what an item of each costs
+        self._large: set[Call] = set()  # those that wait
         # Of all of them, as long as they have no turns. Into a window large ones come in turn.
         self._class = 0
         self._mixed = 0  # batches for which small calls are expected beside the large ones
@@ -101,7 +103,7 @@ class CallQueue:
         size_class, lengths = 0, call.lengths
         if call.pending >= self._large_items or (lengths and sum(lengths) >= self._large_cost):
             size_class = self._size_class(call)
-            self._large[call] = cost_of(call)
+            self._large.add(call)
         if self._window is None and self.items == call.pending:  # nothing waits beside it
             self._class = size_class
         if self._turns is None and size_class == self._class and call.precedence is ORDINARY:
@@ -126,7 +128,7 @@ class CallQueue:
         size = call.pending / self._large_items
         if call.lengths:
             size = max(size, sum(call.lengths) / self._large_cost)
-        return int(size).bit_length()
+        return int(min(size, 2.0**60)).bit_length()
 
     def restore(self, call: Call, positions: Sequence[int]) -> None:
         """The call waits again with these items; without lengths, its last ones."""
@@ -138,7 +140,7 @@ class CallQueue:
         self.items += call.pending
         size_class, inside = self._size_class(call), call.pending
         if size_class:
-            self._large[call] = cost_of(call)
+            self._large.add(call)
             # The others, its last ones, have turns before they are in the window.
             while inside > 1 and positions[inside - 1] == call.size - call.pending + inside - 1:
                 inside -= 1
@@ -149,7 +151,7 @@ class CallQueue:
     def remove(self, call: Call) -> None:
         """The call is about to end."""
         self.items -= call.pending
-        self._large.pop(call, None)
+        self._large.discard(call)
         if self._window is not None:
             self._window.remove(call)
         if self._turns is not None:
@@ -237,7 +239,8 @@ class CallQueue:
         # How many of each call of several items, if it has several turns: the order within a batch
         # does not matter.
         taken: dict[Call, int] = {}
-        count, large, reason = 0, self._large_room(), None
+        count, reason = 0, None
+        large = int(max(1.0, min(self._large_cost_now(), self._batch_size)))
         while count < room and self.items:
             if turns is None:
                 call = calls[0]
@@ -279,43 +282,44 @@ class CallQueue:
             call.pending -= size
             if not call.pending:
                 call.state = _RUNNING
-                self._large.pop(call, None)
+                self._large.discard(call)
             count += size
         self._end_turns()
         for call, size in taken.items():
             stop = call.size - call.pending
             spans.append((call, stop - size, stop))
             payloads += call.payloads[stop - size : stop]
-        if is_bounded and self.items:
+        if is_bounded and self.items and reason is None:
             reason = Reason.COST
         return Taken(spans, payloads, float(count), len(spans), reason)
 
     def _learn(self) -> None:
         """What is large, now that more batches are back."""
         base, per_unit = self._cost.padding
-        if not per_unit:
-            return
+        has_lengths = self._window is not None
+        if not per_unit or not (has_lengths or self._cost.is_fitted):
+            return  # without lengths all items are alike: nothing has to be guessed
         self._share = max(LARGE_SECONDS, FIXED_COSTS * base) / per_unit
-        if self._window is None:
+        if not has_lengths:
             self._large_items = min(LARGE * self._batch_size, max(2.0, LARGE * self._share))
         else:
-            self._large_cost = LARGE * self._share
+            self._large_cost = max(LARGE * self._share, sys.float_info.min)
 
-    def _large_room(self) -> int:
-        """The most items of large calls in the next batch, where small ones come beside them.
+    def _large_cost_now(self) -> float:
+        """What the next batch may cost of large calls, where small ones come beside them.
 
         The next small one waits for all of the batch. So that is no longer than it has to be to be
         nearly as fast as a full one, or to be felt.
         """
         if self._turns is None or not self._large:
-            return self._batch_size
+            return math.inf
         if self.items > sum([call.pending for call in self._large]):
             self._mixed = MIXED_BATCHES
         elif self._mixed:
             self._mixed -= 1
         else:
-            return self._batch_size
-        return int(max(1.0, min(self._share / max(self._large.values()), self._batch_size)))
+            return math.inf
+        return self._share
 
     def _is_late(self, call: Call, taken: int, room: int, now: float, finish: Finish) -> bool:
         """Whether the call comes too late in a batch of what was taken, and what fits besides.
@@ -384,7 +388,7 @@ class CallQueue:
         if not self.items:
             return Taken([], [], 0.0, 0)
         chosen, length, reason = window.take(
-            room, max_cost, now, is_left_out, self._large, self._large_room()
+            room, max_cost, now, is_left_out, self._large, self._large_cost_now()
         )
         size = len(chosen)
         calls = dict.fromkeys([call for _, _, call, _ in chosen])
@@ -403,7 +407,7 @@ class CallQueue:
             call.pending -= 1
             if not call.pending:
                 call.state = _RUNNING
-                self._large.pop(call, None)
+                self._large.discard(call)
         self._end_turns()
         if size == room or not self.items:
             reason = None
@@ -415,7 +419,7 @@ class CallQueue:
         assert self.items == sum(call.pending for call in waiting)
         assert all(call.state is _WAITING for call in waiting)
         assert self._turns is None or not self._calls
-        assert self._large.keys() <= {*waiting}
+        assert self._large <= {*waiting}
         if self._turns is not None:
             self._turns.check_invariants()
         if self._window is not None:
@@ -426,8 +430,3 @@ class CallQueue:
                 for call in outside
             ]
             assert self.items - self._window.items == sum(left)
-
-
-def cost_of(call: Call) -> float:
-    """What an item of the call costs, on average: its length, or 1."""
-    return (sum(call.lengths) / call.size if call.lengths else 0.0) or 1.0

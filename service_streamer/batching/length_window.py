@@ -147,7 +147,7 @@ class LengthWindow:
         now: float,
         is_left_out: Callable[[Call], bool],
         large: Container[Call],
-        large_room: int,
+        large_cost: float,
     ) -> tuple[list[Entry], float, Reason | None]:
         """Cut the first item of the call whose turn it is, and its neighbours in length.
 
@@ -155,8 +155,8 @@ class LengthWindow:
             room: the most items.
             max_cost: the most that they may cost, unless one item does.
             is_left_out: whether no item of the call may be cut.
-            large: calls of which at most ``large_room`` items are cut; and they only fill up what
-                the others leave, unless it is their turn.
+            large: calls whose items only fill up what the others leave, unless it is their turn.
+            large_cost: about the most that those may cost, unless one item does.
 
         Returns:
             The items; the length of the longest; and why they are no more, if not for want of room
@@ -165,6 +165,8 @@ class LengthWindow:
         self._sort()
         call = self.head(now)
         group = _Group(next(iter(self._held[call].values())))
+        # Its neighbours cost about as much as the first item.
+        large_room = int(max(1.0, min(large_cost / (group.length or 1.0), room)))
         kinds = {each in large for each in self._held} if self._turns is not None else {False}
         for is_large in sorted(kinds, key=(call in large).__ne__):  # its own kind first
 

@@ -388,8 +388,11 @@ class LearnedPolicy:
                 size = min(self._batch_size, max(1, round(trial.cost / self._unit)))
                 max_cost, cost_reason = trial.cost, Reason.TRIED
         base, per_unit = self.cost.base, self.cost.per_unit
-        if per_unit:
+        # Without lengths all items are alike, so nothing has to be bounded before it is known.
+        if per_unit and (self._has_lengths or self.cost.is_fitted):
             longest = (max(LONGEST, FIXED_COSTS * base) - base) / per_unit
+            if not self._has_lengths:
+                longest = math.ceil(longest)
             if longest < max_cost:
                 max_cost, cost_reason = longest, Reason.LONG
         if most < math.inf and most <= max_cost:

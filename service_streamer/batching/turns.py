@@ -158,8 +158,10 @@ class TenantLine:
         priority, _, has_deadline = call.precedence
         if has_deadline and not place.size_class:
             place.is_timed = False
-            exponent = frexp(deadline - call.arrived_at)[1]
-            soon = deadline - deadline % ldexp(1.0, exponent - _PRECISION)
+            soon = deadline
+            if deadline < _NEVER:
+                exponent = frexp(deadline - call.arrived_at)[1]
+                soon -= deadline % ldexp(1.0, exponent - _PRECISION)
             place.group = self.groups.get(soon) or self._begin(soon, 0.0)
             self._number = number = self._number + 1
             heappush(self._deadlined, (deadline, -priority, number, place))

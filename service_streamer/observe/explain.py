@@ -209,7 +209,8 @@ def _throughput(of: Summary) -> Iterator[Finding]:
     busy += f"{_share(of.busy)} of the time"
     # What waits would fill more than two batches as they are: callers are not what is missing.
     is_held_up = of.pending > 2 * of.mean_size and of.pending >= 2
-    are_full = of.share(Reason.FULL, Reason.PAYS, Reason.TRIED, Reason.COST) >= _MOST
+    full = Reason.FULL, Reason.PAYS, Reason.TRIED, Reason.COST, Reason.LONG, Reason.TURN
+    are_full = of.share(*full) >= _MOST
     if of.busy >= _SATURATED and (of.pending >= now.batch_size or are_full):
         if of.pending >= 1:
             waits = f"{_number(of.pending)} items wait on average"
