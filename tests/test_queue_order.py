@@ -591,6 +591,19 @@ def test_short_item_overtakes_long_ones_which_have_as_much_of_the_time() -> None
     assert served.count("short") <= 2_500
 
 
+@pytest.mark.parametrize("tenants", [False, True], ids=["one tenant", "two tenants"])
+def test_long_items_of_a_large_call_have_their_share_of_the_work_and_no_more(tenants: bool) -> None:
+    line = timed_line(0.005, 1e-5, has_lengths=True)
+    line.add("long", 500, lengths=[2000] * 500, tenant="a" if tenants else "")
+    left, served = line.batcher.pending_items, []
+    for _ in range(300):
+        while line.batcher.pending_items < left - served.count("long") + 64:
+            line.add("short", lengths=[10], tenant="b" if tenants else "")
+        served += line.take()
+    short, long = 10 * served.count("short"), 2000 * served.count("long")
+    assert 0.3 <= long / (short + long) <= 0.7
+
+
 def test_call_of_few_items_is_large_if_they_take_long() -> None:
     line = timed_line(0.01, 0.1)
     line.add("large", 12)

@@ -287,10 +287,11 @@ class LengthWindow:
         for call in dict.fromkeys([entry[2] for entry in chosen]):  # the first one's is the first
             place = turns.place(call)
             size = place.items - len(held.get(call, ()))
-            if call is first:  # its items are about as long
-                turns.took(place, size, size * chosen[0][0] or 1.0)
+            cost = size * place.unit
+            if call is first:
+                turns.took(place, size, cost)
             else:
-                turns.remove(call, size)
+                turns.remove(call, size, cost)
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if what is here and the counts differ. For tests."""

@@ -15,6 +15,7 @@ large ones are in a class if they are within a factor of two.
 
 Nothing waits for ever: each ``AGING``-th turn of a tenant goes to the call that has waited longest,
 whatever its kind. So a call is passed over at most ``AGING`` times for each that was there before.
+A large one has such a turn only after the others had ``AGING`` - 1 times the work of it.
 And at most ``AGING`` - 1 tenants in a row are served that had no turn before: else those that come
 with one call each, such as the users of a service, would be before all others for ever.
 """
@@ -70,9 +71,10 @@ class Place:
         items: how many of its items are there; 0 as soon as it is not there any more.
         size_class: 0 of small calls.
         is_timed: whether it is small, has no deadline of its own, and its time ends.
+        unit: what an item of it costs, on average.
     """
 
-    __slots__ = ("call", "group", "is_timed", "items", "line", "size_class")
+    __slots__ = ("call", "group", "is_timed", "items", "line", "size_class", "unit")
 
     group: _Group
 
@@ -82,6 +84,8 @@ class Place:
         self.items = 0
         self.size_class = size_class
         self.is_timed = False
+        lengths = call.lengths
+        self.unit = 1.0 if lengths is None else sum(lengths) / call.size or 1.0
 
 
 class TenantLine:
@@ -89,7 +93,10 @@ class TenantLine:
 
     Attributes:
         groups: those with calls.
-        turns: that it had.
+        turns, credit: that it had since the call that has waited longest had one for that; and
+            what they cost.
+        is_aged: whether it is the turn of what ``head`` has just said for that.
+        owed: what calls of it were given beside those of other tenants, and is to be charged.
     """
 
     __slots__ = (
@@ -99,8 +106,12 @@ class TenantLine:
         "_deadlined",
         "_latest",
         "_number",
+        "_tags",
         "_timed",
+        "credit",
         "groups",
+        "is_aged",
+        "owed",
         "tenant",
         "turns",
         "weight",
@@ -111,7 +122,9 @@ class TenantLine:
         self.weight = weight
         self._number = 0  # keeps what is in a heap from being compared
         self.groups: dict[_Kind, _Group] = {}
-        self.turns = 0
+        self._tags: dict[_Kind, float] = {}  # of classes that have gone
+        self.credit = self.owed = 0.0
+        self.turns, self.is_aged = 0, False
         self._by_arrival: deque[Place] = deque()  # all
         # As long as the calls are of one class, and the time of none ends before that of one that
         # came before it, they go by arrival, and the rest is empty.
@@ -129,6 +142,7 @@ class TenantLine:
             self._deadlined.clear()
             self._by_priority.clear()
             self._timed.clear()
+            self._tags.clear()
         self._alike, self._latest = None, -inf
 
     def add(self, place: Place) -> None:
@@ -170,7 +184,9 @@ class TenantLine:
         group = self.groups.get(kind)
         if group is None:
             tags = [each.tag for each in self.groups.values() if each.priority == priority]
-            group = self._begin(kind, min(tags, default=0.0))
+            # It does not save up turns, and does not forget what it had.
+            least = min(tags, default=0.0)
+            group = self._begin(kind, max(least, self._tags.pop(kind, least)))
         if not group.places:
             self._number = number = self._number + 1
             entry = -priority, group.tag, place.size_class, number, group
@@ -183,6 +199,14 @@ class TenantLine:
     def _begin(self, kind: _Kind, tag: float) -> _Group:
         group = self.groups[kind] = _Group(kind, tag)
         return group
+
+    def end(self, group: _Group) -> None:
+        """No call of the group waits any more."""
+        del self.groups[group.kind]
+        if group.priority is not None and self._alike is None:
+            if len(self._tags) > 64:  # of as many priorities
+                self._tags.clear()
+            self._tags[group.kind] = group.tag
 
     @property
     def items(self) -> int:
@@ -211,8 +235,14 @@ class TenantLine:
         by_arrival, timed = self._by_arrival, self._timed
         while not by_arrival[0].items:
             by_arrival.popleft()
-        if self._alike is not None or self.turns % AGING == AGING - 1:
-            return by_arrival[0]
+        oldest = by_arrival[0]
+        if self._alike is not None:
+            return oldest
+        self.is_aged = self.turns >= AGING - 1 and (
+            not oldest.size_class or self.credit >= (AGING - 1) * oldest.unit
+        )
+        if self.is_aged:
+            return oldest
         urgent, deadlined = None, self._deadlined
         while deadlined and not deadlined[0][3].items:
             heappop(deadlined)
@@ -311,9 +341,16 @@ class Turns:
         if place.is_timed:
             place.group.timed += items
 
-    def remove(self, call: Call, size: int) -> None:
-        """So many items of the call, which are about to be cut or to end, wait no more."""
-        self._leave(self._places[call], size)
+    def remove(self, call: Call, size: int, cost: float = 0.0) -> None:
+        """So many items of the call, which are about to be cut or to end, wait no more.
+
+        Args:
+            cost: what they cost, if they are computed beside the one whose turn it was.
+        """
+        place = self._places[call]
+        place.group.tag += cost
+        place.line.owed += cost
+        self._leave(place, size)
 
     def _leave(self, place: Place, size: int) -> None:
         line, group = place.line, place.group
@@ -322,7 +359,7 @@ class Turns:
         if place.is_timed:
             group.timed -= size
         if not group.items:
-            del line.groups[group.kind]
+            line.end(group)
             if not line.groups:
                 line.empty()
                 if line in self._new:
@@ -337,8 +374,15 @@ class Turns:
     def head(self, now: float) -> Place:
         """Whose turn it is; there must be one."""
         heap = self._heap
-        while heap and not heap[0][2].groups:
-            del self._lines[heappop(heap)[2].tenant]
+        while heap:
+            virtual, number, line = heap[0]
+            if not line.groups:
+                del self._lines[heappop(heap)[2].tenant]
+            elif line.owed:
+                heapreplace(heap, (virtual + line.owed / line.weight, number, line))
+                line.owed = 0.0
+            else:
+                break
         self._is_new = False
         if self._new:
             line, virtual = next(iter(self._new.items()))
@@ -365,7 +409,9 @@ class Turns:
             self._new_in_a_row = 0
             virtual, _, line = self._heap[0]
             heapreplace(self._heap, (virtual + cost / line.weight, number, line))
-        line.turns += 1
+        line.turns = 0 if line.is_aged else line.turns + 1
+        line.credit = 0.0 if line.is_aged else line.credit + cost
+        line.is_aged = False
         place.group.tag += cost
         self._leave(place, size)
 
