@@ -23,7 +23,7 @@ from .cost import LearnedCost
 from .length_window import LengthWindow
 from .overload import Finish
 from .tuning import FIXED_COSTS, LARGE, LARGE_SECONDS, MIXED_BATCHES
-from .turns import Turns
+from .turns import TurnOrder
 
 #: Members of an enum are looked up in Python, and every call asks for these.
 _WAITING, _RUNNING = CallState.WAITING, CallState.RUNNING
@@ -75,7 +75,7 @@ class CallQueue:
         self._large_items, self._large_cost = float(LARGE * batch_size), math.inf
         self._weights = weights or {}
         self._calls: deque[Call] = deque()  # empty while they have turns
-        self._turns: Turns | None = None
+        self._turns: TurnOrder | None = None
         self._window = LengthWindow(cost, batch_size, self._weights) if has_lengths else None
         self._large: set[Call] = set()  # those that wait
         # Of all of them, as long as they have no turns. Into a window large ones come in turn.
@@ -111,11 +111,11 @@ class CallQueue:
         else:
             (self._turns or self._take_turns()).add(call, call.pending, size_class)
 
-    def _take_turns(self) -> Turns:
+    def _take_turns(self) -> TurnOrder:
         """Whose turn it is, from now on until no call waits."""
         turns = self._turns
         if turns is None:
-            turns = Turns(self._weights)
+            turns = TurnOrder(self._weights)
             for call in self._calls:
                 if call.state is _WAITING:
                     turns.add(call, call.pending, self._class)

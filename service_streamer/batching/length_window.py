@@ -22,7 +22,7 @@ from operator import attrgetter
 from ..observe.record import ORDINARY, Call, CallState, Reason
 from .cost import LearnedCost
 from .tuning import LEAST_BASE, WINDOW_BATCHES
-from .turns import Turns
+from .turns import TurnOrder
 
 #: An item in the window: its length, a number that no other has, and which item of which call.
 Entry = tuple[float, int, Call, int]
@@ -76,7 +76,7 @@ class LengthWindow:
         self._sorted: list[Entry] = []  # with entries of calls that are over, which are skipped
         self._new: list[Entry] = []  # those that are not yet among them
         self._held: dict[Call, dict[int, Entry]] = {}  # of those that wait, by place in their call
-        self._turns: Turns | None = None  # of these, if there was one with a precedence
+        self._turns: TurnOrder | None = None  # of these, if there was one with a precedence
         self._oldest: Call | None = None  # None if that is not known
         self._count = 0
 
@@ -109,7 +109,7 @@ class LengthWindow:
 
     def _take_turns(self) -> None:
         """All have turns, from now on until the window is empty."""
-        self._turns = Turns(self._weights)
+        self._turns = TurnOrder(self._weights)
         for call, entries in self._held.items():
             self._turns.add(call, len(entries))
 

@@ -61,10 +61,10 @@ class _Group:
         self.priority = None if isinstance(kind, float) else kind[0]
         self.tag = tag
         self.items = self.timed = 0
-        self.places: deque[Place] = deque()
+        self.places: deque[Queued] = deque()
 
 
-class Place:
+class Queued:
     """A call in the line of its tenant.
 
     Attributes:
@@ -125,15 +125,15 @@ class TenantLine:
         self._tags: dict[_Kind, float] = {}  # of classes that have gone
         self.credit = self.owed = 0.0
         self.turns, self.is_aged = 0, False
-        self._by_arrival: deque[Place] = deque()  # all
+        self._by_arrival: deque[Queued] = deque()  # all
         # As long as the calls are of one class, and the time of none ends before that of one that
         # came before it, they go by arrival, and the rest is empty.
         self._alike: _Group | None = None
         self._latest = -inf  # the deadline of the last of those
-        self._deadlined: list[tuple[float, int, int, Place]] = []  # a heap
+        self._deadlined: list[tuple[float, int, int, Queued]] = []  # a heap
         # Of the others, a heap: by priority, then by tag; of two with the same the smaller class.
         self._by_priority: list[tuple[int, float, int, int, _Group]] = []
-        self._timed: deque[Place] = deque()  # the small ones of the others whose time ends
+        self._timed: deque[Queued] = deque()  # the small ones of the others whose time ends
 
     def empty(self) -> None:
         """No call waits any more."""
@@ -145,7 +145,7 @@ class TenantLine:
             self._tags.clear()
         self._alike, self._latest = None, -inf
 
-    def add(self, place: Place) -> None:
+    def add(self, place: Queued) -> None:
         """The call waits from now on."""
         call = place.call
         priority, _, has_deadline = call.precedence
@@ -166,7 +166,7 @@ class TenantLine:
                     self._rank(other)
         self._rank(place)
 
-    def _rank(self, place: Place) -> None:
+    def _rank(self, place: Queued) -> None:
         """Put a call where it is found in its turn, since not all are alike."""
         call, deadline = place.call, place.call.deadline
         priority, _, has_deadline = call.precedence
@@ -215,7 +215,7 @@ class TenantLine:
 
     def ahead(self, call: Call, size_class: int) -> int:
         """A lower estimate of the items that are computed before a new call of the tenant."""
-        sooner = timed = later = higher = 0
+        sooner = timed = later = higher = others = 0
         for kind, group in self.groups.items():
             if isinstance(kind, float):
                 sooner += group.items if kind <= call.deadline else 0
@@ -223,14 +223,16 @@ class TenantLine:
             elif kind[1] == size_class:  # the other classes have turns as well
                 timed += group.timed
                 higher += group.items if kind[0] >= call.precedence.priority else 0
-        if size_class:
-            return higher
+            elif kind[0] >= call.precedence.priority:
+                others += group.items
+        if size_class:  # it is not over before the others have had as many turns
+            return higher + min(others, call.size) + call.size - 1
         if call.precedence.has_deadline:
             return sooner
         # It goes before those of a lower priority, and when it is due before those that are not.
         return sooner + min(timed, later + higher)
 
-    def head(self, now: float) -> Place:
+    def head(self, now: float) -> Queued:
         """Whose turn it is; there must be one."""
         by_arrival, timed = self._by_arrival, self._timed
         while not by_arrival[0].items:
@@ -291,7 +293,7 @@ class TenantLine:
             group.places = deque(place for place in group.places if place.items)
 
 
-class Turns:
+class TurnOrder:
     """Whose turn it is among calls of all tenants.
 
     Args:
@@ -300,7 +302,7 @@ class Turns:
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
-        self._places: OrderedDict[Call, Place] = OrderedDict()
+        self._places: OrderedDict[Call, Queued] = OrderedDict()
         self._stale = 0  # calls in the lines that do not wait any more, at most
         self._lines: dict[str, TenantLine] = {}
         # Tenants with calls, by virtual time: those that have had no turn yet, and the others.
@@ -320,7 +322,7 @@ class Turns:
     def __contains__(self, call: Call) -> bool:
         return call in self._places
 
-    def place(self, call: Call) -> Place:
+    def place(self, call: Call) -> Queued:
         """Of the call, which must be here."""
         return self._places[call]
 
@@ -334,7 +336,7 @@ class Turns:
                 line = TenantLine(tenant, self._weights.get(tenant, 1.0))
                 self._lines[tenant] = line
                 self._new[line] = self._virtual
-            place = self._places[call] = Place(call, line, size_class)
+            place = self._places[call] = Queued(call, line, size_class)
             line.add(place)
         place.items += items
         place.group.items += items
@@ -352,7 +354,7 @@ class Turns:
         place.line.owed += cost
         self._leave(place, size)
 
-    def _leave(self, place: Place, size: int) -> None:
+    def _leave(self, place: Queued, size: int) -> None:
         line, group = place.line, place.group
         place.items -= size
         group.items -= size
@@ -371,7 +373,7 @@ class Turns:
         if self._stale > 16 and self._stale > len(self._places):
             self._sweep()
 
-    def head(self, now: float) -> Place:
+    def head(self, now: float) -> Queued:
         """Whose turn it is; there must be one."""
         heap = self._heap
         while heap:
@@ -393,11 +395,11 @@ class Turns:
             self._virtual = virtual
         return line.head(now)
 
-    def most(self, place: Place) -> int:
+    def most(self, place: Queued) -> int:
         """How many of its items the head may take in a turn: all, if no others have turns."""
         return place.items if len(self._lines) == 1 and len(place.line.groups) == 1 else 1
 
-    def took(self, place: Place, size: int, cost: float) -> None:
+    def took(self, place: Queued, size: int, cost: float) -> None:
         """What ``head`` said had its turn, with so many items, and as much as that costs."""
         # The number breaks ties: the tenant that was served first is served first again.
         self._turns = number = self._turns + 1
