@@ -604,6 +604,19 @@ def test_long_items_of_a_large_call_have_their_share_of_the_work_and_no_more(ten
     assert 0.3 <= long / (short + long) <= 0.7
 
 
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_call_of_low_priority_is_not_held_up_by_a_large_one_before_it(has_lengths: bool) -> None:
+    line = timed_line(0.005, 1e-5, has_lengths=has_lengths)
+    line.add("large", 500, lengths=[2000] * 500, priority=-1)
+    line.add("low", lengths=[10], priority=-1)
+    served: list[str] = []
+    for _ in range(17):
+        for _ in range(16):
+            line.add("high", lengths=[10], priority=1)
+        served += line.take()
+    assert "low" in served
+
+
 def test_call_of_few_items_is_large_if_they_take_long() -> None:
     line = timed_line(0.01, 0.1)
     line.add("large", 12)

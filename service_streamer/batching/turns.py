@@ -13,9 +13,10 @@ that both have calls waiting thus never are further apart than one turn of each.
 of one priority share the turns of their tenant in the same way: all small calls are one class, and
 large ones are in a class if they are within a factor of two.
 
-Nothing waits for ever: each ``AGING``-th turn of a tenant goes to the call that has waited longest,
-whatever its kind. So a call is passed over at most ``AGING`` times for each that was there before.
-A large one has such a turn only after the others had ``AGING`` - 1 times the work of it.
+Nothing waits for ever: each ``AGING``-th turn of a tenant goes to the small call that has waited
+longest, whatever its kind. So one is passed over at most ``AGING`` times for each that was there
+before. The large call that has waited longest has such a turn when the others had ``AGING`` - 1 times
+the work of an item of it.
 And at most ``AGING`` - 1 tenants in a row are served that had no turn before: else those that come
 with one call each, such as the users of a service, would be before all others for ever.
 """
@@ -93,9 +94,9 @@ class TenantLine:
 
     Attributes:
         groups: those with calls.
-        turns, credit: that it had since the call that has waited longest had one for that; and
-            what they cost.
-        is_aged: whether it is the turn of what ``head`` has just said for that.
+        turns: that it had since a small call had one for its age.
+        credit: what others cost since a large one had.
+        aged: which ``head`` has just said for its age.
         owed: what calls of it were given beside those of other tenants, and is to be charged.
     """
 
@@ -104,13 +105,14 @@ class TenantLine:
         "_by_arrival",
         "_by_priority",
         "_deadlined",
+        "_large",
         "_latest",
         "_number",
         "_tags",
         "_timed",
+        "aged",
         "credit",
         "groups",
-        "is_aged",
         "owed",
         "tenant",
         "turns",
@@ -124,8 +126,10 @@ class TenantLine:
         self.groups: dict[_Kind, _Group] = {}
         self._tags: dict[_Kind, float] = {}  # of classes that have gone
         self.credit = self.owed = 0.0
-        self.turns, self.is_aged = 0, False
-        self._by_arrival: deque[Queued] = deque()  # all
+        self.turns = 0
+        self.aged: Queued | None = None
+        self._by_arrival: deque[Queued] = deque()  # the small ones
+        self._large: deque[Queued] = deque()  # the large ones, by arrival
         # As long as the calls are of one class, and the time of none ends before that of one that
         # came before it, they go by arrival, and the rest is empty.
         self._alike: _Group | None = None
@@ -138,6 +142,7 @@ class TenantLine:
     def empty(self) -> None:
         """No call waits any more."""
         self._by_arrival.clear()
+        self._large.clear()
         if self._alike is None:
             self._deadlined.clear()
             self._by_priority.clear()
@@ -149,7 +154,7 @@ class TenantLine:
         """The call waits from now on."""
         call = place.call
         priority, _, has_deadline = call.precedence
-        self._by_arrival.append(place)
+        (self._large if place.size_class else self._by_arrival).append(place)
         place.is_timed = call.deadline < _NEVER and not place.size_class
         if call.deadline >= self._latest and (not has_deadline or place.size_class):
             kind = priority, place.size_class
@@ -161,7 +166,10 @@ class TenantLine:
                 return
         if self._alike is not None:
             self._alike = None
-            for other in self._by_arrival:
+            for other in [
+                *self._by_arrival,
+                *self._large,
+            ]:  # one of them is empty, but for this one
                 if other.items:
                     self._rank(other)
         self._rank(place)
@@ -214,7 +222,10 @@ class TenantLine:
         return sum([group.items for group in self.groups.values()])
 
     def ahead(self, call: Call, size_class: int) -> int:
-        """A lower estimate of the items that are computed before a new call of the tenant."""
+        """A lower estimate of the items that are computed before a new call of the tenant.
+
+        Of a large one: before its last item, so with the others of its own.
+        """
         sooner = timed = later = higher = others = 0
         for kind, group in self.groups.items():
             if isinstance(kind, float):
@@ -234,17 +245,20 @@ class TenantLine:
 
     def head(self, now: float) -> Queued:
         """Whose turn it is; there must be one."""
-        by_arrival, timed = self._by_arrival, self._timed
-        while not by_arrival[0].items:
+        by_arrival, large, timed = self._by_arrival, self._large, self._timed
+        while by_arrival and not by_arrival[0].items:
             by_arrival.popleft()
-        oldest = by_arrival[0]
+        while large and not large[0].items:
+            large.popleft()
         if self._alike is not None:
-            return oldest
-        self.is_aged = self.turns >= AGING - 1 and (
-            not oldest.size_class or self.credit >= (AGING - 1) * oldest.unit
-        )
-        if self.is_aged:
-            return oldest
+            return (by_arrival or large)[0]
+        self.aged = None
+        if by_arrival and self.turns >= AGING - 1:
+            self.aged = by_arrival[0]
+        elif large and self.credit >= (AGING - 1) * large[0].unit:
+            self.aged = large[0]
+        if self.aged is not None:
+            return self.aged
         urgent, deadlined = None, self._deadlined
         while deadlined and not deadlined[0][3].items:
             heappop(deadlined)
@@ -279,7 +293,7 @@ class TenantLine:
         """How much is kept, of calls that wait or not: two or three for each."""
         entries = len(self._deadlined) + len(self._by_priority) + len(self._timed)
         entries += sum([len(group.places) for group in self.groups.values()])
-        return entries + len(self._by_arrival)
+        return entries + len(self._by_arrival) + len(self._large)
 
     def sweep(self) -> None:
         """Let go of calls that do not wait any more."""
@@ -288,6 +302,7 @@ class TenantLine:
         self._by_priority = [entry for entry in self._by_priority if entry[-1].items]
         heapify(self._by_priority)
         self._by_arrival = deque(place for place in self._by_arrival if place.items)
+        self._large = deque(place for place in self._large if place.items)
         self._timed = deque(place for place in self._timed if place.items)
         for group in self.groups.values():
             group.places = deque(place for place in group.places if place.items)
@@ -411,9 +426,9 @@ class TurnOrder:
             self._new_in_a_row = 0
             virtual, _, line = self._heap[0]
             heapreplace(self._heap, (virtual + cost / line.weight, number, line))
-        line.turns = 0 if line.is_aged else line.turns + 1
-        line.credit = 0.0 if line.is_aged else line.credit + cost
-        line.is_aged = False
+        is_aged = place is line.aged
+        line.turns = 0 if is_aged and not place.size_class else line.turns + 1
+        line.credit = 0.0 if is_aged and place.size_class else line.credit + cost
         place.group.tag += cost
         self._leave(place, size)
 
