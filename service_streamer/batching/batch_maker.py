@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 
 from ..observe.record import BatchRecord, Call, Reason
 from .batch_sizes import fit_size
-from .call_queue import CallQueue
+from .call_queue import CallQueue, run
 from .endings import Endings
 from .isolation import Retries, Search
 from .overload import UNKNOWN, Finish, Overload
 from .policy import Backlog, Decision, Policy
 from .slots import Slots
-from .waiting import run
 
 #: A member of an enum is looked up in Python, and a lone call asks for this one.
 _ALONE = Reason.ALONE

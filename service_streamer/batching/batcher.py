@@ -46,7 +46,7 @@ from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound, Health
 from .actions import Actions
 from .batch_maker import BatchMaker
-from .call_queue import CallQueue
+from .call_queue import CallQueue, end, lose_queue
 from .cost import LearnedCost
 from .cutter import Cutter
 from .endings import Endings
@@ -59,7 +59,6 @@ from .slots import Slots
 from .step_policy import room_of_places
 from .stepping import Stepping
 from .tuning import GRACE, MOST_RETURNED
-from .waiting import end, lose_queue
 
 #: A member of an enum is looked up in Python, and every call asks for this one.
 _OVER = CallState.OVER

@@ -26,7 +26,7 @@ from .tuning import FIXED_COSTS, LARGE, LARGE_SECONDS, MIXED_BATCHES
 from .turns import TurnOrder
 
 #: Members of an enum are looked up in Python, and every call asks for these.
-_WAITING, _RUNNING = CallState.WAITING, CallState.RUNNING
+_WAITING, _RUNNING, _OVER = CallState.WAITING, CallState.RUNNING, CallState.OVER
 
 
 class Taken(NamedTuple):
@@ -156,7 +156,7 @@ class CallQueue:
             self._window.remove(call)
         if self._turns is not None:
             if call in self._turns:
-                self._turns.remove(call, self._turns.place(call).items)
+                self._turns.remove(call, self._turns.get(call).items)
             self._end_turns()
         elif len(self._calls) > 2 * self._outside + 64:  # so each that is over costs little
             waiting = [each for each in self._calls if each.state is _WAITING and each is not call]
@@ -245,8 +245,8 @@ class CallQueue:
             if turns is None:
                 call = calls[0]
             else:
-                place = turns.head(now)
-                call = place.call
+                queued = turns.head(now)
+                call = queued.call
             if call.state is not _WAITING:
                 calls.popleft()
                 continue
@@ -261,17 +261,17 @@ class CallQueue:
                 room = finish.room(call.deadline, room)
             size = call.pending
             if turns is not None and size > 1:
-                size = turns.most(place)
+                size = turns.most(queued)
             if size > room - count:
                 size = room - count
             if turns is not None:
-                if place.size_class:
+                if queued.size_class:
                     if not large:
                         reason = Reason.TURN
                         break
                     size = min(size, large)
                     large -= size
-                turns.took(place, size, 1.0)
+                turns.took(queued, size, 1.0)
             if turns is None or call.size == 1:
                 start = call.size - call.pending
                 spans.append((call, start, start + size))
@@ -348,18 +348,18 @@ class CallQueue:
                 if call.state is _WAITING:
                     window.add(call, range(call.size))
                 continue
-            place = turns.head(now)
-            call, left, size = place.call, place.items, place.items
-            if place.size_class:
-                size = min(turns.most(place), window.size - window.items)
+            queued = turns.head(now)
+            call, left, size = queued.call, queued.items, queued.items
+            if queued.size_class:
+                size = min(turns.most(queued), window.size - window.items)
                 if size > 1 and 2 * window.items > window.size:
                     break  # it is alone: to sort many at once takes less
             start = call.size - left
             positions = range(start, start + size)
             # Items without length cost too: a tenant with no others would always be next.
             cost = sum(call.lengths[start : start + size]) if call.lengths else 0.0
-            turns.took(place, size, cost or float(size))
-            window.add(call, positions, place.size_class)
+            turns.took(queued, size, cost or float(size))
+            window.add(call, positions, queued.size_class)
 
     def _take_neighbours(
         self,
@@ -426,7 +426,24 @@ class CallQueue:
             self._window.check_invariants()
             outside = self._turns or [call for call in self._calls if call.state is _WAITING]
             left = [
-                call.pending if self._turns is None else self._turns.place(call).items
+                call.pending if self._turns is None else self._turns.get(call).items
                 for call in outside
             ]
             assert self.items - self._window.items == sum(left)
+
+
+def run(call: Call) -> None:
+    """All items of the call, which is new, go into a batch."""
+    call.pending = 0
+    call.state = _RUNNING
+
+
+def lose_queue(call: Call) -> None:
+    """The queue that the call may wait in is about to be made anew, without it."""
+    call.state = _RUNNING
+
+
+def end(call: Call) -> None:
+    """The call, which has left its queue, is over: let go of its items."""
+    call.state = _OVER
+    call.payloads, call.lengths, call.handed_out = (), None, None

@@ -9,7 +9,7 @@ from ..observe.record import ORDINARY, BatchRecord, Call, Reason
 from ..supervision.health import Health
 from .actions import NOTHING, Actions
 from .batch_maker import BatchMaker
-from .call_queue import CallQueue
+from .call_queue import CallQueue, run
 from .isolation import Retries, Search
 from .overload import Deadlines, Overload
 from .policy import Backlog, Decision, Policy
@@ -17,7 +17,6 @@ from .recovery import Recovery
 from .slots import Slots
 from .step_policy import StepPolicy
 from .tuning import URGENCY
-from .waiting import run
 
 #: A member of an enum is looked up in Python, and a lone call asks for this one.
 _ALONE = Reason.ALONE

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..observe.record import NO_OUTPUTS, BatchRecord, Call, CallState, Span
-from .call_queue import CallQueue
+from .call_queue import CallQueue, end
 from .isolation import Retries
-from .waiting import end
 
 _NOT_OPEN = (CallState.NEW, CallState.OVER)
 

@@ -35,7 +35,7 @@ _ENDLESS: Entry = (math.inf, 0, Call((), None), 0)
 _WAITING = CallState.WAITING
 
 
-class _Group:
+class _Neighbours:
     """Items that go together.
 
     Attributes:
@@ -164,7 +164,7 @@ class LengthWindow:
         """
         self._sort()
         call = self.head(now)
-        group = _Group(next(iter(self._held[call].values())))
+        group = _Neighbours(next(iter(self._held[call].values())))
         # Its neighbours cost about as much as the first item.
         large_room = int(max(1.0, min(large_cost / (group.length or 1.0), room)))
         kinds = {each in large for each in self._held} if self._turns is not None else {False}
@@ -196,7 +196,7 @@ class LengthWindow:
 
     def _grow(
         self,
-        group: _Group,
+        group: _Neighbours,
         room: int,
         max_cost: float,
         is_left_out: Callable[[Call], bool],
@@ -267,7 +267,7 @@ class LengthWindow:
         group.start, group.stop = min(start, group.start), max(stop, group.stop)
         group.length, group.padding, group.reason = length, padding, reason
 
-    def _let_go(self, first: Call, group: _Group) -> None:
+    def _let_go(self, first: Call, group: _Neighbours) -> None:
         """These are in the window no more; it was the turn of the first one's call."""
         entries, held, turns = self._sorted, self._held, self._turns
         chosen, start, stop = group.entries, group.start, group.stop
@@ -285,11 +285,11 @@ class LengthWindow:
         if turns is None:
             return
         for call in dict.fromkeys([entry[2] for entry in chosen]):  # the first one's is the first
-            place = turns.place(call)
-            size = place.items - len(held.get(call, ()))
-            cost = size * place.unit
+            queued = turns.get(call)
+            size = queued.items - len(held.get(call, ()))
+            cost = size * queued.unit
             if call is first:
-                turns.took(place, size, cost)
+                turns.took(queued, size, cost)
             else:
                 turns.remove(call, size, cost)
 
@@ -304,4 +304,4 @@ class LengthWindow:
         if self._turns is not None and held:
             self._turns.check_invariants()
             sizes = {call: len(entries) for call, entries in self._held.items()}
-            assert sizes == {call: self._turns.place(call).items for call in self._turns}
+            assert sizes == {call: self._turns.get(call).items for call in self._turns}

@@ -15,10 +15,10 @@ large ones are in a class if they are within a factor of two.
 
 Nothing waits for ever: each ``AGING``-th turn of a tenant goes to the small call that has waited
 longest, whatever its kind. So one is passed over at most ``AGING`` times for each that was there
-before. The large call that has waited longest has such a turn when the others had ``AGING`` - 1 times
-the work of an item of it.
-And at most ``AGING`` - 1 tenants in a row are served that had no turn before: else those that come
-with one call each, such as the users of a service, would be before all others for ever.
+before. The large call that has waited longest has one when the others had ``AGING`` - 1 times the
+work of an item of it. And at most ``AGING`` - 1 tenants in a row are served that had no turn
+before: else those that come with one call each, such as the users of a service, would be before all
+others for ever.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class _Group:
         timed: how many of those are of small calls whose time ends.
         tag: the virtual time of the class, among those of its priority. It starts at that of the
             one that is next.
-        places: the calls, once not all of the tenant are alike; of those with a deadline none.
+        calls: they, once not all of the tenant are alike; of those with a deadline none.
     """
 
-    __slots__ = ("items", "kind", "places", "priority", "tag", "timed")
+    __slots__ = ("calls", "items", "kind", "priority", "tag", "timed")
 
     def __init__(self, kind: _Kind, tag: float) -> None:
         self.kind = kind
         self.priority = None if isinstance(kind, float) else kind[0]
         self.tag = tag
         self.items = self.timed = 0
-        self.places: deque[Queued] = deque()
+        self.calls: deque[Queued] = deque()
 
 
 class Queued:
@@ -150,18 +150,18 @@ class TenantLine:
             self._tags.clear()
         self._alike, self._latest = None, -inf
 
-    def add(self, place: Queued) -> None:
+    def add(self, queued: Queued) -> None:
         """The call waits from now on."""
-        call = place.call
+        call = queued.call
         priority, _, has_deadline = call.precedence
-        (self._large if place.size_class else self._by_arrival).append(place)
-        place.is_timed = call.deadline < _NEVER and not place.size_class
-        if call.deadline >= self._latest and (not has_deadline or place.size_class):
-            kind = priority, place.size_class
+        (self._large if queued.size_class else self._by_arrival).append(queued)
+        queued.is_timed = call.deadline < _NEVER and not queued.size_class
+        if call.deadline >= self._latest and (not has_deadline or queued.size_class):
+            kind = priority, queued.size_class
             if not self.groups:
                 self._alike = self._begin(kind, 0.0)
             if self._alike is not None and self._alike.kind == kind:
-                place.group = self._alike
+                queued.group = self._alike
                 self._latest = call.deadline
                 return
         if self._alike is not None:
@@ -172,37 +172,37 @@ class TenantLine:
             ]:  # one of them is empty, but for this one
                 if other.items:
                     self._rank(other)
-        self._rank(place)
+        self._rank(queued)
 
-    def _rank(self, place: Queued) -> None:
+    def _rank(self, queued: Queued) -> None:
         """Put a call where it is found in its turn, since not all are alike."""
-        call, deadline = place.call, place.call.deadline
+        call, deadline = queued.call, queued.call.deadline
         priority, _, has_deadline = call.precedence
-        if has_deadline and not place.size_class:
-            place.is_timed = False
+        if has_deadline and not queued.size_class:
+            queued.is_timed = False
             soon = deadline
             if deadline < _NEVER:
                 exponent = frexp(deadline - call.arrived_at)[1]
                 soon -= deadline % ldexp(1.0, exponent - _PRECISION)
-            place.group = self.groups.get(soon) or self._begin(soon, 0.0)
+            queued.group = self.groups.get(soon) or self._begin(soon, 0.0)
             self._number = number = self._number + 1
-            heappush(self._deadlined, (deadline, -priority, number, place))
+            heappush(self._deadlined, (deadline, -priority, number, queued))
             return
-        kind = priority, place.size_class
+        kind = priority, queued.size_class
         group = self.groups.get(kind)
         if group is None:
             tags = [each.tag for each in self.groups.values() if each.priority == priority]
             # It does not save up turns, and does not forget what it had.
             least = min(tags, default=0.0)
             group = self._begin(kind, max(least, self._tags.pop(kind, least)))
-        if not group.places:
+        if not group.calls:
             self._number = number = self._number + 1
-            entry = -priority, group.tag, place.size_class, number, group
+            entry = -priority, group.tag, queued.size_class, number, group
             heappush(self._by_priority, entry)
-        group.places.append(place)
-        place.group = group
-        if place.is_timed:
-            self._timed.append(place)
+        group.calls.append(queued)
+        queued.group = group
+        if queued.is_timed:
+            self._timed.append(queued)
 
     def _begin(self, kind: _Kind, tag: float) -> _Group:
         group = self.groups[kind] = _Group(kind, tag)
@@ -283,16 +283,16 @@ class TenantLine:
                 heapreplace(by_priority, (priority, group.tag, size_class, number, group))
             else:
                 break
-        places = group.places
-        while not places[0].items:
-            places.popleft()
-        return places[0]
+        calls = group.calls
+        while not calls[0].items:
+            calls.popleft()
+        return calls[0]
 
     @property
     def entries(self) -> int:
         """How much is kept, of calls that wait or not: two or three for each."""
         entries = len(self._deadlined) + len(self._by_priority) + len(self._timed)
-        entries += sum([len(group.places) for group in self.groups.values()])
+        entries += sum([len(group.calls) for group in self.groups.values()])
         return entries + len(self._by_arrival) + len(self._large)
 
     def sweep(self) -> None:
@@ -301,11 +301,11 @@ class TenantLine:
         heapify(self._deadlined)
         self._by_priority = [entry for entry in self._by_priority if entry[-1].items]
         heapify(self._by_priority)
-        self._by_arrival = deque(place for place in self._by_arrival if place.items)
-        self._large = deque(place for place in self._large if place.items)
-        self._timed = deque(place for place in self._timed if place.items)
+        self._by_arrival = deque(queued for queued in self._by_arrival if queued.items)
+        self._large = deque(queued for queued in self._large if queued.items)
+        self._timed = deque(queued for queued in self._timed if queued.items)
         for group in self.groups.values():
-            group.places = deque(place for place in group.places if place.items)
+            group.calls = deque(queued for queued in group.calls if queued.items)
 
 
 class TurnOrder:
@@ -317,7 +317,7 @@ class TurnOrder:
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
-        self._places: OrderedDict[Call, Queued] = OrderedDict()
+        self._queued: OrderedDict[Call, Queued] = OrderedDict()
         self._stale = 0  # calls in the lines that do not wait any more, at most
         self._lines: dict[str, TenantLine] = {}
         # Tenants with calls, by virtual time: those that have had no turn yet, and the others.
@@ -332,31 +332,31 @@ class TurnOrder:
         self._shares_at = -inf  # turns and queries until then
 
     def __iter__(self) -> Iterator[Call]:
-        return iter(self._places)
+        return iter(self._queued)
 
     def __contains__(self, call: Call) -> bool:
-        return call in self._places
+        return call in self._queued
 
-    def place(self, call: Call) -> Queued:
+    def get(self, call: Call) -> Queued:
         """Of the call, which must be here."""
-        return self._places[call]
+        return self._queued[call]
 
     def add(self, call: Call, items: int, size_class: int = 0) -> None:
         """The call waits from now on, with so many of its items. If it does already, with more."""
-        place = self._places.get(call)
-        if place is None:
+        queued = self._queued.get(call)
+        if queued is None:
             tenant = call.precedence.tenant
             line = self._lines.get(tenant)
             if line is None:
                 line = TenantLine(tenant, self._weights.get(tenant, 1.0))
                 self._lines[tenant] = line
                 self._new[line] = self._virtual
-            place = self._places[call] = Queued(call, line, size_class)
-            line.add(place)
-        place.items += items
-        place.group.items += items
-        if place.is_timed:
-            place.group.timed += items
+            queued = self._queued[call] = Queued(call, line, size_class)
+            line.add(queued)
+        queued.items += items
+        queued.group.items += items
+        if queued.is_timed:
+            queued.group.timed += items
 
     def remove(self, call: Call, size: int, cost: float = 0.0) -> None:
         """So many items of the call, which are about to be cut or to end, wait no more.
@@ -364,16 +364,16 @@ class TurnOrder:
         Args:
             cost: what they cost, if they are computed beside the one whose turn it was.
         """
-        place = self._places[call]
-        place.group.tag += cost
-        place.line.owed += cost
-        self._leave(place, size)
+        queued = self._queued[call]
+        queued.group.tag += cost
+        queued.line.owed += cost
+        self._leave(queued, size)
 
-    def _leave(self, place: Queued, size: int) -> None:
-        line, group = place.line, place.group
-        place.items -= size
+    def _leave(self, queued: Queued, size: int) -> None:
+        line, group = queued.line, queued.group
+        queued.items -= size
         group.items -= size
-        if place.is_timed:
+        if queued.is_timed:
             group.timed -= size
         if not group.items:
             line.end(group)
@@ -381,11 +381,11 @@ class TurnOrder:
                 line.empty()
                 if line in self._new:
                     del self._new[line], self._lines[line.tenant]
-        if place.items:
+        if queued.items:
             return
-        del self._places[place.call]
+        del self._queued[queued.call]
         self._stale += 1
-        if self._stale > 16 and self._stale > len(self._places):
+        if self._stale > 16 and self._stale > len(self._queued):
             self._sweep()
 
     def head(self, now: float) -> Queued:
@@ -410,11 +410,11 @@ class TurnOrder:
             self._virtual = virtual
         return line.head(now)
 
-    def most(self, place: Queued) -> int:
+    def most(self, queued: Queued) -> int:
         """How many of its items the head may take in a turn: all, if no others have turns."""
-        return place.items if len(self._lines) == 1 and len(place.line.groups) == 1 else 1
+        return queued.items if len(self._lines) == 1 and len(queued.line.groups) == 1 else 1
 
-    def took(self, place: Queued, size: int, cost: float) -> None:
+    def took(self, queued: Queued, size: int, cost: float) -> None:
         """What ``head`` said had its turn, with so many items, and as much as that costs."""
         # The number breaks ties: the tenant that was served first is served first again.
         self._turns = number = self._turns + 1
@@ -426,11 +426,11 @@ class TurnOrder:
             self._new_in_a_row = 0
             virtual, _, line = self._heap[0]
             heapreplace(self._heap, (virtual + cost / line.weight, number, line))
-        is_aged = place is line.aged
-        line.turns = 0 if is_aged and not place.size_class else line.turns + 1
-        line.credit = 0.0 if is_aged and place.size_class else line.credit + cost
-        place.group.tag += cost
-        self._leave(place, size)
+        is_aged = queued is line.aged
+        line.turns = 0 if is_aged and not queued.size_class else line.turns + 1
+        line.credit = 0.0 if is_aged and queued.size_class else line.credit + cost
+        queued.group.tag += cost
+        self._leave(queued, size)
 
     def ahead(self, call: Call, size_class: int) -> float:
         """A lower estimate of the items that are computed before a new call with a deadline."""
@@ -469,7 +469,7 @@ class TurnOrder:
         Unless they are few: most of them went when their turn had come. With those that come before
         the next look, no more than 40 calls that are over stay behind a worker that hangs.
         """
-        self._stale, waiting = 0, len(self._places)
+        self._stale, waiting = 0, len(self._queued)
         entries = sum([line.entries + 1 for line in self._lines.values()])
         # If no more come and 16 end, nobody looks again.
         if entries <= (4 if waiting > 16 else 2) * waiting + 32:
@@ -485,7 +485,7 @@ class TurnOrder:
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if what waits and the counts differ. For tests."""
         for line in self._lines.values():
-            places = [place for place in self._places.values() if place.line is line]
-            assert line.items == sum(place.items for place in places)
+            waiting = [queued for queued in self._queued.values() if queued.line is line]
+            assert line.items == sum(queued.items for queued in waiting)
             assert line.groups or line not in self._new
-        assert all(call is place.call and place.items for call, place in self._places.items())
+        assert all(call is queued.call and queued.items for call, queued in self._queued.items())
