@@ -86,6 +86,7 @@ def but(**reasons: int) -> dict[str, Any]:
         (about({"workers": {"idle": 1, "busy": 7}}, busy=0.97, pending=86.5, **FULL),
          "saturated", ["the workers compute 97 %", "86.5 items", "worker_num"]),
         (about({"is_local": True}, busy=0.97, **FULL), "saturated", ["Streamer"]),
+        (about(busy=0.97, **but(LONG=50, TURN=45)), "saturated", ["97 %"]),
         (about(busy=0.97, pending=512.4, pending_before=20.5, pending_after=1012.0),
          "saturated", ["ever more", "20.5", "1012"]),
         (about(busy=0.004, callers=27.2, moved=0.5), "overhead", ["27.2", "less than 1 %"]),

@@ -617,6 +617,20 @@ def test_call_of_low_priority_is_not_held_up_by_a_large_one_before_it(has_length
     assert "low" in served
 
 
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_batch_has_fifty_milliseconds_of_a_large_call_while_small_ones_come(
+    has_lengths: bool,
+) -> None:
+    line = timed_line(0.005, 0.009, has_lengths=has_lengths)
+    line.add("large", 100)
+    taken = []
+    for _ in range(10):
+        line.add("small")
+        taken.append(line.take())
+    assert {batch.count("large") for batch in taken[1:]} == {5}
+    assert {batch.count("small") for batch in taken[1:]} == {1}
+
+
 def test_call_of_few_items_is_large_if_they_take_long() -> None:
     line = timed_line(0.01, 0.1)
     line.add("large", 12)
