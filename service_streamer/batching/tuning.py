@@ -217,7 +217,8 @@ LEAST_BASE = 0.02
 
 # -- turns
 
-#: Each turn of this number goes to the call that has waited longest, whatever its kind.
+#: Each turn of this number goes to the small call that has waited longest, whatever its kind; and
+#: as much of the work to the large one.
 #: Chosen by reasoning: an eighth of the turns prevents starvation, and deadlines and priorities
 #: lose no more than that.
 AGING = 8
@@ -277,7 +278,7 @@ MOST_DEVICE_FAILURES = 2
 #: all memory may end host after host.
 MOST_OUTAGES = 3
 
-# -- long batches, and large calls
+# -- long batches, and large calls: checked with ``pytest tests/test_queue_order.py``
 
 #: A batch takes no longer than this, seconds, if the next one is nearly as fast.
 #: Chosen by reasoning: so long whoever comes next waits for it, and for one that was sent ahead.

@@ -52,7 +52,8 @@ class _Group:
         timed: how many of those are of small calls whose time ends.
         tag: the virtual time of the class, among those of its priority. It starts at that of the
             one that is next.
-        calls: they, once not all of the tenant are alike; of those with a deadline none.
+        calls: its calls by arrival, once not all of the tenant are alike; a heap of the tenant has
+            those with a deadline of their own.
     """
 
     __slots__ = ("calls", "items", "kind", "priority", "tag", "timed")
