@@ -284,7 +284,7 @@ MOST_OUTAGES = 3
 #: Chosen by reasoning: so long whoever comes next waits for it, and for one that was sent ahead.
 LONGEST = 1.0
 #: It is as fast if it takes so many times what a batch costs beside its items.
-#: Chosen by reasoning: then at most a tenth of the throughput is lost.
+#: Chosen by reasoning: then about a tenth of the throughput is lost.
 FIXED_COSTS = 9.0
 #: What a batch has of large calls, where small ones come beside them, takes at least this time,
 #: seconds. Chosen by reasoning: nobody feels it, and no hand-over costs as much.
