@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from ..engine.timer import rest_if_copied
 from ..errors import BrokerError
 from ..remote.quiet_log import quiet_log
 from ..supervision.supervisor import backoff
@@ -153,6 +156,8 @@ class Link:
         self._connection: Any = None
         self._sent: tuple[Script, tuple[Any, ...]]
         self._is_owed = False  # a command is sent, its answer not read
+        self._pid = os.getpid()
+        _links.add(self)
         #: Why the last command failed; None if it succeeded.
         self.failure: LinkError | None = None
 
@@ -185,6 +190,7 @@ class Link:
         return self._connection is not None
 
     def _send(self, *command: Any) -> None:
+        rest_if_copied(self._pid)
         try:
             if self._is_owed:  # an interrupt came in between: drop that answer
                 self.close()
@@ -220,6 +226,7 @@ class Link:
 
     def _failed(self, error: Exception) -> LinkError:
         """Close and note the error, also if Redis refused: it may accept us later."""
+        rest_if_copied(self._pid)
         self.close()
         is_gone = any(word in str(error) for word in ("NOGROUP", "UNBLOCKED"))
         kind = NoGroup if is_gone else LinkError
@@ -235,6 +242,26 @@ class Link:
             connection.disconnect()
         if pool is not None and connection is not None:
             pool.release(connection)
+
+    def abandon_in_forked_child(self) -> None:
+        """Close this process's copy of the connection; the parent's stays open."""
+        self._is_owed = False
+        connection, self._connection, self._pool = self._connection, None, None
+        if connection is not None:
+            connection.disconnect()  # says nothing to Redis in another process
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for link in [*_links]:
+        link.abandon_in_forked_child()
+
+
+# With gevent threads are greenlets, which a fork copies: the copy of one that waits for an answer
+# would take it from the parent.
+os.register_at_fork(after_in_child=_abandon_all)
 
 
 def entries(answer: Any) -> Iterator[tuple[bytes, bytes, list[bytes]]]:
