@@ -15,7 +15,6 @@ import pytest
 from fault_processes import GONE, Watch, running
 
 import models
-from cases import long_cases
 from service_streamer import Streamer, StreamerClosed, StreamerError, ThreadedStreamer
 from service_streamer.testing import Gate
 
@@ -131,31 +130,6 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(start: Sta
 # -- ends
 
 
-@pytest.mark.parametrize("kind", ["Streamer", *long_cases("ThreadedStreamer")])
-def test_the_interpreter_ends_with_work_in_flight_of_a_forgotten_one(
-    start: Start, kind: str
-) -> None:
-    program = start(f"""
-        import sys, threading
-        import models
-        from service_streamer import {kind}
-
-        def block(batch):
-            print("computing", flush=True)
-            threading.Event().wait()
-
-        if __name__ == "__main__":
-            streamer = {kind}(block, 1)
-            futures = [streamer.submit([i]) for i in range(3)]
-            sys.stdin.readline()
-            streamer = None
-    """)
-    assert program.stdout is not None
-    assert program.stdout.readline() == "computing\n"
-    program.communicate("go on\n")
-    assert program.returncode == 0
-
-
 def test_ctrl_c_ends_a_program_without_a_word_from_its_workers(start: Start) -> None:
     program = start("""
         import os, signal
@@ -178,14 +152,6 @@ def test_ctrl_c_ends_a_program_without_a_word_from_its_workers(start: Start) -> 
 
 
 # -- pipes
-
-
-def test_payloads_larger_than_a_pipe_do_not_deadlock_both_ways() -> None:
-    # Given a worker that writes large results while a large batch is sent ahead to it
-    payload = bytes(600_000)
-    with Streamer(models.echo, 4) as streamer:
-        futures = [streamer.submit([payload]) for _ in range(64)]
-        assert all(future.result() == [payload] for future in futures)
 
 
 @pytest.mark.usefixtures("eight_gpus")

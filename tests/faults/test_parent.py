@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_processes import GONE, Watch, await_line, descendants, outcome, running
-from redis_processes import until
+from fault_processes import GONE, Watch, await_line, descendants, running
 
 import models
 from cases import long_cases
+from serve_process import until
 from service_streamer import Future, PredictTimeout, Streamer, ThreadedStreamer
 from service_streamer.testing import Gate
 
@@ -56,7 +56,8 @@ def test_no_child_outlives_a_parent_that_is_killed_under_load(method: str, tmp_p
 
 
 @pytest.mark.parametrize(
-    "how", ["hangs", "stopped", *long_cases("hangs, deaf", "hangs, being killed")]
+    "how",
+    ["hangs", "hangs, forgotten", "stopped", *long_cases("hangs, deaf", "hangs, being killed")],
 )
 def test_the_interpreter_ends_with_a_worker_that_hangs(how: str, tmp_path: Path) -> None:
     source = f"""
@@ -79,6 +80,8 @@ def test_the_interpreter_ends_with_a_worker_that_hangs(how: str, tmp_path: Path)
             )
             futures = [streamer.submit([i]) for i in range(20)]
             input()
+            if {how!r} == "hangs, forgotten":
+                streamer = None
     """
     with running(source, tmp_path) as program:
         await_line(program, "hangs")
@@ -86,35 +89,6 @@ def test_the_interpreter_ends_with_a_worker_that_hangs(how: str, tmp_path: Path)
             program.communicate("end\n")
             assert program.returncode == 0
             assert family.alive_after(GONE) == []
-
-
-def test_the_interpreter_ends_with_a_worker_that_backs_off(tmp_path: Path) -> None:
-    source = """
-        import logging, os, threading
-        from redis_processes import until
-        from service_streamer import Streamer
-
-        def die(batch):
-            os._exit(1)
-
-        class Countdown(logging.Handler):
-            left = 5
-
-            def emit(self, record):
-                self.left -= "it is started again" in record.getMessage()
-                if not self.left:  # now it waits for half a second or longer
-                    backs_off.set()
-
-        if __name__ == "__main__":
-            backs_off = threading.Event()
-            logging.getLogger("service_streamer").addHandler(Countdown())
-            streamer = Streamer(die, 64, mp_start_method="fork")
-            future = streamer.submit(range(64))
-            backs_off.wait()
-            stats = until(lambda: (now := streamer.stats()).workers["backing off"] and now)
-            print(stats.workers["backing off"], stats.pending, flush=True)
-    """
-    assert outcome(source, tmp_path) == (0, "1 64\n", "")
 
 
 # -- called by people who do not wait
