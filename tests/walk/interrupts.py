@@ -1,7 +1,7 @@
 """Exceptions in the middle of the package's code, as a handler of a signal raises them.
 
 ``interrupted_at`` raises at an exact place, the same in every run, and ``interrupted_everywhere``
-at one place after the other. ``interrupts`` are those of a real timer, which come anywhere.
+at one place after the other.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dis
-import random
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -124,44 +121,3 @@ def interrupted_everywhere(
         yield place
         place += step
     assert place > 20, "the trace function did not see what was called"
-
-
-@contextlib.contextmanager
-def interrupts(rng: random.Random, most: float) -> Iterator[None]:
-    """Raise ``Interrupted`` once, within ``most`` seconds, unless the block ends before that.
-
-    For the main thread. The alarm of the tests, which uses the same signal, is set again as soon as
-    the exception is raised: what hangs after it is found.
-    """
-    is_armed = True
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal is_armed
-        if is_armed and _is_in_finalizer(frame):
-            signal.setitimer(signal.ITIMER_REAL, 1e-5)  # soon after it
-        elif is_armed:
-            is_armed = False
-            set_back()
-            raise Interrupted
-
-    def set_back() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if remaining:
-            spent = time.monotonic() - began
-            signal.setitimer(signal.ITIMER_REAL, max(0.001, remaining - spent), interval)
-
-    hook = sys.unraisablehook
-    began = time.monotonic()
-    remaining, interval = signal.getitimer(signal.ITIMER_REAL)
-    handler = signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, most))
-    try:
-        try:
-            with _quiet():
-                yield
-        finally:
-            is_armed = False  # a late one does nothing
-    finally:
-        sys.unraisablehook = hook  # if it came while that was set
-        set_back()
