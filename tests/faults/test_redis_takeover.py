@@ -255,22 +255,6 @@ def test_connections_that_are_cut_again_and_again_lose_and_repeat_nothing() -> N
         assert got == {n: [*range(1, n + 1)] for n in wanted}
 
 
-def test_a_stream_goes_on_after_a_restart_of_redis(gate: Gate) -> None:
-    with (
-        LocalRedis(append_only=True) as server,
-        RedisWorker(Countdown, 1, redis_broker=server.url, model_init_args=(gate,)),
-        RedisStreamer(server.url, worker_timeout=None) as streamer,
-    ):
-        stream = streamer.stream(300)
-        gate.let_through(10)
-        assert [next(stream) for _ in range(10)] == [*range(1, 11)]
-        server.kill()
-        gate.let_through(100)  # nothing of it can be written for now
-        server.start()
-        gate.let_through(190)
-        assert [*stream] == [*range(11, 301)]
-
-
 def test_outputs_wait_while_redis_hangs() -> None:
     with (
         LocalRedis() as server,
