@@ -6,12 +6,8 @@ The rest of what a RedisStreamer promises is in the suites that take the ``build
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import functools
 import gc
-import multiprocessing
-import os
 import queue
 import threading
 import weakref
@@ -501,9 +497,7 @@ def test_the_memory_of_a_finished_call_and_of_a_refused_item_is_freed(
 # -- being seen
 
 
-def test_stats_are_a_frozen_record_and_repr_shows_the_gist(
-    busy: RedisWorker, client: Client, gate: Gate
-) -> None:
+def test_stats_and_repr_show_what_there_is(busy: RedisWorker, client: Client, gate: Gate) -> None:
     streamer = client()
     assert streamer.stats() == RedisStreamerStats(
         state="new", pending=0, queued=None, hosts=None, outages=0, expired=0, cancelled=0,
@@ -527,8 +521,6 @@ def test_stats_are_a_frozen_record_and_repr_shows_the_gist(
     assert stats.hosts == 1
     assert "connected | pending 1 | in Redis" in repr(streamer)
     assert repr(streamer).endswith("worker hosts 1 | cancelled 1>")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        stats.pending = 0  # type: ignore[misc]
     gate.let_through(2)
     futures[0].result()
     streamer.close()
@@ -621,13 +613,12 @@ def test_call_that_is_handed_back_does_not_stay_when_its_client_leaves(
 # -- whole programs
 
 
-def test_a_fork_before_the_first_call_works_and_one_after_it_raises_at_once(
-    run_program: Run, host: Host
-) -> None:
+def test_a_fork_before_the_first_call_works(run_program: Run, host: Host) -> None:
+    """test_lifecycle.py has one after it."""
     host(models.echo)
     found = run_program("""
-        import asyncio, os, sys
-        from service_streamer import RedisStreamer, Future, StreamerForked
+        import os, sys
+        from service_streamer import RedisStreamer
 
         if __name__ == "__main__":
             streamer = RedisStreamer(sys.argv[1], sys.argv[2])
@@ -639,28 +630,11 @@ def test_a_fork_before_the_first_call_works_and_one_after_it_raises_at_once(
                         same = streamer.predict([number]) == [number]
                     sys.exit(0 if same else 3)
                 children.append(child)
-            streamer.wait_ready()
             ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-            print(ends, flush=True)
-            inherited = Future(streamer.backend)
-            child = os.fork()
-            if not child:
-                uses = [streamer.predict, streamer.submit, lambda batch: streamer.wait_ready(),
-                        lambda batch: asyncio.run(streamer.apredict(batch)),
-                        lambda batch: inherited.result(), lambda batch: inherited.exception()]
-                for use in uses:
-                    try:
-                        use([1])
-                    except StreamerForked as error:
-                        print("fork" in str(error), flush=True)
-                repr(streamer)
-                streamer.close()
-                sys.exit(0)  # with everything that runs at exit
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-            print(streamer.predict([1]))
+            print(ends, streamer.predict([1]))
             streamer.close()
     """)
-    assert found == (0, "[0, 0, 0]\n" + "True\n" * 6 + "0\n[1]\n", "")
+    assert found == (0, "[0, 0, 0] [1]\n", "")
 
 
 @pytest.mark.parametrize("ending", ["sys.exit(0)", *long_cases("", "streamer = None")])
@@ -675,14 +649,3 @@ def test_the_interpreter_ends_with_calls_on_their_way(run_program: Run, ending: 
             {ending}
     """)
     assert found == (0, "", "")  # and the fixture sees that it has left nothing in Redis
-
-
-def test_workers_of_a_host_have_no_connection_to_redis(host: Host, client: Client) -> None:
-    host(models.process_ids)
-    [pid] = client().predict([1])
-    assert pid in [process.pid for process in multiprocessing.active_children()]
-    targets = []
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # it has been closed just now
-            targets.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    assert not [target for target in targets if target.startswith("socket:")]

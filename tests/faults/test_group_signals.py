@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from fault_processes import GONE, Watch, await_line, descendants, outcome, running
+from fault_processes import await_line, outcome, running
 from signal_models import HandlesSigterm, exit_codes_of_children
 
 import models
@@ -96,36 +96,6 @@ def test_workers_are_replaced_after_a_signal_to_the_group_as_before(tmp_path: Pa
                 print(streamer.predict([None]) != before, flush=True)
     """
     assert outcome(source, tmp_path) == (0, "True\n", "")
-
-
-def test_workers_end_with_a_parent_that_dies_of_the_signal(tmp_path: Path) -> None:
-    source = """
-        import os
-        import models
-        from service_streamer import Streamer
-
-        if __name__ == "__main__":
-            os.setpgid(0, 0)
-            with Streamer(models.echo, worker_num=2) as streamer:
-                streamer.wait_ready()
-                print("ready", flush=True)
-                input()
-    """
-    with running(source, tmp_path) as program:
-        await_line(program, "ready")
-        with Watch(descendants(program.pid)) as family:
-            os.killpg(program.pid, signal.SIGTERM)
-            assert program.wait() == -signal.SIGTERM
-            assert family.alive_after(GONE) == []
-
-
-def test_who_sends_a_worker_sigterm_does_not_end_it() -> None:
-    with Streamer(models.process_ids) as streamer:
-        [worker] = streamer.predict([None])
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            os.kill(worker, number)
-        assert streamer.predict([None]) == [worker]
-        assert streamer.stats().restarts == 0
 
 
 def test_a_handler_of_the_model_s_own_stays(tmp_path: Path) -> None:

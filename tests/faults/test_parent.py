@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import gc
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from fault_processes import GONE, Watch, await_line, descendants, running
 import models
 from cases import long_cases
 from serve_process import until
-from service_streamer import Future, PredictTimeout, Streamer, ThreadedStreamer
+from service_streamer import PredictTimeout, Streamer, ThreadedStreamer
 from service_streamer.testing import Gate
 
 AnyStreamer = Streamer | ThreadedStreamer
@@ -102,27 +101,14 @@ class Payload:
 SWEPT_BEYOND = 32
 
 
-@contextlib.contextmanager
-def nothing_new() -> Iterator[None]:
-    """What is made within the block, for calls, is let go of within it."""
-    kinds = Future, Payload, PredictTimeout
-    before, calls_before = count(*kinds), calls()
-    yield
-    # Who waits is told first: the thread that tells lets go of it all a moment later.
-    until(lambda: count(*kinds) <= before)
-    until(lambda: calls() <= calls_before + SWEPT_BEYOND)
-
-
-def calls() -> int:
-    """How many calls there are, in any state."""
-    gc.collect()
-    return sum(type(each).__qualname__ == "Call" for each in gc.get_objects())
-
-
-def count(*kinds: type) -> int:
+def kept() -> Counter[str]:
+    """How many calls there are, in any state, and of what they hold."""
     gc.collect()
     # By type: isinstance() asks an object for its __class__, and torch has some that warn then.
-    return sum(issubclass(type(each), kinds) for each in gc.get_objects())
+    names = (type(each).__qualname__ for each in gc.get_objects())
+    return Counter(
+        name for name in names if name in ("Call", "Future", "Payload", "PredictTimeout")
+    )
 
 
 def test_hundreds_of_calls_that_end_too_late_leave_nothing(gate: Gate) -> None:
@@ -130,15 +116,17 @@ def test_hundreds_of_calls_that_end_too_late_leave_nothing(gate: Gate) -> None:
     with Streamer(models.Gated, 2_000, model_init_args=(gate,)) as streamer:
         first = streamer.submit([0])
         gate.await_arrival()
-        with nothing_new():
-            for _ in range(300):
-                with pytest.raises(PredictTimeout):
-                    streamer.predict([Payload()], timeout=0.0005)
-            futures = [streamer.submit([Payload()], timeout=0.05) for _ in range(300)]
-            concurrent.futures.wait(futures)
-            assert {type(future.exception()) for future in futures} == {PredictTimeout}
-            stats = streamer.stats()
-            assert (stats.pending, stats.expired) == (0, 600)
-            del futures
+        before = kept()
+        for _ in range(300):
+            with pytest.raises(PredictTimeout):
+                streamer.predict([Payload()], timeout=0.0005)
+        futures = [streamer.submit([Payload()], timeout=0.05) for _ in range(300)]
+        concurrent.futures.wait(futures)
+        assert {type(future.exception()) for future in futures} == {PredictTimeout}
+        stats = streamer.stats()
+        assert (stats.pending, stats.expired) == (0, 600)
+        del futures
+        # Who waits is told first: the thread that tells lets go of it all a moment later.
+        until(lambda: kept() - before <= Counter(Call=SWEPT_BEYOND))
         gate.let_through()
         first.result()
