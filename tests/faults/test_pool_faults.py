@@ -175,40 +175,17 @@ def test_a_client_that_came_while_a_pool_gave_up_its_name_finds_the_next_one(
     assert streamer.pool_client.pool_pid == old  # type: ignore[union-attr]
 
 
-def test_a_client_that_is_stopped_holds_up_nobody(shared: Shared, tmp_path: Path) -> None:
-    source = """
-        import pool_models
-        from service_streamer import Streamer
-
-        if __name__ == "__main__":
-            streamer = Streamer(pool_models.large_or_small, 8, shared="a", linger=0)
-            streamer.wait_ready()
-            print("ready", flush=True)
-            input()
-            futures = [streamer.submit(["large"]) for _ in range(200)]
-            print("sent", flush=True)
-            input()
-            assert all(len(future.result()[0]) == 100_000 for future in futures)
-            streamer.close()
-            print("done", flush=True)
-    """
-    with running(source, tmp_path) as program:
-        streamer = shared(pool_models.large_or_small, 8, shared="a")
-        await_line(program, "ready")
-        assert program.stdin is not None
-        program.stdin.write("\n")
-        program.stdin.flush()
-        await_line(program, "sent")
-        os.kill(program.pid, signal.SIGSTOP)
-        try:
-            await_that(lambda: streamer.stats().pending == 0)  # its answers wait in the pool
-            for n in range(100):
-                assert streamer.predict([f"small {n}"]) == [f"small {n}"]
-        finally:
-            os.kill(program.pid, signal.SIGCONT)
-        program.stdin.write("\n")
-        program.stdin.flush()
-        await_line(program, "done")
+def test_a_client_that_does_not_read_holds_up_nobody(shared: Shared) -> None:
+    streamer = shared(pool_models.large_or_small, 8, shared="a")
+    streamer.wait_ready()
+    with connected("a") as stopped:
+        stopped.send(*((number, pack("large"), None) for number in range(1, 201)))
+        await_that(lambda: streamer.stats().answered == 200)  # its answers wait in the pool
+        for n in range(100):
+            assert streamer.predict([f"small {n}"]) == [f"small {n}"]
+        unread = {*range(1, 201)}
+        while unread:
+            unread.discard(stopped.receive()[0])
 
 
 def test_a_pool_that_is_stopped_lets_calls_time_out_and_is_said_not_to_answer(
