@@ -50,40 +50,6 @@ def test_the_behaviour_suites_hold(redis_server: str, suite: str) -> None:
     assert " passed" in run("tests/run_under_gevent.py", file, REDIS_URL=redis_server)
 
 
-SERVICE = """
-    import time, urllib.request
-    import gevent
-    import models
-    from gevent.pywsgi import WSGIServer
-    from service_streamer import {kind}
-
-    def app(environ, start_response):
-        item = environ["PATH_INFO"]
-        start_response("200 OK", [("Content-Type", "text/plain")])
-        return [repr(streamer.predict([item])).encode()]
-
-    if __name__ == "__main__":
-        streamer = {kind}(models.batch_sizes, 64)
-        streamer.wait_ready()
-        server = WSGIServer(("127.0.0.1", 0), app, log=None)
-        server.start()
-
-        def get(i):
-            url = f"http://127.0.0.1:{{server.server_port}}/{{i}}"
-            return eval(urllib.request.urlopen(url).read())[0]
-
-        sizes = [job.get() for job in [gevent.spawn(get, i) for i in range(100)]]
-        print(len(sizes), max(sizes) > 1)
-        server.stop()
-        streamer.close()
-"""
-
-
-@pytest.mark.parametrize("kind", ["Streamer", *long_cases("ThreadedStreamer")])
-def test_greenlets_of_pywsgi_wait_side_by_side_and_share_batches(tmp_path: Path, kind: str) -> None:
-    assert run_text(tmp_path, SERVICE.format(kind=kind)) == "100 True\n"
-
-
 OVER_REDIS = """
     import sys
     import gevent
@@ -211,18 +177,19 @@ def test_a_time_that_ends_leaves_a_stream_open_and_a_greenlet_that_is_killed_doe
     assert said.endswith(closed), said
 
 
-def test_fork_is_refused() -> None:
-    program = """
-from gevent import monkey
-monkey.patch_all()
-import models
-from service_streamer import Streamer
-try:
-    Streamer(models.echo, mp_start_method="fork")
-except ValueError as error:
-    print(error)
+FORK = """
+    import models
+    from service_streamer import Streamer
+
+    try:
+        Streamer(models.echo, mp_start_method="fork")
+    except ValueError as error:
+        print(error)
 """
-    assert 'use "spawn"' in run("-c", program)
+
+
+def test_fork_is_refused(tmp_path: Path) -> None:
+    assert 'use "spawn"' in run_text(tmp_path, FORK)
 
 
 SHARED = """

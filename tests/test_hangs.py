@@ -14,7 +14,7 @@ import service_streamer.supervision.health as health
 from batcher_walk import Walk
 from cases import long_cases
 from conftest import await_that
-from service_streamer import Streamer, ThreadedStreamer
+from service_streamer import Streamer
 from service_streamer.observe.record import BatchRecord
 from service_streamer.options.table import FaultOptions
 from service_streamer.serve.cli.main import main
@@ -212,8 +212,3 @@ def test_the_command_line_has_both(command: str) -> None:
             "auto", None, 2.5,
         ]  # fmt: skip
         assert options[name].default == "auto"
-
-
-def test_a_threaded_streamer_has_no_option_for_it() -> None:
-    with pytest.raises(TypeError):
-        ThreadedStreamer(list, batch_timeout=1)  # type: ignore[call-arg]

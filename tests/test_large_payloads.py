@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,16 +37,6 @@ def streamer() -> Iterator[Build]:
         each.close(drain=False)
 
 
-shares_the_streamer = pytest.mark.xdist_group("large-payloads")
-
-
-@pytest.fixture(scope="module")
-def echoing() -> Iterator[Streamer]:
-    """One for all that only want to see what comes back."""
-    with Streamer(echo, 8, worker_timeout=600) as streamer:
-        yield streamer
-
-
 def arena(streamer: Streamer) -> Any:
     """Where its items lie, after those have been given back that can be."""
     transport: Any = streamer.engine.transport
@@ -56,17 +45,6 @@ def arena(streamer: Streamer) -> Any:
 
 
 # -- what arrives
-
-
-@shares_the_streamer
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, str])
-def test_data_of_any_size_comes_back(kind: Any, echoing: Streamer) -> None:
-    sizes = [0, 1, LARGE - 200, LARGE - 1, LARGE, LARGE + 1, 1_000_003]
-    data = [random.Random(size).randbytes(size) for size in sizes]
-    items = [each.decode("latin-1") if kind is str else kind(each) for each in data]
-    backs = echoing.predict(items)
-    assert [type(back) for back in backs] == [kind] * len(sizes)
-    assert backs == items
 
 
 def test_a_payload_uses_shared_memory_by_its_size_and_those_of_its_batch(
@@ -82,14 +60,6 @@ def test_a_payload_uses_shared_memory_by_its_size_and_those_of_its_batch(
         results = made.predict(items)
         assert [bool(each[0]) for each in results] == [expected] * count
         assert [is_mapped(each) for each in results] == [expected] * count
-
-
-@pytest.mark.long
-def test_256_megabytes_come_back(streamer: Build) -> None:
-    array = np.arange(64 << 20, dtype="u4")
-    (back,) = streamer(echo, shared_memory_limit=1 << 30).predict([array])
-    assert back.nbytes == 256 << 20
-    assert checksum(back) == checksum(array)
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
@@ -170,19 +140,6 @@ def test_callers_that_share_a_computation_share_no_memory(streamer: Build, gate:
 # -- until when
 
 
-def test_a_result_outlives_the_streamer(streamer: Build) -> None:
-    array = np.arange(100_000)
-    short = streamer(echo)
-    (back,) = short.predict([array])
-    unread = short.submit([array])
-    unread.exception()
-    short.close()
-    del short
-    gc.collect()
-    np.testing.assert_array_equal(back, array)
-    np.testing.assert_array_equal(unread.result()[0], array)
-
-
 def test_an_item_lives_until_the_worker_has_seen_it(streamer: Build, gate: Gate) -> None:
     """Also if nobody waits for its result any more."""
     historian = streamer(
@@ -202,10 +159,10 @@ def test_an_item_lives_until_the_worker_has_seen_it(streamer: Build, gate: Gate)
     assert seen[-28:] == [checksum(array) for array in arrays[2:]]
 
 
-@shares_the_streamer
 def test_a_caller_may_write_to_a_result_and_nothing_is_held_when_all_is_over(
-    echoing: Streamer,
+    streamer: Build,
 ) -> None:
+    echoing = streamer(echo, 8)
     array = np.arange(100_000)
     for _ in range(20):
         (back,) = echoing.predict([array])

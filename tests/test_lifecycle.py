@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
-import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -15,8 +14,13 @@ import pytest
 from fault_processes import GONE, Watch, running
 
 import models
-from cases import long_cases
-from service_streamer import Streamer, StreamerClosed, StreamerError, ThreadedStreamer
+from service_streamer import (
+    RedisWorker,
+    Streamer,
+    StreamerClosed,
+    StreamerError,
+    ThreadedStreamer,
+)
 from service_streamer.testing import Gate
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -32,7 +36,9 @@ FLAGS = (
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a program from its source, with its output as text; kills it after the test."""
     with contextlib.ExitStack() as stack:
-        yield lambda source: stack.enter_context(running(source, tmp_path, flags=FLAGS))
+        yield lambda source, *arguments: stack.enter_context(
+            running(source, tmp_path, *arguments, flags=FLAGS)
+        )
 
 
 # -- the main module
@@ -73,38 +79,43 @@ def test_the_web_process_does_not_import_what_the_model_imports(start: Start) ->
 # -- fork
 
 
-@pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
-def test_a_forked_child_is_told_at_once_and_its_end_hurts_nobody(start: Start, kind: str) -> None:
-    program = start(f"""
+@pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer", "RedisStreamer"])
+def test_a_forked_child_is_told_at_once_and_its_end_hurts_nobody(
+    start: Start, kind: str, redis_server: str, prefix: str, host: Callable[..., RedisWorker]
+) -> None:
+    of, place = "models.echo", tuple[str, ...]()
+    if kind == "RedisStreamer":
+        of, place = "*sys.argv[1:]", (redis_server, prefix)
+        host(models.echo)
+    source = f"""
         import asyncio, os, sys
         import models
         from service_streamer import {kind}, Future, StreamerForked
 
         if __name__ == "__main__":
-            streamer = {kind}(models.echo)
+            streamer = {kind}({of})
             streamer.wait_ready()
-            inherited = Future(streamer.engine)
+            inherited = Future(streamer.backend)
             child = os.fork()
             if not child:
                 uses = [streamer.predict, streamer.submit, lambda batch: streamer.wait_ready(),
                         lambda batch: asyncio.run(streamer.apredict(batch)),
-                        lambda batch: inherited.result(), lambda batch: inherited.exception(),
-                        lambda batch: streamer.engine.watch(print)]
-                print(repr(streamer).replace(str(os.getppid()), "N"), flush=True)
+                        lambda batch: inherited.result(), lambda batch: inherited.exception()]
+                print(repr(streamer).partition(" ")[0], flush=True)
                 for use in uses:
                     try:
                         use([1])
                     except StreamerForked as error:
-                        print(str(error).split(";")[1].split("(")[0], flush=True)
+                        print("build it after the fork" in str(error), flush=True)
                 streamer.close()
                 sys.exit(0)  # with everything that runs at exit
             print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
             print(streamer.predict([1]))
             streamer.close()
-    """)
-    out, err = program.communicate()
+    """
+    out, err = start(source, *place).communicate()
     assert err == ""
-    assert out == f"<{kind} of process N>\n" + " build it after the fork \n" * 7 + "0\n[1]\n"
+    assert out == f"<{kind}\n" + "True\n" * 6 + "0\n[1]\n"
 
 
 def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(start: Start) -> None:
@@ -131,67 +142,18 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(start: Sta
 # -- ends
 
 
-@pytest.mark.parametrize("kind", ["Streamer", *long_cases("ThreadedStreamer")])
-def test_the_interpreter_ends_with_work_in_flight_of_a_forgotten_one(
-    start: Start, kind: str
-) -> None:
-    program = start(f"""
-        import sys, threading
-        import models
-        from service_streamer import {kind}
-
-        def block(batch):
-            print("computing", flush=True)
-            threading.Event().wait()
-
-        if __name__ == "__main__":
-            streamer = {kind}(block, 1)
-            futures = [streamer.submit([i]) for i in range(3)]
-            sys.stdin.readline()
-            streamer = None
-    """)
-    assert program.stdout is not None
-    assert program.stdout.readline() == "computing\n"
-    program.communicate("go on\n")
-    assert program.returncode == 0
-
-
-def test_ctrl_c_ends_a_program_without_a_word_from_its_workers(start: Start) -> None:
-    program = start("""
-        import os, signal
-        import models
-        from service_streamer import Streamer
-
-        if __name__ == "__main__":
-            os.setpgid(0, 0)
-            # Or it is ignored, where the tests run in the background of a script.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            with Streamer(models.process_ids, worker_num=2) as streamer:
-                streamer.wait_ready()
-                os.killpg(0, signal.SIGINT)  # raised here, before the next line
-                raise AssertionError("not interrupted")
-    """)
-    _, err = program.communicate()
-    assert program.returncode == -signal.SIGINT
-    assert err.count("Traceback") == 1
-    assert err.strip().endswith("KeyboardInterrupt")
-
-
 # -- pipes
-
-
-def test_payloads_larger_than_a_pipe_do_not_deadlock_both_ways() -> None:
-    # Given a worker that writes large results while a large batch is sent ahead to it
-    payload = bytes(600_000)
-    with Streamer(models.echo, 4) as streamer:
-        futures = [streamer.submit([payload]) for _ in range(64)]
-        assert all(future.result() == [payload] for future in futures)
 
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_one_worker_that_does_not_read_does_not_hold_up_the_others(gate: Gate) -> None:
     with Streamer(
-        models.GatedOnFirst, 1, worker_num=2, cuda_devices=(0, 1), model_init_args=(gate,)
+        models.GatedOnFirst,
+        1,
+        worker_num=2,
+        cuda_devices=(0, 1),
+        model_init_args=(gate,),
+        shared_memory_limit=0,
     ) as streamer:
         streamer.wait_ready()
         payload = bytes(2_000_000)

@@ -6,13 +6,8 @@ The rest of what a RedisStreamer promises is in the suites that take the ``build
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
-import dataclasses
 import functools
 import gc
-import multiprocessing
-import os
 import queue
 import threading
 import weakref
@@ -27,11 +22,10 @@ from fault_processes import running
 
 import models
 from cases import long_cases
-from conftest import ERROR_TYPES, PATIENCE, await_that, rewrite_call
-from redis_peers import Keys, wire
+from conftest import PATIENCE, await_that, rewrite_call
+from redis_peers import Keys
 from service_streamer import (
     Future,
-    ModelError,
     Overloaded,
     PredictTimeout,
     RedisStreamer,
@@ -71,26 +65,7 @@ def run_program(
     return run_program
 
 
-def own_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "service_streamer" in thread.name]
-
-
 # -- many clients, many hosts
-
-
-def test_two_hosts_share_the_calls_of_two_clients(host: Host, client: Client, gate: Gate) -> None:
-    options = {"model_init_args": (gate, Path(os.devnull)), "claim_timeout": 60}
-    hosts = [host(models.Diary, 1, **options) for _ in range(2)]
-    clients = [client(), client()]
-    # A host claims as much as its worker computes at once, and as much again: two here.
-    futures = [streamer.submit([f"{i} of {streamer}"]) for i in range(2) for streamer in clients]
-    await_that(lambda: [each.stats().held for each in hosts] == [2, 2])  # type: ignore[union-attr]
-    for _ in range(2):
-        gate.await_arrival()
-    assert clients[0].stats().pending == clients[1].stats().pending == 2
-    gate.let_through(4)
-    assert [f.result()[0].split(" ")[0] for f in futures] == ["0", "0", "1", "1"]
-    assert [each.stats().claimed for each in hosts] == [2, 2]  # type: ignore[union-attr]
 
 
 def test_prefixes_keep_models_apart(host: Host, client: Client, prefix: str) -> None:
@@ -130,23 +105,6 @@ def test_the_order_of_a_call_travels_in_its_message(
         (-1, "gold", False), (0, "", False), (-3, "Zoë", False), (0, "", True), (1, "", True),
         (0, "b", False),
     ]  # fmt: skip
-
-
-def test_calls_that_are_handed_back_keep_their_order(
-    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
-) -> None:
-    worker = host(models.Gated, 4, model_init_args=(gate,))
-    streamer = client()
-    first = streamer.submit(["first"])
-    gate.await_arrival()
-    futures = [streamer.submit([number], priority=number) for number in range(3)]
-    await_that(lambda: worker.stats().held == 4)  # type: ignore[union-attr]
-    worker.close(drain=False)
-    entries = [fields for _, fields in ask.xrange(keys.calls)]
-    read = wire().read_call
-    assert [read(fields[b"m"])[3].priority for fields in entries] == [0, 0, 1, 2]
-    host(models.echo)
-    assert [future.result() for future in (first, *futures)] == [["first"], [0], [1], [2]]
 
 
 def test_call_of_many_items_is_one_message_each_way(
@@ -323,25 +281,6 @@ def test_option_with_a_bad_value_is_refused_by_its_name_and_no_secret_repeated(
             assert "hunter2" not in str(caught.value)
 
 
-def test_exception_of_a_model_keeps_its_type_when_it_is_known(host: Host, client: Client) -> None:
-    host(models.misbehave)
-    with pytest.raises(ModelError, match=r"models\.DetailedError") as one:
-        client().predict(["raise"])
-    with pytest.raises(models.DetailedError, match="bad luck") as two:
-        client(error_types=[models.DetailedError]).predict(["raise"])
-    for caught in (one, two):
-        assert "in misbehave" in str(caught.value.__cause__)
-    assert (two.value.code, two.value.detail) == (7, {"why": "bad luck"})
-    streamer = client(error_types=ERROR_TYPES)
-    with pytest.raises(ModelError, match="lock"):
-        streamer.predict(["raise unpicklable"])
-    with pytest.raises(ModelError, match="oddly"):
-        streamer.predict(["raise odd"])
-    with pytest.raises(ModelError, match="lock"):
-        streamer.predict(["unpicklable result", "neighbour"])
-    assert streamer.predict(["fine"]) == ["fine"]
-
-
 # -- room
 
 
@@ -449,9 +388,6 @@ def test_cancel_withdraws_what_no_host_has_claimed(
     await_that(lambda: ask.xlen(keys.calls) == 3)
     assert waiting.cancel()
     assert waiting.cancel(), "and again"
-    assert concurrent.futures.wait([waiting]).done == {waiting}
-    with pytest.raises(concurrent.futures.CancelledError):
-        waiting.result()
     await_that(lambda: ask.xlen(keys.calls) == 2)
 
     async def main() -> None:
@@ -503,33 +439,26 @@ def test_a_callback_may_raise_anything_and_predict_in_it_is_refused(
         gate.let_through(4)
         for future in futures:
             future.result()
-    refused = threading.Event()
-
-    def predict(_: Any) -> None:
-        with pytest.raises(StreamerError, match="callback"):
-            streamer.predict([1])
-        with pytest.raises(StreamerError, match="callback"):
-            streamer.wait_ready()
-        refused.set()
-
-    streamer.submit([0]).add_done_callback(predict)
-    gate.let_through()
-    refused.wait()
-    refused.clear()
-    # Also in the thread that watches the time
     ours = threading.current_thread()
     threads: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
 
-    def predict_elsewhere(future: Any) -> None:
+    def predict(_: Any) -> None:
         if threading.current_thread() is not ours:
-            predict(future)
+            for use in (lambda: streamer.predict([1]), streamer.wait_ready):
+                with pytest.raises(StreamerError, match="callback"):
+                    use()
         threads.put(threading.current_thread())
 
-    for seconds in (0.1, 1, 10, 100):  # until it is there before the time has ended
-        streamer.submit([0], timeout=seconds).add_done_callback(predict_elsewhere)
+    streamer.submit([0]).add_done_callback(predict)
+    gate.let_through()
+    assert threads.get() is not ours
+    # In the thread that watches the time, too, if the callback is there before that has ended.
+    for seconds in (0.1, 1, 10, 100):
+        streamer.submit([0], timeout=seconds).add_done_callback(predict)
         if threads.get() is not ours:
             break
-    assert refused.is_set()
+    else:
+        pytest.fail("no callback was there in time")
     gate.let_through(9)
 
 
@@ -568,9 +497,7 @@ def test_the_memory_of_a_finished_call_and_of_a_refused_item_is_freed(
 # -- being seen
 
 
-def test_stats_are_a_frozen_record_and_repr_shows_the_gist(
-    busy: RedisWorker, client: Client, gate: Gate
-) -> None:
+def test_stats_and_repr_show_what_there_is(busy: RedisWorker, client: Client, gate: Gate) -> None:
     streamer = client()
     assert streamer.stats() == RedisStreamerStats(
         state="new", pending=0, queued=None, hosts=None, outages=0, expired=0, cancelled=0,
@@ -594,8 +521,6 @@ def test_stats_are_a_frozen_record_and_repr_shows_the_gist(
     assert stats.hosts == 1
     assert "connected | pending 1 | in Redis" in repr(streamer)
     assert repr(streamer).endswith("worker hosts 1 | cancelled 1>")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        stats.pending = 0  # type: ignore[misc]
     gate.let_through(2)
     futures[0].result()
     streamer.close()
@@ -647,7 +572,6 @@ def test_drain_ends_at_a_close_without_drain(busy: RedisWorker, client: Client, 
 def test_a_streamer_that_was_never_used_is_closed_at_once(client: Client) -> None:
     streamer = client()
     streamer.close()
-    assert own_threads() == []
     for use in (streamer.predict, streamer.submit, lambda _: streamer.wait_ready()):
         with pytest.raises(StreamerClosed):
             use([1])
@@ -686,39 +610,15 @@ def test_call_that_is_handed_back_does_not_stay_when_its_client_leaves(
     assert ask.keys(f"*{prefix}*") == []
 
 
-def test_calls_that_other_hosts_have_answered_leave_room_for_more(
-    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys
-) -> None:
-    worker = host(models.Gated, 1, claim_timeout=0.3, model_init_args=(gate,))
-    streamer = client()
-    # Given a host that was cut off for so long that others have computed what it had claimed
-    for round_ in range(1, 6):
-        fill(streamer, worker, gate)
-        ids = [
-            entry["message_id"] for entry in ask.xpending_range(keys.calls, "hosts", "-", "+", 9)
-        ]
-        assert len(ids) == 2
-        ask.xack(keys.calls, "hosts", *ids)
-        ask.xdel(keys.calls, *ids)
-        await_that(lambda: worker.stats().taken_away == 2 * round_)  # type: ignore[union-attr]  # noqa: B023
-        gate.let_through(2)
-        await_that(lambda: worker.stats().pool.batches_in_flight == 0)  # type: ignore[union-attr]
-        # Then it goes on with what comes next.
-        gate.let_through()
-        assert streamer.predict(["next"]) == [1]
-        await_that(lambda: worker.stats().held == 0)  # type: ignore[union-attr]
-
-
 # -- whole programs
 
 
-def test_a_fork_before_the_first_call_works_and_one_after_it_raises_at_once(
-    run_program: Run, host: Host
-) -> None:
+def test_a_fork_before_the_first_call_works(run_program: Run, host: Host) -> None:
+    """test_lifecycle.py has one after it."""
     host(models.echo)
     found = run_program("""
-        import asyncio, os, sys
-        from service_streamer import RedisStreamer, Future, StreamerForked
+        import os, sys
+        from service_streamer import RedisStreamer
 
         if __name__ == "__main__":
             streamer = RedisStreamer(sys.argv[1], sys.argv[2])
@@ -730,28 +630,11 @@ def test_a_fork_before_the_first_call_works_and_one_after_it_raises_at_once(
                         same = streamer.predict([number]) == [number]
                     sys.exit(0 if same else 3)
                 children.append(child)
-            streamer.wait_ready()
             ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-            print(ends, flush=True)
-            inherited = Future(streamer.backend)
-            child = os.fork()
-            if not child:
-                uses = [streamer.predict, streamer.submit, lambda batch: streamer.wait_ready(),
-                        lambda batch: asyncio.run(streamer.apredict(batch)),
-                        lambda batch: inherited.result(), lambda batch: inherited.exception()]
-                for use in uses:
-                    try:
-                        use([1])
-                    except StreamerForked as error:
-                        print("fork" in str(error), flush=True)
-                repr(streamer)
-                streamer.close()
-                sys.exit(0)  # with everything that runs at exit
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-            print(streamer.predict([1]))
+            print(ends, streamer.predict([1]))
             streamer.close()
     """)
-    assert found == (0, "[0, 0, 0]\n" + "True\n" * 6 + "0\n[1]\n", "")
+    assert found == (0, "[0, 0, 0] [1]\n", "")
 
 
 @pytest.mark.parametrize("ending", ["sys.exit(0)", *long_cases("", "streamer = None")])
@@ -766,14 +649,3 @@ def test_the_interpreter_ends_with_calls_on_their_way(run_program: Run, ending: 
             {ending}
     """)
     assert found == (0, "", "")  # and the fixture sees that it has left nothing in Redis
-
-
-def test_workers_of_a_host_have_no_connection_to_redis(host: Host, client: Client) -> None:
-    host(models.process_ids)
-    [pid] = client().predict([1])
-    assert pid in [process.pid for process in multiprocessing.active_children()]
-    targets = []
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # it has been closed just now
-            targets.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    assert not [target for target in targets if target.startswith("socket:")]

@@ -20,10 +20,10 @@ from walk import engine_walk, orders, public_walk
 #: For all kinds together. The clock only decides how many seeds are tried.
 SECONDS = float(os.environ.get("WALK_SECONDS", "10"))
 SEED = int(os.environ.get("WALK_SEED", "0"))
-#: As in CI. There interrupts come at every 9th place and not at every 27th, and orders are those of
+#: As in CI. There interrupts come at every 9th place and not at every 15th, and orders are those of
 #: six events and not of five.
 IS_LONG = SECONDS >= 60
-STEP = 9 if IS_LONG else 27
+STEP = 9 if IS_LONG else 15
 
 #: Which part of that each kind has. Threads are the fastest, and find the most.
 SHARES = {

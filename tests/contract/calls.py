@@ -216,14 +216,6 @@ class AsyncCalls:
         with pytest.raises(StreamerClosed):
             asyncio.run(streamer.apredict([1]))
 
-    def test_future_can_be_awaited(self, build: Build) -> None:
-        streamer = build(models.double)
-
-        async def main() -> list[int]:
-            return await asyncio.wrap_future(streamer.submit([1, 2]))
-
-        assert asyncio.run(main()) == [2, 4]
-
 
 class Lengths:
     def test_call_refuses_a_bad_priority_or_tenant(self, build: Build) -> None:

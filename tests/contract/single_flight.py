@@ -12,7 +12,7 @@ import pytest
 
 import models
 from conftest import AnyStreamer
-from service_streamer import Future, ManagedModel, PredictTimeout, StreamerClosed
+from service_streamer import Future, ManagedModel, StreamerClosed
 from service_streamer.testing import Gate
 
 Build = Callable[..., Any]
@@ -97,22 +97,6 @@ class SharedComputations(Counted):
             streamer.predict(["bad"])
         assert streamer.stats().cached == 0
 
-    def test_tasks_are_answered_when_the_first_is_cancelled(
-        self, counting: Build, gate: Gate
-    ) -> None:
-        streamer = counting(gate, deduplicate=True)
-
-        async def main() -> list[Any]:
-            tasks = [asyncio.ensure_future(streamer.apredict(["a"])) for _ in range(4)]
-            await asyncio.sleep(0)
-            tasks[0].cancel()
-            gate.let_through()
-            return await asyncio.gather(*tasks, return_exceptions=True)
-
-        first, *others = asyncio.run(main())
-        assert isinstance(first, asyncio.CancelledError)
-        assert others == [[["a", 1]]] * 3
-
     def test_many_threads_get_their_own_results(self, build: Build) -> None:
         streamer = build(models.double, deduplicate=True, cache_size=20)
         wrong: list[Any] = []
@@ -146,18 +130,6 @@ class CallsThatShare(Counted):
         assert results(futures) == [[["a", 1], ["a", 2]], [["a", 3]]]
         assert streamer.stats().deduplicated == 0
 
-    def test_call_is_answered_when_a_call_that_shares_an_item_fails(
-        self, counting: Build, gate: Gate
-    ) -> None:
-        streamer = counting(gate, deduplicate=True)
-        first = streamer.submit(["good", "bad"])
-        gate.await_arrival()
-        second = streamer.submit(["good"])
-        gate.let_through(9)
-        assert second.result() == [["good", 1]]
-        with pytest.raises(ValueError, match="bad item"):
-            first.result()
-
     def test_other_calls_are_answered_when_the_first_is_cancelled(
         self, counting: Build, gate: Gate
     ) -> None:
@@ -172,23 +144,6 @@ class CallsThatShare(Counted):
         assert results([blocker, second, third]) == [[["blocker", 1]], [["a", 1]], [["a", 1]]]
         with pytest.raises(CancelledError):
             first.result()
-
-    def test_other_calls_are_answered_when_the_first_times_out(
-        self, counting: Build, gate: Gate
-    ) -> None:
-        streamer = counting(gate, deduplicate=True)
-        blocker = streamer.submit(["blocker"])
-        gate.await_arrival()
-        first = streamer.submit(["a"], timeout=0.05)
-        second = streamer.submit(["a"])
-        third = streamer.submit(["a"], timeout=0.01)
-        with pytest.raises(PredictTimeout):
-            first.result()
-        with pytest.raises(PredictTimeout):
-            third.result()
-        gate.let_through(9)
-        assert second.result()[0][0] == "a"  # over Redis it is a call of its own
-        assert blocker.result() == [["blocker", 1]]
 
     def test_predict_does_not_wait_for_the_loop_that_it_blocks(self, build: Build) -> None:
         """The first call is made in this pass of the loop, and the second one shares it."""
@@ -235,15 +190,6 @@ class CallsThatShare(Counted):
         with pytest.raises(StreamerClosed):
             streamer.predict(["a"])
         gate.let_through(9)
-
-    def test_drain_answers_all_calls_that_share_an_item(self, counting: Build, gate: Gate) -> None:
-        streamer = counting(gate, deduplicate=True)
-        futures = [streamer.submit(["a"], timeout=1e6) for _ in range(3)]
-        gate.let_through(9)
-        streamer.close()
-        assert results(futures) == [[["a", 1]]] * 3
-        with pytest.raises(StreamerClosed):
-            streamer.predict(["a"])
 
     def test_options_of_sharing_are_checked(self, build: Build) -> None:
         for options, error, text in (

@@ -170,25 +170,6 @@ class FaultyThread(ManagedModel):
         commit(fault)
 
 
-class Recording(ManagedModel):
-    """Doubles numbers, and commits the first fault among them; writes each batch to a file first.
-
-    It loads only when the gate lets it: what is submitted before shares batches.
-    """
-
-    def init_model(self, path: Path, gate: Gate) -> None:
-        self.path = path
-        gate.go_through()
-
-    def predict(self, batch: list[Any]) -> list[int]:
-        with self.path.open("a") as file:
-            file.write(f"{batch}\n")
-        for item in batch:
-            if item in FAULTS:
-                commit(item)
-        return [2 * item for item in batch]
-
-
 def double_slowly(batch: list[int]) -> list[int]:
     """Doubles, in the time that a model takes."""
     time.sleep(0.01)
@@ -230,16 +211,6 @@ class Indiscreet(ManagedModel):
         if secrets:
             raise ValueError(f"no numbers: {secrets}")
         return [2 * item for item in batch]
-
-
-class LoadsAtGate(ManagedModel):
-    """Doubles numbers, and commits the faults among them."""
-
-    def init_model(self, gate: Gate) -> None:
-        gate.go_through()
-
-    def predict(self, batch: list[Any]) -> list[int]:
-        return [commit(item) if isinstance(item, str) else 2 * item for item in batch]
 
 
 class OutOfMemory(Exception):

@@ -66,16 +66,6 @@ def children(pid: int) -> set[int]:
     return pids
 
 
-def workers(pid: int) -> set[int]:
-    """Those of them that are spawned workers; a server of the tests is none."""
-    pids = set()
-    for child in children(pid):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            if b"multiprocessing.spawn" in Path(f"/proc/{child}/cmdline").read_bytes():
-                pids.add(child)
-    return pids
-
-
 def descendants(pid: int) -> set[int]:
     """The process ids of all that descend from a process and live."""
     direct = children(pid)

@@ -56,12 +56,6 @@ def fail_in_turn(starts: Path, errors: Sequence[Exception | int | None]) -> None
         raise error
 
 
-class Echo(models.Gated):
-    def predict(self, batch: list[Any]) -> list[Any]:
-        super().predict(batch)
-        return batch
-
-
 class LargeResults(models.Gated):
     def predict(self, batch: list[Any]) -> list[Any]:
         super().predict(batch)

@@ -14,27 +14,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from service_streamer import ManagedModel
 from service_streamer.testing import Gate
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
-
-T = TypeVar("T")
-
-
-def until(holds: Callable[[], T], seconds: float = 240) -> T:
-    """Block until something holds that nobody is told of, such as a key that expires in Redis."""
-    over = time.monotonic() + seconds
-    while not (value := holds()):
-        assert time.monotonic() < over, f"it did not come to hold within {seconds} s"
-        time.sleep(0.02)
-    return value
 
 
 # -- what the workers run
@@ -152,12 +140,6 @@ class Program:
         """Block until it has ended, which takes no longer than that; its exit status."""
         return self._process.wait(seconds)
 
-    def await_end(self) -> int:
-        """Block until it has ended, in order or not; its exit status."""
-        code = self._process.wait()
-        self.close()
-        return code
-
     def close(self) -> None:
         if not self.is_over:
             with contextlib.suppress(ProcessLookupError):
@@ -192,6 +174,9 @@ def stream_hosts(
     yield program
     for each in programs:
         each.close()
+    # Here and not above: workers import this file, too, and need none of it.
+    from serve_process import until
+
     until(lambda: not ask.keys(f"*{prefix}:host:*"))
     if left := ask.keys(f"*{prefix}*"):
         ask.delete(*left)
@@ -202,20 +187,7 @@ def stream_hosts(
 
 def host(options: dict[str, Any]) -> None:
     """A worker host, as in production but that it tells its stats."""
-    # Here and not above: workers import this file, too, and need none of it.
     from service_streamer import RedisWorker, run_redis_workers_forever
-    from service_streamer.batching.batcher import Batcher
-
-    if options.pop("breaks", False):  # as a bug in the engine would: with the first batch
-        batch_returned = Batcher.batch_returned
-        bugs = [RuntimeError("a bug")]
-
-        def breaks(batcher: Batcher, *args: Any) -> Any:
-            if bugs:
-                raise bugs.pop()
-            return batch_returned(batcher, *args)
-
-        Batcher.batch_returned = breaks
 
     made: list[RedisWorker] = []
     is_made = threading.Event()

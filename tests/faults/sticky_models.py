@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
-from service_streamer import InvalidInput, ManagedModel
+from service_streamer import ManagedModel
 from service_streamer.testing import Gate
 
 
@@ -70,8 +68,6 @@ def make_error(how: str) -> Exception:
     match how:
         case "assert":
             return AcceleratorError(ASSERT)
-        case "of older torch":
-            return RuntimeError(ASSERT)
         case "without a name":
             return RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
     return ValueError("no word about it")  # "silent"
@@ -80,32 +76,20 @@ def make_error(how: str) -> Exception:
 class OnGpu(ManagedModel):
     """Doubles, on a GPU; an item ``("fail", how)`` ends all use of it, as an index too large does.
 
-    Other strings are what its GPU could not mind: ``"quote"`` raises a text, ``"who"`` is answered
-    with the process id. Every batch is written to the diary first.
+    An item ``("wrapped", secret)`` does so, too, and raises an error that quotes it.
     """
 
-    def init_model(self, gate: Gate | None = None, diary: Path | None = None) -> None:
-        self.diary = diary
+    def init_model(self, gate: Gate | None = None) -> None:
         self.gpu = Gpu()
         sys.modules["torch"] = self.gpu.module()
         if gate is not None:
             gate.go_through()
 
     def predict(self, batch: list[Any]) -> list[Any]:
-        if self.diary is not None:
-            with self.diary.open("a") as file:
-                file.write(f"{batch}\n")
-        results: list[Any] = []
         for item in batch:
             match item:
                 case "fail", how:
                     self.gpu.error = make_error(how)
-                case "lazy", how:  # as of jax: it is computed when it is asked for
-                    self.gpu.error = make_error(how)
-                    results.append(Lazy(self.gpu))
-                    return results * len(batch)
-                case "quote", text:
-                    raise ValueError(f"no such word: {text}")
                 case "wrapped", secret:
                     self.gpu.error = make_error("assert")
                     try:
@@ -116,16 +100,7 @@ class OnGpu(ManagedModel):
             self.gpu.call()
         except ValueError as error:
             raise ValueError("as any other") from error
-        return [os.getpid() if item == "who" else 2 * item for item in batch]
-
-
-class Lazy:
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
-
-    def __reduce__(self) -> Any:
-        self.gpu.call()
-        return int, ()
+        return [2 * item for item in batch]
 
 
 class Spoiled(ManagedModel):
@@ -135,14 +110,10 @@ class Spoiled(ManagedModel):
         self.is_spoiled = False
 
     def predict(self, batch: list[Any]) -> list[Any]:
-        if "bad" in batch:
-            raise ValueError("bad")
-        if "invalid" in batch:
-            raise InvalidInput("no such thing")
         if self.is_spoiled:
             raise OSError("too many open files")
         self.is_spoiled = "spoil" in batch
-        return [os.getpid() if item == "who" else 2 * item for item in batch]
+        return [2 * item for item in batch]
 
 
 def in_thread(batch: list[Any]) -> list[Any]:

@@ -14,8 +14,8 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 import pytest
 from fault_models import double_slowly
 from fault_processes import children
-from redis_processes import until
 
+from serve_process import until
 from service_streamer import Future, PredictTimeout, Streamer
 
 THREADS = 64

@@ -176,11 +176,6 @@ def cells(
     )
 
 
-def test_the_matrix_is_whole() -> None:
-    assert {*MATRIX} == {*SERVING, "load the model", "idle"}
-    assert all(tuple(row) == FAULTS for row in MATRIX.values())
-
-
 def check(error: BaseException | None, expected: Fails) -> None:
     """The error is the one that is expected, with the cause that is expected."""
     assert type(error) is expected.error

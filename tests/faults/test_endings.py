@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import asyncio
-import multiprocessing
 import queue
 import threading
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from fault_processes import outcome
 
-import models
 import service_streamer.engine.at_exit as at_exit
 from service_streamer import ModelError, Streamer, StreamerClosed
 from service_streamer.workers.protocol import Failure, summary
@@ -206,16 +204,6 @@ def test_nor_do_those_that_wait_for_hosts_beyond_redis(
                 threading.Event().wait(0.001)
     """
     assert outcome(source, tmp_path) == (0, "", "")
-
-
-def test_who_joins_the_workers_meanwhile_is_not_disturbed() -> None:
-    """As multiprocessing does at the exit of the interpreter, maybe while the workers end."""
-    with Streamer(models.echo) as streamer:
-        streamer.wait_ready()
-        workers = multiprocessing.active_children()
-    assert workers
-    for worker in workers:
-        worker.join()
 
 
 # -- errors of megabytes

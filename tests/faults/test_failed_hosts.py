@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from test_redis_faults import Site, server, site  # noqa: F401  # fixtures
 
-from serve_process import ROOT, Serving
-from service_streamer import InternalError
+import models
+from service_streamer import InternalError, RedisStreamer, RedisWorker
+from service_streamer.batching.batcher import Batcher
+from web_application import WebApplication
 
-BUG = "which is a bug in it, and goes on"
+BUG = "which is a bug in it, and goes on: RuntimeError: a bug"
 
 
-def test_a_host_whose_engine_fails_goes_on(site: Site) -> None:  # noqa: F811
-    site.host(breaks=True)
-    streamer = site.streamer()
-    with pytest.raises(InternalError, match=f"{BUG}: RuntimeError: a bug"):
+@pytest.fixture(autouse=True)
+def bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the engine, with the first batch that comes back."""
+    batch_returned, bugs = Batcher.batch_returned, [RuntimeError("a bug")]
+
+    def breaks(batcher: Batcher, *args: Any) -> Any:
+        if bugs:
+            raise bugs.pop()
+        return batch_returned(batcher, *args)
+
+    monkeypatch.setattr(Batcher, "batch_returned", breaks)
+
+
+def test_host_goes_on_when_its_engine_fails(
+    host: Callable[..., RedisWorker], client: Callable[..., RedisStreamer]
+) -> None:
+    host(models.double)
+    streamer = client()
+    with pytest.raises(InternalError, match=BUG):
         streamer.predict([1])
     assert streamer.predict([2]) == [4]
 
 
-#: As a bug in the engine would, with the next batch that comes back once the file is there.
-BREAKS = """
-import os
-from service_streamer.batching.batcher import Batcher
-
-batch_returned = Batcher.batch_returned
-
-def breaks(self, report, now):
-    if os.path.exists({switch!r}):
-        os.remove({switch!r})
-        raise RuntimeError("a bug")
-    return batch_returned(self, report, now)
-
-Batcher.batch_returned = breaks
-"""
-
-
-def test_a_service_whose_engine_fails_goes_on(tmp_path: Path) -> None:
-    switch = tmp_path / "switch"
-    (tmp_path / "sitecustomize.py").write_text(BREAKS.format(switch=str(switch)))
-    path = f"{tmp_path}:{ROOT}:{ROOT / 'tests'}"
-    with Serving("models:double", PYTHONPATH=path) as service:
-        switch.touch()
-        failed = service.predict(2)
+def test_service_goes_on_when_its_engine_fails(caplog: pytest.LogCaptureFixture) -> None:
+    with WebApplication(models.double) as application:
+        failed = application.post("/predict", {"inputs": 2})
         assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
-        assert service.predict(2).status_code == 200
-        assert f"{BUG}: RuntimeError: a bug; 1 call failed" in service.log()
-        assert service.ready() == 200
+        assert application.post("/predict", {"inputs": 2}).status_code == 200
+        assert application.get("/health/ready").status_code == 200
+    assert f"{BUG}; 1 call failed" in caplog.text

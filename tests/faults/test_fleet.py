@@ -43,21 +43,6 @@ def standing(service: Serving) -> tuple[int, str]:
     return response.status_code, response.json()["detail"]
 
 
-@pytest.mark.long
-def test_readiness_is_red_while_every_batch_fails() -> None:
-    """The web processes counted hosts, and were ready all the time."""
-    with Serving(*OBEDIENT) as service:
-        assert service.answer(1) == 1  # both web processes are ready
-        for _ in range(12):
-            answer = service.predict("raise")
-            assert answer.status_code == 500, answer.text
-        until(lambda: "batches failed, and none was computed since" in standing(service)[1])
-        assert standing(service)[0] == 503
-        assert service.predict(1).status_code == 200
-        until(lambda: standing(service) == (200, "the model answers"))
-        assert service.terminate() == 0
-
-
 LATE = ("served_models:Late", "--web-workers", "2")
 
 
@@ -111,19 +96,6 @@ def test_readiness_is_red_until_a_dead_pool_is_replaced(runtime: Path, gate: Gat
         assert service.terminate() == 0
 
 
-def test_calls_that_a_dead_pool_held_are_answered(runtime: Path, gate: Gate) -> None:
-    env = folders(runtime) | {"TEST_GATE": str(gate.__getstate__())}
-    with Serving(*OBEDIENT, **env) as service, ThreadPoolExecutor(2) as threads:
-        until(lambda: len(re.findall(r"web process \d+ is ready", service.log())) == 2)
-        computing = threads.submit(service.predict, 1)
-        gate.await_arrival()
-        [pid] = service.pool()
-        os.kill(pid, signal.SIGKILL)
-        gate.let_through(4)  # the worker of the dead pool may take one
-        assert computing.result().json() == 1
-        assert service.terminate() == 0
-
-
 @pytest.mark.long
 def test_a_pool_that_hangs_makes_it_not_ready_and_no_web_process_hang(runtime: Path) -> None:
     with Serving(*OBEDIENT, **folders(runtime)) as service:
@@ -169,29 +141,6 @@ def test_a_stopped_web_process_holds_up_nobody(runtime: Path, tmp_path: Path) ->
             assert len({*re.findall(r'process="(\d)"', figures)}) == 1, "the other is left out"
         finally:
             os.kill(stopped, signal.SIGCONT)
-        assert service.terminate() == 0
-
-
-def test_streams_come_through_the_pool_and_a_client_that_leaves_frees_its_place(
-    runtime: Path, gate: Gate, tmp_path: Path
-) -> None:
-    env = folders(runtime) | {"TEST_GATE": str(gate.__getstate__())}
-    arguments = ("served_models:Counting", "--web-workers", "2", "--batch-size", "1")
-    record = tmp_path / "steps"
-    with Serving(*arguments, TEST_RECORD=str(record), **env) as service:
-        until(lambda: len(re.findall(r"web process \d+ is ready", service.log())) == 2)
-        body = {"inputs": {"n": 30_000}, "stream": True}
-        gate.let_through(2)
-        with service.client.stream("POST", "/predict", json=body) as response:
-            lines = response.iter_lines()
-            assert next(lines) == 'data: {"output":1}'
-        until(lambda: service.stats()["totals"]["disconnected"] == 1)
-        until(lambda: service.stats()["totals"]["cancelled"] == 1)  # the pool knows it, too
-        gate.let_through(40_000)
-        done = service.post("/predict", {"inputs": {"n": 2}, "stream": True})
-        assert done.text == 'data: {"output":1}\n\ndata: {"output":2}\n\ndata: [DONE]\n\n'
-        assert len(record.read_text().split()) < 30_000
-        until(lambda: service.stats()["streams"] == {"open": 0, "total": 2})
         assert service.terminate() == 0
 
 

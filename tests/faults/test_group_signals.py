@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from fault_processes import GONE, Watch, await_line, descendants, outcome, running
+from fault_processes import await_line, outcome, running
 from signal_models import HandlesSigterm, exit_codes_of_children
 
 import models
-from serve_process import Serving, until
-from service_streamer import RedisStreamer, Streamer
+from serve_process import until
+from service_streamer import Streamer
 from service_streamer.testing import Gate
 
 NUMBERS = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
@@ -97,74 +96,6 @@ def test_workers_are_replaced_after_a_signal_to_the_group_as_before(tmp_path: Pa
                 print(streamer.predict([None]) != before, flush=True)
     """
     assert outcome(source, tmp_path) == (0, "True\n", "")
-
-
-def test_workers_end_with_a_parent_that_dies_of_the_signal(tmp_path: Path) -> None:
-    source = """
-        import os
-        import models
-        from service_streamer import Streamer
-
-        if __name__ == "__main__":
-            os.setpgid(0, 0)
-            with Streamer(models.echo, worker_num=2) as streamer:
-                streamer.wait_ready()
-                print("ready", flush=True)
-                input()
-    """
-    with running(source, tmp_path) as program:
-        await_line(program, "ready")
-        with Watch(descendants(program.pid)) as family:
-            os.killpg(program.pid, signal.SIGTERM)
-            assert program.wait() == -signal.SIGTERM
-            assert family.alive_after(GONE) == []
-
-
-def obedient(folder: Path) -> dict[str, str]:
-    return {"TEST_GATE": str(folder / "gate"), "TEST_RECORD": str(folder / "record")}
-
-
-def test_a_service_drains_without_a_new_worker(gate: Gate, tmp_path: Path) -> None:
-    arguments = ("served_models:Obedient", "--workers", "2")
-    with Serving(*arguments, **obedient(tmp_path)) as service:
-        with ThreadPoolExecutor(1) as threads:
-            open_ = threads.submit(service.predict, 1)
-            gate.await_arrival()
-            os.killpg(service.process.pid, signal.SIGTERM)
-            until(lambda: service.ready() == 503)
-            gate.let_through()
-            assert open_.result().json() == 1
-        assert service.process.wait() == 0
-        assert "died" not in service.log()
-        assert "started again" not in service.log()
-        assert "is restarted" not in service.log()
-
-
-def test_a_worker_host_finishes_what_it_has_claimed(
-    redis_server: str, prefix: str, gate: Gate, tmp_path: Path
-) -> None:
-    arguments = ("served_models:Obedient", "--redis", redis_server, "--prefix", prefix)
-    with (
-        Serving(*arguments, role="worker", **obedient(tmp_path)) as host,
-        RedisStreamer(redis_server, prefix, worker_timeout=None) as streamer,
-    ):
-        future = streamer.submit([{"inputs": 1, "parameters": {}, "do": "predict"}])
-        gate.await_arrival()
-        os.killpg(host.process.pid, signal.SIGTERM)
-        gate.let_through()
-        assert host.process.wait() == 0
-        assert future.result() == [1]
-        assert "died" not in host.log()
-        assert "started again" not in host.log()
-
-
-def test_who_sends_a_worker_sigterm_does_not_end_it() -> None:
-    with Streamer(models.process_ids) as streamer:
-        [worker] = streamer.predict([None])
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            os.kill(worker, number)
-        assert streamer.predict([None]) == [worker]
-        assert streamer.stats().restarts == 0
 
 
 def test_a_handler_of_the_model_s_own_stays(tmp_path: Path) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import gc
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from fault_processes import GONE, Watch, await_line, descendants, outcome, running
-from redis_processes import until
+from fault_processes import GONE, Watch, await_line, descendants, running
 
 import models
 from cases import long_cases
-from service_streamer import Future, PredictTimeout, Streamer, ThreadedStreamer
+from serve_process import until
+from service_streamer import PredictTimeout, Streamer, ThreadedStreamer
 from service_streamer.testing import Gate
 
 AnyStreamer = Streamer | ThreadedStreamer
@@ -56,7 +55,8 @@ def test_no_child_outlives_a_parent_that_is_killed_under_load(method: str, tmp_p
 
 
 @pytest.mark.parametrize(
-    "how", ["hangs", "stopped", *long_cases("hangs, deaf", "hangs, being killed")]
+    "how",
+    ["hangs", "hangs, forgotten", "stopped", *long_cases("hangs, deaf", "hangs, being killed")],
 )
 def test_the_interpreter_ends_with_a_worker_that_hangs(how: str, tmp_path: Path) -> None:
     source = f"""
@@ -79,6 +79,8 @@ def test_the_interpreter_ends_with_a_worker_that_hangs(how: str, tmp_path: Path)
             )
             futures = [streamer.submit([i]) for i in range(20)]
             input()
+            if {how!r} == "hangs, forgotten":
+                streamer = None
     """
     with running(source, tmp_path) as program:
         await_line(program, "hangs")
@@ -86,35 +88,6 @@ def test_the_interpreter_ends_with_a_worker_that_hangs(how: str, tmp_path: Path)
             program.communicate("end\n")
             assert program.returncode == 0
             assert family.alive_after(GONE) == []
-
-
-def test_the_interpreter_ends_with_a_worker_that_backs_off(tmp_path: Path) -> None:
-    source = """
-        import logging, os, threading
-        from redis_processes import until
-        from service_streamer import Streamer
-
-        def die(batch):
-            os._exit(1)
-
-        class Countdown(logging.Handler):
-            left = 5
-
-            def emit(self, record):
-                self.left -= "it is started again" in record.getMessage()
-                if not self.left:  # now it waits for half a second or longer
-                    backs_off.set()
-
-        if __name__ == "__main__":
-            backs_off = threading.Event()
-            logging.getLogger("service_streamer").addHandler(Countdown())
-            streamer = Streamer(die, 64, mp_start_method="fork")
-            future = streamer.submit(range(64))
-            backs_off.wait()
-            stats = until(lambda: (now := streamer.stats()).workers["backing off"] and now)
-            print(stats.workers["backing off"], stats.pending, flush=True)
-    """
-    assert outcome(source, tmp_path) == (0, "1 64\n", "")
 
 
 # -- called by people who do not wait
@@ -128,27 +101,14 @@ class Payload:
 SWEPT_BEYOND = 32
 
 
-@contextlib.contextmanager
-def nothing_new() -> Iterator[None]:
-    """What is made within the block, for calls, is let go of within it."""
-    kinds = Future, Payload, PredictTimeout
-    before, calls_before = count(*kinds), calls()
-    yield
-    # Who waits is told first: the thread that tells lets go of it all a moment later.
-    until(lambda: count(*kinds) <= before)
-    until(lambda: calls() <= calls_before + SWEPT_BEYOND)
-
-
-def calls() -> int:
-    """How many calls there are, in any state."""
-    gc.collect()
-    return sum(type(each).__qualname__ == "Call" for each in gc.get_objects())
-
-
-def count(*kinds: type) -> int:
+def kept() -> Counter[str]:
+    """How many calls there are, in any state, and of what they hold."""
     gc.collect()
     # By type: isinstance() asks an object for its __class__, and torch has some that warn then.
-    return sum(issubclass(type(each), kinds) for each in gc.get_objects())
+    names = (type(each).__qualname__ for each in gc.get_objects())
+    return Counter(
+        name for name in names if name in ("Call", "Future", "Payload", "PredictTimeout")
+    )
 
 
 def test_hundreds_of_calls_that_end_too_late_leave_nothing(gate: Gate) -> None:
@@ -156,15 +116,17 @@ def test_hundreds_of_calls_that_end_too_late_leave_nothing(gate: Gate) -> None:
     with Streamer(models.Gated, 2_000, model_init_args=(gate,)) as streamer:
         first = streamer.submit([0])
         gate.await_arrival()
-        with nothing_new():
-            for _ in range(300):
-                with pytest.raises(PredictTimeout):
-                    streamer.predict([Payload()], timeout=0.0005)
-            futures = [streamer.submit([Payload()], timeout=0.05) for _ in range(300)]
-            concurrent.futures.wait(futures)
-            assert {type(future.exception()) for future in futures} == {PredictTimeout}
-            stats = streamer.stats()
-            assert (stats.pending, stats.expired) == (0, 600)
-            del futures
+        before = kept()
+        for _ in range(300):
+            with pytest.raises(PredictTimeout):
+                streamer.predict([Payload()], timeout=0.0005)
+        futures = [streamer.submit([Payload()], timeout=0.05) for _ in range(300)]
+        concurrent.futures.wait(futures)
+        assert {type(future.exception()) for future in futures} == {PredictTimeout}
+        stats = streamer.stats()
+        assert (stats.pending, stats.expired) == (0, 600)
+        del futures
+        # Who waits is told first: the thread that tells lets go of it all a moment later.
+        until(lambda: kept() - before <= Counter(Call=SWEPT_BEYOND))
         gate.let_through()
         first.result()

@@ -34,7 +34,6 @@ from service_streamer.pool.pool_protocol import (
     pack,
 )
 from service_streamer.testing import Gate
-from service_streamer.workers.protocol import Failure
 from stream_models import Countdown, Resumed
 
 Shared = Callable[..., Streamer]
@@ -92,17 +91,6 @@ def test_a_large_result_arrives_after_a_broken_connection(lasting: Shared, gate:
     cut(streamer)
     gate.let_through(2)
     assert future.result(60) == [bytes(5_000_000)]
-
-
-def test_large_items_and_results_survive_a_broken_connection(lasting: Shared, gate: Gate) -> None:
-    streamer = lasting(pool_models.Echo, 1, model_init_args=(gate,))
-    items = [bytearray([n]) * 200_000 for n in range(4)]
-    futures = [streamer.submit([item]) for item in items]
-    gate.await_arrival()
-    cut(streamer)
-    gate.let_through(20)
-    for item, future in zip(items, futures, strict=True):
-        assert future.result() == [item]
 
 
 def test_streams_go_on_after_a_broken_connection(lasting: Shared) -> None:
@@ -272,29 +260,6 @@ def test_all_clients_hear_when_the_workers_are_ready_or_replaced(
             gate.let_through(3)  # a restart may begin when another one has ended
             assert [each.result() for each in answers] == [None] * 3
     assert [each.predict([1]) for each in clients] == [[1]] * 3
-
-
-def test_too_little_time_is_told_with_the_seconds(shared: Shared) -> None:
-    told: list[str] = []
-
-    def ask(question: Callable[[float], None]) -> None:
-        with pytest.raises(WorkerStartTimeout) as caught:
-            question(500)
-        told.append(str(caught.value))
-
-    with fake_pool("a") as pool:
-        streamer = shared(models.double, 1, shared="a")
-        with pool.accepted() as peer:
-            for question in (streamer.wait_ready, streamer.restart_workers):
-                asking = threading.Thread(target=ask, args=[question])
-                asking.start()
-                peer.send((ANSWER, peer.receive()[1], Failure(WorkerStartTimeout("too early"))))
-                asking.join()
-            streamer.close()
-    assert told == [
-        "not every worker has loaded its model in 500.0 s",
-        "not every worker has been replaced in 500.0 s; the restart goes on",
-    ]
 
 
 # -- exceptions of this package's own: they end what they touch, no more

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 from fault_models import AwayOnce, Exclusive, GatedLater
-from redis_processes import until
 
 import models
 import service_streamer.engine.loop as loop
+from serve_process import until
 from service_streamer import (
-    ManagedModel,
     RedisStreamer,
     RedisWorker,
     Streamer,
@@ -38,60 +37,27 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RestartPolicy, "retry_delay", lambda *_: 0.05)
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
 def test_a_model_that_can_be_loaded_later_is(
-    kind: str, build: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     weights = tmp_path / "weights"
-    if kind == "process":
-        streamer = build(models.NeedsFile, model_init_args=(weights,))
-    else:
-        streamer = build(type("Here", (HereNeedsFile,), {"path": weights}))
-    for call in (streamer.wait_ready, lambda: streamer.predict([None])):
-        with pytest.raises(WorkerStartError, match="FileNotFoundError"):
-            call()
-    assert streamer.stats().state == "broken"
-    assert streamer.stats().workers["failed"] == 1
-    weights.touch()
-    until(lambda: streamer.stats().state == "running")
-    assert len(streamer.predict([None])) == 1
-    assert streamer.stats().workers["failed"] == 0
-    streamer.wait_ready()
+    with Streamer(models.NeedsFile, model_init_args=(weights,)) as streamer:
+        for call in (streamer.wait_ready, lambda: streamer.predict([None])):
+            with pytest.raises(WorkerStartError, match="FileNotFoundError"):
+                call()
+        assert streamer.stats().state == "broken"
+        assert streamer.stats().workers["failed"] == 1
+        weights.touch()
+        until(lambda: streamer.stats().state == "running")
+        assert len(streamer.predict([None])) == 1
+        assert streamer.stats().workers["failed"] == 0
+        streamer.wait_ready()
     assert caplog.text.count("Traceback") == 0
     assert "calls are accepted again" in caplog.text
     first, *others = [each.levelname for each in caplog.records if "tried again in" in each.message]
     assert first == "ERROR"
     assert set(others) <= {"WARNING"}
-    streamer.close()
-    models.await_worker_threads()
-
-
-class HereNeedsFile(ManagedModel):
-    path: Path
-
-    def init_model(self) -> None:
-        self.path.read_bytes()
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        return batch
-
-
-def test_a_model_that_was_served_is_never_given_up(weights: Path) -> None:
-    def cause() -> str:
-        with pytest.raises(StreamerBroken, match="no worker is left") as caught:
-            streamer.predict([None])
-        return str(caught.value.__cause__)
-
-    with Streamer(models.NeedsFile, model_init_args=(weights,), max_restarts=0) as streamer:
-        [pid] = streamer.predict([None])
-        weights.unlink()
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: streamer.stats().state == "broken")
-        until(lambda: "FileNotFoundError" in cause())
-        weights.touch()
-        until(lambda: streamer.stats().state == "running")
-        assert streamer.predict([None]) != [pid]
 
 
 def test_closing_does_not_wait_for_a_worker_that_is_tried_again(
@@ -227,19 +193,15 @@ def test_a_worker_host_that_nobody_waits_for_serves_again(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_worker_host_ends_while_it_waits_for_a_worker(
-    host_of: HostOf, streamer: RedisStreamer, weights: Path, fails: bool
+def test_a_worker_host_whose_loop_fails_while_it_waits_for_a_worker_ends_with_an_error(
+    host_of: HostOf, streamer: RedisStreamer, weights: Path
 ) -> None:
     with host_of(models.NeedsFile, weights) as (worker, ended):
         lose(streamer, weights)
         until(lambda: "service_streamer recovery" in [t.name for t in threading.enumerate()])
-        if fails:  # as when its loop has failed
-            assert worker._pool is not None
-            worker._pool.engine.close(drain=False, timeout=None)
-        else:
-            worker.stop()
-        assert isinstance(ended.exception(), StreamerBroken if fails else None.__class__)
+        assert worker._pool is not None
+        worker._pool.engine.close(drain=False, timeout=None)
+        assert isinstance(ended.exception(), StreamerBroken)
 
 
 def test_a_worker_host_that_is_stopped_just_when_it_begins_to_wait_has_not_failed(

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import redis
-from redis_processes import Program, recorded, until
+from redis_processes import Program, recorded
 
 from cases import long_cases
+from serve_process import until
 from service_streamer import BrokerUnavailable, Future, PredictTimeout, RedisStreamer, WorkerLost
 from service_streamer.redis.local import LocalRedis
 from service_streamer.testing import Gate

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import redis
-from redis_processes import Program, recorded, stream_hosts, until
+from redis_processes import Program, recorded, stream_hosts
 
 import models
 from conftest import rewrite_call
 from redis_peers import Keys
+from serve_process import until
 from service_streamer import (
     BrokerUnavailable,
     PredictTimeout,
@@ -97,7 +98,7 @@ def test_a_call_that_is_deleted_and_whose_host_dies_fails(
 
 
 def test_calls_that_are_handed_back_come_before_newer_ones(
-    host: Host, client: Client, gate: Gate, tmp_path: Path
+    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys, tmp_path: Path
 ) -> None:
     options = {"model_init_args": (gate, tmp_path / "diary"), "claim_timeout": 60}
     leaving = host(models.Diary, 1, **options)
@@ -106,7 +107,10 @@ def test_calls_that_are_handed_back_come_before_newer_ones(
     gate.await_arrival()
     until(lambda: leaving.stats().held == 2)  # type: ignore[union-attr]
     futures += [streamer.submit([number]) for number in range(2, 6)]
+    until(lambda: ask.xlen(keys.calls) == 6)
+    entries = ask.xrange(keys.calls)
     leaving.close(drain=False)
+    assert ask.xrange(keys.calls) == entries, "they keep their ids, and what travels in them"
     assert leaving.stats().handed_back == 2  # type: ignore[union-attr]
     gate.let_through(100)
     host(models.Diary, 1, **options)
@@ -249,22 +253,6 @@ def test_connections_that_are_cut_again_and_again_lose_and_repeat_nothing() -> N
                 until(functools.partial(is_next, thread, least))
         assert cuts > 1
         assert got == {n: [*range(1, n + 1)] for n in wanted}
-
-
-def test_a_stream_goes_on_after_a_restart_of_redis(gate: Gate) -> None:
-    with (
-        LocalRedis(append_only=True) as server,
-        RedisWorker(Countdown, 1, redis_broker=server.url, model_init_args=(gate,)),
-        RedisStreamer(server.url, worker_timeout=None) as streamer,
-    ):
-        stream = streamer.stream(300)
-        gate.let_through(10)
-        assert [next(stream) for _ in range(10)] == [*range(1, 11)]
-        server.kill()
-        gate.let_through(100)  # nothing of it can be written for now
-        server.start()
-        gate.let_through(190)
-        assert [*stream] == [*range(11, 301)]
 
 
 def test_outputs_wait_while_redis_hangs() -> None:

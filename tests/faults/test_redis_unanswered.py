@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import redis
 from fault_models import fail_as_a_streamer_of_its_own
-from redis_processes import until
 
 import models
 from cases import long_cases
 from redis_peers import Keys, Traffic, client_name
+from serve_process import until
 from service_streamer import (
     BadMessage,
     BrokerUnavailable,

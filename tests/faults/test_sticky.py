@@ -6,7 +6,6 @@ import ctypes
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,42 +16,6 @@ from service_streamer.testing import Gate
 from service_streamer.workers.runner import DeviceFailed
 from worker_loop import loaded, served
 
-ENDED = (
-    r"^worker \d+ \(pid \d+\) ended itself, since its GPU failed with an error after which every "
-    r"call to it fails in the same process: CUDA error: device-side assert$"
-)
-
-
-HOW = {
-    "assert": ": CUDA error: device-side assert$",
-    "of older torch": ": RuntimeError: CUDA error: device-side assert triggered$",
-    "without a name": ": RuntimeError: CUDNN_STATUS_EXECUTION_FAILED$",
-}
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_items_of_the_same_batch_are_computed_once_more(
-    how: str, gate: Gate, tmp_path: Path
-) -> None:
-    diary = tmp_path / "diary"
-    with Streamer(
-        OnGpu, 8, worker_timeout=None, model_init_args=(gate, diary), max_latency=10
-    ) as streamer:
-        before = [streamer.submit([i]) for i in range(4)]
-        culprit = streamer.submit([("fail", how)])
-        after = [streamer.submit([i, i]) for i in range(1)]
-        gate.let_through(100)
-        with pytest.raises(WorkerLost, match=HOW[how]):
-            culprit.result()
-        assert [future.result() for future in before] == [[0], [2], [4], [6]]
-        assert [future.result() for future in after] == [[0, 0]]
-        assert streamer.stats().restarts == 2
-    batches = diary.read_text().splitlines()
-    assert batches[0] == f"[0, 1, 2, 3, ('fail', '{how}'), 0, 0]"
-    assert sorted(batches[1:]) == sorted(
-        ["[0]", "[1]", "[2]", "[3]", f"[('fail', '{how}')]", "[0, 0]"]
-    )
-
 
 def test_a_fault_without_a_word_is_found_by_the_third_failure() -> None:
     with Streamer(OnGpu, 1, worker_timeout=None) as streamer:
@@ -61,24 +24,6 @@ def test_a_fault_without_a_word_is_found_by_the_third_failure() -> None:
                 streamer.predict([("fail", "silent")])
         assert streamer.submit([4]).result() == [8]
         assert streamer.stats().restarts == 1
-
-
-def test_a_fault_that_comes_with_the_results_is_found_as_well() -> None:
-    with Streamer(OnGpu, 4, worker_timeout=None, worker_num=2) as streamer:
-        with pytest.raises(WorkerLost, match="ended itself"):
-            streamer.predict([("lazy", "assert")])
-        assert streamer.predict([1, 2]) == [2, 4]
-        assert streamer.stats().restarts == 2
-
-
-def test_no_input_ends_a_worker_by_its_words() -> None:
-    with Streamer(OnGpu, 4, worker_timeout=None) as streamer:
-        before = streamer.predict(["who"])
-        for text in (ASSERT, "an illegal memory access was encountered", "CUDA_ERROR_ASSERT") * 3:
-            with pytest.raises(ValueError, match="no such word"):
-                streamer.predict([("quote", text)])
-        assert streamer.predict(["who"]) == before
-        assert streamer.stats().restarts == 0
 
 
 @pytest.mark.usefixtures("eight_gpus")

@@ -1,24 +1,24 @@
 """Exceptions in the middle of the package's code, as a handler of a signal raises them.
 
-``interrupted_at`` raises at an exact place, the same in every run. ``interrupts`` are those of a
-real timer, which come anywhere.
+``interrupted_at`` raises at an exact place, the same in every run, and ``interrupted_everywhere``
+at one place after the other.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dis
-import random
-import signal
 import sys
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
 import service_streamer
 
-_FOLDER = service_streamer.__path__[0]
+#: The code that is interrupted: of the package, and what it uses of the standard library's.
+_CODE = (service_streamer.__path__[0], concurrent.futures.__path__[0], threading.__file__)
 
 
 class Interrupted(BaseException):
@@ -32,12 +32,12 @@ _LOOKS_AFTER = ("CALL", "PRECALL", "RESUME", "JUMP_BACKWARD")
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet(raised: type[BaseException] = Interrupted) -> Iterator[None]:
     """Without a word about those that come in a finalizer, where Python drops exceptions."""
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        if unraisable.exc_type is not Interrupted:
+        if unraisable.exc_type is not raised:
             before(unraisable)
 
     sys.unraisablehook = hook
@@ -74,70 +74,50 @@ def _places_of(code: CodeType) -> frozenset[int]:
 
 
 @contextlib.contextmanager
-def interrupted_at(place: int) -> Iterator[None]:
-    """Raise ``Interrupted`` at the ``place``-th point, from 0, where a signal may be handled.
+def interrupted_at(
+    place: int, raised: type[BaseException] = Interrupted
+) -> Iterator[threading.Event]:
+    """Raise it at the ``place``-th point, from 0, where a signal may be handled: then it is set.
 
-    Only code of the package is interrupted, and only in this thread.
+    Only code of the package and of its futures and locks is interrupted, and only in this thread.
     """
-    left = place
+    left, has_come = place, threading.Event()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.startswith(_FOLDER):
+        if not frame.f_code.co_filename.startswith(_CODE):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and frame.f_lasti in _places_of(frame.f_code):
             left -= 1
             if left < 0 and not _is_in_finalizer(frame):
                 sys.settrace(None)
-                raise Interrupted
+                has_come.set()
+                raise raised
         return trace
 
     before = sys.gettrace()
-    with _quiet():
+    with _quiet(raised):
         sys.settrace(trace)
         try:
-            yield
+            yield has_come
         finally:
             sys.settrace(before)
 
 
-@contextlib.contextmanager
-def interrupts(rng: random.Random, most: float) -> Iterator[None]:
-    """Raise ``Interrupted`` once, within ``most`` seconds, unless the block ends before that.
+def interrupted_everywhere(
+    call: Callable[[], object], raised: type[BaseException] = Interrupted, *, step: int = 1
+) -> Iterator[int]:
+    """Call it again and again, interrupted at each place in turn; after each call it yields that.
 
-    For the main thread. The alarm of the tests, which uses the same signal, is set again as soon as
-    the exception is raised: what hangs after it is found.
+    Args:
+        step: how far apart the places are.
     """
-    is_armed = True
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal is_armed
-        if is_armed and _is_in_finalizer(frame):
-            signal.setitimer(signal.ITIMER_REAL, 1e-5)  # soon after it
-        elif is_armed:
-            is_armed = False
-            set_back()
-            raise Interrupted
-
-    def set_back() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if remaining:
-            spent = time.monotonic() - began
-            signal.setitimer(signal.ITIMER_REAL, max(0.001, remaining - spent), interval)
-
-    hook = sys.unraisablehook
-    began = time.monotonic()
-    remaining, interval = signal.getitimer(signal.ITIMER_REAL)
-    handler = signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, most))
-    try:
-        try:
-            with _quiet():
-                yield
-        finally:
-            is_armed = False  # a late one does nothing
-    finally:
-        sys.unraisablehook = hook  # if it came while that was set
-        set_back()
+    place, was_interrupted = 0, True
+    while was_interrupted:
+        with contextlib.suppress(raised), interrupted_at(place, raised) as has_come:
+            call()
+        was_interrupted = has_come.is_set()
+        yield place
+        place += step
+    assert place > 20, "the trace function did not see what was called"

@@ -38,8 +38,9 @@ from service_streamer import (
     WorkerLost,
 )
 
-from .interrupts import Interrupted, interrupts
+from .interrupts import Interrupted, interrupted_at
 from .models import STEPS, Steps, length, model
+from .world import Fault
 
 Action = tuple[Any, ...]
 
@@ -50,10 +51,6 @@ PATIENCE = 120.0
 
 #: Who accepts a call elsewhere learns of a refusal later, from the future.
 _IS_FAR = frozenset({"shared", "redis"})
-
-
-class Fault(AssertionError):
-    """What must hold does not."""
 
 
 # -- what to do
@@ -124,7 +121,7 @@ _NUMBERS: dict[str, Callable[[random.Random], tuple[Any, ...]]] = {
     "overload": lambda rng: (rng.choice([20, 60]), rng.choice([0.005, 0.05])),
     "cancel": lambda rng: (rng.choice([1, 10]),),
     "collect": lambda rng: (),
-    "interrupts": lambda rng: (rng.choice([5, 30]), rng.choice([3e-4, 2e-3])),
+    "interrupts": lambda rng: (rng.choice([5, 30]),),
     "fork": lambda rng: (),
     "wait": lambda rng: (),
     "kill": lambda rng: (),
@@ -361,14 +358,14 @@ class _Walk:
     def _collect(self) -> None:
         gc.collect()
 
-    def _interrupts(self, times: int, seconds: float) -> None:
+    def _interrupts(self, times: int) -> None:
+        """A signal handler raises somewhere in a few calls."""
         for _ in range(times):
-            try:
-                with interrupts(self.rng, seconds):
-                    for _ in range(60):
-                        self._begin(self._items(1, "ok"), None)
-            except Interrupted:
-                self.interrupted += 1
+            place = self.rng.randrange(600)
+            with contextlib.suppress(Interrupted), interrupted_at(place) as has_come:
+                for _ in range(4):
+                    self._begin(self._items(1, "ok"), None)
+            self.interrupted += has_come.is_set()
             self._wait()
 
     def _fork(self) -> None:
