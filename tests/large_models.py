@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from models import Gated, NothingToLoad
 from service_streamer import ManagedModel
 from service_streamer.testing import Gate
 
@@ -76,10 +77,7 @@ class GivesTheSame(ManagedModel):
         return [self.array for _ in batch]
 
 
-class GatedEcho(ManagedModel):
-    def init_model(self, gate: Gate) -> None:
-        self.gate = gate
-
+class GatedEcho(Gated):
     def predict(self, batch: list[Any]) -> list[Any]:
         self.gate.go_through()
         return batch
@@ -117,11 +115,8 @@ class TellsOfStack(ManagedModel):
         return [(type(batch).__name__, tuple(batch.shape), is_copy, total) for total in sums]
 
 
-class StackIsAMethod(ManagedModel):
+class StackIsAMethod(NothingToLoad):
     """A model of before, which has something else of that name."""
-
-    def init_model(self) -> None:
-        pass
 
     def stack(self, batch: list[Any]) -> Any:  # type: ignore[override]
         return np.stack(batch)
@@ -142,11 +137,8 @@ def tensors(batch: list[Any]) -> Any:
     ]
 
 
-class Pinning(ManagedModel):
+class Pinning(NothingToLoad):
     pin_memory = True
-
-    def init_model(self) -> None:
-        pass
 
     def predict(self, batch: list[Any]) -> list[Any]:
         return [float(item.sum()) for item in batch]

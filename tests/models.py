@@ -126,6 +126,20 @@ def misbehave(batch: list[Any]) -> Any:
     return batch
 
 
+class NothingToLoad(ManagedModel):
+    """The base of models whose ``init_model`` has nothing to do."""
+
+    def init_model(self) -> None:
+        """There is nothing to load."""
+
+
+class Echoing(ManagedModel):
+    """The base of models that return their items; itself it has no ``init_model``."""
+
+    def predict(self, batch: list[Any]) -> list[Any]:
+        return batch
+
+
 class Doubler:
     """A model object, of which a bound method is passed."""
 
@@ -149,7 +163,7 @@ class Multiplier(ManagedModel):
         ]
 
 
-class Describes(ManagedModel):
+class Describes(Echoing):
     """Says of itself what it is given; raises it if it is an exception."""
 
     def init_model(self, said: Any) -> None:
@@ -160,15 +174,9 @@ class Describes(ManagedModel):
             raise self.said
         return self.said
 
-    def predict(self, batch: list[Any]) -> list[Any]:
-        return batch
 
-
-class WhereAndWho(ManagedModel):
+class WhereAndWho(NothingToLoad):
     """Tells its device and its process."""
-
-    def init_model(self) -> None:
-        """Nothing to load."""
 
     def predict(self, batch: list[Any]) -> list[Any]:
         return [(self.gpu_id, os.getpid()) for _ in batch]
@@ -199,21 +207,13 @@ class WithThread(ManagedModel):
         return batch
 
 
-class Incomplete(ManagedModel):
-    def predict(self, batch: list[Any]) -> list[Any]:
-        return batch
-
-
-class BrokenInit(ManagedModel):
+class BrokenInit(Echoing):
     def init_model(self, how: str = "raise") -> None:
         if how == "exit":
             sys.exit(9)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise FileNotFoundError("no weights at /nowhere")
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        return batch
 
 
 class Gated(ManagedModel):
@@ -248,24 +248,9 @@ def await_worker_threads() -> None:
             thread.join()
 
 
-class GatedInit(ManagedModel):
+class GatedInit(Echoing):
     def init_model(self, gate: Gate) -> None:
         gate.go_through()
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        return batch
-
-
-class Importer(ManagedModel):
-    """Tells what was in the environment when a module of the user's was imported."""
-
-    def init_model(self) -> None:
-        import records_environment  # type: ignore[import-not-found]
-
-        self.seen: dict[str, str] = records_environment.SEEN
-
-    def predict(self, batch: list[str]) -> list[str | None]:
-        return [self.seen.get(name) for name in batch]
 
 
 class Remembering(ManagedModel):
@@ -330,14 +315,8 @@ class Fitting(ManagedModel):
         return [(item, self.runs, len(batch)) for item in batch]
 
 
-class NamesNoErrors(ManagedModel):
+class NamesNoErrors(NothingToLoad, Echoing):
     out_of_memory_errors = ["MemoryError"]  # type: ignore[assignment]  # noqa: RUF012
-
-    def init_model(self) -> None:
-        pass
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        return batch
 
 
 def shapes(batch: list[Any]) -> list[Any]:

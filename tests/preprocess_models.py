@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from models import Echoing, NothingToLoad
 from service_streamer import InvalidInput, InvalidItems, ManagedModel
 
 
@@ -70,13 +71,10 @@ class Forgetful(ManagedModel):
         return batch
 
 
-class Images(ManagedModel):
+class Images(NothingToLoad):
     """Gets rows of one array, and returns its sums; large parts use shared memory."""
 
     stack = True
-
-    def init_model(self) -> None:
-        pass
 
     def preprocess(self, items: Any) -> Any:
         return {"pixels": items.astype(np.float32) * 2, "scale": 2}
@@ -118,12 +116,8 @@ class LosesFile(Where):
         super().init_preprocess(base)
 
 
-class OnlyPredict(ManagedModel):
-    def init_model(self) -> None:
-        pass
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        return batch
+class OnlyPredict(NothingToLoad, Echoing):
+    """Has no stages."""
 
 
 class SmallMemory(Where):
@@ -135,10 +129,8 @@ class SmallMemory(Where):
         return super().forward(batch)
 
 
-class NamesInvalid(ManagedModel):
+class NamesInvalid(NothingToLoad):
     """Ten times each number; those below 0 are invalid."""
-
-    def init_model(self) -> None: ...
 
     def preprocess(self, items: list[int]) -> list[int]:
         errors: dict[int, Exception] = {

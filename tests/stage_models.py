@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+from models import NothingToLoad
 from service_streamer import ManagedModel
 from service_streamer.testing import Gate
 
@@ -88,10 +89,7 @@ class SlowStages(Staged):
         return super().stage(stage, items)
 
 
-class ForwardOnly(ManagedModel):
-    def init_model(self) -> None:
-        pass
-
+class ForwardOnly(NothingToLoad):
     def forward(self, batch: list[int]) -> list[int]:
         return [3 * item for item in batch]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from service_streamer import ManagedModel
+from models import Echoing, NothingToLoad
 
 
 def twice(batch: list[Any]) -> list[Any]:
@@ -17,62 +17,44 @@ def echo(batch: list[Any]) -> list[Any]:
     return list(batch)
 
 
-class Rows(ManagedModel):
+class Rows(NothingToLoad):
     """Tells of each item whether it is a row of one array, and its sum."""
 
     inputs = (("x", "FP32", (-1, 3, -1)),)
     outputs = (("rows", "INT32", (-1,)), ("sum", "FP32", (-1,)))
     stack = True
 
-    def init_model(self) -> None:
-        pass
-
     def predict(self, batch: Any) -> list[Any]:
         return [{"rows": len(batch), "sum": row.sum()} for row in batch]
 
 
-class Added(ManagedModel):
+class Added(NothingToLoad):
     """Adds two inputs."""
 
     inputs = (("a", "INT64", (-1, 2)), ("b", "INT64", (-1, 2)))
     outputs = (("sum", "INT64", (-1, 2)), ("names", "BYTES", (-1,)))
 
-    def init_model(self) -> None:
-        pass
-
     def predict(self, batch: list[Any]) -> list[Any]:
         return [{"sum": item["a"] + item["b"], "names": f"{item['a']}"} for item in batch]
 
 
-class Lying(ManagedModel):
+class Lying(NothingToLoad):
     """Returns something else than it declares."""
 
     outputs = (("y", "FP32", (-1, 2)),)
-
-    def init_model(self) -> None:
-        pass
 
     def predict(self, batch: list[Any]) -> list[Any]:
         return [np.zeros(3, np.float32) for _ in batch]
 
 
-class Undeclarable(ManagedModel):
+class Undeclarable(NothingToLoad, Echoing):
     """Declares what is no tensor."""
 
     inputs = (("x", "float32", (-1,)),)
 
-    def init_model(self) -> None:
-        pass
 
-    def predict(self, batch: list[Any]) -> list[Any]:
-        return batch
-
-
-class Counting(ManagedModel):
+class Counting(NothingToLoad):
     """A model of steps: counts to the item."""
-
-    def init_model(self) -> None:
-        pass
 
     def start(self, items: list[Any]) -> list[list[int]]:
         return [[0, int(item)] for item in items]
@@ -85,13 +67,10 @@ class Counting(ManagedModel):
         return found
 
 
-class Viewed(ManagedModel):
+class Viewed(NothingToLoad):
     """Tells of each item whether its batch is a view of memory that was there."""
 
     stack = True
-
-    def init_model(self) -> None:
-        pass
 
     def predict(self, batch: Any) -> list[bool]:
         return [not batch.flags.owndata] * len(batch)

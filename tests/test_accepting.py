@@ -157,32 +157,22 @@ async def test_ending_process_accepts_no_more(listener: socket.socket) -> None:
             assert accepted(server) == [1]
 
 
-class Refusing(socket.socket):
-    """Refuses an option once, as a socket of macOS does whose client is gone."""
-
-    is_asked = False
-
-    def setsockopt(self, *arguments: Any) -> None:
-        if not self.is_asked:
-            self.is_asked = True
-            raise OSError(errno.EINVAL, "Invalid argument")
-        super().setsockopt(*arguments)
-
-
-class Listener(socket.socket):
-    """Accepts such sockets."""
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        connection, address = super().accept()
-        return Refusing(fileno=connection.detach()), address
-
-    def dup(self) -> socket.socket:
-        return Listener(fileno=super().dup().detach())
-
-
 @in_still_time
-async def test_option_that_a_connection_refuses_is_no_failure(listener: socket.socket) -> None:
-    with Listener(fileno=listener.dup().detach()) as refusing, ExitStack() as stack:
-        async with accepting(refusing, [-1]) as (server, _):
+async def test_option_that_a_connection_refuses_is_no_failure(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a socket of macOS does whose client is gone."""
+    setsockopt, refused = socket.socket.setsockopt, list[Any]()
+
+    def refuse_first(connection: socket.socket, *arguments: Any) -> None:
+        if not refused:
+            refused.append(arguments)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        setsockopt(connection, *arguments)
+
+    async with accepting(listener, [-1]) as (server, _):
+        monkeypatch.setattr(socket.socket, "setsockopt", refuse_first)
+        with ExitStack() as stack:
             connect(listener, 1, stack)
             await await_that(lambda: accepted(server) == [1])
+    assert refused

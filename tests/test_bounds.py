@@ -10,14 +10,17 @@ import os
 import re
 import socket
 import ssl
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
 
+from command_line import launched
 from http_in_process import StubClient, StubStreamer, in_still_time, pass_time, serving, settled
-from serve_process import Serving, until
+from serve_process import Serving, environment, until
+from service_streamer.serve.opening import service_options
 from test_tls import Files
 
 pytestmark = [pytest.mark.no_gevent, pytest.mark.xdist_group("bounds")]
@@ -30,17 +33,6 @@ FEW_FILES = (
     sys.executable, "-m", "service_streamer", "serve",
 )  # fmt: skip
 MOST = 128
-
-#: Starts a service on a machine with 4 MB of memory.
-LITTLE_MEMORY = (
-    sys.executable, "-c",
-    "import os\n"
-    "real = os.sysconf\n"
-    "os.sysconf = lambda name: 1024 if name == 'SC_PHYS_PAGES' else real(name)\n"
-    "from service_streamer.serve.cli.main import main\n"
-    "main()",
-    "serve",
-)  # fmt: skip
 
 HEAD = b"POST /predict HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
 
@@ -224,12 +216,39 @@ async def test_bodies_of_all_requests_together_have_a_bound(
         assert (await answer(sent(body)))[0] == 200
 
 
-def test_bound_of_all_bodies_comes_from_the_memory() -> None:
-    body = b"a" * 400_000
-    arguments = (KINDS, "--port", "0", "--max-body", "500000")
-    with Serving(*arguments, program=LITTLE_MEMORY) as service, contextlib.ExitStack() as held:
-        for _ in range(2):
-            slow = held.enter_context(connect(service))
-            slow.sendall(HEAD + b"content-length: 490000\r\n\r\n" + body)
-        until(lambda: service.predict("a" * 400_000).status_code == 503)
-        assert service.predict("small").status_code == 200
+def test_bound_of_all_bodies_comes_from_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: 1024 if name == "SC_PHYS_PAGES" else read(name))
+    [named] = launched(monkeypatch, "serve", KINDS, "--max-body", "500000").models
+    assert service_options(named).max_bodies == 1024 * read("SC_PAGE_SIZE") // 4
+
+
+# -- memory of bodies that are gone
+
+PROGRAM = """
+import resource, sys
+from service_streamer.serve.heap import keep_freed_memory
+if sys.argv[1] == "keeps":
+    keep_freed_memory()
+def bodies():
+    return [bytes(600_000 + 4096 * number) for number in range(8)]
+bodies()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(100):
+    bodies()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str) -> int:
+    """Pages that the system gave to a program that made 800 large bodies."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True,
+        env=environment(),
+    )  # fmt: skip
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
+def test_large_bodies_do_not_get_new_pages() -> None:
+    assert faults("keeps") < 0.1 * faults("gives back")

@@ -41,28 +41,25 @@ def run(
     )
 
 
+#: The arguments of Python; with "python -c" they are the program.
+ARGUMENTS = {
+    "python <": [], "an archive": ["archive.pyz"], "python -m package": ["-m", "package"],
+    "python -m package.module": ["-m", "package.module"], "a script": ["script.py"],
+    "a profiler": ["-m", "cProfile", "-o", os.devnull, "script.py"],
+}  # fmt: skip
+
+
 def arguments_for(way: str, folder: Path, program: str) -> tuple[list[str], str | None]:
     """How to have Python run the program: the arguments, and what comes from standard input."""
     package = folder / "package"
     package.mkdir()
     for name in ("__init__.py", "module.py", "__main__.py"):
         (package / name).write_text("" if name == "__init__.py" else program)
+    zipapp.create_archive(package, folder / "archive.pyz")
     (folder / "script.py").write_text(program)
-    match way:
-        case "python -c":
-            return ["-c", program], None
-        case "python <":
-            return [], program
-        case "an archive":
-            zipapp.create_archive(package, folder / "archive.pyz")
-            return ["archive.pyz"], None
-        case "python -m package":
-            return ["-m", "package"], None
-        case "python -m package.module":
-            return ["-m", "package.module"], None
-        case "a profiler":
-            return ["-m", "cProfile", "-o", os.devnull, "script.py"], None
-    return ["script.py"], None
+    if way == "python -c":
+        return ["-c", program], None
+    return ARGUMENTS[way], program if way == "python <" else None
 
 
 #: In these no worker can import the main module.

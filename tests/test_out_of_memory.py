@@ -158,15 +158,6 @@ def test_a_batch_is_halved_until_it_fits(
     assert device.sizes(size) == [run for run in expected if run > 0]
 
 
-def test_a_probe_is_a_quarter_more_after_enough_full_runs() -> None:
-    device = settled(32, asked=64)
-    full, probe = device.until_probe(64, 50)
-    assert full + 2 >= FIRST_INTERVAL
-    assert (probe.size, probe.fitted, device.limit) == (40, True, 40)
-    full, probe = device.until_probe(64, 50)
-    assert (full, probe.size, probe.fitted) == (FIRST_INTERVAL, 50, True)
-
-
 def test_probes_that_run_out_cost_one_run_and_become_rare() -> None:
     device = settled(32, asked=64)
     device.until_probe(64, 32)
@@ -745,18 +736,3 @@ def test_the_tensors_of_a_run_are_gone_before_the_cache_is_emptied(
 
     Batches(batch).serve(loaded(Holds, 1))
     assert alive == [False]
-
-
-# -- with real workers
-
-Build = Callable[..., Any]
-
-
-def test_callers_are_not_failed_by_an_item_that_is_too_large(build: Build) -> None:
-    streamer = build(models.Fitting, batch_size=8)
-    calls = [streamer.submit([item]) for item in (1, "huge", 3)]
-    with pytest.raises(DeviceFullError, match="no room for 1"):
-        calls[1].result()
-    for call, item in ((calls[0], 1), (calls[2], 3)):
-        ((result, _, _),) = call.result()
-        assert result == item

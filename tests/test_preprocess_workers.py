@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 import preprocess_models
+from models import NothingToLoad
 from serve_process import until
-from service_streamer import ManagedModel, ModelError, Streamer, WorkerLost, WorkerStartError
+from service_streamer import ModelError, Streamer, WorkerLost, WorkerStartError
 from service_streamer.options.table import WorkerOptions
 from service_streamer.pipelines import CustomModel
 from service_streamer.workers.model_spec import ModelSpec
@@ -295,10 +296,7 @@ def test_a_model_without_stages_is_refused_or_its_worker_if_it_is_named() -> Non
 # -- joining
 
 
-class Staged(ManagedModel):
-    def init_model(self) -> None:
-        pass
-
+class Staged(NothingToLoad):
     def forward(self, batch: Any) -> Any:
         return batch
 

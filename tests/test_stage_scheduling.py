@@ -100,36 +100,26 @@ class Pipeline:
 
 
 @pytest.mark.parametrize(
-    ("callers", "share"),
+    ("callers", "share", "options"),
     # Two batches, and not three, fill the middle stage. Up to one batch of callers they are best
     # all together, and wait for the other stages. What lies between sends batches that are not
     # full: with full ones alone it would be 0.65 for 96 callers.
-    [(32, 0.37), (64, 0.6), (96, 0.85), (112, 0.92), (128, 0.99), (256, 0.99)],
+    [
+        *((32, 0.37, {}), (64, 0.6, {}), (96, 0.85, {}), (112, 0.92, {})),
+        *((128, 0.99, {}), (256, 0.99, {}), (256, 0.98, {"workers": 2})),
+        (128, 0.9, {"slowest_return": 0.009}),  # callers that take their time to come back
+    ],
 )
-def test_the_slowest_stage_is_kept_busy(callers: int, share: float) -> None:
-    pipeline = Pipeline()
+def test_the_slowest_stage_is_kept_busy(
+    callers: int, share: float, options: dict[str, Any]
+) -> None:
+    pipeline = Pipeline(**options)
     assert pipeline.callers(callers) >= share * pipeline.best
-
-
-def test_callers_that_take_their_time_to_come_back_do_not_break_batches_up() -> None:
-    pipeline = Pipeline(slowest_return=0.009)
-    assert pipeline.callers(128) >= 0.9 * pipeline.best
-
-
-def test_three_stages_that_take_as_long_have_four_batches() -> None:
-    pipeline = Pipeline(0.02, 0.02, 0.0, 0.02)
-    assert pipeline.callers(256) >= 0.99 * pipeline.best
-    assert pipeline.batcher.room == 4
 
 
 def test_a_worker_with_enough_batches_waits_until_all_of_them_are_answered() -> None:
     """Callers of one batch stay together: two half batches would take turns at 800 a second."""
     assert Pipeline(0.02, 0.02, 0.0, 0.02).callers(BATCH_SIZE) >= 1000
-
-
-def test_two_workers_are_kept_busy() -> None:
-    pipeline = Pipeline(workers=2)
-    assert pipeline.callers(256) >= 0.98 * pipeline.best
 
 
 @pytest.mark.parametrize(("rate", "latency"), [(200, 0.012), (2000, 0.0145), (5000, 0.0205)])

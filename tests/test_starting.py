@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from multiprocessing import spawn
 from pathlib import Path
 
 import pytest
+from fault_processes import outcome
 
 import models
 from cases import long_cases
 from service_streamer import Streamer, WorkerStartError
 
-TESTS = Path(__file__).parent
 PYTHON = sys.executable
-
-
-def environment(folder: Path) -> dict[str, str]:
-    places = [str(folder), str(TESTS), str(TESTS.parent), *filter(None, sys.path)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_text(textwrap.dedent(text))
-    return path
-
-
-def output_of(folder: Path, text: str) -> tuple[str, str]:
-    """What a program prints on either stream. Waits until every descendant of it has ended."""
-    program = write(folder / "program.py", text)
-    done = subprocess.run(
-        [PYTHON, str(program)], env=environment(folder), capture_output=True, text=True
-    )
-    return done.stdout, done.stderr
-
 
 # -- the interpreter
 
@@ -79,33 +57,19 @@ def test_a_fork_server_is_started_with_python_when_another_program_embeds_it(
             with Streamer(models.double, mp_start_method="forkserver") as streamer:
                 print(streamer.predict([1], timeout=None))
         """
-    assert output_of(tmp_path, program) == ("[2]\n", "")
+    assert outcome(program, tmp_path) == (0, "[2]\n", "")
 
 
-def wrapper(path: Path) -> Path:
-    """A program that starts Python, and leaves a file beside it that says so."""
-    path.write_text(f'#!/bin/sh\ntouch "$0.used"\nexec {PYTHON} "$@"\n')
-    path.chmod(0o755)
-    return path
-
-
-def test_an_executable_that_the_application_has_set_is_left_alone(
-    as_if_embedded: Path, tmp_path: Path
-) -> None:
-    ours = wrapper(tmp_path / "ours")
-    spawn.set_executable(str(ours))
-    with Streamer(models.double, worker_timeout=None) as streamer:
-        assert streamer.predict([1]) == [2]
-    assert Path(f"{ours}.used").exists()
-
-
-@pytest.mark.parametrize("name", ["python3.11d", "pypy3.10"])
-def test_an_interpreter_is_known_by_its_name(
+@pytest.mark.parametrize("name", ["set by the application", "python3.11d", "pypy3.10"])
+def test_workers_are_started_with_the_executable_that_is_set_or_is_named_as_an_interpreter(
     as_if_embedded: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    python = wrapper(tmp_path / name)
-    monkeypatch.setattr(sys, "executable", str(python))
+    python = tmp_path / name
+    python.write_text(f'#!/bin/sh\ntouch "$0.used"\nexec {PYTHON} "$@"\n')
+    python.chmod(0o755)
     spawn.set_executable(str(python))
+    if name != "set by the application":
+        monkeypatch.setattr(sys, "executable", str(python))
     with Streamer(models.double, worker_timeout=None) as streamer:
         assert streamer.predict([1]) == [2]
     assert Path(f"{python}.used").exists()
@@ -151,7 +115,7 @@ def test_a_pool_of_multiprocessings(tmp_path: Path, method: str, end: str) -> No
             pool.{end}()
             pool.join()
         """
-    assert output_of(tmp_path, program) == ("[[2], [4]]\n", "")
+    assert outcome(program, tmp_path) == (0, "[[2], [4]]\n", "")
 
 
 def test_the_workers_of_a_daemonic_process_end_when_that_is_killed(tmp_path: Path) -> None:
@@ -174,18 +138,20 @@ def test_the_workers_of_a_daemonic_process_end_when_that_is_killed(tmp_path: Pat
             process.join()
             print(process.exitcode)
         """
-    assert output_of(tmp_path, program) == (f"[2]\n{-signal.SIGKILL}\n", "")
+    assert outcome(program, tmp_path) == (0, f"[2]\n{-signal.SIGKILL}\n", "")
 
 
 def test_a_frozen_program_without_freeze_support_starts_no_workers_without_end(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    frozen, program = tmp_path / "frozen", tmp_path / "program.py"
+    frozen.write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
+    frozen.chmod(0o755)
     # What PyInstaller's own start does with what multiprocessing starts, and nothing more.
-    program = write(
-        tmp_path / "program.py",
-        """
+    text = f"""
         import os, sys
         sys.frozen = True
+        sys.executable = {str(frozen)!r}
         import multiprocessing, multiprocessing.spawn
         if sys.argv[1:2] and sys.argv[-2] == "-c":
             exec(sys.argv[-1])
@@ -200,20 +166,10 @@ def test_a_frozen_program_without_freeze_support_starts_no_workers_without_end(
             os.environ["DEPTH"] = str(depth + 1)
             with Streamer(models.double, worker_timeout=None) as streamer:
                 print(streamer.predict([1]))
-        """,
-    )
-    frozen = write(tmp_path / "frozen", f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
-    frozen.chmod(0o755)
-    text = program.read_text().replace(
-        "sys.frozen = True", f"sys.frozen = True\nsys.executable = {str(frozen)!r}", 1
-    )
-    program.write_text(text)
-    variables = environment(tmp_path)
-    run = subprocess.run([str(frozen)], env=variables, capture_output=True, text=True)
-    assert "call multiprocessing.freeze_support()" in run.stderr.splitlines()[-1]
-    variables["SUPPORTED"] = "yes"
-    run = subprocess.run([str(frozen)], env=variables, capture_output=True, text=True)
-    assert (run.stdout, run.stderr) == ("[2]\n", "")
+        """
+    assert "call multiprocessing.freeze_support()" in outcome(text, tmp_path)[2].splitlines()[-1]
+    monkeypatch.setenv("SUPPORTED", "yes")
+    assert outcome(text, tmp_path) == (0, "[2]\n", "")
 
 
 @pytest.mark.parametrize("kind", ["ThreadedStreamer", "Streamer"])
@@ -238,4 +194,4 @@ def test_a_fork_without_hooks_of_python_is_noticed(kind: str, tmp_path: Path) ->
                     os._exit(1)
                 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), streamer.predict([3]))
         """
-    assert output_of(tmp_path, program) == ("7 [6]\n", "")
+    assert outcome(program, tmp_path) == (0, "7 [6]\n", "")

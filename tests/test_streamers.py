@@ -57,19 +57,6 @@ def test_a_future_goes_on_after_a_timeout(gate: Gate) -> None:
 # -- futures
 
 
-def test_threads_whose_calls_one_batch_answers_are_all_woken(gate: Gate) -> None:
-    with ThreadedStreamer(models.gated(gate), batch_size=64, worker_timeout=None) as streamer:
-        streamer.submit([0])
-        gate.await_arrival()
-        with concurrent.futures.ThreadPoolExecutor(41) as threads:
-            waiting = [threads.submit(streamer.predict, [n]) for n in range(40)]
-            leaves = threads.submit(streamer.predict, [0], timeout=0.01)
-            assert isinstance(leaves.exception(), PredictTimeout)
-            await_that(lambda: streamer.stats().pending == 40)
-            gate.let_through(2)
-            assert [each.result() for each in waiting] == [[40]] * 40
-
-
 def test_future_sets_what_a_standard_one_sets() -> None:
     standard = vars(concurrent.futures.Future())
     ours = Future(None)  # type: ignore[arg-type]
@@ -233,7 +220,7 @@ def test_threaded_streamer_refuses_an_option_for_worker_processes(option: str) -
     ("model", "error", "word"),
     [
         pytest.param(dict, TypeError, "ManagedModel", id="a class"),
-        pytest.param(models.Incomplete, TypeError, "init_model", id="no init_model"),
+        pytest.param(models.Echoing, TypeError, "init_model", id="no init_model"),
         pytest.param(models.Multiplier(), TypeError, "Multiplier", id="an instance"),
         pytest.param(5, TypeError, "5", id="a number"),
         pytest.param("models", ValueError, "'models'", id="no colon"),

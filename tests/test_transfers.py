@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cuda_stub import Gpu, Tensor
+from models import NothingToLoad
 from service_streamer import ManagedModel, OnHost, to_device, to_host, to_pinned
 from service_streamer.workers.runner import DeviceFailed
 from service_streamer.workers.transport import BatchReport
@@ -30,11 +31,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Gpu:
 # -- how long a stage takes
 
 
-class Works(ManagedModel):
+class Works(NothingToLoad):
     """Items are what is done in ``forward``; or a pair of that and of what is done before."""
-
-    def init_model(self) -> None:
-        pass
 
     def preprocess(self, items: list[Any]) -> list[Any]:
         for item in items:

@@ -8,7 +8,6 @@ import os
 import resource
 import selectors
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from service_streamer import (
     ThreadedStreamer,
     WorkerLost,
     WorkerStartError,
-    WorkerStartTimeout,
 )
 from service_streamer.testing import Gate
 
@@ -105,17 +103,6 @@ def test_a_thread_that_cannot_load_its_model_fails_every_call_with_its_error(
 def test_the_constructor_raises_that_error_with_wait_for_worker_ready() -> None:
     with pytest.raises(WorkerStartError, match="no weights at /nowhere"):
         Streamer(models.BrokenInit, wait_for_worker_ready=True)
-
-
-def test_wait_ready_ends_with_its_time(gate: Gate) -> None:
-    with Streamer(models.GatedInit, model_init_args=(gate,)) as streamer:
-        gate.await_arrival()
-        with pytest.raises(WorkerStartTimeout):
-            streamer.wait_ready(0.001)
-        future = streamer.submit([1])
-        gate.let_through()
-        streamer.wait_ready()
-        assert future.result() == [1]
 
 
 # -- dying
@@ -209,18 +196,15 @@ def test_a_thread_that_is_ended_by_its_model_is_started_again() -> None:
 # -- placement
 
 
-@pytest.fixture
-def recording_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "records_environment.py").write_text("import os\nSEEN = dict(os.environ)\n")
+@pytest.mark.usefixtures("eight_gpus")
+def test_the_environment_is_there_before_any_user_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "records_environment.py").write_text(
+        "import os\nSEEN = dict(os.environ)\ndef seen(names): return [SEEN[each] for each in names]"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    return
-
-
-@pytest.mark.usefixtures("recording_module", "eight_gpus")
-def test_the_environment_is_there_before_any_user_module() -> None:
-    with Streamer(models.Importer, cuda_devices=(3,), cpu_threads=7) as streamer:
+    with Streamer("records_environment:seen", cuda_devices=(3,), cpu_threads=7) as streamer:
         names = ["CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NUMEXPR_NUM_THREADS"]
         assert streamer.predict(names) == ["3", "7", "7"]
 

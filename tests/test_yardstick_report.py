@@ -1,4 +1,4 @@
-"""What is made of a record: tables, the page, losses, and bars."""
+"""What is asked of real models, and what is made of a record: tables, the page, losses, bars."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from yardstick.comparing import headline, losses, losses_table
 from yardstick.environments import ROOT
 from yardstick.figures import by_round
 from yardstick.plan import QUICK, Scale, Section, Settings, System
+from yardstick.processes import RunFailed
 from yardstick.record import Failure, Record, Result, Row
+from yardstick.sections import models, original_tables, pipelines, stages
 from yardstick.systems import SYSTEMS
 from yardstick.tables import section
 
@@ -63,31 +65,6 @@ def test_a_table_has_medians_with_their_spread_and_what_failed() -> None:
     assert "quick run" in headline(record)
 
 
-def test_a_worker_that_is_never_replaced_is_not_a_dash() -> None:
-    figures = {"sent": 10, "answered": 4, "failed": 0, "lost": 6, "recovery": None, "worst": 1.5}
-    other = {**figures, "recovery": 0.25}
-    record = record_of(result("killed", "serve", **other), result("killed", "mosec", **figures))
-    rows = rows_of(section(record, "killed"))
-    assert rows["mosec"] == ["10", "4", "0", "6", "not back", "1.50"]
-
-
-def test_shares_are_made_of_the_rates_of_one_round_unless_they_were_measured() -> None:
-    there: dict[str, Any] = {"section": "infilling", "callers": 64}
-    by_hand = rates("by-hand", 100, 50, 200, **there)
-    record = record_of(*by_hand, *rates("streamer", 90, 50, 120, **there))
-    assert by_round(record, "infilling", "streamer", "by-hand", {}) == {1: 0.9, 2: 1.0, 3: 0.6}
-    assert "<br><sub>0.600 to 1.000</sub>" in section(record, "infilling")
-    rows = [
-        dataclasses.replace(row, figures={"by-hand": share, "by-hand_turns": turns})
-        for row, share, turns in zip(
-            rates("streamer", 0, 0, **there), (0.95, 0.97), ([0.91, 0.99], [0.97]), strict=True
-        )
-    ]
-    measured = record_of(*by_hand, *rows)
-    assert by_round(measured, "infilling", "streamer", "by-hand", {}) == {1: 0.95, 2: 0.97}
-    assert "0.960<br><sub>0.910 to 0.990</sub>" in section(measured, "infilling"), "of turns"
-
-
 def test_the_pages_are_what_the_record_gives() -> None:
     record = Record.load(report.PAGE.with_name("record.json"))
     drawn = {name: words for name, (_, words, _) in plots.PLOTS.items()}
@@ -96,74 +73,27 @@ def test_the_pages_are_what_the_record_gives() -> None:
         assert report.filled(text, record, drawn) == text, page
 
 
-def served(**figures: Any) -> Result:
-    return result("killed", "serve", **figures)
-
-
-def peer(**figures: Any) -> Result:
-    return result("killed", "mosec", **figures)
-
-
 @pytest.mark.parametrize(
-    ("results", "expected"),
+    ("key", "ours", "theirs", "lost"),
     [
-        pytest.param(
-            [result("http", "serve", rate=100.0, p99=0.010),
-             result("http", "mosec", rate=150.0, p99=0.004)],
-            [("p99", "mosec", "serve", 2.5), ("rate", "mosec", "serve", 1.5)],
-            id="less latency and a higher rate",
-        ),
-        pytest.param([*rates("streamer", 100), *rates("original-streamer", 50)], [], id="a win"),
-        pytest.param([*rates("streamer", 100), *rates("original-streamer", 102.9)], [], id="noise"),
-        pytest.param(
-            [*rates("streamer", 100), *rates("original-streamer", 103.1)],
-            [("rate", "original-streamer", "streamer", 1.031)],
-            id="more than noise",
-        ),
-        pytest.param(
-            [*rates("streamer", 100, 50, 100), *rates("original-streamer", 110, 55, 110)],
-            [("rate", "original-streamer", "streamer", 1.1)],
-            id="a round on a slower machine",
-        ),
-        pytest.param(
-            [*rates("threaded", 100), *rates("streamer", 300), *rates("batched", 200),
-             *rates("original-threaded", 200)],
-            [("rate", "original-threaded", "threaded", 2.0)],
-            id="the best of the modes that are like it",
-        ),
-        pytest.param(
-            [served(lost=3, failed=0), peer(lost=0, failed=0)],
-            [("lost", "mosec", "serve", math.inf)],
-            id="nothing is lost there",
-        ),
-        pytest.param(
-            [served(recovery=None, sent=9), peer(recovery=0.5, sent=9)],
-            [("recovery", "mosec", "serve", math.inf)],
-            id="never back here",
-        ),
-        pytest.param(
-            [result("overload-http", "serve", rejection_p99=None, goodput=1.0),
-             result("overload-http", "mosec", rejection_p99=0.5, goodput=1.0)],
-            [],
-            id="nothing to refuse",
-        ),
-        pytest.param([*rates("streamer", 100), *rates("by-hand", 500)], [], id="no peer"),
+        ("killed", {"lost": 3, "failed": 0}, {"lost": 0, "failed": 0}, ["lost"]),
+        ("killed", {"recovery": None, "sent": 9}, {"recovery": 0.5, "sent": 9}, ["recovery"]),
+        ("overload-http", {"rejection_p99": None, "goodput": 1.0},
+         {"rejection_p99": 0.5, "goodput": 1.0}, []),
     ],
+    ids=["nothing is lost there", "never back here", "nothing to refuse"],
 )  # fmt: skip
-def test_losses_are_where_a_peer_is_better(
-    results: list[Result], expected: list[tuple[str, str, str, float]]
+def test_a_loss_is_without_bound_when_a_peer_has_what_is_missing_here(
+    key: str, ours: dict[str, Any], theirs: dict[str, Any], lost: list[str]
 ) -> None:
-    record = record_of(*results)
-    found = losses(record)
-    assert [(each.figure, each.peer, each.mode) for each in found] == [
-        each[:3] for each in expected
+    """The pages have losses of all other kinds."""
+    record = record_of(result(key, "serve", **ours), result(key, "mosec", **theirs))
+    assert [(each.figure, each.times) for each in losses(record)] == [
+        (figure, math.inf) for figure in lost
     ]
-    assert [each.times for each in found] == pytest.approx([each[3] for each in expected])
     table = losses_table(record)
-    assert ("Nowhere" in table) == (not expected)
-    for each in expected:
-        times = "-" if math.isinf(each[3]) else f"{each[3]:.2f}"
-        assert f"| {times} |\n" in table
+    assert ("Nowhere" in table) == (not lost)
+    assert ("| - |\n" in table) == bool(lost)
 
 
 def test_a_loss_that_nobody_has_explained_and_a_failure_here_are_told() -> None:
@@ -172,12 +102,6 @@ def test_a_loss_that_nobody_has_explained_and_a_failure_here_are_told() -> None:
     table = losses_table(record)
     assert "not explained yet." in table
     assert "futures: **Streamer failed**: no room" in table
-
-
-def test_what_was_overloaded_before_says_nothing_of_a_kill() -> None:
-    record = record_of(served(failed=1, lost=2, before=0.99), peer(failed=1, lost=2, before=0.3))
-    assert by_round(record, "killed", "serve", "gone", {}) == {1: 3}
-    assert by_round(record, "killed", "mosec", "gone", {}) == {}
 
 
 def test_each_round_goes_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,3 +162,41 @@ def test_a_later_run_replaces_its_sections_and_is_named_at_them() -> None:
     assert "quick run" in futures
     assert "abc1234" in echo
     assert "quick run" not in echo
+
+
+# -- real models
+
+SECTIONS = {
+    each.key: each
+    for module in (models, original_tables, stages, pipelines)
+    for each in module.SECTIONS
+}
+
+
+def told(**more: float) -> dict[str, float]:
+    return {"requests": 40, "seconds": 4.0, "not_2xx": 0, "sockets": 0, "timeouts": 0, **more}
+
+
+def test_latency_is_that_of_littles_law() -> None:
+    found = original_tables.figures(told(), 128)
+    assert found == {"rate": 10.0, "latency": 12.8, "errors": 0}
+
+
+def test_what_is_not_answered_with_2xx_is_an_error_and_no_answer() -> None:
+    found = original_tables.figures(told(not_2xx=10, sockets=2, timeouts=1), 15)
+    assert found == {"rate": 7.5, "latency": 2.0, "errors": 13}
+
+
+@pytest.mark.parametrize("requests", [0, 3])
+def test_without_an_answer_it_has_failed(requests: int) -> None:
+    with pytest.raises(RunFailed, match="no answer at 128 connections"):
+        original_tables.figures(told(requests=requests, not_2xx=requests), 128)
+
+
+def test_a_window_without_an_answer_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(*_: Any, **__: Any) -> Iterator[Row]:
+        yield Row({"bytes": 1}, {"rate": 0.0, "p50": None})
+
+    monkeypatch.setattr(models, "rows", rows)
+    with pytest.raises(RunFailed, match=r"nothing was answered in time at \{'bytes': 1\}"):
+        list(SECTIONS["arrays"].measure(SYSTEMS["streamer"], {}, QUICK))

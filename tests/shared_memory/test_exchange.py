@@ -1,4 +1,4 @@
-"""What each side tells the other, the web process's end and the worker's."""
+"""What each side tells the other, and memory that is passed on to a process which runs already."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 import mmap
 import os
 import pickle
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,73 +16,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ends import MB, PAGE, SIZE, Link, decode, filled, is_shared, read_only, used
+from ends import MB, SIZE, Link, decode, filled, is_shared, read_only
 
+from service_streamer.workers.memory.passing import (
+    MemorySender,
+    MemorySocket,
+    Windows,
+    memory_sockets,
+)
 from service_streamer.workers.payload_channel import Memories, SharedMemory, in_worker, kept
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
-
-# -- accounts
-
-
-@pytest.mark.parametrize("releases", [[[0]] * 3, [[0, 0], [0]], [[0], [0, 0]]])
-def test_a_block_is_lent_until_it_was_given_back_as_often(releases: list[list[int]]) -> None:
-    link = Link(rows=4)
-    writer = link.writers[0]
-    rows = [link.encode(filled(n)) for n in range(4)]
-    block = rows[0].wire[1]
-    for batch in ([rows[0], rows[1], b"", None], [rows[2], rows[0]], [rows[3]]):
-        writer.sent(batch)  # in one message: told once
-    rows.clear()
-    batch.clear()
-    link.close_rows()
-    writer.released([])
-    for release in releases:
-        assert used(link.arena) > 0
-        writer.released([block for _ in release])
-    assert used(link.arena) == 0
-
-
-def test_a_reader_tells_of_a_block_as_often_as_it_was_told() -> None:
-    link = Link(private=False, rows=4)
-    rows = [link.encode(filled(n)) for n in range(4)]
-    block = rows[0].wire[1]
-    first = link.send(*rows[:2])
-    second = link.send(*rows[2:], rows[0])
-    [reader] = link.readers
-    assert reader.sent([]) == []
-    del first[0]
-    assert reader.sent([]) == []
-    del first[0]
-    assert reader.sent([]) == [block]
-    del second[0], second[1]
-    link.send(rows[1])
-    assert reader.sent([]) == [block]
-    link.send(rows[1])
-    second.clear()
-    assert reader.sent([]) == [block, block]
-    assert reader.sent([]) == []
-
-
-def test_memory_is_unused_while_nothing_is_large() -> None:
-    link = Link()
-    assert link.share(1, "a", filled(1, 10))[:2] == [1, "a"]
-    assert not link.arena.is_used
-    assert not link.readers[0].window.is_used
-    assert link.readers[0].sent([None, b"x"]) == []
-    link.share(filled(1))
-    assert link.arena.is_used
-    assert link.readers[0].window.is_used
-
-
-def test_failed_results_and_small_ones_are_no_news_and_two_rows_are_one_look() -> None:
-    link = Link(private=False, rows=4)
-    rows = [link.encode(filled(n)) for n in range(2)]
-    received = link.receive(None, pickle.dumps(3), *rows)
-    assert received[:2] == [None, pickle.dumps(3)]
-    assert [decode(each)[0] for each in received[2:]] == [0, 1]
-    received.clear()
-    assert len(link.readers[0].sent([])) == 1
 
 
 # -- results for several
@@ -190,48 +135,18 @@ def test_a_quarter_of_what_there_is_may_be_shared(
     assert SharedMemory(None).size == (machine // 4 if limit is None else limit) // 2
 
 
-def test_too_little_memory_is_none_and_a_little_does_no_harm(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for limit in (0, 1, 2 * PAGE - 1):
-        memory = SharedMemory(limit)
-        assert memory.arena is None
-        assert memory.for_worker(1) is None
-        assert not is_shared(memory.encoder.encode(filled(1)))
-        memory.expect_rows(4)
-        memory.close()
-    assert caplog.records == []
-    encoder, exchange = in_worker(None)
-    assert exchange is None
-    assert not is_shared(encoder.encode(filled(1)))
-    for limit in (2 * PAGE, 2 * PAGE + 1, 10 * PAGE):
-        memory = SharedMemory(limit)
-        ends = memory.for_worker(4)
-        assert ends is not None
-        assert ends[0].responses.size >= PAGE
-        assert decode(memory.encoder.encode(filled(1)))[0] == 1
-
-
-@pytest.mark.parametrize("lacks", ["memory files", "room to map them"])
-def test_payloads_go_through_pipes_where_there_is_no_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
+def test_payloads_go_through_pipes_where_there_is_no_room_to_map_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     memories = Memories(Link().arena.memory, Link().arena.memory)
 
     def unmapped(*_: Any) -> mmap.mmap:
         raise OSError(12, "Cannot allocate memory")
 
-    if lacks == "memory files":
-        monkeypatch.delattr(os, "memfd_create")
-    else:
-        monkeypatch.setattr(mmap, "mmap", unmapped)
-    memory = SharedMemory(4 * MB)
-    assert memory.for_worker(1) is None
-    assert decode(memory.encoder.encode(filled(1)))[0] == 1
+    monkeypatch.setattr(mmap, "mmap", unmapped)
+    assert SharedMemory(4 * MB).for_worker(1) is None
     [record] = caplog.records
     assert "no shared memory" in record.getMessage()
-    if lacks == "memory files":
-        return
     encoder, exchange = in_worker(memories)
     assert exchange is not None
     assert not is_shared(encoder.encode(filled(1)))
@@ -266,3 +181,112 @@ def test_memory_may_be_closed_while_another_thread_writes() -> None:
             begun.wait()
             memory.close()
             done.result()
+
+
+# -- memory that is passed on
+
+
+def passing(*, private: bool = False) -> tuple[MemorySender, Windows]:
+    sender, receiver = memory_sockets()
+    return sender, Windows(receiver, private=private)
+
+
+def mapped() -> int:
+    """How many memories of ours this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("service_streamer")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def new_memory() -> Any:
+    return Link(MB).arena.memory
+
+
+def test_a_payload_is_read_in_memory_that_came_later() -> None:
+    sender, windows = passing(private=True)
+    reader = Link().readers[0]
+    reader.more = windows
+    links = [Link(MB) for _ in range(2)]
+    payloads = [link.encode(filled(n)) for n, link in enumerate(links)]
+    for link in links:
+        assert sender.send(link.arena.memory)
+        assert sender.send(link.arena.memory)  # nothing is sent again
+    load = reader.loader()
+    numbers = [link.arena.memory.number for link in links]
+    wires = [(*each.wire, number) for each, number in zip(payloads, numbers, strict=True)]
+    items = [load(wire) for wire in wires]
+    for n, item in enumerate(items):
+        assert (item == n).all()
+        item += 1  # which no other reader sees
+    assert reader.sent([]) == []
+    del item, items[0], load
+    assert reader.sent([]) == [(numbers[0], wires[0][1])]
+    items.clear()
+    assert reader.sent([]) == [(numbers[1], wires[1][1])]
+    [again] = links[1].send(payloads[1])
+    assert (again == 1).all()
+
+
+def test_forgotten_memory_is_unmapped_and_closed() -> None:
+    sender, windows = passing()
+    before = mapped(), descriptors()
+    memories = [new_memory() for _ in range(3)]
+    for memory in memories:
+        assert sender.send(memory)
+    assert windows.take_in()
+    assert mapped() == before[0] + 3
+    for memory in memories:
+        sender.forget(memory.number)
+        sender.forget(memory.number)  # once is enough
+    assert windows.take_in()
+    del memory, memories
+    gc.collect()
+    assert (mapped(), descriptors()) == before
+
+
+def test_a_reader_that_takes_nothing_gets_no_more_and_blocks_nobody() -> None:
+    sender, windows = passing()
+    memory = new_memory()
+    rounds = 0
+    while sender.send(memory):  # until the socket is full
+        sender.forget(memory.number)
+        rounds += 1
+    assert rounds > 1
+    assert windows.take_in()
+    assert sender.send(memory)
+    assert windows.window(memory.number, 0)
+
+
+def test_a_reader_has_so_many_memories_at_most() -> None:
+    sender, windows = passing()
+    memories = [new_memory() for _ in range(129)]
+    sent = []
+    for memory in memories:
+        sent.append(sender.send(memory))
+        assert windows.take_in()
+    assert sent == [True] * 128 + [False]
+    sender.forget(memories[0].number)
+    assert sender.send(memories[128])
+    assert {each.number for each in sender.passed()} == {each.number for each in memories[1:]}
+
+
+def test_a_block_that_could_not_be_read_is_reported() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    windows = Windows(MemorySocket(theirs), private=False)
+    # As the kernel delivers it to a process that may not open more files: without a descriptor.
+    ours.send((7).to_bytes(8, "little", signed=True))
+    with pytest.raises(OSError, match="too many files open"):
+        windows.window(7, 4096)
+    assert windows.ended() == [(7, 4096)]
+    assert windows.ended() == []
+    ours.close()
+
+
+def test_the_end_of_the_sender_is_seen() -> None:
+    sender, windows = passing()
+    assert windows.take_in()
+    sender.close()
+    assert not sender.send(new_memory())
+    assert not windows.take_in()

@@ -325,25 +325,6 @@ def test_rows_in_shared_memory_are_a_batch_already(dtype: str) -> None:
         assert raw(row) == raw(item)
 
 
-def test_the_batch_holds_its_memory_without_its_items() -> None:
-    link = Link(8 * MB, rows=4)
-    items = link.share(*rows_of("u1", 4))
-    [stack] = stacks(items, link.readers[0].view)
-    items.clear()
-    link.close_rows()
-    assert link.used > 0
-    link.share(*rows_of("u1", 8))
-    assert stack.batch[:, 0].tolist() == [1, 2, 3, 4]
-    assert stack.batch[:, -1].tolist() == [1, 2, 3, 4]
-    row = stack.batch[2]
-    del stack
-    link.close_rows()
-    assert link.used > 0
-    assert set(row.tolist()) == {3}
-    del row
-    assert link.used == 0
-
-
 def in_another_thread(work: Callable[[], None]) -> threading.Thread:
     """It has done the work, unless that has to wait for this thread."""
     thread = threading.Thread(target=work)

@@ -1,72 +1,24 @@
-"""What is read in shared memory, and how long it is held."""
+"""What is read in shared memory, how long it is held, and pages that a reader has written to."""
 
 from __future__ import annotations
 
 import gc
-import itertools
-from collections.abc import Callable
+import logging
+import mmap
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from ends import SIZE, Link, filled, read_only
+from ends import MB, PAGE, SIZE, Link, filled
 
+import large_models
+from service_streamer import Streamer
 from service_streamer.workers.memory.payload import LARGE
-from test_payload import check
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
-
-# -- there and back
-
-ITEMS: dict[str, Callable[[], Any]] = {
-    "an array": lambda: np.arange(60_000),
-    "an array of Fortran's": lambda: np.asfortranarray(np.arange(60_000.0).reshape(200, 300)),
-    "a read-only array": lambda: read_only(np.arange(60_000)),
-    "bytes": lambda: bytes(range(250)) * 1000,
-    "a bytearray": lambda: bytearray(range(250)) * 1000,
-    "a memoryview": lambda: memoryview(bytearray(range(250)) * 1000),
-    "text": lambda: "äb" * 100_000,
-    "many numbers": lambda: [float(n) for n in range(20_000)],
-    "exactly LARGE": lambda: np.arange(LARGE, dtype="u1"),
-    "dates": lambda: np.arange(60_000).astype("M8[s]"),
-    "objects": lambda: np.array([{"n": n} for n in range(20_000)], object),
-}
-
-
-@pytest.mark.parametrize("is_mapped", [True, False])
-@pytest.mark.parametrize("kind", ITEMS)
-def test_a_shared_item_arrives_as_it_is(
-    kind: str, is_mapped: bool, private: bool, request: pytest.FixtureRequest
-) -> None:
-    if not is_mapped:
-        request.getfixturevalue("without_mapping")
-    item = ITEMS[kind]()
-    link = Link(private=private)
-    [got, again] = link.share(item, item)
-    check(item, got)
-    del again
-    if not is_mapped or kind in ("bytes", "a bytearray", "text", "dates"):
-        assert link.used == 0, "they are copies, and hold nothing"
-        check(item, got)
-    del got
-    assert link.used == 0
-
-
-def test_tensors_are_read_without_a_copy(private: bool) -> None:
-    torch = pytest.importorskip("torch")
-    link = Link(private=private)
-    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64):
-        sent = torch.arange(100_000).reshape(100, 1000).remainder(2).to(dtype)
-        [got] = link.share(sent)
-        assert got.dtype is dtype
-        assert torch.equal(got, sent)
-        assert got.data_ptr() % 64 == 0
-        row = got[3]
-        del got
-        assert link.used > 0
-        assert torch.equal(row, sent[3])
-        del row
-        assert link.used == 0
 
 
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (64, 64), (65, 1), (0, 5, 0), (LARGE + 1, 3)])
@@ -77,75 +29,6 @@ def test_the_parts_of_an_item_are_aligned(lengths: tuple[int, ...], private: boo
     for one, other in zip(sent, got, strict=True):
         assert one.tobytes() == other.tobytes()
     assert [each.ctypes.data % 64 for each in (got[0], got[-1])] == [0, 0]
-
-
-class Holds:
-    """An object of a user's that has an array somewhere."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-HOLDERS: dict[str, Callable[[Any], Any]] = {
-    "itself": lambda got: got, "a slice": lambda got: got[5:9],
-    "a slice of a slice": lambda got: got[::2][3:],
-    "one of another shape": lambda got: got[: SIZE // 2 * 2].reshape(2, -1).T,
-    "one of another type": lambda got: got[:SIZE // 4 * 4].view("f4"),
-    "a memoryview": memoryview,
-    "a part of a memoryview": lambda got: memoryview(got)[3:5],
-    "what shares its memory": lambda got: np.frombuffer(got, "u1", 10),
-    "a tensor": lambda got: _tensor(got),
-    "a row of a tensor": lambda got: _tensor(got)[5:9].view(2, 2),
-    "an object": Holds, "a closure": lambda got: lambda: got[0],
-}  # fmt: skip
-
-
-def _tensor(of: Any) -> Any:
-    return pytest.importorskip("torch").from_numpy(of)
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_room_is_given_back_when_the_last_view_is_dropped(holder: str, private: bool) -> None:
-    link = Link(private=private)
-    [got] = link.share(filled(7))
-    held = HOLDERS[holder](got)
-    del got
-    before = link.used
-    assert before >= SIZE
-    [other] = link.share(filled(9))
-    assert other[0] == 9
-    del other
-    assert link.used == before
-    del held
-    assert link.used == 0
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_the_last_part_of_an_item_holds_all_of_it(order: tuple[int, ...]) -> None:
-    link = Link()
-    [got] = link.share([filled(1), (filled(2), memoryview(filled(3)))])
-    views: list[Any] = [got[0], *got[1]]
-    del got
-    before = link.used
-    for number in order:
-        assert link.used == before
-        assert views[number][SIZE - 1] == number + 1
-        views[number] = None
-    assert link.used == 0
-
-
-def test_the_payload_holds_it_without_any_reader() -> None:
-    """It may be sent again, to another worker."""
-    link = Link(readers=2)
-    payload = link.encode(filled(7))
-    for reader in (0, 1, 0):
-        [got] = link.send(payload, to=reader)
-        assert got[0] == 7
-        got[:] = 8
-        del got
-        assert link.used > 0
-    del payload
-    assert link.used == 0
 
 
 def test_an_item_outlives_both_ends(private: bool) -> None:
@@ -198,3 +81,199 @@ def test_a_view_that_a_finalizer_saves_is_still_held(kind: str, private: bool) -
     link.share(filled(9))
     value = Keeps.survivors.pop()[0]
     assert (is_held, value) == (True, 7)
+
+
+# -- pages that were written to
+
+
+class Spied(mmap.mmap):
+    """A mapping of which it is noted which pages are dropped."""
+
+    dropped: list[tuple[int, int]] = []  # noqa: RUF012
+
+    def madvise(self, *args: Any) -> None:
+        self.dropped.append(args[1:])
+        super().madvise(*args)
+
+
+@pytest.fixture
+def dropped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    monkeypatch.setattr(mmap, "mmap", Spied)
+    Spied.dropped = []
+    return Spied.dropped
+
+
+@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="there is no /proc")
+def test_pages_are_dropped_only_if_they_were_written_to(dropped: list[tuple[int, int]]) -> None:
+    link = Link()
+    for _ in range(3):
+        [got] = link.share(filled(7))
+        assert got.sum() == 7 * SIZE
+        del got
+        link.settle()
+    assert dropped == []
+    [got] = link.share(filled(7))
+    got[SIZE - 1] = 1
+    del got
+    link.settle()
+    assert dropped == [(0, 11 * PAGE)]
+
+
+CLEAN = 1 << 63 | 1 << 61  # of the file
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_copy"),
+    [
+        (0, False),  # not there
+        (CLEAN, False),
+        (CLEAN | 1 << 56 | 1 << 55, False),
+        (1 << 63, True),  # of our own
+        (1 << 63 | 1 << 56, True),
+        (1 << 62, True),  # of our own, swapped out
+        (1 << 62 | 1 << 61, True),
+        (None, True),  # the kernel tells too little
+    ],
+)
+@pytest.mark.parametrize("position", [0, 5, 10])
+def test_pages_are_dropped_if_the_kernel_calls_one_of_them_a_copy(
+    flags: int | None,
+    is_copy: bool,
+    position: int,
+    dropped: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def tell(_: int, length: int, __: int) -> bytes:
+        told = [CLEAN] * (length // 8)
+        if flags is None:
+            del told[-1]
+        else:
+            told[position] = flags
+        return b"".join(each.to_bytes(8, sys.byteorder) for each in told)
+
+    link = Link()
+    monkeypatch.setattr(os, "pread", tell)
+    link.share(filled(7))
+    link.settle()
+    assert bool(dropped) is is_copy
+
+
+def test_the_memory_at_an_address_is_told_only_while_it_is_looked_at() -> None:
+    link = Link(rows=4)
+    [first, second, third] = link.share(filled(1), filled(2), filled(3))
+    start: int = first.ctypes.data
+    see = link.readers[0].view
+    assert see(start, 3 * SIZE + 1) is None
+    assert see(start - 1, 5) is None
+    assert see(0, 1) is None
+    middle = see(start + SIZE, SIZE)
+    assert middle is not None
+    assert set(middle) == {2}
+    assert not middle.readonly
+    del first, second, third
+    link.close_rows()
+    assert link.used > 0, "what is told of holds it"
+    assert see(start, SIZE) is not None
+    del middle
+    assert link.used == 0
+    assert see(start, SIZE) is None
+
+
+@pytest.mark.parametrize("lacks", ["a mapping", "readers that write"])
+def test_a_window_tells_of_no_memory_without_a_mapping_of_its_own(
+    lacks: str, request: pytest.FixtureRequest
+) -> None:
+    if lacks == "a mapping":
+        request.getfixturevalue("without_mapping")
+    link = Link(private=lacks == "a mapping")
+    [got] = link.share(filled(1))
+    assert link.readers[0].view(got.ctypes.data, SIZE) is None
+
+
+# -- memory that is registered with CUDA: when, how much, and what is different then
+
+
+class Runtime:
+    """Does what CUDA's does, and refuses what that refuses."""
+
+    def __init__(self, *errors: int) -> None:
+        self.registered: dict[int, int] = {}
+        self.calls: list[tuple[str, int]] = []
+        self._errors = list(errors)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        assert flags == 1
+        assert not self.registered  # CUDA's refuses what overlaps
+        self.calls.append(("register", size))
+        error = self._errors.pop(0) if self._errors else 0
+        if not error:
+            self.registered[address] = size
+        return error
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.calls.append(("unregister", self.registered.pop(address)))
+        return 0
+
+
+@pytest.fixture
+def synchronized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    torch = pytest.importorskip("torch")
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    return calls
+
+
+def pinned(size: int, *errors: int) -> tuple[Link, Runtime]:
+    """A link whose reader registers its memory."""
+    link, runtime = Link(size), Runtime(*errors)
+    assert link.readers[0].window.pin(runtime)
+    assert runtime.calls == []
+    return link, runtime
+
+
+def test_registered_memory_grows_with_the_used_part(synchronized: list[str]) -> None:
+    link, runtime = pinned(160 * MB)
+    held = []
+    for size in (1, 60, 1, 4, 68):
+        held += link.share(filled(1, size * MB))
+        [registered] = runtime.registered.values()
+        assert registered >= sum(map(len, held))
+    sizes = [size // MB for name, size in runtime.calls if name == "register"]
+    assert sizes == [64, 128, 160]
+    assert synchronized == ["synchronize"] * 2
+    held.clear()
+    for turn in range(3):
+        [array] = link.share(filled(turn, MB))
+        assert (array == turn).all()
+        assert link.readers[0].view(array.ctypes.data, MB) is not None
+        array[:] = 77  # it is no copy, and must not hide what comes next
+        del array
+        assert link.used == 0
+
+
+def test_memory_that_cannot_be_registered_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    link, runtime = pinned(160 * MB, 2)
+    with caplog.at_level(logging.WARNING, "service_streamer"):
+        held = link.share(filled(1, MB))
+        held += link.share(filled(1, 70 * MB))
+    assert runtime.calls == [("register", 64 * MB)]
+    (record,) = caplog.records
+    assert "error 2" in record.getMessage()
+
+
+def test_pin_memory_changes_nothing_without_a_device() -> None:
+    with Streamer(large_models.Pinning) as streamer:
+        items = [np.full(50_000, float(i)) for i in range(5)]
+        assert streamer.predict(items) == [50_000.0 * i for i in range(5)]
+
+
+@pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="needs a CUDA device")
+def test_a_gpu_copies_from_it() -> None:
+    with Streamer(large_models.PinnedOnGPU) as streamer:
+        for _ in range(10):
+            items: list[Any] = [np.full((3, 200, 200), i, "f4") for i in range(8)]
+            for number, (is_pinned, total) in enumerate(streamer.predict(items)):
+                assert is_pinned
+                assert total == 120_000.0 * number
