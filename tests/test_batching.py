@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
@@ -16,8 +14,6 @@ from service_streamer.batching.batcher import Batcher
 from service_streamer.batching.overload import Finish, least_in_time, size_in_time
 from service_streamer.batching.policy import Backlog, Decision, LearnedPolicy
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
-from service_streamer.simulate import Bursts, ClosedLoop, LogNormal, Poisson, simulate
-from service_streamer.simulate import CostModel as Model
 
 
 class Workers:
@@ -447,55 +443,3 @@ def test_items_of_no_length_are_computed_together() -> None:
 
 
 # -- one decision
-
-
-class Knee(Model):
-    """A device on which items beyond 16 cost three times as much."""
-
-    __slots__ = ()
-
-    def duration(self, items: int, cost: float) -> float:
-        return 2e-3 + 1e-3 * (min(items, 16) + 3 * max(0, items - 16))
-
-
-LOADS: dict[str, Any] = {
-    "a lone caller": ClosedLoop(1),
-    "a closed loop": ClosedLoop(48),
-    "calls of many items": ClosedLoop(6, items=40),
-    "a stream": Poisson(400),
-    "an overload": Poisson(3000),
-    "bursts": Bursts(30, 0.1, 100),
-}
-
-
-@pytest.mark.parametrize("load", LOADS.values(), ids=[*LOADS])
-@pytest.mark.parametrize(
-    "options", [{"max_latency": 1e-3}, {"lengths": LogNormal(25.0)}], ids=["plain", "lengths"]
-)
-def test_asking_twice_changes_nothing(
-    load: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: Counter[str] = Counter()
-
-    def twice(name: str) -> Callable[..., Decision]:
-        ask = getattr(LearnedPolicy, name)
-
-        def asked_twice(policy: LearnedPolicy, *state: Any) -> Decision:
-            before = pickle.dumps(policy)
-            first, second = ask(policy, *state), ask(policy, *state)
-            assert first == second
-            assert pickle.dumps(policy) == before
-            asked["trial"] += first.trial is not None
-            asked[name] += 1
-            decision: Decision = second
-            return decision
-
-        return asked_twice
-
-    for name in ("decide", "decide_ahead"):
-        monkeypatch.setattr(LearnedPolicy, name, twice(name))
-    simulate(load, Knee(1e-3), workers=3, requests=800, **options)
-    assert asked["decide"]
-    if load is LOADS["an overload"]:
-        assert asked["decide_ahead"]
-        assert asked["trial"] or "lengths" in options

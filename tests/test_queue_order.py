@@ -115,8 +115,11 @@ class Line:
 # -- tables
 
 
-def test_calls_that_wait_share_fairly_with_the_first_that_is_not_ordinary() -> None:
-    line = Line()
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_calls_that_wait_share_fairly_with_the_first_that_is_not_ordinary(
+    has_lengths: bool,
+) -> None:
+    line = Line(has_lengths=has_lengths)
     waiting = [line.add(number) for number in range(4)]
     assert line.take() == [0]
     line.drop(waiting[1])
@@ -127,8 +130,11 @@ def test_calls_that_wait_share_fairly_with_the_first_that_is_not_ordinary() -> N
     assert line.order() == ["next", "and next"]
 
 
-def test_deadline_goes_before_any_priority_and_the_earlier_before_the_later() -> None:
-    line = Line()
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_deadline_goes_before_any_priority_and_the_earlier_before_the_later(
+    has_lengths: bool,
+) -> None:
+    line = Line(has_lengths=has_lengths)
     line.add("urgent", priority=9)
     line.add("later", seconds=9.0, has_deadline=True, priority=5)
     line.add("soon", seconds=3.0, has_deadline=True, priority=-5)
@@ -137,6 +143,7 @@ def test_deadline_goes_before_any_priority_and_the_earlier_before_the_later() ->
     assert line.order() == ["as soon", "soon", "later", "urgent", "plain"]
 
 
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 @pytest.mark.parametrize(
     ("now", "expected"),
     [
@@ -144,24 +151,16 @@ def test_deadline_goes_before_any_priority_and_the_earlier_before_the_later() ->
         (5.0, ["given 8", "default", "given 20", "high"]),
     ],
 )
-def test_default_time_counts_from_its_half(now: float, expected: list[str]) -> None:
-    line = Line()
+def test_default_time_counts_from_its_half(
+    now: float, expected: list[str], has_lengths: bool
+) -> None:
+    line = Line(has_lengths=has_lengths)
     line.add("given 20", seconds=20.0, has_deadline=True)
     line.add("given 8", seconds=8.0, has_deadline=True)
     line.add("high", priority=1)
     line.add("default", seconds=10.0)
     line.now = now
     assert line.order() == expected
-
-
-def test_items_of_a_call_keep_their_order_over_several_batches() -> None:
-    line = Line(4)
-    line.add("x", 5, tenant="x")
-    line.add("y", 5, tenant="y")
-    spans = [span for _ in range(3) for span in line.cut().spans]  # type: ignore[union-attr]
-    for name in "xy":
-        places = [range(start, stop) for call, start, stop in spans if call.reply == name]
-        assert [place for part in places for place in part] == [*range(5)]
 
 
 @pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
@@ -409,11 +408,12 @@ def test_tenant_that_was_away_has_saved_up_nothing_and_lost_nothing() -> None:
     assert came <= 50 + 1
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
-def test_flood_of_one_tenant_does_not_starve_the_others(has_lengths: bool) -> None:
+@pytest.mark.parametrize("length", [None, 1.0, 0.0], ids=["plain", "lengths", "no length"])
+def test_flood_of_one_tenant_does_not_starve_the_others(length: float | None) -> None:
+    has_lengths = length is not None
     line = Line(2, has_lengths=has_lengths)
     for _ in range(100):
-        line.add("flood", 10, tenant="flood")
+        line.add("flood", 10, tenant="flood", lengths=[length or 0.0] * 10)
     line.take()
     lone = []
     for _ in range(100):

@@ -112,6 +112,21 @@ def test_pauses_double_while_workers_die_without_having_done_anything() -> None:
     assert walk.supervisor.is_broken
 
 
+def test_successors_that_are_condemned_one_after_the_other_have_pauses() -> None:
+    walk = Walk()
+    pauses = []
+    for slot in range(5):
+        walk.do("condemn", slot, walk.now, 0.0)
+        walk.retires(slot)
+        ended_at = walk.now
+        if slot + 1 not in walk.places:
+            walk.pass_time()
+        pauses.append(walk.now - ended_at)
+        walk.ready(slot + 1)
+    assert pauses == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.8])
+    assert not walk.supervisor.failed
+
+
 @pytest.mark.parametrize(("jitter", "pause"), [(0.0, 0.8), (0.5, 0.6), (1.0, 0.4)])
 def test_jitter_shortens_pauses(jitter: float, pause: float) -> None:
     assert RestartPolicy().delay(4, jitter) == pytest.approx(pause)
@@ -154,6 +169,17 @@ def test_one_that_dies_while_loading_is_tried_three_times() -> None:
 
 
 # -- replacing
+
+
+def test_a_condemned_worker_ends_before_the_next_one_starts() -> None:
+    walk = Walk(2)
+    walk.supervisor.progressed(1)
+    assert walk.do("condemn", 1, walk.now, 0.0)
+    assert not walk.do("condemn", 1, walk.now, 0.0)
+    assert walk.told() == ["retire 1"]
+    walk.retires(1)
+    assert walk.told() == ["start 2 at 1"]
+    assert walk.supervisor.restarts_at == {1: 1}
 
 
 def test_renewal_goes_one_by_one_and_the_new_is_ready_before_the_old_ends() -> None:
