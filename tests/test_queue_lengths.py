@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service_streamer import Reason
-from service_streamer.observe.record import BatchReport, Call
+from service_streamer.observe.record import Call
 from test_queue_order import Line
 
 #: A base that no padding is ever worth.
@@ -31,7 +31,6 @@ class Shapes(Line):
         self, base: float, batch_size: int = 8, max_batch_cost: float | None = None, **options: Any
     ) -> None:
         super().__init__(batch_size, has_lengths=True, max_batch_cost=max_batch_cost, **options)
-        self.batcher.worker_ready(-1, self.now)
         for length in [1, 64, 8, 32] * 3:
             self._learn(length / 2, base + length)
         # From now on batches take no time, and nothing more is learned of them but that large ones
@@ -39,21 +38,15 @@ class Shapes(Line):
         self._learn(1e4, 0.0)
         for _ in range(50):
             self._learn(1e-6, 0.0)
-        self.batcher.worker_retiring(-1, self.now)
-        self.batcher.worker_lost(-1, "gone", self.now)
         self.lengths: dict[int, float] = {}
         self._places = itertools.count()
 
     def _learn(self, length: float, took: float) -> None:
         """A batch of two such items, or two if that would cost more than it may."""
         self.now += 1e10
-        call = Call([None, None], None)
-        call.lengths = [length, length]
-        batches = [*self.batcher.call_submitted(call, self.now).batches]
-        while batches:
-            batch = batches.pop()
-            report = BatchReport(batch.id, batch.payloads, duration=1e-6 * took, slot=-1)
-            batches += self.batcher.batch_returned(report, self.now).batches
+        self.took = lambda _: 1e-6 * took
+        self.add(size=2, lengths=[length, length])
+        self.order()
 
     def wait(self, *lengths: float, **how: Any) -> Call:
         """A call with items of these lengths comes."""

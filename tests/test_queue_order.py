@@ -39,7 +39,7 @@ class Line:
 
     Attributes:
         late: calls whose time has ended, in order.
-        took: what a batch of so many items takes, seconds.
+        took: what a batch of such a cost takes, seconds; an item without a length costs one.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Line:
         )
         self._has_lengths = bool(options.get("has_lengths"))
         self.now = 0.0
-        self.took: Callable[[int], float] = lambda _: 0.0
+        self.took: Callable[[float], float] = lambda _: 0.0
         self.late: list[Call] = []
         self._slots = itertools.count()
 
@@ -94,7 +94,7 @@ class Line:
         batcher.worker_retiring(slot, self.now)
         if batch is not None:
             record = copy.copy(batch)  # which is not released
-            took = self.took(batch.size)
+            took = self.took(batch.cost)
             self.now += took
             report = BatchReport(batch.id, batch.payloads, duration=took, slot=slot)
             batcher.batch_returned(report, self.now)
