@@ -117,15 +117,6 @@ def test_batch_says_why_it_has_no_more_items(
     assert batch.reason is reason
 
 
-def test_calls_that_are_over_are_left_out_in_the_window_and_in_line() -> None:
-    shapes = Shapes(HUGE, 2)
-    calls = [shapes.wait(length) for length in range(40)]
-    assert shapes.places() == [0, 1]
-    for call in calls[3:38]:
-        shapes.drop(call)
-    assert [shapes.places() for _ in range(2)] == [[2, 38], [39]]
-
-
 def test_window_of_calls_that_are_over_is_filled_again() -> None:
     shapes = Shapes(HUGE, 2)
     calls = [shapes.wait(5) for _ in range(40)]

@@ -446,13 +446,3 @@ def test_simulate_command_names_matplotlib_when_it_is_missing(tmp_path: Path) ->
     assert done.returncode == 2
     assert "matplotlib" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_simulating_loads_neither_matplotlib_nor_threads_of_ours() -> None:
-    script = "import sys, service_streamer.simulate; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    loaded = {*done.stdout.split()}
-    assert "service_streamer.batching.batcher" in loaded
-    assert not {"matplotlib", "click", "service_streamer.engine.engine", "asyncio"} & loaded

@@ -87,13 +87,6 @@ def test_all_are_started_and_nothing_is_due_then() -> None:
     assert walk.told() == []
 
 
-def test_a_crashed_worker_is_started_again_at_once_in_its_place() -> None:
-    walk = Walk(2)
-    assert walk.lose(1)
-    assert walk.told() == ["start 2 at 1"]
-    assert walk.supervisor.restarts == 1
-
-
 def test_pauses_double_while_workers_die_without_having_done_anything() -> None:
     walk = Walk(max_restarts=9)
     pauses = []
