@@ -322,30 +322,20 @@ def holding_back(**options: Any) -> tuple[Batcher, int]:
     return batcher, held_back
 
 
-def test_the_last_one_that_takes_batches_is_not_held_back() -> None:
-    batcher = batcher_of_two(batch_size=1)
-    batcher.health.failed(0, 0.0)
-    [batch] = submit(batcher)
-    [again] = failed(batcher, batch).batches
-    assert again.slot == 1
-    assert [*batcher.health.trials] == [0]
-    [batch] = batcher.worker_lost(1, None, 0.0).batches
-    assert [*batcher.health.trials] == []
-    assert batch.slot == 0
-    batcher.check_invariants()
-
-
 # -- one that is held back
 
 
-def test_one_that_is_held_back_goes_on_at_once_when_no_other_takes_batches() -> None:
+@pytest.mark.parametrize("other", ["retires", "is lost"])
+def test_one_that_is_held_back_goes_on_at_once_when_no_other_takes_batches(other: str) -> None:
     batcher, held_back = holding_back(batch_size=2)
     for _ in range(6):
         submit(batcher)
-    waiting = batcher.pending_items
-    actions = batcher.worker_retiring(1 - held_back, 0.0)
+    if other == "retires":
+        actions = batcher.worker_retiring(1 - held_back, 0.0)
+    else:
+        actions = batcher.worker_lost(1 - held_back, None, 0.0)
+        assert not batcher.health.trials
     assert [batch.slot for batch in actions.batches][:1] == [held_back]
-    assert batcher.pending_items < waiting
     batcher.check_invariants()
 
 
