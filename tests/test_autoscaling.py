@@ -56,16 +56,15 @@ class Fluid:
         startable: int = 1000,
         room: float = math.inf,
         patience: float = math.inf,
-        now: float = 0.0,
     ) -> None:
         self.scaling = Autoscaling(least, most, target)
         self.rate, self.start, self.speed, self.full = rate, start, speed, full
         self.startable, self.room, self.patience = startable, room, patience
-        self.now = now
+        self.now = 0.0
         self.overrated = 1.0  # how much faster a worker seems to be than it is
-        self.workers = [now] * least  # when each is ready
+        self.workers = [0.0] * least  # when each is ready
         self.waiting = self.arrived = self.served = self.refused = 0.0
-        self.history = [(now, least)]
+        self.history = [(0.0, least)]
 
     def load(self) -> Load:
         here = self.workers[: self.startable]

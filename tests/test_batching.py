@@ -13,7 +13,7 @@ from service_streamer import Reason
 from service_streamer.batching.batcher import Batcher
 from service_streamer.batching.overload import Finish, least_in_time, size_in_time
 from service_streamer.batching.policy import Backlog, Decision, LearnedPolicy
-from service_streamer.observe.record import BatchRecord, BatchReport, Call
+from service_streamer.observe.record import ORDINARY, BatchRecord, BatchReport, Call, Precedence
 
 
 class Workers:
@@ -192,6 +192,40 @@ def test_each_reason_is_given_where_it_holds(
 ) -> None:
     workers = situation()
     assert (workers.cut[-1].size, workers.reason) == (size, reason)
+
+
+@pytest.mark.parametrize("what", ["an urgent call", "all have left", "time"])
+def test_what_is_not_as_expected_is_decided_on(what: str) -> None:
+    """Though the others of 32 callers are waited for, and nothing is decided at each call."""
+    workers = Workers(batch_size=64)
+    workers.closed_loop(32)
+    workers.answer()
+    batcher = workers.batcher
+
+    def come(deadline: float = math.inf) -> Call:
+        workers.now += 0.0001
+        call = Call([None], None)
+        call.precedence = Precedence(has_deadline=True) if deadline < math.inf else ORDINARY
+        call.deadline = deadline
+        workers.begin(batcher.call_submitted(call, workers.now).batches)
+        return call
+
+    calls = [come() for _ in range(3)]
+    due = batcher.deadline
+    assert due < math.inf
+    if what == "an urgent call":
+        come(deadline=due + workers.duration(1))  # four take longer
+        assert batcher.deadline < due
+    elif what == "all have left":
+        for call in calls:
+            batcher.call_withdrawn(call)
+        assert batcher.deadline == math.inf
+        come()
+        assert batcher.deadline <= due
+    else:
+        workers.now = due
+        come()
+        assert workers.cut[-1].size == 4
 
 
 @pytest.mark.parametrize(

@@ -714,6 +714,29 @@ def test_call_is_hopeless_if_what_goes_before_it_takes_too_long(
     call.precedence = Precedence(**new)
     call.arrived_at, call.deadline = line.now, line.now + seconds
     assert line.batcher.is_hopeless(call, line.now) == expected
+    assert line.batcher.figures.rejected_calls == expected
+
+
+def test_no_call_is_hopeless_before_there_is_a_measure_or_when_nothing_waited() -> None:
+    line = Line()
+    line.add("large", 1000)
+    assert ahead(line, "") == 0
+    line = saturated()
+    line.order()
+    line.add("large", 1000)
+    assert ahead(line, "") == 0
+
+
+def test_one_slow_batch_does_not_take_the_hope() -> None:
+    line = saturated()
+    for _ in range(100):
+        line.add(seconds=1e3)
+    line.took = lambda _: 60.0
+    line.take()
+    line.took = lambda _: 0.01
+    for _ in range(16):
+        line.take()
+    assert ahead(line, "") <= 100
 
 
 # -- nobody waits for ever
