@@ -40,19 +40,6 @@ def test_cancelling_the_task_withdraws_the_call(gate: Gate) -> None:
         busy.result()
 
 
-def test_a_result_for_a_loop_that_is_gone_hurts_nobody(gate: Gate) -> None:
-    with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
-        loop = asyncio.new_event_loop()
-        task = loop.create_task(streamer.apredict([1]))
-        loop.run_until_complete(asyncio.sleep(0))
-        gate.await_arrival()
-        task._log_destroy_pending = False  # type: ignore[attr-defined]
-        loop.close()
-        gate.let_through(2)
-        assert streamer.predict([2]) == [1]
-        task.get_coro().close()  # type: ignore[union-attr]
-
-
 def test_a_batch_s_results_cross_into_the_loop_at_once(gate: Gate) -> None:
     with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
 

@@ -21,14 +21,12 @@ from cases import long_cases
 from conftest import await_that
 from service_streamer import Overloaded, PredictTimeout, Streamer
 from service_streamer.engine.engine import EngineState
-from service_streamer.observe.explain import explain
 from service_streamer.options.table import RedisWorkerOptions, StreamerOptions
 from service_streamer.serve.cli.main import main
 from service_streamer.simulate import ClosedLoop, CostModel, Phases, Poisson, simulate
 from service_streamer.supervision.autoscaling import Autoscaling, Load
 from service_streamer.testing import Gate
 from stub_engine import StubEngine
-from test_explaining import about
 
 # -- decisions
 
@@ -58,16 +56,15 @@ class Fluid:
         startable: int = 1000,
         room: float = math.inf,
         patience: float = math.inf,
-        now: float = 0.0,
     ) -> None:
         self.scaling = Autoscaling(least, most, target)
         self.rate, self.start, self.speed, self.full = rate, start, speed, full
         self.startable, self.room, self.patience = startable, room, patience
-        self.now = now
+        self.now = 0.0
         self.overrated = 1.0  # how much faster a worker seems to be than it is
-        self.workers = [now] * least  # when each is ready
+        self.workers = [0.0] * least  # when each is ready
         self.waiting = self.arrived = self.served = self.refused = 0.0
-        self.history = [(now, least)]
+        self.history = [(0.0, least)]
 
     def load(self) -> Load:
         here = self.workers[: self.startable]
@@ -483,39 +480,6 @@ def test_closing_engine_is_not_scaled(setup: Setup) -> None:
 
 
 # -- what is said of it
-
-
-@pytest.mark.parametrize(
-    ("wanted", "ready", "wait", "name", "words"),
-    [
-        (1, 1, 0.1, "scaling", ["1 worker"]),
-        (2, 0, 0.1, "scaling", ["2 workers", "None is ready"]),
-        (3, 1, 2.0, "scaling", ["Only 1 of them", "2 s", "--target-wait"]),
-        (3, 3, 2.0, "scaling", ["3 workers", "2 s"]),
-        (4, 4, 2.0, "scaled out", ["All 4", "--workers"]),
-    ],
-)
-def test_number_of_workers_that_the_load_needs_is_explained(
-    wanted: int, ready: int, wait: float, name: str, words: list[str]
-) -> None:
-    now = {
-        "workers": {"idle": 0, "busy": ready}, "worker_range": (1, 4), "wanted": wanted,
-        "target_wait": 0.2, "wait": wait,
-    }  # fmt: skip
-    [text] = [str(each) for each in explain(about(now)) if each.name in ("scaling", "scaled out")]
-    text = text.replace("target_wait", "--target-wait").replace("worker_num", "--workers")
-    assert all(word in text for word in words), text
-
-
-def test_the_simulation_shows_the_workers() -> None:
-    arguments = ["--workers", "1:8", "--base", "100ms", "--rate", "1500", "--seconds", "10"]
-    arguments += ["--start-duration", "1s"]
-    done = CliRunner().invoke(main, ["simulate", *arguments])
-    assert done.exit_code == 0, done.output
-    rows = dict(line.rsplit("  ", 1) for line in done.output.splitlines()[:13])
-    rows = {name.strip(): value for name, value in rows.items()}
-    assert int(rows["at the most"]) >= 3
-    assert rows["changes of direction"] == "0"
 
 
 @pytest.mark.parametrize("command", ["serve", "simulate"])

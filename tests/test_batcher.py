@@ -12,7 +12,7 @@ import pytest
 from batcher_walk import Walk
 from service_streamer import Reason
 from service_streamer.batching.batcher import Actions, Batcher
-from service_streamer.observe.record import BatchRecord, BatchReport, Call, Precedence
+from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from service_streamer.supervision.health import BatchBound
 
 
@@ -156,56 +156,6 @@ def held_calls() -> list[Call]:
     """Calls that something still holds, those of other tests included."""
     gc.collect()
     return [each for each in gc.get_objects() if type(each) is Call]
-
-
-def warmed_up(callers: int = 4, max_latency: float = 0.1) -> Walk:
-    """One worker and some callers in a closed loop, who have learned to go together.
-
-    All of them have just been answered; before, they came back within 1.2 ms.
-    """
-    walk = Walk(batch_size=2 * callers, max_latency=max_latency)
-    for i in range(callers):
-        walk.submit(i, more=True)
-    in_flight = [*walk.batcher.calls_submitted(walk.now).batches]
-    for _ in range(200):
-        walk.now += 0.02
-        answered = in_flight.pop()
-        in_flight += walk.done(answered, duration=0.02).batches
-        for i in range(answered.size):
-            walk.now += 0.0012 / callers
-            in_flight += walk.submit(i)[1]
-        if not in_flight:
-            assert walk.batcher.deadline < math.inf
-            walk.now = walk.batcher.deadline
-            in_flight += walk.checked(walk.batcher.time_passed(walk.now)).batches
-    [batch] = in_flight
-    assert batch.size == callers
-    walk.now += 0.02
-    walk.done(batch, duration=0.02)
-    return walk
-
-
-@pytest.mark.parametrize("what", ["priority", "all have left", "time"])
-def test_what_is_not_as_expected_is_decided_on(what: str) -> None:
-    walk = warmed_up(32)
-    walk.now += 0.0001
-    calls = [walk.submit(i)[0] for i in range(3)]
-    due = walk.batcher.deadline
-    assert due < math.inf
-    if what == "priority":
-        urgent = Call(["urgent"], None, precedence=Precedence(0, "", has_deadline=True))
-        urgent.deadline = walk.now + 0.025
-        walk.checked(walk.batcher.call_submitted(urgent, walk.now))
-        assert walk.batcher.deadline < due
-    elif what == "all have left":
-        for call in calls:
-            walk.batcher.call_withdrawn(call)
-        assert walk.batcher.deadline == math.inf
-        walk.submit("next")
-        assert walk.batcher.deadline <= due
-    else:
-        walk.now = due
-        assert [batch.size for batch in walk.submit("late")[1]] == [4]
 
 
 # -- whose fault it was
@@ -410,54 +360,6 @@ def test_a_worker_that_is_ended_since_it_hangs_is_not_kept(is_ended: bool, is_la
         walk.done(first)
     actions = walk.batcher.worker_kept(0, walk.now)
     assert len(actions.batches) == (not is_ended), "it will be killed in a moment"
-
-
-# -- calls without hope
-
-
-def saturated(rate: float = 200.0) -> Walk:
-    """One worker that computes so many items a second in batches of two, and more than it can."""
-    walk = Walk(batch_size=2)
-    for item in range(80):
-        walk.submit(item)
-    for _ in range(35):
-        [first, *_] = walk.batcher.in_flight()
-        walk.now += first.size / rate
-        walk.done(first, duration=first.size / rate)
-    for item in range(100 - walk.batcher.pending_items):
-        walk.submit(item)
-    return walk
-
-
-def is_hopeless(walk: Walk, deadline: float) -> bool:
-    """Whether a new call with this deadline is."""
-    call = Call(["new"], None)
-    call.deadline = deadline
-    return walk.batcher.is_hopeless(call, walk.now)
-
-
-def test_a_call_that_cannot_be_in_time_is_told_at_once_while_there_is_a_measure() -> None:
-    walk = Walk(batch_size=2)
-    walk.submit(*range(1000))
-    assert not is_hopeless(walk, 0.0), "there is no measure yet"
-    walk = saturated(rate=200.0)
-    assert walk.batcher.pending_items == 100
-    assert is_hopeless(walk, walk.now + 0.49)
-    assert not is_hopeless(walk, walk.now + 0.51)
-    assert walk.batcher.figures.rejected_calls == 1
-    while walk.batcher.figures.batches_in_flight:
-        walk.done(walk.batcher.in_flight()[0])
-    walk.submit(*range(1000))
-    assert not is_hopeless(walk, walk.now + 0.001), "it is forgotten when nothing waits"
-
-
-def test_one_slow_batch_does_not_take_the_hope() -> None:
-    walk = saturated(rate=200.0)
-    walk.now += 60.0
-    for _ in range(16):
-        walk.done(walk.batcher.in_flight()[0])
-        walk.now += 0.01
-    assert not is_hopeless(walk, walk.now + 0.5)
 
 
 # -- workers with stages

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
@@ -15,9 +13,7 @@ from service_streamer import Reason
 from service_streamer.batching.batcher import Batcher
 from service_streamer.batching.overload import Finish, least_in_time, size_in_time
 from service_streamer.batching.policy import Backlog, Decision, LearnedPolicy
-from service_streamer.observe.record import BatchRecord, BatchReport, Call
-from service_streamer.simulate import Bursts, ClosedLoop, LogNormal, Poisson, simulate
-from service_streamer.simulate import CostModel as Model
+from service_streamer.observe.record import ORDINARY, BatchRecord, BatchReport, Call, Precedence
 
 
 class Workers:
@@ -196,6 +192,40 @@ def test_each_reason_is_given_where_it_holds(
 ) -> None:
     workers = situation()
     assert (workers.cut[-1].size, workers.reason) == (size, reason)
+
+
+@pytest.mark.parametrize("what", ["an urgent call", "all have left", "time"])
+def test_what_is_not_as_expected_is_decided_on(what: str) -> None:
+    """Though the others of 32 callers are waited for, and nothing is decided at each call."""
+    workers = Workers(batch_size=64)
+    workers.closed_loop(32)
+    workers.answer()
+    batcher = workers.batcher
+
+    def come(deadline: float = math.inf) -> Call:
+        workers.now += 0.0001
+        call = Call([None], None)
+        call.precedence = Precedence(has_deadline=True) if deadline < math.inf else ORDINARY
+        call.deadline = deadline
+        workers.begin(batcher.call_submitted(call, workers.now).batches)
+        return call
+
+    calls = [come() for _ in range(3)]
+    due = batcher.deadline
+    assert due < math.inf
+    if what == "an urgent call":
+        come(deadline=due + workers.duration(1))  # four take longer
+        assert batcher.deadline < due
+    elif what == "all have left":
+        for call in calls:
+            batcher.call_withdrawn(call)
+        assert batcher.deadline == math.inf
+        come()
+        assert batcher.deadline <= due
+    else:
+        workers.now = due
+        come()
+        assert workers.cut[-1].size == 4
 
 
 @pytest.mark.parametrize(
@@ -447,55 +477,3 @@ def test_items_of_no_length_are_computed_together() -> None:
 
 
 # -- one decision
-
-
-class Knee(Model):
-    """A device on which items beyond 16 cost three times as much."""
-
-    __slots__ = ()
-
-    def duration(self, items: int, cost: float) -> float:
-        return 2e-3 + 1e-3 * (min(items, 16) + 3 * max(0, items - 16))
-
-
-LOADS: dict[str, Any] = {
-    "a lone caller": ClosedLoop(1),
-    "a closed loop": ClosedLoop(48),
-    "calls of many items": ClosedLoop(6, items=40),
-    "a stream": Poisson(400),
-    "an overload": Poisson(3000),
-    "bursts": Bursts(30, 0.1, 100),
-}
-
-
-@pytest.mark.parametrize("load", LOADS.values(), ids=[*LOADS])
-@pytest.mark.parametrize(
-    "options", [{"max_latency": 1e-3}, {"lengths": LogNormal(25.0)}], ids=["plain", "lengths"]
-)
-def test_asking_twice_changes_nothing(
-    load: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: Counter[str] = Counter()
-
-    def twice(name: str) -> Callable[..., Decision]:
-        ask = getattr(LearnedPolicy, name)
-
-        def asked_twice(policy: LearnedPolicy, *state: Any) -> Decision:
-            before = pickle.dumps(policy)
-            first, second = ask(policy, *state), ask(policy, *state)
-            assert first == second
-            assert pickle.dumps(policy) == before
-            asked["trial"] += first.trial is not None
-            asked[name] += 1
-            decision: Decision = second
-            return decision
-
-        return asked_twice
-
-    for name in ("decide", "decide_ahead"):
-        monkeypatch.setattr(LearnedPolicy, name, twice(name))
-    simulate(load, Knee(1e-3), workers=3, requests=800, **options)
-    assert asked["decide"]
-    if load is LOADS["an overload"]:
-        assert asked["decide_ahead"]
-        assert asked["trial"] or "lengths" in options

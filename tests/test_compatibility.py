@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import models
-from service_streamer import ManagedModel, Streamer, ThreadedStreamer
+from service_streamer import Streamer, ThreadedStreamer
 
 
 class Model:
@@ -15,36 +15,7 @@ class Model:
         return [len(item) for item in batch]
 
 
-class ManagedLengthModel(ManagedModel):
-    def init_model(self) -> None:
-        self.model = Model()
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        outputs: list[Any] = self.model.predict(batch)
-        return outputs
-
-
 BATCH = [["How", "are", "you", "?"], ["Fine", "."], ["Thank", "you", "."]]
-
-
-def test_quick_start() -> None:
-    model = Model()
-    streamer = ThreadedStreamer(model.predict, batch_size=64, max_latency=0.1)
-    assert streamer.predict(BATCH) == model.predict(BATCH)
-    streamer.destroy_workers()
-
-
-def test_distributed_gpu_worker() -> None:
-    streamer = Streamer(Model().predict, 64, 0.1, worker_num=2)
-    assert streamer.predict(BATCH) == [4, 2, 3]
-    streamer.destroy_workers()
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_managed_model_on_two_devices() -> None:
-    streamer = Streamer(ManagedLengthModel, 64, 0.1, worker_num=2, cuda_devices=(0, 1))
-    assert streamer.predict(BATCH) == [4, 2, 3]
-    streamer.destroy_workers()
 
 
 @pytest.mark.parametrize("kind", [ThreadedStreamer, Streamer])
@@ -74,10 +45,3 @@ def test_arguments_of_the_later_git_head() -> None:
     threaded = ThreadedStreamer(models.echo, 64, 0.1, 20)
     assert threaded.predict([1]) == [1]
     threaded.destroy_workers()
-
-
-def test_managed_model_by_hand() -> None:
-    model = ManagedLengthModel()
-    model.init_model()
-    assert model.predict(BATCH) == [4, 2, 3]
-    assert model.gpu_id is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -101,25 +101,7 @@ class StubBackend:
     def late(self, timeout: float | None) -> StreamerError:
         return PredictTimeout(f"no result within {timeout} s")
 
-    def describe(self) -> str:
-        return "stub"
-
-    def model_description(self) -> None:
-        return None
-
-    def when_workers_change(self, callback: Callable[[], None]) -> None:
-        pass
-
     def check_process(self) -> None:
-        pass
-
-    def check_not_in_callback(self) -> None:
-        pass
-
-    def wait_ready(self, timeout: float | None) -> None:
-        pass
-
-    def close(self, *, drain: bool, timeout: float | None) -> None:
         pass
 
 
@@ -132,7 +114,7 @@ class Flights:
 
     def __init__(self, **options: Any) -> None:
         self.clock = ManualClock()
-        self.backend = StubBackend(self.clock)
+        self.backend: Any = StubBackend(self.clock)
         self.open = self.backend.open
         options = {"extend": self.backend.extend, **options}
         self.single = SingleFlight(self.backend, clock=self.clock, **options)
@@ -269,11 +251,11 @@ def test_a_refused_computation_starts_again_for_callers_that_came_meanwhile() ->
     submit = flights.backend.submit
 
     def refuse(_: Call) -> None:
-        flights.backend.submit = submit  # type: ignore[method-assign]
+        flights.backend.submit = submit
         later.append(flights.submit("a"))
         raise Overloaded("no room")
 
-    flights.backend.submit = refuse  # type: ignore[method-assign]
+    flights.backend.submit = refuse
     with pytest.raises(Overloaded):
         flights.submit("a")
     assert [call.items for call in flights.open] == [["a"]]
@@ -295,7 +277,7 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(can_extend=st.booleans(), has_cache=st.booleans(), copies=st.booleans())
     def build(self, can_extend: bool, has_cache: bool, copies: bool) -> None:
         self.clock = ManualClock()
-        self.backend = StubBackend(self.clock)
+        self.backend: Any = StubBackend(self.clock)
         self.is_even = can_extend
         self.single = SingleFlight(
             self.backend,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -198,9 +199,15 @@ def test_callers_who_call_again_do_not_wake_the_loop(one: StubEngine) -> None:
     assert one.transport.sent[-1][2] == ["a"] * 3
 
 
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError, SystemExit, KeyboardInterrupt, asyncio.CancelledError]
+)
 def test_a_raising_callback_or_reply_hurts_nobody(
-    one: StubEngine, caplog: pytest.LogCaptureFixture
+    one: StubEngine, caplog: pytest.LogCaptureFixture, error: type[BaseException]
 ) -> None:
+    def raise_it(_: Any) -> None:
+        raise error
+
     class BadReply:
         call = None
 
@@ -211,7 +218,7 @@ def test_a_raising_callback_or_reply_hurts_nobody(
             raise RuntimeError("bad reply")
 
     one.transport.ready(0)
-    one.submit("busy").add_done_callback(lambda _: 1 / 0)
+    one.submit("busy").add_done_callback(raise_it)
     one.engine.submit(Call(["x"], BadReply()))
     neighbour = one.submit("y")
     one.transport.echo()

@@ -73,6 +73,14 @@ def but(**reasons: int) -> dict[str, Any]:
     return {"reasons": given | {Reason.COMPANY: 100 - sum(reasons.values())}}
 
 
+def scaled(wanted: int, ready: int, wait: float) -> Summary:
+    """So many workers are wanted, of 1 to 4, and items wait so many seconds."""
+    return about({
+        "workers": {"idle": 0, "busy": ready}, "worker_range": (1, 4), "wanted": wanted,
+        "target_wait": 0.2, "wait": wait,
+    })  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("of", "name", "words"),
     [
@@ -113,6 +121,12 @@ def but(**reasons: int) -> dict[str, Any]:
         (about(busy=0.9, stages=(0.02, 0.005, 0.001)),
          "preprocess", ["20 ms", "preprocess_workers"]),
         (about(busy=0.9, stages=(0.001, 0.005, 0.02)), "postprocess", ["20 ms", "forward"]),
+        # the number of workers that the load needs
+        (scaled(1, 1, 0.1), "scaling", ["1 worker"]),
+        (scaled(2, 0, 0.1), "scaling", ["2 workers", "None is ready"]),
+        (scaled(3, 1, 2.0), "scaling", ["Only 1 of them", "2 s", "target_wait"]),
+        (scaled(3, 3, 2.0), "scaling", ["3 workers", "2 s"]),
+        (scaled(4, 4, 2.0), "scaled out", ["All 4", "worker_num"]),
     ],
 )  # fmt: skip
 def test_finding_names_its_numbers_and_the_option_that_helps(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
-import errno
 import gc
 import logging
 import multiprocessing
@@ -14,7 +12,7 @@ import selectors
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -39,20 +37,6 @@ from stub_engine import StubEngine
 Build = Callable[..., AnyStreamer]
 
 
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
-def test_a_callback_may_raise_anything(gate: Gate, error: type[BaseException]) -> None:
-    def raise_it(_: Any) -> None:
-        raise error
-
-    with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
-        futures = [streamer.submit(["busy"])]
-        gate.await_arrival()
-        futures += [streamer.submit([i]) for i in range(4)]
-        futures[1].add_done_callback(raise_it)
-        gate.let_through(2)
-        assert [future.result() for future in futures] == [[1], [4], [4], [4], [4]]
-
-
 def test_close_does_not_wait_for_a_batch_that_nobody_waits_for(gate: Gate) -> None:
     with Streamer(models.Gated, worker_timeout=0.01, model_init_args=(gate,)) as streamer:
         streamer.wait_ready()  # or it could be found to be late before it is with the worker
@@ -73,18 +57,6 @@ def test_predict_in_a_callback_is_refused_and_not_waited_for(gate: Gate) -> None
         streamer.submit([0]).add_done_callback(predict)
         gate.let_through()
         refused.wait()
-
-
-def failing_second_time(function: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
-    calls: list[Any] = []
-
-    def call(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 2:
-            raise error
-        return function(*args)
-
-    return call
 
 
 class Interrupted(collections.deque[Any]):
@@ -266,34 +238,35 @@ def test_what_a_finalizer_writes_at_the_end_of_a_write_is_not_left_behind() -> N
 # -- starting
 
 
-@pytest.mark.parametrize("where", ["dup", "register"])
+@pytest.mark.parametrize(
+    ("where", "kind", "error", "text"),
+    [
+        (("os.pidfd_open", "os.dup"), Streamer, OSError, "Too many open files"),
+        # The first that it watches is the end by which its thread is woken.
+        (("selectors.DefaultSelector.register",), Streamer, OSError, "Too many open files"),
+        (("threading.Thread.start",), Streamer, RuntimeError, "can't start new thread"),
+        (("threading.Thread.start",), ThreadedStreamer, RuntimeError, "can't start new thread"),
+    ],
+)
 def test_a_start_that_fails_half_way_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, where: str
+    monkeypatch: pytest.MonkeyPatch,
+    where: Sequence[str],
+    kind: Any,
+    error: type[Exception],
+    text: str,
 ) -> None:
-    error = OSError(errno.EMFILE, "Too many open files")
+    watched: list[object] = []
+    register = selectors.DefaultSelector.register
 
-    def no_descriptor(*_: Any) -> int:
-        raise error
+    def fail(*arguments: Any) -> Any:
+        watched.append(arguments)
+        if "register" in where[0] and len(watched) != 2:
+            return register(*arguments)
+        raise error(text)
 
-    if where == "dup":
-        monkeypatch.setattr(os, "pidfd_open", no_descriptor)
-        monkeypatch.setattr(os, "dup", no_descriptor)
-    else:  # the first is that of the end by which the thread is woken
-        register = failing_second_time(selectors.DefaultSelector.register, error)
-        monkeypatch.setattr(selectors.DefaultSelector, "register", register)
-    with pytest.raises(OSError, match="Too many open files"):
-        Streamer(models.echo, worker_num=2)
-
-
-@pytest.mark.parametrize("kind", [ThreadedStreamer, Streamer])
-def test_a_thread_that_cannot_start_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, kind: type[ThreadedStreamer] | type[Streamer]
-) -> None:
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    for name in where:
+        monkeypatch.setattr(name, fail)
+    with pytest.raises(error, match=text):
         kind(models.echo)
 
 

@@ -17,7 +17,6 @@ from service_streamer import BadMessage, InvalidInput, UnpicklableItem
 from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from service_streamer.supervision.health import INTERVAL, LONGEST_TRIAL, TRIALS, Health, Quarantine
-from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.workers.protocol import Failure
 
 # -- rows and trials
@@ -55,17 +54,6 @@ def test_what_fails_elsewhere_too_is_looked_at_less_and_less_often() -> None:
     health = Health()
     told = [try_worker(health, FOR) for _ in range(9)]
     assert told == [(n, [1], []) for n in (2, 2, 4, 8, 16, 32, 64, 64, 64)]
-
-
-def test_another_one_is_held_back_until_it_may_be_replaced() -> None:
-    health = Health()
-    for slot in (1, 2, 1, 2):
-        try_worker(health, AGAINST, slot)
-    assert try_worker(health, AGAINST, 1, 5.0)[1:] == ([], [1])
-    assert try_worker(health, AGAINST, 2, 6.0)[1:] == ([], [])
-    assert health.next_end == 5.0 + INTERVAL
-    assert health.judge(4.9 + INTERVAL) == ([], [])
-    assert health.judge(5.0 + INTERVAL) == ([], [2])
 
 
 def test_a_lost_worker_is_forgotten() -> None:
@@ -334,66 +322,20 @@ def holding_back(**options: Any) -> tuple[Batcher, int]:
     return batcher, held_back
 
 
-def test_the_last_one_that_takes_batches_is_not_held_back() -> None:
-    batcher = batcher_of_two(batch_size=1)
-    batcher.health.failed(0, 0.0)
-    [batch] = submit(batcher)
-    [again] = failed(batcher, batch).batches
-    assert again.slot == 1
-    assert [*batcher.health.trials] == [0]
-    [batch] = batcher.worker_lost(1, None, 0.0).batches
-    assert [*batcher.health.trials] == []
-    assert batch.slot == 0
-    batcher.check_invariants()
+# -- one that is held back
 
 
-# -- the supervisor: what becomes of one that is condemned
-
-
-def test_a_condemned_worker_ends_before_the_next_one_starts() -> None:
-    supervisor = Supervisor(2, RestartPolicy())
-    slots = [slot for slot, _ in supervisor.orders(0.0).start]
-    for slot in slots:
-        supervisor.ready(slot, 0.0)
-    supervisor.progressed(1)
-    assert supervisor.condemn(1, 5.0, 0.0)
-    assert not supervisor.condemn(1, 5.0, 0.0)
-    orders = supervisor.orders(5.0)
-    assert (orders.start, orders.retire) == ([], [1])
-    assert supervisor.vacant(1)
-    assert not supervisor.lost(1, Loss.CRASHED, 6.0, 0.0)
-    assert supervisor.orders(6.0).start == [(2, 1)]
-    assert supervisor.restarts == 1
-    assert supervisor.restarts_at == {1: 1}
-
-
-def test_successors_that_are_condemned_one_after_the_other_have_pauses() -> None:
-    supervisor = Supervisor(1, RestartPolicy())
-    pauses = []
-    supervisor.orders(0.0)
-    now = 0.0
-    for slot in range(5):
-        supervisor.ready(slot, now)
-        supervisor.condemn(slot, now, 0.0)
-        assert supervisor.orders(now).retire == [slot]
-        supervisor.vacant(slot)
-        supervisor.lost(slot, Loss.CRASHED, now, 0.0)
-        ended_at = now
-        while not supervisor.orders(now).start:
-            now = supervisor.due
-        pauses.append(now - ended_at)
-    assert pauses == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.8])
-    assert not supervisor.failed
-
-
-def test_one_that_is_held_back_goes_on_at_once_when_no_other_takes_batches() -> None:
+@pytest.mark.parametrize("other", ["retires", "is lost"])
+def test_one_that_is_held_back_goes_on_at_once_when_no_other_takes_batches(other: str) -> None:
     batcher, held_back = holding_back(batch_size=2)
     for _ in range(6):
         submit(batcher)
-    waiting = batcher.pending_items
-    actions = batcher.worker_retiring(1 - held_back, 0.0)
+    if other == "retires":
+        actions = batcher.worker_retiring(1 - held_back, 0.0)
+    else:
+        actions = batcher.worker_lost(1 - held_back, None, 0.0)
+        assert not batcher.health.trials
     assert [batch.slot for batch in actions.batches][:1] == [held_back]
-    assert batcher.pending_items < waiting
     batcher.check_invariants()
 
 

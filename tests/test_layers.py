@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parent.parent / "service_streamer"
 
 #: From the ground up. A folder, or a module at the top level, imports from lines before its own.
@@ -206,12 +208,18 @@ def test_a_worker_does_not_load_the_web_process_s_half(tmp_path: Path) -> None:
     assert "service_streamer.options.table" not in loaded, "a fifth of a worker's own imports"
 
 
-def test_a_web_process_does_not_load_the_simulator() -> None:
-    loaded = loaded_by(
-        "-c",
-        "import sys, service_streamer.serve.http.app\n"
-        "from service_streamer import RedisStreamer, Streamer\n"
-        "print(*sys.modules)",
-    )
-    assert "service_streamer.serve.http.app" in loaded
-    assert not {name for name in loaded if name.startswith("service_streamer.simulate")}
+@pytest.mark.parametrize(
+    ("program", "spared"),
+    [
+        ("import service_streamer.serve.http.app\n"
+         "from service_streamer import RedisStreamer, Streamer",
+         {"service_streamer.simulate"}),
+        ("import service_streamer.simulate",
+         {"matplotlib", "click", "service_streamer.engine.engine", "asyncio"}),
+    ],
+    ids=["a web process", "the simulator"],
+)  # fmt: skip
+def test_a_program_does_not_load_what_it_does_not_use(program: str, spared: set[str]) -> None:
+    loaded = loaded_by("-c", f"import sys\n{program}\nprint(*sys.modules)")
+    assert "service_streamer.batching.batcher" in loaded
+    assert not spared & loaded

@@ -190,26 +190,20 @@ def test_bad_length_is_refused_with_the_place_of_its_item() -> None:
                 streamer.submit([0, 0, value])
 
 
-@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, "1", True])
-def test_streamer_refuses_a_bad_max_batch_cost(value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="max_batch_cost"):
-        ThreadedStreamer(models.echo, max_batch_cost=value)
-
-
 @pytest.mark.parametrize(
-    ("weights", "error", "word"),
+    ("option", "value", "word"),
     [
-        ([("a", 1)], TypeError, "tenant_weights"),
-        ({"a": 0}, ValueError, "'a'"),
-        ({1: 2}, TypeError, "tenant"),
-        ({"a" * 257: 2}, ValueError, "257"),
+        *(("max_batch_cost", value, "max_batch_cost")
+          for value in (0, -1, math.inf, math.nan, "1", True)),
+        ("tenant_weights", [("a", 1)], "tenant_weights"),
+        ("tenant_weights", {"a": 0}, "'a'"),
+        ("tenant_weights", {1: 2}, "tenant"),
+        ("tenant_weights", {"a" * 257: 2}, "257"),
     ],
-)
-def test_streamer_refuses_bad_tenant_weights(
-    weights: Any, error: type[Exception], word: str
-) -> None:
-    with pytest.raises(error, match=word):
-        Streamer(models.echo, tenant_weights=weights)
+)  # fmt: skip
+def test_streamer_refuses_a_bad_cost_or_weight(option: str, value: Any, word: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=word):
+        ThreadedStreamer(models.echo, **{option: value})
     assert BatchingOptions(batch_size=1, max_latency=0).tenant_weights == {}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import models
 from service_streamer import ModelError
 from service_streamer.workers.protocol import Failure, summary
@@ -14,23 +12,6 @@ def caught(error: BaseException) -> Failure:
         raise error
     except BaseException as raised:
         return Failure.caught(raised)
-
-
-def travelled(failure: Failure) -> Failure:
-    copy: Failure = pickle.loads(pickle.dumps(failure))
-    return copy
-
-
-def test_causes_are_in_the_text() -> None:
-    try:
-        try:
-            raise KeyError("deep")
-        except KeyError as error:
-            raise ValueError("shallow") from error
-    except ValueError as error:
-        failure = travelled(Failure.caught(error))
-    text = str(failure.exception().__cause__)
-    assert text.index("KeyError: 'deep'") < text.index("ValueError: shallow")
 
 
 def test_a_remote_traceback_is_not_lost_when_an_error_of_ours_is_copied() -> None:

@@ -25,7 +25,6 @@ from service_streamer import (
     WorkerStats,
 )
 from service_streamer.observe.record import BatchRecord, Call
-from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
 from service_streamer.testing import Gate
 from service_streamer.workers.protocol import Failure
 from stub_engine import StubEngine
@@ -402,29 +401,3 @@ def test_a_worker_that_starts_and_one_that_failed() -> None:
         assert sum(streamer.stats().workers.values()) == 1
         streamer.close(drain=False)
         assert streamer.workers() == []
-
-
-def test_places_without_a_worker_and_pairs_of_which_one_replaces_the_other() -> None:
-    supervisor = Supervisor(2, RestartPolicy(backoff=1.0))
-
-    def obey() -> None:
-        while supervisor.due <= 0.0:
-            supervisor.orders(0.0)
-
-    def now() -> list[tuple[int, int | None, str]]:
-        return [(place, slot, state.value) for place, slot, state in supervisor.workers()]
-
-    obey()
-    assert now() == [(0, 0, "starting"), (1, 1, "starting")]
-    supervisor.ready(0, 0.0)
-    supervisor.ready(1, 0.0)
-    supervisor.renew()
-    obey()
-    assert now() == [(0, 0, "ready"), (1, 1, "ready"), (0, 2, "starting")]
-    supervisor.lost(1, Loss.CRASHED, 0.0, 0.0)
-    obey()
-    supervisor.lost(3, Loss.DIED_STARTING, 0.0, 0.0)
-    obey()
-    assert now() == [(0, 0, "ready"), (0, 2, "starting"), (1, None, "backing off")]
-    assert supervisor.restarts_at == {1: 2}
-    assert supervisor.restarts == 2

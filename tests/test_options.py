@@ -118,14 +118,6 @@ def test_an_option_is_declared_well(front: str) -> None:
         assert not set(each.at) - set(each.fronts), each
 
 
-def test_objects_are_frozen_and_say_what_is_wrong() -> None:
-    options = GROUPS["Streamer"]()
-    with pytest.raises(AttributeError):
-        options.batch_size = 1  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1; not 0"):
-        type(options)(batch_size=0)  # type: ignore[call-arg]
-
-
 def test_the_reference_pages_are_what_the_script_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")
     from reference_pages import pages

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline_cases import folder, item, outputs_of
-from service_streamer.pipelines import SteppedPipeline
 from service_streamer.pipelines.loop_check import fastest_loop
-from service_streamer.pipelines.row_sampling import Sampling, choose
+from service_streamer.pipelines.row_sampling import Sampling
 from service_streamer.pipelines.step_loop import GeneratedRow, StepLoop
+from test_step_loop import generated, tokens_of
 from tiny_generators import VOCABULARY, model_of
 
 PAGED = ["gpt2", "llama", "mistral", "gemma3", "opt"]
@@ -25,20 +24,6 @@ def paged_loop(model: Any, places: int, limit: int | None = None) -> Any:
     loop = fastest_loop(model, places, limit, paged=True)
     assert not isinstance(loop, StepLoop)
     return loop
-
-
-def tokens_of(logits: torch.Tensor, rows: list[GeneratedRow]) -> list[int]:
-    return [choice.token for choice in choose(logits, rows)]
-
-
-def generated(model: Any, row: GeneratedRow) -> list[int]:
-    count = len(row.tokens) - len(row.prompt)
-    ids = torch.tensor([row.prompt])
-    options: dict[str, Any] = {"max_new_tokens": count, "do_sample": False}
-    tokens: list[int] = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), **options
-    )[0].tolist()
-    return tokens
 
 
 @pytest.mark.parametrize("name", PAGED)
@@ -74,7 +59,7 @@ def test_rows_that_come_and_go_get_the_tokens_of_generate(name: str) -> None:
     over = [row for row in (*over, *running) if len(row.tokens) > len(row.prompt)]
     assert max(len(row.tokens) - len(row.prompt) for row in over) > 5
     for row in over:
-        assert row.tokens == generated(model, row)
+        assert row.tokens == generated(name, row)
 
 
 def test_a_row_chooses_as_it_does_in_a_padded_batch() -> None:
@@ -110,7 +95,7 @@ def test_long_prompts_wait_for_their_parts_and_for_pages(limit: int) -> None:
     assert len(set(first.values())) > 1  # not all of them at once
     for row in rows:
         assert len(row.tokens) == size + 15
-        assert row.tokens == generated(model, row)
+        assert row.tokens == generated("llama", row)
 
 
 def test_a_step_that_failed_can_be_taken_again() -> None:
@@ -128,7 +113,7 @@ def test_a_step_that_failed_can_be_taken_again() -> None:
     for _ in range(3):
         loop.advance(rows, tokens_of)
     for row in rows:
-        assert row.tokens == generated(model_of("llama"), row)
+        assert row.tokens == generated("llama", row)
 
 
 # The guard
@@ -168,20 +153,3 @@ def test_models_whose_attention_takes_no_pages(name: str, caplog: pytest.LogCapt
     row = GeneratedRow([3, 4, 5], encoded=[6, 7])  # the model computes without pages again
     loop.advance([row], tokens_of)
     assert len(row.tokens) == 4
-
-
-def test_pages_are_for_kernels_that_read_them() -> None:
-    assert not isinstance(fastest_loop(model_of("llama"), 8, 256, paged=True), StepLoop)
-    assert isinstance(fastest_loop(model_of("llama"), 8, 256, paged=None), StepLoop)
-
-
-def test_texts_of_a_pipeline_in_pages_are_those_of_whole_texts() -> None:
-    model = SteppedPipeline("cpu")
-    model.init_model(folder("gpt2"), paged=True, batch_size=3)
-    assert not isinstance(model.loop, StepLoop)
-    items = [
-        item(text, "generate", temperature=0, max_new_tokens=count)
-        for text, count in (("the quick fox", 20), ("it", 3), ("once upon a time", 12))
-    ]
-    found = [model.join_outputs(each) for each in outputs_of(model, items)]
-    assert found == model.whole.predict(items)

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service_streamer import Reason
-from service_streamer.batching.batcher import Batcher
-from service_streamer.observe.record import BatchRecord, BatchReport, Call
+from service_streamer.observe.record import Call
 from test_queue_order import Line
 
 #: A base that no padding is ever worth.
@@ -32,7 +31,6 @@ class Shapes(Line):
         self, base: float, batch_size: int = 8, max_batch_cost: float | None = None, **options: Any
     ) -> None:
         super().__init__(batch_size, has_lengths=True, max_batch_cost=max_batch_cost, **options)
-        self.batcher.worker_ready(-1, self.now)
         for length in [1, 64, 8, 32] * 3:
             self._learn(length / 2, base + length)
         # From now on batches take no time, and nothing more is learned of them but that large ones
@@ -40,21 +38,15 @@ class Shapes(Line):
         self._learn(1e4, 0.0)
         for _ in range(50):
             self._learn(1e-6, 0.0)
-        self.batcher.worker_retiring(-1, self.now)
-        self.batcher.worker_lost(-1, "gone", self.now)
         self.lengths: dict[int, float] = {}
         self._places = itertools.count()
 
     def _learn(self, length: float, took: float) -> None:
         """A batch of two such items, or two if that would cost more than it may."""
         self.now += 1e10
-        call = Call([None, None], None)
-        call.lengths = [length, length]
-        batches = [*self.batcher.call_submitted(call, self.now).batches]
-        while batches:
-            batch = batches.pop()
-            report = BatchReport(batch.id, batch.payloads, duration=1e-6 * took, slot=-1)
-            batches += self.batcher.batch_returned(report, self.now).batches
+        self.took = lambda _: 1e-6 * took
+        self.add(size=2, lengths=[length, length])
+        self.order()
 
     def wait(self, *lengths: float, **how: Any) -> Call:
         """A call with items of these lengths comes."""
@@ -125,22 +117,6 @@ def test_batch_says_why_it_has_no_more_items(
     assert batch.reason is reason
 
 
-def test_items_that_are_alike_go_by_arrival_also_when_others_fetch_them() -> None:
-    shapes = Shapes(HUGE, 3)
-    for length in (9, 4, 4, 4, 4, 4, 8):
-        shapes.wait(length)
-    assert [shapes.places() for _ in range(3)] == [[0, 1, 6], [2, 3, 4], [5]]
-
-
-def test_calls_that_are_over_are_left_out_in_the_window_and_in_line() -> None:
-    shapes = Shapes(HUGE, 2)
-    calls = [shapes.wait(length) for length in range(40)]
-    assert shapes.places() == [0, 1]
-    for call in calls[3:38]:
-        shapes.drop(call)
-    assert [shapes.places() for _ in range(2)] == [[2, 38], [39]]
-
-
 def test_window_of_calls_that_are_over_is_filled_again() -> None:
     shapes = Shapes(HUGE, 2)
     calls = [shapes.wait(5) for _ in range(40)]
@@ -157,27 +133,6 @@ def test_window_of_calls_that_are_over_is_filled_again() -> None:
 # -- precedence
 
 
-def test_within_the_window_deadlines_go_first_then_priorities() -> None:
-    shapes = Shapes(HUGE, 1)
-    shapes.wait(1)
-    shapes.wait(2, priority=1)
-    shapes.wait(3, seconds=9e9, has_deadline=True)
-    shapes.wait(4, seconds=5e9, has_deadline=True)
-    shapes.wait(5, seconds=2e9)  # by default, of which half has gone
-    shapes.now += 1e9
-    assert [shapes.places() for _ in range(5)] == [[4], [3], [2], [1], [0]]
-
-
-def test_call_that_comes_later_with_a_precedence_is_next() -> None:
-    shapes = Shapes(HUGE, 1)
-    for length in range(100):
-        shapes.wait(length)
-    shapes.places()
-    shapes.wait(200, priority=1)
-    shapes.wait(201, seconds=5.0, has_deadline=True)
-    assert [shapes.places() for _ in range(3)] == [[101], [100], [1]]
-
-
 def test_tenants_share_the_window_by_their_weights() -> None:
     shapes = Shapes(HUGE, 1, weights={"b": 3.0})
     for length in range(1000, 1100):
@@ -186,17 +141,6 @@ def test_tenants_share_the_window_by_their_weights() -> None:
         shapes.wait(length, tenant="b")
     places = [place for _ in range(80) for place in shapes.places()]
     assert sum(place >= 100 for place in places) == pytest.approx(60, abs=6)
-
-
-@pytest.mark.parametrize("length", [0.0, 1.0])
-def test_flood_of_short_items_does_not_starve_other_tenants(length: float) -> None:
-    shapes = Shapes(HUGE, 2)
-    for _ in range(200):
-        shapes.wait(length, tenant="a")
-    for _ in range(5):
-        shapes.wait(1.0, tenant="b")
-    places = [place for _ in range(10) for place in shapes.places()]
-    assert sum(place >= 200 for place in places) >= 4
 
 
 # -- whatever the lengths
@@ -286,38 +230,3 @@ def test_items_of_one_length_keep_their_order(
     for length in set(lengths):
         places = [place for place in sorted(batch_of) if lengths[place] == length]
         assert all(batch_of[a] <= batch_of[b] for a, b in pairwise(places))
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(
-        st.lists(st.integers(1, 30).map(float), min_size=1, max_size=12), min_size=1, max_size=12
-    ),
-    st.integers(1, 3),
-)
-def test_results_of_calls_in_several_batches_come_back_in_order(
-    calls: list[list[float]], workers: int
-) -> None:
-    batcher = Batcher(batch_size=4, max_latency=0.0, has_lengths=True, max_batch_cost=60.0)
-    for slot in range(workers):
-        batcher.worker_ready(slot, 0.0)
-    made: list[Call] = []
-    answered: list[Call] = []
-    in_flight: list[BatchRecord] = []
-    for number, lengths in enumerate(calls):
-        call = Call([(number, place) for place in range(len(lengths))], None)
-        call.lengths = lengths
-        made.append(call)
-        in_flight += batcher.call_submitted(call, 0.0).batches
-    while in_flight:
-        batch = in_flight.pop()  # the last first, so that they come back in any order
-        assert batch.cost <= 60.0 or batch.size == 1
-        outputs = [f"result of {payload}" for payload in batch.payloads]
-        report = BatchReport(batch.id, outputs, duration=0.01, slot=batch.slot)
-        actions = batcher.batch_returned(report, 0.0)
-        batcher.check_invariants()
-        answered += actions.calls
-        in_flight += actions.batches
-    assert sorted(map(id, answered)) == sorted(map(id, made))
-    for number, call in enumerate(made):
-        assert call.outputs == [f"result of {(number, place)}" for place in range(call.size)]

@@ -39,7 +39,7 @@ class Line:
 
     Attributes:
         late: calls whose time has ended, in order.
-        took: what a batch of so many items takes, seconds.
+        took: what a batch of such a cost takes, seconds; an item without a length costs one.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Line:
         )
         self._has_lengths = bool(options.get("has_lengths"))
         self.now = 0.0
-        self.took: Callable[[int], float] = lambda _: 0.0
+        self.took: Callable[[float], float] = lambda _: 0.0
         self.late: list[Call] = []
         self._slots = itertools.count()
 
@@ -94,7 +94,7 @@ class Line:
         batcher.worker_retiring(slot, self.now)
         if batch is not None:
             record = copy.copy(batch)  # which is not released
-            took = self.took(batch.size)
+            took = self.took(batch.cost)
             self.now += took
             report = BatchReport(batch.id, batch.payloads, duration=took, slot=slot)
             batcher.batch_returned(report, self.now)
@@ -115,8 +115,11 @@ class Line:
 # -- tables
 
 
-def test_calls_that_wait_share_fairly_with_the_first_that_is_not_ordinary() -> None:
-    line = Line()
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_calls_that_wait_share_fairly_with_the_first_that_is_not_ordinary(
+    has_lengths: bool,
+) -> None:
+    line = Line(has_lengths=has_lengths)
     waiting = [line.add(number) for number in range(4)]
     assert line.take() == [0]
     line.drop(waiting[1])
@@ -127,8 +130,11 @@ def test_calls_that_wait_share_fairly_with_the_first_that_is_not_ordinary() -> N
     assert line.order() == ["next", "and next"]
 
 
-def test_deadline_goes_before_any_priority_and_the_earlier_before_the_later() -> None:
-    line = Line()
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
+def test_deadline_goes_before_any_priority_and_the_earlier_before_the_later(
+    has_lengths: bool,
+) -> None:
+    line = Line(has_lengths=has_lengths)
     line.add("urgent", priority=9)
     line.add("later", seconds=9.0, has_deadline=True, priority=5)
     line.add("soon", seconds=3.0, has_deadline=True, priority=-5)
@@ -137,6 +143,7 @@ def test_deadline_goes_before_any_priority_and_the_earlier_before_the_later() ->
     assert line.order() == ["as soon", "soon", "later", "urgent", "plain"]
 
 
+@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 @pytest.mark.parametrize(
     ("now", "expected"),
     [
@@ -144,24 +151,16 @@ def test_deadline_goes_before_any_priority_and_the_earlier_before_the_later() ->
         (5.0, ["given 8", "default", "given 20", "high"]),
     ],
 )
-def test_default_time_counts_from_its_half(now: float, expected: list[str]) -> None:
-    line = Line()
+def test_default_time_counts_from_its_half(
+    now: float, expected: list[str], has_lengths: bool
+) -> None:
+    line = Line(has_lengths=has_lengths)
     line.add("given 20", seconds=20.0, has_deadline=True)
     line.add("given 8", seconds=8.0, has_deadline=True)
     line.add("high", priority=1)
     line.add("default", seconds=10.0)
     line.now = now
     assert line.order() == expected
-
-
-def test_items_of_a_call_keep_their_order_over_several_batches() -> None:
-    line = Line(4)
-    line.add("x", 5, tenant="x")
-    line.add("y", 5, tenant="y")
-    spans = [span for _ in range(3) for span in line.cut().spans]  # type: ignore[union-attr]
-    for name in "xy":
-        places = [range(start, stop) for call, start, stop in spans if call.reply == name]
-        assert [place for part in places for place in part] == [*range(5)]
 
 
 @pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
@@ -409,11 +408,12 @@ def test_tenant_that_was_away_has_saved_up_nothing_and_lost_nothing() -> None:
     assert came <= 50 + 1
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
-def test_flood_of_one_tenant_does_not_starve_the_others(has_lengths: bool) -> None:
+@pytest.mark.parametrize("length", [None, 1.0, 0.0], ids=["plain", "lengths", "no length"])
+def test_flood_of_one_tenant_does_not_starve_the_others(length: float | None) -> None:
+    has_lengths = length is not None
     line = Line(2, has_lengths=has_lengths)
     for _ in range(100):
-        line.add("flood", 10, tenant="flood")
+        line.add("flood", 10, tenant="flood", lengths=[length or 0.0] * 10)
     line.take()
     lone = []
     for _ in range(100):
@@ -714,6 +714,29 @@ def test_call_is_hopeless_if_what_goes_before_it_takes_too_long(
     call.precedence = Precedence(**new)
     call.arrived_at, call.deadline = line.now, line.now + seconds
     assert line.batcher.is_hopeless(call, line.now) == expected
+    assert line.batcher.figures.rejected_calls == expected
+
+
+def test_no_call_is_hopeless_before_there_is_a_measure_or_when_nothing_waited() -> None:
+    line = Line()
+    line.add("large", 1000)
+    assert ahead(line, "") == 0
+    line = saturated()
+    line.order()
+    line.add("large", 1000)
+    assert ahead(line, "") == 0
+
+
+def test_one_slow_batch_does_not_take_the_hope() -> None:
+    line = saturated()
+    for _ in range(100):
+        line.add(seconds=1e3)
+    line.took = lambda _: 60.0
+    line.take()
+    line.took = lambda _: 0.01
+    for _ in range(16):
+        line.take()
+    assert ahead(line, "") <= 100
 
 
 # -- nobody waits for ever

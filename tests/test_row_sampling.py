@@ -159,23 +159,6 @@ def test_few_rows_of_a_large_vocabulary_are_sorted(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(scores, torch.cat(wanted))
 
 
-def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
-    plans = [Sampling(samples=True, temperature=2.0, top_p=0.9), Sampling(samples=True), Sampling()]
-
-    def tokens_of(company: list[int]) -> list[int]:
-        row, found = new_row([5], plans[0], 7), []
-        for step in range(12):
-            others = [new_row([9], plans[at], step) for at in company]
-            rows = [*others, row]
-            logits = torch.cat([logits_of(len(others), 99), logits_of(1, step)])
-            found.append(choose(logits, rows)[-1].token)
-        return found
-
-    alone = tokens_of([])
-    assert len(set(alone)) > 3
-    assert alone == tokens_of([1, 2]) == tokens_of([0, 0, 2, 1, 1])
-
-
 def test_tokens_are_drawn_by_their_probabilities() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, -float("inf")]]).expand(4000, 4)
     rows = [new_row([0], Sampling(samples=True), 3)] * 4000

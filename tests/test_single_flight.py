@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import signal
-import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import models
 from conftest import AnyStreamer, await_that
-from contract.single_flight import CallsThatShare, Counting, SharedComputations, results
+from contract.single_flight import CallsThatShare, SharedComputations, results
 from service_streamer import (
     Future,
     ManagedModel,
@@ -189,47 +185,7 @@ class FailingOnce(ManagedModel):
         return batch
 
 
-def test_a_call_that_shares_with_one_that_is_cut_off_is_cut_off_too(gate: Gate) -> None:
-    streamer = Streamer(Counting, model_init_args=(gate,), deduplicate=True, retry=False)
-    streamer.submit(["busy"])
-    gate.await_arrival()
-    futures = [streamer.submit(["x", "z"]), streamer.submit(["x"])]
-    streamer.close(drain=False)
-    assert [type(future.exception()) for future in futures] == [StreamerClosed] * 2
-
-
-class Unloadable(ManagedModel):
-    def init_model(self, gate: Gate) -> None:
-        gate.go_through()
-        raise OSError("no weights")
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        return batch
-
-
-def test_a_call_that_shares_with_one_for_which_there_is_no_worker_is_told_so(gate: Gate) -> None:
-    with Streamer(Unloadable, model_init_args=(gate,), deduplicate=True, retry=False) as streamer:
-        futures = [streamer.submit(["x", "z"]), streamer.submit(["x"])]
-        gate.let_through(9)
-        errors = [future.exception() for future in futures]
-        assert [type(error) for error in errors] == [WorkerStartError] * 2
-        assert errors[0] is not errors[1]
-
-
 # -- pools
-
-
-def test_the_death_of_a_worker_is_noticed_by_none_of_them(gate: Gate) -> None:
-    with Streamer(Counting, model_init_args=(gate,), deduplicate=True) as streamer:
-        first = streamer.submit(["a"])
-        gate.await_arrival()
-        second = streamer.submit(["a"])
-        (pid,) = {int(line.split()[0]) for line in models.children()}
-        os.kill(pid, signal.SIGKILL)
-        gate.await_arrival()
-        gate.let_through(9)
-        assert results([first, second]) == [[["a", 1]]] * 2
-        assert streamer.stats().restarts == 1
 
 
 def test_an_item_that_kills_is_given_up_for_all() -> None:
@@ -296,22 +252,12 @@ def test_the_same_are_those_that_pickle_to_the_same(items: tuple[Any, Any], same
 # -- options
 
 
-def test_a_missing_package_is_told_with_its_extra() -> None:
-    program = """
-import sys
-sys.modules["cachetools"] = None
-from service_streamer import ThreadedStreamer
-with ThreadedStreamer(len, deduplicate=True): pass
-try:
-    ThreadedStreamer(len, cache_size=1)
-except ImportError as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        check=True, capture_output=True, text=True, cwd=Path(__file__).parent.parent,
-    )  # fmt: skip
-    assert done.stdout == "cache_size needs cachetools: pip install cachetools\n"
+def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cachetools", None)
+    with ThreadedStreamer(models.echo, deduplicate=True):
+        """Needs no package."""
+    with pytest.raises(ImportError, match=r"cache_size needs cachetools: pip install cachetools$"):
+        ThreadedStreamer(models.echo, cache_size=1)
 
 
 def test_cache_forgets_results_that_are_too_old() -> None:
@@ -330,9 +276,11 @@ def test_cache_forgets_results_that_are_too_old() -> None:
 class Shared(StubEngine):
     """What its engine computes is shared."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, may_rerun: bool = True, **options: Any) -> None:
         super().__init__(**options)
-        self.single = SingleFlight(self.engine, extend=self.engine.extend, clock=self.clock)
+        self.single = SingleFlight(
+            self.engine, extend=self.engine.extend, may_rerun=may_rerun, clock=self.clock
+        )
         self.clock.listen(self.single.timer.look)
 
     def __exit__(self, *_: object) -> None:
@@ -356,6 +304,21 @@ def test_calls_of_which_nothing_is_new_need_no_room() -> None:
         one.transport.ready(0)
         one.transport.echo()
         assert results(futures) == [["a"]] * 3
+
+
+@pytest.mark.parametrize("error", [StreamerClosed, WorkerStartError])
+def test_a_call_that_shares_with_one_that_no_worker_had_gets_its_error(
+    error: type[StreamerError],
+) -> None:
+    with Shared(may_rerun=False) as one:
+        futures = [one.submit("x", "z"), one.submit("x")]
+        if error is StreamerClosed:
+            one.single.close(drain=False, timeout=None)
+        else:
+            one.cannot_start(0)
+        first, second = (future.exception() for future in futures)
+        assert type(first) is type(second) is error
+        assert first is not second
 
 
 def test_a_callback_may_submit_and_not_wait(one: Shared) -> None:

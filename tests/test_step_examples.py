@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tqdm import tqdm
 
 import diffusion_model
+import quiet_torch  # noqa: F401
 import train_diffusion as training
 from diffusion_model import SHAPES, ManagedDiffusionModel, Picture, draw
 from service_streamer import InvalidInput, InvalidItems
@@ -146,21 +145,11 @@ def test_the_program(model: ManagedDiffusionModel, capsys: pytest.CaptureFixture
     assert shown[-1] == draw(last)
 
 
-@pytest.fixture
-def quietly() -> Iterator[None]:
-    """No thread of a progress bar is left behind, and no thread waits for another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tqdm, "monitor_interval", 0)
-        yield
-    torch.set_num_threads(before)
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.long
-@pytest.mark.usefixtures("quietly")
-def test_training_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_from_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     output = tmp_path / "model"
     flags = ["--output", str(output), "--steps", "3"]
     assert training.main([*flags, "--bar", "1.1"]) == 1

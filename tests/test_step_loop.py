@@ -165,28 +165,28 @@ def shapes_of_steps(module: Any, loop: StepLoop, rows: list[GeneratedRow]) -> li
     return shapes
 
 
-def test_a_step_computes_the_oldest_new_row_and_others_that_fit() -> None:
-    """With those of their length, since padding counts. The oldest counts for half at most."""
-    lengths = [20, 3, 25, 4, 5, 90, 22, 6, 80, 31]
-    rows = [GeneratedRow([2 + at] * length) for at, length in enumerate(lengths)]
-    loop = StepLoop(model_of("llama"), most_new=60)
-    assert shapes_of_steps(model_of("llama"), loop, rows) == [
-        [(2, 4), (2, 25)], [(2, 6), (1, 22), (4, 1)], [(1, 90), (7, 1)], [(1, 80), (8, 1)],
-        [(1, 31), (9, 1)], [(10, 1)],
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("way", "lengths", "copies", "shapes"),
+    [
+        # With those of their length, since padding counts. The oldest counts for half at most.
+        ("padded", [20, 3, 25, 4, 5, 90, 22, 6, 80, 31], 1,
+         [[(2, 4), (2, 25)], [(2, 6), (1, 22), (4, 1)], [(1, 90), (7, 1)], [(1, 80), (8, 1)],
+          [(1, 31), (9, 1)], [(10, 1)]]),
+        # Copies of a long prompt do not wait for each other.
+        ("padded", [70, 30, 31], 3, [[(1, 30), (1, 70)], [(1, 31), (6, 1)], [(9, 1)]]),
+        ("alone", [70], 2, [[(1, 70)], [(1, 70), (1, 1)], [(1, 1), (1, 1)]]),
+    ],
+    ids=["prompts", "copies", "copies that are computed alone"],
+)  # fmt: skip
+def test_a_step_computes_the_oldest_new_row_and_others_that_fit(
+    way: Any, lengths: list[int], copies: int, shapes: list[Any]
+) -> None:
+    prompts = [[2 + at] * length for at, length in enumerate(lengths)]
+    rows = [GeneratedRow(prompt) for prompt in prompts for _ in range(copies)]
+    loop = StepLoop(model_of("llama"), way, most_new=60)
+    assert shapes_of_steps(model_of("llama"), loop, rows) == shapes
     for row in rows:
         assert row.tokens == generated("llama", row)
-
-
-def test_copies_of_a_long_prompt_do_not_wait_for_each_other() -> None:
-    model = model_of("llama")
-    prompts = [[3] * 70, [4] * 30, [5] * 31]
-    rows = [GeneratedRow(prompt) for prompt in prompts for _ in range(3)]
-    shapes = shapes_of_steps(model, StepLoop(model, most_new=60), rows)
-    assert shapes == [[(1, 30), (1, 70)], [(1, 31), (6, 1)], [(9, 1)]]
-    rows = [GeneratedRow(prompts[0]) for _ in range(2)]
-    shapes = shapes_of_steps(model, StepLoop(model, "alone", most_new=60), rows)
-    assert shapes == [[(1, 70)], [(1, 70), (1, 1)], [(1, 1), (1, 1)]]
 
 
 def test_tokens_that_encoders_read_count_as_new() -> None:

@@ -649,14 +649,6 @@ def test_a_joined_batch_that_cannot_be_left_starts_again() -> None:
 # -- the end of a worker
 
 
-@BOTH
-@pytest.mark.parametrize("where", ["start", "step"])
-def test_a_system_exit_of_a_model_ends_the_worker(kind: Any, where: str) -> None:
-    bad = item(3, start="exit") if where == "start" else item(3, step={1: "exit"})
-    with pytest.raises(SystemExit):
-        served(loaded(kind), [item(3), bad])
-
-
 def test_a_device_that_fails_ends_the_worker_and_names_who_ran() -> None:
     model = with_guard(loaded(), FAULT)
     progress = [0] * 8
@@ -667,12 +659,15 @@ def test_a_device_that_fails_ends_the_worker_and_names_who_ran() -> None:
     assert set(progress[1:]) - {0} <= {2, 3, 4, 5}
 
 
+@BOTH
 @pytest.mark.parametrize(("where", "ids"), [("start", {2, 3}), ("step", {0, 1, 2, 3})])
-def test_the_parent_sees_which_batches_the_call_was_of(where: str, ids: set[int]) -> None:
+def test_the_parent_sees_which_batches_a_call_was_of_that_ends_the_worker(
+    kind: Any, where: str, ids: set[int]
+) -> None:
     progress = [0] * 8
     bad = item(3, start="exit") if where == "start" else item(3, step={1: "exit"})
     with pytest.raises(SystemExit):
-        served(loaded(), [item(9)], [item(9)], [bad, item(3)], progress=progress)
+        served(loaded(kind), [item(9)], [item(9)], [bad, item(3)], progress=progress)
     assert set(progress) - {0} == {batch_id + 1 for batch_id in ids}
 
 

@@ -87,13 +87,6 @@ def test_all_are_started_and_nothing_is_due_then() -> None:
     assert walk.told() == []
 
 
-def test_a_crashed_worker_is_started_again_at_once_in_its_place() -> None:
-    walk = Walk(2)
-    assert walk.lose(1)
-    assert walk.told() == ["start 2 at 1"]
-    assert walk.supervisor.restarts == 1
-
-
 def test_pauses_double_while_workers_die_without_having_done_anything() -> None:
     walk = Walk(max_restarts=9)
     pauses = []
@@ -110,6 +103,21 @@ def test_pauses_double_while_workers_die_without_having_done_anything() -> None:
     assert pauses == pytest.approx([0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5])
     assert walk.states() == {"failed": 1}
     assert walk.supervisor.is_broken
+
+
+def test_successors_that_are_condemned_one_after_the_other_have_pauses() -> None:
+    walk = Walk()
+    pauses = []
+    for slot in range(5):
+        walk.do("condemn", slot, walk.now, 0.0)
+        walk.retires(slot)
+        ended_at = walk.now
+        if slot + 1 not in walk.places:
+            walk.pass_time()
+        pauses.append(walk.now - ended_at)
+        walk.ready(slot + 1)
+    assert pauses == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.8])
+    assert not walk.supervisor.failed
 
 
 @pytest.mark.parametrize(("jitter", "pause"), [(0.0, 0.8), (0.5, 0.6), (1.0, 0.4)])
@@ -154,6 +162,17 @@ def test_one_that_dies_while_loading_is_tried_three_times() -> None:
 
 
 # -- replacing
+
+
+def test_a_condemned_worker_ends_before_the_next_one_starts() -> None:
+    walk = Walk(2)
+    walk.supervisor.progressed(1)
+    assert walk.do("condemn", 1, walk.now, 0.0)
+    assert not walk.do("condemn", 1, walk.now, 0.0)
+    assert walk.told() == ["retire 1"]
+    walk.retires(1)
+    assert walk.told() == ["start 2 at 1"]
+    assert walk.supervisor.restarts_at == {1: 1}
 
 
 def test_renewal_goes_one_by_one_and_the_new_is_ready_before_the_old_ends() -> None:

@@ -68,19 +68,6 @@ def test_of_a_batch_that_is_run_again_all_before_the_last_run_is_waiting(one: St
     assert bad.timing is None, "there is no result"
 
 
-def test_of_a_worker_that_was_lost_the_one_that_answered_counts(one: StubEngine) -> None:
-    one.transport.ready(0)
-    future = one.submit("a")
-    one.clock.advance(8.0)
-    one.transport.lose(0)
-    one.clock.advance(1.0)
-    one.transport.await_that(lambda: len(one.transport.started) == 2)
-    one.transport.ready(1)
-    one.clock.advance(2.0)
-    one.transport.echo(duration=1.0, started_at=one.clock() - 1.0)
-    assert future.timing == Timing(queued=9.0, sent=1.0, computed=1.0, returned=0.0)
-
-
 def test_without_a_result_nothing_is_told(one: StubEngine) -> None:
     empty, cancelled = one.submit(), one.submit("a")
     assert cancelled.cancel()
