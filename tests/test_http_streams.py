@@ -22,7 +22,6 @@ from http_in_process import (
     pass_time,
     post,
     serving,
-    settled,
 )
 from serve_process import IMPATIENT, GatedServing, Serving, figures_in, table, until
 from service_streamer import ThreadedStreamer
@@ -127,13 +126,6 @@ def test_output_is_sent_when_it_is_made(gated: GatedServing) -> None:
         assert events.rest() == [{"output": 3}, "[DONE]"]
 
 
-def test_streams_have_their_own_outputs_when_many_are_open(service: Serving) -> None:
-    with ThreadPoolExecutor(12) as threads:
-        answers = [*threads.map(lambda n: ask(service, n).text, range(1, 25))]
-    assert [text.count("output") for text in answers] == [*range(1, 25)]
-    assert all(text.endswith("data: [DONE]\n\n") for text in answers)
-
-
 def test_stream_has_one_event_when_the_model_has_no_steps(service: Serving) -> None:
     assert ask(service, {"n": 2, "every": 3}).text == "data: [DONE]\n\n"
     double = service.of("double")
@@ -196,22 +188,6 @@ def test_output_that_json_cannot_say_is_an_error_and_frees_its_place(service: Se
     assert made == outputs(1)
     assert told["error"]["code"] == "model_failed"
     until(lambda: service.stats()["queue"]["in_flight"] == 0)
-
-
-def test_timeout_of_a_request_is_for_all_of_its_outputs(gated: GatedServing) -> None:
-    for seconds in (1, 10, 100):  # until the first output comes in that time
-        gated.gate.let_through(1)
-        with Events(gated, ENDLESS, **{"X-Request-Timeout": f"{seconds}"}) as events:
-            got = events.rest()
-        if got:
-            break
-    else:
-        pytest.fail("no output came in time")
-    output, *_, told = got  # one more, if the one before came just too late
-    assert output == {"output": 1}
-    assert told["error"]["code"] == "timeout"
-    gated.gate.let_through(2)
-    assert ask(gated, 1).text.endswith("[DONE]\n\n"), "its place is free"
 
 
 def test_stream_makes_no_more_steps_when_its_client_has_left(gated: GatedServing) -> None:
@@ -378,6 +354,5 @@ async def test_outputs_are_sent_together_when_their_client_reads_late(gate: Gate
         gate.let_through(3)
         assert await anext(streamer.astream(1)) == 1  # so the outputs before it are there
         client.read_on()
-        await settled()
-        rest = of_outputs(3, 4) + b"data: [DONE]\n\n"
-        assert client.received.endswith(b"%x\r\n%b\r\n0\r\n\r\n" % (len(rest), rest))
+        await await_that(lambda: client.received.endswith(b"\r\n0\r\n\r\n"))
+        assert of_outputs(3, 4) in client.received  # [DONE] may be in a piece of its own
