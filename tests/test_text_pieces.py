@@ -63,13 +63,17 @@ def with_marks() -> Any:
     return fast
 
 
-def pieces_with_spaces(kind: str) -> Any:
-    """As SentencePiece makes them; with ``ByteFallback`` as Llama has them."""
+def pieces_with_spaces(kind: str, *more: str) -> Any:
+    """As SentencePiece makes them; with ``ByteFallback`` as Llama has them.
+
+    Args:
+        more: further tokens.
+    """
     import tokenizers
     import transformers
     from tokenizers import decoders, models, pre_tokenizers
 
-    words = ["<unk>", "</s>", "▁", *"abcdefghijklmnoprstu.,'!", "▁the", "▁a", "ing", "▁is"]
+    words = ["<unk>", "</s>", *more, "▁", *"abcdefghijklmnoprstu.,'!", "▁the", "▁a", "ing", "▁is"]
     words += [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = tokenizers.Tokenizer(
         models.Unigram([(word, -1.0) for word in words], 0, byte_fallback=True)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trustme
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
@@ -147,21 +148,12 @@ def test_the_health_check_says_what_the_service_does() -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_the_health_check_knows_a_service_with_tls(tmp_path: Path) -> None:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("there is no openssl to make a certificate with")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-         "-subj", "/CN=service.example.com", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
+def test_the_health_check_knows_a_service_with_tls() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    trustme.CA().issue_cert("service.example.com").configure_cert(context)
     with healthy(context) as url:
         plain = checked(url=url)
-        secure = checked(url=url, SERVICE_STREAMER_SSL_CERTFILE=str(certificate))
+        secure = checked(url=url, SERVICE_STREAMER_SSL_CERTFILE="certificate.pem")
     assert secure.returncode == 0, secure.stderr
     assert plain.returncode == 1
     assert "Traceback" not in plain.stderr
