@@ -18,7 +18,7 @@ import pytest
 
 from command_line import error_of, invoke
 from http_in_process import Keyring
-from serve_process import ROOT, Serving, key_table, until
+from serve_process import ROOT, Serving, error, key_table, until
 from service_streamer.testing import Gate
 from web_application import WebApplication
 
@@ -321,11 +321,6 @@ def service(path: Path) -> Iterator[WebApplication]:
 
 def predict(service: WebApplication, key: str) -> httpx.Response:
     return service.post("/predict", {"inputs": 1}, x_api_key=key)
-
-
-def error(response: httpx.Response, status: int) -> Any:
-    assert response.status_code == status, response.text
-    return response.json()["error"]
 
 
 def test_each_path_requires_its_scope(service: WebApplication) -> None:

@@ -37,12 +37,9 @@ Build = Callable[..., AnyStreamer]
 
 
 @pytest.fixture
-def held(build: Build, kind: str, gate: Gate) -> Iterator[AnyStreamer]:
+def held(build: Build, gate: Gate) -> Iterator[AnyStreamer]:
     """A streamer whose worker is at the gate with one batch, and takes no more before."""
-    if kind == "thread":
-        streamer = build(models.gated(gate), 4, max_pending=3)
-    else:
-        streamer = build(models.Gated, 4, max_pending=3, model_init_args=(gate,))
+    streamer = build(models.gated(gate), 4, max_pending=3)
     streamer.submit(["held"])
     gate.await_arrival()
     yield streamer
