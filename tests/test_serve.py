@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +18,18 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from cases import long_cases
 from http_in_process import post
-from serve_process import ROOT, GatedServing, Serving, figures_in, run, started, table, until
+from http_stub import Answer, HTTPStub
+from serve_process import (
+    ROOT,
+    GatedServing,
+    Serving,
+    error,
+    figures_in,
+    run,
+    started,
+    table,
+    until,
+)
 from service_streamer import Reason, __version__
 from service_streamer.redis.local import LocalRedis
 
@@ -64,16 +73,6 @@ def models(several: GatedServing) -> GatedServing:
     """The same; nothing of earlier tests is at the gate or in the record."""
     several.reset()
     return several
-
-
-def error(response: httpx.Response, status: int) -> dict[str, Any]:
-    """What a refusal says, which has the one form that all have."""
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    told: dict[str, Any] = response.json()["error"]
-    assert {"message", "type", "param", "code"} <= told.keys()
-    assert (status == 503) == ("retry-after" in response.headers)
-    return told
 
 
 # -- predict
@@ -541,38 +540,22 @@ def test_info_names_versions_and_devices() -> None:
 
 def test_opentelemetry_has_spans_of_request_call_and_batch() -> None:
     """A request, its call and its batch, at a collector that this test is."""
-    spans: list[Any] = []
+    by_name: dict[str, Any] = {}
 
-    class Collector(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            message = ExportTraceServiceRequest.FromString(body)
-            for resource in message.resource_spans:
-                for scope in resource.scope_spans:
-                    spans.extend(scope.spans)
-            self.send_response(200)
-            self.end_headers()
+    def collect(_: str, body: bytes) -> Answer:
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            for scope in resource.scope_spans:
+                by_name.update((span.name, span) for span in scope.spans)
+        return 200, {}, b""
 
-        def log_message(self, *_: Any) -> None:
-            """Not in the output of the tests."""
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        endpoint = f"http://127.0.0.1:{server.server_port}"
-        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "10"}
+    with HTTPStub(collect) as collector:
+        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "10"}
         with Serving("served_models:double", "--opentelemetry", **env) as service:
             assert service.predict(2).json() == 4
             assert service.terminate() == 0  # which sends the rest
-        by_name = {span.name: span for span in spans}
-        request = by_name["POST /predict"]
-        assert by_name["service_streamer.call"].parent_span_id == request.span_id
-        assert by_name["service_streamer.batch"].links[0].trace_id == request.trace_id
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    request = by_name["POST /predict"]
+    assert by_name["service_streamer.call"].parent_span_id == request.span_id
+    assert by_name["service_streamer.batch"].links[0].trace_id == request.trace_id
 
 
 def test_service_answers_over_redis(redis_server: str, prefix: str) -> None:

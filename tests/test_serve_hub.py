@@ -202,13 +202,10 @@ TABLE = {"name": ["a", "b"], "size": ["1", "2"]}
     ("method", "arguments", "says"),
     [
         ("question_answering", {"question": "who?", "context": "Ada"}, "inputs: "),
-        ("table_question_answering", {"table": TABLE, "query": "who?"}, "inputs: "),
         ("tabular_classification", {"table": TABLE}, "`table`"),
-        ("sentence_similarity", {"sentence": "a", "other_sentences": ["b"]}, "inputs: "),
         ("visual_question_answering", {"image": b"\x89PNG", "question": "who?"}, "`question`"),
         ("zero_shot_image_classification", {"image": b"\x89PNG", "candidate_labels": ["a", "b"]},
          "candidate_labels: unknown parameter"),
-        ("text_to_image", {"prompt": "a king"}, "inputs: "),
         ("text_to_speech", {"text": "a king"}, "inputs: "),
     ],
 )  # fmt: skip

@@ -24,6 +24,7 @@ from pipeline_cases import (
     variant,
 )
 from test_text_pieces import pieces_with_spaces
+from tiny_models import SHARP
 
 pytestmark = pytest.mark.xdist_group("text-pipelines")
 
@@ -216,10 +217,8 @@ def tokenizer_of(kind: str, **options: Any) -> Any:
 
 def save_bert(kind: str, tokenizer: Any, target: Path) -> Path:
     """A model with a tokenizer of one's own."""
-    config = transformers.BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_attention_heads=2,
-        num_hidden_layers=1, max_position_embeddings=64, initializer_range=0.5,
-    )  # fmt: skip
+    sizes = {**SHARP, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    config = transformers.BertConfig(vocab_size=len(tokenizer), **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         getattr(transformers, kind)(config).save_pretrained(target)
