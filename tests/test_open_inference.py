@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from cases import long_cases
-from command_line import error_of
 from serve_process import Client, Serving, started, table
-from served_here import ServingHere, Whole
-from service_streamer.pipelines import SteppedPipeline
+from served_here import ServingHere
+from service_streamer.pipelines import TASKS
 from tensor_clients import run_clients
 from test_serve_clients import fuzz
 from tiny_models import folder
@@ -201,44 +200,26 @@ def test_a_web_process_without_numpy_says_what_to_install(tmp_path: Path) -> Non
         assert "pip install numpy" in told(response, 501)
 
 
-#: A tiny model for each task; "" is the shipped one.
-TASK_MODELS: dict[str, tuple[str, str]] = {
-    "fill-mask": ("", "happy birthday to [MASK]"),
-    "text-classification": ("classifier", "a film"),
-    "token-classification": ("tagger", "a film"),
-    "feature-extraction": ("features", "a film"),
-    "text-generation": ("gpt2", "once upon"),
-    "text2text-generation": ("t5", "once upon"),
-    "zero-shot-classification": ("entailment", "a film"),
-}
-
-#: So that the same is answered twice.
-_PARAMETERS: dict[str, dict[str, Any]] = {
-    "zero-shot-classification": {"candidate_labels": ["a", "b"]},
-    "text-generation": {"do_sample": False},
-    "text2text-generation": {"do_sample": False},
-}
+#: A tiny model for each kind of inputs and outputs; "" is the shipped one.
+MODELS = {
+    "fill-mask": "", "feature-extraction": "features", "zero-shot-classification": "entailment",
+    "image-classification": "pictures", "audio-classification": "sounds",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def tiny(request: pytest.FixtureRequest) -> Iterator[ServingHere]:
     """A service of this task. Of the module: transformers leaves a thread."""
-    model, _ = {**TASK_MODELS, **FILES}[request.param]
-    kind = SteppedPipeline if request.param in GENERATING else Whole
-    with ServingHere(str(folder(model)), "--task", request.param, kind=kind) as service:
+    with ServingHere(str(folder(MODELS[request.param])), "--task", request.param) as service:
         yield service
 
 
-#: Tasks whose models generate their answers.
-GENERATING = ("text-generation", "text2text-generation", "image-to-text")
-
-
-@pytest.mark.parametrize("tiny", TASK_MODELS, indirect=True)
-def test_tasks_of_texts(tiny: ServingHere) -> None:
+@pytest.mark.parametrize("tiny", [*MODELS][:3], indirect=True)
+def test_texts_are_answered_as_predict_does(tiny: ServingHere) -> None:
     info = tiny.client.get("/info").json()
     name, task = info["model"], info["task"]
-    _, text = TASK_MODELS[task]
-    parameters = _PARAMETERS.get(task, {})
+    text = "happy birthday to [MASK]" if task == "fill-mask" else "a film"
+    parameters = {"candidate_labels": ["a", "b"]} if info["candidate_labels_required"] else {}
     assert tiny.client.get(f"/v2/models/{name}").json()["inputs"][0]["name"] == "text"
     body = {
         "inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [text]}],
@@ -254,21 +235,12 @@ def test_tasks_of_texts(tiny: ServingHere) -> None:
         assert [json.loads(each) for each in output["data"]] == said
 
 
-FILES: dict[str, tuple[str, str]] = {
-    "image-classification": ("pictures", "image"),
-    "object-detection": ("detector", "image"),
-    "image-to-text": ("captions", "image"),
-    "audio-classification": ("sounds", "audio"),
-    "automatic-speech-recognition": ("speech", "audio"),
-}
-
-
-@pytest.mark.parametrize("tiny", FILES, indirect=True)
-def test_tasks_of_files(tiny: ServingHere) -> None:
+@pytest.mark.parametrize("tiny", [*MODELS][3:], indirect=True)
+def test_files_are_answered_as_predict_does(tiny: ServingHere) -> None:
     from pipeline_cases import image, saved, sound  # which import torch
 
     info = tiny.client.get("/info").json()
-    _, kind = FILES[info["task"]]
+    kind = info["task"].partition("-")[0]
     file = base64.b64decode(saved(image(32, 32)) if kind == "image" else sound(16_000))
     tensor = {"name": kind, "shape": [1], "datatype": "BYTES"}
     response = post_binary(tiny, info["model"], tensor, len(file).to_bytes(4, "little") + file)
@@ -278,9 +250,8 @@ def test_tasks_of_files(tiny: ServingHere) -> None:
     assert json.loads(output["data"][0]) == said.json()
 
 
-def test_every_task_is_tried() -> None:
-    tasks = error_of("serve", "bert", "--task", "nonsense").partition("one of ")[2]
-    assert {*TASK_MODELS, *FILES, "image-feature-extraction"} == {*tasks.split(", ")}
+def test_every_kind_of_input_is_tried() -> None:
+    assert {TASKS[each].takes for each in MODELS} == {each.takes for each in TASKS.values()}
 
 
 @pytest.mark.parametrize("model", ["echo", *long_cases("Rows", "Added")])
