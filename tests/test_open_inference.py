@@ -13,8 +13,8 @@ import pytest
 
 from cases import long_cases
 from serve_process import Client, Serving, started, table
-from served_here import ServingHere
-from service_streamer.pipelines import TASKS
+from served_here import ServingHere, Whole
+from service_streamer.pipelines import TASKS, SteppedPipeline
 from tensor_clients import run_clients
 from test_serve_clients import fuzz
 from tiny_models import folder
@@ -200,26 +200,32 @@ def test_a_web_process_without_numpy_says_what_to_install(tmp_path: Path) -> Non
         assert "pip install numpy" in told(response, 501)
 
 
-#: A tiny model for each kind of inputs and outputs; "" is the shipped one.
+#: A tiny model for each kind of inputs and outputs, and one of steps; "" is the shipped one.
 MODELS = {
     "fill-mask": "", "feature-extraction": "features", "zero-shot-classification": "entailment",
-    "image-classification": "pictures", "audio-classification": "sounds",
+    "text-generation": "gpt2", "image-classification": "pictures", "audio-classification": "sounds",
 }  # fmt: skip
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "zero-shot-classification": {"candidate_labels": ["a", "b"]},
+    "text-generation": {"do_sample": False},
+}
 
 
 @pytest.fixture(scope="module")
 def tiny(request: pytest.FixtureRequest) -> Iterator[ServingHere]:
     """A service of this task. Of the module: transformers leaves a thread."""
-    with ServingHere(str(folder(MODELS[request.param])), "--task", request.param) as service:
+    task = request.param
+    kind = SteppedPipeline if task == "text-generation" else Whole
+    with ServingHere(str(folder(MODELS[task])), "--task", task, kind=kind) as service:
         yield service
 
 
-@pytest.mark.parametrize("tiny", [*MODELS][:3], indirect=True)
+@pytest.mark.parametrize("tiny", [*MODELS][:4], indirect=True)
 def test_texts_are_answered_as_predict_does(tiny: ServingHere) -> None:
     info = tiny.client.get("/info").json()
     name, task = info["model"], info["task"]
     text = "happy birthday to [MASK]" if task == "fill-mask" else "a film"
-    parameters = {"candidate_labels": ["a", "b"]} if info["candidate_labels_required"] else {}
+    parameters = PARAMETERS.get(task, {})
     assert tiny.client.get(f"/v2/models/{name}").json()["inputs"][0]["name"] == "text"
     body = {
         "inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [text]}],
@@ -235,7 +241,7 @@ def test_texts_are_answered_as_predict_does(tiny: ServingHere) -> None:
         assert [json.loads(each) for each in output["data"]] == said
 
 
-@pytest.mark.parametrize("tiny", [*MODELS][3:], indirect=True)
+@pytest.mark.parametrize("tiny", [*MODELS][4:], indirect=True)
 def test_files_are_answered_as_predict_does(tiny: ServingHere) -> None:
     from pipeline_cases import image, saved, sound  # which import torch
 
