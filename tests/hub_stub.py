@@ -5,32 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Self
-from urllib.parse import unquote, urlsplit
+from typing import Any
+
+from http_stub import Answer, HTTPStub
 
 
-class Hub:
+class Hub(HTTPStub):
     """Serves the folders of models; in a thread.
 
     Attributes:
         repositories: by name, its revisions: a name or a commit, and the folder with its files.
         gated: names of models whose files need a licence.
         mode: "ok"; "hang" takes connections and never answers; "503" is out of order.
-        asked: the method and path of each request so far.
+        asked: the path of each request so far.
     """
 
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, tuple[str, Path]]] = {}
         self.gated: set[str] = set()
         self.mode = "ok"
-        self.asked: list[tuple[str, str]] = []
+        self.asked: list[str] = []
         self.released = threading.Event()  # what hangs
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        self._thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+        super().__init__(self._answer)
 
     def publish(self, name: str, folder: Path, revision: str = "main") -> str:
         """Have the files of the folder be the revision of the model; its commit."""
@@ -40,47 +37,19 @@ class Hub:
         revisions[revision] = revisions[commit] = (commit, folder)
         return commit
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """From now on connections are refused."""
         self.released.set()
-        if self._thread.is_alive():
-            self.server.shutdown()
-            self._thread.join()
-            self.server.server_close()
+        super().close()
 
-    def _handler(hub) -> type[BaseHTTPRequestHandler]:  # noqa: N805
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                path = unquote(urlsplit(self.path).path)
-                hub.asked.append((self.command, path))
-                if hub.mode == "hang":
-                    hub.released.wait()
-                    return
-                status, headers, body = (
-                    (503, {}, b"out of order") if hub.mode == "503" else hub.answer(path)
-                )
-                self.send_response(status)
-                for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(body)
+    def _answer(self, path: str, _: bytes) -> Answer | None:
+        self.asked.append(path)
+        if self.mode == "hang":
+            self.released.wait()
+            return None
+        return (503, {}, b"out of order") if self.mode == "503" else self.answer(path)
 
-            do_HEAD = do_GET  # noqa: N815
-
-            def log_message(self, *_: object) -> None:
-                """Print nothing."""
-
-        return Handler
-
-    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+    def answer(self, path: str) -> Answer:
         is_api = path.startswith("/api/models/")
         parts = path.removeprefix("/api/models").strip("/").split("/")
         name, rest = "/".join(parts[:2]), parts[2:]
@@ -114,5 +83,5 @@ class Hub:
         return 200, {"X-Repo-Commit": commit, "ETag": f'"{etag}"'}, content
 
 
-def _refused(status: int, code: str) -> tuple[int, dict[str, str], bytes]:
+def _refused(status: int, code: str) -> Answer:
     return status, {"X-Error-Code": code, "X-Error-Message": code}, code.encode()

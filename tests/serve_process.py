@@ -83,6 +83,16 @@ def figures_in(metrics: str) -> dict[str, float]:
     return found
 
 
+def error(response: httpx.Response, status: int) -> dict[str, Any]:
+    """What a refusal says, which has the one form that all have."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    told: dict[str, Any] = response.json()["error"]
+    assert {"message", "type", "param", "code"} <= told.keys()
+    assert (status == 503) == ("retry-after" in response.headers)
+    return told
+
+
 def children(pid: int) -> list[int]:
     """The processes that a process has started and that are there."""
     found: list[int] = []

@@ -80,19 +80,6 @@ class Sized(Obedient):
     length = staticmethod(size)
 
 
-class NumPy(ManagedModel):
-    """Answers arrays and their numbers."""
-
-    def init_model(self) -> None:
-        import numpy
-
-        self.model = numpy
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        numpy = self.model
-        return [{"row": numpy.asarray(item), "sum": numpy.float32(sum(item))} for item in batch]
-
-
 class Failing(ManagedModel):
     """Cannot be loaded."""
 

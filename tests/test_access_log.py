@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from http_in_process import post
 from serve_process import Serving, key_table, until
 
 pytestmark = [pytest.mark.no_gevent, pytest.mark.xdist_group("access-log")]
@@ -18,8 +19,7 @@ def request(
     target: bytes = b"/predict", body: bytes = b'{"inputs": 1}', method: bytes = b"POST"
 ) -> bytes:
     """A request of alice's."""
-    head = b"%b %b HTTP/1.1\r\nhost: a\r\nx-api-key: opensesame\r\ncontent-length: %d\r\n\r\n"
-    return head % (method, target, len(body)) + body
+    return post(body, b"x-api-key: opensesame\r\n", target).replace(b"POST", method, 1)
 
 
 CHUNKED = (

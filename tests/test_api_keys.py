@@ -18,7 +18,7 @@ import pytest
 
 from command_line import error_of, invoke
 from http_in_process import Keyring
-from serve_process import ROOT, Serving, key_table, until
+from serve_process import ROOT, Serving, error, key_table, until
 from service_streamer.testing import Gate
 from web_application import WebApplication
 
@@ -314,7 +314,6 @@ def service(path: Path) -> Iterator[WebApplication]:
         key_table("alice", "a")
         + key_table("watcher", "w", "", ["metrics"])
         + key_table("limited", "l", "requests-per-minute = 2")
-        + key_table("openais", "o", "requests-per-minute = 1")
     )
     with WebApplication(keyring=Keyring((), path), api_key_file=path) as application:
         yield application
@@ -322,11 +321,6 @@ def service(path: Path) -> Iterator[WebApplication]:
 
 def predict(service: WebApplication, key: str) -> httpx.Response:
     return service.post("/predict", {"inputs": 1}, x_api_key=key)
-
-
-def error(response: httpx.Response, status: int) -> Any:
-    assert response.status_code == status, response.text
-    return response.json()["error"]
 
 
 def test_each_path_requires_its_scope(service: WebApplication) -> None:
@@ -350,25 +344,6 @@ def test_a_request_beyond_the_limit_of_its_key_is_refused(service: WebApplicatio
     assert (told["code"], told["type"]) == ("rate_limit_exceeded", "rate_limit_error")
     assert 1 <= int(answers[2].headers["retry-after"]) <= 30
     assert predict(service, "a").status_code == 200, "others go on"
-
-
-def test_openais_client_reads_the_refusals(service: WebApplication) -> None:
-    import openai  # takes a second
-
-    def ask(key: str) -> Any:
-        client = openai.AsyncOpenAI(
-            base_url="http://m/v1", api_key=key, max_retries=0, http_client=service.client
-        )
-        return service.run(client.completions.create(model="-", prompt="a"))
-
-    with pytest.raises(openai.PermissionDeniedError) as forbidden:
-        ask("w")
-    assert forbidden.value.code == "insufficient_scope"
-    with pytest.raises(openai.NotFoundError):  # the key is let in, and the model is another one
-        ask("o")
-    with pytest.raises(openai.RateLimitError) as limited:
-        ask("o")
-    assert limited.value.code == "rate_limit_exceeded"
 
 
 def test_the_document_tells_of_keys(service: WebApplication) -> None:

@@ -178,20 +178,6 @@ def test_running_the_file_answers_the_three_sentences(capsys: pytest.CaptureFixt
     assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) < 5_000_000
 
 
-def test_transformers_reads_the_tokenizer_too(
-    encoder: SentenceEncoder, examples: list[training.Example]
-) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
-    other = "Bioluminescent jellyfish wobble [MASK]; e-mail me @ 10:45 (GMT+2), #42! Zoë's naïve"
-    for sentence in [*(each.sentence for each in examples), other]:
-        assert tokenizer(sentence)["input_ids"] == encoder.tokenizer.encode(sentence).ids
-    assert tokenizer.unk_token_id not in tokenizer(other)["input_ids"]
-    assert tokenizer.mask_token_id == encoder.mask_id
-    assert tokenizer.pad_token_id == encoder.pad_id
-
-
 def test_an_example_with_two_right_answers_is_left_out() -> None:
     lines = ["The cat sat.", "the dog sat", "The bird's egg.", "Only " + "word " * 14]
     assert training.clear_examples(lines) == [

@@ -298,13 +298,9 @@ def test_tokens_are_prompts(service: ServingHere, client: Any) -> None:
     assert made.usage == wanted.usage
     alone = client.completions.create(**ASKED, prompt=tokens[0])
     assert texts[0] + alone.choices[0].text == wanted.choices[0].text
-    for wrong, says in (
-        ([1, 10**6], "prompt: 1000000 is not a token of the model"),
-        ([1, "a"], "prompt[0]: is a token among texts"),
-        ([[1], [-1]], "prompt[1][0]: expected int >= 0"),
-        ([[1], []], "prompt[1]: is empty; send at least one token"),
-    ):
-        assert says in refused(client.completions.create, **ASKED, prompt=wrong).message
+    # As for embeddings: test_hub_forms.py has the other mistakes.
+    error = refused(client.completions.create, **ASKED, prompt=[[1], [-1]])
+    assert "prompt[1][0]: expected int >= 0" in error.message
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
@@ -421,10 +417,6 @@ def test_details(hub: Any) -> None:
     assert last.details.finish_reason == details.finish_reason
     whole = hub.text_generation("the sun", **asked, details=True, return_full_text=True)
     assert whole.generated_text == "the sun" + text
-    *_, last = hub.text_generation(
-        "the sun", **asked, details=True, return_full_text=True, stream=True
-    )
-    assert last.generated_text == "the sun" + text
 
 
 def test_ends_have_their_reason(hub: Any) -> None:
@@ -452,10 +444,6 @@ def test_grammar(hub: Any) -> None:
         assert json.loads(made)["name"] in ("ada", "grace")
     made = hub.text_generation("a", **asked, grammar={"type": "regex", "value": "(yes|no)"})
     assert made in ("yes", "no")
-    pieces = hub.text_generation(
-        "a", **asked, grammar={"type": "regex", "value": "(yes|no)"}, stream=True
-    )
-    assert "".join(pieces) == made
 
 
 def test_best_of_hugging_faces_client_gives_the_likeliest_text(hub: Any) -> None:
@@ -524,17 +512,6 @@ def test_two_names_of_the_same_are_refused_together(
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (422, f"parameters.{name}")
     assert f"is sent with {other}; leave one of them out" in error["message"]
-
-
-def test_hugging_faces_chat_takes_all_parameters_together(hub: Any) -> None:
-    made = hub.chat_completion(
-        CHAT, max_tokens=30, seed=1, temperature=1.5, logprobs=True, top_logprobs=1,
-        frequency_penalty=0.5, presence_penalty=0.5, stop=["zz"],
-        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
-    )  # fmt: skip
-    [choice] = made.choices
-    assert json.loads(choice.message.content)["name"] in ("ada", "grace")
-    assert choice.logprobs.content[0].top_logprobs[0].logprob <= 0
 
 
 # -- /generate, and /predict with chats

@@ -86,7 +86,7 @@ async def parrot(gate: Gate | None = None, **options: Any) -> AsyncIterator[Any]
             gate.let_through(100)
 
 
-async def read(completions: Any, prompt: str, texts: list[str], **more: Any) -> None:
+async def read(completions: Any, prompt: str | list[str], texts: list[str], **more: Any) -> None:
     """Stream, and put down what comes."""
     chunks = await completions.create(model="any", prompt=prompt, stream=True, **more)
     async for chunk in chunks:
@@ -151,3 +151,39 @@ async def test_overload_and_the_end_of_the_service_are_503(gate: Gate) -> None:
         assert (caught.value.status_code, caught.value.code) == (503, "unavailable")
         gate.let_through(100)
         await asyncio.gather(*running, return_exceptions=True)
+
+
+@in_event_loop
+async def test_stream_of_several_prompts_fails_when_one_of_them_does() -> None:
+    async with parrot() as (service, client, completions):
+        with pytest.raises(openai.APIError) as caught:
+            await read(completions, ["a " * 1000, "b REFUSE"], [])
+        assert caught.value.type == "invalid_request_error"
+        assert not service.streams
+        assert (await client.get("/stats")).json()["streams"]["open"] == 0
+
+
+@in_event_loop
+async def test_streams_of_several_prompts_are_closed_when_one_cannot_be_opened(gate: Gate) -> None:
+    async def pending() -> int:
+        return int((await client.get("/stats")).json()["queue"]["pending"])
+
+    async with parrot(gate, max_pending=3) as (_, client, completions):
+
+        def ask(prompt: Any) -> asyncio.Task[Any]:
+            return asyncio.create_task(completions.create(model="any", prompt=prompt, stream=True))
+
+        waiting = [ask("WAIT")]
+        await asyncio.to_thread(gate.await_arrival)
+        while await pending() < 2:  # the scheduler sends some ahead
+            waiting.append(ask("WAIT"))
+            await asyncio.sleep(0)
+        before = await pending()
+        with pytest.raises(openai.InternalServerError) as caught:
+            await ask(["a", "b", "c"])
+        assert caught.value.code == "overloaded"
+        while await pending() > before:
+            """It is given up in the thread of the streamer."""
+        gate.let_through(100)
+        for each in waiting:
+            assert [chunk async for chunk in await each]

@@ -168,20 +168,3 @@ def test_the_folder_is_small_and_its_tokenizer_spells_any_text(model: TextGenera
     assert ids[0] == model.tokenizer.bos_token_id
     special = {model.tokenizer.pad_token, model.tokenizer.bos_token, model.tokenizer.eos_token}
     assert len(special) == 3
-
-
-# Training
-
-
-def test_what_is_learnt_ends_with_a_sentence_or_the_next_line() -> None:
-    sections = [["One,", "two.", "Three", "four;"], ["Five,"]]
-    assert training.passages(sections) == ["One,\ntwo.", "two.", "Three\nfour;", "four;", "Five,"]
-
-
-def test_a_prompt_tells_its_text_from_others() -> None:
-    texts = ["A cat sat here.", "a cat sat there now.", "Red fish swim.", "Two words", "One"]
-    assert training.examples(texts) == training.examples(texts[::-1])
-    assert {(each.prompt, each.text) for each in training.examples(texts)} == {
-        ("a cat sat there", "a cat sat there now."),
-        ("Red fish", "Red fish swim."),
-    }

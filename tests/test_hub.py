@@ -236,7 +236,7 @@ def test_serve_pins_the_commit_and_shows_it(server: Hub, cache: Path, changed: P
         with serve_process.Serving(*model, "--workers", "1") as service:
             assert service.client.get("/info").json()["revision"] == commit
             service.terminate()
-    asked = [path for _, path in server.asked if path.startswith("/api/models")]
+    asked = [path for path in server.asked if path.startswith("/api/models")]
     assert f"/api/models/{NAME}/revision/v2" in asked
     reference = cache / "models--org--infilling" / "refs" / "v2"
     assert reference.read_text() == commit, "for a start without the hub"
@@ -250,7 +250,7 @@ def test_serve_starts_from_the_cache_while_the_hub_hangs(server: Hub, cache: Pat
     with serve_process.Serving(NAME) as service:
         assert service.client.get("/info").json()["revision"] == "0" * 40
         assert "no answer within 3 s" in service.log()
-    asked = [path for _, path in server.asked if path.startswith("/api/models/")]
+    asked = [path for path in server.asked if path.startswith("/api/models/")]
     assert len(asked) <= 3, "each may take 3 s"
     server.released.set()
 

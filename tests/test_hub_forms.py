@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
@@ -12,11 +11,8 @@ from typing import Any
 
 import pytest
 
-from http_in_process import in_event_loop
 from serve_process import Client
 from served_here import served
-from service_streamer.testing import Gate
-from test_generation_errors import parrot, read
 
 pytestmark = pytest.mark.xdist_group("infilling")
 
@@ -40,51 +36,6 @@ def refused(service: Client, path: str, status: int, **body: Any) -> tuple[str |
     return error["param"], error["message"]
 
 
-@pytest.mark.no_gevent
-@in_event_loop
-async def test_a_stream_of_several_prompts_fails_when_one_of_them_does() -> None:
-    import openai
-
-    async with parrot() as (service, client, completions):
-        prompts: Any = ["a " * 1000, "b REFUSE"]
-        with pytest.raises(openai.APIError) as caught:
-            await read(completions, prompts, [])
-        assert caught.value.type == "invalid_request_error"
-        assert not service.streams
-        stats: Any = (await client.get("/stats")).json()
-        assert stats["streams"]["open"] == 0
-
-
-@pytest.mark.no_gevent
-@in_event_loop
-async def test_streams_are_closed_when_one_of_them_cannot_be_opened(tmp_path: Path) -> None:
-    import openai
-
-    gate = Gate(tmp_path / "gate")
-
-    async def pending() -> int:
-        return int((await client.get("/stats")).json()["queue"]["pending"])
-
-    async with parrot(gate, max_pending=3) as (_, client, completions):
-        asks = [asyncio.create_task(completions.create(model="any", prompt="WAIT", stream=True))]
-        await asyncio.to_thread(gate.await_arrival)
-        while await pending() < 2:  # the scheduler sends some ahead
-            asks.append(
-                asyncio.create_task(completions.create(model="any", prompt="WAIT", stream=True))
-            )
-            await asyncio.sleep(0)
-        before = await pending()
-        with pytest.raises(openai.InternalServerError) as caught:
-            await completions.create(model="any", prompt=["a", "b", "c"], stream=True)
-        assert caught.value.code == "overloaded"
-        while await pending() > before:
-            """It is given up in the thread of the streamer."""
-        gate.let_through(100)
-        for ask in asks:
-            assert [chunk async for chunk in await ask]
-    gate.close()
-
-
 def test_embed(features: Client) -> None:
     [one] = asked(features, "/embed", inputs="the king")
     assert math.isclose(math.hypot(*one), 1, rel_tol=1e-5)
@@ -100,16 +51,6 @@ def test_embed(features: Client) -> None:
     assert short == pytest.approx([each / math.hypot(*one[:4]) for each in one[:4]], abs=1e-5)
     [cut] = asked(features, "/embed", inputs="the king", dimensions=4, normalize=False)
     assert cut == pytest.approx(raw[:4], abs=1e-5)
-
-
-def test_embed_takes_tokens(features: Client) -> None:
-    [tokens] = asked(features, "/tokenize", inputs="the king")
-    ids = [token["id"] for token in tokens]
-    [wanted] = asked(features, "/embed", inputs="the king")
-    [found] = asked(features, "/embed", inputs=ids)
-    assert found == pytest.approx(wanted, abs=1e-6)
-    both = asked(features, "/embed", inputs=[ids, "the king"])
-    assert both[0] == pytest.approx(both[1], abs=1e-6)
 
 
 def test_truncation(features: Client) -> None:
@@ -185,7 +126,6 @@ def test_embeddings_of_texts_and_tokens(features: Client, embeddings: Any) -> No
     ("wrong", "says"),
     [
         ("", "input"),
-        ([], "input"),
         (["a", ""], "input"),
         (LONG, "set the parameter truncation"),
         ([10**6], "input: 1000000 is not a token of the model"),
@@ -213,8 +153,6 @@ def test_bad_inputs_of_embeddings_are_named(embeddings: Any, wrong: Any, says: s
         ("/embed", {"inputs": ["a", 1]}, "inputs[1]", "token"),
         ("/embed", {"inputs": ["a", []]}, "inputs[1]", "empty"),
         ("/embed", {"inputs": [1, [2]]}, "inputs[0]", "token"),
-        ("/embed", {"inputs": [[1], [-1]]}, "inputs[1][0]", "0"),
-        ("/embed", {"inputs": [10**6]}, "inputs", "1000000"),
         ("/embed", {"inputs": [10**400]}, "inputs[0]", "2147483647"),
         ("/embed", {"inputs": "a", "dimensions": 0}, "dimensions", "1"),
         ("/embed", {"inputs": "a", "dimensions": 17}, "dimensions", "16"),
@@ -279,6 +217,8 @@ def test_tokens_and_back(features: Client) -> None:
     [decoded] = asked(features, "/decode", ids=ids)
     assert decoded == asked(features, "/decode", ids=[[5], ids])[1]
     assert decoded.startswith("the king")
+    both = asked(features, "/embed", inputs=[ids, text])
+    assert both[0] == pytest.approx(both[1], abs=1e-6), "tokens are as good as their text"
     [special] = asked(features, "/decode", ids=ids, skip_special_tokens=False)
     assert (
         special == asked(features, "/detokenize", tokens=ids)["prompt"] == f"[CLS] {decoded} [SEP]"
@@ -287,13 +227,6 @@ def test_tokens_and_back(features: Client) -> None:
     assert bare == {"prompt": decoded}
     [long] = asked(features, "/tokenize", inputs=LONG)
     assert len(long) == 122, "the model's limit is of no concern"
-
-
-def test_every_model_of_texts_has_a_tokenizer(infilling: Client) -> None:
-    [tokens] = asked(infilling, "/tokenize", inputs="Happy [MASK]", add_special_tokens=False)
-    assert [token["text"] for token in tokens] == ["Happy", "[MASK]"]
-    [text] = asked(infilling, "/decode", ids=[token["id"] for token in tokens])
-    assert text == "happy"
 
 
 def test_ranks(ranker: Client) -> None:

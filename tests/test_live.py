@@ -18,9 +18,8 @@ import pytest
 
 import models
 from cases import long_cases
-from conftest import AnyStreamer, await_that, pool_only
+from conftest import AnyStreamer, pool_only
 from service_streamer import (
-    ManagedModel,
     Overloaded,
     PredictTimeout,
     Streamer,
@@ -30,6 +29,7 @@ from service_streamer import (
     WorkerStartTimeout,
 )
 from service_streamer.testing import Gate
+from test_supervision import Walk
 
 Build = Callable[..., AnyStreamer]
 
@@ -37,12 +37,9 @@ Build = Callable[..., AnyStreamer]
 
 
 @pytest.fixture
-def held(build: Build, kind: str, gate: Gate) -> Iterator[AnyStreamer]:
+def held(build: Build, gate: Gate) -> Iterator[AnyStreamer]:
     """A streamer whose worker is at the gate with one batch, and takes no more before."""
-    if kind == "thread":
-        streamer = build(models.gated(gate), 4, max_pending=3)
-    else:
-        streamer = build(models.Gated, 4, max_pending=3, model_init_args=(gate,))
+    streamer = build(models.gated(gate), 4, max_pending=3)
     streamer.submit(["held"])
     gate.await_arrival()
     yield streamer
@@ -209,39 +206,15 @@ def test_a_rolling_restart_may_outlast_its_caller_s_patience(tmp_path: Path, gat
             time.sleep(0)
 
 
-class RoomForTwo(ManagedModel):
-    """Has memory for two of its kind; their processes leave files in a folder."""
-
-    def init_model(self, folder: Path, gate: Gate) -> None:
-        (folder / str(os.getpid())).touch()
-        if sum(Path(f"/proc/{each.name}/exe").exists() for each in folder.iterdir()) > 2:
-            raise MemoryError("two fit, and this is the third")
-        self.gate = gate
-
-    def predict(self, batch: list[Any]) -> list[int]:
-        if batch == ["held"]:
-            self.gate.go_through()
-        return [os.getpid()] * len(batch)
-
-
-def test_a_restart_is_not_spoiled_by_another_one_that_takes_more_memory(
-    gate: Gate, tmp_path: Path
-) -> None:
-    args = (tmp_path, gate)
-    with Streamer(RoomForTwo, batch_size=1, worker_num=2, model_init_args=args) as streamer:
-        streamer.wait_ready()
-        held = [streamer.submit(["held"]) for _ in range(2)]
-        gate.await_arrival()
-        gate.await_arrival()
-        with ThreadPoolExecutor(1) as pool:
-            careful = pool.submit(streamer.restart_workers, overlap=False)
-            await_that(lambda: streamer.stats().workers["retiring"] == 1)
-            with pytest.raises(WorkerStartTimeout):
-                streamer.restart_workers(timeout=0, overlap=True)
-            gate.let_through(2)
-            before = {*held[0].result(), *held[1].result()}
-            assert careful.exception() is None
-        assert not before & {*streamer.predict(["which process"] * 8)}
+def test_workers_are_replaced_without_overlap_when_one_of_two_restarts_asks_for_that() -> None:
+    """Else the other one would take memory that is not there."""
+    walk = Walk(2)
+    for overlap in (False, True):
+        walk.do("renew", overlap)
+    assert walk.told() == ["retire 0"]
+    walk.retires(0)
+    walk.ready(2)
+    assert walk.told() == ["start 2 at 0", "retire 1"]
 
 
 def test_scale_wants_a_number_and_a_streamer_that_is_open() -> None:

@@ -26,24 +26,15 @@ from service_streamer.redis.wire import Wire
 SECRET = b"a secret of sixteen bytes"
 
 
-@pytest.mark.parametrize(
-    ("said", "description"),
-    [
-        (
-            {"task": "custom", "labels": ("a", 1, None)},
-            {"task": "custom", "labels": ["a", 1, None]},
-        ),
-        ("a model of its own", {}),
-    ],
-)
-def test_a_ready_worker_says_what_its_model_is(said: Any, description: dict[str, Any]) -> None:
+def test_a_ready_worker_says_what_its_model_is() -> None:
+    said = {"task": "custom", "labels": ("a", 1, None)}
     with Streamer(models.Describes, model_init_args=(said,)) as streamer:
         changed = threading.Event()
         streamer.backend.when_workers_change(changed.set)
         while streamer.backend.model_description() is None:
             changed.wait()
             changed.clear()
-        assert streamer.backend.model_description() == description
+        assert streamer.backend.model_description() == {**said, "labels": ["a", 1, None]}
         assert streamer.stats().accepted == 0, "no call was made for it"
         assert streamer.predict([1]) == [1]
 
@@ -58,28 +49,26 @@ def describing(said: Any) -> type[models.Describes]:
     return Model
 
 
-@pytest.mark.parametrize(
-    "said",
-    [ValueError("no weights"), SystemExit("no licence"), {"labels": object()}, {1, 2}, 5, ["a"]],
-)
-def test_a_model_without_description_is_served(said: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with ThreadedStreamer(describing(said)) as streamer:
-        assert streamer.predict([1]) == [1]
-        assert streamer.backend.model_description() == {}
-    assert "Model.describe()" in caplog.text
+NO_MAPPINGS = [
+    ValueError("no weights"), SystemExit("no licence"), {"labels": object()}, {1, 2}, 5, ["a"]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("said", "description"),
-    [(None, {}), (MappingProxyType({"task": "custom"}), {"task": "custom"})],
+    [
+        *((said, None) for said in NO_MAPPINGS),
+        (None, {}),
+        (MappingProxyType({"task": "custom"}), {"task": "custom"}),
+    ],
 )
-def test_a_description_may_be_any_mapping_or_none(
-    said: Any, description: dict[str, Any], caplog: pytest.LogCaptureFixture
+def test_model_is_served_with_a_warning_when_its_description_is_no_mapping(
+    said: Any, description: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ThreadedStreamer(describing(said)) as streamer:
         assert streamer.predict([1]) == [1]
-        assert streamer.backend.model_description() == description
-    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+        assert streamer.backend.model_description() == (description or {})
+    assert ("Model.describe()" in caplog.text) == (description is None)
 
 
 def test_a_model_that_cannot_be_loaded_is_not_described() -> None:

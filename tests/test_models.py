@@ -178,9 +178,6 @@ def test_a_file_is_read_again_with_the_command_line_above_it(two: Launched, path
         ("[[model]]\nname = 'a'\n[[model]]\nname = 'a/predict'", "'a/predict'"),
         ("[[model]]\nname = 'a/v1/b'\n[[model]]\nname = 'a'", "v1/b"),
         ("[[model]]\nname = 'a'\nport = 1", "[serve]"),
-        ("[[model]]\nname = 'a'\nhost = 'x'", "[serve]"),
-        ("[[model]]\nname = 'a'\nweb-workers = 1", "[serve]"),
-        ("[[model]]\nname = 'a'\nmax-body = 1", "[serve]"),
         ("[[model]]\nname = 'a'\napi-key = 'x'", "[serve]"),
         ("[[model]]\nname = 'a'\nbatchsize = 1", "batch-size?"),
         ("[[model]]\nname = 'a'\nbatch-size = 0", "1 batch-size"),
@@ -264,15 +261,12 @@ async def test_a_model_that_is_loaded_while_the_service_ends_does_not_serve() ->
     hosted[0].close()
 
 
-def test_the_document_is_made_anew_only_for_a_new_description() -> None:
+def test_document_is_made_anew_when_the_model_describes_itself_anew() -> None:
     def example() -> Any:
         post = application.get("/openapi.json").json()["paths"]["/predict"]["post"]
         return post["requestBody"]["content"]["application/json"].get("example")
 
     with WebApplication() as application:
-        assert example() is None
-        description: Any = application.service.description
-        description["example"] = "not looked at"
         assert example() is None
         application.service.description = {"example": "x"}
         assert example() == {"inputs": "x"}

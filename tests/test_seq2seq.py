@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 import torch
 
@@ -22,7 +20,6 @@ from pipeline_cases import (
     saved,
     stepped,
 )
-from serve_process import Serving
 from service_streamer import InvalidItems
 from service_streamer.pipelines import PipelineModel, SteppedPipeline
 from service_streamer.workers.model_spec import ModelSpec
@@ -247,35 +244,6 @@ def test_each_name_of_the_task_means_it() -> None:
         model = loaded(folder("t5"), task)
         assert model.task == "text2text-generation"
         assert model.describe()["operations"] == ["predict", "generate", "tokenize", "decode"]
-
-
-@pytest.mark.long  # starts processes; what they run is tested above
-def test_a_service_streams_texts_for_texts() -> None:
-    with Serving(str(folder("t5"))) as service:
-        plain = {"max_new_tokens": 6, "do_sample": False}
-        asked = {"inputs": "the fox", "parameters": plain}
-        [wanted] = service.post("/predict", asked).json()
-        *events, last, done = events_of(service.post("/predict", {**asked, "stream": True}))
-        assert len(events) > 2
-        assert done == "[DONE]"
-        assert json.loads(last)["output"]["result"] == [wanted]
-        text = service.post("/generate", {"text": "the fox", "parameters": plain}).json()["text"]
-        assert text == wanted["generated_text"]  # another text, and not one that goes on
-        whole = {"inputs": "the fox", "parameters": {**plain, "return_full_text": True}}
-        *_, last, _ = events_of(service.post("/generate", {**whole, "stream": True}))
-        assert json.loads(last)["generated_text"] == text
-        assert service.post("/generate", whole).json()["generated_text"] == text
-        for path, name in (("/generate", "text"), ("/", "inputs")):
-            for more in ({}, {"num_beams": 2}):
-                body = {name: "the fox", "parameters": {**plain, **more}, "stream": True}
-                *events, last, _ = events_of(service.post(path, body))
-                assert json.loads(last)["generated_text"]
-                assert (not events) == bool(more)
-
-
-def events_of(response: httpx.Response) -> list[str]:
-    assert response.status_code == 200, response.text
-    return [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
 
 
 def test_two_models_in_one_process() -> None:

@@ -84,19 +84,20 @@ def standing(streamer: Broker, *, debug: bool = False) -> tuple[tuple[str, str],
 
 
 @pytest.mark.parametrize(
-    ("streamer", "says"),
+    ("streamer", "expected", "says"),
     [
-        (Broker([], state="disconnected"), "Redis cannot be reached"),
-        (Broker([], hosts=0), "there is no worker host"),
-        (Broker([]), "1 worker host has not answered yet: the model is loading, or their --secret"),
-        (Broker([], hosts=2), "2 worker hosts have not answered"),
-        (Broker([BadMessage("differ"), Overloaded("256 wait")]), "do not answer; the service's"),
-        (Broker([Overloaded("256 wait")]), "do not answer; the service's log says why"),
+        (Broker([], state="disconnected"), "starting", "Redis cannot be reached"),
+        (Broker([OURS], hosts=0), "starting", "there is no worker host"),  # which is not asked
+        (Broker([]), "starting", "1 worker host has not answered yet: the model is loading, or "),
+        (Broker([], hosts=2), "starting", "2 worker hosts have not answered"),
+        (Broker([BadMessage("a"), Overloaded("b")]), "starting", "do not answer; the service's"),
+        (Broker([Overloaded("a")]), "starting", "do not answer; the service's log says why"),
+        (Broker([Overloaded("a"), BadMessage("secrets differ")]), "failing", "secrets differ"),
     ],
 )
-def test_standing_says_why_no_host_answers(streamer: Broker, says: str) -> None:
+def test_standing_says_why_no_host_answers(streamer: Broker, expected: str, says: str) -> None:
     (state, text), service = standing(streamer)
-    assert state == "starting"
+    assert state == expected
     assert says in text
     assert not service.is_known
 
@@ -107,12 +108,6 @@ def test_error_of_hosts_is_shown_to_the_operator_only(caplog: pytest.LogCaptureF
     assert "the worker hosts do not answer: 256 wait" in caplog.text
     (_, text), _ = standing(Broker([Overloaded("256 wait")]), debug=True)
     assert text == "the worker hosts do not answer: 256 wait"
-
-
-def test_service_is_failing_when_hosts_cannot_read_its_messages() -> None:
-    (state, text), service = standing(Broker([Overloaded("a"), BadMessage("the secrets differ")]))
-    assert (state, text) == ("failing", "the secrets differ")
-    assert not service.is_known
 
 
 def test_description_is_not_asked_for_when_hosts_announce_it() -> None:
@@ -146,12 +141,6 @@ def test_description_is_taken_over_when_hosts_announce_another() -> None:
     streamer = Broker([], announced=OURS)
     assert names(streamer, {**OURS, "model": "b"}, None, {}) == ["a", "b", "b", "b"]
     assert not streamer.asked
-
-
-def test_description_is_not_asked_for_without_a_host() -> None:
-    streamer = Broker([OURS], hosts=0)
-    (state, _), service = standing(streamer)
-    assert (state, service.is_known, streamer.asked) == ("starting", False, 0)
 
 
 @pytest.mark.parametrize(

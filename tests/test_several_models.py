@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -214,9 +215,7 @@ def test_lines_as_json_have_the_model_in_a_field(changing: GatedServing) -> None
 
 
 def test_an_unknown_model_is_404_wherever_it_is_named(service: Serving) -> None:
-    for path in (of("nope"), of("nope", "/v1/embeddings"), of("ab", "/"), "/models//predict"):
-        answer = service.post(path, {"inputs": "x"}, **KEY)
-        assert (answer.status_code, code(answer)) == (404, "model_not_found"), path
+    """In the path of another one, too: test_models.py has those."""
     for path, expected in (
         (of("nope", "/info"), "model_not_found"),
         ("/v1/models/nope", "model_not_found"),
@@ -572,33 +571,26 @@ def test_no_other_model_answers_for_the_first_one_while_that_is_unloaded(
     assert answers() == {8}
 
 
-class Load:
-    """Callers of one model, each of whom asks again and again; within the block."""
+@contextlib.contextmanager
+def load(service: Serving, model: str, callers: int = 4) -> Iterator[Counter[str]]:
+    """Has callers ask a model again and again, within the block; yields what they got."""
+    answers: Counter[str] = Counter()
+    is_over = threading.Event()
 
-    def __init__(self, service: Serving, model: str, callers: int = 4) -> None:
-        self._service, self._model = service, model
-        self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._run) for _ in range(callers)]
-        self.answers: Counter[int | str] = Counter()
-
-    def _run(self) -> None:
-        number = 0
-        with httpx.Client(base_url=self._service.url, timeout=240, headers=KEY) as client:
-            while not self._is_over.is_set():
-                number += 1
-                answer = client.post(of(self._model), json={"inputs": number})
+    def call() -> None:
+        with httpx.Client(base_url=service.url, timeout=240, headers=KEY) as client:
+            for number in itertools.takewhile(lambda _: not is_over.is_set(), itertools.count()):
+                answer = client.post(of(model), json={"inputs": number})
                 is_right = answer.status_code == 200 and answer.json() == number
-                self.answers["right" if is_right else answer.text] += 1
+                answers["right" if is_right else answer.text] += 1
 
-    def __enter__(self) -> Load:
-        for each in self._threads:
-            each.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        for each in self._threads:
-            each.join()
+    with ThreadPoolExecutor(callers) as threads:
+        calls = [threads.submit(call) for _ in range(callers)]
+        try:
+            yield answers
+        finally:
+            is_over.set()
+    assert [each.exception() for each in calls] == [None] * callers
 
 
 def workers_of(service: Serving, model: str) -> list[int]:
@@ -620,10 +612,10 @@ def test_one_is_replaced_and_one_killed_and_no_request_fails(
         keys=True,
     )
     with contextlib.ExitStack() as stack:
-        loads = {name: stack.enter_context(Load(service, name)) for name in names}
+        loads = {name: stack.enter_context(load(service, name)) for name in names}
 
         def have_answered(times: int) -> bool:
-            return all(each.answers.total() >= times for each in loads.values())
+            return all(each.total() >= times for each in loads.values())
 
         for number in range(1, rounds + 1):
             until(functools.partial(have_answered, 20 * number))
@@ -632,9 +624,7 @@ def test_one_is_replaced_and_one_killed_and_no_request_fails(
             assert control(service, "models/Replaced/load").status_code == 200
             until(lambda gone=victim: workers_of(service, "Killed")[-1] != gone)
         until(lambda: have_answered(20 * rounds + 20))
-    assert {name: {*each.answers} for name, each in loads.items()} == {
-        name: {"right"} for name in names
-    }
+    assert {name: {*each} for name, each in loads.items()} == {name: {"right"} for name in names}
     assert len(workers_of(service, "Replaced")) == rounds + 1
     assert len(workers_of(service, "Calm")) == 1
 

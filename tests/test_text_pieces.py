@@ -14,7 +14,7 @@ from tiny_models import folder
 
 KINDS = [
     "WordPiece", "ByteLevel", "Metaspace", "ByteFallback", "none", "slow", "example", "Whisper",
-    "suffixes", "CTC", "added words", "marks",
+    "suffixes", "added words", "marks",
 ]  # fmt: skip
 EXAMPLE = Path(__file__).parent.parent / "example" / "models" / "text_generation"
 TEXT = "Zoë's naïve 42% of\t「你好」 🙂 . isn't it , they 've said ! 👩‍👩‍👧 end"
@@ -31,8 +31,8 @@ def tokenizer_of(kind: str) -> Any:
 
     if kind == "slow":
         return transformers.ByT5Tokenizer()
-    if kind in ("suffixes", "CTC"):
-        return other_words(kind)
+    if kind == "suffixes":
+        return pieces_with_suffixes()
     if kind == "marks":
         return with_marks()
     if kind in ("Metaspace", "ByteFallback"):
@@ -63,13 +63,17 @@ def with_marks() -> Any:
     return fast
 
 
-def pieces_with_spaces(kind: str) -> Any:
-    """As SentencePiece makes them; with ``ByteFallback`` as Llama has them."""
+def pieces_with_spaces(kind: str, *more: str) -> Any:
+    """As SentencePiece makes them; with ``ByteFallback`` as Llama has them.
+
+    Args:
+        more: further tokens.
+    """
     import tokenizers
     import transformers
     from tokenizers import decoders, models, pre_tokenizers
 
-    words = ["<unk>", "</s>", "▁", *"abcdefghijklmnoprstu.,'!", "▁the", "▁a", "ing", "▁is"]
+    words = ["<unk>", "</s>", *more, "▁", *"abcdefghijklmnoprstu.,'!", "▁the", "▁a", "ing", "▁is"]
     words += [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = tokenizers.Tokenizer(
         models.Unigram([(word, -1.0) for word in words], 0, byte_fallback=True)
@@ -84,22 +88,18 @@ def pieces_with_spaces(kind: str) -> Any:
     )
 
 
-def other_words(kind: str) -> Any:
-    """Pieces that say where a word ends, as CLIP has them; or one token for each sound."""
+def pieces_with_suffixes() -> Any:
+    """They say where a word ends, as CLIP has them."""
     import tokenizers
     import transformers
     from tokenizers import decoders, models
 
     words = ["<unk>", "</s>", "|", *"abcde", *(f"{each}</w>" for each in "abc,.")]
     vocabulary = {word: at for at, word in enumerate(words)}
-    if kind == "CTC":
-        tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-        tokenizer.decoder = decoders.CTC(pad_token="</s>")
-    else:
-        tokenizer = tokenizers.Tokenizer(
-            models.BPE(vocabulary, [], unk_token="<unk>", end_of_word_suffix="</w>")
-        )
-        tokenizer.decoder = decoders.BPEDecoder("</w>")
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [], unk_token="<unk>", end_of_word_suffix="</w>")
+    )
+    tokenizer.decoder = decoders.BPEDecoder("</w>")
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
     )

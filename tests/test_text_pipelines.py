@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-import tiny_models
 from pipeline_cases import (
     LONG,
     SHORT,
@@ -24,6 +23,8 @@ from pipeline_cases import (
     served,
     variant,
 )
+from test_text_pieces import pieces_with_spaces
+from tiny_models import SHARP
 
 pytestmark = pytest.mark.xdist_group("text-pipelines")
 
@@ -197,27 +198,12 @@ def test_truncation_of_one_text_does_not_cut_others() -> None:
         assert_close(model.predict([one]), [output])
 
 
-def metaspace() -> Any:
-    """Pieces that begin with the space before them, as SentencePiece makes them."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    tokenizer = tokenizers.Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    special = ["<pad>", "<mask>", "<unk>"]
-    trainer = trainers.UnigramTrainer(
-        vocab_size=120, show_progress=False, special_tokens=special, unk_token="<unk>"
-    )
-    tokenizer.train_from_iterator(tiny_models.TEXT.splitlines(), trainer)
-    return tokenizer
-
-
 def tokenizer_of(kind: str, **options: Any) -> Any:
     if kind == "slow":
         return transformers.ByT5Tokenizer(mask_token="<mask>", **options)
     if kind == "Metaspace":
-        backend, special = metaspace(), ("<pad>", "<mask>", "<unk>")
+        backend = pieces_with_spaces(kind, "<pad>", "<mask>").backend_tokenizer
+        special: Any = ("<pad>", "<mask>", "<unk>")
     else:
         name = "roberta" if kind == "ByteLevel" else ""
         usual: Any = transformers.AutoTokenizer.from_pretrained(folder(name))
@@ -231,10 +217,8 @@ def tokenizer_of(kind: str, **options: Any) -> Any:
 
 def save_bert(kind: str, tokenizer: Any, target: Path) -> Path:
     """A model with a tokenizer of one's own."""
-    config = transformers.BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_attention_heads=2,
-        num_hidden_layers=1, max_position_embeddings=64, initializer_range=0.5,
-    )  # fmt: skip
+    sizes = {**SHARP, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    config = transformers.BertConfig(vocab_size=len(tokenizer), **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         getattr(transformers, kind)(config).save_pretrained(target)

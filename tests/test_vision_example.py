@@ -23,7 +23,7 @@ import train_vision as training
 from cases import long_cases
 from example_programs import ROOT, Program
 from flask_vision_example import MAX_BODY, SAMPLE, create_app
-from service_streamer import InvalidInput, ManagedModel, Overloaded, ThreadedStreamer
+from service_streamer import InvalidInput, ManagedModel, Overloaded
 from service_streamer.managed_model import has_stages
 from vision_model import (
     DEFAULT_MODEL,
@@ -36,13 +36,6 @@ from vision_model import (
 pytestmark = pytest.mark.xdist_group("vision-example")
 
 STAR = SAMPLE.read_bytes()
-
-
-@pytest.fixture(scope="module", params=["web", *long_cases("worker")])
-def mode(request: pytest.FixtureRequest) -> str:
-    """Where images are decoded."""
-    mode: str = request.param
-    return mode
 
 
 @pytest.fixture(scope="module")
@@ -188,18 +181,6 @@ def test_a_missing_model_is_named_and_the_shipped_one_is_small() -> None:
 # In workers
 
 
-def test_workers_answer_as_the_model_does(
-    mode: str, model: VisionModel, drawn: list[training.Drawing]
-) -> None:
-    items: list[Any] = [drawing.data for drawing in drawn[:40]]
-    right = model.predict(items)
-    managed: type[ManagedModel] = ManagedVisionModel
-    if mode == "web":
-        items, managed = [decode_image(data) for data in items], ManagedPixelModel
-    with ThreadedStreamer(managed, 16, 0.1) as streamer:
-        check_alike(streamer.predict(items), right)
-
-
 def test_bad_images_fail_alone_in_a_worker(model: VisionModel) -> None:
     managed = ManagedVisionModel()
     managed.init_preprocess()
@@ -233,9 +214,10 @@ def test_its_stages_share_nothing(managed: type[ManagedModel], model: VisionMode
 # The service
 
 
-@pytest.fixture(scope="module")
-def service(mode: str) -> Iterator[Program]:
-    command = ("example/flask_vision_example.py", "--port", "0", "--decode", mode)
+@pytest.fixture(scope="module", params=["web", *long_cases("worker")])
+def service(request: pytest.FixtureRequest) -> Iterator[Program]:
+    """Images are decoded in the web process, or in the worker."""
+    command = ("example/flask_vision_example.py", "--port", "0", "--decode", request.param)
     with Program(*command) as service:
         yield service
 
@@ -284,13 +266,6 @@ def test_other_requests_are_refused(service: Program) -> None:
     for method, path, status in (("GET", "/predict", 405), ("POST", "/nothing", 404)):
         answer = service.ask(method, path)
         assert (answer[0], list(answer[1])) == (status, ["error"])
-
-
-def test_the_service_imports_what_it_needs(service: Program, mode: str) -> None:
-    assert ask(service, STAR)[0] == 200
-    loaded = Path(f"/proc/{service.process.pid}/maps").read_text()
-    assert not service.has_torch()
-    assert ("/numpy/" in loaded, "/PIL/" in loaded) == (mode == "web", mode == "web")
 
 
 def test_the_message_of_invalid_input_is_told_and_other_errors_have_their_status() -> None:

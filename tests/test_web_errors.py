@@ -16,9 +16,7 @@ import fastapi_example
 import starlette_example
 from conftest import await_that
 from http_in_process import in_event_loop
-from service_streamer import (
-    ThreadedStreamer,
-)
+from service_streamer import ThreadedStreamer
 from service_streamer.testing import Gate
 from streaming import Service
 from test_examples import with_errors

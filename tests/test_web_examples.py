@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import fastapi_example
 from cases import long_cases
 from conftest import await_that
 from example_programs import ADDRESS, BIRTHDAY, Program, why_it_ended
@@ -170,11 +169,6 @@ def test_web_process_has_no_torch_and_survives_its_worker(service: Program, name
     await_that(lambda: worker not in (found := workers(service.process.pid)) and found)
     await_that(lambda: service.ask("GET", "/health")[1] == {"status": "ready"})
     check_answer(name, *ask(service, path, body))
-
-
-def test_fastapi_documents_itself() -> None:
-    schema = fastapi_example.app.openapi()
-    assert {"InputPrompt", "GeneratedText"} <= schema["components"]["schemas"].keys()
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ import pytest
 import models
 from command_line import have_cores, launched
 from conftest import PATIENCE
+from http_in_process import await_that, settled
 from service_streamer import PredictTimeout, Streamer, ThreadedStreamer
 from web_application import WebApplication
 
@@ -126,13 +127,10 @@ class Viewing(WebApplication):
 
         async def main() -> tuple[list[Any], Any]:
             viewers = [asyncio.create_task(self.client.get("/events")) for _ in range(count)]
-            while not others.questions:
-                await asyncio.sleep(0)
-            for _ in range(20):  # more steps than each of them has before it waits
-                await asyncio.sleep(0)
+            await await_that(lambda: others.questions)
+            await settled()
             one_more = asyncio.create_task(self.client.get("/events"))
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await settled()
             self.service.stop()
             return await asyncio.gather(*viewers), await one_more
 
@@ -262,10 +260,8 @@ def test_a_pool_is_asked_once_for_all_who_look_at_it() -> None:
         before = sharing.questions
         looks = [application.client.get("/health/ready") for _ in range(8)]
         looking = asyncio.gather(*looks)
-        while sharing.questions == before:
-            await asyncio.sleep(0)
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await await_that(lambda: sharing.questions > before)
+        await settled()
         sharing.may_answer.set()
         assert {each.status_code for each in await looking} == {200}
         assert sharing.questions == before + 1

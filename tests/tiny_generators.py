@@ -5,20 +5,16 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from tiny_models import PAIR, SHARP
+
 VOCABULARY = 97
 _ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.5, **_ENDS}
 _GPT2 = {**_COMMON, "n_positions": 256, "n_embd": 16, "n_layer": 2, "n_head": 2}
-_LLAMA = {
-    **_COMMON, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
-}  # fmt: skip
+_LLAMA = {**_COMMON, **SHARP, "num_key_value_heads": 1, "max_position_embeddings": 256}
 _PAIR = {
-    "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 1, "decoder_layers": 2,
-    "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "max_position_embeddings": 256, "init_std": 0.5,
-    "decoder_start_token_id": 2, "forced_eos_token_id": None, "bos_token_id": 0,
-    "eos_token_id": None, "pad_token_id": 1,
+    **PAIR, "vocab_size": VOCABULARY, "max_position_embeddings": 256, "decoder_start_token_id": 2,
+    "forced_eos_token_id": None, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 1,
 }  # fmt: skip
 
 #: The names of the config and of the model, before "Config" and in full, and the config's values.
@@ -117,10 +113,8 @@ def _made(name: str) -> Any:
         kind, model, values = _MODELS[name]
         return getattr(transformers, model)(getattr(transformers, f"{kind}Config")(**values))
     kind, values = _SEEING[name]
-    eyes = transformers.ViTConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        initializer_range=0.5, image_size=16, patch_size=4,
-    )  # fmt: skip
+    sizes = {**SHARP, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
+    eyes = transformers.ViTConfig(**sizes)
     config: Any = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
         eyes, getattr(transformers, f"{kind}Config")(**values)
     )

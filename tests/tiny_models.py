@@ -31,7 +31,7 @@ CHAT = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
-_SHARP: dict[str, Any] = {
+SHARP: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2,
     "initializer_range": 0.5,
 }  # fmt: skip
@@ -106,7 +106,7 @@ def _bert(folder: Path, *, kind: str, labels: Sequence[str] = (), **options: Any
     if labels:
         options["id2label"] = dict(enumerate(labels))
         options["label2id"] = {name: number for number, name in enumerate(labels)}
-    _save(folder, "Bert", kind, vocab_size=size, max_position_embeddings=32, **_SHARP, **options)
+    _save(folder, "Bert", kind, vocab_size=size, max_position_embeddings=32, **SHARP, **options)
 
 
 _SEQUENCE, _TOKEN = "BertForSequenceClassification", "BertForTokenClassification"
@@ -127,7 +127,7 @@ def roberta(folder: Path) -> None:
     special = {"bos_token": "<s>", "pad_token": "<pad>", "mask_token": "<mask>"}
     _save(
         folder, "Roberta", "RobertaForMaskedLM", vocab_size=len(_bytes(folder, **special)),
-        max_position_embeddings=34, pad_token_id=1, **_SHARP,
+        max_position_embeddings=34, pad_token_id=1, **SHARP,
     )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def chat(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     _save(
         folder, "Llama", "LlamaForCausalLM", vocab_size=len(tokenizer),
-        max_position_embeddings=128, bos_token_id=None, eos_token_id=0, pad_token_id=1, **_SHARP,
+        max_position_embeddings=128, bos_token_id=None, eos_token_id=0, pad_token_id=1, **SHARP,
     )  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def pictures(folder: Path) -> None:
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
     labels = {0: "cat", 1: "dog", 2: "house"}
     sizes = {"image_size": 32, "patch_size": 8}
-    _save(folder, "ViT", "ViTForImageClassification", id2label=labels, **sizes, **_SHARP)
+    _save(folder, "ViT", "ViTForImageClassification", id2label=labels, **sizes, **SHARP)
 
 
 @_model
@@ -202,12 +202,12 @@ def detector(folder: Path) -> None:
     YolosImageProcessor(size={"shortest_edge": 32, "longest_edge": 64}).save_pretrained(folder)
     _save(
         folder, "Yolos", "YolosForObjectDetection", image_size=[64, 64], patch_size=8,
-        num_detection_tokens=4, use_mid_position_embeddings=False, **_SHARP,
+        num_detection_tokens=4, use_mid_position_embeddings=False, **SHARP,
     )  # fmt: skip
 
 
 _EARS: dict[str, Any] = {
-    **_SHARP, "conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 4),
+    **SHARP, "conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 4),
     "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2,
     "feat_extract_norm": "group",
 }  # fmt: skip
@@ -245,7 +245,7 @@ def t5(folder: Path) -> None:
     )  # fmt: skip
 
 
-_PAIR: dict[str, Any] = {
+PAIR: dict[str, Any] = {
     "d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 32,
     "decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
     "init_std": 0.5,
@@ -259,7 +259,7 @@ def bart(folder: Path) -> None:
     _save(
         folder, "Bart", "BartForConditionalGeneration", vocab_size=size,
         max_position_embeddings=48, decoder_start_token_id=0, forced_eos_token_id=None,
-        bos_token_id=0, eos_token_id=0, pad_token_id=1, **_PAIR,
+        bos_token_id=0, eos_token_id=0, pad_token_id=1, **PAIR,
     )  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def captions(folder: Path) -> None:
 
     tokenizer = _bytes(folder, eos_token="</s>", pad_token="<pad>")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
-    encoder = ViTConfig(image_size=32, patch_size=8, **_SHARP)
+    encoder = ViTConfig(image_size=32, patch_size=8, **SHARP)
     decoder = GPT2Config(
         vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0, pad_token_id=1,
         add_cross_attention=True, **_GPT2,
@@ -320,7 +320,7 @@ def whisper(folder: Path) -> None:
     ids = dict(zip(special, tokenizer.convert_tokens_to_ids(special), strict=True))
     end = tokenizer.eos_token_id
     config = WhisperConfig(
-        vocab_size=len(tokenizer), **_PAIR, num_mel_bins=8, max_source_positions=100,
+        vocab_size=len(tokenizer), **PAIR, num_mel_bins=8, max_source_positions=100,
         max_target_positions=48, decoder_start_token_id=ids["<|startoftranscript|>"],
         bos_token_id=end, eos_token_id=end, pad_token_id=end, suppress_tokens=None,
         begin_suppress_tokens=None,

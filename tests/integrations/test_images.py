@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
-import http.server
 import os
 import re
 import shutil
 import ssl
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trustme
+
+from http_stub import Answer, HTTPStub
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
@@ -111,57 +111,29 @@ def checked(*arguments: str, url: str, **env: str) -> subprocess.CompletedProces
     )  # fmt: skip
 
 
-class _Healthy(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path in ("/health/live", "/health/ready") else 404)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
-@contextlib.contextmanager
-def healthy(context: ssl.SSLContext | None = None) -> Iterator[str]:
-    """The URL of what answers as a service does: test_health.py has what that says, and where."""
-    with http.server.HTTPServer(("127.0.0.1", 0), _Healthy) as server:
-        if context:
-            server.socket = context.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever, args=[0.01])
-        thread.start()
-        try:
-            yield f"{'https' if context else 'http'}://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+def healthy(path: str, _: bytes) -> Answer:
+    """What a service answers: test_health.py has what that says, and where."""
+    return 200 if path in ("/health/live", "/health/ready") else 404, {}, b""
 
 
 def test_the_health_check_says_what_the_service_does() -> None:
-    with healthy() as url:
-        assert checked(url=url).returncode == 0
-        assert checked("/health/ready", url=url).returncode == 0
-        wrong = checked("/health/red", url=url)
+    with HTTPStub(healthy) as service:
+        assert checked(url=service.url).returncode == 0
+        assert checked("/health/ready", url=service.url).returncode == 0
+        wrong = checked("/health/red", url=service.url)
         assert (wrong.returncode, wrong.stderr) == (1, "/health/red: HTTP Error 404: Not Found\n")
-    ended = checked(url=url)
+    ended = checked(url=service.url)
     assert ended.returncode == 1
     assert "Connection refused" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_the_health_check_knows_a_service_with_tls(tmp_path: Path) -> None:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("there is no openssl to make a certificate with")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-         "-subj", "/CN=service.example.com", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
+def test_the_health_check_knows_a_service_with_tls() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    with healthy(context) as url:
-        plain = checked(url=url)
-        secure = checked(url=url, SERVICE_STREAMER_SSL_CERTFILE=str(certificate))
+    trustme.CA().issue_cert("service.example.com").configure_cert(context)
+    with HTTPStub(healthy, context) as service:
+        plain = checked(url=service.url)
+        secure = checked(url=service.url, SERVICE_STREAMER_SSL_CERTFILE="certificate.pem")
     assert secure.returncode == 0, secure.stderr
     assert plain.returncode == 1
     assert "Traceback" not in plain.stderr

@@ -31,8 +31,8 @@ from contract.streams import StreamForms, Streams
 from ray_nodes import printed
 from service_streamer import (
     ModelError,
+    PoolMismatch,
     RayStreamer,
-    StreamerForked,
     UnpicklableItem,
     WorkerStartError,
 )
@@ -240,9 +240,6 @@ def test_an_item_or_a_result_that_cannot_be_pickled_fails_alone(build: Build) ->
         streamer.predict([1, threading.Lock()])
     with pytest.raises(ModelError, match="lock"):
         streamer.predict(["unpicklable result"])
-    with pytest.raises(models.DetailedError, match="bad luck") as caught:
-        streamer.predict(["raise"])
-    assert caught.value.detail == {"why": "text"} or caught.value.code == 7
     assert streamer.predict(["fine"]) == ["fine"]
 
 
@@ -303,19 +300,6 @@ def test_workers_are_replaced_and_their_number_changes(build: Build) -> None:
     assert len(streamer.predict([None])) == 1
 
 
-def test_a_forked_process_is_refused(build: Build) -> None:
-    streamer = build(models.double, wait_for_worker_ready=True)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            streamer.predict([1])
-        except StreamerForked:
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    assert streamer.predict([1]) == [2]
-
-
 CONNECT = """
 import sys
 from service_streamer import RayStreamer
@@ -333,3 +317,57 @@ def test_an_address_that_is_none_is_refused_soon_and_without_ray_it_says_what_to
     program = "import sys; sys.modules['ray'] = None; from service_streamer import RayStreamer"
     ended = run(["-c", program])
     assert "ImportError: RayStreamer needs ray: pip install cloudpickle ray" in ended.stderr
+
+
+# -- a pool that processes of a host share
+
+
+@pytest.fixture
+def on_ray(cluster: None, shared: Callable[..., Any]) -> Build:
+    """As ``shared``, with workers on the cluster of this machine."""
+
+    def on_ray(model: Any, *args: Any, **options: Any) -> RayStreamer:
+        options = {"address": ray.get_runtime_context().gcs_address, "num_gpus": 0} | options
+        streamer: RayStreamer = shared(model, *args, kind=RayStreamer, **options)
+        return streamer
+
+    return on_ray
+
+
+SHARER = f"""
+import models, sys
+from service_streamer import RayStreamer
+
+if __name__ == "__main__":
+    with RayStreamer(
+        models.process_ids, shared="a", worker_num=2, num_gpus=0, address=sys.argv[1],
+        worker_timeout={PATIENCE},
+    ) as streamer:
+        print(*{{streamer.predict([1])[0] for _ in range(100)}})
+"""
+
+
+@pytest.mark.long
+def test_processes_share_workers_on_ray(on_ray: Build) -> None:
+    streamer = on_ray(models.process_ids, shared="a", worker_num=2)
+    streamer.wait_ready(PATIENCE)
+    mine = {streamer.predict([1])[0] for _ in range(100)}
+    address = ray.get_runtime_context().gcs_address
+    ended = run(["-c", SHARER, address], cwd=Path(__file__).parents[1])
+    assert ended.returncode == 0, ended.stderr
+    assert {*map(int, printed(ended.stdout).split())} <= mine
+    assert streamer.stats().answered == 200
+
+
+@pytest.mark.long
+def test_the_pool_goes_to_the_cluster_of_its_client_and_its_workers_end_with_it(
+    on_ray: Build,
+) -> None:
+    streamer = on_ray(models.double, shared="a", address=None)
+    assert streamer.predict([1]) == [2]
+    assert free("CPU") == 3
+    other = on_ray(models.double, shared="a", num_cpus=0.5)
+    with pytest.raises(PoolMismatch, match=r"num_cpus is 1\.0 there and 0\.5 here"):
+        other.predict([1])
+    streamer.close()
+    await_that(lambda: free("CPU") == 4)

@@ -108,16 +108,6 @@ def test_there_is_no_cluster_to_serve_on(nodes: RayNodes, where: str, says: str)
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.long
-def test_several_web_processes_say_so_too(nodes: RayNodes) -> None:
-    variables = nodes.environment | {"RAY_ADDRESS": "127.0.0.1:1"}
-    done = run("serve", "--port", "0", "--ray", "auto", "--web-workers", "2", **variables)
-    assert done.returncode == 3
-    ours = [line for line in done.stderr.splitlines() if line.startswith("service-streamer: ")]
-    [said] = [line for line in ours if "the model could not be loaded" in line]
-    assert "; ConnectionError: there is no Ray cluster at '127.0.0.1:1' (" in said
-
-
 def replace_ray(monkeypatch: pytest.MonkeyPatch, error: Exception, *, connects: bool) -> None:
     """A Ray that raises this, when a program connects or later."""
 

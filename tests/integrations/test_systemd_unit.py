@@ -24,21 +24,19 @@ def settings() -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("change", [None, ("KillMode=mixed", "KillMode=most"), ("OOM", "OMM")])
-def test_systemd_reads_it(change: tuple[str, str] | None, tmp_path: Path) -> None:
+def test_systemd_reads_it(tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("there is no systemd-analyze (Debian's package systemd has it)")
     text = UNIT.read_text().replace("/opt/service-streamer/bin/service-streamer", sys.executable)
     unit = tmp_path / UNIT.name
-    unit.write_text(text.replace(*change) if change else text)
+    unit.write_text(text)
     done = subprocess.run(
         [analyze, "verify", "--man=no", str(unit)], capture_output=True, text=True, check=False
     )
     told = [line for line in done.stderr.splitlines() if str(unit) in line or UNIT.name in line]
     # Its exit status is 0 for a setting that it does not know.
-    assert bool(told) == bool(change), done.stderr
-    assert done.returncode == 0, done.stderr
+    assert (told, done.returncode) == ([], 0), done.stderr
 
 
 def test_serve_takes_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

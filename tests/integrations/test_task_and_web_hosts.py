@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,8 +10,8 @@ import subprocess
 import sys
 import textwrap
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -20,9 +21,26 @@ from test_starting import environment, write
 PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
-def ended(stream: IO[str]) -> str:
-    """All that is said from now on. Every descendant has the stream, so its end is theirs."""
-    return stream.read()
+@contextlib.contextmanager
+def started(folder: Path, *command: str, ready: str = "") -> Iterator[list[str]]:
+    """Runs a program within the block, from when it has said that it is ready.
+
+    Returns its lines. Behind the block they are all that it and its descendants have said.
+    """
+    with subprocess.Popen(
+        command, cwd=folder, env=environment(folder), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    ) as program:  # fmt: skip
+        assert program.stdout is not None
+        said: list[str] = []
+        try:
+            while ready not in "".join(said):
+                said.append(program.stdout.readline())
+                assert said[-1], f"it ended: {said}"
+            yield said
+        finally:
+            program.terminate()
+            said += program.stdout  # every descendant has it, so its end is theirs
 
 
 @pytest.mark.parametrize(
@@ -51,32 +69,15 @@ def test_streamer_serves_in_uwsgi(tmp_path: Path, loaded_as: str) -> None:
             return [repr(streamer.predict([1, 2])).encode()]
         """,
     )
-    server = subprocess.Popen(
-        [
-            *(uwsgi, "--http-socket=127.0.0.1:0", loaded_as, "--master", "--lazy-apps"),
-            *("--enable-threads", "--die-on-term", "--need-app", f"--home={sys.prefix}"),
-        ],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        stderr=subprocess.PIPE,
-        text=True,
+    command = (
+        *(uwsgi, "--http-socket=127.0.0.1:0", loaded_as, "--master", "--lazy-apps"),
+        *("--enable-threads", "--die-on-term", "--need-app", f"--home={sys.prefix}"),
     )
-    assert server.stderr is not None
-    try:
-        said = []
-        for line in server.stderr:
-            said.append(line)
-            if "port auto-assigned" in line:
-                break
+    with started(tmp_path, *command, ready="port auto-assigned") as said:
         port = said[-1].partition("127.0.0.1:")[2].split()[0]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as answer:
             assert answer.read() == b"[2, 4]"
-    finally:
-        server.terminate()
-        rest = ended(server.stderr)
-        server.stderr.close()
-    server.wait()
-    assert "Traceback" not in rest
+    assert "Traceback" not in "".join(said)
 
 
 @pytest.mark.long
@@ -109,32 +110,14 @@ def test_streamer_serves_in_a_prefork_pool_of_celery(tmp_path: Path) -> None:
             return streamer().predict([number])
         """,
     )
-    worker = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "celery", "-A", "tasks", "worker", "--concurrency=1"),
-            *("--pool=prefork", "--without-gossip", "--without-mingle"),
-        ],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    command = (
+        *(sys.executable, "-m", "celery", "-A", "tasks", "worker", "--concurrency=1"),
+        *("--pool=prefork", "--without-gossip", "--without-mingle"),
     )
-    assert worker.stdout is not None
-    try:
-        client = subprocess.run(
-            [sys.executable, "-c", "import tasks; print(tasks.double.delay(21).get(timeout=240))"],
-            cwd=tmp_path,
-            env=environment(tmp_path),
-            capture_output=True,
-            text=True,
-        )
-    finally:
-        worker.terminate()
-        said = ended(worker.stdout)
-        worker.stdout.close()
-    worker.wait()
-    assert client.stdout == "[42]\n", client.stderr + said
+    with started(tmp_path, *command) as said:
+        call = "import tasks; print(tasks.double.delay(21).get(timeout=240))"
+        client = run(tmp_path, "-c", call)
+    assert client.stdout == "[42]\n", client.stderr + "".join(said)
 
 
 def test_model_of_a_notebook_is_served_cell_after_cell(
