@@ -20,6 +20,8 @@ class Countdown(ManagedModel):
 
     def init_model(self, gate: Gate | None = None) -> None:
         self.gate = gate
+        self.released = 0
+        self.sizes: list[int] = []
 
     def start(self, items: list[Any]) -> list[dict[str, Any]]:
         wanted = [item if isinstance(item, dict) else {"n": item} for item in items]
@@ -37,6 +39,7 @@ class Countdown(ManagedModel):
     def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
         if self.gate is not None:
             self.gate.go_through()
+        self.sizes.append(len(states))
         for state in states:
             at = state["made"] + 1
             if state.get("raise_at") == at:
@@ -52,6 +55,9 @@ class Countdown(ManagedModel):
                 output = None
             outputs.append((output, made >= state["n"]))
         return outputs
+
+    def release(self, state: dict[str, Any]) -> None:
+        self.released += 1
 
 
 class Resumed(Countdown):
