@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import models
 from service_streamer import ManagedModel
 from stream_models import Countdown, Resumed
 
@@ -54,12 +53,6 @@ def fail_in_turn(starts: Path, errors: Sequence[Exception | int | None]) -> None
         os._exit(error)
     if error is not None:
         raise error
-
-
-class LargeResults(models.Gated):
-    def predict(self, batch: list[Any]) -> list[Any]:
-        super().predict(batch)
-        return [bytes(5_000_000)] * len(batch)
 
 
 class LargeOutputs(Resumed):

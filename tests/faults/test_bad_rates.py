@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
-from fault_models import Faulty, Indiscreet, Small, SmallJoined, SmallSteps
+from fault_models import Faulty, Indiscreet, Small
 
 from service_streamer import (
     PredictTimeout,
@@ -106,46 +106,11 @@ def test_callers_do_not_read_of_others_where_nothing_is_isolated(
     assert secret(1, 1) in caplog.text, "the operator is told"
 
 
-def test_a_caller_who_shares_an_item_does_not_read_of_the_others(gate: Gate) -> None:
-    with Streamer(Indiscreet, model_init_args=[gate], deduplicate=True, retry=False) as streamer:
-        first = streamer.submit([1, secret(1, 1)])
-        second = streamer.submit([1])
-        gate.let_through(1)
-        assert isinstance(first.exception(), ValueError)
-        assert_shared([second])
-
-
 def test_a_batch_that_found_no_memory_and_may_not_run_again_is_nobodys_fault(gate: Gate) -> None:
     with Streamer(Small, model_init_args=[gate], retry=False) as streamer:
         futures = [streamer.submit([secret(n, n)]) for n in range(3)]
         gate.let_through(1)
         assert_shared(futures)
-
-
-@pytest.mark.parametrize("where", ["start", "step"])
-def test_items_of_a_step_that_found_no_memory_do_not_read_of_the_others(
-    gate: Gate, where: str
-) -> None:
-    args = (gate, where)
-    with Streamer(SmallSteps, model_init_args=args, mp_start_method="fork", retry=False) as pool:
-        first = pool.submit(["first"])
-        gate.await_arrival()
-        futures = [pool.submit([secret(n, n)]) for n in range(2)]  # they wait in the worker
-        gate.let_through(1)
-        assert first.result() == [["first"]]
-        assert_shared(futures)
-        assert pool.predict(["alone"]) == [["alone"]]
-
-
-def test_a_stream_that_gives_way_in_a_joined_batch_does_not_read_of_the_others(gate: Gate) -> None:
-    with Streamer(SmallJoined, model_init_args=[gate]) as streamer:
-        streams = [streamer.stream(secret(n, n)) for n in range(2)]
-        gate.let_through(1)
-        assert [*streams[0]] == [1, 2, 3]
-        assert next(streams[1]) == 1
-        with pytest.raises(SharedBatchError) as caught:
-            next(streams[1])
-        assert_private(caught.value)
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])

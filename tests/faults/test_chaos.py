@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 import signal
@@ -11,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
-import pytest
 from fault_models import double_slowly
 from fault_processes import children
 
@@ -69,30 +67,6 @@ def in_threads(function: Callable[[int], object]) -> None:
     """Run it in all threads at once, with the thread's number; raises what one of them raises."""
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(function, range(THREADS)))
-
-
-@pytest.mark.long
-def test_workers_that_are_killed_lose_nothing_and_double_nothing() -> None:
-    killer = Killer(seed=1)
-    numbers = itertools.count()
-    answers: list[tuple[int, list[int]]] = []
-
-    def call(_: int) -> None:
-        while (number := next(numbers)) < 20_000:
-            answers.append((number, streamer.predict([number])))
-
-    with Streamer(
-        double_slowly, worker_num=4, worker_timeout=None,
-        max_attempts=ATTEMPTS, max_restarts=RESTARTS,
-    ) as streamer:  # fmt: skip
-        streamer.wait_ready()  # a place that never had a worker is given up soon
-        with killer.at_work(every=1_000, ended=answers):
-            in_threads(call)
-        stats = streamer.stats()
-    assert sorted(answers) == [(number, [2 * number]) for number in range(20_000)]
-    assert (stats.pending, stats.in_flight) == (0, 0)
-    assert stats.restarts >= 1
-    assert stats.retries >= 1
 
 
 def test_each_future_ends_once_whatever_happens_to_it() -> None:
