@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -171,24 +171,3 @@ def test_a_timeout_tells_of_the_death_when_the_killer_is_not_found_in_time(gate:
         gate.let_through(100)
     assert all(isinstance(end, PredictTimeout) for end in ends), ends
     assert all("worker died" in str(end) for end in ends), ends
-
-
-def test_a_call_without_a_deadline_is_served_beside_a_flood_of_those_that_have_one(
-    gate: Gate,
-) -> None:
-    def echo(batch: list[Any]) -> list[Any]:
-        gate.go_through()
-        return batch
-
-    with ThreadedStreamer(echo, batch_size=1) as streamer:
-        flood = {streamer.submit(["flood"], timeout=30.0) for _ in range(4)}
-        plain = streamer.submit(["plain"])
-        for _ in range(100):
-            gate.let_through(1)
-            done, flood = wait({*flood, plain}, return_when=FIRST_COMPLETED)
-            if plain in done:
-                break
-            flood -= {plain}
-            flood |= {streamer.submit(["flood"], timeout=30.0) for _ in done}
-        assert plain.result(0.0) == ["plain"]
-        gate.let_through(100)

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
 from fault_models import double_slowly
-from fault_processes import children
 
-from serve_process import until
+from serve_process import children, until
 from service_streamer import Future, PredictTimeout, Streamer
 
 THREADS = 64
@@ -29,11 +28,11 @@ class Killer:
     """Kills workers, chosen by chance among the children that this process gets from now on."""
 
     def __init__(self, seed: int) -> None:
-        self._bystanders = children(os.getpid())
+        self._bystanders = {*children(os.getpid())}
         self._chance = random.Random(seed)
 
     def kill_one(self) -> None:
-        workers = children(os.getpid()) - self._bystanders
+        workers = {*children(os.getpid())} - self._bystanders
         if workers:
             with contextlib.suppress(ProcessLookupError):  # it has ended since
                 os.kill(self._chance.choice(sorted(workers)), signal.SIGKILL)

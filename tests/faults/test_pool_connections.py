@@ -11,7 +11,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -215,18 +214,6 @@ def test_questions_that_wait_have_no_threads_and_go_with_their_clients(
     streamer.wait_ready()
     assert streamer.predict([1]) == [1]
     assert threads(streamer) == before
-
-
-def test_all_clients_hear_when_the_workers_are_ready_or_replaced(
-    shared: Shared, gate: Gate
-) -> None:
-    clients = [shared(models.GatedInit, 1, shared="a", model_init_args=(gate,)) for _ in range(3)]
-    with ThreadPoolExecutor(3) as threads:
-        for question in ("wait_ready", "restart_workers"):
-            answers = [threads.submit(getattr(each, question)) for each in clients]
-            gate.let_through(3)  # a restart may begin when another one has ended
-            assert [each.result() for each in answers] == [None] * 3
-    assert [each.predict([1]) for each in clients] == [[1]] * 3
 
 
 # -- exceptions of this package's own: they end what they touch, no more
