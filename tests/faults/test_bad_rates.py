@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from fault_models import Faulty, Indiscreet, Small
+from fault_models import Indiscreet, Small
 
 from service_streamer import (
-    PredictTimeout,
     SharedBatchError,
     Streamer,
     ThreadedStreamer,
@@ -151,23 +150,3 @@ def test_callers_do_not_read_of_others_when_the_search_is_ended(gate: Gate) -> N
         gate.let_through(1)
         errors = assert_shared(futures, WorkerLost)
     assert any("may not be to blame" in str(error) for error in errors)
-
-
-@pytest.mark.long
-def test_a_timeout_tells_of_the_death_when_the_killer_is_not_found_in_time(gate: Gate) -> None:
-    async def call(streamer: Streamer, item: Any) -> Any:
-        try:
-            return await streamer.apredict([item], timeout=2.0)
-        except Exception as error:
-            return error
-
-    async def call_all(streamer: Streamer) -> list[Any]:
-        return await asyncio.gather(*(call(streamer, item) for item in (1, ("predict", "kill"), 2)))
-
-    with Streamer(Faulty, model_init_args=[gate]) as streamer:
-        gate.let_through(1)  # and no other worker loads
-        streamer.wait_ready()
-        ends = asyncio.run(call_all(streamer))
-        gate.let_through(100)
-    assert all(isinstance(end, PredictTimeout) for end in ends), ends
-    assert all("worker died" in str(end) for end in ends), ends
