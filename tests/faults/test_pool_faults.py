@@ -512,25 +512,6 @@ def test_a_pool_ends_if_its_only_client_has_ended_before_it_began(
     until(lambda: not pool_names())
 
 
-def test_clients_that_stay_go_on_with_another_pool(
-    shared: Shared, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(times, "term_grace", 0.01)
-    streamer = shared(models.gated(gate), shared="a", retry=False)
-    future = streamer.submit([1])
-    gate.await_arrival()
-    pid = pool_pid("a")
-    os.kill(pid, signal.SIGTERM)
-    await_that(lambda: not has_its_name("a", pid))
-    late = streamer.submit([2])
-    gate.let_through(20)
-    future.result()
-    late.result()
-    assert await_end(pid, GONE)
-    assert streamer.predict([3])
-    assert pool_pid("a") != pid
-
-
 def test_a_call_without_end_does_not_keep_a_pool(
     shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
