@@ -24,7 +24,9 @@ class Service:
         callers: how many.
         item: what a caller sends next: "good", "bad" (the model raises) or "kill" (its worker
             dies).
-        seconds: what the model takes for a batch of a size.
+        seconds: what the model takes for a batch.
+        fails: whether the model raises on a batch.
+        failure: what calls fail with then.
         restart: what a worker takes to be ready, seconds.
         timeout: how long callers wait, seconds.
 
@@ -34,6 +36,7 @@ class Service:
         batches: how many the model was called with.
         new_batches: how many of them were of new items.
         deaths: of workers.
+        condemned: when which worker was to be replaced.
     """
 
     def __init__(
@@ -42,19 +45,22 @@ class Service:
         *,
         callers: int = 64,
         workers: int = 1,
-        seconds: Callable[[int], float] = lambda _: 0.001,
+        seconds: Callable[[BatchRecord], float] = lambda _: 0.001,
+        fails: Callable[[BatchRecord], bool] = lambda batch: "bad" in batch.payloads,
+        failure: Any = "raised",
         restart: float = 0.0,
         timeout: float = math.inf,
         batch_size: int = 64,
+        max_latency: float = 0.1,
         **options: Any,
     ) -> None:
         self._item = item
-        self._seconds = seconds
+        self._seconds, self._fails, self._failure = seconds, fails, failure
         self._restart = restart
         self._timeout = timeout
         self.batcher = Batcher(
             batch_size=batch_size,
-            max_latency=0.1,
+            max_latency=max_latency,
             expired="expired",
             shared=lambda _, is_loss: "shared loss" if is_loss else "shared",
             **options,
@@ -68,6 +74,7 @@ class Service:
         self.ends: Counter[tuple[str, str]] = Counter()
         self.waits: list[float] = []
         self.batches = self.new_batches = self.deaths = 0
+        self.condemned: list[tuple[float, int]] = []
         for _ in range(workers):
             self._at(restart, self._ready)
         for caller in range(callers):
@@ -110,6 +117,10 @@ class Service:
         for batch in actions.batches:
             self._queues[batch.slot].append(batch)
             self._begin(batch.slot)
+        for slot in actions.condemned:
+            self.condemned.append((self.now, slot))
+            self._do(self.batcher.worker_retiring(slot, self.now))
+            self._lose(slot, None)
         for call in actions.calls:
             caller, item = call.reply
             self.ends[item, "done" if call.failure is None else str(call.failure)] += 1
@@ -125,26 +136,32 @@ class Service:
         batch = self._computing[slot] = self._queues[slot].popleft()
         self.batches += 1
         self.new_batches += batch.search is None
-        took = self._seconds(batch.size)
+        took = self._seconds(batch)
         is_death = "kill" in batch.payloads
         self._at(self.now + (_DEATH * took if is_death else took), lambda: self._end(slot))
 
     def _end(self, slot: int) -> None:
-        batch = self._computing.pop(slot)
-        took = self._seconds(batch.size)
+        batch = self._computing.pop(slot, None)
+        if batch is None:  # it was replaced
+            return
+        took = self._seconds(batch)
         if "kill" in batch.payloads:
             self.deaths += 1
-            del self._queues[slot]
-            self._do(self.batcher.worker_lost(slot, "died", self.now))
-            self._at(self.now + self._restart, self._ready)
+            self._lose(slot, "died")
             return
         self._begin(slot)
-        if "bad" in batch.payloads:
-            report = BatchReport(batch.id, failure="raised", duration=took, slot=slot)
+        if self._fails(batch):
+            report = BatchReport(batch.id, failure=self._failure, duration=took, slot=slot)
         else:
             outputs = ["result"] * batch.size
             report = BatchReport(batch.id, outputs, duration=took, slot=slot)
         self._do(self.batcher.batch_returned(report, self.now))
+
+    def _lose(self, slot: int, failure: str | None) -> None:
+        del self._queues[slot]
+        self._computing.pop(slot, None)
+        self._do(self.batcher.worker_lost(slot, failure, self.now))
+        self._at(self.now + self._restart, self._ready)
 
 
 def share_of_bad(share: float, seed: int = 0, bad: str = "bad") -> Callable[[int], str]:

@@ -96,9 +96,10 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
 def children(pid: int) -> list[int]:
     """The processes that a process has started and that are there."""
     found: list[int] = []
-    for thread in Path(f"/proc/{pid}/task").iterdir():  # of each its own
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            found += map(int, (thread / "children").read_text().split())
+    with contextlib.suppress(FileNotFoundError):  # the process has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():  # of each its own
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                found += map(int, (thread / "children").read_text().split())
     return found
 
 

@@ -176,25 +176,6 @@ def test_client_is_asked_for_its_body_if_it_expects_100(head: bytes, expected: s
     assert shown(talk(echo, request[:-3], request[-3:])) == expected
 
 
-@in_still_time
-async def test_bad_request_does_not_interrupt_the_answer_before_it() -> None:
-    """The 400 came in the midst of the answer, or in its place."""
-    goes_on = asyncio.Event()
-
-    async def waits(exchange: Any) -> None:
-        exchange.start(200, PLAIN)
-        await exchange.write(b"one")
-        await goes_on.wait()
-        await exchange.end(b"two")
-
-    client = await asking(waits, post(b""))
-    await client.tell(CHUNKED + b"no number\r\n")
-    goes_on.set()
-    await settled()
-    assert shown(client) == f"{HEAD}transfer-encoding: chunked\n\n3\none\n3\ntwo\n0\n\n"
-    assert client.is_closed
-
-
 def test_computation_is_given_up_when_its_body_is_bad(caplog: pytest.LogCaptureFixture) -> None:
     gone: list[bool] = []
 

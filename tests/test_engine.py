@@ -259,6 +259,8 @@ def test_what_was_lost_with_its_host_is_no_suspect_and_goes_again_as_it_was(
     one.transport.lose(0, loss=loss)
     one.transport.ready(1)
     assert [len(payloads) for _, _, payloads in one.transport.sent[1:]] == sizes
+    is_told = "a worker died, and the search" in str(one.engine.late(1.0))
+    assert is_told == (loss is Loss.CRASHED), "to callers whose time ends meanwhile"
 
 
 def test_when_no_worker_can_be_started_any_more_nobody_waits(one: StubEngine) -> None:

@@ -24,7 +24,6 @@ from service_streamer import (
     Future,
     PredictTimeout,
     Streamer,
-    StreamerError,
     ThreadedStreamer,
     WorkerLost,
 )
@@ -43,20 +42,6 @@ def test_close_does_not_wait_for_a_batch_that_nobody_waits_for(gate: Gate) -> No
         with pytest.raises(PredictTimeout, match=r"no result within 0.01 s \(\w+ \| pending"):
             streamer.predict([1])
         streamer.submit([2]).cancel()
-
-
-def test_predict_in_a_callback_is_refused_and_not_waited_for(gate: Gate) -> None:
-    with Streamer(models.Gated, worker_timeout=None, model_init_args=(gate,)) as streamer:
-        refused = threading.Event()
-
-        def predict(_: Any) -> None:
-            with pytest.raises(StreamerError, match="callback runs in this streamer's thread"):
-                streamer.predict([1])
-            refused.set()
-
-        streamer.submit([0]).add_done_callback(predict)
-        gate.let_through()
-        refused.wait()
 
 
 class Interrupted(collections.deque[Any]):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import heapq
-import itertools
 import pickle
 import random
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from bad_items import Service
 from service_streamer import BadMessage, InvalidInput, UnpicklableItem
 from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
@@ -116,82 +112,16 @@ class Error:
         self.blames_input = blames_input
 
 
-class World:
-    """Callers that make their next call when the last is answered, over workers of any kind.
-
-    Args:
-        fails: whether a worker fails a batch, by its slot and items.
-        takes: seconds for a batch, likewise.
-
-    Attributes:
-        told: how many calls of each caller were answered and failed.
-        condemned: when which worker was to be replaced.
-    """
-
-    def __init__(
-        self,
-        worker_num: int,
-        fails: Callable[[int, list[str]], bool],
-        takes: Callable[[int, list[str]], float],
-        error: Callable[[], Any] = Error,
-        **options: Any,
-    ) -> None:
-        self.batcher = Batcher(batch_size=64, max_latency=0.0, **options)
-        self.now = 0.0
-        self.told: Counter[tuple[str, str]] = Counter()
-        self.condemned: list[tuple[float, int]] = []
-        self._fails, self._takes, self._error = fails, takes, error
-        self._events: list[tuple[float, int, BatchRecord, list[str]]] = []
-        self._ids = itertools.count()
-        self._next_slot = worker_num
-        self._replaced: set[int] = set()
-        for slot in range(worker_num):
-            self._obey(self.batcher.worker_ready(slot, 0.0))
-
-    def call(self, *callers: str) -> None:
-        for caller in callers:
-            self._obey(self.batcher.call_submitted(Call([caller], caller), self.now))
-
-    def _obey(self, actions: Any) -> None:
-        for batch in actions.batches:
-            items, batch.payloads = batch.payloads, []
-            back_at = self.now + self._takes(batch.slot, items)
-            heapq.heappush(self._events, (back_at, next(self._ids), batch, items))
-        for slot in actions.condemned:
-            self.condemned.append((self.now, slot))
-            self._replaced.add(slot)
-            self._obey(self.batcher.worker_retiring(slot, self.now))
-            self._obey(self.batcher.worker_lost(slot, None, self.now))
-            self._obey(self.batcher.worker_ready(self._next_slot, self.now))
-            self._next_slot += 1
-        for call in actions.calls:
-            self.told[call.reply, "failed" if call.failure else "answered"] += 1
-        for call in actions.calls:
-            self.call(call.reply)
-
-    def run(self, seconds: float) -> None:
-        while self._events and self._events[0][0] <= seconds:
-            if next(self._ids) % 64 == 0:
-                self.batcher.check_invariants()
-            self.now, _, batch, items = heapq.heappop(self._events)
-            if batch.slot in self._replaced:
-                continue
-            told: dict[str, Any] = {"outputs": items, "duration": 0.1}
-            if self._fails(batch.slot, items):
-                told = {"failure": self._error()}
-            report = BatchReport(batch.id, slot=batch.slot, **told)
-            self._obey(self.batcher.batch_returned(report, self.now))
+def duration(batch: BatchRecord) -> float:
+    return 0.005 if "bad" in batch.payloads else 0.1
 
 
-def is_bad(items: list[str]) -> bool:
-    return any(item.startswith("bad") for item in items)
+def service_of(good: int, bad: int = 0, **options: Any) -> Service:
+    """Four workers for so many callers; those that only send bad items come last."""
+    given: dict[str, Any] = {"workers": 4, "seconds": duration, "max_latency": 0.0, **options}
+    return Service(lambda caller: "good" if caller < good else "bad", callers=good + bad, **given)
 
 
-def duration(slot: int, items: list[str]) -> float:
-    return 0.005 if is_bad(items) else 0.1
-
-
-GOOD = [f"good {i}" for i in range(64)]
 KINDS = pytest.mark.parametrize(
     "options", [{}, {"isolate_errors": False, "max_attempts": 1}], ids=["retry", "no retry"]
 )
@@ -200,66 +130,62 @@ KINDS = pytest.mark.parametrize(
 @KINDS
 @pytest.mark.parametrize(("good", "bad"), [(0, 2), (1, 8), (3, 2), (8, 8), (64, 1)])
 def test_bad_callers_have_no_worker_replaced(good: int, bad: int, options: dict[str, Any]) -> None:
-    world = World(4, lambda _, items: is_bad(items), duration, **options)
-    world.call(*GOOD[:good], *(f"bad {i}" for i in range(bad)))
-    world.run(5.0)
-    assert world.condemned == []
+    service = service_of(good, bad, **options)
+    service.run(5.0)
+    assert service.condemned == []
     if not good:
-        assert world.batcher.health.is_failing(world.now)
+        assert service.batcher.health.is_failing(service.now)
 
 
 @KINDS
 @pytest.mark.parametrize("good", [1, 4, 64])
 def test_one_that_fails_everything_is_replaced_once(good: int, options: dict[str, Any]) -> None:
-    world = World(
-        4, lambda slot, items: slot == 2, lambda slot, _: 0.005 if slot == 2 else 0.1, **options
-    )
-    world.call(*GOOD[:good])
-    world.run(12.0)
-    assert [slot for _, slot in world.condemned] == [2]
-    assert world.condemned[0][0] < 10.0
-    failed = sum(count for (_, how), count in world.told.items() if how == "failed")
+    service = service_of(
+        good, fails=lambda batch: batch.slot == 2,
+        seconds=lambda batch: 0.005 if batch.slot == 2 else 0.1, **options,
+    )  # fmt: skip
+    service.run(12.0)
+    assert [slot for _, slot in service.condemned] == [2]
+    assert service.condemned[0][0] < 10.0
     if not options:
-        assert failed <= 2
-    assert not world.batcher.health.is_failing(world.now)
+        assert service.failed() <= 2
+    assert not service.batcher.health.is_failing(service.now)
 
 
 @KINDS
 def test_one_that_fails_everything_is_replaced_beside_a_bad_caller(options: dict[str, Any]) -> None:
-    world = World(4, lambda slot, items: slot == 2 or is_bad(items), duration, **options)
-    world.call(*GOOD[:8], "bad 1")
-    world.run(60.0)
+    service = service_of(
+        8, 1, fails=lambda batch: batch.slot == 2 or "bad" in batch.payloads, **options
+    )
+    service.run(60.0)
     if options:  # then it is held back for most of the time at least
-        assert {slot for _, slot in world.condemned} <= {2}
+        assert {slot for _, slot in service.condemned} <= {2}
     else:
-        assert [slot for _, slot in world.condemned] == [2]
-        good = [(how, n) for (who, how), n in world.told.items() if who.startswith("good")]
-        assert sum(n for how, n in good if how == "failed") <= 8
+        assert [slot for _, slot in service.condemned] == [2]
+        assert service.failed() <= 8
 
 
 @pytest.mark.parametrize("share", [1, 5, 20])
 def test_where_bad_items_are_everywhere_workers_are_not_held_back(share: int) -> None:
     rng = random.Random(share)
-    world = World(4, lambda _, items: is_bad(items), duration)
+    bad = sum(rng.random() < share / 100 for _ in range(64))
+    service = service_of(64 - bad, bad)
     held_back = batches = 0
-    for i in range(64):
-        world.call(f"{'bad' if rng.random() < share / 100 else 'good'} {i}")
     for second in range(200):
-        world.run(second / 10)
-        held_back += len(world.batcher.health.trials)
+        service.run(second / 10)
+        held_back += len(service.batcher.health.trials)
         batches += 4
-    assert world.condemned == []
+    assert service.condemned == []
     assert held_back <= 0.1 * batches
 
 
 def test_two_that_fail_everything_are_replaced_a_minute_apart() -> None:
-    world = World(4, lambda slot, _: slot in (1, 2), duration)
-    world.call(*GOOD[:16])
-    world.run(100.0)
-    (first, _), (second, _) = world.condemned
-    assert {slot for _, slot in world.condemned} == {1, 2}
+    service = service_of(16, fails=lambda batch: batch.slot in (1, 2))
+    service.run(100.0)
+    (first, _), (second, _) = service.condemned
+    assert {slot for _, slot in service.condemned} == {1, 2}
     assert INTERVAL <= second - first < INTERVAL + 1
-    assert sum(n for (_, how), n in world.told.items() if how == "failed") <= 2 * 64
+    assert service.failed() <= 2 * 64
 
 
 @pytest.mark.parametrize(
@@ -273,12 +199,13 @@ def test_two_that_fail_everything_are_replaced_a_minute_apart() -> None:
 def test_workers_are_left_alone_when_no_other_one_does_better(
     worker_num: int, fails: set[int], blames_input: bool, is_failing: bool
 ) -> None:
-    error = functools.partial(Error, blames_input=blames_input)
-    world = World(worker_num, lambda slot, _: slot in fails, duration, error)
-    world.call(*GOOD)
-    world.run(30.0)
-    assert world.condemned == []
-    assert world.batcher.health.is_failing(world.now) == is_failing
+    service = service_of(
+        64, workers=worker_num, fails=lambda batch: batch.slot in fails,
+        failure=Error(blames_input=blames_input),
+    )  # fmt: skip
+    service.run(30.0)
+    assert service.condemned == []
+    assert service.batcher.health.is_failing(service.now) == is_failing
 
 
 @pytest.mark.parametrize(

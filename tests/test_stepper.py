@@ -351,6 +351,7 @@ def test_nothing_is_computed_again_that_may_not(
         assert "ValueError: it happens" in caplog.text
         shared = channel.ends[0].failure
         assert "raised ValueError on a batch that this call shared" in shared.text
+        assert "it happens" not in shared.text, "which may quote an item of another"
         (alone,) = served(loaded(kind, may_rerun=False), [bad]).results.values()
         assert alone == "ValueError"
 

@@ -147,29 +147,6 @@ class FaultyOnDevice1(ManagedModel):
         return [self.gpu_id] * len(batch)
 
 
-class FaultyThread(ManagedModel):
-    """Starts a thread for an item that is a fault, which goes wrong while the worker is idle.
-
-    The item "join" waits for the end of that thread. Every item is told the worker's process id.
-    """
-
-    def init_model(self, gate: Gate) -> None:
-        self.gate = gate
-
-    def predict(self, batch: list[Any]) -> list[int]:
-        for item in batch:
-            if item in FAULTS:
-                self.thread = threading.Thread(target=self._go_wrong, args=(item,), daemon=True)
-                self.thread.start()
-            elif item == "join":
-                self.thread.join()
-        return [os.getpid()] * len(batch)
-
-    def _go_wrong(self, fault: str) -> None:
-        self.gate.go_through()
-        commit(fault)
-
-
 def double_slowly(batch: list[int]) -> list[int]:
     """Doubles, in the time that a model takes."""
     time.sleep(0.01)
@@ -229,57 +206,6 @@ class Small(ManagedModel):
         if len(batch) > 1:
             raise OutOfMemory(f"no room for {batch}")
         return batch
-
-
-class SmallSteps(ManagedModel):
-    """Steps one item at a time, and says of which it had more. ``where`` is "start" or "step".
-
-    It waits at the gate before it starts the item "first".
-    """
-
-    out_of_memory_errors = (OutOfMemory,)
-
-    def init_model(self, gate: Gate, where: str) -> None:
-        self.gate = gate
-        self.where = where
-
-    def start(self, items: list[Any]) -> list[Any]:
-        if "first" in items:
-            self.gate.go_through()
-        return self._within_memory("start", items)
-
-    def step(self, states: list[Any]) -> list[tuple[Any, bool]]:
-        return [(state, True) for state in self._within_memory("step", states)]
-
-    def _within_memory(self, where: str, items: list[Any]) -> list[Any]:
-        if where == self.where and len(items) > 1:
-            raise OutOfMemory(f"no room for {items}")
-        return items
-
-
-class SmallJoined(ManagedModel):
-    """Steps a joined batch, of which two that have made an output do not fit into memory."""
-
-    out_of_memory_errors = (OutOfMemory,)
-
-    def init_model(self, gate: Gate) -> None:
-        gate.go_through()
-
-    def start(self, items: list[Any]) -> list[list[Any]]:
-        return [[item, 0] for item in items]
-
-    def join(self, batch: Any, states: list[Any]) -> list[Any]:
-        return (batch or []) + states
-
-    def leave(self, batch: list[Any], positions: list[int]) -> list[Any]:
-        return [state for i, state in enumerate(batch) if i not in positions]
-
-    def step(self, batch: list[Any]) -> list[tuple[int, bool]]:
-        if len(batch) > 1 and all(made for _, made in batch):
-            raise OutOfMemory(f"no room for {batch}")
-        for state in batch:
-            state[1] += 1
-        return [(made, made == 3) for _, made in batch]
 
 
 class GatedLater(ManagedModel):

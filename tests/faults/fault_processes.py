@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from serve_process import children
+
 #: Within so many seconds all are to be gone whose web process is; and what a busy machine may need
 #: beyond that, for which nothing waits that is gone.
 GONE = 2.0 + 120.0
@@ -56,19 +58,9 @@ def await_line(program: subprocess.Popen[str], line: str) -> None:
     raise AssertionError(f"the program has ended without {line!r}:\n{program.stderr.read()}")
 
 
-def children(pid: int) -> set[int]:
-    """The process ids of the children of a process."""
-    pids: set[int] = set()
-    with contextlib.suppress(FileNotFoundError):  # the process has ended
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has
-                pids |= {int(child) for child in (task / "children").read_text().split()}
-    return pids
-
-
 def descendants(pid: int) -> set[int]:
     """The process ids of all that descend from a process and live."""
-    direct = children(pid)
+    direct = {*children(pid)}
     return direct.union(*(descendants(child) for child in direct))
 
 

@@ -7,21 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import models
-from service_streamer import ManagedModel
 from stream_models import Countdown, Resumed
-
-
-class Recorded(ManagedModel):
-    """Upper case; writes each item to a file when it is computed."""
-
-    def init_model(self, path: str) -> None:
-        self.file = open(path, "a", buffering=1)  # noqa: SIM115 - as long as the model
-
-    def predict(self, batch: list[str]) -> list[str]:
-        self.file.write("".join(f"{item}\n" for item in batch))
-        self.file.flush()
-        return [item.upper() for item in batch]
 
 
 def large_or_small(batch: list[str]) -> list[bytes | str]:
@@ -54,12 +40,6 @@ def fail_in_turn(starts: Path, errors: Sequence[Exception | int | None]) -> None
         os._exit(error)
     if error is not None:
         raise error
-
-
-class LargeResults(models.Gated):
-    def predict(self, batch: list[Any]) -> list[Any]:
-        super().predict(batch)
-        return [bytes(5_000_000)] * len(batch)
 
 
 class LargeOutputs(Resumed):

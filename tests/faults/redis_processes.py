@@ -14,12 +14,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from service_streamer import ManagedModel
 from service_streamer.testing import Gate
+from stream_models import Resumed
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
@@ -50,28 +51,22 @@ class Recording(ManagedModel):
         return [2 * item for item in batch]
 
 
-class Resuming(ManagedModel):
-    """A model of steps that counts up to each item; waits at the gate before each step.
+class Resuming(Resumed):
+    """Outputs who counted, and what; waits at the gate before each step."""
 
-    Outputs who counted, and what; goes on with [how far it has come, the item].
-    """
+    def init_model(self, gate: str | None = None) -> None:  # type: ignore[override]
+        super().init_model(None if gate is None else Gate(gate))
 
-    def init_model(self, gate: str | None = None) -> None:
-        self.gate = None if gate is None else Gate(gate)
+    def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
+        return [([os.getpid(), made], is_last) for made, is_last in super().step(states)]
 
-    def start(self, items: list[Any]) -> list[list[int]]:
-        return [item if isinstance(item, list) else [0, item] for item in items]
+    def resume(self, item: dict[str, Any], outputs: list[Any]) -> dict[str, Any]:
+        return super().resume(item, made(outputs))
 
-    def step(self, states: list[list[int]]) -> list[Any]:
-        if self.gate is not None:
-            self.gate.go_through()
-        for state in states:
-            state[0] += 1
-        return [([os.getpid(), made], made >= wanted) for made, wanted in states]
 
-    def resume(self, item: int, outputs: list[list[int]]) -> list[int]:
-        assert [made for _, made in outputs] == [*range(1, len(outputs) + 1)]
-        return [len(outputs), item]
+def made(outputs: Iterable[list[int]]) -> list[int]:
+    """What was counted, of the outputs of this model."""
+    return [number for _, number in outputs]
 
 
 def recorded(path: Path) -> list[Any]:
@@ -93,7 +88,7 @@ class Program:
         self._process = subprocess.Popen(
             [sys.executable, "-c", START, role, json.dumps(options)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{FOLDER}"},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{FOLDER.parent}:{FOLDER}"},
         )  # fmt: skip
 
     def await_ready(self) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from fault_models import Faulty, Indiscreet, Small, SmallJoined, SmallSteps
+from fault_models import Indiscreet, Small
 
 from service_streamer import (
-    PredictTimeout,
     SharedBatchError,
     Streamer,
     ThreadedStreamer,
@@ -106,46 +105,11 @@ def test_callers_do_not_read_of_others_where_nothing_is_isolated(
     assert secret(1, 1) in caplog.text, "the operator is told"
 
 
-def test_a_caller_who_shares_an_item_does_not_read_of_the_others(gate: Gate) -> None:
-    with Streamer(Indiscreet, model_init_args=[gate], deduplicate=True, retry=False) as streamer:
-        first = streamer.submit([1, secret(1, 1)])
-        second = streamer.submit([1])
-        gate.let_through(1)
-        assert isinstance(first.exception(), ValueError)
-        assert_shared([second])
-
-
 def test_a_batch_that_found_no_memory_and_may_not_run_again_is_nobodys_fault(gate: Gate) -> None:
     with Streamer(Small, model_init_args=[gate], retry=False) as streamer:
         futures = [streamer.submit([secret(n, n)]) for n in range(3)]
         gate.let_through(1)
         assert_shared(futures)
-
-
-@pytest.mark.parametrize("where", ["start", "step"])
-def test_items_of_a_step_that_found_no_memory_do_not_read_of_the_others(
-    gate: Gate, where: str
-) -> None:
-    args = (gate, where)
-    with Streamer(SmallSteps, model_init_args=args, mp_start_method="fork", retry=False) as pool:
-        first = pool.submit(["first"])
-        gate.await_arrival()
-        futures = [pool.submit([secret(n, n)]) for n in range(2)]  # they wait in the worker
-        gate.let_through(1)
-        assert first.result() == [["first"]]
-        assert_shared(futures)
-        assert pool.predict(["alone"]) == [["alone"]]
-
-
-def test_a_stream_that_gives_way_in_a_joined_batch_does_not_read_of_the_others(gate: Gate) -> None:
-    with Streamer(SmallJoined, model_init_args=[gate]) as streamer:
-        streams = [streamer.stream(secret(n, n)) for n in range(2)]
-        gate.let_through(1)
-        assert [*streams[0]] == [1, 2, 3]
-        assert next(streams[1]) == 1
-        with pytest.raises(SharedBatchError) as caught:
-            next(streams[1])
-        assert_private(caught.value)
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
@@ -186,44 +150,3 @@ def test_callers_do_not_read_of_others_when_the_search_is_ended(gate: Gate) -> N
         gate.let_through(1)
         errors = assert_shared(futures, WorkerLost)
     assert any("may not be to blame" in str(error) for error in errors)
-
-
-@pytest.mark.long
-def test_a_timeout_tells_of_the_death_when_the_killer_is_not_found_in_time(gate: Gate) -> None:
-    async def call(streamer: Streamer, item: Any) -> Any:
-        try:
-            return await streamer.apredict([item], timeout=2.0)
-        except Exception as error:
-            return error
-
-    async def call_all(streamer: Streamer) -> list[Any]:
-        return await asyncio.gather(*(call(streamer, item) for item in (1, ("predict", "kill"), 2)))
-
-    with Streamer(Faulty, model_init_args=[gate]) as streamer:
-        gate.let_through(1)  # and no other worker loads
-        streamer.wait_ready()
-        ends = asyncio.run(call_all(streamer))
-        gate.let_through(100)
-    assert all(isinstance(end, PredictTimeout) for end in ends), ends
-    assert all("worker died" in str(end) for end in ends), ends
-
-
-def test_a_call_without_a_deadline_is_served_beside_a_flood_of_those_that_have_one(
-    gate: Gate,
-) -> None:
-    def echo(batch: list[Any]) -> list[Any]:
-        gate.go_through()
-        return batch
-
-    with ThreadedStreamer(echo, batch_size=1) as streamer:
-        flood = {streamer.submit(["flood"], timeout=30.0) for _ in range(4)}
-        plain = streamer.submit(["plain"])
-        for _ in range(100):
-            gate.let_through(1)
-            done, flood = wait({*flood, plain}, return_when=FIRST_COMPLETED)
-            if plain in done:
-                break
-            flood -= {plain}
-            flood |= {streamer.submit(["flood"], timeout=30.0) for _ in done}
-        assert plain.result(0.0) == ["plain"]
-        gate.let_through(100)

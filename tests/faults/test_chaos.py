@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 import signal
@@ -11,11 +10,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
-import pytest
 from fault_models import double_slowly
-from fault_processes import children
 
-from serve_process import until
+from serve_process import children, until
 from service_streamer import Future, PredictTimeout, Streamer
 
 THREADS = 64
@@ -31,11 +28,11 @@ class Killer:
     """Kills workers, chosen by chance among the children that this process gets from now on."""
 
     def __init__(self, seed: int) -> None:
-        self._bystanders = children(os.getpid())
+        self._bystanders = {*children(os.getpid())}
         self._chance = random.Random(seed)
 
     def kill_one(self) -> None:
-        workers = children(os.getpid()) - self._bystanders
+        workers = {*children(os.getpid())} - self._bystanders
         if workers:
             with contextlib.suppress(ProcessLookupError):  # it has ended since
                 os.kill(self._chance.choice(sorted(workers)), signal.SIGKILL)
@@ -69,30 +66,6 @@ def in_threads(function: Callable[[int], object]) -> None:
     """Run it in all threads at once, with the thread's number; raises what one of them raises."""
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(function, range(THREADS)))
-
-
-@pytest.mark.long
-def test_workers_that_are_killed_lose_nothing_and_double_nothing() -> None:
-    killer = Killer(seed=1)
-    numbers = itertools.count()
-    answers: list[tuple[int, list[int]]] = []
-
-    def call(_: int) -> None:
-        while (number := next(numbers)) < 20_000:
-            answers.append((number, streamer.predict([number])))
-
-    with Streamer(
-        double_slowly, worker_num=4, worker_timeout=None,
-        max_attempts=ATTEMPTS, max_restarts=RESTARTS,
-    ) as streamer:  # fmt: skip
-        streamer.wait_ready()  # a place that never had a worker is given up soon
-        with killer.at_work(every=1_000, ended=answers):
-            in_threads(call)
-        stats = streamer.stats()
-    assert sorted(answers) == [(number, [2 * number]) for number in range(20_000)]
-    assert (stats.pending, stats.in_flight) == (0, 0)
-    assert stats.restarts >= 1
-    assert stats.retries >= 1
 
 
 def test_each_future_ends_once_whatever_happens_to_it() -> None:

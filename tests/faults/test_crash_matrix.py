@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from fault_models import FAULTS, Faulty, FaultyOnDevice1, FaultyThread, Hang, Mishap, culprit
+from fault_models import FAULTS, Faulty, FaultyOnDevice1, Hang, Mishap, culprit
 from fault_processes import GONE, Watch, await_line, descendants, running
 
 from cases import long_cases
@@ -33,16 +32,6 @@ class Fails(NamedTuple):
     error: type[Exception]
     match: str
     cause: str = ""
-    restarts: int = 0
-
-
-class Harmless(NamedTuple):
-    """No call fails.
-
-    Attributes:
-        restarts: as above.
-    """
-
     restarts: int = 0
 
 
@@ -133,7 +122,6 @@ MATRIX: dict[str, dict[str, Any]] = {
         "hang": BLOCKS,
         "GPU error": Fails(ModelError, CAME_BACK + "AcceleratorError: CUDA error"),
     },
-    "idle": {fault: Harmless(restarts=fault in ("kill", "segfault", "hang")) for fault in FAULTS},
 }
 
 SERVING = ("pickle an item", "unpickle an item", "predict", "pickle a result", "unpickle a result")
@@ -142,10 +130,10 @@ SERVING = ("pickle an item", "unpickle an item", "predict", "pickle a result", "
 BATCH_TIMEOUT = 4
 START_TIMEOUT = 15
 
-#: Forked workers are there at once; deaths of spawned ones are seen in test_poison.py, too.
+#: Forked workers are there at once.
 both_methods = pytest.mark.parametrize("method", ["fork", *long_cases("spawn")])
 #: Hangs take seconds: test_hangs.py has a short test.
-LONG_HANGS = ("unpickle an item", "predict", "pickle a result", "load the model", "idle")
+LONG_HANGS = ("unpickle an item", "predict", "pickle a result", "load the model")
 
 
 @pytest.fixture
@@ -296,39 +284,3 @@ def test_a_worker_that_does_not_load_is_reported_and_the_other_one_serves(
         assert streamer.predict([1, 2]) == [0, 0]
         assert streamer.stats().restarts == expected.restarts
         assert streamer.stats().workers["failed"] == 1
-
-
-# -- while nothing is to be done
-
-
-@both_methods
-@cells(["idle"])
-def test_a_fault_in_an_idle_worker_fails_no_call(
-    stage: str, fault: str, expected: Harmless, method: str, gate: Gate
-) -> None:
-    streamer = Streamer(
-        FaultyThread, 8, worker_timeout=None, model_init_args=(gate,), mp_start_method=method,
-        batch_timeout=BATCH_TIMEOUT if fault == "hang" else None,
-    )  # fmt: skip
-    with streamer:
-        streamer.wait_ready()
-        if fault in ("kill", "segfault", "hang"):
-            [before] = streamer.predict(["who"])
-            signal_to(before, fault)
-            [after] = streamer.predict(["who"])
-        else:
-            [before] = streamer.predict([fault])
-            gate.await_arrival()
-            gate.let_through()
-            [after] = streamer.predict(["join"])
-        assert (before != after) == bool(expected.restarts)
-        assert streamer.stats().restarts == expected.restarts
-
-
-def signal_to(worker: int, fault: str) -> None:
-    """Send what makes a worker go wrong that computes nothing, and block until it has."""
-    if fault == "hang":
-        os.kill(worker, signal.SIGSTOP)
-        os.waitid(os.P_PID, worker, os.WSTOPPED | os.WNOWAIT)
-    else:
-        os.kill(worker, signal.SIGKILL if fault == "kill" else signal.SIGSEGV)

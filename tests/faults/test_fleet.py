@@ -21,10 +21,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from fault_processes import children
 
 from cases import long_cases
-from serve_process import Serving, environment, until
+from serve_process import Serving, children, environment, until
 from service_streamer import PredictTimeout, StreamerBroken, WorkerStartError
 from service_streamer.engine.operator_signals import SignalSocket, passed_on_later
 from service_streamer.options.table import StreamerOptions

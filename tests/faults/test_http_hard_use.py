@@ -12,17 +12,13 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import models
 from cases import long_cases
 from http_in_process import post
 from serve_process import Serving, command, environment, until
-from service_streamer import Streamer
 from service_streamer.engine.operator_signals import RollingRestart
 from service_streamer.testing import Gate
 
@@ -49,26 +45,6 @@ def weights(tmp_path: Path) -> Path:
     path = tmp_path / "weights"
     path.write_text("old")
     return path
-
-
-def test_sighup_answers_all_requests(gate: Gate) -> None:
-    """It ended the service at once, with 99 of 100 requests unanswered."""
-    env = {"TEST_GATE": str(gate.__getstate__())}
-    with Serving(OBEDIENT, **env) as service, ThreadPoolExecutor(100) as threads:
-        open_ = [threads.submit(service.predict, number) for number in range(100)]
-        gate.await_arrival()
-        until(lambda: requests_open(service) == 100)
-        os.kill(service.process.pid, signal.SIGHUP)
-        gate.let_through(200)
-        assert [each.result().json() for each in open_] == [*range(100)]
-        until(lambda: "every worker has been replaced" in service.log())
-        assert service.ready() == 200
-        assert service.terminate() == 0
-
-
-def requests_open(service: Serving) -> int:
-    queue = service.stats()["queue"]
-    return int(queue["pending"] + queue["in_flight"])
 
 
 @pytest.mark.parametrize("more", [(), *long_cases(("--web-workers", "2", "--cache-size", "10"))])
@@ -283,23 +259,3 @@ def test_limits_of_a_request_are_options_and_are_told() -> None:
         assert "52 tokens in total, but the service's limit is 50 (--max-tokens)" in response.text
         assert service.post("/v1/completions", body | {"max_tokens": 2}).status_code == 200
         assert service.post("/v1/completions", {"prompt": "x" * 101}).status_code == 413
-
-
-@pytest.mark.parametrize(
-    ("threads", "env", "expected"),
-    [
-        (3, {}, ["3", "1000"]),
-        (3, {"OMP_WAIT_POLICY": "ACTIVE"}, ["3", None]),
-        ("auto", {"OMP_NUM_THREADS": "5"}, ["5", "1000"]),
-    ],
-)
-def test_threads_of_a_worker_do_not_keep_each_other_from_running(
-    threads: Any, env: dict[str, str], expected: list[str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They spun for milliseconds: a batch took 444 ms in place of 12 beside two busy programs."""
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    with Streamer(models.environment, cpu_threads=threads) as streamer:
-        assert streamer.predict(["OMP_NUM_THREADS", "GOMP_SPINCOUNT"]) == expected

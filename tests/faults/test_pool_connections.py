@@ -11,7 +11,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from service_streamer.pool.pool_protocol import (
     pack,
 )
 from service_streamer.testing import Gate
-from stream_models import Countdown, Resumed
+from stream_models import Countdown
 
 Shared = Callable[..., Streamer]
 
@@ -81,39 +80,6 @@ def test_open_calls_are_sent_again_after_a_broken_connection(lasting: Shared, ga
         assert future.result() == [1]
     await_that(lambda: (stats := streamer.stats()).pending == stats.in_flight == 0)
     assert pool_pid() == pid
-
-
-def test_a_large_result_arrives_after_a_broken_connection(lasting: Shared, gate: Gate) -> None:
-    # With the message, and more than a socket takes at once: it waits for room there.
-    streamer = lasting(pool_models.LargeResults, 1, model_init_args=(gate,), shared_memory_limit=0)
-    future = streamer.submit([0])
-    gate.await_arrival()
-    cut(streamer)
-    gate.let_through(2)
-    assert future.result(60) == [bytes(5_000_000)]
-
-
-def test_streams_go_on_after_a_broken_connection(lasting: Shared) -> None:
-    streamer = lasting(Resumed, 4)
-    stream = streamer.stream({"n": 500}, timeout=None, max_buffered=16)
-    got = [next(stream)]
-    cut(streamer)
-    assert [*got, *stream] == [*range(1, 501)]
-
-
-def test_a_client_that_closes_after_a_broken_connection_leaves_nothing(
-    lasting: Shared, gate: Gate
-) -> None:
-    streamer = lasting(models.gated(gate), 1)
-    futures = [streamer.submit([n]) for n in range(4)]
-    gate.await_arrival()
-    cut(streamer)
-    streamer.close(drain=False)
-    assert all(future.exception() for future in futures)
-    other = lasting(models.gated(gate), 1)
-    await_that(lambda: other.stats().pending == 0)
-    gate.let_through(20)
-    assert other.predict([5])
 
 
 # -- clients that read late, or say what cannot be done
@@ -248,18 +214,6 @@ def test_questions_that_wait_have_no_threads_and_go_with_their_clients(
     streamer.wait_ready()
     assert streamer.predict([1]) == [1]
     assert threads(streamer) == before
-
-
-def test_all_clients_hear_when_the_workers_are_ready_or_replaced(
-    shared: Shared, gate: Gate
-) -> None:
-    clients = [shared(models.GatedInit, 1, shared="a", model_init_args=(gate,)) for _ in range(3)]
-    with ThreadPoolExecutor(3) as threads:
-        for question in ("wait_ready", "restart_workers"):
-            answers = [threads.submit(getattr(each, question)) for each in clients]
-            gate.let_through(3)  # a restart may begin when another one has ended
-            assert [each.result() for each in answers] == [None] * 3
-    assert [each.predict([1]) for each in clients] == [[1]] * 3
 
 
 # -- exceptions of this package's own: they end what they touch, no more

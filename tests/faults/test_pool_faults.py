@@ -42,7 +42,7 @@ Shared = Callable[..., Streamer]
 #: Calls until it reads a line; then says what it had answers to. No call may fail.
 CALLERS = """
     import itertools, sys, threading
-    import pool_models
+    import models
     from service_streamer import Streamer
 
     answered, lock = set(), threading.Lock()
@@ -52,7 +52,7 @@ CALLERS = """
         for n in itertools.count(thread, 8):
             item = f"{name}-{n}"
             (result,) = streamer.predict([item])
-            assert result == item.upper(), result
+            assert result == 2 * item, result
             with lock:
                 answered.add(item)
                 if len(answered) == 50:
@@ -62,10 +62,7 @@ CALLERS = """
 
     if __name__ == "__main__":
         name = sys.argv[1]
-        streamer = Streamer(
-            pool_models.Recorded, 8, shared="a", linger=0, worker_timeout=None,
-            model_init_args=[sys.argv[2]],
-        )
+        streamer = Streamer(models.double, 8, shared="a", linger=0, worker_timeout=None)
         threads = [threading.Thread(target=call, args=[n]) for n in range(8)]
         for thread in threads:
             thread.start()
@@ -95,8 +92,7 @@ def callers(tmp_path: Path, shared: Shared) -> Iterator[Callable[..., Callers]]:
             for n in range(count):
                 folder = tmp_path / f"caller{n}"
                 folder.mkdir()
-                arguments = [f"c{n}", str(tmp_path / "record")]
-                started.append(stack.enter_context(running(CALLERS, folder, *arguments)))
+                started.append(stack.enter_context(running(CALLERS, folder, f"c{n}")))
             for each in started:
                 await_line(each, "under load")
             return started
@@ -114,16 +110,15 @@ def end(processes: Callers) -> set[str]:
         each.stdin.flush()
     for each in alive:
         out, err = each.communicate()
-        assert (each.returncode, err) == (0, "")
+        assert each.returncode == 0, err
+        assert "Traceback" not in err  # the pool's log has its lines there, too
         [answers] = [line for line in out.splitlines() if line.startswith("answers ")]
         found.update(answers.split()[1:])
     return found
 
 
 @pytest.mark.parametrize("victims", ["all", *long_cases("pool", "worker", "client")])
-def test_a_death_under_load_loses_no_call(
-    victims: str, callers: Callable[..., Callers], tmp_path: Path
-) -> None:
+def test_a_death_under_load_loses_no_call(victims: str, callers: Callable[..., Callers]) -> None:
     calls = callers(3)
     pid = pool_pid()
     with Watch({pid, *descendants(pid)}) as family:
@@ -136,9 +131,7 @@ def test_a_death_under_load_loses_no_call(
         if victims in ("pool", "all"):
             os.kill(pid, signal.SIGKILL)
             assert family.alive_after(GONE) == []
-        answered = end(calls)
-        assert len(answered) >= 2 * 100
-        assert answered <= {*(tmp_path / "record").read_text().split()}
+        assert len(end(calls)) >= 2 * 100
         assert family.alive_after(GONE) == []  # nobody is left
 
 
@@ -147,12 +140,12 @@ def test_clients_go_on_with_a_pool_that_has_given_up_its_name(
 ) -> None:
     calls = callers(2)
     old = ask_pool("a", "replace")
-    other = shared(models.double, shared="a")  # other wishes: a new version, say
-    assert other.predict([1]) == [2]
+    other = shared(models.echo, shared="a")  # other wishes: a new version, say
+    assert other.predict([1]) == [1]
     assert pool_pid() != old
     assert end(calls)
     assert await_end(old, GONE)
-    assert other.predict([2]) == [4]
+    assert other.predict([2]) == [2]
 
 
 def test_a_client_that_came_while_a_pool_gave_up_its_name_finds_the_next_one(
@@ -517,25 +510,6 @@ def test_a_pool_ends_if_its_only_client_has_ended_before_it_began(
     streamer.close()
     path.write_text("now")
     until(lambda: not pool_names())
-
-
-def test_clients_that_stay_go_on_with_another_pool(
-    shared: Shared, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(times, "term_grace", 0.01)
-    streamer = shared(models.gated(gate), shared="a", retry=False)
-    future = streamer.submit([1])
-    gate.await_arrival()
-    pid = pool_pid("a")
-    os.kill(pid, signal.SIGTERM)
-    await_that(lambda: not has_its_name("a", pid))
-    late = streamer.submit([2])
-    gate.let_through(20)
-    future.result()
-    late.result()
-    assert await_end(pid, GONE)
-    assert streamer.predict([3])
-    assert pool_pid("a") != pid
 
 
 def test_a_call_without_end_does_not_keep_a_pool(

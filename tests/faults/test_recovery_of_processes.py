@@ -165,6 +165,7 @@ def test_a_worker_host_hands_back_what_it_holds_and_serves_again(
             until(lambda: streamer.stats().hosts == 0)
             weights.touch()
             assert waits.result() != [pid]
+        assert worker.stats().claimed >= 4, "totals go on"  # type: ignore[union-attr]
 
 
 def test_what_fails_with_a_pool_that_is_back_at_once_is_computed_all_the_same(
@@ -174,22 +175,6 @@ def test_what_fails_with_a_pool_that_is_back_at_once_is_computed_all_the_same(
         # The host reads for new calls while its pool breaks and is mended, so it sees neither.
         assert streamer.submit([1]).result(60) == [1]
         assert streamer.predict([2]) == [2]
-
-
-@pytest.mark.long
-def test_a_worker_host_that_nobody_waits_for_serves_again(
-    redis_server: str, prefix: str, streamer: RedisStreamer, weights: Path
-) -> None:
-    with RedisWorker(
-        models.NeedsFile, redis_broker=redis_server, prefix=prefix,
-        model_init_args=(weights,), max_restarts=0,
-    ) as worker:  # fmt: skip
-        pid = lose(streamer, weights)
-        until(lambda: worker.stats().state == "failed")  # type: ignore[union-attr]
-        assert worker.stats().claimed == 1  # type: ignore[union-attr]
-        weights.touch()
-        assert streamer.predict([None]) != [pid]
-        assert worker.stats().claimed == 2, "totals go on"  # type: ignore[union-attr]
 
 
 @pytest.mark.long

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,24 +196,6 @@ def test_call_that_is_claimed_too_late_fails_with_predict_timeout(
     host(models.echo)
     with pytest.raises(PredictTimeout, match="had passed when a worker host claimed it"):
         future.result()
-
-
-@pytest.mark.long
-def test_an_idle_host_ends_soon_although_redis_hangs(tmp_path: Path) -> None:
-    """test_worker_port.py has one that holds calls."""
-    with LocalRedis() as server:
-        options = {"redis_broker": server.url, "model_init_args": [str(tmp_path / "record")]}
-        leaving = Program("host", options)
-        try:
-            leaving.await_ready()
-            until(lambda: leaving.stats()["state"] == "serving")
-            server.pause()
-            os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
-            leaving.signal(signal.SIGTERM, alone=True)
-            assert leaving.await_exit(20) == 0, "it took 26 s before"
-        finally:
-            server.resume()
-            leaving.close()
 
 
 # -- streams whose connections are cut, and whose Redis comes and goes

@@ -242,18 +242,6 @@ def test_a_block_ends_where_redis_hangs_though_the_users_client_would_wait(
         broker.close()
 
 
-def test_a_block_ends_where_the_model_hangs(
-    host: Host, redis_server: str, prefix: str, gate: Gate
-) -> None:
-    host(models.Gated, model_init_args=(gate,))
-    with RedisStreamer(redis_server, prefix, drain_timeout=0.2) as streamer:
-        future = streamer.submit([1])
-        gate.await_arrival()
-    with pytest.raises(StreamerClosed):
-        future.result(0)
-    gate.let_through()
-
-
 def test_a_forgotten_streamer_ends_although_nobody_answers(
     redis_server: str, prefix: str, ask: redis.Redis, keys: Keys
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import redis
-from redis_processes import Program, stream_hosts
+from redis_processes import Program, made, stream_hosts
 
 from redis_peers import Keys, Traffic, await_paused
 from serve_process import until
@@ -32,16 +32,12 @@ def program(redis_server: str, prefix: str, ask: redis.Redis) -> Iterator[Callab
         yield program
 
 
-def made(outputs: Any) -> list[int]:
-    return [number for _, number in outputs]
-
-
 def test_a_stream_goes_on_at_another_host_when_its_own_is_killed(
     program: Callable[..., Program], client: Client, gate: Gate
 ) -> None:
     doomed = program(gate)
     streamer = client(reply_ttl=5)
-    begun, new = streamer.stream(500), streamer.stream(3)
+    begun, new = streamer.stream({"n": 500}), streamer.stream({"n": 3})
     gate.let_through(2)
     got = [next(begun), next(begun)]
     until(lambda: doomed.stats()["held"] == 2)
@@ -57,7 +53,7 @@ def test_a_host_that_was_frozen_adds_nothing_when_another_one_has_gone_on(
     program: Callable[..., Program], client: Client, gate: Gate
 ) -> None:
     frozen = program(gate, claim_timeout=60)  # so that it never takes over from its heir
-    stream = client(reply_ttl=5).stream(500)
+    stream = client(reply_ttl=5).stream({"n": 500})
     gate.let_through(2)
     got = [next(stream), next(stream)]
     gate.await_arrival()
@@ -86,7 +82,7 @@ def test_stream_is_lost_after_too_many_hosts(
     options: dict[str, Any],
     losses: int,
 ) -> None:
-    stream = client(reply_ttl=5).stream(FOR_EVER)
+    stream = client(reply_ttl=5).stream({"n": FOR_EVER})
     for _ in range(losses):
         doomed = program(gate, **options)
         gate.let_through()

@@ -199,32 +199,6 @@ def test_a_program_s_own_classes_travel_and_it_ends_without_closing(
     assert [line for line in said if not any(each in line for each in usual)] == []
 
 
-AT_EXIT = """
-import atexit, multiprocessing.util
-
-def late():  # after Ray has gone, and before multiprocessing's own hook
-    try:
-        streamer.predict([1], timeout=60)
-    except Exception as error:
-        print(type(error).__name__)
-
-atexit.register(late)
-import ray
-from service_streamer import RayStreamer
-
-streamer = RayStreamer("models:echo", num_gpus=0)
-print(streamer.predict([42]))
-"""
-
-
-@pytest.mark.long
-def test_at_exit_it_is_closed_before_ray_is(cluster: None) -> None:
-    """Else the end of Ray would look like the loss of its workers."""
-    ended = run(["-c", AT_EXIT], RAY_ADDRESS=ray.get_runtime_context().gcs_address)
-    assert printed(ended.stdout) == "[42]\nStreamerClosed\n"
-    assert "was lost" not in ended.stderr
-
-
 def run(
     arguments: list[str], cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
@@ -332,31 +306,6 @@ def on_ray(cluster: None, shared: Callable[..., Any]) -> Build:
         return streamer
 
     return on_ray
-
-
-SHARER = f"""
-import models, sys
-from service_streamer import RayStreamer
-
-if __name__ == "__main__":
-    with RayStreamer(
-        models.process_ids, shared="a", worker_num=2, num_gpus=0, address=sys.argv[1],
-        worker_timeout={PATIENCE},
-    ) as streamer:
-        print(*{{streamer.predict([1])[0] for _ in range(100)}})
-"""
-
-
-@pytest.mark.long
-def test_processes_share_workers_on_ray(on_ray: Build) -> None:
-    streamer = on_ray(models.process_ids, shared="a", worker_num=2)
-    streamer.wait_ready(PATIENCE)
-    mine = {streamer.predict([1])[0] for _ in range(100)}
-    address = ray.get_runtime_context().gcs_address
-    ended = run(["-c", SHARER, address], cwd=Path(__file__).parents[1])
-    assert ended.returncode == 0, ended.stderr
-    assert {*map(int, printed(ended.stdout).split())} <= mine
-    assert streamer.stats().answered == 200
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,12 +9,12 @@ from pathlib import Path
 import pytest
 import redis
 import test_redis_takeover
-from redis_processes import Program, until
+from redis_processes import Program
 from test_redis_takeover import Client, Host
 
 import models
 from cases import long_cases
-from service_streamer import BrokerUnavailable
+from serve_process import until
 from service_streamer.redis.local import LocalRedis
 from service_streamer.testing import Gate
 
@@ -100,21 +99,6 @@ class TestClock:
             assert (stats.taken_over, stats.taken_away) == (0, 0)
         word = "forward" if step > 0 else "back"
         assert f"600.0 s {word}" in caplog.text or f"599.9 s {word}" in caplog.text
-
-    @pytest.mark.long
-    def test_a_call_whose_reply_is_dropped_after_a_step_forward_fails(
-        self, host: Host, client: Client, gate: Gate, clock: Clock
-    ) -> None:
-        host(models.Gated, 1, model_init_args=(gate,))
-        streamer = client(reply_ttl=2)
-        future = streamer.submit([1])
-        gate.await_arrival()
-        clock.set(600)
-        gate.let_through()
-        with contextlib.suppress(BrokerUnavailable):  # unless it was heard of in between
-            assert future.result() == [1]
-        gate.let_through()
-        assert streamer.predict([1]) == [1]
 
     @pytest.mark.long
     @pytest.mark.parametrize("is_new", [False, True])

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from test_by_value import DATA, SAID, USES, run
-from test_starting import environment, write
+from test_by_value import DATA, SAID, TESTS, USES, run
 
 PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
@@ -27,8 +26,10 @@ def started(folder: Path, *command: str, ready: str = "") -> Iterator[list[str]]
 
     Returns its lines. Behind the block they are all that it and its descendants have said.
     """
+    places = [str(folder), str(TESTS), str(TESTS.parent), *filter(None, sys.path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     with subprocess.Popen(
-        command, cwd=folder, env=environment(folder), stdout=subprocess.PIPE,
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     ) as program:  # fmt: skip
         assert program.stdout is not None
@@ -50,9 +51,7 @@ def test_streamer_serves_in_uwsgi(tmp_path: Path, loaded_as: str) -> None:
     uwsgi = shutil.which("uwsgi", path=PLACES)
     if uwsgi is None:
         pytest.skip("uWSGI is not installed: pip install uwsgi")
-    write(
-        tmp_path / "app.py",
-        """
+    source = """
         from service_streamer import ManagedModel, Streamer
 
         class Doubler(ManagedModel):
@@ -67,8 +66,8 @@ def test_streamer_serves_in_uwsgi(tmp_path: Path, loaded_as: str) -> None:
         def application(environ, start_response):
             start_response("200 OK", [("Content-Type", "text/plain")])
             return [repr(streamer.predict([1, 2])).encode()]
-        """,
-    )
+    """
+    (tmp_path / "app.py").write_text(textwrap.dedent(source))
     command = (
         *(uwsgi, "--http-socket=127.0.0.1:0", loaded_as, "--master", "--lazy-apps"),
         *("--enable-threads", "--die-on-term", "--need-app", f"--home={sys.prefix}"),
@@ -83,9 +82,7 @@ def test_streamer_serves_in_uwsgi(tmp_path: Path, loaded_as: str) -> None:
 @pytest.mark.long
 def test_streamer_serves_in_a_prefork_pool_of_celery(tmp_path: Path) -> None:
     pytest.importorskip("celery")
-    write(
-        tmp_path / "tasks.py",
-        """
+    source = """
         import functools
         import models
         from celery import Celery
@@ -108,8 +105,8 @@ def test_streamer_serves_in_a_prefork_pool_of_celery(tmp_path: Path) -> None:
         @app.task
         def double(number):
             return streamer().predict([number])
-        """,
-    )
+    """
+    (tmp_path / "tasks.py").write_text(textwrap.dedent(source))
     command = (
         *(sys.executable, "-m", "celery", "-A", "tasks", "worker", "--concurrency=1"),
         *("--pool=prefork", "--without-gossip", "--without-mingle"),
