@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from scheduling_grid import heat_map
 from service_streamer import Reason
 from service_streamer.observe.record import ORDINARY, Precedence
 from service_streamer.serve.cli.main import main
@@ -382,15 +381,6 @@ def test_a_sweep_with_its_picture(tmp_path: Path) -> None:
     again = command("--requests", 200, "--sweep", "--plot", path)
     assert again.output == result.output
     assert path.read_text() == picture
-
-
-def test_a_picture_has_no_background_of_its_own(tmp_path: Path) -> None:
-    values = [[0.7, 1.0], [math.nan, 0.95]]
-    heat_map(tmp_path / "map.svg", rows=["a", "b"], columns=["c", "d"], values=values, label="x")
-    picture = (tmp_path / "map.svg").read_text()
-    assert ">0.95<" in picture
-    assert "#ffffff" not in picture
-    assert "nan" not in picture
 
 
 @pytest.mark.parametrize(
