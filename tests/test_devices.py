@@ -13,6 +13,7 @@ import pytest
 from fault_processes import outcome
 
 import models
+import serve_process
 from command_line import launched
 from device_models import GB, STUB_AT_IMPORT, CudaMemory, MemoryLimits
 from service_streamer import Streamer, WorkerStartError
@@ -366,16 +367,6 @@ def test_workers_that_share_a_gpu_by_accident_are_reported(
     caplog.clear()
 
 
-def test_the_benchmark_names_devices_as_they_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
-    from on_gpu.device import as_visible
-
-    monkeypatch.setenv(CUDA, "4,5")
-    assert [as_visible(name) for name in ("4", "5", "cpu")] == ["0", "1", "cpu"]
-    monkeypatch.delenv(CUDA)
-    assert as_visible("4") == "4"
-
-
 @pytest.mark.usefixtures("eight_gpus")
 @pytest.mark.parametrize(
     ("devices", "left", "why"),
@@ -465,17 +456,21 @@ def test_a_loaded_torch_that_cannot_use_the_gpu_is_refused_or_reported(
 # -- the command line
 
 
+def test_serve_with_a_gpu_that_cannot_be_used_ends_with_3_and_says_so() -> None:
+    arguments = ("serve", "served_models:double", "--devices", "0", "--port", "0")
+    done = serve_process.run(*arguments, SERVICE_STREAMER_GPU_COUNT="0")
+    assert done.returncode == 3
+    assert "device 0 was requested, but no GPU is visible" in done.stderr
+
+
 def test_serve_spreads_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     served = launched(monkeypatch, "serve", "device_models:Environment", "--workers", "3")
     assert served.models[0].options.cuda_devices == "auto"
 
 
-# -- how torch takes memory
+# -- how torch takes memory: growing segments
 
 Load = Callable[[CudaMemory], CudaMemory]
-
-
-# -- growing segments
 
 
 @pytest.mark.parametrize(

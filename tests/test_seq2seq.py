@@ -212,6 +212,7 @@ def test_forms_and_resumed_texts_are_those_of_one_run() -> None:
         ("bart", item("the fox", max_new_tokens=5, num_return_sequences=2, temperature=1.0), 4),
         ("whisper", item(noise(0.3), num_beams=1), 100),
         ("captions", item(saved(image(41, 30)), max_new_tokens=5, do_sample=False), 17),
+        ("gpt2", item("it", max_new_tokens=5, num_return_sequences=2, temperature=1.0), 0),
     ],
 )
 def test_the_cost_has_what_the_encoder_has_given(name: str, request_: Any, encoded: int) -> None:

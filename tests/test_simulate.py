@@ -156,16 +156,6 @@ def test_the_calls_of_a_burst_come_after_each_other_and_those_beside_it_in_order
     assert sum(time * 10 % 1 > 0.03 for time in times) > 100
 
 
-def test_a_load_that_changes() -> None:
-    report = simulate(
-        Phases([(1, ClosedLoop(1)), (2, ClosedLoop(64))]),
-        STEEP, overheads=NOTHING_ELSE, warm_up=0,
-    )  # fmt: skip
-    assert report.seconds == 2
-    assert report.sizes[1] >= 1 / 5.1e-3 - 2
-    assert report.throughput > 5 * 1 / 5.1e-3
-
-
 def test_a_replay_has_the_calls_of_the_trace() -> None:
     recorded = [
         Arrival(0.3, 2, [5.0, 6.0]), Arrival(0.1), Arrival(0.2, 1, None, Precedence(1, "a")),

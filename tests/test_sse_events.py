@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from http_in_process import await_that
-from service_streamer import InvalidInput, ManagedModel, ThreadedStreamer
+from models import NothingToLoad
+from service_streamer import InvalidInput, ThreadedStreamer
 from service_streamer.testing import Gate
 from web_application import WebApplication
 
 pytestmark = pytest.mark.no_gevent
 
 
-class Scripted(ManagedModel):
+class Scripted(NothingToLoad):
     """A model of texts whose outputs are written down: by the prompt.
 
     Attributes:
@@ -31,9 +32,6 @@ class Scripted(ManagedModel):
     outputs: dict[str, list[Any]]
     scores: dict[str, list[Any]]
     gate: Gate | None
-
-    def init_model(self) -> None:
-        """Nothing to load."""
 
     def describe(self) -> dict[str, Any]:
         return {
