@@ -334,19 +334,3 @@ def test_rows_that_stay_are_not_copied(name: str) -> None:
     assert rooms() == before
     for row in (*over, *rows):
         assert row.tokens == generated(name, row)
-
-
-def test_columns_come_back_for_a_longer_prompt() -> None:
-    """Those that the longest row had left; and more of them than there are."""
-    loop = StepLoop(model_of("llama"))
-    rows = [GeneratedRow([5] * length) for length in (30, 4, 6)]
-    loop.advance(rows, tokens_of)
-    loop.drop(rows[:1])
-    loop.advance(rows[1:], tokens_of)
-    rows += [GeneratedRow([7] * 20)]
-    loop.advance(rows[1:], tokens_of)
-    rows += [GeneratedRow([8] * 60), GeneratedRow([9] * 55), GeneratedRow([2, 3])]
-    for _ in range(70):
-        loop.advance(rows[1:], tokens_of)
-    for row in rows:
-        assert row.tokens == generated("llama", row)
