@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from typing import Any
 
 from service_streamer import InvalidInput, ManagedModel, Overloaded, PredictTimeout
@@ -104,23 +103,6 @@ class Late(Obedient):
             self.gate.go_through()
             self.gate.close()
             self.gate = None
-
-
-class Calm(Obedient):
-    """Writes into the service's log which process it is in."""
-
-    def init_model(self) -> None:
-        super().init_model()
-        sys.stderr.write(f"{type(self).__name__} runs in process {os.getpid()}\n")
-        sys.stderr.flush()
-
-
-class Replaced(Calm):
-    """It is loaded anew."""
-
-
-class Killed(Calm):
-    """Its process is killed."""
 
 
 def kinds(batch: list[Any]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from models import Echoing, NothingToLoad
+from models import NothingToLoad
 
 
 def twice(batch: list[Any]) -> list[Any]:
@@ -45,32 +45,3 @@ class Lying(NothingToLoad):
 
     def predict(self, batch: list[Any]) -> list[Any]:
         return [np.zeros(3, np.float32) for _ in batch]
-
-
-class Undeclarable(NothingToLoad, Echoing):
-    """Declares what is no tensor."""
-
-    inputs = (("x", "float32", (-1,)),)
-
-
-class Counting(NothingToLoad):
-    """A model of steps: counts to the item."""
-
-    def start(self, items: list[Any]) -> list[list[int]]:
-        return [[0, int(item)] for item in items]
-
-    def step(self, states: list[list[int]]) -> list[tuple[Any, bool]]:
-        found = []
-        for state in states:
-            state[0] += 1
-            found.append((state[0], state[0] == state[1]))
-        return found
-
-
-class Viewed(NothingToLoad):
-    """Tells of each item whether its batch is a view of memory that was there."""
-
-    stack = True
-
-    def predict(self, batch: Any) -> list[bool]:
-        return [not batch.flags.owndata] * len(batch)

@@ -241,6 +241,25 @@ def test_a_key_is_read_from_a_header(
     assert is_in or response.json()["error"]["code"] == "invalid_api_key"
 
 
+def test_only_some_paths_need_no_key(locked: WebApplication) -> None:
+    pages = ("/", "/docs", "/health/live", "/health/ready", "/info", "/openapi.json")
+    for path in (*pages, "/v2", "/v2/health/live", "/v2/health/ready"):
+        assert locked.get(path).status_code == 200, path
+    for path in ("/stats", "/metrics", "/events", "/v1/models", "/v1/models/nobody"):
+        refusal = locked.get(path)
+        assert error(refusal, 401)["type"] == "authentication_error"
+        assert refusal.headers["www-authenticate"] == "Bearer"
+    infer = {"inputs": [{"name": "x", "shape": [1], "datatype": "INT8", "data": [2]}]}
+    asked = locked.post("/v2/models/m/infer", infer)
+    for answer in (asked, locked.get("/v2/models/m"), locked.get("/v2/models/other")):
+        assert (answer.status_code, [*answer.json()]) == (401, ["error"])
+    assert locked.post("/v2/models/m/infer", infer, x_api_key="right").status_code == 200
+    assert locked.get("/stats/").status_code == 404  # and no redirect to elsewhere
+    metrics = locked.get("/metrics", x_api_key="right").text
+    assert 'path="/v1/models/{model}",status="401"' in metrics
+    assert "nobody" not in metrics
+
+
 def test_a_keyring_reads_a_changed_file(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path.write_text(key_table("alice", "a"))
     keyring = Keyring((), path)

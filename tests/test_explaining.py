@@ -346,17 +346,12 @@ def test_the_batcher_keeps_what_there_is_to_sum_up() -> None:
         report = BatchReport(batch.id, ["result"], duration=0.25, padding=0.5, slot=0)
         batcher.batch_returned(report, now)
         assert len(batcher.figures.recent) == min(i + 1, RECENT)
-    [batch] = batcher.call_submitted(Call(["item"], None), now).batches
-    batcher.batch_returned(BatchReport(batch.id, failure="why", duration=0.25, slot=0), now)
-    last, failed = [*batcher.figures.recent][-2:]
+    last = batcher.figures.recent[-1]
     assert (last.cut_at, last.back_at, last.size, last.calls) == (now - 0.5, now, 1, 1)
     assert (last.cost, last.report.duration, last.report.padding) == (1.0, 0.25, 0.5)
     assert (last.pending, last.queued, last.answered) == (0, 0.0, RECENT + 9)
     assert (last.failed, last.expired, last.rejected, last.has_failed) == (0, 0, 0, False)
-    assert failed.has_failed
-    assert failed.report.padding is None
     assert not any(each.spans or each.report.outputs for each in batcher.figures.recent)
-    assert not any(each.report.failure for each in batcher.figures.recent)
 
 
 # -- streamers

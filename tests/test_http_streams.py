@@ -129,6 +129,9 @@ def test_errors_before_the_first_output_have_their_status(gated: GatedServing) -
         response = ask(gated, 1)
         assert error(response, 503)["code"] == "overloaded"
         assert int(response.headers["retry-after"]) >= 1
+        assert error(gated.predict(1), 503)["type"] == "overloaded"
+        assert gated.ready() == 200, "it serves as much as it can"
+        assert gated.stats()["totals"]["rejected"]["overloaded"] >= 2
         gated.gate.let_through(3)
         assert all(each.result().text.endswith("[DONE]\n\n") for each in running)
         last = threads.submit(ask, gated, 1)

@@ -18,7 +18,6 @@ from service_streamer import (
     BatchMetrics,
     Future,
     Histogram,
-    ManagedModel,
     Reason,
     Streamer,
     ThreadedStreamer,
@@ -333,18 +332,12 @@ class TestFigures(Figures):
         return request.param
 
 
-class Treacherous(ManagedModel):
+class Treacherous(models.NothingToLoad, models.Echoing):
     """Its padding cannot be looked at."""
-
-    def init_model(self) -> None:
-        """Nothing to load."""
 
     @property  # type: ignore[override]
     def padding(self) -> float:
         raise RuntimeError("do not look")
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        return batch
 
 
 def test_an_attribute_that_cannot_be_looked_at_ends_no_worker() -> None:

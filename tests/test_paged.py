@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from service_streamer.pipelines.loop_check import fastest_loop
-from service_streamer.pipelines.row_sampling import Sampling
 from service_streamer.pipelines.step_loop import GeneratedRow, StepLoop
 from test_step_loop import generated, tokens_of
 from tiny_generators import VOCABULARY, model_of
@@ -60,21 +59,6 @@ def test_rows_that_come_and_go_get_the_tokens_of_generate(name: str) -> None:
     assert max(len(row.tokens) - len(row.prompt) for row in over) > 5
     for row in over:
         assert row.tokens == generated(name, row)
-
-
-def test_a_row_chooses_as_it_does_in_a_padded_batch() -> None:
-    plans = [
-        Sampling(samples=True, temperature=2.0, top_p=0.9),
-        Sampling(penalty=1.8),
-        Sampling(samples=True, top_k=7),
-    ]
-    found = []
-    for loop in (paged_loop(model_of("llama"), 3), StepLoop(model_of("llama"))):
-        rows = [GeneratedRow([5, 6, 7], plan, seed=at) for at, plan in enumerate(plans)]
-        while any(len(row.tokens) < 15 for row in rows):
-            loop.advance(rows, tokens_of)
-        found.append([row.tokens[:15] for row in rows])
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("limit", [256, 64])

@@ -18,7 +18,6 @@ import tracemalloc
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -589,26 +588,6 @@ def test_an_item_may_be_pickled_while_another_one_is() -> None:
             assert got[0].tolist() == list(range(size))
             assert got[1][0].tolist() == [1] * size
             assert got[2:] == [bytes(size), "text", 5]
-
-
-def test_many_threads_dump_at_once() -> None:
-    def work(number: int) -> None:
-        for turn in range(40):
-            sent = [number, turn, np.full(LARGE + number, turn, "u1"), bytes([turn]) * 70_000]
-            small = {"n": number, "t": turn}
-            assert load(dump(small)) == small
-            got = load(dump(sent))
-            assert got[:2] == [number, turn]
-            assert got[2].tobytes() == bytes([turn]) * (LARGE + number)
-            assert got[3] == sent[3]
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(work, range(8)))
-    finally:
-        sys.setswitchinterval(interval)
 
 
 class Registered:

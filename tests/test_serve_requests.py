@@ -141,18 +141,3 @@ def test_curl_with_http2(service: Serving) -> None:
         input=json.dumps({"inputs": text}).encode(), capture_output=True, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout) == text
-
-
-def test_every_error_has_a_code(service: Serving) -> None:
-    """Those of wrong requests are in test_serve.py."""
-    for response, code in (
-        (service.predict("invalid"), "invalid_value"),
-        (service.predict("raise"), "model_failed"),
-        (service.predict(["a"] * 2000), "too_many_inputs"),
-        (service.predict("x" * (64 << 10)), "request_too_large"),
-        (service.predict("a", x_request_timeout="x"), "invalid_value"),
-        (service.post("/generate", {"text": "a"}), "unsupported_operation"),
-        (service.client.get("/nothing"), "not_found"),
-        (service.client.get("/predict"), "method_not_allowed"),
-    ):
-        assert response.json()["error"]["code"] == code

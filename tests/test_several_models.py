@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import json
 import os
 import re
 import signal
 import socket
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -215,17 +211,14 @@ def test_lines_as_json_have_the_model_in_a_field(changing: GatedServing) -> None
 
 
 def test_an_unknown_model_is_404_wherever_it_is_named(service: Serving) -> None:
-    """In the path of another one, too: test_models.py has those."""
+    """Names in paths of other models, and OpenAI's client, have tests of their own."""
     for path, expected in (
         (of("nope", "/info"), "model_not_found"),
-        ("/v1/models/nope", "model_not_found"),
         (of("a", "/nowhere"), "not_found"),
         (of("a"), "method_not_allowed"),
     ):
         assert get(service, path)["error"]["code"] == expected, path
-    assert get(service, "/v1/models/org/double")["id"] == "org/double"
     for body, status, expected in (
-        ({"model": "nope"}, 404, "model_not_found"),
         ({}, 400, "missing_required_parameter"),
         ({"model": "org/double"}, 404, "unsupported_operation"),
     ):
@@ -569,64 +562,6 @@ def test_no_other_model_answers_for_the_first_one_while_that_is_unloaded(
     write(changing, DOUBLE)
     follow(changing)
     assert answers() == {8}
-
-
-@contextlib.contextmanager
-def load(service: Serving, model: str, callers: int = 4) -> Iterator[Counter[str]]:
-    """Has callers ask a model again and again, within the block; yields what they got."""
-    answers: Counter[str] = Counter()
-    is_over = threading.Event()
-
-    def call() -> None:
-        with httpx.Client(base_url=service.url, timeout=240, headers=KEY) as client:
-            for number in itertools.takewhile(lambda _: not is_over.is_set(), itertools.count()):
-                answer = client.post(of(model), json={"inputs": number})
-                is_right = answer.status_code == 200 and answer.json() == number
-                answers["right" if is_right else answer.text] += 1
-
-    with ThreadPoolExecutor(callers) as threads:
-        calls = [threads.submit(call) for _ in range(callers)]
-        try:
-            yield answers
-        finally:
-            is_over.set()
-    assert [each.exception() for each in calls] == [None] * callers
-
-
-def workers_of(service: Serving, model: str) -> list[int]:
-    """The processes in which a model has run; the last one is the youngest."""
-    return [int(pid) for pid in re.findall(rf"{model} runs in process (\d+)", service.log())]
-
-
-@pytest.mark.parametrize(
-    ("processes", "rounds"),
-    [(1, 2), (2, 2), *(pytest.param(count, 20, marks=pytest.mark.long) for count in (1, 2))],
-)
-def test_one_is_replaced_and_one_killed_and_no_request_fails(
-    serve: Callable[..., Serving], processes: int, rounds: int
-) -> None:
-    names = ("Calm", "Replaced", "Killed")
-    service = serve(
-        *(table(name, f"served_models:{name}") for name in names),
-        arguments=FLEET if processes == 2 else (),
-        keys=True,
-    )
-    with contextlib.ExitStack() as stack:
-        loads = {name: stack.enter_context(load(service, name)) for name in names}
-
-        def have_answered(times: int) -> bool:
-            return all(each.total() >= times for each in loads.values())
-
-        for number in range(1, rounds + 1):
-            until(functools.partial(have_answered, 20 * number))
-            victim = workers_of(service, "Killed")[-1]
-            os.kill(victim, signal.SIGKILL)
-            assert control(service, "models/Replaced/load").status_code == 200
-            until(lambda gone=victim: workers_of(service, "Killed")[-1] != gone)
-        until(lambda: have_answered(20 * rounds + 20))
-    assert {name: {*each} for name, each in loads.items()} == {name: {"right"} for name in names}
-    assert len(workers_of(service, "Replaced")) == rounds + 1
-    assert len(workers_of(service, "Calm")) == 1
 
 
 def test_a_service_ends_while_a_replaced_model_ends(serve: Callable[..., GatedServing]) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from scheduling_grid import heat_map
 from service_streamer import Reason
 from service_streamer.observe.record import ORDINARY, Precedence
 from service_streamer.serve.cli.main import main
@@ -155,16 +154,6 @@ def test_the_calls_of_a_burst_come_after_each_other_and_those_beside_it_in_order
     times = [next(arrivals).at for _ in range(500)]
     assert times == sorted(times)
     assert sum(time * 10 % 1 > 0.03 for time in times) > 100
-
-
-def test_a_load_that_changes() -> None:
-    report = simulate(
-        Phases([(1, ClosedLoop(1)), (2, ClosedLoop(64))]),
-        STEEP, overheads=NOTHING_ELSE, warm_up=0,
-    )  # fmt: skip
-    assert report.seconds == 2
-    assert report.sizes[1] >= 1 / 5.1e-3 - 2
-    assert report.throughput > 5 * 1 / 5.1e-3
 
 
 def test_a_replay_has_the_calls_of_the_trace() -> None:
@@ -382,15 +371,6 @@ def test_a_sweep_with_its_picture(tmp_path: Path) -> None:
     again = command("--requests", 200, "--sweep", "--plot", path)
     assert again.output == result.output
     assert path.read_text() == picture
-
-
-def test_a_picture_has_no_background_of_its_own(tmp_path: Path) -> None:
-    values = [[0.7, 1.0], [math.nan, 0.95]]
-    heat_map(tmp_path / "map.svg", rows=["a", "b"], columns=["c", "d"], values=values, label="x")
-    picture = (tmp_path / "map.svg").read_text()
-    assert ">0.95<" in picture
-    assert "#ffffff" not in picture
-    assert "nan" not in picture
 
 
 @pytest.mark.parametrize(

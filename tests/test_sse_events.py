@@ -1,31 +1,37 @@
-"""The events of answers that come in parts, form by form: outputs of a model in, bytes out."""
+"""The events of answers that come in parts, form by form: outputs of a model in, bytes out.
+
+And errors of generated text, before the first token and behind it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
-from service_streamer import ManagedModel, ThreadedStreamer
+from http_in_process import await_that
+from models import NothingToLoad
+from service_streamer import InvalidInput, ThreadedStreamer
+from service_streamer.testing import Gate
 from web_application import WebApplication
 
 pytestmark = pytest.mark.no_gevent
 
 
-class Scripted(ManagedModel):
+class Scripted(NothingToLoad):
     """A model of texts whose outputs are written down: by the prompt.
 
     Attributes:
-        outputs: one for each step.
+        outputs: one for each step, or an error.
         scores: the prompt's tokens with their log probabilities.
+        gate: where each step waits, if it is there.
     """
 
     outputs: dict[str, list[Any]]
     scores: dict[str, list[Any]]
-
-    def init_model(self) -> None:
-        """Nothing to load."""
+    gate: Gate | None
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -43,11 +49,23 @@ class Scripted(ManagedModel):
     def _prompt(self, inputs: Any) -> str:
         return inputs if isinstance(inputs, str) else inputs[-1]["content"]
 
-    def step(self, states: list[list[Any]]) -> list[tuple[Any, bool]]:
-        return [(state.pop(0), not state) for state in states]
+    def step(self, states: list[list[Any]]) -> list[Any]:
+        if self.gate is not None:
+            self.gate.go_through()
+        outputs = [(state.pop(0), not state) for state in states]
+        return [each[0] if isinstance(each[0], Exception) else each for each in outputs]
 
     def join_outputs(self, outputs: list[Any]) -> Any:
         return outputs[-1]
+
+
+def scripted(
+    outputs: dict[str, list[Any]], scores: Any = None, gate: Gate | None = None, **options: Any
+) -> WebApplication:
+    """A service of such a model; the options are those of its streamer."""
+    script = {"outputs": outputs, "scores": dict.fromkeys(outputs, scores), "gate": gate}
+    model = type("Script", (Scripted,), script)
+    return WebApplication(kind=lambda _: ThreadedStreamer(model, **options))
 
 
 def events_of(
@@ -62,11 +80,7 @@ def events_of(
         outputs: of the prompt "> ", or by prompt.
         scores: of that prompt's tokens.
     """
-    by_prompt = outputs if isinstance(outputs, dict) else {"> ": outputs}
-    scripted = {"outputs": by_prompt, "scores": dict.fromkeys(by_prompt, scores)}
-    model = type("Script", (Scripted,), scripted)
-
-    with WebApplication(kind=lambda _: ThreadedStreamer(model)) as application:
+    with scripted(outputs if isinstance(outputs, dict) else {"> ": outputs}, scores) as application:
         response = application.post(path, {**request, "stream": True})
     assert response.status_code == 200, response.text
     *events, done, end = response.content.split(b"\n\n")
@@ -246,3 +260,85 @@ def test_any_output_is_an_event() -> None:
     assert events_of("/predict", {"inputs": "> ", "parameters": {"top_k": 1}}, outputs) == [
         {"output": 1}, {"output": "a\n\nb"}, {"output": {"a": [0, 1]}},
     ]  # fmt: skip
+
+
+# -- errors
+
+SECRET = ValueError("a secret")
+REFUSED = InvalidInput("parameters.regex: cannot go on")
+
+errors = pytest.mark.parametrize(
+    ("failure", "status", "code", "kind"),
+    [
+        (SECRET, 500, "model_failed", "server_error"),
+        (REFUSED, 400, "invalid_value", "invalid_request_error"),
+    ],
+    ids=["of the model", "of the input"],
+)
+
+
+@errors
+@pytest.mark.parametrize("prompts", ["> ", ["> ", "long"]])
+def test_error_in_mid_stream_is_the_last_event(
+    prompts: Any, failure: Exception, status: int, code: str, kind: str
+) -> None:
+    """Of several prompts one fails, and then the others are not computed any more."""
+    with scripted({"> ": [piece("a "), failure], "long": [piece("x")] * 10_000}) as application:
+        body = {"prompt": prompts, "stream": True}
+        response = application.post("/v1/completions", body)
+        assert not application.service.streams
+        assert application.get("/stats").json()["streams"]["open"] == 0
+    assert response.status_code == 200
+    *events, last, end = response.text.split("\n\n")
+    assert [each.startswith('data: {"id"') for each in events] == [True] * len(events) != []
+    told = json.loads(last.removeprefix("data: "))["error"]
+    assert (told["code"], told["type"], end) == (code, kind, ""), "and no [DONE]"
+    assert "secret" not in last
+
+
+@errors
+@pytest.mark.parametrize("stream", [False, True])
+def test_error_before_the_first_token_has_its_status(
+    stream: bool, failure: Exception, status: int, code: str, kind: str
+) -> None:
+    with scripted({"> ": [failure]}) as application:
+        response = application.post("/v1/completions", {"prompt": "> ", "stream": stream})
+    told = response.json()["error"]
+    assert (response.status_code, told["code"], told["type"]) == (status, code, kind)
+    assert told["param"] == ("response_format" if failure is REFUSED else None)
+    assert "secret" not in response.text
+
+
+@pytest.mark.parametrize(("name", "value"), [("best_of", 2), ("logprobs", 0)])
+def test_error_names_the_field_that_was_sent(name: str, value: int) -> None:
+    whole = InvalidInput("parameters.logprobs: this worker generates whole texts")
+    with scripted({"> ": [whole]}) as application:
+        error = application.post("/v1/completions", {"prompt": "> ", name: value}).json()["error"]
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name}: this worker")
+
+
+def test_streams_of_several_prompts_are_closed_when_one_cannot_be_opened(gate: Gate) -> None:
+    async def main() -> None:
+        def pending() -> int:
+            return application.streamer.stats().pending
+
+        def ask(prompts: list[str]) -> asyncio.Task[Any]:
+            body = {"prompt": prompts, "stream": True}
+            return asyncio.create_task(application.send("/v1/completions", body))
+
+        waiting = [ask(["> "])]
+        await asyncio.to_thread(gate.await_arrival)
+        while pending() < 2:  # the scheduler sends some ahead
+            waiting.append(ask(["> "]))
+            await asyncio.sleep(0)
+        before = pending()
+        refused = await ask(["> "] * 3)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        await await_that(lambda: pending() <= before)
+        gate.let_through(100)
+        assert {each.status_code for each in await asyncio.gather(*waiting)} == {200}
+
+    output = [piece("a", 1, "stop")]
+    with scripted({"> ": output}, gate=gate, batch_size=1, max_pending=3) as application:
+        application.run(main())

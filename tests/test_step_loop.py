@@ -13,7 +13,7 @@ import torch
 
 import quiet_torch  # noqa: F401
 from service_streamer.pipelines.loop_check import fault_of, suitable_loop
-from service_streamer.pipelines.row_sampling import Sampling, choose
+from service_streamer.pipelines.row_sampling import choose
 from service_streamer.pipelines.step_loop import GeneratedRow, StepLoop
 from tiny_generators import EXAMPLES, MAKERS, SHIFTED, VOCABULARY, WITH_ENCODER, model_of
 
@@ -133,23 +133,6 @@ def test_a_model_whose_texts_cannot_take_turns_gets_no_loop(
     assert "cannot generate step by step (logits differ by" in caplog.text
 
 
-def test_rows_of_one_prompt_share_its_computation() -> None:
-    model = model_of("llama")
-    rows_seen = []
-    with model.register_forward_pre_hook(
-        lambda _model, _args, options: rows_seen.append(len(options["input_ids"])), with_kwargs=True
-    ):
-        prompt = [3, 4, 5]
-        plan = Sampling(samples=True, temperature=5.0)
-        rows = [GeneratedRow(prompt, plan, seed) for seed in range(5)] + [GeneratedRow([3, 4, 5])]
-        loop = StepLoop(model)
-        for _ in range(3):
-            loop.advance(rows, tokens_of)
-    assert rows_seen == [2, 6, 6]
-    assert len({tuple(row.tokens) for row in rows}) > 3
-    assert rows[-1].tokens == generated("llama", rows[-1])
-
-
 def shapes_of_steps(module: Any, loop: StepLoop, rows: list[GeneratedRow]) -> list[Any]:
     """The shapes of what ``module`` reads in each step, until each row has two new tokens."""
     shapes: list[list[tuple[int, ...]]] = []
@@ -166,24 +149,28 @@ def shapes_of_steps(module: Any, loop: StepLoop, rows: list[GeneratedRow]) -> li
 
 
 @pytest.mark.parametrize(
-    ("way", "lengths", "copies", "shapes"),
+    ("way", "most_new", "lengths", "copies", "shapes"),
     [
         # With those of their length, since padding counts. The oldest counts for half at most.
-        ("padded", [20, 3, 25, 4, 5, 90, 22, 6, 80, 31], 1,
+        ("padded", 60, [20, 3, 25, 4, 5, 90, 22, 6, 80, 31], 1,
          [[(2, 4), (2, 25)], [(2, 6), (1, 22), (4, 1)], [(1, 90), (7, 1)], [(1, 80), (8, 1)],
           [(1, 31), (9, 1)], [(10, 1)]]),
         # Copies of a long prompt do not wait for each other.
-        ("padded", [70, 30, 31], 3, [[(1, 30), (1, 70)], [(1, 31), (6, 1)], [(9, 1)]]),
-        ("alone", [70], 2, [[(1, 70)], [(1, 70), (1, 1)], [(1, 1), (1, 1)]]),
+        ("padded", 60, [70, 30, 31], 3, [[(1, 30), (1, 70)], [(1, 31), (6, 1)], [(9, 1)]]),
+        ("alone", 60, [70], 2, [[(1, 70)], [(1, 70), (1, 1)], [(1, 1), (1, 1)]]),
+        # Neither a short one nor those that run wait for many long ones.
+        ("padded", None, [240] * 9 + [3], 1,
+         [[(1, 3), (4, 240)], [(4, 240), (5, 1)], [(1, 240), (9, 1)], [(10, 1)]]),
     ],
-    ids=["prompts", "copies", "copies that are computed alone"],
+    ids=["prompts", "copies", "copies that are computed alone", "as many as usual"],
 )  # fmt: skip
 def test_a_step_computes_the_oldest_new_row_and_others_that_fit(
-    way: Any, lengths: list[int], copies: int, shapes: list[Any]
+    way: Any, most_new: int | None, lengths: list[int], copies: int, shapes: list[Any]
 ) -> None:
     prompts = [[2 + at] * length for at, length in enumerate(lengths)]
     rows = [GeneratedRow(prompt) for prompt in prompts for _ in range(copies)]
-    loop = StepLoop(model_of("llama"), way, most_new=60)
+    options = {} if most_new is None else {"most_new": most_new}
+    loop = StepLoop(model_of("llama"), way, **options)
     assert shapes_of_steps(model_of("llama"), loop, rows) == shapes
     for row in rows:
         assert row.tokens == generated("llama", row)
@@ -347,19 +334,3 @@ def test_rows_that_stay_are_not_copied(name: str) -> None:
     assert rooms() == before
     for row in (*over, *rows):
         assert row.tokens == generated(name, row)
-
-
-def test_columns_come_back_for_a_longer_prompt() -> None:
-    """Those that the longest row had left; and more of them than there are."""
-    loop = StepLoop(model_of("llama"))
-    rows = [GeneratedRow([5] * length) for length in (30, 4, 6)]
-    loop.advance(rows, tokens_of)
-    loop.drop(rows[:1])
-    loop.advance(rows[1:], tokens_of)
-    rows += [GeneratedRow([7] * 20)]
-    loop.advance(rows[1:], tokens_of)
-    rows += [GeneratedRow([8] * 60), GeneratedRow([9] * 55), GeneratedRow([2, 3])]
-    for _ in range(70):
-        loop.advance(rows[1:], tokens_of)
-    for row in rows:
-        assert row.tokens == generated("llama", row)

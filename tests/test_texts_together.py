@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,18 +16,12 @@ from service_streamer.pipelines import SteppedPipeline
 
 pytestmark = pytest.mark.xdist_group("texts-together")
 
-LONG = 1500
-LIMIT = 2048
 CHAT = [{"role": "user", "content": "hello"}]
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
 class Watched(SteppedPipeline):
-    """Takes its first step when so many texts have started, and counts what it computes.
-
-    That is the tokens of each step, padding included; the second token of each prompt, since the
-    first may be padding; how many steps each text took; and how many inputs the encoder has read.
-    """
+    """Takes its first step when so many texts have started, and counts what its encoder reads."""
 
     expected = 1
     folder: Path
@@ -40,19 +32,9 @@ class Watched(SteppedPipeline):
         super().init_model(self.folder)
         Watched.last = self
         self.started = self.reads = 0
-        self.tokens: list[int] = []
-        self.prompts: list[int] = []
-        self.ends: list[int] = []
         network = self.model.model
-        network.register_forward_pre_hook(self._count, with_kwargs=True)
         if network.config.is_encoder_decoder:
             network.get_encoder().register_forward_hook(self._read)
-
-    def _count(self, _model: Any, _args: Any, options: Any) -> None:
-        ids = options.get("input_ids")
-        if ids is not None and self.tokens:
-            self.tokens[-1] += ids.numel()
-            self.prompts += ids[:, 1].tolist() if ids.shape[1] > 1 else []
 
     def _read(self, _encoder: Any, _args: Any, output: Any) -> None:
         self.reads += len(output.last_hidden_state)
@@ -63,21 +45,9 @@ class Watched(SteppedPipeline):
         return states
 
     def step(self, states: list[Any]) -> list[Any]:
-        if self.is_waiting(states):
+        if self.started < self.expected:
             return [(None, False) for _ in states]
-        self.tokens.append(0)
-        pairs = super().step(states)
-        self.ends += [len(self.tokens) for _, is_done in pairs if is_done]
-        return pairs
-
-    def is_waiting(self, states: list[Any]) -> bool:
-        return self.started < self.expected
-
-
-@pytest.fixture(scope="module")
-def long_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model for chats, with room for long prompts."""
-    return variant("chat", tmp_path_factory.mktemp("long"), max_position_embeddings=LIMIT)
+        return super().step(states)
 
 
 def streamer_of(
@@ -87,67 +57,10 @@ def streamer_of(
     return ThreadedStreamer(model, **options)
 
 
-def prompt(number: int, length: int, new: int = 4) -> Any:
-    """An item whose prompt has so many tokens. The second one tells it from the others."""
-    source = random.Random(number)
-    ids = [source.randrange(10, 300) for _ in range(length)]
-    ids[1] = 100 + number
-    return item(ids, "generate", max_new_tokens=new, do_sample=False)
-
-
 def whole(source: Path, items: Sequence[Any]) -> list[Any]:
     """What ``model.generate`` gives for each of them alone."""
     model = loaded(source)
     return [model.predict([each])[0] for each in items]
-
-
-def test_a_burst_of_long_prompts_holds_up_neither_streams_nor_short_prompts(
-    long_chat: Path,
-) -> None:
-    running = prompt(1, 9, new=20)
-    long = [prompt(2 + at, LONG) for at in range(8)]
-    short = prompt(99, 9)
-    items = [long[0], running, *long[1:], short]
-    with streamer_of(Watched, long_chat, len(items)) as streamer:
-        futures = [streamer.submit([each]) for each in items]
-        found = [future.result(timeout=120)[0] for future in futures]
-    assert found == whole(long_chat, items)
-    model = Watched.last
-    assert max(model.tokens) < LONG + 1024, "a long one, and about 1,000 beside it"
-    assert [each for each in model.prompts if 102 <= each < 110] == [*range(102, 110)], "in order"
-    # Of long ones, one begins in each step. Neither the text that runs nor the short one waits.
-    assert model.ends == sorted([4 + at for at in range(8)] + [4, 20])
-
-
-def test_a_prompt_that_is_cancelled_while_it_waits_is_never_computed(long_chat: Path) -> None:
-    class Patient(Watched):
-        """Takes the second step when a text was given up."""
-
-        is_gone = False
-
-        def is_waiting(self, states: list[Any]) -> bool:
-            if super().is_waiting(states):
-                return True
-            if not self.tokens:
-                return False
-            stepped.set()
-            return not self.is_gone
-
-        def release(self, state: Any) -> None:
-            self.is_gone = True
-            super().release(state)
-
-    stepped = threading.Event()
-    items = [prompt(at, LONG) for at in range(4)]
-    with streamer_of(Patient, long_chat, len(items)) as streamer:
-        futures = [streamer.submit([each]) for each in items[:2]]
-        stream = streamer.stream(items[2])
-        futures.append(streamer.submit(items[3:]))
-        assert stepped.wait(120)
-        stream.close()
-        found = [future.result(timeout=120)[0] for future in futures]
-    assert found == whole(long_chat, [*items[:2], items[3]])
-    assert Watched.last.prompts == [100, 101, 103]
 
 
 def build_thinker(target: Path, *, must_answer: bool) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import fastapi_example
 from cases import long_cases
 from conftest import await_that
 from example_programs import ADDRESS, BIRTHDAY, Program, why_it_ended
@@ -19,7 +20,7 @@ from http_errors import MAX_BODY
 from pools import command as pool_command
 from pools import pool_names
 from serve_process import children, workers
-from test_redis_examples import HOST
+from service_streamer import RedisStreamer
 
 pytestmark = pytest.mark.xdist_group("web-examples")
 
@@ -187,21 +188,13 @@ def test_web_servers_that_import_an_example(name: str) -> None:
             program.ends_by = signal.SIGINT
 
 
-@pytest.mark.long
-def test_processes_of_gunicorn_share_a_model_over_redis(redis_server: str, prefix: str) -> None:
-    place = {"REDIS_URL": redis_server, "REDIS_PREFIX": prefix}
-    model = ("--model", "generation_model:ManagedGenerationModel")
-    with (
-        Program(*HOST, *model, ready=" is ready$", **place),
-        start("fastapi, gunicorn", **place, WEB_CONCURRENCY="2") as web,
-    ):
-        path, body, _ = QUESTIONS["fastapi"]
-        for _ in range(8):
-            check_answer("fastapi", *ask(web, path, body))
-        assert ask(web, path, b'{"text": " "}')[0] == 422
-        check_stream(web, "/generate/stream")
-        # No models of their own; the last of them may not have been forked yet.
-        await_that(lambda: [*map(children, children(web.process.pid))] == [[], []])
+def test_fastapi_asks_worker_hosts_over_redis_if_the_environment_names_one(
+    redis_server: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDIS_URL", redis_server)
+    monkeypatch.setenv("REDIS_PREFIX", prefix)
+    with fastapi_example.start_streamer() as streamer:
+        assert isinstance(streamer, RedisStreamer)
 
 
 @pytest.mark.usefixtures("shared")

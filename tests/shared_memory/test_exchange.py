@@ -9,8 +9,6 @@ import mmap
 import os
 import pickle
 import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -163,24 +161,6 @@ def test_a_closed_memory_is_still_what_was_put_there() -> None:
     assert there is not None
     assert set(there.loader()(payload.wire).tobytes()) == {7}
     assert not is_shared(memory.encoder.encode(filled(7)))
-
-
-def test_memory_may_be_closed_while_another_thread_writes() -> None:
-    for _ in range(20):
-        memory = SharedMemory(4 * MB)
-        begun = threading.Barrier(2)
-
-        def encode(memory: SharedMemory = memory, begun: threading.Barrier = begun) -> None:
-            begun.wait()
-            for number in range(10):
-                payload = memory.encoder.encode(filled(number))
-                assert is_shared(payload) or decode(payload)[0] == number
-
-        with ThreadPoolExecutor(1) as thread:
-            done = thread.submit(encode)
-            begun.wait()
-            memory.close()
-            done.result()
 
 
 # -- memory that is passed on
