@@ -26,6 +26,7 @@ __all__ = [
     "StreamerClosed",
     "StreamerError",
     "StreamerForked",
+    "TooLate",
     "UnpicklableItem",
     "WorkerError",
     "WorkerLost",
@@ -75,6 +76,14 @@ class PredictTimeout(StreamerError, TimeoutError):
     """The call timed out, or could not be computed before its deadline.
 
     Also a built-in ``TimeoutError``.
+    """
+
+
+class TooLate(PredictTimeout):
+    """The call cannot be computed in its time: it was refused when it came.
+
+    Too much waits before it, or it takes longer than its time by itself. Only once it is known what
+    batches cost.
     """
 
 

@@ -137,8 +137,8 @@ class BaseStreamer:
             One result per item, in their order.
 
         Raises:
-            PredictTimeout: the time has ended, or so much waits that the call could not be
-                computed in time.
+            PredictTimeout: the time has ended.
+            TooLate: a PredictTimeout; the call cannot be computed in its time.
             Overloaded: ``max_pending`` items wait already; nothing was accepted.
             WorkerStartError: the model could not be loaded.
             WorkerLost: a worker died of this call, or the search for the cause was ended.
@@ -171,8 +171,8 @@ class BaseStreamer:
 
         Raises:
             Overloaded: ``max_pending`` items wait already; nothing was accepted.
-            PredictTimeout: there was no time left from the start, or so much waits that the call
-                could not be computed in time.
+            PredictTimeout: there was no time left from the start.
+            TooLate: a PredictTimeout; the call cannot be computed in its time.
             StreamerClosed, StreamerBroken, StreamerForked, WorkerStartError: it was not accepted.
         """
         precedence = ORDINARY

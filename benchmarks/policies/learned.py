@@ -38,10 +38,10 @@ class Learned:
         batcher = self._batcher
         call = Call((job,), None)
         call.deadline = job.deadline
-        if batcher.is_behind and batcher.is_hopeless(call, now):
-            return ()  # refused
         if self._has_lengths:
             call.lengths = (job.length,)
+        if batcher.hopeless_for(call, now):
+            return ()  # refused
         return _batches(batcher.call_submitted(call, now, job.deadline < math.inf))
 
     def returned(self, batch: Batch, took: float, now: float) -> Sequence[Batch]:

@@ -58,7 +58,7 @@ from .recovery import Recovery
 from .slots import Slots
 from .step_policy import room_of_places
 from .stepping import Stepping
-from .tuning import GRACE, MOST_RETURNED
+from .tuning import GRACE, LARGE, MOST_RETURNED, SURELY_LATE
 
 #: A member of an enum is looked up in Python, and every call asks for this one.
 _OVER = CallState.OVER
@@ -70,7 +70,8 @@ class Batcher:
     Args:
         batch_size: the most items of a batch.
         max_latency: the longest that an item waits while a worker is free, seconds.
-        max_pending: the most items that may wait; None sets no bound.
+        max_pending: the most items that may wait, of which a call counts at most as two full
+            batches; None sets no bound.
         max_attempts: worker crashes that an item may be involved in before it fails; 1 for models
             that must not run twice.
         isolate_errors: whether a batch on which the model raises is run again in smaller parts.
@@ -162,6 +163,7 @@ class Batcher:
         self.expects_until = -math.inf
         self.on_back: Callable[[BatchRecord], None] | None = None
         self._ids = itertools.count()  # of batches: transports rely on it that they ascend
+        self._refused_after = -1  # the last batch that was back when a call was hopeless
         self._assemble()
 
     def _assemble(self, sizes: tuple[int, ...] = (), start_duration: float = 0.0) -> None:
@@ -209,22 +211,49 @@ class Batcher:
     # -- what callers do
 
     def has_room_for(self, size: int) -> bool:
-        """Whether so many items more may wait."""
-        return self.new_items + size <= self._max_pending
+        """Whether a call of so many items may wait, too.
 
-    def is_hopeless(self, call: Call, now: float) -> bool:
-        """Whether so much goes before a new call that it cannot be in time; counts it, if so.
+        One counts at most as the smallest of the large ones, since others overtake the rest of it.
+        """
+        most, pending = self._max_pending, self._pending
+        if pending.items + size <= most:
+            return True
+        return size <= most and pending.counted + min(size, LARGE * self._batch_size) <= most
+
+    def hopeless_for(self, call: Call, now: float) -> float:
+        """How long a new call takes at the least, seconds, if it cannot be in time; 0 if it can.
 
         To say so at once spares its caller the waiting, and everybody else a queue full of calls
-        that come to nothing.
+        that come to nothing. It counts as refused then.
         """
-        wait, pending = self._overload.wait, self._pending
-        if now + wait(pending.items) <= call.deadline:
-            return False
-        if now + wait(pending.ahead(call)) <= call.deadline:
-            return False
+        pending, left, lengths = self._pending, call.deadline - now, call.lengths
+        work = pending.work + (call.size if lengths is None else sum(lengths))
+        cost = self._maker.policy.cost
+        each = cost.base * (pending.items + call.size) + cost.per_unit * work
+        if 2.0 * each <= left and 2.0 * work <= left * self._overload.rate:
+            return 0.0  # also if each item was computed alone, as nearly always
+        takes = self._least_duration(pending.ahead(call), call)
+        if not self._slots.idle and self._slots.room == 2:  # else several stages are at batches
+            policy, slots = self._maker.policy, self._slots
+            begins = [slots.begins_at(n, now, policy.cost.duration) for n in slots.numbers()]
+            takes += max(0.0, 1.0 - policy.margin) * (min(begins, default=now) - now)
+        if takes <= SURELY_LATE * left:
+            return 0.0
+        last = self.figures.last_back
+        if self.is_empty and last == self._refused_after:
+            return 0.0  # if none was computed, it would never be known that they are faster now
+        self._refused_after = last
         self.figures.rejected_calls += 1
-        return True
+        self.figures.refused_items += call.size
+        return takes
+
+    def _least_duration(self, ahead: float, call: Call) -> float:
+        """How long a call takes at the least, behind so much work, seconds."""
+        pending, rate = self._pending, self._overload.rate
+        if self.has_steps:  # as many items come back, whatever their lengths
+            return ahead * pending.items / (pending.work or 1.0) / rate
+        least = self._maker.policy.least_duration(call, ahead, self._slots.taking)
+        return max((ahead + pending.work_of(call)) / rate, least)
 
     def call_submitted(
         self, call: Call, now: float, is_watched: bool = False, more: bool = False
@@ -350,8 +379,10 @@ class Batcher:
         self.figures.came_back(batch)
         waiting = self._pending.items
         if waiting or self._overload.is_behind:
-            items = batch.size if batch.search is None else 0
-            self._overload.came_back(items, now - batch.cut_at, waiting, now)
+            work = 0.0
+            if batch.search is None:
+                work = batch.size if self.has_steps else batch.cost
+            self._overload.came_back(work, now - batch.cut_at, waiting, now)
         if has_failed:
             calls, searches = self._recovery.batch_failed(batch)
             actions = self._cutter.cut(now, calls, vacant, searches)
@@ -578,7 +609,7 @@ class Batcher:
                     unanswered[call] = unanswered.get(call, 0) + stop - start
         assert all(call.unanswered == size for call, size in unanswered.items())
         assert all(search.parts == count for search, count in searches.items())
-        assert self._pending.items <= self._max_pending
+        assert self._pending.counted <= self._max_pending
         self._cutter.check_invariants()
 
 

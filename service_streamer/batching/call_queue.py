@@ -57,6 +57,7 @@ class CallQueue:
 
     Attributes:
         items: how many wait.
+        work: what they cost: their lengths together, or their number.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class CallQueue:
         has_lengths: bool = False,
     ) -> None:
         self.items = 0
+        self._work = 0.0  # while items have lengths
         self._cost = cost
         self._batch_size = batch_size
         self._share = math.inf  # what a batch may cost of large calls beside small ones
@@ -92,16 +94,31 @@ class CallQueue:
             yield from [call for call in self._turns if call not in held]
 
     @property
+    def work(self) -> float:
+        return self.items if self._window is None else self._work
+
+    @property
+    def counted(self) -> int:
+        """How many items wait, if each call has at most as many as the smallest large ones."""
+        most = LARGE * self._batch_size
+        return self.items - sum([max(0, call.pending - most) for call in self._large])
+
+    @property
     def _outside(self) -> int:
         """How many items are not in the window."""
         return self.items if self._window is None else self.items - self._window.items
 
     def add(self, call: Call) -> None:
         """The call waits from now on."""
+        if not self.items:  # batches of lone calls have come back, which were never here
+            self._learn()
         call.state = _WAITING
         self.items += call.pending
-        size_class, lengths = 0, call.lengths
-        if call.pending >= self._large_items or (lengths and sum(lengths) >= self._large_cost):
+        size_class, work = 0, 0.0
+        if self._window is not None:
+            call.work = work = self.work_of(call)
+            self._work += work
+        if call.pending >= self._large_items or work >= self._large_cost:
             size_class = self._size_class(call)
             self._large.add(call)
         if self._window is None and self.items == call.pending:  # nothing waits beside it
@@ -123,11 +140,13 @@ class CallQueue:
             self._calls.clear()
         return turns
 
+    def work_of(self, call: Call) -> float:
+        """What all items of a call cost."""
+        return call.size if call.lengths is None else float(sum(call.lengths))
+
     def _size_class(self, call: Call) -> int:
-        """0 if the call, which waits, is small; a class of large ones is within a factor of two."""
-        size = call.pending / self._large_items
-        if call.lengths:
-            size = max(size, sum(call.lengths) / self._large_cost)
+        """0 if the call is small; a class of large ones is within a factor of two."""
+        size = max(call.pending / self._large_items, self.work_of(call) / self._large_cost)
         return int(min(size, 2.0**60)).bit_length()
 
     def restore(self, call: Call, positions: Sequence[int]) -> None:
@@ -138,6 +157,9 @@ class CallQueue:
             return
         call.state = _WAITING
         self.items += call.pending
+        lengths = call.lengths
+        call.work = float(sum([1.0 if lengths is None else lengths[i] for i in positions]))
+        self._work += call.work
         size_class, inside = self._size_class(call), call.pending
         if size_class:
             self._large.add(call)
@@ -153,6 +175,7 @@ class CallQueue:
         self.items -= call.pending
         self._large.discard(call)
         if self._window is not None:
+            self._work -= call.work
             self._window.remove(call)
         if self._turns is not None:
             if call in self._turns:
@@ -166,16 +189,17 @@ class CallQueue:
     def _end_turns(self) -> None:
         """If no call waits."""
         if not self.items:
-            self._turns, self._mixed = None, 0
+            self._turns, self._mixed, self._work = None, 0, 0.0
 
     def ahead(self, call: Call) -> float:
-        """A lower estimate of the items that are computed before a new call with a deadline."""
-        size_class = self._size_class(call)
+        """A lower estimate of what is computed before a new call with a deadline is over."""
+        size_class, work = self._size_class(call), self.work_of(call)
         if self._turns is None and size_class == self._class and call.precedence is ORDINARY:
-            return self.items
-        ahead = self._take_turns().ahead(call, size_class)
+            return self.work
+        unit = self.work / self.items if self.items else 1.0
+        ahead = self._take_turns().ahead(call, size_class, work, unit)
         if self._window is not None:
-            ahead += self._window.ahead(call, size_class)
+            ahead += self._window.ahead(call, size_class, work, unit)
         return ahead
 
     @property
@@ -398,7 +422,9 @@ class CallQueue:
         spans: list[Span] = []
         payloads: list[Any] = []
         self.items -= size
-        for _, _, call, index in chosen:
+        for each, _, call, index in chosen:
+            call.work -= each
+            self._work -= each
             if spans and spans[-1][0] is call and spans[-1][2] == index:
                 spans[-1] = (call, spans[-1][1], index + 1)
             else:
@@ -417,6 +443,9 @@ class CallQueue:
         """Raise ``AssertionError`` if what waits and the counts differ. For tests."""
         waiting = [*self]
         assert self.items == sum(call.pending for call in waiting)
+        if self._window is not None:
+            work = sum(call.work for call in waiting)
+            assert math.isclose(self._work, work, abs_tol=1e-6 * (1.0 + work))
         assert all(call.state is _WAITING for call in waiting)
         assert self._turns is None or not self._calls
         assert self._large <= {*waiting}

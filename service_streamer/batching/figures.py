@@ -108,6 +108,11 @@ class Figures:
     # -- what it says
 
     @property
+    def last_back(self) -> int:
+        """The id of the batch that came back last; -1 before the first."""
+        return self.recent[-1].id if self.recent else -1
+
+    @property
     def metrics(self) -> BatchMetrics:
         """Of the batches so far."""
         self._count_back()

@@ -134,11 +134,13 @@ class LengthWindow:
         assert self._oldest is not None
         return self._oldest
 
-    def ahead(self, call: Call, size_class: int) -> float:
-        """A lower estimate of the items that are computed before a new call with a deadline."""
+    def ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
+        """As of ``TurnOrder``."""
         if self._turns is None and (size_class or call.precedence is not ORDINARY):
             self._take_turns()
-        return self.items if self._turns is None else self._turns.ahead(call, size_class)
+        if self._turns is None:
+            return sum([entry[0] for own in self._held.values() for entry in own.values()])
+        return self._turns.ahead(call, size_class, work, unit)
 
     def take(
         self,

@@ -88,13 +88,13 @@ class Forecast:
 
 
 class Throughput:
-    """How many items come back per second while more wait than fit into a batch.
+    """How much work comes back per second while more waits than fits into a batch.
 
     Attributes:
         rate: infinity while that is not known.
     """
 
-    __slots__ = ("_batches", "_items", "_rate_before", "_since", "rate")
+    __slots__ = ("_batches", "_rate_before", "_since", "_work", "rate")
 
     def __init__(self) -> None:
         self.reset()
@@ -104,22 +104,22 @@ class Throughput:
         self.rate = math.inf
         self._rate_before = math.inf
         self._since = -1.0
-        self._batches = self._items = 0
+        self._batches, self._work = 0, 0.0
 
-    def observe(self, items: int, now: float) -> None:
+    def observe(self, work: float, now: float) -> None:
         """A batch came back, and others wait."""
         if self._since < 0:
             self._since = now
             return
         self._batches += 1
-        self._items += items
+        self._work += work
         if self._batches >= THROUGHPUT_BATCHES and now > self._since:
-            sample = self._items / (now - self._since)
+            sample = self._work / (now - self._since)
             # The better of two, so that one slow batch does not make everything look hopeless.
             before, self._rate_before = self._rate_before, sample
             self.rate = math.inf if before == math.inf else max(sample, before)
             self._since = now
-            self._batches = self._items = 0
+            self._batches, self._work = 0, 0.0
 
 
 class Overload:
@@ -141,17 +141,17 @@ class Overload:
         self.full = full
         self.is_behind = False
 
-    def came_back(self, items: int, took: float, waiting: int, now: float) -> None:
+    def came_back(self, work: float, took: float, waiting: int, now: float) -> None:
         """A batch came back: learn of it, but only while there is overload.
 
         Args:
-            items: of the batch; 0 if they have been counted before.
+            work: of the batch, in units of cost; 0 if it has been counted before.
             took: from when it was cut, seconds.
             waiting: items that are not cut.
         """
         if waiting >= self.full:
-            if items:
-                self._throughput.observe(items, now)
+            if work:
+                self._throughput.observe(work, now)
             self._forecast.observe(took)
             self.is_behind = True
         elif self.is_behind:
@@ -159,9 +159,10 @@ class Overload:
             self._forecast.reset()
             self.is_behind = False
 
-    def wait(self, waiting: float) -> float:
-        """How long it takes until so many items are back, seconds; 0 while that is not known."""
-        return waiting / self._throughput.rate
+    @property
+    def rate(self) -> float:
+        """Units of cost that come back per second; infinity while that is not known."""
+        return self._throughput.rate
 
     def duration(self) -> float:
         """Of a batch, from being cut to being back: as of ``Forecast``."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Protocol
 
-from ..observe.record import BatchRecord, Reason
+from ..observe.record import BatchRecord, Call, Reason
 from .arrivals import ArrivalForecast
 from .cost import BestCost, LearnedCost, SizeTrial
 from .overload import Finish, least_in_time, size_in_time
@@ -112,10 +112,12 @@ class Policy(Protocol):
         cost: what a batch costs.
         near: with so much time or less, a lone call is not computed before ``decide`` was asked,
             seconds.
+        margin: by which share of its time a batch may take longer than is predicted, or less long.
     """
 
     cost: LearnedCost
     near: float
+    margin: float
 
     def arrived(self, size: int, now: float, is_first: bool) -> bool:
         """A call of ``size`` items arrived; the first if nothing waits and a worker is free.
@@ -163,6 +165,14 @@ class Policy(Protocol):
             slots: workers that take batches.
         """
 
+    def least_duration(self, call: Call, ahead: float, slots: int) -> float:
+        """Seconds that a call takes at the least; 0 while that is not known.
+
+        Args:
+            ahead: what is computed before, in units of cost.
+            slots: workers that take batches.
+        """
+
     def decide(self, backlog: Backlog) -> Decision:
         """What to do with the items that wait while workers are free."""
 
@@ -202,6 +212,7 @@ class LearnedPolicy:
         best: up to which cost a batch gains from being larger.
         near: a deadline that is so near is worth waiting for others, where there are several
             workers, seconds; 0 while little is known.
+        margin: as in ``Policy``.
         time_passed: as in ``Policy``.
     """
 
@@ -216,7 +227,6 @@ class LearnedPolicy:
         "_has_lengths",
         "_largest",
         "_later",
-        "_margin",
         "_max_batch_cost",
         "_max_latency",
         "_rate",
@@ -224,6 +234,7 @@ class LearnedPolicy:
         "_unit",
         "best",
         "cost",
+        "margin",
         "near",
         "time_passed",
     )
@@ -249,7 +260,7 @@ class LearnedPolicy:
         self._later = 0.0  # items that wait when a batch comes back, recently
         self._unit = 1.0  # what an item costs, recently
         self._errors = 0  # batches of which it is known how exactly they were predicted
-        self._margin = URGENCY - 1.0  # by which a batch may take longer than is predicted
+        self.margin = URGENCY - 1.0
         self._transit = 0.0  # seconds of a batch beside its duration, where none was before it
         self._largest = 0.0 if has_lengths else math.inf  # cost of a batch so far
         self._full = batch_size if max_batch_cost >= batch_size else max(1, round(max_batch_cost))
@@ -300,14 +311,14 @@ class LearnedPolicy:
                 error = min(MARGIN_FACTOR * error, URGENCY - 1.0)
                 self._errors += 1
                 weight = max(NOISE_LEARNING_RATE, 1.0 / self._errors)
-                self._margin += (error - self._margin) * weight
+                self.margin += (error - self.margin) * weight
             self.cost.observe(cost, duration, size)
             self.best.observe(cost, duration, is_full=batch.is_full, model=self.cost)
         self._largest = max(self._largest, batch.cost, 1e-9)  # items of no length are known, too
         self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * LEARNING_RATE
         if self.cost.was_fitted and not self._has_lengths:
             # What cannot be predicted cannot be timed: then it is better to begin at once.
-            is_exact = self._margin < NEAR_MARGIN
+            is_exact = self.margin < NEAR_MARGIN
             self.near = NEAR_RUNS * self.cost.duration(self._unit) if is_exact else 0.0
         limit = min(self.best.limit, self._max_batch_cost) / self._unit
         self._full = self._batch_size if limit >= self._batch_size else max(1, round(limit))
@@ -337,11 +348,25 @@ class LearnedPolicy:
         if not cost.was_fitted or self._has_lengths:
             return None
         base, item = cost.base, cost.per_unit * self._unit
-        begins, longer = start + self._transit, 1.0 + self._margin
+        begins, longer = start + self._transit, 1.0 + self.margin
         # With one worker the others wait for two batches if the first of them has one of its own.
         least = least_in_time(size, base, item) if slots > 1 else math.inf
-        earliest = begins + base - self._margin * (base + size * item)
+        earliest = begins + base - self.margin * (base + size * item)
         return Finish(begins + base, earliest, item, least, begins + longer * base, longer * item)
+
+    def least_duration(self, call: Call, ahead: float, slots: int) -> float:
+        cost = self.cost
+        if not cost.is_fitted or not slots:
+            return 0.0
+        lengths, most = call.lengths, self._largest
+        longest, own = (1.0, call.size) if lengths is None else (max(lengths), sum(lengths))
+        if longest > most:  # what is longer than all so far may be cut short by the model
+            longest, own = most, sum([min(length, most) for length in lengths or ()])
+        alone, work = cost.duration(longest), ahead + own
+        batches = work / (most if self._has_lengths else self._batch_size)
+        together = (work * cost.per_unit + batches * cost.base) / slots
+        margin, of_sum = self.margin, self.margin / math.sqrt(max(1.0, batches))
+        return max(0.0, (1.0 - margin) * alone, (1.0 - of_sum) * together)
 
     def decide_ahead(self, backlog: Backlog) -> Decision:
         waiting, slots, in_flight = backlog.items, backlog.slots, backlog.in_flight
@@ -448,7 +473,7 @@ class LearnedPolicy:
             else:
                 wait_until = self._cut_at + self._pause(size, slots)
             if wait_until > now:
-                longer = 1.0 + max(LEAST_MARGIN, self._margin)
+                longer = 1.0 + max(LEAST_MARGIN, self.margin)
                 longest = longer * self.cost.duration(waiting * self._unit)
                 urgent = backlog.deadline - self._transit - longest
                 bound = backlog.oldest + self._max_latency
@@ -492,13 +517,13 @@ class LearnedPolicy:
         waiting = backlog.items
         if waiting >= self._full:
             return -math.inf
-        longer = 1.0 + max(NEAR_LEAST_MARGIN, self._margin)
+        longer = 1.0 + max(NEAR_LEAST_MARGIN, self.margin)
         took = longer * self.cost.duration((waiting + 1) * self._unit)
         return min(backlog.deadline - self._transit - took, backlog.oldest + self._max_latency)
 
     def _is_tight(self, backlog: Backlog, size: int) -> bool:
         """Whether calls may be late if all that wait are computed in batches of this size."""
-        longer, waiting = 1.0 + self._margin, backlog.items
+        longer, waiting = 1.0 + self.margin, backlog.items
         takes = (
             math.ceil(waiting / size) * self.cost.base + waiting * self.cost.per_unit * self._unit
         )
@@ -510,7 +535,7 @@ class LearnedPolicy:
 
         Only where a smaller batch is back much sooner. Elsewhere it would only cost throughput.
         """
-        longer = 1.0 + self._margin
+        longer = 1.0 + self.margin
         base, item = self.cost.base * longer, self.cost.per_unit * self._unit * longer
         if size * item <= FLAT * base:
             return size

@@ -30,7 +30,7 @@ class StepPolicy:
     """
 
     def __init__(self) -> None:
-        self.near = 0.0
+        self.near = self.margin = 0.0
         self.cost = LearnedCost()
         self._one = Decision(1, Reason.PLACE, -math.inf, math.inf, Reason.COST, 1)
 
@@ -51,6 +51,9 @@ class StepPolicy:
         return 1
 
     def duration(self, items: float) -> float:  # noqa: ARG002
+        return 0.0
+
+    def least_duration(self, *_: Any) -> float:
         return 0.0
 
     def finish(self, *_: Any) -> None:

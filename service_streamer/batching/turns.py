@@ -27,7 +27,7 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
-from math import frexp, inf, ldexp
+from math import frexp, inf, isclose, ldexp
 
 from ..observe.record import Call
 from .tuning import AGING
@@ -49,20 +49,22 @@ class _Group:
     Attributes:
         priority: of all of them; None of those with a deadline of their own.
         items: how many of their items wait.
-        timed: how many of those are of small calls whose time ends.
+        work: what those cost.
+        timed: what those of them cost that are of small calls whose time ends.
         tag: the virtual time of the class, among those of its priority. It starts at that of the
             one that is next.
         calls: its calls by arrival, once not all of the tenant are alike; a heap of the tenant has
             those with a deadline of their own.
     """
 
-    __slots__ = ("calls", "items", "kind", "priority", "tag", "timed")
+    __slots__ = ("calls", "items", "kind", "priority", "tag", "timed", "work")
 
     def __init__(self, kind: _Kind, tag: float) -> None:
         self.kind = kind
         self.priority = None if isinstance(kind, float) else kind[0]
         self.tag = tag
-        self.items = self.timed = 0
+        self.items = 0
+        self.work = self.timed = 0.0
         self.calls: deque[Queued] = deque()
 
 
@@ -218,31 +220,44 @@ class TenantLine:
             self._tags[group.kind] = group.tag
 
     @property
-    def items(self) -> int:
-        """How many wait."""
-        return sum([group.items for group in self.groups.values()])
+    def work(self) -> float:
+        """What those cost that wait."""
+        return sum([group.work for group in self.groups.values()])
 
-    def ahead(self, call: Call, size_class: int) -> int:
-        """A lower estimate of the items that are computed before a new call of the tenant.
+    def ahead(self, call: Call, size_class: int, work: float) -> float:
+        """A lower estimate of what is computed before a new call of the tenant is over.
 
-        Of a large one: before its last item, so with the others of its own.
+        Args:
+            work: of the call itself, which is not counted.
         """
-        sooner = timed = later = higher = others = 0
+        if size_class:
+            return self._ahead_of_large(call.precedence.priority, size_class, work)
+        sooner = timed = later = higher = 0.0
         for kind, group in self.groups.items():
             if isinstance(kind, float):
-                sooner += group.items if kind <= call.deadline else 0
-                later += group.items if kind > call.deadline else 0
-            elif kind[1] == size_class:  # the other classes have turns as well
+                sooner += group.work if kind <= call.deadline else 0
+                later += group.work if kind > call.deadline else 0
+            elif not kind[1]:  # the large ones have turns as well
                 timed += group.timed
-                higher += group.items if kind[0] >= call.precedence.priority else 0
-            elif kind[0] >= call.precedence.priority:
-                others += group.items
-        if size_class:  # it is not over before the others have had as many turns
-            return higher + min(others, call.size) + call.size - 1
+                higher += group.work if kind[0] >= call.precedence.priority else 0
         if call.precedence.has_deadline:
             return sooner
         # It goes before those of a lower priority, and when it is due before those that are not.
         return sooner + min(timed, later + higher)
+
+    def _ahead_of_large(self, priority: int, size_class: int, work: float) -> float:
+        before = others = own = 0.0
+        for kind, group in self.groups.items():
+            if kind == (priority, size_class):
+                own = group.work
+            elif isinstance(kind, float) or kind[0] > priority:
+                before += group.work
+            elif kind[0] == priority:
+                others += group.work
+        # It is over when its class has had so much. Meanwhile the others of its priority have had
+        # as much, and what goes before it has what age leaves to that.
+        share = own + work
+        return own + min(others, share) + min(before, (AGING - 1) * share)
 
     def head(self, now: float) -> Queued:
         """Whose turn it is; there must be one."""
@@ -356,8 +371,7 @@ class TurnOrder:
             line.add(queued)
         queued.items += items
         queued.group.items += items
-        if queued.is_timed:
-            queued.group.timed += items
+        self._count_work(queued, items)
 
     def remove(self, call: Call, size: int, cost: float = 0.0) -> None:
         """So many items of the call, which are about to be cut or to end, wait no more.
@@ -374,8 +388,7 @@ class TurnOrder:
         line, group = queued.line, queued.group
         queued.items -= size
         group.items -= size
-        if queued.is_timed:
-            group.timed -= size
+        self._count_work(queued, -size)
         if not group.items:
             line.end(group)
             if not line.groups:
@@ -388,6 +401,14 @@ class TurnOrder:
         self._stale += 1
         if self._stale > 16 and self._stale > len(self._queued):
             self._sweep()
+
+    @staticmethod
+    def _count_work(queued: Queued, items: int) -> None:
+        """So many items more wait."""
+        work = items * queued.unit
+        queued.group.work += work
+        if queued.is_timed:
+            queued.group.timed += work
 
     def head(self, now: float) -> Queued:
         """Whose turn it is; there must be one."""
@@ -433,33 +454,41 @@ class TurnOrder:
         queued.group.tag += cost
         self._leave(queued, size)
 
-    def ahead(self, call: Call, size_class: int) -> float:
-        """A lower estimate of the items that are computed before a new call with a deadline."""
+    def ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
+        """A lower estimate of what is computed before a new call with a deadline is over.
+
+        Args:
+            work: of the call itself, which is not counted.
+            unit: what an item costs, on average.
+        """
         line = self._lines.get(call.precedence.tenant)
-        new = len(self._new)
+        new = len(self._new) * unit  # one item of each tenant that has had no turn
         if line is None:
             return new
-        own = line.ahead(call, size_class)
+        own = line.ahead(call, size_class, work)
         if len(self._lines) == 1:
             return own
+        if size_class:
+            own += work  # it has turns with the other tenants until its end
         turns = self._served_before(own / line.weight) + (own if line in self._new else 0)
-        return turns + min(new, (AGING - 1) * turns)
+        turns += min(new, (AGING - 1) * turns)
+        return max(0.0, turns - work) if size_class else turns
 
     def _served_before(self, share: float) -> float:
-        """Of tenants that have had a turn, the items until each has so many for its weight.
+        """Of tenants that have had a turn, the work until each has so much for its weight.
 
         As of some turns ago, at most as many as there are tenants: to look at all takes time.
         """
         self._queries += 1
         if self._turns + self._queries - self._shares_at >= len(self._heap):
             self._shares_at = self._turns + self._queries
-            lines = [(line.items, line.weight) for _, _, line in self._heap if line.groups]
+            lines = [(line.work, line.weight) for _, _, line in self._heap if line.groups]
             lines.sort(key=lambda line: line[0] / line[1])
             before, weights = 0.0, sum(weight for _, weight in lines)
             self._shares = []
-            for items, weight in lines:
-                self._shares.append((items / weight, before, weights))
-                before, weights = before + items, weights - weight
+            for work, weight in lines:
+                self._shares.append((work / weight, before, weights))
+                before, weights = before + work, weights - weight
             self._shares.append((inf, before, 0.0))
         _, before, weights = self._shares[bisect_left(self._shares, (share, 0, 0.0))]
         return before + share * weights
@@ -487,6 +516,9 @@ class TurnOrder:
         """Raise ``AssertionError`` if what waits and the counts differ. For tests."""
         for line in self._lines.values():
             waiting = [queued for queued in self._queued.values() if queued.line is line]
-            assert line.items == sum(queued.items for queued in waiting)
+            items = sum(group.items for group in line.groups.values())
+            assert items == sum(queued.items for queued in waiting)
+            work = sum(queued.items * queued.unit for queued in waiting)
+            assert isclose(line.work, work, abs_tol=1e-6 * (1.0 + work))
             assert line.groups or line not in self._new
         assert all(call is queued.call and queued.items for call, queued in self._queued.items())

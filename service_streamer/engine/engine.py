@@ -27,7 +27,14 @@ from typing import Any, TypeVar
 
 from ..batching.actions import NOTHING, Actions
 from ..batching.batcher import Batcher
-from ..errors import Overloaded, PredictTimeout, StreamerError, StreamerForked, WorkerStartTimeout
+from ..errors import (
+    Overloaded,
+    PredictTimeout,
+    StreamerError,
+    StreamerForked,
+    TooLate,
+    WorkerStartTimeout,
+)
 from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from ..observe.recent import Snapshot, Summary, summarize
 from ..observe.record import BatchRecord, Call
@@ -281,7 +288,8 @@ class Engine:
             self._check_accepting()
         timeout, batcher = call.timeout, core.batcher
         is_bounded = self._max_pending is not None
-        is_plain = self.lengths is None and self._on_call is None and call.size > 0
+        # What is refused of such calls for their time is refused by what waits.
+        is_plain = self.lengths is None and self._on_call is None and call.size == 1
         if timeout is not None and is_plain:
             is_plain = timeout > 0 and not batcher.is_behind
         if is_bounded and is_plain:
@@ -441,11 +449,12 @@ class Engine:
             self._check_room(call.size)
         if timeout is not None:
             call.deadline = now + timeout
-            if batcher.is_behind and batcher.is_hopeless(call, now):
-                batcher.figures.refused_items += call.size
-                raise PredictTimeout(
-                    f"{batcher.pending_items} items wait already: this call could not be "
-                    f"computed in its {timeout} s"
+            takes = batcher.hopeless_for(call, now)
+            if takes:
+                raise TooLate(
+                    f"this call would take {takes:.3g} s at the least, with {batcher.new_items} "
+                    f"items waiting, and its timeout is {timeout:.3g} s; send less at once, or try "
+                    "again later"
                 )
         call.reply.call = call  # not before it is accepted: who holds a call may withdraw it
         core.open[call] = None

@@ -52,7 +52,7 @@ class StreamerStats:
         expired: calls whose time ended before their result came, in total.
         cancelled: calls that were cancelled, or whose callers stopped waiting, in total.
         rejected: calls that were refused since too much waited, in total: with ``Overloaded``, or
-            with ``PredictTimeout`` if they could not be computed in time.
+            with ``TooLate`` if they could not be computed in time.
         isolated: calls that failed alone, after a batch had failed with them in it, in total.
         ceilings: of the workers that run out of device memory, by their number: the most that they
             compute at once. An int is a number of items; where items have lengths it is a float,

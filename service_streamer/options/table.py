@@ -99,7 +99,8 @@ class PendingOptions(Options):
         None, Count(none="no bound"),
         "Upper bound on the items that wait; calls beyond it fail at once with Overloaded.",
         (THREADED, STREAMER, RAY, REDIS_STREAMER, SERVE),
-        more="Set it in a web service.",
+        more="Of each call at most two full batches count: others overtake the rest. Set it in a "
+        "web service.",
         at={
             REDIS_STREAMER: {
                 "default": 100_000,

@@ -47,7 +47,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Errors of ours that mean that nothing was computed. Others may come after a part was.
-_ENDINGS = {"PredictTimeout": Ending.LATE, "UnpicklableItem": Ending.NOT_SENT}
+_ENDINGS = {
+    "PredictTimeout": Ending.LATE,
+    "TooLate": Ending.LATE,
+    "UnpicklableItem": Ending.NOT_SENT,
+}
 
 
 class SingleFlight(PassThrough):

@@ -147,7 +147,7 @@ class FixedWait:
         self._max_cost = max_batch_cost
         self._full = self._cut(batch_size, Reason.FULL)
         self._nothing = self._cut(0, Reason.ALONE)
-        self.near = 0.0
+        self.near = self.margin = 0.0
         self.cost = LearnedCost()  # that has seen nothing
 
     def _cut(self, size: int, reason: Reason, wait_until: float = -math.inf) -> Decision:
@@ -173,6 +173,10 @@ class FixedWait:
 
     def duration(self, items: float) -> float:
         return self.cost.duration(items)
+
+    def least_duration(self, *_: Any) -> float:
+        """Nothing is known."""
+        return 0.0
 
     def finish(self, *_: Any) -> None:
         """Nothing is known."""

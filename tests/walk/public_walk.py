@@ -35,6 +35,7 @@ from service_streamer import (
     StreamerClosed,
     StreamerForked,
     ThreadedStreamer,
+    TooLate,
     WorkerLost,
 )
 
@@ -454,6 +455,7 @@ class _Walk:
     def _check_error(self, known: _Known, error: BaseException) -> None:
         is_right = {
             PredictTimeout: known.timeout is not None,
+            TooLate: known.timeout is not None,
             StreamerClosed: self.is_closed,
             # An interrupt in the middle of a message to a process ends that process.
             WorkerLost: self.has_killed or self.interrupted > 0,

@@ -20,6 +20,7 @@ from service_streamer import (
     StreamerBroken,
     StreamerClosed,
     StreamerError,
+    TooLate,
     WorkerError,
     WorkerStartTimeout,
 )
@@ -484,6 +485,7 @@ class World:
             return
         is_right = {
             PredictTimeout: known.timeout is not None,
+            TooLate: known.timeout is not None,
             StreamerClosed: self.is_closing,
             Overloaded: known.kind == "stream",
             SharedBatchError: self.has_failed,

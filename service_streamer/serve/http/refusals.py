@@ -23,6 +23,7 @@ from ...errors import (
     SharedBatchError,
     StreamerBroken,
     StreamerClosed,
+    TooLate,
     UnpicklableItem,
     WorkerLost,
     WorkerStartError,
@@ -109,6 +110,17 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
     (
         Overloaded,
         _Row(503, "overloaded", "the service is overloaded; retry soon", "overloaded", 1),
+    ),
+    (
+        TooLate,
+        _Row(
+            503,
+            "overloaded",
+            "the request cannot be computed within its timeout: too much waits, or it is too "
+            "large; retry later, or send less at once",
+            "overloaded",
+            1,
+        ),
     ),
     (
         PredictTimeout,
