@@ -17,6 +17,7 @@ from service_streamer import (
     StreamerBroken,
     StreamerClosed,
     StreamerError,
+    TooLate,
     WorkerLost,
     WorkerStartError,
     WorkerStartTimeout,
@@ -38,6 +39,7 @@ MAX_BODY = 100_000
 ERRORS: dict[type, tuple[int, str | None]] = {
     InvalidInput: (422, None),
     Overloaded: (503, "too many requests are waiting, please try again"),
+    TooLate: (503, "the request cannot be computed in its time, please try again, or send less"),
     PredictTimeout: (504, "the model took too long"),
     StreamerClosed: (503, "the service is stopping"),
     StreamerBroken: (503, "the model is not running"),

@@ -69,11 +69,11 @@ class PoolMismatch(StreamerError):
 
 
 class Overloaded(StreamerError):
-    """The queue has ``max_pending`` items: the whole call was refused."""
+    """So much waits as ``max_pending`` allows: the whole call was refused."""
 
 
 class PredictTimeout(StreamerError, TimeoutError):
-    """The call timed out, or could not be computed before its deadline.
+    """The call timed out, or was given up since it could not be computed before its deadline.
 
     Also a built-in ``TimeoutError``.
     """

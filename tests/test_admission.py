@@ -109,13 +109,10 @@ class World:
 
 
 def learned(**options: bool) -> World:
-    """It is known what batches cost, of up to 1,000 units, and nothing waits."""
+    """It is known what batches cost, of up to 32 items of 1,000 units, and nothing waits."""
     world = World(**options)
-    for size in (1, 2, 4, 8, 16, 4, 2, 8, 1, 16, 3, 9):
-        assert world.offer([1000.0 / size] * size, 60.0)
-        world.run()
-    for length in (500.0, 1000.0, 700.0, 900.0):
-        assert world.offer([length], 60.0)
+    for size in (1, 2, 4, 8, 16, 32, 4, 20, 8, 32, 16, 3, 9, 25):
+        assert world.offer([1000.0] * size, 60.0)
         world.run()
     return world
 
@@ -173,6 +170,16 @@ def test_large_call_is_refused_also_where_items_have_no_lengths() -> None:
     assert world.offer([1.0] * 400, 3.0)
     world.run()
     assert world.late == 0
+
+
+@pytest.mark.parametrize("has_lengths", [True, False])
+def test_large_call_is_not_refused_before_there_were_large_batches(has_lengths: bool) -> None:
+    """A device that computes one item as slowly as ten would make it look hopeless for ever."""
+    world = World(has_lengths=has_lengths)
+    for number in range(40):
+        assert world.offer([100.0] * (1 + number % 2), 60.0)
+        world.run()
+    assert world.offer([100.0] * 640, 0.1)
 
 
 def test_text_that_is_longer_than_any_so_far_is_not_taken_for_slower() -> None:

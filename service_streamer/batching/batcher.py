@@ -228,6 +228,8 @@ class Batcher:
         """
         pending, left, lengths = self._pending, call.deadline - now, call.lengths
         work = pending.work + (call.size if lengths is None else sum(lengths))
+        if self.has_steps:
+            work = pending.items
         cost = self._maker.policy.cost
         each = cost.base * (pending.items + call.size) + cost.per_unit * work
         if 2.0 * each <= left and 2.0 * work <= left * self._overload.rate:
@@ -252,8 +254,7 @@ class Batcher:
         pending, rate = self._pending, self._overload.rate
         if self.has_steps:  # as many items come back, whatever their lengths
             return ahead * pending.items / (pending.work or 1.0) / rate
-        least = self._maker.policy.least_duration(call, ahead, self._slots.taking)
-        return max((ahead + pending.work_of(call)) / rate, least)
+        return max(ahead / rate, self._maker.policy.least_duration(call, ahead, self._slots.taking))
 
     def call_submitted(
         self, call: Call, now: float, is_watched: bool = False, more: bool = False
@@ -577,8 +578,13 @@ class Batcher:
 
     @property
     def new_items(self) -> int:
-        """Items that no worker has had yet: those that ``max_pending`` bounds."""
+        """Items that no worker has had yet."""
         return self._pending.items
+
+    @property
+    def counted_items(self) -> int:
+        """Those of them that ``max_pending`` bounds: of each call at most two full batches."""
+        return self._pending.counted
 
     @property
     def room(self) -> int:

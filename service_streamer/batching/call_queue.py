@@ -69,6 +69,8 @@ class CallQueue:
         has_lengths: bool = False,
     ) -> None:
         self.items = 0
+        self._most_counted = LARGE * batch_size  # of a call
+        self._uncounted = 0
         self._work = 0.0  # while items have lengths
         self._cost = cost
         self._batch_size = batch_size
@@ -99,9 +101,8 @@ class CallQueue:
 
     @property
     def counted(self) -> int:
-        """How many items wait, if each call has at most as many as the smallest large ones."""
-        most = LARGE * self._batch_size
-        return self.items - sum([max(0, call.pending - most) for call in self._large])
+        """How many wait, if each call has at most as many as the smallest large ones."""
+        return self.items - self._uncounted
 
     @property
     def _outside(self) -> int:
@@ -114,6 +115,8 @@ class CallQueue:
             self._learn()
         call.state = _WAITING
         self.items += call.pending
+        if call.pending > self._most_counted:
+            self._uncounted += call.pending - self._most_counted
         size_class, work = 0, 0.0
         if self._window is not None:
             call.work = work = self.work_of(call)
@@ -157,6 +160,7 @@ class CallQueue:
             return
         call.state = _WAITING
         self.items += call.pending
+        self._uncounted += max(0, call.pending - self._most_counted)
         lengths = call.lengths
         call.work = float(sum([1.0 if lengths is None else lengths[i] for i in positions]))
         self._work += call.work
@@ -173,6 +177,7 @@ class CallQueue:
     def remove(self, call: Call) -> None:
         """The call is about to end."""
         self.items -= call.pending
+        self._uncounted -= max(0, call.pending - self._most_counted)
         self._large.discard(call)
         if self._window is not None:
             self._work -= call.work
@@ -193,10 +198,12 @@ class CallQueue:
 
     def ahead(self, call: Call) -> float:
         """A lower estimate of what is computed before a new call with a deadline is over."""
+        if not self.items:
+            return 0.0
         size_class, work = self._size_class(call), self.work_of(call)
         if self._turns is None and size_class == self._class and call.precedence is ORDINARY:
             return self.work
-        unit = self.work / self.items if self.items else 1.0
+        unit = self.work / self.items
         ahead = self._take_turns().ahead(call, size_class, work, unit)
         if self._window is not None:
             ahead += self._window.ahead(call, size_class, work, unit)
@@ -263,7 +270,7 @@ class CallQueue:
         # How many of each call of several items, if it has several turns: the order within a batch
         # does not matter.
         taken: dict[Call, int] = {}
-        count, reason = 0, None
+        count, reason, most_counted = 0, None, self._most_counted
         large = int(max(1.0, min(self._large_cost_now(), self._batch_size)))
         while count < room and self.items:
             if turns is None:
@@ -303,6 +310,8 @@ class CallQueue:
             else:
                 taken[call] = taken.get(call, 0) + size
             self.items -= size
+            if call.pending > most_counted:
+                self._uncounted -= min(size, call.pending - most_counted)
             call.pending -= size
             if not call.pending:
                 call.state = _RUNNING
@@ -422,7 +431,9 @@ class CallQueue:
         spans: list[Span] = []
         payloads: list[Any] = []
         self.items -= size
+        most_counted = self._most_counted
         for each, _, call, index in chosen:
+            self._uncounted -= call.pending > most_counted
             call.work -= each
             self._work -= each
             if spans and spans[-1][0] is call and spans[-1][2] == index:
@@ -443,6 +454,8 @@ class CallQueue:
         """Raise ``AssertionError`` if what waits and the counts differ. For tests."""
         waiting = [*self]
         assert self.items == sum(call.pending for call in waiting)
+        most = self._most_counted
+        assert self.counted == sum(min(call.pending, most) for call in waiting)
         if self._window is not None:
             work = sum(call.work for call in waiting)
             assert math.isclose(self._work, work, abs_tol=1e-6 * (1.0 + work))

@@ -227,6 +227,7 @@ class LearnedPolicy:
         "_has_lengths",
         "_largest",
         "_later",
+        "_longest",
         "_max_batch_cost",
         "_max_latency",
         "_rate",
@@ -262,7 +263,8 @@ class LearnedPolicy:
         self._errors = 0  # batches of which it is known how exactly they were predicted
         self.margin = URGENCY - 1.0
         self._transit = 0.0  # seconds of a batch beside its duration, where none was before it
-        self._largest = 0.0 if has_lengths else math.inf  # cost of a batch so far
+        self._largest = 0.0  # cost of a batch so far
+        self._longest = 0.0  # item so far
         self._full = batch_size if max_batch_cost >= batch_size else max(1, round(max_batch_cost))
         self.cost = PaddedCost() if has_lengths else LearnedCost()
         self.best = BestCost(max_batch_cost)
@@ -315,6 +317,7 @@ class LearnedPolicy:
             self.cost.observe(cost, duration, size)
             self.best.observe(cost, duration, is_full=batch.is_full, model=self.cost)
         self._largest = max(self._largest, batch.cost, 1e-9)  # items of no length are known, too
+        self._longest = max(self._longest, batch.cost / batch.size)
         self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * LEARNING_RATE
         if self.cost.was_fitted and not self._has_lengths:
             # What cannot be predicted cannot be timed: then it is better to begin at once.
@@ -358,15 +361,36 @@ class LearnedPolicy:
         cost = self.cost
         if not cost.is_fitted or not slots:
             return 0.0
-        lengths, most = call.lengths, self._largest
-        longest, own = (1.0, call.size) if lengths is None else (max(lengths), sum(lengths))
-        if longest > most:  # what is longer than all so far may be cut short by the model
-            longest, own = most, sum([min(length, most) for length in lengths or ()])
-        alone, work = cost.duration(longest), ahead + own
-        batches = work / (most if self._has_lengths else self._batch_size)
-        together = (work * cost.per_unit + batches * cost.base) / slots
-        margin, of_sum = self.margin, self.margin / math.sqrt(max(1.0, batches))
-        return max(0.0, (1.0 - margin) * alone, (1.0 - of_sum) * together)
+        lengths, most, alone = call.lengths, self._longest, 0.0
+        if lengths is None:  # all are alike: nothing says that it is this call that is slow
+            own = float(call.size)
+        else:  # what is longer than all so far may be cut short by the model
+            longest, own = max(lengths), sum(lengths)
+            if longest > most:
+                longest, own = most, sum([min(length, most) for length in lengths])
+            alone = (1.0 - self.margin) * cost.duration(longest)
+        work, together = ahead + own, 0.0
+        batches = (ahead / self._unit + call.size) / self._batch_size
+        if GROWTH * self._largest >= min(work, self._most_cost()):
+            # Of batches that are much larger than all so far only trying tells.
+            margin = self.margin / math.sqrt(max(1.0, batches))
+            together = (1.0 - margin) * (work * cost.per_unit + batches * cost.base) / slots
+        return max(0.0, alone, together)
+
+    def _most_cost(self) -> float:
+        """What a full batch costs, of items as they were lately."""
+        return min(
+            self._batch_size * self._unit, self.best.limit, self._max_batch_cost, self._long()
+        )
+
+    def _long(self) -> float:
+        """From which cost on a batch takes too long for calls that come meanwhile."""
+        base, per_unit = self.cost.base, self.cost.per_unit
+        # Without lengths all items are alike, so nothing has to be bounded before it is known.
+        if not per_unit or not (self._has_lengths or self.cost.is_fitted):
+            return math.inf
+        longest = (max(LONGEST, FIXED_COSTS * base) - base) / per_unit
+        return longest if self._has_lengths else math.ceil(longest)
 
     def decide_ahead(self, backlog: Backlog) -> Decision:
         waiting, slots, in_flight = backlog.items, backlog.slots, backlog.in_flight
@@ -402,7 +426,8 @@ class LearnedPolicy:
             The size, or another one that is to be tried; the most that the batch may cost, and why;
             the trial of a batch size, if one is due.
         """
-        largest, most, limit = GROWTH * self._largest, self._max_batch_cost, self.best.limit
+        most, limit = self._max_batch_cost, self.best.limit
+        largest = GROWTH * self._largest if self._has_lengths else math.inf
         max_cost, trial = min(limit, largest), None
         cost_reason = Reason.TRIED if largest < limit else Reason.PAYS
         if not largest:
@@ -412,14 +437,9 @@ class LearnedPolicy:
             if trial is not None and trial.is_run:
                 size = min(self._batch_size, max(1, round(trial.cost / self._unit)))
                 max_cost, cost_reason = trial.cost, Reason.TRIED
-        base, per_unit = self.cost.base, self.cost.per_unit
-        # Without lengths all items are alike, so nothing has to be bounded before it is known.
-        if per_unit and (self._has_lengths or self.cost.is_fitted):
-            longest = (max(LONGEST, FIXED_COSTS * base) - base) / per_unit
-            if not self._has_lengths:
-                longest = math.ceil(longest)
-            if longest < max_cost:
-                max_cost, cost_reason = longest, Reason.LONG
+        longest = self._long()
+        if longest < max_cost:
+            max_cost, cost_reason = longest, Reason.LONG
         if most < math.inf and most <= max_cost:
             max_cost, cost_reason = most, Reason.COST
         return size, max_cost, cost_reason, trial

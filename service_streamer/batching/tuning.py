@@ -234,8 +234,8 @@ FORECAST_MARGIN = 1.25
 #: Batches beyond this many times the median are not counted.
 #: Chosen by reasoning: a first batch that compiles says nothing about the next one.
 FORECAST_OUTLIER = 2.0
-#: A new call that takes so many times its time is hopeless. Measured: with this 99 % of those that
-#: are refused would have been late; without it 95 %.
+#: A new call that takes so many times its time is hopeless. In simulations all of those that are
+#: refused would have been late with this, and 95 % without it.
 SURELY_LATE = 1.2
 
 #: The number of batches of which the throughput under overload is measured.

@@ -288,8 +288,8 @@ class Engine:
             self._check_accepting()
         timeout, batcher = call.timeout, core.batcher
         is_bounded = self._max_pending is not None
-        # What is refused of such calls for their time is refused by what waits.
-        is_plain = self.lengths is None and self._on_call is None and call.size == 1
+        is_plain = self.lengths is None and self._on_call is None
+        is_plain = is_plain and (call.size == 1 or (timeout is None and call.size > 0))
         if timeout is not None and is_plain:
             is_plain = timeout > 0 and not batcher.is_behind
         if is_bounded and is_plain:
@@ -772,6 +772,6 @@ class Engine:
                 )
             batcher.figures.refused_items += size  # a shorter queue would have had room for them
             raise Overloaded(
-                f"{batcher.new_items} items wait, and {size} more would be beyond max_pending "
+                f"{batcher.counted_items} items wait, and {size} more would be beyond max_pending "
                 f"of {self._max_pending}; try again later"
             )

@@ -670,7 +670,9 @@ class AddressOptions(Options):
 class WebOptions(Options):
     """How the web tier answers."""
 
-    timeout: float = option(30.0, Seconds(), "Time limit of a request, in seconds; else 504.", _S)
+    timeout: float = option(
+        30.0, Seconds(), "Time limit of a request, in seconds; else 504, or 503 at once.", _S
+    )
     api_keys: tuple[str, ...] = option(
         (), Text(), "Key that requests need for the model, metrics and statistics.", _S,
         more="May be given several times. Better in the environment than on the command line.",

@@ -42,6 +42,7 @@ class Ending(enum.Enum):
     COMPUTED = "it was with a worker: callers fail all of whose items it had"
     NOT_SENT = "an item cannot travel, or it cannot start again: the same callers fail"
     LATE = "it was not with a worker by its time: callers fail whose time ends then, too"
+    HOPELESS = "it was refused for its time: of the same callers those whose time ends then, too"
     REFUSED = "the backend did not accept it from the caller that it was made for: no other fails"
 
 
@@ -267,6 +268,8 @@ class Computations:
             fails = ending is not Ending.REFUSED and items == len(computation.items)
             if ending is Ending.LATE:
                 fails = caller.deadline <= computation.until
+            elif ending is Ending.HOPELESS:
+                fails = fails and caller.deadline <= computation.until
             if fails:
                 failed.append(caller)
             elif ending is Ending.COMPUTED and not self._may_rerun:

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 #: Errors of ours that mean that nothing was computed. Others may come after a part was.
 _ENDINGS = {
     "PredictTimeout": Ending.LATE,
-    "TooLate": Ending.LATE,
+    "TooLate": Ending.HOPELESS,
     "UnpicklableItem": Ending.NOT_SENT,
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ...errors import Overloaded, TooLate
+from ...errors import Overloaded
 from .context import BinaryAnswer, decoded
 from .cycle import Cycle, answer, answer_early
 from .events import Form
@@ -85,7 +85,7 @@ class Endpoint:
                 raise
             refused = stopping()
         except Exception as error:
-            if isinstance(error, (Overloaded, TooLate)):
+            if type(error) is Overloaded:
                 service.overloaded()
             refused = refusal(error, debug=service.options.debug, request_id=exchange.request_id)
             exchange.key = exchange.key or refused.key

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from ...errors import InvalidInput, Overloaded, TooLate
+from ...errors import InvalidInput, Overloaded
 from ..http.api_keys import COMPUTE
 from ..http.endpoint import ServiceCycle, check_served, stopping
 from ..http.models import Models
@@ -369,7 +369,7 @@ def _parsed(kind: Any, data: bytes) -> Any:
 
 
 def _refused(service: Service, error: Exception, context: Any, path: str) -> Refusal:
-    if isinstance(error, (Overloaded, TooLate)):
+    if type(error) is Overloaded:
         service.overloaded()
     named = MetadataExchange(context.invocation_metadata()).request_id
     refused = refusal(error, debug=service.options.debug, request_id=named)
