@@ -205,3 +205,19 @@ def test_short_text_is_accepted_behind_long_ones_of_which_one_more_is_not() -> N
     assert world.offer([10.0], 5.0)
     world.run()
     assert world.late == 0
+
+
+def test_large_call_counts_as_two_batches_of_those_that_may_wait() -> None:
+    """Others overtake the rest of it."""
+    batcher = Batcher(batch_size=8, max_latency=0.01, max_pending=100)
+    large = Call([None] * 100, None)
+    batcher.call_submitted(large, 0.0)
+    assert batcher.counted_items == 16
+    assert batcher.has_room_for(84)
+    assert not batcher.has_room_for(101), "more than ever may wait"
+    for _ in range(84):
+        batcher.call_submitted(Call([None], None), 0.0)
+    assert not batcher.has_room_for(1)
+    batcher.call_withdrawn(large)
+    assert batcher.has_room_for(16)
+    batcher.check_invariants()

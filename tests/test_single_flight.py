@@ -26,12 +26,14 @@ from service_streamer import (
     StreamerClosed,
     StreamerError,
     ThreadedStreamer,
+    TooLate,
     UnpicklableItem,
     WorkerStartError,
 )
 from service_streamer.observe.record import Call
 from service_streamer.share.single_flight import SingleFlight
 from service_streamer.testing import Gate
+from service_streamer.workers.protocol import Failure
 from stub_engine import StubEngine
 
 Build = Callable[..., AnyStreamer]
@@ -320,6 +322,19 @@ def test_a_call_that_shares_with_one_that_no_worker_had_gets_its_error(
         first, second = (future.exception() for future in futures)
         assert type(first) is type(second) is error
         assert first is not second
+
+
+def test_call_that_shares_one_item_of_a_hopeless_one_is_computed(one: Shared) -> None:
+    """It is refused by a pool, after it was accepted here: it has more items, and no more time."""
+    large, small = one.submit("x", "z", timeout=5), one.submit("x", timeout=5)
+    [call] = one.engine.core.open
+    reply = call.reply
+    one.engine.withdraw(call)
+    reply.fail(Failure(TooLate("it takes longer by itself")))
+    one.transport.ready(0)
+    one.transport.echo()
+    assert isinstance(large.exception(), TooLate)
+    assert small.result() == ["x"]
 
 
 def test_a_callback_may_submit_and_not_wait(one: Shared) -> None:
