@@ -11,21 +11,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process has started and that are there."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError):  # the process has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():  # of each its own
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
 def leavings() -> Counter[str]:
     if os.close.__module__ != "posix":
         time.sleep(0.001)  # gevent's closes descriptors in the next turn of its loop
     threads = [f"thread {thread.name}" for thread in threading.enumerate()]
-    return Counter([*children(), *threads, *descriptors()])
+    return Counter([*processes(), *threads, *descriptors()])
 
 
-def children() -> Iterator[str]:
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it was joined, and is gone a moment later
-            for pid in (task / "children").read_text().split():
-                with contextlib.suppress(OSError):
-                    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-                    if b"resource_tracker" not in command:
-                        yield f"process {pid} {command.decode()}"
+def processes() -> Iterator[str]:
+    for pid in children(os.getpid()):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+            if b"resource_tracker" not in command:
+                yield f"process {pid} {command.decode()}"
 
 
 def descriptors() -> Iterator[str]:

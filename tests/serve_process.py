@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 import httpx
 import pytest
 
+from leavings import children
 from service_streamer.testing import Gate
 
 ROOT = Path(__file__).parent.parent
@@ -91,16 +92,6 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
     assert {"message", "type", "param", "code"} <= told.keys()
     assert (status == 503) == ("retry-after" in response.headers)
     return told
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started and that are there."""
-    found: list[int] = []
-    with contextlib.suppress(FileNotFoundError):  # the process has ended
-        for thread in Path(f"/proc/{pid}/task").iterdir():  # of each its own
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-                found += map(int, (thread / "children").read_text().split())
-    return found
 
 
 def workers(pid: int) -> list[int]:

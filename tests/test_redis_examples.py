@@ -18,7 +18,7 @@ import flask_example
 from cases import long_cases
 from conftest import await_that
 from example_programs import BIRTHDAY, TWINKLE, Program, why_it_ended
-from serve_process import children
+from leavings import children
 from service_streamer.redis.local import LocalRedis
 
 pytestmark = pytest.mark.xdist_group("redis-examples")

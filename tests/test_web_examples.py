@@ -17,9 +17,10 @@ from cases import long_cases
 from conftest import await_that
 from example_programs import ADDRESS, BIRTHDAY, Program, why_it_ended
 from http_errors import MAX_BODY
+from leavings import children
 from pools import command as pool_command
 from pools import pool_names
-from serve_process import children, workers
+from serve_process import workers
 from service_streamer import RedisStreamer
 
 pytestmark = pytest.mark.xdist_group("web-examples")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from serve_process import children
+from leavings import children
 
 #: Within so many seconds all are to be gone whose web process is; and what a busy machine may need
 #: beyond that, for which nothing waits that is gone.

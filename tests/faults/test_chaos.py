@@ -12,7 +12,8 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
 from fault_models import double_slowly
 
-from serve_process import children, until
+from leavings import children
+from serve_process import until
 from service_streamer import Future, PredictTimeout, Streamer
 
 THREADS = 64

@@ -23,7 +23,8 @@ from unittest.mock import Mock
 import pytest
 
 from cases import long_cases
-from serve_process import Serving, children, environment, until
+from leavings import children
+from serve_process import Serving, environment, until
 from service_streamer import PredictTimeout, StreamerBroken, WorkerStartError
 from service_streamer.engine.operator_signals import SignalSocket, passed_on_later
 from service_streamer.options.table import StreamerOptions
