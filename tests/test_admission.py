@@ -53,6 +53,10 @@ class World:
         self._do(self._batcher.call_submitted(call, self.now))
         return True
 
+    @property
+    def refused_items(self) -> int:
+        return self._batcher.figures.refused_items
+
     def would_take(self, lengths: Lengths, timeout: float) -> float:
         """How long a call takes that comes now, if no other comes after it and none is given up."""
         return copy.deepcopy(self).take_last(lengths, timeout)
@@ -157,6 +161,7 @@ def test_nothing_is_refused_before_it_is_known_what_batches_cost(has_lengths: bo
 def test_call_is_refused_that_takes_longer_than_its_time_by_itself() -> None:
     world = learned()
     assert not world.offer([1000.0], 0.03)
+    assert not world.refused_items, "more workers would not help"
     assert world.offer([1000.0], 0.07)
     world.run()
     assert not world.offer([900.0] * 20, 0.5), "many items, each of which is in time"

@@ -246,7 +246,9 @@ class Batcher:
             return 0.0  # if none was computed, it would never be known that they are faster now
         self._refused_after = last
         self.figures.rejected_calls += 1
-        self.figures.refused_items += call.size
+        if self._least_duration(0.0, call) <= SURELY_LATE * left:
+            # More workers would have computed it in time. They do not help one who gives no time.
+            self.figures.refused_items += call.size
         return takes
 
     def _least_duration(self, ahead: float, call: Call) -> float:

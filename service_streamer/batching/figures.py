@@ -34,7 +34,8 @@ class Figures:
         accepted_items: how many, so far.
         rejected_calls: how many were refused since too much waited, so far; the engine counts those
             that found no room.
-        refused_items: of those calls that were refused since too much waited; counted there, too.
+        refused_items: of those calls that were refused since too much waited, and would have been
+            in time by themselves; counted there, too.
         batch_duration: what the model has taken for a batch of late, seconds; infinity before the
             first.
         recent: the last batches that came back, the oldest first.
