@@ -222,3 +222,19 @@ def test_all_that_a_lost_host_stepped_at_once_is_charged() -> None:
     batcher.worker_lost(0, "gone", 0.0, is_outage=True)
     again = batcher.worker_ready(1, 0.0).batches
     assert [sum(batch.search.outages.values()) for batch in again] == [1, 1]
+
+
+def test_a_part_that_no_caller_waits_for_any_more_holds_up_no_batch() -> None:
+    """Another batch of its call has failed meanwhile. A full one is sent ahead all the same."""
+    batcher = Batcher(batch_size=5, max_latency=0.0)
+    for slot in range(3):
+        batcher.worker_ready(slot, 0.0)
+    first, _, third = batcher.call_submitted(Call([None] * 3, None), 0.0).batches
+    batcher.worker_lost(first.slot, "died", 0.0, first.id)
+    batcher.worker_retiring(third.slot, 0.0)
+    assert not batcher.call_submitted(Call([None] * 5, None), 0.0).batches
+    failed = batcher.batch_returned(BatchReport(third.id, failure="raised", slot=third.slot), 0.0)
+    assert len(failed.calls) == 1
+    assert failed.vacant == [third.slot]
+    [batch] = [*failed.batches, *batcher.worker_lost(third.slot, "ended", 0.0).batches]
+    assert batch.size == 5

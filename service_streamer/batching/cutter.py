@@ -220,8 +220,8 @@ class Cutter:
                 elif without_ahead and retries.may_go_ahead:
                     slot = next(iter(without_ahead))
                     self._maker.of_suspects(slot, batches, late, over, now, is_ahead=True)
-                else:  # nothing is sent ahead, so that a worker becomes free for them
-                    break
+                elif not retries.drop_unwanted(over):
+                    break  # nothing is sent ahead, so that a worker becomes free for them
             elif not pending.items:
                 break
             elif idle:

@@ -236,6 +236,21 @@ class Retries:
                 over += self.part_over(search)
         return None
 
+    def drop_unwanted(self, over: list[Search]) -> bool:
+        """Drop the next parts if no caller waits for them; whether another is the next by that.
+
+        Args:
+            over: gets the searches that end by that.
+        """
+        before = self.waiting
+        for search in [*self._searches]:
+            while search.waiting:
+                if _unanswered(search.waiting[0].spans):
+                    return self.waiting < before
+                self._next(search)
+                over += self.part_over(search)
+        return self.waiting < before
+
     def gone(self, part: Suspects) -> None:
         """What ``take`` has returned is with a worker now."""
         self._next(part.search)
