@@ -88,7 +88,8 @@ class AnyOrder(RuleBasedStateMachine):
             # What a worker died with is alone with its worker when it is run again.
             if batch.losses:
                 assert sum(other.slot == batch.slot for other in self.in_flight) == 1
-            assert not any(call.is_over for call, _, _ in batch.spans)
+            # Its next items may come too late, which is found when they are cut, too.
+            assert not any(call.is_over and call not in actions.calls for call, _, _ in batch.spans)
             assert all(call.deadline > self.now for call, _, _ in batch.spans)
         for call in actions.calls:
             assert call not in self.ended, "answered twice"
