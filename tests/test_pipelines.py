@@ -442,7 +442,7 @@ def test_it_describes_itself() -> None:
         "operations": ["predict", "tokenize", "decode"], "takes_parameters": True, "labels": None,
         "candidate_labels_required": False, "max_tokens": 64, "device": "cpu", "dtype": "float32",
         "dtype_reason": "as saved", "attention": "sdpa", "quantization": None, "compiled": False,
-        "batch_sizes": None, "chats": False,
+        "batch_sizes": None, "chats": False, "width": None,
         "example": "Happy birthday to [MASK].", "revision": None,
     }  # fmt: skip
     said = served("gpt2").description

@@ -166,7 +166,20 @@ THUMBNAIL = base64.b64encode(file("PNG", 30, 20)).decode()
     ],
 )  # fmt: skip
 def test_sizes_are_the_sums_of_a_request(task: Any, items: Any, sizes: Sizes | None) -> None:
-    assert sizes_of(task, items) == sizes
+    assert sizes_of({"task": task}, items) == sizes
+
+
+def test_size_of_an_answer_is_about_that_of_its_vectors() -> None:
+    about = {"task": "feature-extraction", "width": 10, "max_tokens": 8}
+    tokens = item([1, 2, 3])
+    for inputs, vectors in [
+        (["a cat"], 3), (["12345678"], 4), (["é" * 4], 4), (["long" * 99], 8), ([tokens], 5),
+        (["a cat", tokens], 8), ([{**item("long" * 99), "do": "embed"}], 1),
+    ]:  # fmt: skip
+        found = sizes_of(about, inputs)
+        assert found is not None
+        assert found.answer == 40 * vectors
+    assert sizes_of({**about, "task": "fill-mask"}, ["a cat"]) == Sizes(characters=5)
 
 
 LIMITS = ServiceOptions(
@@ -210,15 +223,15 @@ def test_a_request_that_costs_too_much_is_refused(
 def test_large_images_of_all_requests_have_a_bound() -> None:
     admission = Admission(LIMITS)
     for own in ({"task": "custom"}, {}):
-        assert admission.check(own, ["x" * 1000]) == 0, "a model of one's own takes any size"
+        assert not admission.check(own, ["x" * 1000]).large, "a model of one's own takes any size"
     about = {"task": "image-classification"}
-    with admission.holding(admission.check(about, [PICTURE])):
-        with admission.holding(admission.check(about, [PICTURE])):
+    with admission.holding(admission.check(about, [PICTURE]).large):
+        with admission.holding(admission.check(about, [PICTURE]).large):
             assert admission.large == 12_000_000
             refused = refusal_by(admission, about, [PICTURE])
             assert refused.status == 503
             assert b'"code":"overloaded"' in refused.body
-            assert admission.check(about, [THUMBNAIL]) == 0, "small ones go on"
+            assert not admission.check(about, [THUMBNAIL]).large, "small ones go on"
         admission.check(about, [PICTURE])
     assert admission.large == 0
 

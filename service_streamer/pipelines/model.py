@@ -269,6 +269,7 @@ class PipelineModel(ManagedModel):
                 )
             parameters = check_parameters(self.task, do, parameters)
         request = Request(do, inputs, parameters, position)
+        request.wants_arrays = isinstance(item, dict) and item.get("arrays") is True
         self._handler(request).prepare(request)
         return request
 

@@ -137,7 +137,7 @@ class Received:
         return self._window.memory
 
     @property
-    def size(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of the memory that it holds."""
         return self._look.size
 

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...options.table import WebOptions
 from ...pipelines.sizes import Sizes, sizes_of
@@ -61,15 +61,21 @@ class ServiceOptions(WebOptions):
         return bool(self.api_keys) or self.api_key_file is not None
 
 
-class Bodies:
-    """The bodies of all open requests of a web process. Belongs to one event loop.
+class Held:
+    """Bytes of all open requests of a web process. Belongs to one event loop.
+
+    Args:
+        warning: for the log when there is no room for more, of the MB that are held and may be.
+        refusal: what clients are told.
 
     Attributes:
-        held: their bytes, those that have arrived.
+        size: how many are held.
     """
 
-    def __init__(self) -> None:
-        self.held = 0
+    def __init__(self, warning: str, refusal: str) -> None:
+        self.size = 0
+        self._warning = warning
+        self._refusal = refusal
         self._full_at = 0  # the limit that was reached, as the log says; 0 for none
 
     def check(self, size: int, most: int | None) -> None:
@@ -77,35 +83,56 @@ class Bodies:
 
         Args:
             size: bytes that have arrived, or are about to.
-            most: maximum of all bodies together; None for no limit.
+            most: maximum of all together; None for no limit.
 
         Raises:
             Refusal: 503.
         """
-        if most is None or self.held + size <= most:
+        if most is None or self.size + size <= most:
             return
         if not self._full_at:
             self._full_at = most
-            logger.warning(
-                "the bodies of all open requests have %d MB, and this web process takes at most %d "
-                "MB: others get 503. The limit is a quarter of the memory, shared by the web "
-                "processes; more memory or a lower --max-body admits more requests",
-                self.held >> 20, most >> 20,
-            )  # fmt: skip
+            logger.warning(self._warning, self.size >> 20, most >> 20)
         raise Refusal(
             503,
             "overloaded",
-            "the service holds too many request bodies; retry soon, or send a smaller body",
+            self._refusal,
             reason="overloaded",
             code="overloaded",
             retry_after=1,
         )
 
     def release(self, size: int) -> None:
-        """A request with so many bytes is over."""
-        self.held -= size
-        if self.held < self._full_at // 2:
+        """So many bytes of a request are held no longer."""
+        self.size -= size
+        if self.size < self._full_at // 2:
             self._full_at = 0
+
+
+class Holdings(NamedTuple):
+    """What the open requests of a web process hold: their bodies, and answers that are not sent."""
+
+    bodies: Held
+    answers: Held
+
+
+def no_holdings() -> Holdings:
+    """Nothing is held at first."""
+    return Holdings(
+        Held(
+            "the bodies of all open requests have %d MB, and this web process takes at most %d "
+            "MB: others get 503. The limit is a quarter of the memory, shared by the web "
+            "processes; more memory or a lower --max-body admits more requests",
+            "the service holds too many request bodies; retry soon, or send a smaller body",
+        ),
+        Held(
+            "the answers that are computed or sent have %d MB, and this web process holds at most "
+            "%d MB: requests for more get 503. A higher --max-answers admits more, if there is "
+            "memory",
+            "the service holds too many large answers; retry soon, or send fewer or shorter inputs "
+            "at once",
+        ),
+    )
 
 
 class Admission:
@@ -119,8 +146,8 @@ class Admission:
         self._options = options
         self.large = 0
 
-    def check(self, description: Mapping[str, Any], items: Iterable[Any]) -> int:
-        """Pixels of a request's large images, for ``holding``.
+    def check(self, description: Mapping[str, Any], items: Iterable[Any]) -> Sizes:
+        """Sizes of a request, of which ``large`` is for ``holding``.
 
         Args:
             description: the model's description; the inputs of a user's own model are not measured.
@@ -128,9 +155,9 @@ class Admission:
         Raises:
             Refusal: 413, the request costs too much; 503, all large images together do.
         """
-        sizes = sizes_of(description.get("task"), items)
+        sizes = sizes_of(description, items)
         if sizes is None:
-            return 0
+            return Sizes()
         self._check_request(sizes)
         most = self._options.max_large_pixels
         if sizes.large and most is not None and self.large + sizes.large > most:
@@ -143,7 +170,7 @@ class Admission:
                 code="overloaded",
                 retry_after=2,
             )
-        return sizes.large
+        return sizes
 
     @contextlib.contextmanager
     def holding(self, large: int) -> Iterator[None]:
@@ -176,6 +203,24 @@ class Admission:
                 "sounds", round(sizes.seconds), "seconds", options.max_audio_seconds,
                 "--max-audio-seconds", "send fewer or shorter ones at once",
             )  # fmt: skip
+
+
+def answer_too_large(size: int, most: int) -> Refusal:
+    """The answer to a request whose answer is too large, or would be.
+
+    Args:
+        size: bytes.
+        most: maximum.
+    """
+    return Refusal(
+        413,
+        "invalid_request_error",
+        f"the answer of this request would take {size >> 20:,} MB, and the service holds "
+        f"{most >> 20:,} MB of all answers at most (--max-answers); send fewer or shorter inputs "
+        "at once",
+        reason="too_large",
+        code="request_too_costly",
+    )
 
 
 def _too_much(what: str, count: int, unit: str, limit: float, option: str, advice: str) -> Refusal:

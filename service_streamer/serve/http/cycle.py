@@ -17,11 +17,12 @@ from typing import Any
 from ...engine.backend import Backend, LoopReply, Mailbox
 from ...engine.streams import AsyncStream
 from ...observe.record import ORDINARY, Call, Precedence, Timing
-from .admission import Bodies, ServiceOptions
+from .admission import Holdings, ServiceOptions, answer_too_large, no_holdings
 from .api_keys import COMPUTE
 from .content_coding import decompressed
 from .exchange import Disconnected, Exchange
 from .headers import check_framing, read_priority, read_seconds, read_tenant
+from .json_bodies import READ_AT_ONCE, WRITTEN_AT_ONCE
 from .keyring import KeyHolder, Keyring
 from .refusals import Refusal, too_large
 
@@ -30,7 +31,7 @@ __all__ = ["Cycle", "answer", "answer_early"]
 #: A body that is too large is received up to this multiple of the limit.
 _SPILL = 16
 
-_CONTENT_TYPE = (b"content-type", b"application/json")
+JSON_TYPE = (b"content-type", b"application/json")
 
 
 class Cycle:
@@ -40,21 +41,25 @@ class Cycle:
         loop: the running one; to ask asyncio for it costs a system call in Python 3.11.
         mailbox: of the loop.
         keyring: checks the request's key; None if the service needs none.
-        bodies: those of all requests.
+        holdings: of all requests.
+
+    Attributes:
+        answer_size: bytes of the answer, as workers send them, or about; 0 if unknown.
     """
 
     __slots__ = (
         "_asked",
         "_backend",
         "_began",
-        "_bodies",
         "_coding",
         "_held",
+        "_holdings",
         "_keyring",
         "_loop",
         "_mailbox",
         "_options",
         "_reply",
+        "answer_size",
         "caller",
         "content_type",
         "exchange",
@@ -71,13 +76,14 @@ class Cycle:
         loop: asyncio.AbstractEventLoop,
         mailbox: Mailbox,
         keyring: Keyring | None = None,
-        bodies: Bodies | None = None,
+        holdings: Holdings | None = None,
     ) -> None:
         self._options = options
         self._backend = backend
         self._keyring = keyring
-        self._bodies = Bodies() if bodies is None else bodies
+        self._holdings = no_holdings() if holdings is None else holdings
         self._held = 0  # bytes of the body
+        self.answer_size = 0
         self._coding = b""
         self._loop = loop
         self._mailbox = mailbox
@@ -118,7 +124,7 @@ class Cycle:
                 size = int(value) if len(value) < 20 else None  # leading zeros have no end
                 if size is None or size > options.max_body:
                     raise too_large(options.max_body, size)
-                self._bodies.check(size, options.max_bodies)
+                self._holdings.bodies.check(size, options.max_bodies)
             elif name == b"x-request-timeout":
                 self._asked = read_seconds(value)
                 self.timeout = min(self.timeout, self._asked)
@@ -140,7 +146,10 @@ class Cycle:
         """The request is over: nothing of it counts as open any more."""
         if self.caller is not None:
             self.caller.leave()
-        self._bodies.release(self._held)
+        bodies, answers = self._holdings
+        bodies.release(self._held)
+        if self.answer_size:
+            answers.release(self.answer_size)
 
     def header(self, name: bytes) -> bytes:
         """Another header, of a name in lower case; empty if missing."""
@@ -165,9 +174,26 @@ class Cycle:
 
     def hold(self, size: int) -> None:
         """Count bytes of the body until ``leave``. Raises Refusal: there is no room for them."""
-        self._bodies.check(size, self._options.max_bodies)
-        self._bodies.held += size
+        bodies = self._holdings.bodies
+        bodies.check(size, self._options.max_bodies)
+        bodies.size += size
         self._held += size
+
+    def expect_answer(self, size: int) -> None:
+        """Count about so many bytes of an answer until ``leave``. Raises Refusal: no room."""
+        answers, most = self._holdings.answers, self._options.max_answers
+        if size > most:
+            raise answer_too_large(size, most)
+        answers.check(size, most)
+        answers.size += size
+        self.answer_size += size
+
+    def _has_answer(self, size: int) -> None:
+        """The answer has come. It is held, even if there is too little room for it with others."""
+        self._holdings.answers.size += size - self.answer_size
+        self.answer_size = size
+        if size > self._options.max_answers:
+            raise answer_too_large(size, self._options.max_answers)
 
     async def read(self) -> bytes:
         """The body.
@@ -221,7 +247,11 @@ class Cycle:
         try:
             if exchange.is_gone:
                 raise Disconnected
-            backend.submit(Call(items, reply, left, self.precedence, is_watched=True, more=True))
+            call = Call(items, reply, left, self.precedence, is_watched=True, more=True)
+            if self._held <= READ_AT_ONCE:
+                backend.submit(call)
+            else:  # pickling it takes as long as reading it did
+                await asyncio.to_thread(backend.submit, call)
             reply.flush_soon(backend)
             outcome = await reply.future
         except asyncio.CancelledError:
@@ -242,7 +272,11 @@ class Cycle:
             finally:  # they may hold the error itself, whose traceback has this frame: a cycle
                 del failure, outcome, reply
         self.timing = getattr(reply.answered, "timing", None)
-        return backend.decode(outputs)
+        size = sum(map(_size_of, outputs))
+        if size <= WRITTEN_AT_ONCE:
+            return backend.decode(outputs)
+        self._has_answer(size)
+        return await asyncio.to_thread(backend.decode, outputs)
 
     def _client_has_gone(self) -> None:
         if self._reply is not None:
@@ -258,6 +292,14 @@ class Cycle:
         return AsyncStream(self._backend, item, left, self.precedence, max_buffered, False)
 
 
+def _size_of(output: Any) -> int:
+    """Bytes of an encoded output; 0 if that is unknown, as where the model runs in a thread."""
+    if type(output) is bytes:
+        return len(output)
+    size: int = getattr(output, "nbytes", 0)
+    return size
+
+
 def answer(
     exchange: Exchange,
     status: int,
@@ -265,10 +307,10 @@ def answer(
     headers: tuple[tuple[bytes, bytes], ...] = (),
 ) -> None:
     """Answer with JSON."""
-    exchange.answer(status, (_CONTENT_TYPE, *headers), body)
+    exchange.answer(status, (JSON_TYPE, *headers), body)
 
 
 def answer_early(exchange: Exchange, refused: Refusal, max_body: int) -> None:
     """Answer before the body is read; a bounded part of it is dropped."""
-    headers = (_CONTENT_TYPE, *refused.headers)
+    headers = (JSON_TYPE, *refused.headers)
     exchange.answer_early(refused.status, headers, refused.body, _SPILL * max_body)

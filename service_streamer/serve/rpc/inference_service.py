@@ -317,7 +317,7 @@ async def _send_steps(
 ) -> None:
     """A message for each output of a model of steps."""
     requests = service.requests
-    large = service.admission.check(service.description, [item])
+    large = service.admission.check(service.description, [item]).large
     with service.admission.holding(large):
         async with cycle.open_stream(item, MAX_BUFFERED) as outputs:
             requests.streams += 1
