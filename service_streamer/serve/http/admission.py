@@ -6,9 +6,9 @@ measured before it joins a batch: decoded pixels, seconds of sound, characters, 
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -136,50 +136,85 @@ def no_holdings() -> Holdings:
 
 
 class Admission:
-    """Refuses requests that cost too much. Belongs to one event loop.
+    """Refuses requests that cost too much; has large images wait. Belongs to one event loop.
 
     Attributes:
-        large: pixels of all admitted large images.
+        large: pixels of the large images that are decoded, or about to be.
     """
 
     def __init__(self, options: ServiceOptions) -> None:
         self._options = options
         self.large = 0
+        self._waiting: dict[asyncio.Future[None], int] = {}  # their pixels, in the order of arrival
+        self._done, self._since = 0, 0.0  # pixels that were done since the first one waited
 
     def check(self, description: Mapping[str, Any], items: Iterable[Any]) -> Sizes:
-        """Sizes of a request, of which ``large`` is for ``holding``.
+        """Sizes of a request, of which ``large`` is for ``enter``.
 
         Args:
             description: the model's description; the inputs of a user's own model are not measured.
 
         Raises:
-            Refusal: 413, the request costs too much; 503, all large images together do.
+            Refusal: 413.
         """
         sizes = sizes_of(description, items)
         if sizes is None:
             return Sizes()
         self._check_request(sizes)
-        most = self._options.max_large_pixels
-        if sizes.large and most is not None and self.large + sizes.large > most:
+        return sizes
+
+    def enter(self, large: int, left: float, now: float) -> asyncio.Future[None]:
+        """A request's large images are to be decoded; the request has to ``leave``.
+
+        Args:
+            large: their pixels.
+            left: how long the request may take, seconds.
+            now: seconds of the loop's clock.
+
+        Returns:
+            What is done when their turn has come: at once, if there is room.
+
+        Raises:
+            Refusal: 503, as it goes their turn will not come in time.
+        """
+        turn = asyncio.get_running_loop().create_future()
+        if not large or (not self._waiting and self._has_room(large)):
+            self.large += large
+            turn.set_result(None)
+            return turn
+        ahead = large + sum(self._waiting.values())
+        if not self._waiting:
+            self._done, self._since = 0, now
+        elif ahead * (now - self._since) > left * self._done > 0:
             raise Refusal(
                 503,
                 "overloaded",
-                "large images of other requests are being decoded; retry soon, or send smaller "
-                "images",
+                "too many large images wait to be decoded; retry later, or send smaller images",
                 reason="overloaded",
                 code="overloaded",
                 retry_after=2,
             )
-        return sizes
+        self._waiting[turn] = large
+        return turn
 
-    @contextlib.contextmanager
-    def holding(self, large: int) -> Iterator[None]:
-        """Count a request's large images while it is computed."""
-        self.large += large
-        try:
-            yield
-        finally:
+    def leave(self, large: int, turn: asyncio.Future[None]) -> None:
+        """The images of a request are done, or not wanted any more."""
+        if self._waiting.pop(turn, None) is None:
             self.large -= large
+            self._done += large
+        while self._waiting:
+            first, size = next(iter(self._waiting.items()))
+            if not self._has_room(size):
+                break
+            del self._waiting[first]
+            if first.done():  # cancelled
+                continue
+            self.large += size
+            first.set_result(None)
+
+    def _has_room(self, large: int) -> bool:
+        most = self._options.max_large_pixels
+        return most is None or self.large + large <= most
 
     def _check_request(self, sizes: Sizes) -> None:
         options = self._options

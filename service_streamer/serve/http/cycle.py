@@ -232,6 +232,34 @@ class Cycle:
 
     # -- computing
 
+    @property
+    def left(self) -> float:
+        """Seconds until the result is due."""
+        return self.timeout - (self._loop.time() - self._began)
+
+    async def await_turn(self, turn: asyncio.Future[None]) -> None:
+        """Wait until the request may be computed.
+
+        Raises:
+            Disconnected: the client disconnected.
+            PredictTimeout: the result is due.
+        """
+        exchange = self.exchange
+        if exchange.is_gone:
+            raise Disconnected
+        exchange.on_gone = turn.cancel
+        try:
+            async with asyncio.timeout(self.left):
+                await turn
+        except TimeoutError:
+            raise self._backend.late(self.timeout) from None
+        except asyncio.CancelledError:
+            if exchange.is_gone:
+                raise Disconnected from None
+            raise
+        finally:
+            exchange.on_gone = None
+
     async def submit(self, items: Sequence[Any]) -> list[Any]:
         """Compute items in batches with other callers' items, as ``apredict`` does.
 
@@ -241,17 +269,17 @@ class Cycle:
         """
         backend, exchange = self._backend, self.exchange
         reply = LoopReply(self._loop, self._mailbox)
-        left = self.timeout - (self._loop.time() - self._began)
+        left = self.left
         self._reply = reply
         exchange.on_gone = self._client_has_gone
         try:
             if exchange.is_gone:
                 raise Disconnected
-            call = Call(items, reply, left, self.precedence, is_watched=True, more=True)
+            new = Call(items, reply, left, self.precedence, is_watched=True, more=True)
             if self._held <= READ_AT_ONCE:
-                backend.submit(call)
+                backend.submit(new)
             else:  # pickling it takes as long as reading it did
-                await asyncio.to_thread(backend.submit, call)
+                await asyncio.to_thread(backend.submit, new)
             reply.flush_soon(backend)
             outcome = await reply.future
         except asyncio.CancelledError:
@@ -288,8 +316,7 @@ class Cycle:
         Args:
             max_buffered: how many outputs may wait until the item rests.
         """
-        left = self.timeout - (self._loop.time() - self._began)
-        return AsyncStream(self._backend, item, left, self.precedence, max_buffered, False)
+        return AsyncStream(self._backend, item, self.left, self.precedence, max_buffered, False)
 
 
 def _size_of(output: Any) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 from time import perf_counter
@@ -225,21 +224,30 @@ class ServiceCycle(Cycle):
         return await write_json(make, self.exchange, (JSON_TYPE, *timing))
 
     async def _compute_large(self, items: list[Any], large: int) -> list[Any]:
-        with self._service.admission.holding(large):
+        admission = self._service.admission
+        turn = admission.enter(large, self.left, self._loop.time())
+        try:
+            await self.await_turn(turn)
             return await self.submit(items)
+        finally:
+            admission.leave(large, turn)
 
     async def stream(self, item: Any, form: Form, *others: Any) -> EventStream:
         service = self._service
         large = service.admission.check(service.description, [item, *others]).large
-        outputs = await open_streams(
-            lambda each: self.open_stream(each, MAX_BUFFERED), [item, *others]
-        )
-        held = contextlib.ExitStack()  # until the stream is closed
-        held.enter_context(service.admission.holding(large))
+        turn = service.admission.enter(large, self.left, self._loop.time())
+        try:
+            await self.await_turn(turn)
+            outputs = await open_streams(
+                lambda each: self.open_stream(each, MAX_BUFFERED), [item, *others]
+            )
+        except BaseException:
+            service.admission.leave(large, turn)
+            raise
 
         def closed(stream: EventStream) -> None:
             service.streams.discard(stream)
-            held.close()
+            service.admission.leave(large, turn)
 
         stream = EventStream(outputs, form, self.exchange, closed)
         service.streams.add(stream)
