@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import array
+import asyncio
 import json
+import threading
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from http_in_process import (
@@ -15,6 +17,8 @@ from http_in_process import (
     asking,
     await_that,
     in_event_loop,
+    in_still_time,
+    pass_time,
     post,
     serving,
 )
@@ -23,30 +27,12 @@ from web_application import WebApplication
 #: More than is written at once, as a worker sends it.
 MANY = b" " * (1 << 20)
 
-FEATURES = {"operations": ["predict", "embed"], "task": "feature-extraction", "width": 100}
+FEATURES = {"operations": ["predict", "embed"], "task": "feature-extraction", "vector_size": 100}
 
 
-class Vector:
-    """Numbers with the methods of a one-dimensional numpy array that answers need."""
-
-    ndim = 1
-
-    def __init__(self, numbers: array.array[float]) -> None:
-        self._numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, part: slice) -> Vector:
-        return Vector(self._numbers[part])
-
-    def tolist(self) -> list[float]:
-        return self._numbers.tolist()
-
-
-class Record(msgspec.Struct):
-    name: str
-    numbers: Any
+class Record(msgspec.Struct, omit_defaults=True):
+    number: float
+    text: str | None = None
 
 
 class LargeResults(StubStreamer):
@@ -103,14 +89,16 @@ NUMBERS = [number / 7 for number in range(20_000)]
     ("result", "plain"),
     [
         (NUMBERS, NUMBERS),
-        (Vector(array.array("d", NUMBERS)), NUMBERS),
-        ([[NUMBERS], [], [Vector(array.array("d", NUMBERS))]], [[NUMBERS], [], [NUMBERS]]),
+        (np.array(NUMBERS), NUMBERS),
+        (np.array(NUMBERS).reshape(4, 5, 1000), np.array(NUMBERS).reshape(4, 5, 1000).tolist()),
+        (np.array(NUMBERS).reshape(-1, 1), [[number] for number in NUMBERS]),
+        ([[NUMBERS], [], [np.array(NUMBERS)]], [[NUMBERS], [], [NUMBERS]]),
         ({"a": NUMBERS, "b": {}, "c": [{"d": None}] * 9},) * 2,
         ({1: NUMBERS}, {"1": NUMBERS}),
-        (Record("n", (NUMBERS, "é\"")), {"name": "n", "numbers": [NUMBERS, "é\""]}),
+        ([*map(Record, NUMBERS), "é\""], [*({"number": number} for number in NUMBERS), "é\""]),
         (["a" * 400_000, 1, None, True], ["a" * 400_000, 1, None, True]),
     ],
-    ids=["list", "array", "nested", "dict", "keys", "struct", "texts"],
+    ids=["list", "array", "tensor", "column", "nested", "dict", "keys", "structs", "texts"],
 )  # fmt: skip
 @in_event_loop
 async def test_a_large_answer_is_sent_in_pieces(result: Any, plain: Any) -> None:
@@ -126,7 +114,7 @@ async def test_a_large_answer_is_sent_in_pieces(result: Any, plain: Any) -> None
         assert json.loads(b"".join(parts)) == [plain] * 8
         assert len(parts) > 1
         assert all(len(part) < 1_500_000 for part in parts)
-        assert served.service.holdings.answers.size == 0
+        assert served.service.budgets.answers.size == 0
         status, small = await client.ask(post(b'{"inputs": []}', path=b"/predict"))
         assert (status, small) == (200, b"[]"), "the connection goes on"
 
@@ -150,7 +138,7 @@ async def test_what_is_no_json_closes_the_connection_of_a_large_answer(
         await await_that(lambda: client.is_closed)
         assert client.received.startswith(b"HTTP/1.1 200")
         assert not client.received.endswith(b"\r\n0\r\n\r\n")
-        assert served.service.holdings.answers.size == 0
+        assert served.service.budgets.answers.size == 0
         assert [record.levelname for record in caplog.records] == ["ERROR"]
     async with serving(LargeResults({object})) as served:
         client = await asking(served.site, PREDICT)
@@ -177,14 +165,14 @@ async def test_the_answers_of_all_requests_have_a_bound() -> None:
         streamer.is_held = True
         first = await asking(served.site, features(90, 100), beside=client)
         assert not first.received
-        assert served.service.holdings.answers.size == 3_600_000
+        assert served.service.budgets.answers.size == 3_600_000
         second = await asking(served.site, features(11, 100), beside=client)
         assert b" 503 " in second.received
         assert b"retry-after: 1" in second.received
         third = await asking(served.site, features(10, 100), beside=client)
         assert not third.received
         first.leave()
-        await await_that(lambda: served.service.holdings.answers.size == 400_000)
+        await await_that(lambda: served.service.budgets.answers.size == 400_000)
         embeds = post(json.dumps({"inputs": ["word" * 98] * 2_000}).encode(), path=b"/embed")
         fourth = await asking(served.site, embeds, beside=client)
         assert not fourth.received, "one vector each"
@@ -197,7 +185,55 @@ async def test_an_answer_beyond_the_bound_is_not_sent() -> None:
         client = await asking(served.site, PREDICT)
         await await_that(lambda: client.received)
         assert b" 413 " in client.received
-        assert served.service.holdings.answers.size == 0
+        assert served.service.budgets.answers.size == 0
+
+
+@in_still_time
+async def test_a_slow_reader_gives_way_when_there_is_no_room() -> None:
+    streamer = LargeResults(NUMBERS, FEATURES)
+    async with serving(streamer, max_answers=12_000_000, write_timeout=30.0) as served:
+        budget = served.service.budgets.answers
+        slow = StubClient(served.site)
+        slow.send(features(10, 100))
+        await await_that(lambda: slow.received)
+        slow.stop_reading()  # after the first of four pieces
+        assert budget.size == 10 * len(MANY)
+        streamer.is_held = True
+        for wait in (10.0, 21.0):
+            await pass_time(wait)
+            large = await asking(served.site, features(99, 100), beside=slow)
+            assert large.received.startswith(b"HTTP/1.1 503")
+        await await_that(lambda: slow.is_aborted)
+        assert budget.size == 0
+        large = await asking(served.site, features(99, 100), beside=slow)
+        assert not large.received
+        assert budget.size == 99 * 100 * 400
+
+
+@in_event_loop
+async def test_a_call_is_withdrawn_whose_request_ends_while_it_is_pickled() -> None:
+    class Pickling(StubStreamer):
+        begun, goes_on = threading.Event(), threading.Event()
+
+        def submit(self, call: Any) -> None:
+            self.begun.set()
+            assert self.goes_on.wait(60)
+            super().submit(call)
+
+    streamer = Pickling()
+    streamer.is_held = True
+    body = json.dumps({"inputs": ["x" * (1 << 21)]}).encode()
+    async with serving(streamer) as served:
+        before = asyncio.all_tasks()
+        await asking(served.site, post(body, path=b"/predict"))
+        await await_that(streamer.begun.is_set)
+        tasks = asyncio.all_tasks() - before
+        [request] = [each for each in tasks if "Connection" in repr(each.get_coro())]
+        request.cancel()
+        streamer.goes_on.set()
+        await asyncio.wait([request])
+        assert len(streamer.calls) == 1
+        assert not streamer.open
 
 
 # -- bodies

@@ -181,7 +181,7 @@ def test_sizes_are_the_sums_of_a_request(task: Any, items: Any, sizes: Sizes | N
 
 
 def test_size_of_an_answer_is_about_that_of_its_vectors() -> None:
-    about = {"task": "feature-extraction", "width": 10, "max_tokens": 8}
+    about = {"task": "feature-extraction", "vector_size": 10, "max_tokens": 8}
     tokens = item([1, 2, 3])
     for inputs, vectors in [
         (["a cat"], 3), (["12345678"], 4), (["é" * 4], 4), (["long" * 99], 8), ([tokens], 5),

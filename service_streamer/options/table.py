@@ -750,8 +750,8 @@ class WebOptions(Options):
         "bytes.", _S, more="Beyond it the connection of the slowest is closed.", shown="256M",
     )  # fmt: skip
     max_answers: int = option(
-        256 << 20, Size(), "Upper bound on the numbers of all answers that are not sent yet, in "
-        "bytes; else 413, or 503 because of others.", _S, more="A number has 4, and about 20 in "
+        256 << 20, Size(), "Upper bound on the memory of all large answers that are computed or "
+        "sent, in bytes; else 413 or 503.", _S, more="A number has 4, and about 20 in "
         "JSON.", shown="256M",
     )  # fmt: skip
     opentelemetry: bool = option(

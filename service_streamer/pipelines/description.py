@@ -20,8 +20,8 @@ _LABELLED = frozenset(
     )
 )  # fmt: skip
 
-#: The task whose answers are vectors, of so many numbers as the description's "width" says. Who
-#: finds that may ask for arrays of them.
+#: The task whose answers are vectors. The description says of how many numbers, and by that also
+#: that an item may ask for arrays of them.
 _EMBEDS = "feature-extraction"
 
 _EXAMPLES = {
@@ -56,7 +56,7 @@ def describe_pipeline(pipeline: Any, name: str, operations: list[str]) -> dict[s
         "labels": [str(labels[at]) for at in sorted(labels)] if labels else None,
         "candidate_labels_required": "candidate_labels" in TASKS[task].parameters,
         "max_tokens": None,
-        "width": getattr(model.config, "hidden_size", None) if task == _EMBEDS else None,
+        "vector_size": getattr(model.config, "hidden_size", None) if task == _EMBEDS else None,
         "chats": task == "text-generation" and bool(pipeline.tokenizer.chat_template),
         "device": str(pipeline.device),
         "attention": getattr(model.config, "_attn_implementation", None),

@@ -98,7 +98,8 @@ def sizes_of(description: Mapping[str, Any], items: Iterable[Any]) -> Sizes | No
         do, inputs, parameters = parse_item(item)
         length = _characters(inputs)
         if embeds:
-            vectors += 1 if do == "embed" else _vectors(inputs, most_tokens)
+            of_tokens = do in ("predict", "embed_all")
+            vectors += _vectors(inputs, most_tokens) if of_tokens else do == "embed"
         if isinstance(parameters, Mapping):
             characters += length * _labels(parameters.get("candidate_labels"))
             if usual and do in ("predict", "generate"):
@@ -106,7 +107,7 @@ def sizes_of(description: Mapping[str, Any], items: Iterable[Any]) -> Sizes | No
                 tokens += answers * _number(parameters.get("max_new_tokens"), usual)
         else:
             characters += length
-    answer = vectors * (description.get("width") or 0) * _BYTES_PER_NUMBER
+    answer = vectors * (description.get("vector_size") or 0) * _BYTES_PER_NUMBER
     return Sizes(characters=characters, tokens=tokens, answer=answer)
 
 

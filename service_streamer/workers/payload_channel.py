@@ -153,9 +153,10 @@ class Received:
 class Kept:
     """A result for several callers: each that loads it gets memory of its own."""
 
-    __slots__ = ("_parts", "_received")
+    __slots__ = ("_parts", "_received", "nbytes")
 
     def __init__(self, received: Received) -> None:
+        self.nbytes = received.nbytes
         self._received: Received | None = received
         self._parts: list[bytes] = []
 

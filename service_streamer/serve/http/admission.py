@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ...options.table import WebOptions
 from ...pipelines.sizes import Sizes, sizes_of
+from .json_bodies import LargeAnswer
 from .refusals import Refusal
 
 logger = logging.getLogger(__name__)
@@ -61,15 +62,15 @@ class ServiceOptions(WebOptions):
         return bool(self.api_keys) or self.api_key_file is not None
 
 
-class Held:
-    """Bytes of all open requests of a web process. Belongs to one event loop.
+class ByteBudget:
+    """Bytes that all open requests of a web process take. Belongs to one event loop.
 
     Args:
-        warning: for the log when there is no room for more, of the MB that are held and may be.
+        warning: for the log when there is no room for more, of the MB that are taken and may be.
         refusal: what clients are told.
 
     Attributes:
-        size: how many are held.
+        size: how many are taken.
     """
 
     def __init__(self, warning: str, refusal: str) -> None:
@@ -102,36 +103,46 @@ class Held:
             retry_after=1,
         )
 
-    def release(self, size: int) -> None:
-        """So many bytes of a request are held no longer."""
+    def take(self, size: int, most: int | None) -> None:
+        """The same, and count them until they are given back. Raises Refusal."""
+        self.check(size, most)
+        self.size += size
+
+    def give_back(self, size: int) -> None:
+        """So many bytes of a request are gone."""
         self.size -= size
         if self.size < self._full_at // 2:
             self._full_at = 0
 
 
-class Holdings(NamedTuple):
-    """What the open requests of a web process hold: their bodies, and answers that are not sent."""
+class ByteBudgets(NamedTuple):
+    """Of the bodies of a web process's open requests, and of their answers that are not sent.
 
-    bodies: Held
-    answers: Held
+    Attributes:
+        senders: of the large answers that are being sent.
+    """
+
+    bodies: ByteBudget
+    answers: ByteBudget
+    senders: set[LargeAnswer]
 
 
-def no_holdings() -> Holdings:
-    """Nothing is held at first."""
-    return Holdings(
-        Held(
+def make_budgets() -> ByteBudgets:
+    return ByteBudgets(
+        ByteBudget(
             "the bodies of all open requests have %d MB, and this web process takes at most %d "
             "MB: others get 503. The limit is a quarter of the memory, shared by the web "
             "processes; more memory or a lower --max-body admits more requests",
             "the service holds too many request bodies; retry soon, or send a smaller body",
         ),
-        Held(
-            "the answers that are computed or sent have %d MB, and this web process holds at most "
-            "%d MB: requests for more get 503. A higher --max-answers admits more, if there is "
-            "memory",
+        ByteBudget(
+            "the answers that are computed or sent take %d MB, and in this web process they may "
+            "take %d MB: other large ones get 503, and the connection of a slow reader is closed. "
+            "A higher --max-answers admits more, if there is memory",
             "the service holds too many large answers; retry soon, or send fewer or shorter inputs "
             "at once",
         ),
+        set(),
     )
 
 

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...engine.backend import Backend, LoopReply, Mailbox
 from ...engine.streams import AsyncStream
 from ...observe.record import ORDINARY, Call, Precedence, Timing
-from .admission import Holdings, ServiceOptions, answer_too_large, no_holdings
+from .admission import ByteBudgets, ServiceOptions, answer_too_large, make_budgets
 from .api_keys import COMPUTE
 from .content_coding import decompressed
 from .exchange import Disconnected, Exchange
 from .headers import check_framing, read_priority, read_seconds, read_tenant
-from .json_bodies import READ_AT_ONCE, WRITTEN_AT_ONCE
+from .json_bodies import READ_AT_ONCE, WRITTEN_AT_ONCE, LargeAnswer
 from .keyring import KeyHolder, Keyring
 from .refusals import Refusal, too_large
 
@@ -41,7 +41,7 @@ class Cycle:
         loop: the running one; to ask asyncio for it costs a system call in Python 3.11.
         mailbox: of the loop.
         keyring: checks the request's key; None if the service needs none.
-        holdings: of all requests.
+        budgets: of all requests.
 
     Attributes:
         answer_size: bytes of the answer, as workers send them, or about; 0 if unknown.
@@ -51,9 +51,9 @@ class Cycle:
         "_asked",
         "_backend",
         "_began",
+        "_budgets",
         "_coding",
         "_held",
-        "_holdings",
         "_keyring",
         "_loop",
         "_mailbox",
@@ -76,12 +76,12 @@ class Cycle:
         loop: asyncio.AbstractEventLoop,
         mailbox: Mailbox,
         keyring: Keyring | None = None,
-        holdings: Holdings | None = None,
+        budgets: ByteBudgets | None = None,
     ) -> None:
         self._options = options
         self._backend = backend
         self._keyring = keyring
-        self._holdings = no_holdings() if holdings is None else holdings
+        self._budgets = make_budgets() if budgets is None else budgets
         self._held = 0  # bytes of the body
         self.answer_size = 0
         self._coding = b""
@@ -124,7 +124,7 @@ class Cycle:
                 size = int(value) if len(value) < 20 else None  # leading zeros have no end
                 if size is None or size > options.max_body:
                     raise too_large(options.max_body, size)
-                self._holdings.bodies.check(size, options.max_bodies)
+                self._budgets.bodies.check(size, options.max_bodies)
             elif name == b"x-request-timeout":
                 self._asked = read_seconds(value)
                 self.timeout = min(self.timeout, self._asked)
@@ -146,10 +146,9 @@ class Cycle:
         """The request is over: nothing of it counts as open any more."""
         if self.caller is not None:
             self.caller.leave()
-        bodies, answers = self._holdings
-        bodies.release(self._held)
-        if self.answer_size:
-            answers.release(self.answer_size)
+        bodies, answers, _ = self._budgets
+        bodies.give_back(self._held)
+        answers.give_back(self.answer_size)
 
     def header(self, name: bytes) -> bytes:
         """Another header, of a name in lower case; empty if missing."""
@@ -174,26 +173,28 @@ class Cycle:
 
     def hold(self, size: int) -> None:
         """Count bytes of the body until ``leave``. Raises Refusal: there is no room for them."""
-        bodies = self._holdings.bodies
-        bodies.check(size, self._options.max_bodies)
-        bodies.size += size
+        self._budgets.bodies.take(size, self._options.max_bodies)
         self._held += size
 
     def expect_answer(self, size: int) -> None:
         """Count about so many bytes of an answer until ``leave``. Raises Refusal: no room."""
-        answers, most = self._holdings.answers, self._options.max_answers
+        if size <= WRITTEN_AT_ONCE:  # those have a bound by their number
+            return
+        most = self._options.max_answers
         if size > most:
             raise answer_too_large(size, most)
-        answers.check(size, most)
-        answers.size += size
+        _, answers, senders = self._budgets
+        if answers.size + size > most and senders:
+            slowest = min(senders, key=LargeAnswer.rate)
+            slowest.end_if_slow(self._options.write_timeout)
+        answers.take(size, most)
         self.answer_size += size
 
-    def _has_answer(self, size: int) -> None:
-        """The answer has come. It is held, even if there is too little room for it with others."""
-        self._holdings.answers.size += size - self.answer_size
-        self.answer_size = size
-        if size > self._options.max_answers:
-            raise answer_too_large(size, self._options.max_answers)
+    def _count_answer(self, size: int) -> None:
+        """The answer has come, and may be larger than was expected. Raises Refusal: no room."""
+        self._budgets.answers.give_back(self.answer_size)
+        self.answer_size = 0
+        self.expect_answer(size)
 
     async def read(self) -> bytes:
         """The body.
@@ -279,7 +280,7 @@ class Cycle:
             if self._held <= READ_AT_ONCE:
                 backend.submit(new)
             else:  # pickling it takes as long as reading it did
-                await asyncio.to_thread(backend.submit, new)
+                await _to_its_end(backend.submit, new)
             reply.flush_soon(backend)
             outcome = await reply.future
         except asyncio.CancelledError:
@@ -303,7 +304,7 @@ class Cycle:
         size = sum(map(_size_of, outputs))
         if size <= WRITTEN_AT_ONCE:
             return backend.decode(outputs)
-        self._has_answer(size)
+        self._count_answer(size)
         return await asyncio.to_thread(backend.decode, outputs)
 
     def _client_has_gone(self) -> None:
@@ -317,6 +318,16 @@ class Cycle:
             max_buffered: how many outputs may wait until the item rests.
         """
         return AsyncStream(self._backend, item, self.left, self.precedence, max_buffered, False)
+
+
+async def _to_its_end(function: Callable[[Any], object], value: Any) -> None:
+    """Call it in a thread. Who is cancelled meanwhile goes on when it is over."""
+    call = asyncio.ensure_future(asyncio.to_thread(function, value))
+    try:
+        await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        raise
 
 
 def _size_of(output: Any) -> int:

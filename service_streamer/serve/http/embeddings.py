@@ -14,7 +14,7 @@ import msgspec
 from ...errors import InvalidInput
 from .context import Context, invalid, renamed
 from .json_bodies import JSONAnswer, read_json
-from .schemas import Embedding, EmbeddingsRequest, EmbeddingsResponse, Usage
+from .schemas import EmbeddingsRequest, Usage
 from .token_inputs import inputs_of
 
 _read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
@@ -33,14 +33,16 @@ async def embeddings(body: bytes, context: Context) -> JSONAnswer:
     return await context.answer(lambda: _response(outputs, request, context.model))
 
 
-def _response(outputs: Sequence[Any], request: EmbeddingsRequest, model: str) -> EmbeddingsResponse:
+def _response(outputs: Sequence[Any], request: EmbeddingsRequest, model: str) -> dict[str, Any]:
+    """An ``EmbeddingsResponse`` as plain data, which is written in pieces."""
     data = []
     for index, output in enumerate(outputs):
         numbers = shortened(output["embedding"], request.dimensions)
         is_text = request.encoding_format == "base64"
-        data.append(Embedding(_base64(numbers) if is_text else numbers, index))
+        shown = _base64(numbers) if is_text else numbers
+        data.append({"embedding": shown, "index": index, "object": "embedding"})
     tokens = sum(output["tokens"] for output in outputs)
-    return EmbeddingsResponse(data, model, Usage(tokens, tokens))
+    return {"data": data, "model": model, "usage": Usage(tokens, tokens), "object": "list"}
 
 
 def shortened(

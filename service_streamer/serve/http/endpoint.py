@@ -120,19 +120,28 @@ class Endpoint:
         self, service: Service, stream: EventStream | LargeAnswer, cycle: ServiceCycle, began: float
     ) -> None:
         """Send what is sent in parts. Its status is known, whatever becomes of it."""
-        path = self._operation.path
+        path, took = self._operation.path, perf_counter() - began
         named = cycle.exchange.request_id
         refuse = functools.partial(refusal, debug=service.options.debug, request_id=named)
+        senders = service.budgets.senders
+        if isinstance(stream, LargeAnswer):
+            senders.add(stream)
         try:
             refused = await stream.send_to(refuse)
-        except Disconnected:
+        except (Disconnected, asyncio.CancelledError) as error:
             service.requests.disconnects += 1
+            if not isinstance(error, Disconnected):
+                raise
         else:
             if refused is None:
-                service.requests.served(path, perf_counter() - began)
+                if isinstance(stream, EventStream):  # its outputs are computed meanwhile
+                    took = perf_counter() - began
+                service.requests.served(path, took)
             else:
                 service.requests.refused(path, refused.status, refused.reason)
         finally:
+            if isinstance(stream, LargeAnswer):
+                senders.discard(stream)
             service.requests.outputs += stream.outputs
             cycle.leave()
             service.request_over()
@@ -177,7 +186,7 @@ class ServiceCycle(Cycle):
         loop, mailbox = service.loop
         super().__init__(
             service.options, service.backend, exchange, loop, mailbox,
-            service.keyring, service.holdings,
+            service.keyring, service.budgets,
         )  # fmt: skip
         self._service = service
 

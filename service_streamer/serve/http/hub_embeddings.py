@@ -24,6 +24,8 @@ from .json_bodies import JSONAnswer, read_json
 from .schemas import hub_parameters
 from .token_inputs import inputs_of
 
+_HAS_NUMPY = find_spec("numpy") is not None
+
 _read_embed = msgspec.json.Decoder(EmbedRequest)
 _read_embed_all = msgspec.json.Decoder(EmbedAllRequest)
 _read_similarity = msgspec.json.Decoder(SimilarityRequest)
@@ -109,7 +111,7 @@ async def _similarities(
 async def _computed(
     do: str, inputs: Iterable[Any], parameters: Mapping[str, Any], context: Context
 ) -> list[Any]:
-    items = items_of(do, inputs, parameters, context.description)
+    items = vector_items(do, inputs, parameters, context.description)
     context.check_count(len(items))
     try:
         return await context.compute(items)
@@ -117,17 +119,17 @@ async def _computed(
         raise said(error, TRUNCATE) from None
 
 
-def gives_arrays(description: Description) -> bool:
-    """Whether the model's many numbers may come as arrays, which take a tenth of the memory."""
-    return bool(description.get("width")) and find_spec("numpy") is not None
+def gives_vectors(description: Description) -> bool:
+    """Whether the model answers vectors, which may come as arrays: in a tenth of the memory."""
+    return _HAS_NUMPY and bool(description.get("vector_size"))
 
 
-def items_of(
+def vector_items(
     do: str, inputs: Iterable[Any], parameters: Mapping[str, Any], description: Description
 ) -> list[Any]:
-    """An item for each input of an operation."""
+    """An item for each input of an operation that answers vectors."""
     item: dict[str, Any] = {"do": do, "inputs": None, "parameters": parameters}
-    if gives_arrays(description):
+    if gives_vectors(description):
         item["arrays"] = True
     return [{**item, "inputs": each} for each in inputs]
 

@@ -10,11 +10,14 @@ waits as long. With pieces the lock changes hands between them.
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..v2.nested_lists import pieces
 from .refusals import Refusal, undecodable
 
 if TYPE_CHECKING:
@@ -36,13 +39,17 @@ __all__ = [
 #: in it: both take some 10 ms. Four bytes of a number are 20 of JSON.
 READ_AT_ONCE, WRITTEN_AT_ONCE = 1 << 20, 128 << 10
 
-#: Bytes of a piece of JSON, and numbers that are about as much: they take some 2 ms.
-_PIECE, _NUMBERS = 64 << 10, 4096
+#: Bytes of a piece of JSON, and values that are about as much: they take some 2 ms. A value has
+#: about so many bytes.
+_PIECE, _VALUES, _LENGTH = 64 << 10, 4096, 16
+
+#: How deep lists and dicts of a body are taken apart. Each level looks at all bytes once more.
+_LEVELS = 4
+
+_NO_NUMBERS = re.compile(rb'["{]')
 
 #: Bytes of JSON that are sent at once. Up to so many, an answer says how long it is.
 _CHUNK = 1 << 20
-
-_CONTAINERS = (list, tuple, dict, msgspec.Struct)
 
 _decode: Callable[[Any], Any] = msgspec.json.Decoder().decode
 _list_of: Callable[[Any], list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -84,26 +91,30 @@ async def read_json(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 
 def _decoded_in_pieces(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
-        return msgspec.convert(_in_pieces(body), decoder.type)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if isinstance(error, msgspec.ValidationError):
-            raise undecodable(error, getattr(decoder.type, "__struct_fields__", ())) from None
-        return decoded(decoder, body)  # says where in the body it is
+        return msgspec.convert(_in_pieces(body, _LEVELS), decoder.type)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return decoded(decoder, body)  # says what is wrong, and where
 
 
-def _in_pieces(json: bytes | msgspec.Raw) -> Any:
-    text = memoryview(json)
-    if len(text) > _PIECE:
-        first = bytes(text[:256]).lstrip()[:1]
+def _in_pieces(json: bytes | msgspec.Raw, levels: int) -> Any:
+    text = bytes(json)
+    if len(text) > _PIECE and levels:
+        first = text[:256].lstrip()[:1]
+        if first == b"{":
+            return {name: _in_pieces(each, levels - 1) for name, each in _dict_of(json).items()}
+        if first == b"[" and text.count(b"[") == 1 and not _NO_NUMBERS.search(text):
+            return [each for piece in pieces(text.strip()) for each in _decode(piece)]
         if first == b"[":
             parts = _list_of(json)
             count = _PIECE * len(parts) // len(text)  # of small ones, which are a piece
             if count < 2:
-                return [_in_pieces(each) for each in parts]
+                return [_in_pieces(each, levels - 1) for each in parts]
             groups = (parts[at : at + count] for at in range(0, len(parts), count))
-            return [each for group in groups for each in _in_pieces(b"[%b]" % b",".join(group))]
-        if first == b"{":
-            return {name: _in_pieces(each) for name, each in _dict_of(json).items()}
+            return [
+                each
+                for group in groups
+                for each in _in_pieces(b"[%b]" % b",".join(group), levels - 1)
+            ]
     return _decode(json)
 
 
@@ -111,8 +122,8 @@ class LargeAnswer:
     """A 200 whose JSON is sent in pieces, which are made as fast as the client reads them.
 
     Args:
-        chunks: the first and the other bytes of the JSON, made in a thread.
-        headers: besides Content-Type.
+        first, chunks: the first bytes of the JSON, and what makes the others, for a thread.
+        headers: with Content-Type.
     """
 
     outputs = 0  # of a stream
@@ -124,6 +135,18 @@ class LargeAnswer:
         self._chunks = chunks
         self._exchange = exchange
         self._headers = headers
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._since, self._sent = self._loop.time(), 0
+
+    def rate(self) -> float:
+        """Bytes that the client reads in a second."""
+        return self._sent / (1.0 + self._loop.time() - self._since)
+
+    def end_if_slow(self, allowed: float) -> None:
+        """Close the connection if the client has read for so many seconds."""
+        if self._task is not None and self._loop.time() - self._since > allowed:
+            self._task.cancel()
 
     async def send_to(self, refuse: Callable[[Exception], Refusal]) -> Refusal | None:
         """Send all of it. The connection is closed before the end if a part of it is no JSON.
@@ -137,12 +160,13 @@ class LargeAnswer:
         Raises:
             Disconnected: the client has disconnected.
         """
-        loop, exchange, chunk = asyncio.get_running_loop(), self._exchange, self._first
+        exchange, chunk = self._exchange, self._first
         exchange.start(200, self._headers)
         while chunk:
             await exchange.write(chunk)
+            self._sent += len(chunk)
             try:
-                chunk = await loop.run_in_executor(None, next, self._chunks, b"")
+                chunk = await self._loop.run_in_executor(None, next, self._chunks, b"")
             except Exception as error:
                 return refuse(error)
         await exchange.end()
@@ -184,35 +208,42 @@ def _chunks(make: Callable[[], Any]) -> Iterator[bytes]:
 
 
 def _pieces(value: Any) -> Iterator[bytes]:
-    """A value as JSON: what a struct, a dict or a list has in it part by part."""
-    names = getattr(value, "__struct_fields__", None)
-    if names is not None:
-        value = {name: getattr(value, name) for name in names}
-    is_list = isinstance(value, (list, tuple))
-    dimensions = 1 if is_list else getattr(value, "ndim", 0)
-    if isinstance(value, dict) and value and all(type(name) is str for name in value):
+    """A value as JSON: a large dict, list or array part by part."""
+    size = _values_in(value)
+    if size > _VALUES and isinstance(value, dict) and all(type(name) is str for name in value):
         opening = b"{"
         for name, each in value.items():
             yield b"%b%b:" % (opening, encode(name))
             yield from _pieces(each)
             opening = b","
         yield b"}"
-    elif not dimensions or not len(value):
-        yield encode(value)
-    elif dimensions > 1 or (is_list and _has_parts(value[0])):
+    elif size > _VALUES and (isinstance(value, (list, tuple)) or _is_array(value)):
+        count = max(1, _VALUES * len(value) // size)
         opening = b"["
-        for each in value:
+        for at in range(0, len(value), count):
             yield opening
-            yield from _pieces(each)
+            if count == 1:
+                yield from _pieces(value[at])
+            else:
+                yield encode(value[at : at + count])[1:-1]
             opening = b","
         yield b"]"
     else:
-        opening = b"["
-        for at in range(0, len(value), _NUMBERS):
-            yield opening + encode(value[at : at + _NUMBERS])[1:-1]
-            opening = b","
-        yield b"]"
+        yield encode(value)
 
 
-def _has_parts(value: Any) -> bool:
-    return isinstance(value, _CONTAINERS) or hasattr(value, "tolist")
+def _values_in(value: Any) -> int:
+    """About how many numbers and texts a value has; of a list its ends stand for all parts."""
+    if isinstance(value, (list, tuple)):
+        return len(value) * max(map(_values_in, (value[0], value[-1]))) if value else 1
+    if isinstance(value, dict):
+        return 1 + sum(map(_values_in, value.values()))
+    if isinstance(value, str):
+        return 1 + len(value) // _LENGTH
+    return int(value.size) if _is_array(value) else 1
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is an array with a dimension. While numpy is not imported, no value is one."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray and value.ndim > 0

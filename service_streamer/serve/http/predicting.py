@@ -15,7 +15,7 @@ from .events import OutputEvents
 from .generating import check_single
 from .generation_schemas import GenerationRequest, HubGenerationRequest, texts_of
 from .headers import Sent, read_sent
-from .hub_embeddings import gives_arrays, infer_features, items_of
+from .hub_embeddings import gives_vectors, infer_features, vector_items
 from .hub_generation import hub_details, hub_generation
 from .hub_schemas import ClassificationRequest, HubFeaturesRequest
 from .json_bodies import JSONAnswer, decoded, encode, read_json
@@ -171,8 +171,8 @@ def _items(inputs: Any, parameters: dict[str, Any], context: Context) -> list[An
     """Items of an input, or of a list of inputs. Raises Refusal."""
     context.check_count(len(inputs) if isinstance(inputs, list) else 1)
     items = inputs if isinstance(inputs, list) else [inputs]
-    if gives_arrays(context.description):
-        return items_of("predict", items, parameters, context.description)
+    if gives_vectors(context.description):
+        return vector_items("predict", items, parameters, context.description)
     return with_parameters(items, parameters, context)
 
 
