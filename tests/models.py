@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,24 @@ class BrokenInit(Echoing):
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise FileNotFoundError("no weights at /nowhere")
+
+
+class Unending(ManagedModel):
+    """Is at the item 0 until nobody waits for it any more."""
+
+    def init_model(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def check_wanted(self) -> None:
+        """Workers replace it."""
+
+    def predict(self, batch: list[int]) -> list[int]:
+        if 0 in batch:
+            self.gate.go_through()
+        while 0 in batch:
+            self.check_wanted()
+            time.sleep(0.001)
+        return batch
 
 
 class Gated(ManagedModel):

@@ -11,7 +11,7 @@ import pytest
 import models
 from conftest import AnyStreamer
 from contract.calls import AsyncCalls
-from service_streamer import Streamer
+from service_streamer import Streamer, ThreadedStreamer
 from service_streamer.testing import Gate
 
 Build = Callable[..., AnyStreamer]
@@ -38,6 +38,33 @@ def test_cancelling_the_task_withdraws_the_call(gate: Gate) -> None:
         asyncio.run(main())
         gate.let_through()
         busy.result()
+
+
+@pytest.mark.parametrize("kind", [Streamer, ThreadedStreamer])
+def test_a_batch_that_nobody_waits_for_any_more_is_ended(kind: Any, gate: Gate) -> None:
+
+    class Unending(models.Unending):
+        """A thread is given no arguments."""
+
+        def init_model(self) -> None:
+            super().init_model(gate)
+
+    of_kind = {Streamer: (models.Unending, {"model_init_args": (gate,)})}
+    model, options = of_kind.get(kind, (Unending, {}))
+    with kind(model, batch_size=2, **options) as streamer:
+
+        async def main() -> None:
+            tasks = [asyncio.create_task(streamer.apredict([item])) for item in (0, 1)]
+            await asyncio.to_thread(gate.await_arrival)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            assert await streamer.apredict([2]) == [2]
+
+        gate.let_through()
+        asyncio.run(main())
+        stats = streamer.stats()
+        assert (stats.cancelled, stats.failed, stats.restarts) == (2, 0, 0)
 
 
 def test_a_batch_s_results_cross_into_the_loop_at_once(gate: Gate) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from pipeline_cases import item
+from pipeline_cases import served as model_of
 from serve_process import Client
 from served_here import served
 
@@ -51,6 +53,17 @@ def test_embed(features: Client) -> None:
     assert short == pytest.approx([each / math.hypot(*one[:4]) for each in one[:4]], abs=1e-5)
     [cut] = asked(features, "/embed", inputs="the king", dimensions=4, normalize=False)
     assert cut == pytest.approx(raw[:4], abs=1e-5)
+
+
+def test_features_are_the_numbers_of_the_model(features: Client) -> None:
+    """The service asks for arrays of them; programs that do not get lists."""
+    texts = ["the king", "a tree by the river"]
+    found = model_of("features").predict([item(each, "embed_all") for each in texts])
+    assert type(found[0][0][0][0]) is float
+    one_by_one = [asked(features, "/predict", inputs=each) for each in texts]
+    assert one_by_one == found
+    assert asked(features, "/", inputs=texts[0]) == found[0]
+    assert asked(features, "/embed_all", inputs=texts[0]) == [found[0][0]]
 
 
 def test_truncation(features: Client) -> None:

@@ -442,7 +442,7 @@ def test_it_describes_itself() -> None:
         "operations": ["predict", "tokenize", "decode"], "takes_parameters": True, "labels": None,
         "candidate_labels_required": False, "max_tokens": 64, "device": "cpu", "dtype": "float32",
         "dtype_reason": "as saved", "attention": "sdpa", "quantization": None, "compiled": False,
-        "batch_sizes": None, "chats": False,
+        "batch_sizes": None, "chats": False, "vector_size": None,
         "example": "Happy birthday to [MASK].", "revision": None,
     }  # fmt: skip
     said = served("gpt2").description
@@ -451,6 +451,24 @@ def test_it_describes_itself() -> None:
     assert served("tagger").description["labels"] == ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
     said = served("entailment", "zero-shot-classification").description
     assert said["candidate_labels_required"] is True
+
+
+def test_a_batch_may_end_before_each_call_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of chunks of a sound, of rows, or of tokens. A worker asks whether anybody waits."""
+    model = loaded(folder("gpt2"))
+    left = [True] * 3
+
+    def check_wanted() -> None:
+        if not left:
+            raise InvalidInput("nobody waits")
+        left.pop()
+
+    monkeypatch.setattr(model, "check_wanted", check_wanted)
+    with pytest.raises(InvalidInput, match="nobody waits"):
+        model.predict([item("the king", max_new_tokens=9)])
+    left.extend([True] * 99)
+    model.predict([item("the king", max_new_tokens=9)])
+    assert len(left) == 90
 
 
 # Loading

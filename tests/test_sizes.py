@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import wave
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from http_in_process import (
+    StubStreamer,
+    asking,
+    in_still_time,
+    pass_time,
+    post,
+    serving_as,
+    settled,
+)
 from pipeline_cases import folder, item, loaded, refusal, served, variant
+from service_streamer import PredictTimeout
 from service_streamer.options.table import ServeOptions
 from service_streamer.pipelines.sizes import (
     UNREADABLE,
@@ -166,7 +177,34 @@ THUMBNAIL = base64.b64encode(file("PNG", 30, 20)).decode()
     ],
 )  # fmt: skip
 def test_sizes_are_the_sums_of_a_request(task: Any, items: Any, sizes: Sizes | None) -> None:
-    assert sizes_of(task, items) == sizes
+    assert sizes_of({"task": task}, items) == sizes
+
+
+def test_size_of_an_answer_is_about_that_of_its_vectors() -> None:
+    about = {"task": "feature-extraction", "vector_size": 10, "max_tokens": 8}
+    tokens = item([1, 2, 3])
+    for inputs, vectors in [
+        (["a cat"], 3), (["12345678"], 4), (["é" * 4], 4), (["long" * 99], 8), ([tokens], 5),
+        (["a cat", tokens], 8), ([{**item("long" * 99), "do": "embed"}], 1),
+    ]:  # fmt: skip
+        found = sizes_of(about, inputs)
+        assert found is not None
+        assert found.answer == 40 * vectors
+    assert sizes_of({**about, "task": "fill-mask"}, ["a cat"]) == Sizes(characters=5)
+
+
+class Pictures(StubStreamer):
+    """A model of images, whose calls the test answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_held = True
+
+    def model_description(self) -> dict[str, Any]:
+        return {"operations": ["predict"], "task": "image-classification"}
+
+    def late(self, timeout: float) -> PredictTimeout:
+        return PredictTimeout(f"{timeout} s")
 
 
 LIMITS = ServiceOptions(
@@ -210,17 +248,60 @@ def test_a_request_that_costs_too_much_is_refused(
 def test_large_images_of_all_requests_have_a_bound() -> None:
     admission = Admission(LIMITS)
     for own in ({"task": "custom"}, {}):
-        assert admission.check(own, ["x" * 1000]) == 0, "a model of one's own takes any size"
+        assert not admission.check(own, ["x" * 1000]).large, "a model of one's own takes any size"
     about = {"task": "image-classification"}
-    with admission.holding(admission.check(about, [PICTURE])):
-        with admission.holding(admission.check(about, [PICTURE])):
-            assert admission.large == 12_000_000
-            refused = refusal_by(admission, about, [PICTURE])
-            assert refused.status == 503
-            assert b'"code":"overloaded"' in refused.body
-            assert admission.check(about, [THUMBNAIL]) == 0, "small ones go on"
-        admission.check(about, [PICTURE])
-    assert admission.large == 0
+    assert admission.check(about, [PICTURE]).large == 6_000_000
+    assert not admission.check(about, [THUMBNAIL]).large, "small ones go on"
+
+
+def asks_for(picture: str) -> bytes:
+    return post(json.dumps({"inputs": picture}).encode(), path=b"/predict")
+
+
+@in_still_time
+async def test_large_images_wait_for_their_turn() -> None:
+    """Two may be decoded at a time."""
+    streamer = Pictures()
+    async with serving_as(streamer, LIMITS) as served:
+        clients = [await asking(served.site, asks_for(PICTURE)) for _ in range(6)]
+        assert len(streamer.open) == 2
+        small = await asking(served.site, asks_for(THUMBNAIL))
+        assert len(streamer.open) == 3, "small ones go on"
+        clients[2].leave()
+        await settled()
+        streamer.open.pop(0).reply.complete([1])
+        await settled()
+        assert clients[0].received.startswith(b"HTTP/1.1 200")
+        assert len(streamer.open) == 3
+        clients[1].leave()
+        await settled()
+        assert len(streamer.open) == 3, "the next one in its place"
+        await pass_time(LIMITS.timeout)
+        assert clients[5].received.startswith(b"HTTP/1.1 504")
+        assert served.service.admission.large == 12_000_000
+        for call in [*streamer.open]:
+            streamer.open.remove(call)
+            call.reply.complete([1])
+        await settled()
+        for each in (small, clients[3], clients[4]):
+            assert each.received.startswith(b"HTTP/1.1 200")
+        assert served.service.admission.large == 0
+
+
+@in_still_time
+async def test_large_images_whose_turn_comes_too_late_are_refused_at_once() -> None:
+    streamer = Pictures()
+    async with serving_as(streamer, LIMITS) as served:
+        clients = [await asking(served.site, asks_for(PICTURE)) for _ in range(4)]
+        await pass_time(10.0)
+        streamer.open.pop(0).reply.complete([1])
+        await settled()
+        assert clients[0].received.startswith(b"HTTP/1.1 200")
+        clients += [await asking(served.site, asks_for(PICTURE)) for _ in range(3)]
+        *waiting, last = clients[4:]
+        assert not any(each.received for each in waiting), "30 s at 10 s for each"
+        assert last.received.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 2" in last.received
 
 
 def test_costs_of_ones_own_are_those_of_the_inputs() -> None:

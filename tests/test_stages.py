@@ -34,6 +34,28 @@ def worker_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if "service_streamer" in thread.name]
 
 
+def test_a_batch_that_nobody_waits_for_goes_through_no_more_stages() -> None:
+    """The worker reads that in memory that the engine writes: here, from the beginning."""
+    for model in (Staged, ForwardOnly, PredictWins):
+        seen: list[Any] = []
+        worker = loaded(model)
+        worker.preprocess = worker.preprocess and _noting(seen, worker.preprocess)
+        worker.forward = _noting(seen, worker.forward)
+        reports = Batches([1, 2], [3], [4]).serve(worker, unwanted=[0, 2])
+        assert [report.failure is None for report in reports] == [True, False, True]
+        assert reports[1].failure is not None
+        assert reports[1].failure.blames_input, "the worker is not at fault"
+        assert [3] not in seen
+
+
+def _noting(seen: list[Any], stage: Any) -> Any:
+    def noted(batch: Any) -> Any:
+        seen.append(batch)
+        return stage(batch)
+
+    return noted
+
+
 # -- which models have stages
 
 

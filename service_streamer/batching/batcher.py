@@ -297,6 +297,19 @@ class Batcher:
             self._cutter.none_waits()
         return has_ended
 
+    def take_unwanted(self) -> list[tuple[int, int]]:
+        """The slots and ids of batches that nobody waits for any more, since the last time."""
+        gone = self._endings.abandoned
+        if not gone:
+            return []
+        self._endings.abandoned = []
+        return [
+            (batch.slot, batch.id)
+            for batch in self._slots.in_flight()
+            if all(call.is_over for call, _, _ in batch.spans)
+            and any(call in gone for call, _, _ in batch.spans)
+        ]
+
     # -- what workers do
 
     def worker_ready(self, slot: int, now: float, took: float = 0.0) -> Actions:
@@ -317,9 +330,7 @@ class Batcher:
             resumes: whether a stream can go on with another worker where its outputs ended.
         """
         self.has_steps = True
-        self.steps = Stepping(
-            places, self._slots, self._endings, self.figures.metrics, resumes=resumes
-        )
+        self.steps = Stepping(places, self._slots, self.figures.metrics, resumes=resumes)
         self._slots.begin_steps(places, room_of_places(places), GRACE)
         self._retries.grace = GRACE
         self._cutter.begin_steps()
@@ -488,8 +499,8 @@ class Batcher:
         self._assemble(self.sizes, self._recovery.start_duration)
         if self.steps is not None:
             self._cutter.begin_steps()
-            running = [call for batch in in_flight for call, _, _ in batch.spans]
-            self._endings.abandoned = [call for call in running if call.is_over]
+        running = [call for batch in in_flight for call, _, _ in batch.spans]
+        self._endings.abandoned = [call for call in running if call.is_over]
         taken: defaultdict[Call, set[int]] = defaultdict(set)
         for part in [*in_flight, *self._retries]:
             for call, start, stop in part.spans:

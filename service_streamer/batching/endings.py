@@ -45,8 +45,8 @@ class Endings:
         self._expired_suspect = expired_suspect
         self._shared = shared
         self.failed = self.expired = self.cancelled = 0
-        #: Calls that are over while a worker may still be at them; None if it is not to be told.
-        self.abandoned: list[Call] | None = None
+        #: Calls that are over while a worker may still be at them.
+        self.abandoned: list[Call] = []
 
     def fail_if(
         self, call: Call, failures: Mapping[int, Any], positions: range, batch: BatchRecord
@@ -114,7 +114,7 @@ class Endings:
         A signal handler can raise when a function begins, or after a call of C code: so not from
         ``end`` on until it is counted.
         """
-        if self.abandoned is not None and call.is_running:
+        if call.is_running:
             self.abandoned.append(call)
         if call.state is CallState.WAITING:
             self.pending.remove(call)

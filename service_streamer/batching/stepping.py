@@ -8,7 +8,6 @@ from typing import Any
 from ..observe.metrics import BatchMetrics
 from ..observe.record import BatchRecord, Call, StepReport
 from ..observe.step_log import StepLog
-from .endings import Endings
 from .slots import Slots
 
 
@@ -18,22 +17,19 @@ class Stepping:
     Args:
         places: how many items a worker steps at a time.
         resumes: whether a stream can go on with another worker where its outputs ended.
-        slots, endings, metrics: of the batcher.
+        slots, metrics: of the batcher.
 
     Attributes:
         log: the last steps.
         resumes: see above.
     """
 
-    __slots__ = ("_endings", "_metrics", "_slots", "log", "resumes")
+    __slots__ = ("_metrics", "_slots", "log", "resumes")
 
-    def __init__(
-        self, places: int, slots: Slots, endings: Endings, metrics: BatchMetrics, *, resumes: bool
-    ) -> None:
-        self._slots, self._endings, self._metrics = slots, endings, metrics
+    def __init__(self, places: int, slots: Slots, metrics: BatchMetrics, *, resumes: bool) -> None:
+        self._slots, self._metrics = slots, metrics
         self.resumes = resumes
         self.log = StepLog(places)
-        endings.abandoned = []
 
     def stepped(self, report: StepReport, pending: int, now: float) -> list[tuple[Call, Any]]:
         """A worker has taken a step; the calls of streams, each with an output to be handed out.
@@ -100,16 +96,6 @@ class Stepping:
         for batch in batches:
             batch.spans[0][0].is_held = False
             self._slots.resumed(batch.slot, now)
-
-    def take_drops(self) -> list[tuple[int, int]]:
-        """The slots and ids of batches of which the caller has gone since the last time."""
-        gone = self._endings.abandoned
-        if not gone:
-            return []
-        self._endings.abandoned = []
-        return [
-            (batch.slot, batch.id) for batch in self._slots.in_flight() if batch.spans[0][0] in gone
-        ]
 
     def apart(
         self, lost: Sequence[BatchRecord]

@@ -80,7 +80,7 @@ class Core:
     Attributes:
         is_locked_here: whether this thread holds ``lock``. If so, a finalizer interrupts it in the
             middle of a change.
-        untold: what workers are to be told about batches of a model of steps: slots, what, and ids;
+        untold: what workers are to be told about batches: slots, what, and ids;
             as ``unsent``.
         telling: held by the thread that tells workers what is in ``untold``.
         unsent: lanes with batches that are cut and not sent yet. Whoever comes by sends what is
@@ -177,8 +177,7 @@ class Core:
         """No caller waits for the call any more, which is over."""
         call.reply = None
         self.open.pop(call, None)
-        if self.batcher.has_steps:
-            self.collect_drops()
+        self.collect_unwanted()
 
     def fail_open(self, failure: Failure, events: Sequence[WorkerEvent] = ()) -> list[Call]:
         """End every call that is not over, when the state is in doubt; returns those to answer.
@@ -471,11 +470,10 @@ class Core:
         if is_news and failure.remote_traceback is not None:
             self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
 
-    def collect_drops(self) -> None:
-        """Workers are told which calls have lost their callers, of a model of steps."""
-        assert self.batcher.steps is not None
-        drops = self.batcher.steps.take_drops()
-        self.untold += [(slot, DROP, batch_id) for slot, batch_id in drops]
+    def collect_unwanted(self) -> None:
+        """Workers are told which batches have lost their callers."""
+        for slot, batch_id in self.batcher.take_unwanted():
+            self.untold.append((slot, DROP, batch_id))
 
     def watch(self) -> None:
         """Have the loop hand out the record of every batch from now on."""

@@ -255,8 +255,7 @@ class Loop:
                     call = core.left.popleft()
                     if core.batcher.call_withdrawn(call):
                         core.forget(call)
-                if core.batcher.has_steps:
-                    core.collect_drops()
+                core.collect_unwanted()
                 has_more = rest or core.notes or core.supervisor.due <= now
             if core.unsent or core.untold:
                 send(core, self._transport)

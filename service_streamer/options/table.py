@@ -749,6 +749,11 @@ class WebOptions(Options):
         256 << 20, Size(), "Upper bound on the answers that all clients together leave unread, in "
         "bytes.", _S, more="Beyond it the connection of the slowest is closed.", shown="256M",
     )  # fmt: skip
+    max_answers: int = option(
+        256 << 20, Size(), "Upper bound on the memory of all large answers that are computed or "
+        "sent, in bytes; else 413 or 503.", _S, more="A number has 4, and about 20 in "
+        "JSON.", shown="256M",
+    )  # fmt: skip
     opentelemetry: bool = option(
         False, Flag(), "Send spans of requests and batches to the collector of "
         "OTEL_EXPORTER_OTLP_ENDPOINT.", _S,

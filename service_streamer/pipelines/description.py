@@ -20,6 +20,10 @@ _LABELLED = frozenset(
     )
 )  # fmt: skip
 
+#: The task whose answers are vectors. The description says of how many numbers, and by that also
+#: that an item may ask for arrays of them.
+_EMBEDS = "feature-extraction"
+
 _EXAMPLES = {
     "feature-extraction": "A sentence to find others like it.",
     "text-classification": "I have never enjoyed a rainy day as much as this one.",
@@ -52,6 +56,7 @@ def describe_pipeline(pipeline: Any, name: str, operations: list[str]) -> dict[s
         "labels": [str(labels[at]) for at in sorted(labels)] if labels else None,
         "candidate_labels_required": "candidate_labels" in TASKS[task].parameters,
         "max_tokens": None,
+        "vector_size": getattr(model.config, "hidden_size", None) if task == _EMBEDS else None,
         "chats": task == "text-generation" and bool(pipeline.tokenizer.chat_template),
         "device": str(pipeline.device),
         "attention": getattr(model.config, "_attn_implementation", None),

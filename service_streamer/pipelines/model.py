@@ -61,6 +61,9 @@ class PipelineModel(ManagedModel):
 
     task: str
 
+    def check_wanted(self) -> None:
+        """Raises InvalidInput: nobody waits for the batch any more. Workers replace it."""
+
     @classmethod
     def _variant(
         cls,
@@ -175,6 +178,8 @@ class PipelineModel(ManagedModel):
         self._describer = Describer(self.description)
         if hub is not None:
             remember(hub)
+        if not compile:  # one of chunks, rows or tokens: a batch may end between them
+            self.model.model.register_forward_pre_hook(lambda *_: self.check_wanted())
         if compile:
             compile_model(self.model.model, len(list(self.buckets.shapes())) * len(self.handlers))
         self._warm_up(batch_size)
@@ -269,6 +274,7 @@ class PipelineModel(ManagedModel):
                 )
             parameters = check_parameters(self.task, do, parameters)
         request = Request(do, inputs, parameters, position)
+        request.wants_arrays = isinstance(item, dict) and item.get("arrays") is True
         self._handler(request).prepare(request)
         return request
 

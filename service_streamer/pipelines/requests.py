@@ -36,10 +36,14 @@ class Request:
         encoded: the inputs' tokens, or the pixels of an image, if the handler keeps them.
         error: why it is invalid, if the handler found that out later than in ``prepare``.
         tokens: number of tokens of the inputs, once counted.
+        wants_arrays: whether many numbers may come as a numpy array, and not in lists.
         key: requests with the same key are computed together.
     """
 
-    __slots__ = ("do", "encoded", "error", "inputs", "key", "parameters", "position", "tokens")
+    __slots__ = (
+        "do", "encoded", "error", "inputs", "key", "parameters", "position", "tokens",
+        "wants_arrays",
+    )  # fmt: skip
 
     def __init__(self, do: str, inputs: Any, parameters: dict[str, Any], position: int = 0) -> None:
         self.do = do
@@ -49,6 +53,7 @@ class Request:
         self.inputs = inputs
         self.parameters = parameters
         self.tokens = 0
+        self.wants_arrays = False
         self.key: Hashable = None
 
     def group_by(self, options: Mapping[str, Any], *more: Hashable) -> None:

@@ -59,6 +59,7 @@ class Sizes(NamedTuple):
         seconds: duration of all sounds.
         characters: characters of all texts, times how often the model reads them.
         tokens: tokens that may be generated.
+        answer: bytes of the numbers that are answered, about; 0 if they are few, or not known.
     """
 
     pixels: int = 0
@@ -66,10 +67,16 @@ class Sizes(NamedTuple):
     seconds: float = 0.0
     characters: int = 0
     tokens: int = 0
+    answer: int = 0
 
 
-def sizes_of(task: object, items: Iterable[Any]) -> Sizes | None:
-    """Sizes of a request's items; None for an unknown task. Never raises."""
+def sizes_of(description: Mapping[str, Any], items: Iterable[Any]) -> Sizes | None:
+    """Sizes of a request's items; None for an unknown task. Never raises.
+
+    Args:
+        description: the model's.
+    """
+    task, most_tokens = description.get("task"), description.get("max_tokens")
     known = TASKS.get(task) if isinstance(task, str) else None
     if known is None:
         return None
@@ -78,15 +85,21 @@ def sizes_of(task: object, items: Iterable[Any]) -> Sizes | None:
         return Sizes(sum(pixels), sum(each for each in pixels if each > LARGE))
     if known.takes == "audio":
         return Sizes(seconds=sum(sound_seconds(parse_item(item)[1]) for item in items))
-    characters = tokens = 0
+    characters = tokens = vectors = 0
+    embeds = task == "feature-extraction"
     usual = USUAL_TOKENS if task in GENERATING else 0
     for item in items:
         if type(item) is str:  # the usual one
             characters += len(item)
             tokens += usual
+            if embeds:
+                vectors += _vectors(item, most_tokens)
             continue
         do, inputs, parameters = parse_item(item)
         length = _characters(inputs)
+        if embeds:
+            of_tokens = do in ("predict", "embed_all")
+            vectors += _vectors(inputs, most_tokens) if of_tokens else do == "embed"
         if isinstance(parameters, Mapping):
             characters += length * _labels(parameters.get("candidate_labels"))
             if usual and do in ("predict", "generate"):
@@ -94,7 +107,14 @@ def sizes_of(task: object, items: Iterable[Any]) -> Sizes | None:
                 tokens += answers * _number(parameters.get("max_new_tokens"), usual)
         else:
             characters += length
-    return Sizes(characters=characters, tokens=tokens)
+    answer = vectors * (description.get("vector_size") or 0) * _BYTES_PER_NUMBER
+    return Sizes(characters=characters, tokens=tokens, answer=answer)
+
+
+def _vectors(inputs: object, most: int | None) -> int:
+    """Tokens of an input, each of which has a vector."""
+    tokens = int(input_length(inputs)) // BYTES_PER_TOKEN + _SPECIAL_TOKENS
+    return tokens if most is None else min(tokens, most)
 
 
 def _characters(value: object) -> int:
@@ -232,6 +252,12 @@ _CONSTANT = 1.0
 
 #: Bytes of a token, about the same in all scripts.
 BYTES_PER_TOKEN = 4
+
+#: Of an answer, as workers send it: float32.
+_BYTES_PER_NUMBER = 4
+
+#: Tokens that a tokenizer adds to a text, as a rule.
+_SPECIAL_TOKENS = 2
 
 #: Length of a generated token: one forward pass, like about ten input tokens of four bytes each.
 #: Arbitrary.

@@ -319,7 +319,7 @@ def _check_labels(parameters: dict[str, Any]) -> None:
 
 def parse_item(item: object) -> tuple[str, Any, Any]:
     """Operation, inputs and parameters of an item. Anything but a request is an input."""
-    if isinstance(item, dict) and item.keys() == {"do", "inputs", "parameters"}:
+    if isinstance(item, dict) and item.keys() - {"arrays"} == {"do", "inputs", "parameters"}:
         do, parameters = item["do"], item["parameters"]
         return str(do), item["inputs"], {} if parameters is None else parameters
     return "predict", item, {}

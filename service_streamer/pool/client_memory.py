@@ -100,7 +100,7 @@ class ClientMemory:
                     if key not in seen:  # the client reports a block once for each message
                         seen.add(key)
                         self._held.setdefault(key, []).append(output)
-                        self._sizes[output.memory.number] += output.size
+                        self._sizes[output.memory.number] += output.nbytes
                     given.append((*output.wire, output.memory.number))
                 else:
                     given.append(inlined(output))
@@ -109,7 +109,7 @@ class ClientMemory:
     def _has_room(self, output: Received) -> bool:
         """Whether the client may hold one more: a part is left even if all hold what they may."""
         memory = output.memory
-        held = self._sizes[memory.number] + output.size
+        held = self._sizes[memory.number] + output.nbytes
         return held <= memory.size // (1 + self._pool.clients)
 
     def released(self, blocks: list[tuple[int, int]]) -> None:
@@ -118,7 +118,7 @@ class ClientMemory:
             for block in blocks:
                 held = self._held[block]
                 received = held.pop()
-                self._sizes[block[0]] -= received.size
+                self._sizes[block[0]] -= received.nbytes
                 if not held:
                     del self._held[block]
                 if received.memory.is_left:

@@ -31,6 +31,10 @@ class Apart:
         self._stream = stream
         self._buffers = buffers
 
+    @property
+    def nbytes(self) -> int:
+        return sum(memoryview(each).nbytes for each in (self._stream, *self._buffers))
+
     def load(self) -> Any:
         """The value, whose arrays are its own and may be written to. Any thread."""
         return pickle.loads(self._stream, buffers=[bytearray(each) for each in self._buffers])

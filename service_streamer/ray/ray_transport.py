@@ -141,7 +141,7 @@ class RayTransport(Transport):
 
     def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
         worker = self._workers.get(slot)
-        if worker is not None:
+        if worker is not None and worker.has_steps:
             self._take(worker, (what, batch_ids))
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:

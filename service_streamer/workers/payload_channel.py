@@ -137,7 +137,7 @@ class Received:
         return self._window.memory
 
     @property
-    def size(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of the memory that it holds."""
         return self._look.size
 
@@ -153,9 +153,10 @@ class Received:
 class Kept:
     """A result for several callers: each that loads it gets memory of its own."""
 
-    __slots__ = ("_parts", "_received")
+    __slots__ = ("_parts", "_received", "nbytes")
 
     def __init__(self, received: Received) -> None:
+        self.nbytes = received.nbytes
         self._received: Received | None = received
         self._parts: list[bytes] = []
 

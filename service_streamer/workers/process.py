@@ -201,7 +201,10 @@ class ProcessTransport(Transport):
 
     def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
         worker = self._workers.get(slot)
-        if worker is not None:
+        if worker is not None and not worker.has_steps:
+            for batch_id in batch_ids:
+                worker.drop(batch_id)
+        elif worker is not None:
             try:
                 self._write(worker, pickle.dumps((what, batch_ids), _PROTOCOL))
             except BaseException:

@@ -1,23 +1,33 @@
-"""Which batches a worker process is at, so that its parent knows after its end, however it ends."""
+"""Which batches a worker process is at, and which of them nobody waits for: in shared memory.
+
+So the parent knows the first after the worker's end, however it ends, and the worker the second
+while it computes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import MutableSequence
-from typing import Any, cast
+from collections.abc import MutableSequence, Sequence
+from typing import Any
 
 from .memory.arena import PAGE
 from .memory.shared_memory import Memory
 
-__all__ = ["StageProgress"]
+__all__ = ["UNWANTED", "StageProgress"]
+
+#: How many batches a worker can be told to be of no use; it has fewer at a time. A batch has the
+#: number of its id modulo this.
+UNWANTED = 8
 
 
 class StageProgress:
     """A number for each stage, in memory of both processes: a batch's id plus 1, or 0.
 
-    Of a model of steps, a number from FORWARD on for each batch in the model's current call.
+    Of a model of steps, a number from FORWARD on for each batch in the model's current call. Before
+    these numbers are those that the parent writes.
 
-    The worker writes each number by one store, so the parent never reads a part of one.
+    Each number is written by one store, so nobody reads a part of one.
 
     Raises:
         OSError: the system has no such memory.
@@ -26,15 +36,20 @@ class StageProgress:
     def __init__(self) -> None:
         self._memory = Memory(PAGE)
 
-    def for_worker(self, places: int = 0) -> MutableSequence[int]:
-        """Where the stages write. For the worker, once.
+    def for_worker(self, places: int = 0) -> tuple[MutableSequence[int], Sequence[int]]:
+        """Where the stages write, and where they read what is unwanted. For the worker, once.
 
         Args:
             places: how many items a model of steps may have in a call.
         """
         os.truncate(self._memory.descriptor, PAGE + 8 * places)  # a number has 8 bytes
         numbers: Any = self._numbers()
-        return cast(MutableSequence[int], numbers)
+        return numbers[UNWANTED:], numbers[:UNWANTED]
+
+    def drop(self, batch_id: int) -> None:
+        """Nobody waits for the batch any more. For the parent; never raises."""
+        with contextlib.suppress(OSError):
+            self._numbers()[batch_id % UNWANTED] = batch_id + 1
 
     def begun(self, first: int = 0) -> frozenset[int]:
         """Ids of the batches that are in a stage, or were when the worker ended.
@@ -48,7 +63,7 @@ class StageProgress:
             numbers = self._numbers()
         except OSError:
             return frozenset()
-        return frozenset(number - 1 for number in numbers[first:] if number)
+        return frozenset(number - 1 for number in numbers[UNWANTED + first :] if number)
 
     def _numbers(self) -> memoryview[int]:
         memory = self._memory

@@ -63,6 +63,7 @@ __all__ = [
 VERSION = 4
 
 #: In the place of a batch's id, to a worker of a model of steps: a list of batches to be dropped.
+#: Others are at a batch until it is over, and read in shared memory that nobody waits for it.
 DROP = -1
 #: The same for streams that are not to be stepped for a while, and for those that are again.
 HOLD, RESUME = -2, -3

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import MutableSequence
+from collections.abc import MutableSequence, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -101,7 +101,10 @@ class Channel(ABC):
 
 
 def serve(
-    channel: Channel, model: LoadedModel, progress: MutableSequence[int] | None = None
+    channel: Channel,
+    model: LoadedModel,
+    progress: MutableSequence[int] | None = None,
+    unwanted: Sequence[int] = (),
 ) -> None:
     """Answer batches until the channel says to end. Nothing that a model raises ends it.
 
@@ -109,6 +112,7 @@ def serve(
 
     Args:
         progress: see ``Stages``; of a model of steps, ``serve_steps``.
+        unwanted: see ``Stages``. Workers of a model of steps get messages instead.
 
     Raises:
         DeviceFailed: of the model's guard.
@@ -118,7 +122,7 @@ def serve(
 
         serve_steps(channel, model, progress)
         return
-    stages = Stages(model, progress)
+    stages = Stages(model, progress, unwanted)
     try:
         _serve(channel, stages)
     except DeviceFailed as end:

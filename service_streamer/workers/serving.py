@@ -85,8 +85,8 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
             )
         )
         try:
-            progress = boot.progress.for_worker(model.places) if boot.progress else None
-            serve(channel, model, progress)
+            shared = boot.progress.for_worker(model.places) if boot.progress else ()
+            serve(channel, model, *shared)
         except DeviceFailed as end:
             channel.send_message(DeviceFailure(end.batch_id, end.fault, end.error))
             sys.exit(EXIT_DEVICE_FAILED)

@@ -16,10 +16,10 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import MutableSequence
+from collections.abc import MutableSequence, Sequence
 from typing import Any
 
-from ..errors import BadModelOutput, InvalidItems
+from ..errors import BadModelOutput, InvalidInput, InvalidItems
 from ..options.checks import is_sequence
 from .chunked_run import (
     OutOfMemory,
@@ -138,11 +138,21 @@ class Stages:
 
     Args:
         progress: where each stage writes which batch it is at: its id plus 1, or 0.
+        unwanted: batches that nobody waits for any more: see ``StageProgress``. They go no further.
     """
 
-    def __init__(self, model: LoadedModel, progress: MutableSequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        progress: MutableSequence[int] | None = None,
+        unwanted: Sequence[int] = (),
+    ) -> None:
         self.model = model
         self.progress = [0, 0, 0] if progress is None else progress
+        self._unwanted = unwanted
+        managed: Any = model.managed
+        if hasattr(managed, "check_wanted"):
+            managed.check_wanted = lambda: self._check_wanted(self.progress[FORWARD])
         #: Whether reports say what each stage took, also where batches do not overlap.
         self.has_stages = model.forward is not model.predict
         self._postprocess = one_at_a_time(model.postprocess)
@@ -164,6 +174,11 @@ class Stages:
         except BaseException as error:
             job.fail(caught(error, self.model, job.batch_id))
         job.seconds[INTAKE] = time.monotonic() - started
+
+    def _check_wanted(self, number: int) -> None:
+        """Raises InvalidInput, of which nobody learns: the batch of this number is unwanted."""
+        if self._unwanted and self._unwanted[(number - 1) % len(self._unwanted)] == number > 0:
+            raise InvalidInput("nobody waits for the results any more")
 
     def compute(self, job: Job) -> None:
         """Run ``forward``, or ``predict``."""
@@ -280,6 +295,7 @@ class Stages:
     # -- the stages, without what becomes of errors
 
     def _prepare(self, job: Job) -> None:
+        self._check_wanted(job.batch_id + 1)
         calls = self._calls
         prepare = calls.prepare
         while prepare is not None and job.items:
@@ -293,6 +309,7 @@ class Stages:
                 job.drop(error)
 
     def _compute(self, job: Job) -> None:
+        self._check_wanted(job.batch_id + 1)
         while True:
             try:
                 job.data = self._calls.compute(job.data)
@@ -315,6 +332,7 @@ class Stages:
             job.memory = memory(job.chunks[0].data)
 
     def _finish(self, job: Job) -> None:
+        self._check_wanted(job.batch_id + 1)
         chunks, finish = job.chunks, self._calls.finish
         if chunks is None:
             job.data = finish(job.data, len(job.items))

@@ -17,6 +17,7 @@ from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..supervision.supervisor import Loss
 from .model_spec import ModelSpec
+from .progress import UNWANTED
 from .protocol import Failure, summary
 from .runner import Channel, serve
 
@@ -133,12 +134,13 @@ class Transport(ABC):
                 where these ended.
         """
 
-    def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:  # noqa: B027 - may not step
-        """Tell a worker of a model of steps about these batches. Never blocks.
+    def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:  # noqa: B027 - a hint
+        """Tell a worker about these batches. Never blocks.
 
         Args:
-            what: ``DROP``: their callers have gone; each is answered all the same. ``HOLD``:
-                they are not to be stepped for a while. ``RESUME``: they are again.
+            what: ``DROP``: their callers have gone; each is answered all the same. Of a model of
+                steps also ``HOLD``: they are not to be stepped for a while. ``RESUME``: they are
+                again.
         """
 
     @abstractmethod
@@ -240,8 +242,11 @@ class ThreadTransport(Transport):
 
     def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
         channel = self._channels.get(slot)
-        if channel is not None:
+        if channel is not None and channel.has_steps:
             channel.batches.put((what, batch_ids))
+        elif channel is not None:
+            for batch_id in batch_ids:
+                channel.unwanted[batch_id % UNWANTED] = batch_id + 1
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         events: list[WorkerEvent | None] = []
@@ -307,6 +312,8 @@ class _ThreadChannel(Channel):
         self.last_sent = -1  # the id of a batch
         self.room = threading.Semaphore(_MOST_REPORTS)
         self.is_closing = False  # nobody reads its reports any more
+        self.has_steps = False
+        self.unwanted = [0] * UNWANTED
 
     def receive(self) -> tuple[Any, ...] | None:
         return self.batches.get()
@@ -330,9 +337,10 @@ def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
     loss, report = Loss.START_FAILED, None
     try:
         predict = spec.load(None)
+        channel.has_steps = predict.places > 0
         channel.events.put(WorkerReady(channel.slot, predict.description, predict.places))
         loss = Loss.CRASHED
-        serve(channel, predict)
+        serve(channel, predict, unwanted=channel.unwanted)
     except BaseException as error:
         if loss is Loss.CRASHED:
             code = error.code if isinstance(error, SystemExit) else None

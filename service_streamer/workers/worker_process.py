@@ -80,6 +80,7 @@ class KnownWorker:
         device_failure: what it said of its GPU before it ended; None if it did not.
         killed_for: why it was ended by force, in words; None if it was not.
         wants_rows, pins: see ``WorkerStarted``.
+        has_steps: whether its model is one of steps.
     """
 
     def __init__(self, slot: int, place: int) -> None:
@@ -92,7 +93,7 @@ class KnownWorker:
         self.start_failure: Failure | None = None
         self.device_failure: DeviceFailure | None = None
         self.killed_for: str | None = None
-        self.wants_rows = self.pins = False
+        self.wants_rows = self.pins = self.has_steps = False
 
 
 class WorkerProcess(KnownWorker):
@@ -220,6 +221,12 @@ class WorkerProcess(KnownWorker):
         """
         first = INTAKE if self.device_failure is None else FORWARD
         return (self._progress and self._progress.begun(first)) or None
+
+    def drop(self, batch_id: int) -> None:
+        """Nobody waits for the batch any more."""
+        progress = self._progress
+        if progress is not None:
+            progress.drop(batch_id)
 
     def write(self, frame: bytes) -> bool:
         """Write or keep the frame; False if some is kept and the loop should flush it."""
@@ -366,6 +373,7 @@ def event_of(worker: KnownWorker, message: FromWorker) -> WorkerEvent | None:
         raise Breach("it reported its start twice")
     if isinstance(message, WorkerStarted):
         worker.wants_rows, worker.pins, description, places, resumes = message
+        worker.has_steps = places > 0
         if worker.exchange is not None:
             worker.exchange.is_pinned = worker.pins
         if type(description) not in (dict, type(None)):

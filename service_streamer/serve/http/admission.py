@@ -6,14 +6,15 @@ measured before it joins a batch: decoded pixels, seconds of sound, characters, 
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...options.table import WebOptions
 from ...pipelines.sizes import Sizes, sizes_of
+from .json_bodies import LargeAnswer
 from .refusals import Refusal
 
 logger = logging.getLogger(__name__)
@@ -61,15 +62,21 @@ class ServiceOptions(WebOptions):
         return bool(self.api_keys) or self.api_key_file is not None
 
 
-class Bodies:
-    """The bodies of all open requests of a web process. Belongs to one event loop.
+class ByteBudget:
+    """Bytes that all open requests of a web process take. Belongs to one event loop.
+
+    Args:
+        warning: for the log when there is no room for more, of the MB that are taken and may be.
+        refusal: what clients are told.
 
     Attributes:
-        held: their bytes, those that have arrived.
+        size: how many are taken.
     """
 
-    def __init__(self) -> None:
-        self.held = 0
+    def __init__(self, warning: str, refusal: str) -> None:
+        self.size = 0
+        self._warning = warning
+        self._refusal = refusal
         self._full_at = 0  # the limit that was reached, as the log says; 0 for none
 
     def check(self, size: int, most: int | None) -> None:
@@ -77,82 +84,148 @@ class Bodies:
 
         Args:
             size: bytes that have arrived, or are about to.
-            most: maximum of all bodies together; None for no limit.
+            most: maximum of all together; None for no limit.
 
         Raises:
             Refusal: 503.
         """
-        if most is None or self.held + size <= most:
+        if most is None or self.size + size <= most:
             return
         if not self._full_at:
             self._full_at = most
-            logger.warning(
-                "the bodies of all open requests have %d MB, and this web process takes at most %d "
-                "MB: others get 503. The limit is a quarter of the memory, shared by the web "
-                "processes; more memory or a lower --max-body admits more requests",
-                self.held >> 20, most >> 20,
-            )  # fmt: skip
+            logger.warning(self._warning, self.size >> 20, most >> 20)
         raise Refusal(
             503,
             "overloaded",
-            "the service holds too many request bodies; retry soon, or send a smaller body",
+            self._refusal,
             reason="overloaded",
             code="overloaded",
             retry_after=1,
         )
 
-    def release(self, size: int) -> None:
-        """A request with so many bytes is over."""
-        self.held -= size
-        if self.held < self._full_at // 2:
+    def take(self, size: int, most: int | None) -> None:
+        """The same, and count them until they are given back. Raises Refusal."""
+        self.check(size, most)
+        self.size += size
+
+    def give_back(self, size: int) -> None:
+        """So many bytes of a request are gone."""
+        self.size -= size
+        if self.size < self._full_at // 2:
             self._full_at = 0
 
 
-class Admission:
-    """Refuses requests that cost too much. Belongs to one event loop.
+class ByteBudgets(NamedTuple):
+    """Of the bodies of a web process's open requests, and of their answers that are not sent.
 
     Attributes:
-        large: pixels of all admitted large images.
+        senders: of the large answers that are being sent.
+    """
+
+    bodies: ByteBudget
+    answers: ByteBudget
+    senders: set[LargeAnswer]
+
+
+def make_budgets() -> ByteBudgets:
+    return ByteBudgets(
+        ByteBudget(
+            "the bodies of all open requests have %d MB, and this web process takes at most %d "
+            "MB: others get 503. The limit is a quarter of the memory, shared by the web "
+            "processes; more memory or a lower --max-body admits more requests",
+            "the service holds too many request bodies; retry soon, or send a smaller body",
+        ),
+        ByteBudget(
+            "the answers that are computed or sent take %d MB, and in this web process they may "
+            "take %d MB: other large ones get 503, and the connection of a slow reader is closed. "
+            "A higher --max-answers admits more, if there is memory",
+            "the service holds too many large answers; retry soon, or send fewer or shorter inputs "
+            "at once",
+        ),
+        set(),
+    )
+
+
+class Admission:
+    """Refuses requests that cost too much; has large images wait. Belongs to one event loop.
+
+    Attributes:
+        large: pixels of the large images that are decoded, or about to be.
     """
 
     def __init__(self, options: ServiceOptions) -> None:
         self._options = options
         self.large = 0
+        self._waiting: dict[asyncio.Future[None], int] = {}  # their pixels, in the order of arrival
+        self._done, self._since = 0, 0.0  # pixels that were done since the first one waited
 
-    def check(self, description: Mapping[str, Any], items: Iterable[Any]) -> int:
-        """Pixels of a request's large images, for ``holding``.
+    def check(self, description: Mapping[str, Any], items: Iterable[Any]) -> Sizes:
+        """Sizes of a request, of which ``large`` is for ``enter``.
 
         Args:
             description: the model's description; the inputs of a user's own model are not measured.
 
         Raises:
-            Refusal: 413, the request costs too much; 503, all large images together do.
+            Refusal: 413.
         """
-        sizes = sizes_of(description.get("task"), items)
+        sizes = sizes_of(description, items)
         if sizes is None:
-            return 0
+            return Sizes()
         self._check_request(sizes)
-        most = self._options.max_large_pixels
-        if sizes.large and most is not None and self.large + sizes.large > most:
+        return sizes
+
+    def enter(self, large: int, left: float, now: float) -> asyncio.Future[None]:
+        """A request's large images are to be decoded; the request has to ``leave``.
+
+        Args:
+            large: their pixels.
+            left: how long the request may take, seconds.
+            now: seconds of the loop's clock.
+
+        Returns:
+            What is done when their turn has come: at once, if there is room.
+
+        Raises:
+            Refusal: 503, as it goes their turn will not come in time.
+        """
+        turn = asyncio.get_running_loop().create_future()
+        if not large or (not self._waiting and self._has_room(large)):
+            self.large += large
+            turn.set_result(None)
+            return turn
+        ahead = large + sum(self._waiting.values())
+        if not self._waiting:
+            self._done, self._since = 0, now
+        elif ahead * (now - self._since) > left * self._done > 0:
             raise Refusal(
                 503,
                 "overloaded",
-                "large images of other requests are being decoded; retry soon, or send smaller "
-                "images",
+                "too many large images wait to be decoded; retry later, or send smaller images",
                 reason="overloaded",
                 code="overloaded",
                 retry_after=2,
             )
-        return sizes.large
+        self._waiting[turn] = large
+        return turn
 
-    @contextlib.contextmanager
-    def holding(self, large: int) -> Iterator[None]:
-        """Count a request's large images while it is computed."""
-        self.large += large
-        try:
-            yield
-        finally:
+    def leave(self, large: int, turn: asyncio.Future[None]) -> None:
+        """The images of a request are done, or not wanted any more."""
+        if self._waiting.pop(turn, None) is None:
             self.large -= large
+            self._done += large
+        while self._waiting:
+            first, size = next(iter(self._waiting.items()))
+            if not self._has_room(size):
+                break
+            del self._waiting[first]
+            if first.done():  # cancelled
+                continue
+            self.large += size
+            first.set_result(None)
+
+    def _has_room(self, large: int) -> bool:
+        most = self._options.max_large_pixels
+        return most is None or self.large + large <= most
 
     def _check_request(self, sizes: Sizes) -> None:
         options = self._options
@@ -176,6 +249,24 @@ class Admission:
                 "sounds", round(sizes.seconds), "seconds", options.max_audio_seconds,
                 "--max-audio-seconds", "send fewer or shorter ones at once",
             )  # fmt: skip
+
+
+def answer_too_large(size: int, most: int) -> Refusal:
+    """The answer to a request whose answer is too large, or would be.
+
+    Args:
+        size: bytes.
+        most: maximum.
+    """
+    return Refusal(
+        413,
+        "invalid_request_error",
+        f"the answer of this request would take {size >> 20:,} MB, and the service holds "
+        f"{most >> 20:,} MB of all answers at most (--max-answers); send fewer or shorter inputs "
+        "at once",
+        reason="too_large",
+        code="request_too_costly",
+    )
 
 
 def _too_much(what: str, count: int, unit: str, limit: float, option: str, advice: str) -> Refusal:

@@ -138,15 +138,15 @@ class _ASGIExchange:
         self._body = b""
         self._begun: tuple[int, Headers] | None = None
         self._answer = b""
-        self._on_gone: Callable[[], None] | None = None
+        self._on_gone: Callable[[], object] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     @property
-    def on_gone(self) -> Callable[[], None] | None:
+    def on_gone(self) -> Callable[[], object] | None:
         return self._on_gone
 
     @on_gone.setter
-    def on_gone(self, callback: Callable[[], None] | None) -> None:
+    def on_gone(self, callback: Callable[[], object] | None) -> None:
         self._on_gone = callback
         if callback is not None and self._watch is None:
             self._watch = asyncio.get_running_loop().create_task(self._await_end())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import InvalidInput
-from .context import Context, encode, invalid, unsupported
+from .context import Context, invalid, unsupported
 from .hub_embeddings import TRUNCATE, said
 from .hub_schemas import ClassificationRequest, cutting
+from .json_bodies import JSONAnswer
 
 _FIELDS = ("truncate", "truncation_direction", "raw_scores")
 
@@ -19,7 +20,7 @@ def is_hub_form(request: ClassificationRequest) -> bool:
     )
 
 
-async def classify(request: ClassificationRequest, context: Context) -> bytes:
+async def classify(request: ClassificationRequest, context: Context) -> JSONAnswer:
     """All labels with their scores, best first: of one text, or of each text and pair of a list."""
     if request.stream:
         raise unsupported("stream")
@@ -38,7 +39,7 @@ async def classify(request: ClassificationRequest, context: Context) -> bytes:
         outputs = await context.compute(items)
     except InvalidInput as error:
         raise said(error, TRUNCATE) from None
-    return encode(outputs[0] if is_one else outputs)
+    return await context.answer(lambda: outputs[0] if is_one else outputs)
 
 
 def _check_lists(inputs: list[Any]) -> None:

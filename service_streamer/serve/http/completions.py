@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ...errors import InvalidInput
-from .context import Context, check_streams, decoded, encode, invalid, renamed, unsupported
+from .context import Context, check_streams, invalid, renamed, unsupported
 from .echoing import echoes_of
 from .events import ChatEvents, CompletionEvents
 from .generation_schemas import (
@@ -22,6 +22,7 @@ from .generation_schemas import (
     CompletionsRequest,
     CompletionsResponse,
 )
+from .json_bodies import JSONAnswer, read_json
 from .logprobs import Echo, LegacyLogprobs, best_rows, chat_logprobs
 from .schemas import Usage
 from .streaming import EventStream
@@ -53,8 +54,8 @@ _read_completions = msgspec.json.Decoder(CompletionsRequest)
 _read_chat = msgspec.json.Decoder(ChatRequest)
 
 
-async def completions(body: bytes, context: Context) -> bytes | EventStream:
-    request: CompletionsRequest = decoded(_read_completions, body)
+async def completions(body: bytes, context: Context) -> JSONAnswer | EventStream:
+    request: CompletionsRequest = await read_json(_read_completions, body)
     parameters = _openais_parameters(request, context)
     count = request.n or 1
     candidates = request.best_of or count
@@ -103,7 +104,8 @@ async def completions(body: bytes, context: Context) -> bytes | EventStream:
                 found = LegacyLogprobs(with_special=echo is not None)
                 wanted = found.of(sequence["logprobs"], echo)
             choices.append(Completion(text, len(choices), sequence["finish_reason"], wanted))
-    return encode(CompletionsResponse(**head, choices=choices, usage=_usage(outputs)))
+    answer = CompletionsResponse(**head, choices=choices, usage=_usage(outputs))
+    return await context.answer(lambda: answer)
 
 
 def _check_completions(request: CompletionsRequest, count: int, candidates: int) -> None:
@@ -130,8 +132,8 @@ def _nothing_after(echo: Echo, count: int) -> list[dict[str, Any]]:
     return [text] * count
 
 
-async def chat(body: bytes, context: Context) -> bytes | EventStream:
-    request: ChatRequest = decoded(_read_chat, body)
+async def chat(body: bytes, context: Context) -> JSONAnswer | EventStream:
+    request: ChatRequest = await read_json(_read_chat, body)
     parameters = _openais_parameters(request, context)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "is only for answers with logprobs; set logprobs to true")
@@ -156,7 +158,8 @@ async def chat(body: bytes, context: Context) -> bytes | EventStream:
         )
         for index, each in enumerate(sequences)
     ]
-    return encode(ChatResponse(**head, choices=choices, usage=_usage([sequences])))
+    answer = ChatResponse(**head, choices=choices, usage=_usage([sequences]))
+    return await context.answer(lambda: answer)
 
 
 def _openais_parameters(

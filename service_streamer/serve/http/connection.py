@@ -374,7 +374,7 @@ class Connection(asyncio.Protocol):
 
     def _failed(self, exchange: HTTPExchange) -> None:
         if exchange.has_begun:
-            self._close()  # the client sees that something is missing
+            self.transport.abort()  # the client sees that something is missing
         else:
             exchange.answer_early(500, (_TEXT,), b"Internal Server Error", _SPILL)
 

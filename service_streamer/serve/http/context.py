@@ -1,16 +1,15 @@
-"""What an operation sees of the service, and how it reads and writes bodies."""
+"""What an operation sees of the service."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
-
 from ...errors import InvalidInput
 from .events import Form
 from .exchange import Headers
-from .refusals import Refusal, undecodable
+from .json_bodies import JSONAnswer
+from .refusals import Refusal
 from .streaming import EventStream
 
 __all__ = [
@@ -18,10 +17,7 @@ __all__ = [
     "Context",
     "Description",
     "check_streams",
-    "decoded",
-    "encode",
     "invalid",
-    "plain",
     "renamed",
     "unsupported",
 ]
@@ -72,36 +68,19 @@ class Context(Protocol):
     def compute(self, items: list[Any]) -> Awaitable[list[Any]]:
         """Compute items in batches with other callers' items."""
 
+    async def answer(self, make: Callable[[], Any]) -> JSONAnswer:
+        """The answer in JSON, of what was computed last.
+
+        Args:
+            make: makes it, in a thread if it is large.
+        """
+
     async def stream(self, item: Any, form: Form, *others: Any) -> EventStream:
         """Compute an item; its outputs are sent as they come. Returns with the first of them.
 
         Args:
             others: more items. The form then gets the outputs of all of them as ``Numbered``.
         """
-
-
-def plain(value: Any) -> Any:
-    """For ``msgspec``: numpy and torch values as lists and numbers."""
-    tolist = getattr(value, "tolist", None)
-    if tolist is not None:
-        return tolist()
-    raise TypeError(
-        f"the model's result has a {type(value).__name__}, which is not JSON; return plain data"
-    )
-
-
-#: A result as JSON.
-encode: Callable[[Any], bytes] = msgspec.json.Encoder(enc_hook=plain).encode
-
-
-def decoded(decoder: msgspec.json.Decoder[Any], body: bytes | memoryview) -> Any:
-    """Decode a body. Raises Refusal."""
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if not body:
-            raise undecodable(msgspec.DecodeError("it is empty")) from None
-        raise undecodable(error, getattr(decoder.type, "__struct_fields__", ())) from None
 
 
 def check_streams(context: Context) -> None:

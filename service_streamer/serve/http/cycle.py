@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...engine.backend import Backend, LoopReply, Mailbox
 from ...engine.streams import AsyncStream
 from ...observe.record import ORDINARY, Call, Precedence, Timing
-from .admission import Bodies, ServiceOptions
+from .admission import ByteBudgets, ServiceOptions, answer_too_large, make_budgets
 from .api_keys import COMPUTE
 from .content_coding import decompressed
 from .exchange import Disconnected, Exchange
 from .headers import check_framing, read_priority, read_seconds, read_tenant
+from .json_bodies import READ_AT_ONCE, WRITTEN_AT_ONCE, LargeAnswer
 from .keyring import KeyHolder, Keyring
 from .refusals import Refusal, too_large
 
@@ -30,7 +31,7 @@ __all__ = ["Cycle", "answer", "answer_early"]
 #: A body that is too large is received up to this multiple of the limit.
 _SPILL = 16
 
-_CONTENT_TYPE = (b"content-type", b"application/json")
+JSON_TYPE = (b"content-type", b"application/json")
 
 
 class Cycle:
@@ -40,14 +41,17 @@ class Cycle:
         loop: the running one; to ask asyncio for it costs a system call in Python 3.11.
         mailbox: of the loop.
         keyring: checks the request's key; None if the service needs none.
-        bodies: those of all requests.
+        budgets: of all requests.
+
+    Attributes:
+        answer_size: bytes of the answer, as workers send them, or about; 0 if unknown.
     """
 
     __slots__ = (
         "_asked",
         "_backend",
         "_began",
-        "_bodies",
+        "_budgets",
         "_coding",
         "_held",
         "_keyring",
@@ -55,6 +59,7 @@ class Cycle:
         "_mailbox",
         "_options",
         "_reply",
+        "answer_size",
         "caller",
         "content_type",
         "exchange",
@@ -71,13 +76,14 @@ class Cycle:
         loop: asyncio.AbstractEventLoop,
         mailbox: Mailbox,
         keyring: Keyring | None = None,
-        bodies: Bodies | None = None,
+        budgets: ByteBudgets | None = None,
     ) -> None:
         self._options = options
         self._backend = backend
         self._keyring = keyring
-        self._bodies = Bodies() if bodies is None else bodies
+        self._budgets = make_budgets() if budgets is None else budgets
         self._held = 0  # bytes of the body
+        self.answer_size = 0
         self._coding = b""
         self._loop = loop
         self._mailbox = mailbox
@@ -118,7 +124,7 @@ class Cycle:
                 size = int(value) if len(value) < 20 else None  # leading zeros have no end
                 if size is None or size > options.max_body:
                     raise too_large(options.max_body, size)
-                self._bodies.check(size, options.max_bodies)
+                self._budgets.bodies.check(size, options.max_bodies)
             elif name == b"x-request-timeout":
                 self._asked = read_seconds(value)
                 self.timeout = min(self.timeout, self._asked)
@@ -140,7 +146,9 @@ class Cycle:
         """The request is over: nothing of it counts as open any more."""
         if self.caller is not None:
             self.caller.leave()
-        self._bodies.release(self._held)
+        bodies, answers, _ = self._budgets
+        bodies.give_back(self._held)
+        answers.give_back(self.answer_size)
 
     def header(self, name: bytes) -> bytes:
         """Another header, of a name in lower case; empty if missing."""
@@ -165,9 +173,28 @@ class Cycle:
 
     def hold(self, size: int) -> None:
         """Count bytes of the body until ``leave``. Raises Refusal: there is no room for them."""
-        self._bodies.check(size, self._options.max_bodies)
-        self._bodies.held += size
+        self._budgets.bodies.take(size, self._options.max_bodies)
         self._held += size
+
+    def expect_answer(self, size: int) -> None:
+        """Count about so many bytes of an answer until ``leave``. Raises Refusal: no room."""
+        if size <= WRITTEN_AT_ONCE:  # those have a bound by their number
+            return
+        most = self._options.max_answers
+        if size > most:
+            raise answer_too_large(size, most)
+        _, answers, senders = self._budgets
+        if answers.size + size > most and senders:
+            slowest = min(senders, key=LargeAnswer.rate)
+            slowest.end_if_slow(self._options.write_timeout)
+        answers.take(size, most)
+        self.answer_size += size
+
+    def _count_answer(self, size: int) -> None:
+        """The answer has come, and may be larger than was expected. Raises Refusal: no room."""
+        self._budgets.answers.give_back(self.answer_size)
+        self.answer_size = 0
+        self.expect_answer(size)
 
     async def read(self) -> bytes:
         """The body.
@@ -206,6 +233,34 @@ class Cycle:
 
     # -- computing
 
+    @property
+    def left(self) -> float:
+        """Seconds until the result is due."""
+        return self.timeout - (self._loop.time() - self._began)
+
+    async def await_turn(self, turn: asyncio.Future[None]) -> None:
+        """Wait until the request may be computed.
+
+        Raises:
+            Disconnected: the client disconnected.
+            PredictTimeout: the result is due.
+        """
+        exchange = self.exchange
+        if exchange.is_gone:
+            raise Disconnected
+        exchange.on_gone = turn.cancel
+        try:
+            async with asyncio.timeout(self.left):
+                await turn
+        except TimeoutError:
+            raise self._backend.late(self.timeout) from None
+        except asyncio.CancelledError:
+            if exchange.is_gone:
+                raise Disconnected from None
+            raise
+        finally:
+            exchange.on_gone = None
+
     async def submit(self, items: Sequence[Any]) -> list[Any]:
         """Compute items in batches with other callers' items, as ``apredict`` does.
 
@@ -215,13 +270,17 @@ class Cycle:
         """
         backend, exchange = self._backend, self.exchange
         reply = LoopReply(self._loop, self._mailbox)
-        left = self.timeout - (self._loop.time() - self._began)
+        left = self.left
         self._reply = reply
         exchange.on_gone = self._client_has_gone
         try:
             if exchange.is_gone:
                 raise Disconnected
-            backend.submit(Call(items, reply, left, self.precedence, is_watched=True, more=True))
+            new = Call(items, reply, left, self.precedence, is_watched=True, more=True)
+            if self._held <= READ_AT_ONCE:
+                backend.submit(new)
+            else:  # pickling it takes as long as reading it did
+                await _to_its_end(backend.submit, new)
             reply.flush_soon(backend)
             outcome = await reply.future
         except asyncio.CancelledError:
@@ -242,7 +301,11 @@ class Cycle:
             finally:  # they may hold the error itself, whose traceback has this frame: a cycle
                 del failure, outcome, reply
         self.timing = getattr(reply.answered, "timing", None)
-        return backend.decode(outputs)
+        size = sum(map(_size_of, outputs))
+        if size <= WRITTEN_AT_ONCE:
+            return backend.decode(outputs)
+        self._count_answer(size)
+        return await asyncio.to_thread(backend.decode, outputs)
 
     def _client_has_gone(self) -> None:
         if self._reply is not None:
@@ -254,8 +317,25 @@ class Cycle:
         Args:
             max_buffered: how many outputs may wait until the item rests.
         """
-        left = self.timeout - (self._loop.time() - self._began)
-        return AsyncStream(self._backend, item, left, self.precedence, max_buffered, False)
+        return AsyncStream(self._backend, item, self.left, self.precedence, max_buffered, False)
+
+
+async def _to_its_end(function: Callable[[Any], object], value: Any) -> None:
+    """Call it in a thread. Who is cancelled meanwhile goes on when it is over."""
+    call = asyncio.ensure_future(asyncio.to_thread(function, value))
+    try:
+        await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        raise
+
+
+def _size_of(output: Any) -> int:
+    """Bytes of an encoded output; 0 if that is unknown, as where the model runs in a thread."""
+    if type(output) is bytes:
+        return len(output)
+    size: int = getattr(output, "nbytes", 0)
+    return size
 
 
 def answer(
@@ -265,10 +345,10 @@ def answer(
     headers: tuple[tuple[bytes, bytes], ...] = (),
 ) -> None:
     """Answer with JSON."""
-    exchange.answer(status, (_CONTENT_TYPE, *headers), body)
+    exchange.answer(status, (JSON_TYPE, *headers), body)
 
 
 def answer_early(exchange: Exchange, refused: Refusal, max_body: int) -> None:
     """Answer before the body is read; a bounded part of it is dropped."""
-    headers = (_CONTENT_TYPE, *refused.headers)
+    headers = (JSON_TYPE, *refused.headers)
     exchange.answer_early(refused.status, headers, refused.body, _SPILL * max_body)

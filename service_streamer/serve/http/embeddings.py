@@ -6,19 +6,22 @@ import array
 import base64
 import math
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from ...errors import InvalidInput
-from .context import Context, decoded, encode, invalid, renamed
-from .schemas import Embedding, EmbeddingsRequest, EmbeddingsResponse, Usage
+from .context import Context, invalid, renamed
+from .json_bodies import JSONAnswer, read_json
+from .schemas import EmbeddingsRequest, Usage
 from .token_inputs import inputs_of
 
 _read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
 
 
-async def embeddings(body: bytes, context: Context) -> bytes:
-    request: EmbeddingsRequest = decoded(_read_embeddings, body)
+async def embeddings(body: bytes, context: Context) -> JSONAnswer:
+    request: EmbeddingsRequest = await read_json(_read_embeddings, body)
     inputs, _ = inputs_of(request.input, "input")
     context.check_count(len(inputs))
     parameters = {"truncation": True} if request.truncation else {}
@@ -27,13 +30,19 @@ async def embeddings(body: bytes, context: Context) -> bytes:
         outputs = await context.compute(items)
     except InvalidInput as error:
         raise renamed(error, {"inputs": "input"}) from None
+    return await context.answer(lambda: _response(outputs, request, context.model))
+
+
+def _response(outputs: Sequence[Any], request: EmbeddingsRequest, model: str) -> dict[str, Any]:
+    """An ``EmbeddingsResponse`` as plain data, which is written in pieces."""
     data = []
     for index, output in enumerate(outputs):
         numbers = shortened(output["embedding"], request.dimensions)
         is_text = request.encoding_format == "base64"
-        data.append(Embedding(_base64(numbers) if is_text else numbers, index))
+        shown = _base64(numbers) if is_text else numbers
+        data.append({"embedding": shown, "index": index, "object": "embedding"})
     tokens = sum(output["tokens"] for output in outputs)
-    return encode(EmbeddingsResponse(data, context.model, Usage(tokens, tokens)))
+    return {"data": data, "model": model, "usage": Usage(tokens, tokens), "object": "list"}
 
 
 def shortened(

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any
 
 import msgspec
 
 from ...errors import Overloaded
-from .context import BinaryAnswer, decoded
-from .cycle import Cycle, answer, answer_early
+from .context import BinaryAnswer
+from .cycle import JSON_TYPE, Cycle, answer, answer_early
 from .events import Form
 from .exchange import Disconnected, Exchange
 from .headers import timing_header
 from .joined_streams import open_streams
+from .json_bodies import WRITTEN_AT_ONCE, JSONAnswer, LargeAnswer, decoded, encode, write_json
 from .models import Models
 from .operations import Description, Operation
 from .refusals import Refusal, refusal
@@ -75,7 +75,7 @@ class Endpoint:
                 cycle.turn_to(service)
                 check_served(service, operation)
             body = await operation.run(sent, cycle)
-            if type(body) is EventStream:
+            if isinstance(body, (EventStream, LargeAnswer)):
                 stream = body
         except Disconnected:
             requests.disconnects += 1
@@ -117,22 +117,31 @@ class Endpoint:
             answer_early(exchange, refused, service.options.max_body)
 
     async def _stream(
-        self, service: Service, stream: EventStream, cycle: ServiceCycle, began: float
+        self, service: Service, stream: EventStream | LargeAnswer, cycle: ServiceCycle, began: float
     ) -> None:
-        """Send a stream that has begun. Its status is known, whatever becomes of it."""
-        path = self._operation.path
+        """Send what is sent in parts. Its status is known, whatever becomes of it."""
+        path, took = self._operation.path, perf_counter() - began
         named = cycle.exchange.request_id
         refuse = functools.partial(refusal, debug=service.options.debug, request_id=named)
+        senders = service.budgets.senders
+        if isinstance(stream, LargeAnswer):
+            senders.add(stream)
         try:
             refused = await stream.send_to(refuse)
-        except Disconnected:
+        except (Disconnected, asyncio.CancelledError) as error:
             service.requests.disconnects += 1
+            if not isinstance(error, Disconnected):
+                raise
         else:
             if refused is None:
-                service.requests.served(path, perf_counter() - began)
+                if isinstance(stream, EventStream):  # its outputs are computed meanwhile
+                    took = perf_counter() - began
+                service.requests.served(path, took)
             else:
                 service.requests.refused(path, refused.status, refused.reason)
         finally:
+            if isinstance(stream, LargeAnswer):
+                senders.discard(stream)
             service.requests.outputs += stream.outputs
             cycle.leave()
             service.request_over()
@@ -177,7 +186,7 @@ class ServiceCycle(Cycle):
         loop, mailbox = service.loop
         super().__init__(
             service.options, service.backend, exchange, loop, mailbox,
-            service.keyring, service.bodies,
+            service.keyring, service.budgets,
         )  # fmt: skip
         self._service = service
 
@@ -212,25 +221,42 @@ class ServiceCycle(Cycle):
 
     def compute(self, items: list[Any]) -> Awaitable[list[Any]]:
         service = self._service
-        large = service.admission.check(service.description, items)
-        return self._compute_large(items, large) if large else self.submit(items)
+        sizes = service.admission.check(service.description, items)
+        if sizes.answer:
+            self.expect_answer(sizes.answer)
+        return self._compute_large(items, sizes.large) if sizes.large else self.submit(items)
+
+    async def answer(self, make: Callable[[], Any]) -> JSONAnswer:
+        if self.answer_size <= WRITTEN_AT_ONCE:
+            return encode(make())
+        timing = () if self.timing is None else (timing_header(self.timing),)
+        return await write_json(make, self.exchange, (JSON_TYPE, *timing))
 
     async def _compute_large(self, items: list[Any], large: int) -> list[Any]:
-        with self._service.admission.holding(large):
+        admission = self._service.admission
+        turn = admission.enter(large, self.left, self._loop.time())
+        try:
+            await self.await_turn(turn)
             return await self.submit(items)
+        finally:
+            admission.leave(large, turn)
 
     async def stream(self, item: Any, form: Form, *others: Any) -> EventStream:
         service = self._service
-        large = service.admission.check(service.description, [item, *others])
-        outputs = await open_streams(
-            lambda each: self.open_stream(each, MAX_BUFFERED), [item, *others]
-        )
-        held = contextlib.ExitStack()  # until the stream is closed
-        held.enter_context(service.admission.holding(large))
+        large = service.admission.check(service.description, [item, *others]).large
+        turn = service.admission.enter(large, self.left, self._loop.time())
+        try:
+            await self.await_turn(turn)
+            outputs = await open_streams(
+                lambda each: self.open_stream(each, MAX_BUFFERED), [item, *others]
+            )
+        except BaseException:
+            service.admission.leave(large, turn)
+            raise
 
         def closed(stream: EventStream) -> None:
             service.streams.discard(stream)
-            held.close()
+            service.admission.leave(large, turn)
 
         stream = EventStream(outputs, form, self.exchange, closed)
         service.streams.add(stream)

@@ -30,7 +30,7 @@ class Exchange(Protocol):
     headers: Headers
     is_read: bool
     is_gone: bool
-    on_gone: Callable[[], None] | None
+    on_gone: Callable[[], object] | None
     key: str
     model: str
 

@@ -11,16 +11,17 @@ from typing import Any
 import msgspec
 
 from ...errors import InvalidInput
-from .context import Context, check_streams, decoded, encode, invalid, renamed
+from .context import Context, check_streams, invalid, renamed
 from .generation_schemas import GenerateRequest, GenerateResponse
 from .hub_generation import hub_details, hub_generation
+from .json_bodies import JSONAnswer, read_json
 from .streaming import EventStream
 
 _read_generate = msgspec.json.Decoder(GenerateRequest)
 
 
-async def generate(body: bytes, context: Context) -> bytes | EventStream:
-    request: GenerateRequest = decoded(_read_generate, body)
+async def generate(body: bytes, context: Context) -> JSONAnswer | EventStream:
+    request: GenerateRequest = await read_json(_read_generate, body)
     field, text = ("inputs", request.inputs) if request.text is None else ("text", request.text)
     if text is None:
         raise invalid("text", "is missing; send the text to continue")
@@ -44,7 +45,7 @@ async def generate(body: bytes, context: Context) -> bytes | EventStream:
         answer["text"] = ("" if is_another else text) + answer.pop("generated_text")
     elif wishes.has_prompt and not is_another:
         answer["generated_text"] = text + answer["generated_text"]
-    return encode(GenerateResponse(**answer))
+    return await context.answer(lambda: GenerateResponse(**answer))
 
 
 def check_single(parameters: Mapping[str, Any]) -> None:

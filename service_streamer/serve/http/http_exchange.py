@@ -130,7 +130,7 @@ class HTTPExchange:
         self.is_new = is_new
         self.keeps_alive = keeps_alive
         self.is_read = self.is_gone = self.is_over = self.has_begun = False
-        self.on_gone: Callable[[], None] | None = None
+        self.on_gone: Callable[[], object] | None = None
         self.task: asyncio.Task[None] | None = None
         self.key = self.model = ""
         self._body = self._id = self.more_lines = b""

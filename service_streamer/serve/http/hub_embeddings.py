@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from operator import mul
 from typing import Any
 
 import msgspec
 
 from ...errors import InvalidInput
-from .context import Context, decoded, encode, renamed, unsupported
+from .context import Context, Description, renamed, unsupported
 from .embeddings import shortened
 from .hub_schemas import (
     EmbedAllRequest,
@@ -19,8 +20,11 @@ from .hub_schemas import (
     SimilarityRequest,
     cutting,
 )
+from .json_bodies import JSONAnswer, read_json
 from .schemas import hub_parameters
 from .token_inputs import inputs_of
+
+_HAS_NUMPY = find_spec("numpy") is not None
 
 _read_embed = msgspec.json.Decoder(EmbedRequest)
 _read_embed_all = msgspec.json.Decoder(EmbedAllRequest)
@@ -32,28 +36,28 @@ TRUNCATE = {
 }  # fmt: skip
 
 
-async def embed(body: bytes, context: Context) -> bytes:
-    request: EmbedRequest = decoded(_read_embed, body)
+async def embed(body: bytes, context: Context) -> JSONAnswer:
+    request: EmbedRequest = await read_json(_read_embed, body)
     inputs, _ = inputs_of(request.inputs, "inputs")
     return await _embedded(
         inputs, cutting(request), context, request.dimensions, normalizes=request.normalize
     )
 
 
-async def embed_all(body: bytes, context: Context) -> bytes:
-    request: EmbedAllRequest = decoded(_read_embed_all, body)
+async def embed_all(body: bytes, context: Context) -> JSONAnswer:
+    request: EmbedAllRequest = await read_json(_read_embed_all, body)
     inputs, _ = inputs_of(request.inputs, "inputs")
     outputs = await _computed("embed_all", inputs, cutting(request), context)
-    return encode([states for [states] in outputs])
+    return await context.answer(lambda: [states for [states] in outputs])
 
 
-async def similarity(body: bytes, context: Context) -> bytes:
-    request: SimilarityRequest = decoded(_read_similarity, body)
+async def similarity(body: bytes, context: Context) -> JSONAnswer:
+    request: SimilarityRequest = await read_json(_read_similarity, body)
     parameters = {} if request.parameters is None else cutting(request.parameters)
     return await _similarities(request.inputs, parameters, context)
 
 
-async def infer_features(request: HubFeaturesRequest, context: Context) -> bytes:
+async def infer_features(request: HubFeaturesRequest, context: Context) -> JSONAnswer:
     """The answer of ``/`` for models that embed texts."""
     parameters = hub_parameters(request) | cutting(request)
     inputs = request.inputs
@@ -69,7 +73,7 @@ async def infer_features(request: HubFeaturesRequest, context: Context) -> bytes
             texts, parameters, context, request.dimensions, normalizes=normalizes
         )
     outputs = await _computed("predict", texts, parameters, context)
-    return encode(outputs[0] if isinstance(inputs, str) else outputs)
+    return await context.answer(lambda: outputs[0] if isinstance(inputs, str) else outputs)
 
 
 def _check_embeds(context: Context, field: str) -> None:
@@ -84,33 +88,50 @@ async def _embedded(
     dimensions: int | None,
     *,
     normalizes: bool,
-) -> bytes:
+) -> JSONAnswer:
     own = parameters if normalizes else {**parameters, "normalize": False}
     outputs = await _computed("embed", inputs, own, context)
-    return encode(
-        [shortened(each["embedding"], dimensions, normalizes=normalizes) for each in outputs]
+    return await context.answer(
+        lambda: [
+            shortened(each["embedding"], dimensions, normalizes=normalizes) for each in outputs
+        ]
     )
 
 
 async def _similarities(
     inputs: SimilarityInputs, parameters: Mapping[str, Any], context: Context
-) -> bytes:
+) -> JSONAnswer:
     """Cosines of the sentence and the others."""
     texts = [inputs.source_sentence, *inputs.sentences]
     outputs = await _computed("embed", texts, parameters, context)
     first, *others = (each["embedding"] for each in outputs)
-    return encode([sum(map(mul, first, other)) for other in others])
+    return await context.answer(lambda: [sum(map(mul, first, other)) for other in others])
 
 
 async def _computed(
     do: str, inputs: Iterable[Any], parameters: Mapping[str, Any], context: Context
 ) -> list[Any]:
-    items = [{"do": do, "inputs": each, "parameters": parameters} for each in inputs]
+    items = vector_items(do, inputs, parameters, context.description)
     context.check_count(len(items))
     try:
         return await context.compute(items)
     except InvalidInput as error:
         raise said(error, TRUNCATE) from None
+
+
+def gives_vectors(description: Description) -> bool:
+    """Whether the model answers vectors, which may come as arrays: in a tenth of the memory."""
+    return _HAS_NUMPY and bool(description.get("vector_size"))
+
+
+def vector_items(
+    do: str, inputs: Iterable[Any], parameters: Mapping[str, Any], description: Description
+) -> list[Any]:
+    """An item for each input of an operation that answers vectors."""
+    item: dict[str, Any] = {"do": do, "inputs": None, "parameters": parameters}
+    if gives_vectors(description):
+        item["arrays"] = True
+    return [{**item, "inputs": each} for each in inputs]
 
 
 def said(error: InvalidInput, names: Mapping[str, str]) -> InvalidInput:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ...errors import InvalidInput
-from .context import Context, decoded, encode, invalid, renamed, unsupported
+from .context import Context, invalid, renamed, unsupported
 from .hub_schemas import (
     DecodeRequest,
     DetokenizeRequest,
@@ -16,6 +16,7 @@ from .hub_schemas import (
     TokenizeRequest,
     TokensOfPrompt,
 )
+from .json_bodies import JSONAnswer, read_json
 from .token_inputs import inputs_of
 
 _read_tokenize = msgspec.json.Decoder(TokenizeRequest)
@@ -23,8 +24,8 @@ _read_decode = msgspec.json.Decoder(DecodeRequest)
 _read_detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
 
-async def tokenize(body: bytes, context: Context) -> bytes:
-    request: TokenizeRequest = decoded(_read_tokenize, body)
+async def tokenize(body: bytes, context: Context) -> JSONAnswer:
+    request: TokenizeRequest = await read_json(_read_tokenize, body)
     if request.prompt_name is not None:
         raise unsupported("prompt_name", "is not supported; write the prompt before the text")
     parameters = {"add_special_tokens": request.add_special_tokens}
@@ -33,27 +34,30 @@ async def tokenize(body: bytes, context: Context) -> bytes:
             raise invalid("prompt", "means the same as inputs; leave one of them out")
         [tokens] = await _computed("tokenize", [request.prompt], parameters, "prompt", context)
         ids = [token["id"] for token in tokens]
-        return encode(TokensOfPrompt(len(ids), context.description.get("max_tokens"), ids))
+        most = context.description.get("max_tokens")
+        return await context.answer(lambda: TokensOfPrompt(len(ids), most, ids))
     texts = request.inputs
     if not texts:
         problem = "is missing" if texts is None else "is empty"
         raise invalid("inputs", f"{problem}; send a text, or a list of texts")
     texts = [texts] if isinstance(texts, str) else texts
-    return encode(await _computed("tokenize", texts, parameters, "inputs", context))
+    found = await _computed("tokenize", texts, parameters, "inputs", context)
+    return await context.answer(lambda: found)
 
 
-async def decode(body: bytes, context: Context) -> bytes:
-    request: DecodeRequest = decoded(_read_decode, body)
+async def decode(body: bytes, context: Context) -> JSONAnswer:
+    request: DecodeRequest = await read_json(_read_decode, body)
     inputs, _ = inputs_of(request.ids, "ids")
     parameters = {"skip_special_tokens": request.skip_special_tokens}
-    return encode(await _computed("decode", inputs, parameters, "ids", context))
+    found = await _computed("decode", inputs, parameters, "ids", context)
+    return await context.answer(lambda: found)
 
 
-async def detokenize(body: bytes, context: Context) -> bytes:
-    request: DetokenizeRequest = decoded(_read_detokenize, body)
+async def detokenize(body: bytes, context: Context) -> JSONAnswer:
+    request: DetokenizeRequest = await read_json(_read_detokenize, body)
     parameters = {"skip_special_tokens": request.skip_special_tokens}
     [text] = await _computed("decode", [request.tokens], parameters, "tokens", context)
-    return encode(DetokenizeResponse(text))
+    return await context.answer(lambda: DetokenizeResponse(text))
 
 
 async def _computed(

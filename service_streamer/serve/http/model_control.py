@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from .api_keys import ADMIN
-from .context import decoded
 from .endpoint import stopping
+from .json_bodies import decoded
 from .locks import check_caller
 from .models import Models
 from .refusals import Refusal

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 from urllib.parse import quote
 
-from .admission import Bodies
+from .admission import make_budgets
 from .keyring import Keyring
 from .refusals import Refusal
 from .service import Service
@@ -62,12 +62,12 @@ class Models:
     ) -> None:
         self._services = [*services]
         self._keyring = keyring
-        self._bodies = Bodies()
+        self._budgets = make_budgets()
         self.are_named = are_named
         self.default_name = self.first.model
         self.siblings: Siblings | None = None
         for service in self._services:
-            service.keyring, service.bodies = keyring, self._bodies
+            service.keyring, service.budgets = keyring, self._budgets
         self.number = 0
         self.on_change: Callable[[], None] = lambda: None
         self.repository: Repository | None = None
@@ -145,7 +145,7 @@ class Models:
         Its open requests go on. It is told that it gets no new ones.
         """
         service.siblings, service.keyring = self.siblings, self._keyring
-        service.bodies = self._bodies
+        service.budgets = self._budgets
         before = self.find(service.model)
         if before is None:
             self._services.append(service)

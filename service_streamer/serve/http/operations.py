@@ -28,7 +28,7 @@ import msgspec
 
 from ..v2.infer_request import InferenceHeader
 from .completions import chat, completions
-from .context import BinaryAnswer, Context, Description, encode, plain
+from .context import BinaryAnswer, Context, Description
 from .embeddings import embeddings
 from .generating import generate
 from .generation_schemas import (
@@ -52,6 +52,7 @@ from .hub_schemas import (
     TokensOfPrompt,
 )
 from .hub_tokens import decode, detokenize, tokenize
+from .json_bodies import JSONAnswer, encode, plain
 from .predicting import REQUESTS_OF_TASKS, TEXT_TASKS, infer, predict
 from .reranking import (
     DocumentsRequest,
@@ -95,7 +96,7 @@ class Operation(NamedTuple):
     summary: str
     request: type[msgspec.Struct]
     response: Any
-    run: Callable[[bytes, Context], Awaitable[bytes | BinaryAnswer | EventStream]]
+    run: Callable[[bytes, Context], Awaitable[JSONAnswer | BinaryAnswer | EventStream]]
     is_openais: bool = False
     streams: bool = False
     needs: str = ""

@@ -113,6 +113,7 @@ class Pages:
             "max_pending": options.max_pending,
             "timeout": options.timeout,
             "max_body": options.max_body,
+            "max_answers": options.max_answers,
             "max_pixels": options.max_pixels,
             "max_audio_seconds": options.max_audio_seconds,
             "max_characters": options.max_characters,

@@ -10,14 +10,15 @@ import msgspec
 from ...errors import InvalidInput
 from ...pipelines.tasks import TASKS
 from .classifying import classify, is_hub_form
-from .context import Context, check_streams, decoded, encode, invalid, renamed, unsupported
+from .context import Context, check_streams, invalid, renamed, unsupported
 from .events import OutputEvents
 from .generating import check_single
 from .generation_schemas import GenerationRequest, HubGenerationRequest, texts_of
 from .headers import Sent, read_sent
-from .hub_embeddings import infer_features
+from .hub_embeddings import gives_vectors, infer_features, vector_items
 from .hub_generation import hub_details, hub_generation
 from .hub_schemas import ClassificationRequest, HubFeaturesRequest
+from .json_bodies import JSONAnswer, decoded, encode, read_json
 from .refusals import Refusal
 from .schemas import (
     HubRequest,
@@ -71,9 +72,9 @@ _OF_TASKS = {
 _read_parameters = msgspec.json.Decoder(dict[str, Any])
 
 
-async def predict(body: bytes, context: Context) -> bytes | EventStream:
+async def predict(body: bytes, context: Context) -> JSONAnswer | EventStream:
     task = context.description.get("task")
-    request = _request(_readers(task).plain, body, context)
+    request = await _request(_readers(task).plain, body, context)
     if isinstance(request, ClassificationRequest) and is_hub_form(request):
         return await classify(request, context)
     inputs, is_one = request.inputs, not isinstance(request.inputs, list)
@@ -89,12 +90,12 @@ async def predict(body: bytes, context: Context) -> bytes | EventStream:
         [item] = _items(inputs, request.parameters, context)
         return await context.stream(item, OutputEvents(encode))
     outputs = await context.compute(_items(inputs, request.parameters, context))
-    return encode(outputs[0] if is_one else outputs)
+    return await context.answer(lambda: outputs[0] if is_one else outputs)
 
 
-async def infer(body: bytes, context: Context) -> bytes | EventStream:
+async def infer(body: bytes, context: Context) -> JSONAnswer | EventStream:
     task = context.description.get("task")
-    request = _request(_readers(task).hub, body, context)
+    request = await _request(_readers(task).hub, body, context)
     if isinstance(request, HubFeaturesRequest):
         if request.stream:
             raise unsupported("stream")
@@ -109,12 +110,13 @@ async def infer(body: bytes, context: Context) -> bytes | EventStream:
         raise unsupported("stream")
     inputs = request.inputs
     outputs = await context.compute(_items(inputs, parameters, context))
-    return encode(hub_answer(outputs, task, is_one=not isinstance(inputs, list)))
+    is_one = not isinstance(inputs, list)
+    return await context.answer(lambda: hub_answer(outputs, task, is_one=is_one))
 
 
 async def _infer_text(
     request: HubGenerationRequest | HubTextRequest, parameters: dict[str, Any], context: Context
-) -> bytes | EventStream:
+) -> JSONAnswer | EventStream:
     parameters, wishes = hub_generation(parameters, is_stream=bool(request.stream))
     is_another = context.description.get("task") == "text2text-generation"
     if not is_another:
@@ -136,7 +138,7 @@ async def _infer_text(
     answers = [hub_details(rows, wishes, "generated_text") for rows in outputs]
     for answer in (each for rows in answers for each in rows) if is_another else ():
         answer |= dict.fromkeys(_NAMES_OF_OTHERS, answer["generated_text"])
-    return encode(answers[0] if is_one else answers)
+    return await context.answer(lambda: answers[0] if is_one else answers)
 
 
 def _readers(task: str | None) -> _Readers:
@@ -145,14 +147,14 @@ def _readers(task: str | None) -> _Readers:
     return _TEXTS if task in TEXT_TASKS else _ANY
 
 
-def _request(decoder: msgspec.json.Decoder[Any], body: bytes, context: Context) -> Any:
+async def _request(decoder: msgspec.json.Decoder[Any], body: bytes, context: Context) -> Any:
     """Read a request from JSON, a file or a form. Raises Refusal."""
     if context.content_type[:16] != b"application/json":
         task = TASKS.get(context.description.get("task", ""))
         sent = read_sent(context.content_type, body, task.takes if task else None)
         if sent is not None:
             return _of_file(decoder, sent)
-    return decoded(decoder, body)
+    return await read_json(decoder, body)
 
 
 def _of_file(decoder: msgspec.json.Decoder[Any], sent: Sent) -> Any:
@@ -168,7 +170,10 @@ def _of_file(decoder: msgspec.json.Decoder[Any], sent: Sent) -> Any:
 def _items(inputs: Any, parameters: dict[str, Any], context: Context) -> list[Any]:
     """Items of an input, or of a list of inputs. Raises Refusal."""
     context.check_count(len(inputs) if isinstance(inputs, list) else 1)
-    return with_parameters(inputs if isinstance(inputs, list) else [inputs], parameters, context)
+    items = inputs if isinstance(inputs, list) else [inputs]
+    if gives_vectors(context.description):
+        return vector_items("predict", items, parameters, context.description)
+    return with_parameters(items, parameters, context)
 
 
 def with_parameters(items: list[Any], parameters: dict[str, Any], context: Context) -> list[Any]:

@@ -11,9 +11,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ...errors import InvalidInput
-from .context import Context, decoded, encode
+from .context import Context
 from .hub_embeddings import TRUNCATE, said
 from .hub_schemas import Cut, cutting
+from .json_bodies import JSONAnswer, read_json
 from .schemas import Ignored
 
 
@@ -97,11 +98,11 @@ _read_texts = msgspec.json.Decoder(RerankRequest)
 _read_documents = msgspec.json.Decoder(DocumentsRequest)
 
 
-async def rerank(body: bytes, context: Context) -> bytes:
-    request: RerankRequest = decoded(_read_texts, body)
+async def rerank(body: bytes, context: Context) -> JSONAnswer:
+    request: RerankRequest = await read_json(_read_texts, body)
     found = await _scored(request.query, request.texts, "texts", cutting(request), context)
-    return encode(
-        [
+    return await context.answer(
+        lambda: [
             Rank(
                 index,
                 found.logits[index] if request.raw_scores else _sigmoid(found.logits[index]),
@@ -112,8 +113,8 @@ async def rerank(body: bytes, context: Context) -> bytes:
     )
 
 
-async def rerank_documents(body: bytes, context: Context) -> bytes:
-    request: DocumentsRequest = decoded(_read_documents, body)
+async def rerank_documents(body: bytes, context: Context) -> JSONAnswer:
+    request: DocumentsRequest = await read_json(_read_documents, body)
     texts = [each if isinstance(each, str) else each.text for each in request.documents]
     parameters = {"truncation": request.truncate}
     found = await _scored(request.query, texts, "documents", parameters, context)
@@ -126,7 +127,8 @@ async def rerank_documents(body: bytes, context: Context) -> bytes:
         for index in found.order[: request.top_n]
     ]
     id_ = f"rerank-{secrets.token_hex(12)}"
-    return encode(DocumentsResponse(id_, context.model, results, TotalTokens(found.tokens)))
+    answer = DocumentsResponse(id_, context.model, results, TotalTokens(found.tokens))
+    return await context.answer(lambda: answer)
 
 
 async def _scored(

@@ -25,7 +25,7 @@ from ...errors import (
 )
 from ...observe.metrics import StreamerStats
 from ...streamer import BaseStreamer
-from .admission import Admission, Bodies, ServiceOptions
+from .admission import Admission, ServiceOptions, make_budgets
 from .background import start_task
 from .exchange import Headers
 from .keyring import ANYBODY, KeyHolder, Keyring
@@ -73,7 +73,7 @@ class Service:
         backend: the streamer's backend.
         pool: the workers; None if they are behind a broker.
         keyring: checks API keys; None to let everybody in.
-        bodies: those of all models' requests.
+        budgets: of all models' requests.
         description: the model's description; empty until it is known, or if it has none.
         is_draining: whether the service is about to end.
         is_retired: whether the model gets no new requests, since another one has taken its place.
@@ -91,7 +91,7 @@ class Service:
     ) -> None:
         self.streamer = streamer
         self.keyring: Keyring | None = None
-        self.bodies = Bodies()
+        self.budgets = make_budgets()
         self.backend = streamer.backend
         self.pool = view_of(streamer)
         self.options = options

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from ...extras import missing
-from ..v2.infer_answer import OutputTensor, check_wanted, chosen, encode_answer, output_tensors
+from ..v2.infer_answer import OutputTensor, answer_of, check_wanted, chosen, output_tensors
 from ..v2.infer_request import InferenceHeader, InferRequest, calling, parse_header
 from ..v2.model_metadata import outputs_of, wanted_of
 from ..v2.tensor_items import check_tensors, count_of, items_of
-from .context import BinaryAnswer, Context, decoded, invalid
+from .context import BinaryAnswer, Context, invalid
+from .json_bodies import JSONAnswer, decoded, encode
 from .predicting import with_parameters
 from .refusals import Refusal
 
@@ -23,14 +22,14 @@ LENGTH_HEADER = b"inference-header-content-length"
 
 _NAMED = "Inference-Header-Content-Length"
 
-#: Bytes of JSON, and numbers of an answer in JSON, that are read and written in the event loop, in
-#: a few milliseconds. More are so in a thread, in pieces: other requests are answered meanwhile.
-_AT_ONCE, _NUMBERS_AT_ONCE = 256 << 10, 32 << 10
+#: Bytes of JSON that are read in the event loop, in a few milliseconds. More are read in a thread,
+#: in pieces: other requests are answered meanwhile.
+_AT_ONCE = 256 << 10
 
 _read_header = msgspec.json.Decoder(InferenceHeader)
 
 
-async def infer_tensors(body: bytes, context: Context) -> bytes | BinaryAnswer:
+async def infer_tensors(body: bytes, context: Context) -> JSONAnswer | BinaryAnswer:
     try:
         json, binary = _parted(body, context)
         if len(json) <= _AT_ONCE:
@@ -39,14 +38,12 @@ async def infer_tensors(body: bytes, context: Context) -> bytes | BinaryAnswer:
             request = await asyncio.to_thread(_request, json, binary)
         results = await context.compute(read_tensors(request, context))
         tensors = write_tensors(request, results, context)
-        if _numbers_in_json(tensors) <= _NUMBERS_AT_ONCE:
-            header, parts = encode_answer(context.model, request, tensors)
-        else:
-            header, parts = await asyncio.to_thread(encode_answer, context.model, request, tensors)
+        answer, parts = answer_of(context.model, request, tensors)
     except ModuleNotFoundError as error:
         raise lacks_numpy(error) from None
     if not parts:
-        return header
+        return await context.answer(lambda: answer)
+    header = encode(answer)
     length = b"%d" % len(header)
     return BinaryAnswer(
         b"".join((header, *parts)),
@@ -79,10 +76,6 @@ def _parted(body: bytes, context: Context) -> tuple[bytes | memoryview, memoryvi
 def _request(json: bytes | memoryview, binary: memoryview) -> InferRequest:
     """Raises Refusal, InvalidInput."""
     return parse_header(decoded(_read_header, json), binary)
-
-
-def _numbers_in_json(tensors: Sequence[tuple[OutputTensor, bool]]) -> int:
-    return sum(math.prod(each.shape) for each, is_binary in tensors if not is_binary)
 
 
 def read_tensors(request: InferRequest, context: Context) -> list[Any]:

@@ -317,13 +317,18 @@ async def _send_steps(
 ) -> None:
     """A message for each output of a model of steps."""
     requests = service.requests
-    large = service.admission.check(service.description, [item])
-    with service.admission.holding(large):
+    admission = service.admission
+    large = admission.check(service.description, [item]).large
+    turn = admission.enter(large, cycle.left, asyncio.get_running_loop().time())
+    try:
+        await cycle.await_turn(turn)
         async with cycle.open_stream(item, MAX_BUFFERED) as outputs:
             requests.streams += 1
             async for output in outputs:
                 await answers.put(_streamed(cycle, request, [output]))
                 requests.outputs += 1
+    finally:
+        admission.leave(large, turn)
 
 
 def _streamed(cycle: ServiceCycle, request: InferRequest, results: list[Any]) -> Any:

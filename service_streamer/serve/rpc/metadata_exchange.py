@@ -29,7 +29,7 @@ class MetadataExchange:
             for name, value in metadata or ()
             if name not in _FRAMING
         ]
-        self.on_gone: Callable[[], None] | None = None
+        self.on_gone: Callable[[], object] | None = None
         self._request_id = ""
 
     @property

@@ -231,15 +231,3 @@ def bytes_of(array: Any, datatype: str) -> bytes | memoryview:
         return raw
     view: memoryview = array.reshape(-1).view(np.uint8).data
     return view
-
-
-def json_of(array: Any) -> msgspec.Raw:
-    """The elements as a flat list in JSON."""
-    flat = array.reshape(-1)
-    if flat.size <= _PIECE:
-        return msgspec.Raw(_encode(flat.tolist()))
-    parts = [
-        _encode(flat[start : start + _PIECE].tolist())[1:-1]
-        for start in range(0, flat.size, _PIECE)
-    ]
-    return msgspec.Raw(b"[%b]" % b",".join(parts))

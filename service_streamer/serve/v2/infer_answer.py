@@ -179,10 +179,10 @@ def binary_of(tensor: OutputTensor) -> bytes | memoryview:
     return arrays().bytes_of(tensor.values, tensor.datatype)  # type: ignore[no-any-return]
 
 
-def encode_answer(
+def answer_of(
     model: str, request: InferRequest, tensors: Sequence[tuple[OutputTensor, bool]]
-) -> tuple[bytes, list[bytes | memoryview]]:
-    """The header in JSON, and the binary data that follow it. Raises InvalidInput."""
+) -> tuple[dict[str, Any], list[bytes | memoryview]]:
+    """The answer, for JSON, and the binary data that follow it. Raises InvalidInput."""
     outputs: list[dict[str, Any]] = []
     parts: list[bytes | memoryview] = []
     for tensor, is_binary in tensors:
@@ -199,13 +199,13 @@ def encode_answer(
     if request.id:
         answer["id"] = request.id
     answer["outputs"] = outputs
-    return _encode(answer), parts
+    return answer, parts
 
 
-def _data(tensor: OutputTensor) -> list[Any] | msgspec.Raw:
+def _data(tensor: OutputTensor) -> Any:
     """The values for JSON, flat."""
     if tensor.datatype != "BYTES":
-        return arrays().json_of(tensor.values)  # type: ignore[no-any-return]
+        return tensor.values.reshape(-1)
     try:
         return [each if type(each) is str else each.decode() for each in tensor.values]
     except UnicodeDecodeError:

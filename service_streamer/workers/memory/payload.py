@@ -105,17 +105,22 @@ def dump_with(make: Callable[..., pickle.Pickler], item: Any, large: float) -> b
 class _Pickling:
     """A reusable pickler: making one costs more than pickling a number."""
 
-    __slots__ = ("_buffers", "_chunks", "_large", "_pickler", "is_small", "write")
+    __slots__ = ("_buffers", "_chunks", "_large", "_pickler", "is_small")
 
     def __init__(self, make: Callable[..., pickle.Pickler] = pickle.Pickler) -> None:
         self.is_small = True
         self._chunks: list[Any] = []
         self._buffers: list[memoryview] = []
         self._large: float = LARGE
-        # This object is the pickler's file. Large objects arrive without a copy.
-        self.write: Callable[[Any], object] = self._chunks.append
         self._pickler = make(self, PROTOCOL, buffer_callback=self._is_small)
         self._pickler.dispatch_table = _reducers
+
+    def write(self, chunk: Any) -> None:
+        """As the pickler's file. Large objects arrive without a copy.
+
+        Not ``append`` itself: between two chunks of a large item other threads run.
+        """
+        self._chunks.append(chunk)
 
     def dump(self, item: Any, large: float) -> bytes | Parts:
         self._large = large
