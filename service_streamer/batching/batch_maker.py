@@ -162,7 +162,7 @@ class BatchMaker:
             batch = BatchRecord(next(self._ids), slot, part.spans, items, part.search, part.losses)
             batch.calls = len({call for call, _, _ in part.spans})
             self._give(batch, batches, now, is_ahead=is_ahead)
-            self._retries.gone(part)
+            self._retries.gone()
 
     def _expiring(self, late: list[Call]) -> Callable[[Call], None]:
         """What ends a call that comes too late, and adds it to these."""

@@ -491,7 +491,7 @@ class Batcher:
             running = [call for batch in in_flight for call, _, _ in batch.spans]
             self._endings.abandoned = [call for call in running if call.is_over]
         taken: defaultdict[Call, set[int]] = defaultdict(set)
-        for part in [*in_flight, *self._retries]:
+        for part in self._parts():
             for call, start, stop in part.spans:
                 taken[call].update(range(start, stop))
         for call in calls:
@@ -537,16 +537,18 @@ class Batcher:
     def fail_all(self, failure: Any) -> list[Call]:
         """End every call that is not over, pending or in flight."""
         calls: list[Call] = []
-        for batch in self._slots.in_flight():
-            calls += self._endings.fail_spans(batch.spans, failure)
-        for suspects in self._retries:
-            calls += self._endings.fail_spans(suspects.spans, failure)
+        for part in self._parts():
+            calls += self._endings.fail_spans(part.spans, failure)
         self._retries.clear()
         for call in list(self._pending):  # a copy, since failing one may sweep the queue
             self._endings.fail(call, failure)
             calls.append(call)
         self._cutter.set_deadline(math.inf)
         return calls
+
+    def _parts(self) -> list[BatchRecord | Suspects]:
+        """All that has items which are not in the queue: batches, and what waits to be run again."""
+        return [*self._slots.in_flight(), *self._retries.waiting]
 
     # -- what it says of itself
 
@@ -568,9 +570,7 @@ class Batcher:
     def is_answered(self) -> bool:
         """Whether no call is waiting, though a worker may still be computing."""
         return not self._pending.items and all(
-            call.is_over
-            for part in [*self._retries, *self._slots.in_flight()]
-            for call, _, _ in part.spans
+            call.is_over for part in self._parts() for call, _, _ in part.spans
         )
 
     @property
@@ -602,12 +602,10 @@ class Batcher:
         """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
         self._pending.check_invariants()
         unanswered = {call: call.pending for call in self._pending}
-        parts: list[BatchRecord | Suspects] = [*self._retries]
         self._slots.check_invariants()
         self._retries.check_invariants()
-        parts += self._slots.in_flight()
         searches: dict[Search, int] = {}
-        for part in parts:
+        for part in self._parts():
             assert part.size == sum(stop - start for _, start, stop in part.spans)
             assert 1 <= part.size <= self._batch_size
             if part.search is not None:

@@ -87,8 +87,10 @@ class Endings:
 
     def expire(self, call: Call) -> None:
         """The time of the call, which is not over, has ended."""
-        is_suspect = self._retries.waiting_alone and any(
-            call is suspect for part in self._retries if part.losses for suspect, _, _ in part.spans
+        is_suspect = self._retries.has_waiting_alone and any(
+            part.losses and call is suspect
+            for part in self._retries.waiting
+            for suspect, _, _ in part.spans
         )
         self._end(call, self._expired_suspect if is_suspect else self._expired)
         self.expired += 1

@@ -147,7 +147,7 @@ class Figures:
     @property
     def is_searching_killers(self) -> bool:
         """Whether a worker died, and what it had still waits to be computed again."""
-        return self._retries.waiting_alone > 0
+        return self._retries.has_waiting_alone
 
     @property
     def line(self) -> tuple[float, float] | None:
