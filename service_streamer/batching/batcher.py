@@ -56,8 +56,7 @@ from .overload import Overload
 from .policy import Backlog, Decision, LearnedPolicy, Policy
 from .recovery import Recovery
 from .slots import Slots
-from .step_policy import room_of_places
-from .stepping import Stepping
+from .stepping import Stepping, room_of_places
 from .tuning import GRACE, LARGE, MOST_RETURNED, SURELY_LATE
 
 #: A member of an enum is looked up in Python, and every call asks for this one.
@@ -547,7 +546,7 @@ class Batcher:
         return calls
 
     def _parts(self) -> list[BatchRecord | Suspects]:
-        """All that has items which are not in the queue: batches, and what waits to be run again."""
+        """All that has items which are not in the queue, in flight or to be run again."""
         return [*self._slots.in_flight(), *self._retries.waiting]
 
     # -- what it says of itself

@@ -15,7 +15,7 @@ from .overload import Deadlines, Overload
 from .policy import Backlog, Decision, Policy
 from .recovery import Recovery
 from .slots import Slots
-from .step_policy import StepPolicy
+from .stepping import StepPolicy
 from .tuning import URGENCY
 
 #: A member of an enum is looked up in Python, and a lone call asks for this one.

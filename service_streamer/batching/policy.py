@@ -11,7 +11,7 @@ each takes its share. And in a burst the calls that are computed first need not 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..observe.record import BatchRecord, Call, Reason
 from .arrivals import ArrivalForecast
@@ -102,11 +102,11 @@ class Backlog:
         self.last = last
 
 
-class Policy(Protocol):
+class Policy:
     """Decides when to cut and how much. Times are of one monotonic clock, in seconds.
 
     The three methods that decide change nothing, so they may be asked any number of times. The
-    other methods say what has happened.
+    others say what has happened, or ask what is known: here nothing is learned.
 
     Attributes:
         cost: what a batch costs.
@@ -116,15 +116,15 @@ class Policy(Protocol):
     """
 
     cost: LearnedCost
-    near: float
-    margin: float
+    near = margin = 0.0
 
-    def arrived(self, size: int, now: float, is_first: bool) -> bool:
+    def arrived(self, size: int, now: float, is_first: bool) -> bool:  # noqa: ARG002
         """A call of ``size`` items arrived; the first if nothing waits and a worker is free.
 
         Returns:
             Whether a first call of one item may be computed at once, without asking ``decide``.
         """
+        return False
 
     def time_passed(self, now: float) -> None:
         """It is ``now``, and ``decide`` is about to be asked."""
@@ -153,36 +153,42 @@ class Policy(Protocol):
 
     def full(self) -> int:
         """How many items are a full batch."""
+        raise NotImplementedError
 
     def duration(self, items: float) -> float:
         """Seconds for a batch of so many items as they were lately; 0 while nothing is known."""
+        return self.cost.duration(items)
 
-    def finish(self, start: float, size: int, slots: int) -> Finish | None:
+    def finish(self, start: float, size: int, slots: int) -> Finish | None:  # noqa: ARG002
         """When a batch is back with which a worker begins then; None while that is not known.
 
         Args:
             size: items that it would have.
             slots: workers that take batches.
         """
+        return None
 
-    def least_duration(self, call: Call, ahead: float, slots: int) -> float:
+    def least_duration(self, call: Call, ahead: float, slots: int) -> float:  # noqa: ARG002
         """Seconds that a call takes at the least; 0 while that is not known.
 
         Args:
             ahead: what is computed before, in units of cost.
             slots: workers that take batches.
         """
+        return 0.0
 
     def decide(self, backlog: Backlog) -> Decision:
         """What to do with the items that wait while workers are free."""
+        raise NotImplementedError
 
     def decide_ahead(self, backlog: Backlog) -> Decision:
         """What to do with the items that wait while a busy worker may be sent a batch ahead.
 
         The times and the free workers of the backlog may be those of an earlier question.
         """
+        return self.decide(backlog)
 
-    def decide_early(self, backlog: Backlog, held: int, batches: int, beside: float) -> Decision:
+    def decide_early(self, backlog: Backlog, held: int, batches: int, beside: float) -> Decision:  # noqa: ARG002
         """What to do with the items that wait when the slowest stage of a worker is free.
 
         Its batches are in other stages, and not answered yet. It is the only free worker of the
@@ -193,9 +199,10 @@ class Policy(Protocol):
             batches: how many those are.
             beside: what a batch takes in other stages, seconds.
         """
+        return self.decide(backlog)
 
 
-class LearnedPolicy:
+class LearnedPolicy(Policy):
     """Waits for arrivals that are expected soon enough to pay, and shares out what waits.
 
     Args:
@@ -212,33 +219,7 @@ class LearnedPolicy:
         best: up to which cost a batch gains from being larger.
         near: a deadline that is so near is worth waiting for others, where there are several
             workers, seconds; 0 while little is known.
-        margin: as in ``Policy``.
-        time_passed: as in ``Policy``.
     """
-
-    __slots__ = (
-        "_alone",
-        "_arrivals",
-        "_arrived",
-        "_batch_size",
-        "_cut_at",
-        "_errors",
-        "_full",
-        "_has_lengths",
-        "_largest",
-        "_later",
-        "_longest",
-        "_max_batch_cost",
-        "_max_latency",
-        "_rate",
-        "_transit",
-        "_unit",
-        "best",
-        "cost",
-        "margin",
-        "near",
-        "time_passed",
-    )
 
     def __init__(
         self,
@@ -269,7 +250,6 @@ class LearnedPolicy:
         self.cost = PaddedCost() if has_lengths else LearnedCost()
         self.best = BestCost(max_batch_cost)
         self.near = 0.0
-        self.time_passed = self._arrivals.time_passed  # nothing else learns from time alone
 
     def arrived(self, size: int, now: float, is_first: bool) -> bool:
         self._arrived += size
@@ -279,6 +259,9 @@ class LearnedPolicy:
             return False
         cost = self.cost
         return arrivals.began(cost.base + cost.per_unit * size * self._unit, now) < LEAST_EXPECTED
+
+    def time_passed(self, now: float) -> None:
+        self._arrivals.time_passed(now)
 
     def was_cut(self, batch: BatchRecord, decision: Decision, now: float) -> None:
         batch.arrived = self._arrived
