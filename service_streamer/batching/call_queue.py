@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from ..observe.record import ORDINARY, Call, CallState, Reason, Span
 from .cost import LearnedCost
+from .deadlines import Finish
 from .length_window import LengthWindow
-from .overload import Finish
 from .tuning import FIXED_COSTS, LARGE, LARGE_SECONDS, MIXED_BATCHES
-from .turns import TurnOrder
+from .turns import TurnOrder, work_of
 
 #: Members of an enum are looked up in Python, and every call asks for these.
 _WAITING, _RUNNING, _OVER = CallState.WAITING, CallState.RUNNING, CallState.OVER
@@ -119,7 +119,7 @@ class CallQueue:
             self._uncounted += call.pending - self._most_counted
         size_class, work = 0, 0.0
         if self._window is not None:
-            call.work = work = self.work_of(call)
+            call.work = work = work_of(call)
             self._work += work
         if call.pending >= self._large_items or work >= self._large_cost:
             size_class = self._size_class(call)
@@ -143,13 +143,9 @@ class CallQueue:
             self._calls.clear()
         return turns
 
-    def work_of(self, call: Call) -> float:
-        """What all items of a call cost."""
-        return call.size if call.lengths is None else float(sum(call.lengths))
-
     def _size_class(self, call: Call) -> int:
         """0 if the call is small; a class of large ones is within a factor of two."""
-        size = max(call.pending / self._large_items, self.work_of(call) / self._large_cost)
+        size = max(call.pending / self._large_items, work_of(call) / self._large_cost)
         return int(min(size, 2.0**60)).bit_length()
 
     def restore(self, call: Call, positions: Sequence[int]) -> None:
@@ -200,7 +196,7 @@ class CallQueue:
         """A lower estimate of what is computed before a new call with a deadline is over."""
         if not self.items:
             return 0.0
-        size_class, work = self._size_class(call), self.work_of(call)
+        size_class, work = self._size_class(call), work_of(call)
         if self._turns is None and size_class == self._class and call.precedence is ORDINARY:
             return self.work
         unit = self.work / self.items

@@ -1,49 +1,55 @@
-"""Decides what is cut now, of what waits, and for which worker; or when to look again."""
+"""Decides what is cut now, of what waits, and for which worker; or when to look again.
+
+What is too late is left out when a batch is made.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..observe.record import ORDINARY, BatchRecord, Call, Reason
 from ..supervision.health import Health
 from .actions import NOTHING, Actions
-from .batch_maker import BatchMaker
+from .batch_sizes import fit_size
 from .call_queue import CallQueue, run
+from .deadlines import UNKNOWN, Deadlines, Finish
+from .endings import Endings
 from .isolation import Retries, Search
-from .overload import Deadlines, Overload
+from .overload import Overload
 from .policy import Backlog, Decision, Policy
-from .recovery import Recovery
 from .slots import Slots
-from .stepping import StepPolicy
 from .tuning import URGENCY
 
 #: A member of an enum is looked up in Python, and a lone call asks for this one.
 _ALONE = Reason.ALONE
+
+#: Items of such batches should not wait for the next one.
+_URGENT = (Reason.DEADLINE, Reason.MAX_LATENCY)
 
 #: Most batches end no search.
 _NONE: Sequence[Search] = ()
 
 
 class Cutter:
-    """Decides what is cut, and has ``BatchMaker`` make it.
+    """Cuts batches of what waits, and gives them to the workers.
 
     Args:
         pending: calls with items that are not cut.
         retries: parts of batches that wait to be run again.
-        slots: of the workers.
-        maker: makes the batches.
-        recovery: ends the trials of workers.
+        slots: of the workers; get the batches.
+        endings: ends the calls that are too late, and the trials of workers.
         health: of the workers.
-        overload: gets to know how many items a full batch has.
+        overload: knows how long batches take while more wait than fit into one.
         policy: see below.
-        backlog: what it is asked about.
+        ids: of the next batches.
         batch_size: the most items of a batch.
         has_lengths: whether the items of calls have lengths.
 
     Attributes:
-        deadline: as for ``Batcher``.
-        policy: decides when to cut and how much.
+        deadline, sizes: as for ``Batcher``.
+        policy: decides when to cut and how much. Another one takes its place if the model is one of
+            steps.
     """
 
     def __init__(
@@ -51,12 +57,11 @@ class Cutter:
         pending: CallQueue,
         retries: Retries,
         slots: Slots,
-        maker: BatchMaker,
-        recovery: Recovery,
+        endings: Endings,
         health: Health,
         overload: Overload,
         policy: Policy,
-        backlog: Backlog,
+        ids: Iterator[int],
         *,
         batch_size: int,
         has_lengths: bool,
@@ -64,18 +69,19 @@ class Cutter:
         self._pending = pending
         self._retries = retries
         self._slots = slots
-        self._maker = maker
-        self._recovery = recovery
+        self._endings = endings
         self._health = health
         self._overload = overload
-        self._backlog = backlog
+        self._ids = ids
         self._batch_size = batch_size
         self._has_lengths = has_lengths
+        self._backlog = Backlog(Decision(0, _ALONE, -math.inf, math.inf, Reason.COST, batch_size))
         self._ahead_from = overload.full  # with fewer waiting items no batch is sent ahead
         # Of the last decision to wait: with fewer items, and before that time, it is the same.
         self._ask_from, self._ask_at = 0, -math.inf
         self._deadlines: Deadlines[Call] = Deadlines()
         self.deadline = math.inf
+        self.sizes: tuple[int, ...] = ()
         self.policy = policy
 
     # -- what happens
@@ -98,7 +104,7 @@ class Cutter:
                 and call.deadline - now > self.policy.near
                 and not (self._retries.waiting or self._health.trials)
             ):
-                batch = self._maker.alone(call, now)
+                batch = self._alone(call, now)
                 self.set_deadline(math.inf)
                 return Actions([batch])
         pending.add(call)
@@ -172,10 +178,10 @@ class Cutter:
         self._overload.full = full
         self._ahead_from = full if full < best_size else best_size
 
-    def begin_steps(self) -> None:
-        """The model is one of steps."""
-        self.policy = self._maker.policy = StepPolicy()
-        self._backlog.last = self.policy.decide(self._backlog)
+    def begin_steps(self, policy: Policy) -> None:
+        """The model is one of steps, and has this policy."""
+        self.policy = policy
+        self._backlog.last = policy.decide(self._backlog)
         self._set_full()
 
     def none_waits(self) -> None:
@@ -208,7 +214,12 @@ class Cutter:
         batches: list[BatchRecord] = []
         late: list[Call] = []
         over: list[Search] = []
-        condemned = self._recovery.judge(now) if self._health.trials else ()
+
+        def expire(call: Call) -> None:
+            self._endings.expire(call)
+            late.append(call)
+
+        condemned = self._endings.judge(now) if self._health.trials else ()
         wait_until, self._ask_from = math.inf, 0
         idle, without_ahead = self._slots.idle, self._slots.without_ahead
         while True:
@@ -216,10 +227,10 @@ class Cutter:
                 not pending.items or retries.go_first(pending.items, self._slots.taking)
             ):
                 if idle:
-                    self._maker.of_suspects(next(iter(idle)), batches, late, over, now)
+                    self._cut_part(next(iter(idle)), batches, over, expire, now)
                 elif without_ahead and retries.may_go_ahead:
                     slot = next(iter(without_ahead))
-                    self._maker.of_suspects(slot, batches, late, over, now, is_ahead=True)
+                    self._cut_part(slot, batches, over, expire, now, is_ahead=True)
                 elif not retries.drop_unwanted(over):
                     break  # nothing is sent ahead, so that a worker becomes free for them
             elif not pending.items:
@@ -234,13 +245,13 @@ class Cutter:
                     if pending.items >= retries.limit:  # more items would not be taken along
                         decision = decision._replace(size=int(retries.limit), reason=Reason.FAILING)
                     elif retries.waiting:  # there is something to do meanwhile
-                        self._maker.of_suspects(slot, batches, late, over, now)
+                        self._cut_part(slot, batches, over, expire, now)
                         continue
                     else:
                         wait_until = self._ask_at = decision.wait_until
                         self._ask_from = backlog.ask_from
                         break
-                self._maker.of_pending(slot, decision, batches, late, now, is_ahead=False)
+                self._cut_pending(slot, decision, batches, expire, now)
             elif without_ahead:
                 decision = ahead or self.policy.decide_ahead(self._backlog_ahead(now))
                 ahead = None
@@ -258,7 +269,7 @@ class Cutter:
                             break
                         self._slots.have_wait(slot)
                         continue
-                self._maker.of_pending(slot, decision, batches, late, now, is_ahead=True)
+                self._cut_pending(slot, decision, batches, expire, now, is_ahead=True)
             else:
                 break
         self.set_deadline(wait_until)
@@ -320,6 +331,116 @@ class Cutter:
         if self._health.next_end < deadline:
             deadline = self._health.next_end
         self.deadline = deadline
+
+    # -- how a batch is made
+
+    def _alone(self, call: Call, now: float) -> BatchRecord:
+        """A batch of a call of one item that no other waits beside: past the queue.
+
+        What deciding and taking it would do, at a third of its cost. A caller alone waits for all
+        of it.
+        """
+        run(call)
+        slots = self._slots
+        slot = next(iter(slots.idle))
+        batch = BatchRecord(next(self._ids), slot, [(call, 0, 1)], [*call.payloads])
+        if self._has_lengths and call.lengths is not None:
+            batch.cost = float(call.lengths[0])
+        batch.reason = _ALONE
+        batch.cut_at = now
+        self.policy.was_cut(batch, self._backlog.last, now)
+        duration = 0.0 if slots.room == 2 else self.policy.cost.duration(batch.cost)
+        slots.give(batch, now, is_ahead=False, duration=duration)
+        return batch
+
+    def _cut_pending(
+        self,
+        slot: int,
+        decision: Decision,
+        batches: list[BatchRecord],
+        expire: Callable[[Call], None],
+        now: float,
+        *,
+        is_ahead: bool = False,
+    ) -> None:
+        """A batch for the slot, unless all that waited came too late.
+
+        Args:
+            batches: gets the batch.
+            expire: ends a call that comes too late.
+        """
+        pending, retries = self._pending, self._retries
+        size, reason = decision.size, decision.reason
+        if self.sizes and decision.trial is None and reason not in _URGENT:
+            fitted = fit_size(min(size, pending.items), self.sizes, self.policy.duration)
+            if fitted < min(size, pending.items):
+                size, reason = fitted, Reason.PAYS
+        if size > retries.limit:
+            size, reason = int(retries.limit), Reason.FAILING
+        finish = self._finish(slot, size, now)
+        taken = pending.take(size, now, finish, expire, decision.max_cost)
+        if taken.spans:
+            batch = BatchRecord(next(self._ids), slot, taken.spans, taken.payloads)
+            batch.cost, batch.calls = taken.cost, taken.calls
+            batch.reason, batch.is_full = taken.reason or reason, pending.items > 0
+            if taken.reason is Reason.COST:  # perhaps not that of max_batch_cost
+                batch.reason = decision.cost_reason
+            self.policy.was_cut(batch, decision, now)
+            if retries.waiting:
+                retries.gave_way()
+            self._give(batch, batches, now, is_ahead=is_ahead)
+
+    def _finish(self, slot: int, size: int, now: float) -> Finish:
+        """When a batch that is cut now will be back."""
+        waiting, deadline = self._pending.items, self._backlog.deadline
+        slots = self._slots
+        is_overloaded = waiting > self._overload.full
+        if slots.places or not (is_overloaded or deadline < math.inf):
+            return UNKNOWN  # how long an item takes is not known before
+        policy = self.policy
+        if slots.room == 2:  # else several stages are at several batches
+            start = slots.begins_at(slot, now, policy.cost.duration)
+            finish = policy.finish(start, min(size, waiting), slots.taking)
+            if finish is not None:
+                return finish
+        if is_overloaded:
+            return Finish(now + self._overload.duration())
+        return Finish(now + policy.duration(size)) if waiting > size else UNKNOWN
+
+    def _cut_part(
+        self,
+        slot: int,
+        batches: list[BatchRecord],
+        over: list[Search],
+        expire: Callable[[Call], None],
+        now: float,
+        *,
+        is_ahead: bool = False,
+    ) -> None:
+        """A part of a batch that failed, to be run again.
+
+        Args:
+            batches, expire: as above.
+            over: gets the searches that end by that.
+        """
+        part = self._retries.take(now, expire, over)
+        if part is not None:
+            items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
+            batch = BatchRecord(next(self._ids), slot, part.spans, items, part.search, part.losses)
+            batch.calls = len({call for call, _, _ in part.spans})
+            self._give(batch, batches, now, is_ahead=is_ahead)
+            self._retries.gone()
+
+    def _give(
+        self, batch: BatchRecord, batches: list[BatchRecord], now: float, *, is_ahead: bool
+    ) -> None:
+        batch.cut_at = now
+        begun = batch.spans[0][0].handed_out if self._slots.places else None
+        if begun:  # with the item go the outputs that it has had
+            batch.payloads = [*batch.payloads, *begun]
+        duration = self.policy.cost.duration(batch.cost)
+        self._slots.give(batch, now, is_ahead=is_ahead, duration=duration)
+        batches.append(batch)
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if something waits that should have been cut. For tests."""

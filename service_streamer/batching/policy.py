@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..observe.record import BatchRecord, Call, Reason
 from .arrivals import ArrivalForecast
 from .cost import BestCost, LearnedCost, SizeTrial
-from .overload import Finish, least_in_time, size_in_time
+from .deadlines import Finish, least_in_time, size_in_time
 from .padded_cost import PaddedCost
 from .tuning import (
     AHEAD_RUNS,

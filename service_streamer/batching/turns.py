@@ -43,6 +43,11 @@ _Kind = float | tuple[int, int]
 _PRECISION = 5
 
 
+def work_of(call: Call) -> float:
+    """What all items of a call cost: their lengths together, or their number."""
+    return call.size if call.lengths is None else float(sum(call.lengths))
+
+
 class _Group:
     """Calls of a tenant that go by arrival among each other, or nearly have one deadline.
 
@@ -88,8 +93,7 @@ class Queued:
         self.items = 0
         self.size_class = size_class
         self.is_timed = False
-        lengths = call.lengths
-        self.unit = 1.0 if lengths is None else sum(lengths) / call.size or 1.0
+        self.unit = work_of(call) / call.size or 1.0
 
 
 class TenantLine:
