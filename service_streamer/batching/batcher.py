@@ -52,7 +52,7 @@ from .overload import Overload
 from .policy import LearnedPolicy, Policy
 from .slots import Slots
 from .stepping import Stepping, StepPolicy, room_of_places
-from .tuning import GRACE, LARGE, MOST_RETURNED, SURELY_LATE
+from .tuning import GRACE, LARGE, MOST_RETURNED
 
 
 class Batcher:
@@ -210,15 +210,14 @@ class Batcher:
         To say so at once spares its caller the waiting, and everybody else a queue full of calls
         that come to nothing. It counts as refused then.
         """
-        most = SURELY_LATE * (call.deadline - now)
-        takes = self._overload.least_duration(call, now)
-        if takes <= most:
+        takes = self._overload.hopeless_for(call, now)
+        if not takes:
             return 0.0
         if self.is_empty and not self._may_refuse:
             return 0.0  # if none was computed, it would never be known that they are faster now
         self._may_refuse = False
         self.figures.rejected_calls += 1
-        if self._overload.takes(call) <= most:
+        if self._overload.is_in_time_alone(call, now):
             # More workers would have computed it in time. They do not help one who gives no time.
             self.figures.refused_items += call.size
         return takes

@@ -9,8 +9,13 @@ from ..observe.record import Call
 from .call_queue import CallQueue
 from .policy import Policy
 from .slots import Slots
-from .tuning import FORECAST_BATCHES, FORECAST_MARGIN, FORECAST_OUTLIER, THROUGHPUT_BATCHES
-from .turns import work_of
+from .tuning import (
+    FORECAST_BATCHES,
+    FORECAST_MARGIN,
+    FORECAST_OUTLIER,
+    SURELY_LATE,
+    THROUGHPUT_BATCHES,
+)
 
 
 class Overload:
@@ -89,21 +94,27 @@ class Overload:
         usual = took[(len(took) - 1) // 2]
         return FORECAST_MARGIN * max(each for each in took if each <= FORECAST_OUTLIER * usual)
 
-    def least_duration(self, call: Call, now: float) -> float:
-        """How long a new call takes at the least, seconds; 0 if it is surely in time."""
-        pending, slots, policy = self._pending, self._slots, self.policy
+    def hopeless_for(self, call: Call, now: float) -> float:
+        """How long a new call takes at the least, seconds, if it cannot be in time; else 0."""
+        pending, policy, lengths = self._pending, self.policy, call.lengths
         left, cost = call.deadline - now, policy.cost
-        work = pending.items if slots.places else pending.work + work_of(call)
+        work = pending.work + (call.size if lengths is None else sum(lengths))
+        if self._slots.places:
+            work = pending.items
         each = cost.base * (pending.items + call.size) + cost.per_unit * work
         if 2.0 * each <= left and 2.0 * work <= left * self.rate:
             return 0.0  # also if each item was computed alone, as nearly always
-        takes = self.takes(call, pending.ahead(call))
+        takes, slots = self._takes(call, pending.ahead(call)), self._slots
         if not slots.idle and slots.room == 2:  # else several stages are at batches
             begins = [slots.begins_at(n, now, cost.duration) for n in slots.numbers()]
             takes += max(0.0, 1.0 - policy.margin) * (min(begins, default=now) - now)
-        return takes
+        return takes if takes > SURELY_LATE * left else 0.0
 
-    def takes(self, call: Call, ahead: float = 0.0) -> float:
+    def is_in_time_alone(self, call: Call, now: float) -> bool:
+        """Whether a new call could be in time if nothing waited, and no worker was busy."""
+        return self._takes(call) <= SURELY_LATE * (call.deadline - now)
+
+    def _takes(self, call: Call, ahead: float = 0.0) -> float:
         """How long a new call takes at the least, behind so much work, seconds."""
         pending, slots = self._pending, self._slots
         if slots.places:  # as many items come back, whatever their lengths
