@@ -54,29 +54,6 @@ class ArrivalForecast:
             call again at once: what comes within the watches, beyond what would come anyway.
     """
 
-    __slots__ = (
-        "_burst_arrived",
-        "_burst_began_at",
-        "_burst_closes_at",
-        "_burst_ends_at",
-        "_burst_gap",
-        "_burst_gap_limit",
-        "_burst_last_at",
-        "_burst_size",
-        "_calls",
-        "_counted_at",
-        "_excess",
-        "_gap",
-        "_last_event",
-        "_possible",
-        "_rate",
-        "_return_rate",
-        "_round_trip",
-        "_watches",
-        "call_size",
-        "closedness",
-    )
-
     def __init__(self, round_trip: float = 0.0) -> None:
         self._round_trip = round_trip
         self._watches: deque[_Watch] = deque()

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from ..observe.record import BatchRecord, Call, Reason
 from .arrivals import ArrivalForecast
-from .cost import BestCost, LearnedCost, SizeTrial
+from .cost import BestCost, LearnedCost, PaddedCost, SizeTrial
 from .deadlines import Finish, least_in_time, size_in_time
-from .padded_cost import PaddedCost
 from .tuning import (
     AHEAD_RUNS,
     ALONE_BATCHES,
@@ -90,10 +89,6 @@ class Backlog:
         ask_from: of an answer to wait: with fewer items than so many it would be the same until its
             time, so nobody need ask. 0 where that is not known.
     """
-
-    __slots__ = (
-        "ask_from", "deadline", "free", "in_flight", "items", "last", "now", "oldest", "slots",
-    )  # fmt: skip
 
     def __init__(self, last: Decision) -> None:
         self.items = self.free = self.slots = self.in_flight = self.ask_from = 0

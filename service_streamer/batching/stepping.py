@@ -54,8 +54,6 @@ class Stepping:
         resumes: see above.
     """
 
-    __slots__ = ("_endings", "_metrics", "_slots", "log", "resumes")
-
     def __init__(
         self, places: int, slots: Slots, endings: Endings, metrics: BatchMetrics, *, resumes: bool
     ) -> None:
