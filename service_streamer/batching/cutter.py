@@ -76,7 +76,6 @@ class Cutter:
         self._batch_size = batch_size
         self._has_lengths = has_lengths
         self._backlog = Backlog(Decision(0, _ALONE, -math.inf, math.inf, Reason.COST, batch_size))
-        self._ahead_from = overload.full  # with fewer waiting items no batch is sent ahead
         # Of the last decision to wait: with fewer items, and before that time, it is the same.
         self._ask_from, self._ask_at = 0, -math.inf
         self._deadlines: Deadlines[Call] = Deadlines()
@@ -116,12 +115,12 @@ class Cutter:
             if not more or pending.items >= self._batch_size * len(slots.idle):
                 return self.cut(now)
         elif slots.without_ahead:
-            if pending.items >= self._ahead_from:
+            waiting = pending.items
+            if waiting >= self.policy.full or waiting >= self._backlog.last.best_size:
                 decision = self.policy.decide_ahead(self._backlog_ahead(now))
                 if decision.size:
                     return self.cut(now, ahead=decision)
-                if decision is not self._backlog.last:
-                    self._decided(decision)
+                self._backlog.last = decision
             if slots.next_open < math.inf and not more:
                 return self._cut_early(now)
         return NOTHING  # no worker is free: the usual case under load, so without a look
@@ -170,19 +169,12 @@ class Cutter:
             policy.came_back(
                 batch, answered, duration, self._slots.taking, self._pending.items, now, failures
             )
-        self._set_full()
         return searches
-
-    def _set_full(self) -> None:
-        full, best_size = self.policy.full(), self._backlog.last.best_size
-        self._overload.full = full
-        self._ahead_from = full if full < best_size else best_size
 
     def begin_steps(self, policy: Policy) -> None:
         """The model is one of steps, and has this policy."""
         self.policy = policy
         self._backlog.last = policy.decide(self._backlog)
-        self._set_full()
 
     def none_waits(self) -> None:
         """What waited has left: its time need not come."""
@@ -237,9 +229,7 @@ class Cutter:
                 break
             elif idle:
                 backlog = self._backlog_now(len(idle), now)
-                decision = self.policy.decide(backlog)
-                if decision is not backlog.last:
-                    self._decided(decision)
+                decision = backlog.last = self.policy.decide(backlog)
                 slot = next(iter(idle))
                 if not decision.size:
                     if pending.items >= retries.limit:  # more items would not be taken along
@@ -254,8 +244,7 @@ class Cutter:
                 self._cut_pending(slot, decision, batches, expire, now)
             elif without_ahead:
                 decision = ahead or self.policy.decide_ahead(self._backlog_ahead(now))
-                ahead = None
-                self._decided(decision)
+                self._backlog.last, ahead = decision, None
                 slot = self._slots.emptiest() if self._slots.places else next(iter(without_ahead))
                 if not decision.size:
                     if self._slots.next_open > now:
@@ -292,9 +281,8 @@ class Cutter:
     def _early(self, slot: int, now: float) -> Decision:
         """What to do with what waits, now that the slowest stage of this worker is free."""
         backlog, slots = self._backlog_now(1, now), self._slots
-        decision = self.policy.decide_early(backlog, *slots.held(slot), slots.beside)
-        self._decided(decision)
-        return decision
+        backlog.last = self.policy.decide_early(backlog, *slots.held(slot), slots.beside)
+        return backlog.last
 
     def _backlog_now(self, free: int, now: float) -> Backlog:
         """What waits for the workers that are free."""
@@ -315,10 +303,6 @@ class Cutter:
         backlog.items = self._pending.items
         backlog.slots, backlog.in_flight = slots.taking, slots.items
         return backlog
-
-    def _decided(self, decision: Decision) -> None:
-        self._backlog.last = decision
-        self._ahead_from = min(self._overload.full, decision.best_size)
 
     def set_deadline(self, wait_until: float) -> None:
         """Set ``deadline``: of what waits the one that is given, or an earlier one."""
@@ -394,7 +378,7 @@ class Cutter:
         """When a batch that is cut now will be back."""
         waiting, deadline = self._pending.items, self._backlog.deadline
         slots = self._slots
-        is_overloaded = waiting > self._overload.full
+        is_overloaded = waiting > self.policy.full
         if slots.places or not (is_overloaded or deadline < math.inf):
             return UNKNOWN  # how long an item takes is not known before
         policy = self.policy
@@ -450,7 +434,7 @@ class Cutter:
             assert waiting < min(self._batch_size, retries.limit)
             assert self.deadline < math.inf
         elif slots.without_ahead and waiting and not retries.waiting:
-            full = self.policy.full()
+            full = self.policy.full
             # One that retires leaves more to the others, who are asked when something comes back.
             # And what has a deadline may wait until a worker is free.
             may_wait = slots.taking < len(slots) or any(

@@ -163,7 +163,7 @@ class Figures:
             over //= full
         else:
             policy = self.policy
-            full = policy.full()
+            full = policy.full
             served, turn = int(self.metrics.sizes.total), policy.duration(full)
             seconds = turn
         is_known = 0 < seconds < math.inf

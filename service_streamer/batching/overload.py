@@ -28,7 +28,6 @@ class Overload:
 
     Attributes:
         policy: knows what batches cost. Another one takes its place if the model is one of steps.
-        full: items of a full batch, as the policy has it now.
         is_behind: whether more waits than workers keep up with.
         rate: units of cost that come back per second, items of a model of steps; infinity while
             that is not known.
@@ -38,7 +37,6 @@ class Overload:
         self._pending = pending
         self._slots = slots
         self.policy = policy
-        self.full = policy.full()
         self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)  # the last batches, seconds
         self._end()
 
@@ -57,7 +55,7 @@ class Overload:
             work: of the batch, in units of ``rate``; 0 if it has been counted before.
             took: from when it was cut, seconds.
         """
-        if self._pending.items >= self.full:
+        if self._pending.items >= self.policy.full:
             self.is_behind = True
             self._took.append(took)
             if work:

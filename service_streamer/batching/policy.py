@@ -108,9 +108,11 @@ class Policy:
         near: with so much time or less, a lone call is not computed before ``decide`` was asked,
             seconds.
         margin: by which share of its time a batch may take longer than is predicted, or less long.
+        full: how many items are a full batch.
     """
 
     cost: LearnedCost
+    full: int
     near = margin = 0.0
 
     def arrived(self, size: int, now: float, is_first: bool) -> bool:  # noqa: ARG002
@@ -145,10 +147,6 @@ class Policy:
             waiting: items that wait.
             failed: items that the model did not compute.
         """
-
-    def full(self) -> int:
-        """How many items are a full batch."""
-        raise NotImplementedError
 
     def duration(self, items: float) -> float:
         """Seconds for a batch of so many items as they were lately; 0 while nothing is known."""
@@ -241,7 +239,7 @@ class LearnedPolicy(Policy):
         self._transit = 0.0  # seconds of a batch beside its duration, where none was before it
         self._largest = 0.0  # cost of a batch so far
         self._longest = 0.0  # item so far
-        self._full = batch_size if max_batch_cost >= batch_size else max(1, round(max_batch_cost))
+        self.full = batch_size if max_batch_cost >= batch_size else max(1, round(max_batch_cost))
         self.cost = PaddedCost() if has_lengths else LearnedCost()
         self.best = BestCost(max_batch_cost)
         self.near = 0.0
@@ -302,7 +300,7 @@ class LearnedPolicy(Policy):
             is_exact = self.margin < NEAR_MARGIN
             self.near = NEAR_RUNS * self.cost.duration(self._unit) if is_exact else 0.0
         limit = min(self.best.limit, self._max_batch_cost) / self._unit
-        self._full = self._batch_size if limit >= self._batch_size else max(1, round(limit))
+        self.full = self._batch_size if limit >= self._batch_size else max(1, round(limit))
         self._later += (waiting - self._later) * LEARNING_RATE
         # What came to this worker meanwhile; but no more than keeps the queue as long as it is,
         # since a burst is no stream. In a closed loop calls come when the batch is back.
@@ -320,9 +318,6 @@ class LearnedPolicy(Policy):
 
     def duration(self, items: float) -> float:
         return self.cost.duration(items * self._unit)
-
-    def full(self) -> int:
-        return self._full
 
     def finish(self, start: float, size: int, slots: int) -> Finish | None:
         cost = self.cost
@@ -375,7 +370,7 @@ class LearnedPolicy(Policy):
         last = backlog.last
         # What is not full may still grow until a worker can take it. And where another worker has
         # less than a full batch, it is the first to be free, and takes its share.
-        full = size = self.full()
+        full = size = self.full
         best_size = last.best_size
         if backlog.deadline < math.inf:
             # Whether a call is late is known best when a worker is free. And only what fills all
@@ -429,7 +424,7 @@ class LearnedPolicy(Policy):
         if slots > 1 and 0.0 < backlog.deadline - backlog.oldest < self.near:
             size, until, most = 0, self._latest(backlog), self._max_batch_cost
             if until <= now:
-                size, until = min(waiting, self._full), -math.inf
+                size, until = min(waiting, self.full), -math.inf
             reason = Reason.FULL if size == self._batch_size else Reason.DEADLINE
             return Decision(size, reason, until, most, Reason.COST, self._batch_size)
         calls = arrivals.expected(now)
@@ -444,7 +439,7 @@ class LearnedPolicy(Policy):
             calls = 0.0
         expected = calls * arrivals.call_size
         size, reason = self._size(waiting + expected, slots, in_flight)
-        full = self.full()
+        full = self.full
         if reason is Reason.PAYS and slots == 1 and self._is_tight(backlog, size):
             size = waiting
         if size >= full:
@@ -505,7 +500,7 @@ class LearnedPolicy(Policy):
         # for as long as they call. One more of them costs a base each time; without it the stage
         # is idle until the others are answered.
         closedness = self._arrivals.closedness
-        needed = math.ceil((backlog.items + closedness * held) / self.full())
+        needed = math.ceil((backlog.items + closedness * held) / self.full)
         if batches + 1 > needed and beside <= closedness * self.cost.base:
             return decision._replace(size=0, wait_until=math.inf)
         return decision if decision.reason in _BOUNDS else decision._replace(reason=Reason.STAGE)
@@ -513,7 +508,7 @@ class LearnedPolicy(Policy):
     def _latest(self, backlog: Backlog) -> float:
         """When a batch of what waits and one more item has to begin; the past if none can join."""
         waiting = backlog.items
-        if waiting >= self._full:
+        if waiting >= self.full:
             return -math.inf
         longer = 1.0 + max(NEAR_LEAST_MARGIN, self.margin)
         took = longer * self.cost.duration((waiting + 1) * self._unit)

@@ -119,9 +119,10 @@ class Slots:
         else:
             self.idle.pop(number, None)
         if (
-            self._sends_ahead
+            held
             and takes
-            and 0 < len(held) < self.room
+            and self._sends_ahead
+            and len(held) < self.room
             and next(iter(held.values())).losses <= self.grace
         ):
             self.without_ahead[number] = None
@@ -256,10 +257,12 @@ class Slots:
         slot.batches[batch.id] = batch
         self.items += batch.size
         if is_ahead:
-            del self.without_ahead[batch.slot]  # and to the end, if it takes more
+            del self.without_ahead[batch.slot]
         else:
+            del self.idle[batch.slot]
             slot.busy_since = now
-        self._arrange(batch.slot, slot)
+        if self._sends_ahead and len(slot.batches) < self.room and batch.losses <= self.grace:
+            self.without_ahead[batch.slot] = None  # at the end
         if now + self._least < self.next_look:
             self.next_look = now + self._least
         if self.room > 2:
@@ -324,11 +327,13 @@ class Slots:
         # one, for good. Three stages of 20 ms and 64 callers would make 22 % fewer calls a second.
         if holder.batches:
             holder.busy_since = now
+            self._arrange(slot, holder)
         elif holder.takes:
             holder.free_at = -math.inf
+            self.without_ahead.pop(slot, None)
+            self.idle[slot] = None
         elif holder.is_closing:
             return batch, [slot]
-        self._arrange(slot, holder)
         if self.next_open < math.inf:
             self._set_next_open()
         return batch, ()

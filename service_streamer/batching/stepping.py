@@ -31,11 +31,8 @@ class StepPolicy(Policy):
     """Sends each item as soon as there is room for it. How long it takes is not known before."""
 
     def __init__(self) -> None:
-        self.cost = LearnedCost()
+        self.cost, self.full = LearnedCost(), 1
         self._one = Decision(1, Reason.PLACE, -math.inf, math.inf, Reason.COST, 1)
-
-    def full(self) -> int:
-        return 1
 
     def decide(self, backlog: Backlog) -> Decision:  # noqa: ARG002
         return self._one

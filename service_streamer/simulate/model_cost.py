@@ -141,30 +141,25 @@ class FixedWait(Policy):
     """
 
     def __init__(self, batch_size: int, wait: float, max_batch_cost: float = math.inf) -> None:
-        self._batch_size = batch_size
+        self.full = batch_size
         self._wait = wait
         self._max_cost = max_batch_cost
-        self._full = self._cut(batch_size, Reason.FULL)
+        self._all = self._cut(batch_size, Reason.FULL)
         self._nothing = self._cut(0, Reason.ALONE)
         self.cost = LearnedCost()  # that has seen nothing
 
     def _cut(self, size: int, reason: Reason, wait_until: float = -math.inf) -> Decision:
-        return Decision(
-            size, reason, wait_until, self._max_cost, Reason.COST, self._batch_size, None
-        )
-
-    def full(self) -> int:
-        return self._batch_size
+        return Decision(size, reason, wait_until, self._max_cost, Reason.COST, self.full, None)
 
     def decide_ahead(self, backlog: Backlog) -> Decision:
-        return self._full if backlog.items >= self._batch_size else self._nothing
+        return self._all if backlog.items >= self.full else self._nothing
 
     def decide_early(self, backlog: Backlog, held: int, batches: int, beside: float) -> Decision:  # noqa: ARG002
         return self._nothing
 
     def decide(self, backlog: Backlog) -> Decision:
-        if backlog.items >= self._batch_size:
-            return self._full
+        if backlog.items >= self.full:
+            return self._all
         wait_until = backlog.oldest + self._wait
         if wait_until > backlog.now:
             return self._cut(0, Reason.MAX_LATENCY, wait_until)
