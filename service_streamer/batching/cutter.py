@@ -361,14 +361,11 @@ class Cutter:
                 size, reason = fitted, Reason.PAYS
         if size > retries.limit:
             size, reason = int(retries.limit), Reason.FAILING
-        finish = self._finish(slot, size, now)
-        taken = pending.take(size, now, finish, expire, decision.max_cost)
-        if taken.spans:
-            batch = BatchRecord(next(self._ids), slot, taken.spans, taken.payloads)
-            batch.cost, batch.calls = taken.cost, taken.calls
-            batch.reason, batch.is_full = taken.reason or reason, pending.items > 0
-            if taken.reason is Reason.COST:  # perhaps not that of max_batch_cost
-                batch.reason = decision.cost_reason
+        if size != decision.size:
+            decision = decision._replace(size=size, reason=reason)
+        batch = pending.take(decision, now, self._finish(slot, size, now), expire)
+        if batch is not None:
+            batch.id, batch.slot, batch.is_full = next(self._ids), slot, pending.items > 0
             self.policy.was_cut(batch, decision, now)
             if retries.waiting:
                 retries.gave_way()

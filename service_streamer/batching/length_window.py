@@ -113,13 +113,13 @@ class LengthWindow:
         for call, entries in self._held.items():
             self._turns.add(call, len(entries))
 
-    def remove(self, call: Call) -> None:
-        """The call is about to end; it need not be here."""
-        held = self._held.pop(call, None)
-        if held is not None:
-            self.items -= len(held)
-            if self._turns is not None:
-                self._turns.remove(call, len(held))
+    def remove(self, call: Call) -> list[float]:
+        """The call is about to end; the lengths of those of its items that are here."""
+        held = self._held.pop(call, {})
+        self.items -= len(held)
+        if held and self._turns is not None:
+            self._turns.remove(call, len(held))
+        return [length for length, _, _, _ in held.values()]
 
     def head(self, now: float) -> Call:
         """Whose turn it is; there must be one."""
@@ -134,12 +134,17 @@ class LengthWindow:
         assert self._oldest is not None
         return self._oldest
 
+    @property
+    def work(self) -> float:
+        """The lengths of the items that are here, together."""
+        return sum([entry[0] for own in self._held.values() for entry in own.values()])
+
     def ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
         """As of ``TurnOrder``."""
         if self._turns is None and (size_class or call.precedence is not ORDINARY):
             self._take_turns()
         if self._turns is None:
-            return sum([entry[0] for own in self._held.values() for entry in own.values()])
+            return self.work
         return self._turns.ahead(call, size_class, work, unit)
 
     def take(

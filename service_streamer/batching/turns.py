@@ -43,9 +43,9 @@ _Kind = float | tuple[int, int]
 _PRECISION = 5
 
 
-def work_of(call: Call) -> float:
-    """What all items of a call cost: their lengths together, or their number."""
-    return call.size if call.lengths is None else float(sum(call.lengths))
+def work_of(call: Call, start: int = 0) -> float:
+    """What the items of a call cost from there on: their lengths together, or their number."""
+    return call.size - start if call.lengths is None else float(sum(call.lengths[start:]))
 
 
 class _Group:
@@ -93,7 +93,7 @@ class Queued:
         self.items = 0
         self.size_class = size_class
         self.is_timed = False
-        self.unit = work_of(call) / call.size or 1.0
+        self.unit = 1.0 if call.lengths is None else work_of(call) / call.size or 1.0
 
 
 class TenantLine:
