@@ -41,6 +41,7 @@ from ..observe.record import (
 )
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound, Health
+from . import tuning
 from .actions import Actions
 from .call_queue import CallQueue, lose_queue
 from .cost import LearnedCost
@@ -52,7 +53,6 @@ from .overload import Overload
 from .policy import LearnedPolicy, Policy
 from .slots import Slots
 from .stepping import Stepping, StepPolicy, room_of_places
-from .tuning import GRACE, LARGE, MOST_RETURNED
 
 
 class Batcher:
@@ -202,7 +202,7 @@ class Batcher:
         most, pending = self._max_pending, self._pending
         if pending.items + size <= most:
             return True
-        return size <= most and pending.counted + min(size, LARGE * self._batch_size) <= most
+        return size <= most and pending.counted + min(size, tuning.LARGE * self._batch_size) <= most
 
     def hopeless_for(self, call: Call, now: float) -> float:
         """How long a new call takes at the least, seconds, if it cannot be in time; 0 if it can.
@@ -284,8 +284,8 @@ class Batcher:
         self.steps = Stepping(
             places, self._slots, self._endings, self.figures.metrics, resumes=resumes
         )
-        self._slots.begin_steps(places, room_of_places(places), GRACE)
-        self._retries.grace = GRACE
+        self._slots.begin_steps(places, room_of_places(places), tuning.GRACE)
+        self._retries.grace = tuning.GRACE
         self._begin_steps()
 
     def _begin_steps(self) -> None:
@@ -385,7 +385,7 @@ class Batcher:
         if self._pending.items or self._retries.waiting or self.health.trials:
             return self._cutter.cut(now, calls, vacant, searches)
         if answered > 1 and self._slots.idle:
-            self.expects_until = now + MOST_RETURNED * duration
+            self.expects_until = now + tuning.MOST_RETURNED * duration
         self._cutter.set_deadline(math.inf)  # as of a lone caller
         return Actions((), calls, (), vacant, searches)
 

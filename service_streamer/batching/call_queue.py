@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..observe.record import ORDINARY, BatchRecord, Call, CallState, Reason, Span
+from . import tuning
 from .cost import LearnedCost
 from .deadlines import Finish
 from .length_window import LengthWindow
 from .policy import Decision
-from .tuning import FIXED_COSTS, LARGE, LARGE_SECONDS, MIXED_BATCHES
 from .turns import TurnOrder, work_of
 
 #: Members of an enum are looked up in Python, and every call asks for these.
@@ -53,14 +53,14 @@ class CallQueue:
         has_lengths: bool = False,
     ) -> None:
         self.items = 0
-        self._most_counted = LARGE * batch_size  # of a call
+        self._most_counted = tuning.LARGE * batch_size  # of a call
         self._uncounted = 0
         self._work = 0.0  # while items have lengths
         self._cost = cost
         self._batch_size = batch_size
         self._share = math.inf  # what a batch may cost of large calls beside small ones
         # From how many items on a call is large, and from which cost on.
-        self._large_items, self._large_cost = float(LARGE * batch_size), math.inf
+        self._large_items, self._large_cost = float(tuning.LARGE * batch_size), math.inf
         self._weights = weights or {}
         self._calls: deque[Call] = deque()  # empty while they have turns
         self._turns: TurnOrder | None = None
@@ -316,11 +316,13 @@ class CallQueue:
         has_lengths = self._window is not None
         if not per_unit or not (has_lengths or self._cost.is_fitted):
             return  # without lengths all items are alike: nothing has to be guessed
-        self._share = max(LARGE_SECONDS, FIXED_COSTS * base) / per_unit
+        self._share = max(tuning.LARGE_SECONDS, tuning.FIXED_COSTS * base) / per_unit
         if not has_lengths:
-            self._large_items = min(LARGE * self._batch_size, max(2.0, LARGE * self._share))
+            self._large_items = min(
+                tuning.LARGE * self._batch_size, max(2.0, tuning.LARGE * self._share)
+            )
         else:
-            self._large_cost = max(LARGE * self._share, sys.float_info.min)
+            self._large_cost = max(tuning.LARGE * self._share, sys.float_info.min)
 
     def _large_cost_now(self) -> float:
         """What the next batch may cost of large calls, where small ones come beside them.
@@ -331,7 +333,7 @@ class CallQueue:
         if self._turns is None or not self._large:
             return math.inf
         if self.items > sum([call.pending for call in self._large]):
-            self._mixed = MIXED_BATCHES
+            self._mixed = tuning.MIXED_BATCHES
         elif self._mixed:
             self._mixed -= 1
         else:

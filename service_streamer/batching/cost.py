@@ -15,33 +15,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .tuning import (
-    AS_GOOD,
-    ENOUGH_BATCHES,
-    EXPLAINED,
-    FEW_BATCHES,
-    FIRST_INTERVAL,
-    FITTED_BATCHES,
-    FORGETTING,
-    LAST_INTERVAL,
-    LEAST_DURATION,
-    LEAST_SPREAD,
-    MEASURED_BATCHES,
-    MOST_NOISE,
-    MOST_SAVED,
-    MUCH_FASTER,
-    NO_WORK,
-    NOISE_LEARNING_RATE,
-    NOISE_MARGIN,
-    PADDING_FORGETTING,
-    PADDING_SPREAD,
-    PATIENCE_BATCHES,
-    RIDGE,
-    SIZE_LEARNING_RATE,
-    SIZE_UNLEARNING_RATE,
-    TRIAL_SHARE,
-    TRIAL_STEPS,
-)
+from . import tuning
 
 
 class LearnedCost:
@@ -76,15 +50,17 @@ class LearnedCost:
         """
         if duration <= 0.0:
             return 0.0
-        if 0 < self._batches < FITTED_BATCHES and duration > NO_WORK * self.duration(cost):
+        if 0 < self._batches < tuning.FITTED_BATCHES and duration > tuning.NO_WORK * self.duration(
+            cost
+        ):
             # Such as what a web server asks a model about itself: it would outweigh hundreds.
             self._forget()
         # An error of a tenth counts the same in a short batch and in a long one; and of a first
         # batch that compiles for a minute nothing is left as soon as others have come.
         # Nor does one that had nothing to do, and was over at once, outweigh all others.
-        bounded = max(duration, LEAST_DURATION * self.duration(cost))
+        bounded = max(duration, tuning.LEAST_DURATION * self.duration(cost))
         weight = 1.0 / (bounded * bounded)
-        keep = FORGETTING
+        keep = tuning.FORGETTING
         w = self._w = self._w * keep + weight
         c = self._c = self._c * keep + weight * cost
         d = self._d = self._d * keep + weight * duration
@@ -96,14 +72,14 @@ class LearnedCost:
             # One batch does not show how much of it is base; half is as wrong as all or nothing.
             self.is_known = True
             self.per_unit = 0.5 * mean_duration / mean_cost if mean_cost else 0.0
-        ridge = RIDGE * mean_cost * mean_cost
+        ridge = tuning.RIDGE * mean_cost * mean_cost
         spread = cc / w - mean_cost * mean_cost
         self._batches += 1
         together = cd / w - mean_cost * mean_duration
         self.is_fitted = (
-            self._batches >= FITTED_BATCHES
-            and spread > LEAST_SPREAD * mean_cost * mean_cost
-            and together * together >= EXPLAINED * spread * (dd / w - mean_duration**2)
+            self._batches >= tuning.FITTED_BATCHES
+            and spread > tuning.LEAST_SPREAD * mean_cost * mean_cost
+            and together * together >= tuning.EXPLAINED * spread * (dd / w - mean_duration**2)
         )
         if self.is_fitted:
             self.was_fitted = True
@@ -125,10 +101,10 @@ class LearnedCost:
 
         Unlike with ``is_fitted``, the line need not explain the durations: it may be flat.
         """
-        if self._batches < FITTED_BATCHES:
+        if self._batches < tuning.FITTED_BATCHES:
             return None
         mean = self._c / self._w
-        if self._cc / self._w - mean * mean <= LEAST_SPREAD * mean * mean:
+        if self._cc / self._w - mean * mean <= tuning.LEAST_SPREAD * mean * mean:
             return None
         return self.base, self.per_unit
 
@@ -171,16 +147,16 @@ class PaddedCost(LearnedCost):
             size * size, size * cost, cost * cost, size * duration, cost * duration,
         )  # fmt: skip
         self._moments = moments = [
-            so_far * PADDING_FORGETTING + weight * product
+            so_far * tuning.PADDING_FORGETTING + weight * product
             for so_far, product in zip(self._moments, products, strict=True)
         ]
         w = moments[0]
         s, c, took, ss, sc, cc, sd, cd = (moment / w for moment in moments[1:])
         ss, sc, cc = ss - s * s, sc - s * c, cc - c * c  # variances, and covariances
         sd, cd = sd - s * took, cd - c * took
-        if cc > LEAST_SPREAD * c * c:
+        if cc > tuning.LEAST_SPREAD * c * c:
             together = ss * cc - sc * sc
-            if together > PADDING_SPREAD * s * s * cc:
+            if together > tuning.PADDING_SPREAD * s * s * cc:
                 self._p = max(0.0, (cc * sd - sc * cd) / together)
             b = (cd - sc * self._p) / cc
             if b < 0.0:
@@ -240,7 +216,7 @@ class BestCost:
         self._displaced = 0  # the step that is the best one by what was measured
         self._believed_until = self._patience = 0  # batches of it; of any size beyond the other
         self._budget = 0.0  # seconds that trials may waste
-        self._interval = FIRST_INTERVAL
+        self._interval = tuning.FIRST_INTERVAL
         self._since = 0  # batches since the last trial
         self._trial: int | None = None  # the step of the last one, until it is back
         self._trials = 0  # so far: the steps beside the best take turns
@@ -259,32 +235,40 @@ class BestCost:
             return
         step, rate = _step(cost), duration / cost
         known, count = self._rates.get(step, rate), self._counts.get(step, 0)
-        if count < ENOUGH_BATCHES:
+        if count < tuning.ENOUGH_BATCHES:
             # The mean, since it is not known what is usual: the first batch may have had no work.
             self._rates[step] = known + (rate - known) / (count + 1)
         else:
-            self._noise += (min(1.0, abs(rate / known - 1.0)) - self._noise) * NOISE_LEARNING_RATE
+            self._noise += (
+                min(1.0, abs(rate / known - 1.0)) - self._noise
+            ) * tuning.NOISE_LEARNING_RATE
             # A batch that took far longer than usual was held up by something else.
-            weight = SIZE_UNLEARNING_RATE if rate < MUCH_FASTER * known else SIZE_LEARNING_RATE
+            weight = (
+                tuning.SIZE_UNLEARNING_RATE
+                if rate < tuning.MUCH_FASTER * known
+                else tuning.SIZE_LEARNING_RATE
+            )
             self._rates[step] = known + (min(rate, 2.0 * known) - known) * weight
         self._counts[step] = count + 1
         # A smaller batch says nothing about whether that many items ever wait.
         if self._believed is not None and cost > _cost_of(self._displaced):
             self._patience -= 1
             if not self._patience:
-                self._counts[self._believed] = max(self._counts[self._believed], FEW_BATCHES)
+                self._counts[self._believed] = max(self._counts[self._believed], tuning.FEW_BATCHES)
                 self._believed_until = 0
                 is_full = True  # so that another one is chosen
         if not is_full:
             return
         if step == self._trial and self._best is not None:
             self._trial = None
-            if rate < max(AS_GOOD * self._rates[self._best], MUCH_FASTER * known):
+            if rate < max(tuning.AS_GOOD * self._rates[self._best], tuning.MUCH_FASTER * known):
                 # The device has changed, or it was chance: another trial of the step tells.
-                self._interval = FIRST_INTERVAL
+                self._interval = tuning.FIRST_INTERVAL
                 self._trials -= 1
         self._since += 1
-        self._budget = min(self._budget + TRIAL_SHARE * duration, MOST_SAVED * duration)
+        self._budget = min(
+            self._budget + tuning.TRIAL_SHARE * duration, tuning.MOST_SAVED * duration
+        )
         self._choose(model)
 
     def trial(self, model: LearnedCost) -> SizeTrial | None:
@@ -293,12 +277,12 @@ class BestCost:
         if best is None or self._believed is not None or self._since < self._interval:
             return None
         rates = self._rates
-        step = min(best, self._most) + TRIAL_STEPS[self._trials % len(TRIAL_STEPS)]
+        step = min(best, self._most) + tuning.TRIAL_STEPS[self._trials % len(tuning.TRIAL_STEPS)]
         # Below the cost of one item only where the costs of batches are, too.
         if not min(0, *rates) <= step <= min(self._most, max(rates)):
             return SizeTrial(step, math.inf, math.inf, False)
         cost = _cost_of(step)
-        is_measured = self._counts.get(step, 0) >= ENOUGH_BATCHES
+        is_measured = self._counts.get(step, 0) >= tuning.ENOUGH_BATCHES
         took = rates[step] * cost if is_measured else model.duration(cost)
         waste = took - rates[best] * cost
         return SizeTrial(step, cost, waste, waste <= self._budget)
@@ -309,8 +293,8 @@ class BestCost:
         if trial.cost == math.inf:
             return
         self._since = 0
-        if self._counts.get(trial.step, 0) >= ENOUGH_BATCHES:
-            self._interval = min(2 * self._interval, LAST_INTERVAL)
+        if self._counts.get(trial.step, 0) >= tuning.ENOUGH_BATCHES:
+            self._interval = min(2 * self._interval, tuning.LAST_INTERVAL)
         if trial.is_run:
             self._budget -= max(0.0, trial.waste)
             self._trial = trial.step
@@ -321,9 +305,11 @@ class BestCost:
             return  # it is being measured
         self._believed = None
         rates, largest = self._rates, max(self._rates)
-        known = [step for step in rates if self._counts[step] >= ENOUGH_BATCHES or step == largest]
+        known = [
+            step for step in rates if self._counts[step] >= tuning.ENOUGH_BATCHES or step == largest
+        ]
         # The best of several noisy rates is mostly one that chance has made good.
-        as_good = AS_GOOD - min(MOST_NOISE, NOISE_MARGIN * self._noise)
+        as_good = tuning.AS_GOOD - min(tuning.MOST_NOISE, tuning.NOISE_MARGIN * self._noise)
         wanted = min(rates[step] for step in known) / as_good
         best = max(step for step in known if rates[step] <= wanted)
         if model is not None and model.is_fitted and best < largest:
@@ -331,18 +317,18 @@ class BestCost:
                 step
                 for step in rates
                 if best < step <= self._most
-                and self._counts[step] < FEW_BATCHES
+                and self._counts[step] < tuning.FEW_BATCHES
                 and model.duration(_cost_of(step)) <= wanted * _cost_of(step)
             ]
             if better:
                 # Not the largest: far beyond its points, a line always says that larger is better.
                 self._displaced, best = best, min(better)
                 self._believed = best
-                self._believed_until = self._counts[best] + MEASURED_BATCHES
-                self._patience = PATIENCE_BATCHES
+                self._believed_until = self._counts[best] + tuning.MEASURED_BATCHES
+                self._patience = tuning.PATIENCE_BATCHES
         if best != self._best:
             self._best = best
-            self._interval = FIRST_INTERVAL
+            self._interval = tuning.FIRST_INTERVAL
         self.limit = math.inf if best == largest else _cost_of(best)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..observe.record import ORDINARY, BatchRecord, Call, Reason
 from ..supervision.health import Health
+from . import tuning
 from .actions import NOTHING, Actions
 from .batch_sizes import fit_size
 from .call_queue import CallQueue, run
@@ -19,7 +20,6 @@ from .isolation import Retries, Search
 from .overload import Overload
 from .policy import Backlog, Decision, Policy
 from .slots import Slots
-from .tuning import URGENCY
 
 #: A member of an enum is looked up in Python, and a lone call asks for this one.
 _ALONE = Reason.ALONE
@@ -290,7 +290,7 @@ class Cutter:
         backlog, pending, slots = self._backlog, self._pending, self._slots
         backlog.ask_from = 0
         backlog.items, backlog.oldest = pending.items, pending.oldest_arrival()
-        backlog.deadline = pending.first_deadline(now) - URGENCY * slots.beside
+        backlog.deadline = pending.first_deadline(now) - tuning.URGENCY * slots.beside
         backlog.free, backlog.slots, backlog.in_flight = free, slots.taking, slots.items
         backlog.now = now
         return backlog

@@ -6,7 +6,7 @@ import heapq
 import math
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from .tuning import DEADLINE_SHARE, FLAT, LEAST_SPEED, LEAST_SPEED_OF_FIRST
+from . import tuning
 
 #: Of items, so that a batch which is back just in time is not one item smaller.
 _ROUNDING = 1e-9
@@ -108,14 +108,14 @@ def size_in_time(size: int, base: float, item: float, total: float, left: float)
     Returns:
         At least 1, at most ``size``.
     """
-    most = DEADLINE_SHARE * total - base
+    most = tuning.DEADLINE_SHARE * total - base
     largest = min(float(size), (total - base) / item)
     if most < size * item and largest >= 1.0:
-        least = LEAST_SPEED * largest / (base + largest * item)
+        least = tuning.LEAST_SPEED * largest / (base + largest * item)
         fast = least * base / (1.0 - least * item)  # the size with that speed
         size = min(size, max(1, int(max(most / item, fast))))
     fits = int(max(0.0, left - base) / item)
-    if 1 <= fits < size and fits * (base + size * item) >= LEAST_SPEED * size * (
+    if 1 <= fits < size and fits * (base + size * item) >= tuning.LEAST_SPEED * size * (
         base + fits * item
     ):
         return fits
@@ -129,7 +129,7 @@ def least_in_time(size: int, base: float, item: float) -> int:
         size: items that a batch would have otherwise; at least one.
         base, item: what a batch takes, and what each item adds, seconds.
     """
-    if base <= FLAT * item:
+    if base <= tuning.FLAT * item:
         return 1  # the items are nearly all of it
-    speed = LEAST_SPEED_OF_FIRST * size / (base + size * item)
+    speed = tuning.LEAST_SPEED_OF_FIRST * size / (base + size * item)
     return math.ceil(speed * base / (1.0 - speed * item))

@@ -24,13 +24,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..observe.record import BatchRecord, Call, Span
-from .tuning import (
-    HEADROOM,
-    MOST_DEVICE_FAILURES,
-    MOST_OUTAGES,
-    MOST_PART_BATCHES,
-    PARTS_IN_A_ROW,
-)
+from . import tuning
 
 
 def parts_after_death(items: int, run: float, death: float) -> int:
@@ -147,7 +141,7 @@ class Retries:
         self._isolate_errors = isolate_errors
         self._searches = 0  # so far
         self._row = 0  # how many of the last batches were parts
-        self.limit = self.no_limit = HEADROOM * batch_size
+        self.limit = self.no_limit = tuning.HEADROOM * batch_size
         self.grace = 0
         self.waiting: list[Suspects] = []
         self.retried_items = 0
@@ -173,8 +167,8 @@ class Retries:
             slots: workers that are ready.
         """
         items = sum([part.size for part in self.waiting])
-        row = 1 if new >= items else PARTS_IN_A_ROW
-        return self._row < row or items > MOST_PART_BATCHES * self._batch_size * slots
+        row = 1 if new >= items else tuning.PARTS_IN_A_ROW
+        return self._row < row or items > tuning.MOST_PART_BATCHES * self._batch_size * slots
 
     @property
     def may_go_ahead(self) -> bool:
@@ -305,7 +299,7 @@ class Retries:
         spans = _unanswered(batch.spans)
         if batch.search is not None:
             batch.search.deaths_left -= 1
-        if not spans or losses >= min(self._max_attempts, MOST_DEVICE_FAILURES):
+        if not spans or losses >= min(self._max_attempts, tuning.MOST_DEVICE_FAILURES):
             return False
         calls: dict[Call, list[Span]] = {}
         for span in spans:
@@ -337,7 +331,7 @@ class Retries:
         """
         search = batch.search
         if search is not None and any(
-            search.outages[item] >= MOST_OUTAGES for item in _items(batch.spans)
+            search.outages[item] >= tuning.MOST_OUTAGES for item in _items(batch.spans)
         ):
             return self.lost(batch, failure, count)
         return self.not_begun(batch, failure, is_outage=True)

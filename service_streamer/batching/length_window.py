@@ -20,8 +20,8 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from ..observe.record import ORDINARY, Call, CallState, Reason
+from . import tuning
 from .cost import LearnedCost
-from .tuning import LEAST_BASE, WINDOW_BATCHES
 from .turns import TurnOrder
 
 #: An item in the window: its length, a number that no other has, and which item of which call.
@@ -70,7 +70,7 @@ class LengthWindow:
 
     def __init__(self, cost: LearnedCost, batch_size: int, weights: Mapping[str, float]) -> None:
         self.items = 0
-        self.size = WINDOW_BATCHES * batch_size
+        self.size = tuning.WINDOW_BATCHES * batch_size
         self._cost = cost
         self._weights = weights
         self._sorted: list[Entry] = []  # with entries of calls that are over, which are skipped
@@ -212,7 +212,7 @@ class LengthWindow:
         entries, chosen = self._sorted, group.entries
         first, length, padding = chosen[0], group.length, group.padding
         base, per_unit = self._cost.padding
-        base = max(base, LEAST_BASE * self._cost.mean)
+        base = max(base, tuning.LEAST_BASE * self._cost.mean)
         start = bisect_left(entries, first)
         stop = start + 1  # after the last of them
         left, right, last = start - 1, stop, len(entries)

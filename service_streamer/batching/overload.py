@@ -6,16 +6,10 @@ import math
 from collections import deque
 
 from ..observe.record import Call
+from . import tuning
 from .call_queue import CallQueue
 from .policy import Policy
 from .slots import Slots
-from .tuning import (
-    FORECAST_BATCHES,
-    FORECAST_MARGIN,
-    FORECAST_OUTLIER,
-    SURELY_LATE,
-    THROUGHPUT_BATCHES,
-)
 
 
 class Overload:
@@ -37,7 +31,9 @@ class Overload:
         self._pending = pending
         self._slots = slots
         self.policy = policy
-        self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)  # the last batches, seconds
+        self._took: deque[float] = deque(
+            maxlen=tuning.FORECAST_BATCHES
+        )  # the last batches, seconds
         self._end()
 
     def _end(self) -> None:
@@ -69,7 +65,7 @@ class Overload:
             return
         self._batches += 1
         self._work += work
-        if self._batches >= THROUGHPUT_BATCHES and now > self._since:
+        if self._batches >= tuning.THROUGHPUT_BATCHES and now > self._since:
             sample = self._work / (now - self._since)
             # The better of two, so that one slow batch does not make everything look hopeless.
             before, self._rate_before = self._rate_before, sample
@@ -90,7 +86,9 @@ class Overload:
             return 0.0
         took = sorted(self._took)
         usual = took[(len(took) - 1) // 2]
-        return FORECAST_MARGIN * max(each for each in took if each <= FORECAST_OUTLIER * usual)
+        return tuning.FORECAST_MARGIN * max(
+            each for each in took if each <= tuning.FORECAST_OUTLIER * usual
+        )
 
     def hopeless_for(self, call: Call, now: float) -> float:
         """How long a new call takes at the least, seconds, if it cannot be in time; else 0."""
@@ -106,11 +104,11 @@ class Overload:
         if not slots.idle and slots.room == 2:  # else several stages are at batches
             begins = [slots.begins_at(n, now, cost.duration) for n in slots.numbers()]
             takes += max(0.0, 1.0 - policy.margin) * (min(begins, default=now) - now)
-        return takes if takes > SURELY_LATE * left else 0.0
+        return takes if takes > tuning.SURELY_LATE * left else 0.0
 
     def is_in_time_alone(self, call: Call, now: float) -> bool:
         """Whether a new call could be in time if nothing waited, and no worker was busy."""
-        return self._takes(call) <= SURELY_LATE * (call.deadline - now)
+        return self._takes(call) <= tuning.SURELY_LATE * (call.deadline - now)
 
     def _takes(self, call: Call, ahead: float = 0.0) -> float:
         """How long a new call takes at the least, behind so much work, seconds."""

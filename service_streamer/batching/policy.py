@@ -14,32 +14,10 @@ import math
 from typing import NamedTuple
 
 from ..observe.record import BatchRecord, Call, Reason
+from . import tuning
 from .arrivals import ArrivalForecast
 from .cost import BestCost, LearnedCost, PaddedCost, SizeTrial
 from .deadlines import Finish, least_in_time, size_in_time
-from .tuning import (
-    AHEAD_RUNS,
-    ALONE_BATCHES,
-    ALONE_INTERVAL,
-    FIRST_ITEMS,
-    FIXED_COSTS,
-    FLAT,
-    GROWTH,
-    LEARNING_RATE,
-    LEAST_EXPECTED,
-    LEAST_MARGIN,
-    LONGEST,
-    MARGIN_FACTOR,
-    NEAR_LEAST_MARGIN,
-    NEAR_MARGIN,
-    NEAR_RUNS,
-    NOISE_LEARNING_RATE,
-    RATE_BATCHES,
-    SURE,
-    TIGHT,
-    TRANSIT_RATE,
-    URGENCY,
-)
 
 #: Why expected arrivals are not waited for any longer.
 _BOUNDS = (Reason.MAX_LATENCY, Reason.DEADLINE)
@@ -235,7 +213,7 @@ class LearnedPolicy(Policy):
         self._later = 0.0  # items that wait when a batch comes back, recently
         self._unit = 1.0  # what an item costs, recently
         self._errors = 0  # batches of which it is known how exactly they were predicted
-        self.margin = URGENCY - 1.0
+        self.margin = tuning.URGENCY - 1.0
         self._transit = 0.0  # seconds of a batch beside its duration, where none was before it
         self._largest = 0.0  # cost of a batch so far
         self._longest = 0.0  # item so far
@@ -251,7 +229,10 @@ class LearnedPolicy(Policy):
         if not is_first:
             return False
         cost = self.cost
-        return arrivals.began(cost.base + cost.per_unit * size * self._unit, now) < LEAST_EXPECTED
+        return (
+            arrivals.began(cost.base + cost.per_unit * size * self._unit, now)
+            < tuning.LEAST_EXPECTED
+        )
 
     def time_passed(self, now: float) -> None:
         self._arrivals.time_passed(now)
@@ -277,7 +258,7 @@ class LearnedPolicy(Policy):
             self._alone = 0
         else:
             self._alone += 1
-            if self._alone > ALONE_BATCHES and self._alone % ALONE_INTERVAL:
+            if self._alone > tuning.ALONE_BATCHES and self._alone % tuning.ALONE_INTERVAL:
                 return
         self._arrivals.answered(calls, duration, now)
         if failed:
@@ -286,22 +267,22 @@ class LearnedPolicy(Policy):
         if size:
             if self.cost.was_fitted:  # of the line before this batch
                 error = abs(duration / (self.cost.duration(cost) or math.inf) - 1.0)
-                error = min(MARGIN_FACTOR * error, URGENCY - 1.0)
+                error = min(tuning.MARGIN_FACTOR * error, tuning.URGENCY - 1.0)
                 self._errors += 1
-                weight = max(NOISE_LEARNING_RATE, 1.0 / self._errors)
+                weight = max(tuning.NOISE_LEARNING_RATE, 1.0 / self._errors)
                 self.margin += (error - self.margin) * weight
             self.cost.observe(cost, duration, size)
             self.best.observe(cost, duration, is_full=batch.is_full, model=self.cost)
         self._largest = max(self._largest, batch.cost, 1e-9)  # items of no length are known, too
         self._longest = max(self._longest, batch.cost / batch.size)
-        self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * LEARNING_RATE
+        self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * tuning.LEARNING_RATE
         if self.cost.was_fitted and not self._has_lengths:
             # What cannot be predicted cannot be timed: then it is better to begin at once.
-            is_exact = self.margin < NEAR_MARGIN
-            self.near = NEAR_RUNS * self.cost.duration(self._unit) if is_exact else 0.0
+            is_exact = self.margin < tuning.NEAR_MARGIN
+            self.near = tuning.NEAR_RUNS * self.cost.duration(self._unit) if is_exact else 0.0
         limit = min(self.best.limit, self._max_batch_cost) / self._unit
         self.full = self._batch_size if limit >= self._batch_size else max(1, round(limit))
-        self._later += (waiting - self._later) * LEARNING_RATE
+        self._later += (waiting - self._later) * tuning.LEARNING_RATE
         # What came to this worker meanwhile; but no more than keeps the queue as long as it is,
         # since a burst is no stream. In a closed loop calls come when the batch is back.
         came = max(
@@ -310,11 +291,11 @@ class LearnedPolicy(Policy):
         flight = now - batch.cut_at
         # Of a batch that was sent ahead it has the wait for the one before, which counts little.
         beside = max(0.0, flight - duration)
-        weight = LEARNING_RATE if beside < self._transit else TRANSIT_RATE
+        weight = tuning.LEARNING_RATE if beside < self._transit else tuning.TRANSIT_RATE
         self._transit += (beside - self._transit) * weight
         if flight > 0.0 and duration > 0.0:
             rate = min(came / flight, batch.size / duration)
-            self._rate += (rate - self._rate) / RATE_BATCHES
+            self._rate += (rate - self._rate) / tuning.RATE_BATCHES
 
     def duration(self, items: float) -> float:
         return self.cost.duration(items * self._unit)
@@ -344,7 +325,7 @@ class LearnedPolicy(Policy):
             alone = (1.0 - self.margin) * cost.duration(longest)
         work, together = ahead + own, 0.0
         batches = (ahead / self._unit + call.size) / self._batch_size
-        if GROWTH * self._largest >= min(work, self._most_cost()):
+        if tuning.GROWTH * self._largest >= min(work, self._most_cost()):
             # Of batches that are much larger than all so far only trying tells.
             margin = self.margin / math.sqrt(max(1.0, batches))
             together = (1.0 - margin) * (work * cost.per_unit + batches * cost.base) / slots
@@ -362,7 +343,7 @@ class LearnedPolicy(Policy):
         # Without lengths all items are alike, so nothing has to be bounded before it is known.
         if not per_unit or not (self._has_lengths or self.cost.is_fitted):
             return math.inf
-        longest = (max(LONGEST, FIXED_COSTS * base) - base) / per_unit
+        longest = (max(tuning.LONGEST, tuning.FIXED_COSTS * base) - base) / per_unit
         return longest if self._has_lengths else math.ceil(longest)
 
     def decide_ahead(self, backlog: Backlog) -> Decision:
@@ -376,7 +357,7 @@ class LearnedPolicy(Policy):
             # Whether a call is late is known best when a worker is free. And only what fills all
             # workers goes ahead: a smaller batch that waits costs a base.
             total = backlog.deadline - backlog.oldest
-            is_near = total < AHEAD_RUNS * self.cost.duration(full * self._unit)
+            is_near = total < tuning.AHEAD_RUNS * self.cost.duration(full * self._unit)
             if is_near or waiting < full or (slots > 1 and in_flight < full * slots):
                 return last._replace(size=0) if last.size else last
         if waiting < full or (slots > 1 and in_flight < full * slots):
@@ -400,11 +381,11 @@ class LearnedPolicy(Policy):
             the trial of a batch size, if one is due.
         """
         most, limit = self._max_batch_cost, self.best.limit
-        largest = GROWTH * self._largest if self._has_lengths else math.inf
+        largest = tuning.GROWTH * self._largest if self._has_lengths else math.inf
         max_cost, trial = min(limit, largest), None
         cost_reason = Reason.TRIED if largest < limit else Reason.PAYS
         if not largest:
-            size, max_cost = min(size, FIRST_ITEMS), math.inf
+            size, max_cost = min(size, tuning.FIRST_ITEMS), math.inf
         elif waiting > size:
             trial = self.best.trial(self.cost)
             if trial is not None and trial.is_run:
@@ -428,7 +409,7 @@ class LearnedPolicy(Policy):
             reason = Reason.FULL if size == self._batch_size else Reason.DEADLINE
             return Decision(size, reason, until, most, Reason.COST, self._batch_size)
         calls = arrivals.expected(now)
-        if calls < LEAST_EXPECTED:
+        if calls < tuning.LEAST_EXPECTED:
             if waiting == 1 and in_flight < slots and last.wait_until == -math.inf:
                 # So often that the rest would be felt: mostly it is the same decision again.
                 if last.size == 1 and last.reason is Reason.ALONE and last.trial is None:
@@ -466,7 +447,7 @@ class LearnedPolicy(Policy):
             else:
                 wait_until = self._cut_at + self._pause(size, slots)
             if wait_until > now:
-                longer = 1.0 + max(LEAST_MARGIN, self.margin)
+                longer = 1.0 + max(tuning.LEAST_MARGIN, self.margin)
                 longest = longer * self.cost.duration(waiting * self._unit)
                 urgent = backlog.deadline - self._transit - longest
                 bound = backlog.oldest + self._max_latency
@@ -476,7 +457,7 @@ class LearnedPolicy(Policy):
                     # longer, which counts if a deadline is near.
                     full_time = longer * self.cost.duration(size * self._unit)
                     if calls and wait_until + full_time <= backlog.deadline - self._transit:
-                        backlog.ask_from = waiting + int(missing * SURE)
+                        backlog.ask_from = waiting + int(missing * tuning.SURE)
                     return Decision(0, reason, wait_until, max_cost, cost_reason, best_size, trial)
                 reason = Reason.DEADLINE if urgent <= now else Reason.MAX_LATENCY
             is_late = True
@@ -510,7 +491,7 @@ class LearnedPolicy(Policy):
         waiting = backlog.items
         if waiting >= self.full:
             return -math.inf
-        longer = 1.0 + max(NEAR_LEAST_MARGIN, self.margin)
+        longer = 1.0 + max(tuning.NEAR_LEAST_MARGIN, self.margin)
         took = longer * self.cost.duration((waiting + 1) * self._unit)
         return min(backlog.deadline - self._transit - took, backlog.oldest + self._max_latency)
 
@@ -521,7 +502,7 @@ class LearnedPolicy(Policy):
             math.ceil(waiting / size) * self.cost.base + waiting * self.cost.per_unit * self._unit
         )
         left = backlog.deadline - self._transit - backlog.now
-        return longer * takes > TIGHT * left
+        return longer * takes > tuning.TIGHT * left
 
     def _in_time(self, backlog: Backlog, size: int) -> int:
         """The most items of a batch of at most ``size`` that keeps the deadline of the next call.
@@ -530,7 +511,7 @@ class LearnedPolicy(Policy):
         """
         longer = 1.0 + self.margin
         base, item = self.cost.base * longer, self.cost.per_unit * self._unit * longer
-        if size * item <= FLAT * base:
+        if size * item <= tuning.FLAT * base:
             return size
         first = backlog.deadline - self._transit
         fits = size_in_time(size, base, item, first - backlog.oldest, first - backlog.now)

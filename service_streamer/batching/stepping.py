@@ -15,16 +15,16 @@ from typing import Any
 from ..observe.metrics import BatchMetrics
 from ..observe.record import BatchRecord, Call, Reason, StepReport
 from ..observe.step_log import StepLog
+from . import tuning
 from .cost import LearnedCost
 from .endings import Endings
 from .policy import Backlog, Decision, Policy
 from .slots import Slots
-from .tuning import DECK_SHARE
 
 
 def room_of_places(places: int) -> int:
     """How many items a worker holds that steps so many of them."""
-    return places + max(1, math.ceil(places * DECK_SHARE))
+    return places + max(1, math.ceil(places * tuning.DECK_SHARE))
 
 
 class StepPolicy(Policy):

@@ -30,7 +30,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import frexp, inf, isclose, ldexp
 
 from ..observe.record import Call
-from .tuning import AGING
+from . import tuning
 
 _NEVER = inf
 
@@ -107,25 +107,6 @@ class TenantLine:
         owed: what calls of it were given beside those of other tenants, and is to be charged.
     """
 
-    __slots__ = (
-        "_alike",
-        "_by_arrival",
-        "_by_priority",
-        "_deadlined",
-        "_large",
-        "_latest",
-        "_number",
-        "_tags",
-        "_timed",
-        "aged",
-        "credit",
-        "groups",
-        "owed",
-        "tenant",
-        "turns",
-        "weight",
-    )
-
     def __init__(self, tenant: str, weight: float) -> None:
         self.tenant = tenant
         self.weight = weight
@@ -173,10 +154,7 @@ class TenantLine:
                 return
         if self._alike is not None:
             self._alike = None
-            for other in [
-                *self._by_arrival,
-                *self._large,
-            ]:  # one of them is empty, but for this one
+            for other in [*self._by_arrival, *self._large]:  # one is empty, but for this one
                 if other.items:
                     self._rank(other)
         self._rank(queued)
@@ -261,7 +239,7 @@ class TenantLine:
         # It is over when its class has had so much. Meanwhile the others of its priority have had
         # as much, and what goes before it has what age leaves to that.
         share = own + work
-        return own + min(others, share) + min(before, (AGING - 1) * share)
+        return own + min(others, share) + min(before, (tuning.AGING - 1) * share)
 
     def head(self, now: float) -> Queued:
         """Whose turn it is; there must be one."""
@@ -273,9 +251,9 @@ class TenantLine:
         if self._alike is not None:
             return (by_arrival or large)[0]
         self.aged = None
-        if by_arrival and self.turns >= AGING - 1:
+        if by_arrival and self.turns >= tuning.AGING - 1:
             self.aged = by_arrival[0]
-        elif large and self.credit >= (AGING - 1) * large[0].unit:
+        elif large and self.credit >= (tuning.AGING - 1) * large[0].unit:
             self.aged = large[0]
         if self.aged is not None:
             return self.aged
@@ -429,7 +407,9 @@ class TurnOrder:
         self._is_new = False
         if self._new:
             line, virtual = next(iter(self._new.items()))
-            self._is_new = not heap or (virtual < heap[0][0] and self._new_in_a_row < AGING - 1)
+            self._is_new = not heap or (
+                virtual < heap[0][0] and self._new_in_a_row < tuning.AGING - 1
+            )
         if not self._is_new:
             virtual, _, line = heap[0]
         if virtual > self._virtual:
@@ -475,7 +455,7 @@ class TurnOrder:
         if size_class:
             own += work  # it has turns with the other tenants until its end
         turns = self._served_before(own / line.weight) + (own if line in self._new else 0)
-        turns += min(new, (AGING - 1) * turns)
+        turns += min(new, (tuning.AGING - 1) * turns)
         return max(0.0, turns - work) if size_class else turns
 
     def _served_before(self, share: float) -> float:
