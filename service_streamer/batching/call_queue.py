@@ -2,9 +2,8 @@
 
 As long as all calls are alike they go by arrival. With the first that is of a tenant, has a
 priority or a deadline of its own, or is of another class of size, all have turns (``turns``), until
-none waits. Where
-items have lengths, the neighbours in length of the one whose turn it is go along with it, out of a
-window (``length_window``), into which calls come in their turn.
+none waits. Where items have lengths, the neighbours in length of the one whose turn it is go along
+with it, out of a window (``length_window``), into which calls come in their turn.
 
 Calls that are over are not searched for, only skipped when their turn comes; so ending one costs
 the same however many wait.
@@ -117,15 +116,11 @@ class CallQueue:
 
     def _take_turns(self) -> TurnOrder:
         """Whose turn it is, from now on until no call waits."""
-        turns = self._turns
-        if turns is None:
-            turns = TurnOrder(self._weights)
-            for call in self._calls:
-                if call.state is _WAITING:
-                    turns.add(call, call.pending, self._class)
-            self._turns = turns
+        if self._turns is None:
+            waiting = {call: call.pending for call in self._calls if call.state is _WAITING}
+            self._turns = TurnOrder(self._weights, waiting, self._class)
             self._calls.clear()
-        return turns
+        return self._turns
 
     def _size_class(self, call: Call) -> int:
         """0 if the call is small; a class of large ones is within a factor of two."""

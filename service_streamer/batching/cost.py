@@ -221,15 +221,12 @@ class BestCost:
         self._trial: int | None = None  # the step of the last one, until it is back
         self._trials = 0  # so far: the steps beside the best take turns
 
-    def observe(
-        self, cost: float, duration: float, *, is_full: bool, model: LearnedCost | None = None
-    ) -> None:
+    def observe(self, cost: float, duration: float, *, is_full: bool, model: LearnedCost) -> None:
         """A batch came back.
 
         Args:
             is_full: whether more waited than it took.
-            model: fitted to all batches, that one included; without one, only what was measured is
-                believed.
+            model: fitted to all batches, that one included.
         """
         if cost <= 0.0 or duration <= 0.0:
             return
@@ -299,7 +296,7 @@ class BestCost:
             self._budget -= max(0.0, trial.waste)
             self._trial = trial.step
 
-    def _choose(self, model: LearnedCost | None) -> None:
+    def _choose(self, model: LearnedCost) -> None:
         """The largest step that is as good as any; more than the largest known may be better."""
         if self._believed is not None and self._counts[self._believed] < self._believed_until:
             return  # it is being measured
@@ -309,10 +306,10 @@ class BestCost:
             step for step in rates if self._counts[step] >= tuning.ENOUGH_BATCHES or step == largest
         ]
         # The best of several noisy rates is mostly one that chance has made good.
-        as_good = tuning.AS_GOOD - min(tuning.MOST_NOISE, tuning.NOISE_MARGIN * self._noise)
+        as_good = tuning.AS_GOOD - min(tuning.MOST_NOISE, self._noise)
         wanted = min(rates[step] for step in known) / as_good
         best = max(step for step in known if rates[step] <= wanted)
-        if model is not None and model.is_fitted and best < largest:
+        if model.is_fitted and best < largest:
             better = [
                 step
                 for step in rates

@@ -91,10 +91,9 @@ class LengthWindow:
         held, lengths, number = self._held, call.lengths, self._count
         if not held:
             self._turns = None
-        if self._turns is None and (size_class or call.precedence is not ORDINARY):
-            self._take_turns()
-        if self._turns is not None:
-            self._turns.add(call, len(positions), size_class)
+        turns = self._turns_with(call, size_class)
+        if turns is not None:
+            turns.add(call, len(positions), size_class)
             self._oldest = None
         own = held.get(call)
         if own is None:
@@ -107,11 +106,12 @@ class LengthWindow:
         self._count = number
         self.items += len(positions)
 
-    def _take_turns(self) -> None:
-        """All have turns, from now on until the window is empty."""
-        self._turns = TurnOrder(self._weights)
-        for call, entries in self._held.items():
-            self._turns.add(call, len(entries))
+    def _turns_with(self, call: Call, size_class: int) -> TurnOrder | None:
+        """Whose turn it is, from the first call on that is not like the others; else None."""
+        if self._turns is None and (size_class or call.precedence is not ORDINARY):
+            held = {each: len(entries) for each, entries in self._held.items()}
+            self._turns = TurnOrder(self._weights, held)
+        return self._turns
 
     def remove(self, call: Call) -> list[float]:
         """The call is about to end; the lengths of those of its items that are here."""
@@ -141,11 +141,8 @@ class LengthWindow:
 
     def ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
         """As of ``TurnOrder``."""
-        if self._turns is None and (size_class or call.precedence is not ORDINARY):
-            self._take_turns()
-        if self._turns is None:
-            return self.work
-        return self._turns.ahead(call, size_class, work, unit)
+        turns = self._turns_with(call, size_class)
+        return self.work if turns is None else turns.ahead(call, size_class, work, unit)
 
     def take(
         self,

@@ -325,17 +325,15 @@ class LearnedPolicy(Policy):
             alone = (1.0 - self.margin) * cost.duration(longest)
         work, together = ahead + own, 0.0
         batches = (ahead / self._unit + call.size) / self._batch_size
-        if tuning.GROWTH * self._largest >= min(work, self._most_cost()):
+        # What a full batch costs, of items as they were lately.
+        full = min(
+            self._batch_size * self._unit, self.best.limit, self._max_batch_cost, self._long()
+        )
+        if tuning.GROWTH * self._largest >= min(work, full):
             # Of batches that are much larger than all so far only trying tells.
             margin = self.margin / math.sqrt(max(1.0, batches))
             together = (1.0 - margin) * (work * cost.per_unit + batches * cost.base) / slots
         return max(0.0, alone, together)
-
-    def _most_cost(self) -> float:
-        """What a full batch costs, of items as they were lately."""
-        return min(
-            self._batch_size * self._unit, self.best.limit, self._max_batch_cost, self._long()
-        )
 
     def _long(self) -> float:
         """From which cost on a batch takes too long for calls that come meanwhile."""

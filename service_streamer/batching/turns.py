@@ -311,9 +311,13 @@ class TurnOrder:
 
     Args:
         weights: of the tenants whose weight is not 1.
+        waiting: ordinary calls that wait already, by arrival, and how many items of each.
+        size_class: of all these.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self, weights: Mapping[str, float], waiting: Mapping[Call, int], size_class: int = 0
+    ) -> None:
         self._weights = weights
         self._queued: OrderedDict[Call, Queued] = OrderedDict()
         self._stale = 0  # calls in the lines that do not wait any more, at most
@@ -328,6 +332,8 @@ class TurnOrder:
         self._queries = 0
         self._shares: list[tuple[float, float, float]] = []  # see ``_served_before``
         self._shares_at = -inf  # turns and queries until then
+        for call, items in waiting.items():
+            self.add(call, items, size_class)
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self._queued)
@@ -339,7 +345,7 @@ class TurnOrder:
         """Of the call, which must be here."""
         return self._queued[call]
 
-    def add(self, call: Call, items: int, size_class: int = 0) -> None:
+    def add(self, call: Call, items: int, size_class: int) -> None:
         """The call waits from now on, with so many of its items. If it does already, with more."""
         queued = self._queued.get(call)
         if queued is None:
