@@ -159,12 +159,8 @@ class Batcher:
         self._may_refuse = False  # a batch came back since a call was refused when nothing waited
         self._assemble()
 
-    def _assemble(self, sizes: tuple[int, ...] = ()) -> None:
-        """Make what ``rebuild`` makes anew: the queue, and the parts that decide what is cut.
-
-        Args:
-            sizes: as for ``Batcher``.
-        """
+    def _assemble(self) -> None:
+        """Make what ``rebuild`` makes anew: the queue, and the parts that decide what is cut."""
         policy = self._new_policy()
         pending = self._pending = self._new_queue(policy.cost)
         self._overload = Overload(pending, self._slots, policy)
@@ -172,7 +168,6 @@ class Batcher:
             pending, self._retries, self._slots, self._endings, self.health, self._overload, policy,
             self._ids, batch_size=self._batch_size, has_lengths=self._has_lengths,
         )  # fmt: skip
-        self._cutter.sizes = sizes
         self._endings.pending = self.figures.pending = pending
         self._endings.cost, self.figures.policy = policy.cost, policy
 
@@ -186,11 +181,11 @@ class Batcher:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return self._cutter.sizes
+        return self._slots.sizes
 
     @sizes.setter
     def sizes(self, sizes: tuple[int, ...]) -> None:
-        self._cutter.sizes = sizes
+        self._slots.sizes = sizes
 
     # -- what callers do
 
@@ -452,7 +447,7 @@ class Batcher:
         self._slots.recount(now)
         in_flight = self.in_flight()
         self._retries.recount(in_flight)
-        self._assemble(self.sizes)
+        self._assemble()
         if self.steps is not None:
             self._begin_steps()
             running = [call for batch in in_flight for call, _, _ in batch.spans]

@@ -36,6 +36,7 @@ class LearnedCost:
         self.base = self.per_unit = 0.0
         self.is_known = self.is_fitted = self.was_fitted = False
         self._batches = 0
+        self._is_varied = False  # their costs are not all alike
         # Weighted sums over the batches so far: of 1, cost, duration and their products.
         self._w = self._c = self._d = self._cc = self._cd = self._dd = 0.0
 
@@ -76,9 +77,10 @@ class LearnedCost:
         spread = cc / w - mean_cost * mean_cost
         self._batches += 1
         together = cd / w - mean_cost * mean_duration
+        self._is_varied = spread > tuning.LEAST_SPREAD * mean_cost * mean_cost
         self.is_fitted = (
             self._batches >= tuning.FITTED_BATCHES
-            and spread > tuning.LEAST_SPREAD * mean_cost * mean_cost
+            and self._is_varied
             and together * together >= tuning.EXPLAINED * spread * (dd / w - mean_duration**2)
         )
         if self.is_fitted:
@@ -101,12 +103,8 @@ class LearnedCost:
 
         Unlike with ``is_fitted``, the line need not explain the durations: it may be flat.
         """
-        if self._batches < tuning.FITTED_BATCHES:
-            return None
-        mean = self._c / self._w
-        if self._cc / self._w - mean * mean <= tuning.LEAST_SPREAD * mean * mean:
-            return None
-        return self.base, self.per_unit
+        is_known = self._batches >= tuning.FITTED_BATCHES and self._is_varied
+        return (self.base, self.per_unit) if is_known else None
 
     @property
     def padding(self) -> tuple[float, float]:

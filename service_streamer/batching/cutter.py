@@ -47,7 +47,7 @@ class Cutter:
         has_lengths: whether the items of calls have lengths.
 
     Attributes:
-        deadline, sizes: as for ``Batcher``.
+        deadline: as for ``Batcher``.
         policy: decides when to cut and how much. Another one takes its place if the model is one of
             steps.
     """
@@ -80,7 +80,6 @@ class Cutter:
         self._ask_from, self._ask_at = 0, -math.inf
         self._deadlines: Deadlines[Call] = Deadlines()
         self.deadline = math.inf
-        self.sizes: tuple[int, ...] = ()
         self.policy = policy
 
     # -- what happens
@@ -355,8 +354,8 @@ class Cutter:
         """
         pending, retries = self._pending, self._retries
         size, reason = decision.size, decision.reason
-        if self.sizes and decision.trial is None and reason not in _URGENT:
-            fitted = fit_size(min(size, pending.items), self.sizes, self.policy.duration)
+        if self._slots.sizes and decision.trial is None and reason not in _URGENT:
+            fitted = fit_size(min(size, pending.items), self._slots.sizes, self.policy.duration)
             if fitted < min(size, pending.items):
                 size, reason = fitted, Reason.PAYS
         if size > retries.limit:

@@ -67,6 +67,7 @@ class Slots:
         without_ahead: slots that hold a batch and take a full one ahead; ordered the same way.
         room: the most batches that each holds.
         places: of a model of steps, how many items a worker steps at a time; else 0.
+        sizes: as for ``Batcher``: those of the batches that their model computes.
         grace: how many workers may have died with a batch that need not be alone with its worker.
         next_open: when the slowest stage of one of these is free, so that it takes any batch. For
             models with stages; else infinity.
@@ -83,6 +84,7 @@ class Slots:
         self._sends_ahead = sends_ahead
         self.room = 2
         self.grace = self.places = 0
+        self.sizes: tuple[int, ...] = ()
         self._seconds = self._slowest = 0.0  # of a batch in all stages, and in the slowest; of late
         self._slots: dict[int, _Slot] = {}
         self.idle: dict[int, None] = {}
