@@ -324,17 +324,13 @@ class Cutter:
         of it.
         """
         run(call)
-        slots = self._slots
-        slot = next(iter(slots.idle))
+        slot = next(iter(self._slots.idle))
         batch = BatchRecord(next(self._ids), slot, [(call, 0, 1)], [*call.payloads])
         if self._has_lengths and call.lengths is not None:
             batch.cost = float(call.lengths[0])
         batch.reason = _ALONE
-        batch.cut_at = now
         self.policy.was_cut(batch, self._backlog.last, now)
-        duration = 0.0 if slots.room == 2 else self.policy.cost.duration(batch.cost)
-        slots.give(batch, now, is_ahead=False, duration=duration)
-        return batch
+        return self._give(batch, now)
 
     def _cut_pending(
         self,
@@ -368,7 +364,7 @@ class Cutter:
             self.policy.was_cut(batch, decision, now)
             if retries.waiting:
                 retries.gave_way()
-            self._give(batch, batches, now, is_ahead=is_ahead)
+            batches.append(self._give(batch, now, is_ahead=is_ahead))
 
     def _finish(self, slot: int, size: int, now: float) -> Finish:
         """When a batch that is cut now will be back."""
@@ -408,19 +404,18 @@ class Cutter:
             items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
             batch = BatchRecord(next(self._ids), slot, part.spans, items, part.search, part.losses)
             batch.calls = len({call for call, _, _ in part.spans})
-            self._give(batch, batches, now, is_ahead=is_ahead)
+            batches.append(self._give(batch, now, is_ahead=is_ahead))
             self._retries.gone()
 
-    def _give(
-        self, batch: BatchRecord, batches: list[BatchRecord], now: float, *, is_ahead: bool
-    ) -> None:
+    def _give(self, batch: BatchRecord, now: float, *, is_ahead: bool = False) -> BatchRecord:
+        """Have the batch sent to its worker."""
         batch.cut_at = now
         begun = batch.spans[0][0].handed_out if self._slots.places else None
         if begun:  # with the item go the outputs that it has had
             batch.payloads = [*batch.payloads, *begun]
         duration = self.policy.cost.duration(batch.cost)
         self._slots.give(batch, now, is_ahead=is_ahead, duration=duration)
-        batches.append(batch)
+        return batch
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if something waits that should have been cut. For tests."""
