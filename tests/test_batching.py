@@ -11,7 +11,7 @@ import pytest
 
 from service_streamer import Reason
 from service_streamer.batching.batcher import Batcher
-from service_streamer.batching.overload import Finish, least_in_time, size_in_time
+from service_streamer.batching.deadlines import Finish, least_in_time, size_in_time
 from service_streamer.batching.policy import Backlog, Decision, LearnedPolicy
 from service_streamer.observe.record import ORDINARY, BatchRecord, BatchReport, Call, Precedence
 

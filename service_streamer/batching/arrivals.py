@@ -10,14 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from .tuning import (
-    BURST_FACTOR,
-    BURST_SHARE,
-    CHANCE,
-    LEARNING_RATE,
-    RATE_BATCHES,
-    WATCH_SHARE,
-)
+from . import tuning
 
 _NEVER = -math.inf
 
@@ -54,29 +47,6 @@ class ArrivalForecast:
             call again at once: what comes within the watches, beyond what would come anyway.
     """
 
-    __slots__ = (
-        "_burst_arrived",
-        "_burst_began_at",
-        "_burst_closes_at",
-        "_burst_ends_at",
-        "_burst_gap",
-        "_burst_gap_limit",
-        "_burst_last_at",
-        "_burst_size",
-        "_calls",
-        "_counted_at",
-        "_excess",
-        "_gap",
-        "_last_event",
-        "_possible",
-        "_rate",
-        "_return_rate",
-        "_round_trip",
-        "_watches",
-        "call_size",
-        "closedness",
-    )
-
     def __init__(self, round_trip: float = 0.0) -> None:
         self._round_trip = round_trip
         self._watches: deque[_Watch] = deque()
@@ -105,18 +75,18 @@ class ArrivalForecast:
             self._end_watches(now)
         passed = now - self._counted_at
         if passed > 0.0:
-            weight = passed / (passed + RATE_BATCHES * duration)
+            weight = passed / (passed + tuning.RATE_BATCHES * duration)
             self._rate += (self._calls / passed - self._rate) * weight
             self._calls, self._counted_at = 0, now
         if calls:
-            closes_at = now + WATCH_SHARE * duration + self._round_trip
+            closes_at = now + tuning.WATCH_SHARE * duration + self._round_trip
             watches.append(_Watch(calls, now, closes_at))
             self._last_event = now
 
     def arrived(self, size: int, now: float) -> None:
         """A call of ``size`` items arrived. It is put down to the oldest answers still watched."""
         if size != self.call_size:
-            self.call_size += (size - self.call_size) * LEARNING_RATE
+            self.call_size += (size - self.call_size) * tuning.LEARNING_RATE
         self._calls += 1
         self._last_event = now
         closes_at = self._burst_closes_at
@@ -151,8 +121,8 @@ class ArrivalForecast:
         if watches and self.closedness > 0.0 and watches[-1].closes_at > now:
             return self.expected(now)
         if self._burst_closes_at == _NEVER:  # else it is one of them, after a part of them was sent
-            gap = self._burst_gap_limit = BURST_SHARE * duration
-            self._burst_ends_at = now + WATCH_SHARE * duration
+            gap = self._burst_gap_limit = tuning.BURST_SHARE * duration
+            self._burst_ends_at = now + tuning.WATCH_SHARE * duration
             self._burst_began_at = self._burst_last_at = now
             self._burst_closes_at = now + gap
             self._burst_arrived = 0
@@ -211,29 +181,31 @@ class ArrivalForecast:
         if watches and watches[0].opened_at < now:
             watches[0].first_at = now
         arrived, answered = watch.arrived, watch.answered
-        self._return_rate += (arrived / answered - self._return_rate) * LEARNING_RATE
+        self._return_rate += (arrived / answered - self._return_rate) * tuning.LEARNING_RATE
         # Without ``min`` and ``max``, which take longer: every call of a lone caller comes here.
         by_chance = self._rate * (now - watch.first_at)
         if by_chance > answered:
             by_chance = float(answered)
-        self._excess += (arrived - by_chance - self._excess) * LEARNING_RATE
+        self._excess += (arrived - by_chance - self._excess) * tuning.LEARNING_RATE
         possible = self._possible
-        self._possible = possible = possible + (answered - by_chance - possible) * LEARNING_RATE
+        self._possible = possible = (
+            possible + (answered - by_chance - possible) * tuning.LEARNING_RATE
+        )
         if possible > 0.0:
             # What is little may be chance, too.
-            closedness = (self._excess / possible - CHANCE) / (1.0 - CHANCE)
+            closedness = (self._excess / possible - tuning.CHANCE) / (1.0 - tuning.CHANCE)
             self.closedness = 0.0 if closedness < 0.0 else 1.0 if closedness > 1.0 else closedness
         if arrived:
             gap = (watch.last_arrival - watch.opened_at) / arrived
-            self._gap += (gap - self._gap) * LEARNING_RATE
+            self._gap += (gap - self._gap) * tuning.LEARNING_RATE
 
     def _learn_burst(self) -> None:
         self._burst_closes_at = _NEVER
         arrived = self._burst_arrived
         if not arrived:  # it was a lone call, as nearly always
-            self._burst_size -= self._burst_size * LEARNING_RATE
+            self._burst_size -= self._burst_size * tuning.LEARNING_RATE
             return
         lasted = self._burst_last_at - self._burst_began_at
-        size = arrived if arrived > BURST_FACTOR * self._rate * lasted else 0
-        self._burst_size += (size - self._burst_size) * LEARNING_RATE
-        self._burst_gap += (lasted / arrived - self._burst_gap) * LEARNING_RATE
+        size = arrived if arrived > tuning.BURST_FACTOR * self._rate * lasted else 0
+        self._burst_size += (size - self._burst_size) * tuning.LEARNING_RATE
+        self._burst_gap += (lasted / arrived - self._burst_gap) * tuning.LEARNING_RATE

@@ -17,10 +17,10 @@ are busy again, then answer the calls.
 
 ``Batcher`` says what follows from what. The decisions are its parts':
 
-    cutter, batch_maker     what is cut, when, and for whom
-    endings                 calls that get no results
-    recovery                batches that failed or were lost
-    figures                 counts, and what there is to do
+    cutter      what is cut, when, and for whom
+    endings     calls that are over, and batches that failed or were lost
+    overload    which new calls could not be in time
+    figures     counts, and what there is to do
 """
 
 from __future__ import annotations
@@ -33,35 +33,26 @@ from typing import Any
 
 from ..observe.record import (
     NO_OUTPUT,
-    NO_OUTPUTS,
     BatchRecord,
     BatchReport,
     Call,
-    CallState,
-    Reason,
     Span,
     StepReport,
 )
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound, Health
+from . import tuning
 from .actions import Actions
-from .batch_maker import BatchMaker
-from .call_queue import CallQueue, end, lose_queue
+from .call_queue import CallQueue, lose_queue
 from .cost import LearnedCost
 from .cutter import Cutter
 from .endings import Endings
 from .figures import Figures
 from .isolation import Retries, Search, Suspects
 from .overload import Overload
-from .policy import Backlog, Decision, LearnedPolicy, Policy
-from .recovery import Recovery
+from .policy import LearnedPolicy, Policy
 from .slots import Slots
-from .step_policy import room_of_places
-from .stepping import Stepping
-from .tuning import GRACE, LARGE, MOST_RETURNED, SURELY_LATE
-
-#: A member of an enum is looked up in Python, and every call asks for this one.
-_OVER = CallState.OVER
+from .stepping import Stepping, StepPolicy, room_of_places
 
 
 class Batcher:
@@ -132,15 +123,14 @@ class Batcher:
             # What is never run twice should not go down with a batch that it only waited behind.
             sends_ahead=max_attempts > 1,
         )
-        max_cost = math.inf if max_batch_cost is None else max_batch_cost
-        self._has_lengths, self._max_cost = has_lengths, max_cost
+        self._has_lengths = has_lengths
         self._new_policy: Callable[[], Policy] = lambda: (
             policy
             or LearnedPolicy(
                 batch_size,
                 max_latency,
                 has_lengths=has_lengths,
-                max_batch_cost=max_cost,
+                max_batch_cost=math.inf if max_batch_cost is None else max_batch_cost,
                 round_trip=round_trip,
             )
         )
@@ -150,47 +140,36 @@ class Batcher:
         self._retries = Retries(
             batch_size=batch_size, max_attempts=max_attempts, isolate_errors=isolate_errors
         )
+        self.health = Health()
+        self.figures = Figures(self._retries, self._slots)
         self._endings = Endings(
+            self.figures,
             self._retries,
+            self._slots,
+            self.health,
             expired=expired,
             expired_suspect=expired if expired_suspect is None else expired_suspect,
             shared=shared,
         )
-        self.health = Health()
-        self.figures = Figures(self._retries, self._slots, self._endings)
         self.has_steps = False
         self.steps: Stepping | None = None
         self.expects_until = -math.inf
         self.on_back: Callable[[BatchRecord], None] | None = None
         self._ids = itertools.count()  # of batches: transports rely on it that they ascend
-        self._refused_after = -1  # the last batch that was back when a call was hopeless
+        self._may_refuse = False  # a batch came back since a call was refused when nothing waited
         self._assemble()
 
-    def _assemble(self, sizes: tuple[int, ...] = (), start_duration: float = 0.0) -> None:
-        """Make what ``rebuild`` makes anew: the queue, and the parts that decide what is cut.
-
-        Args:
-            sizes, start_duration: what the parts before these knew.
-        """
-        policy, size = self._new_policy(), self._batch_size
-        backlog = Backlog(Decision(0, Reason.ALONE, -math.inf, self._max_cost, Reason.COST, size))
+    def _assemble(self) -> None:
+        """Make what ``rebuild`` makes anew: the queue, and the parts that decide what is cut."""
+        policy = self._new_policy()
         pending = self._pending = self._new_queue(policy.cost)
-        recovery = Recovery(self._slots, self._retries, self.health, self._endings, policy.cost)
-        recovery.start_duration = start_duration
-        self._recovery = recovery
-        self._overload = Overload(policy.full())
-        maker = BatchMaker(
-            pending, self._retries, self._slots, self._endings, self._overload, policy, backlog,
-            self._ids, has_lengths=self._has_lengths,
-        )  # fmt: skip
-        maker.sizes = sizes
-        self._maker = maker
+        self._overload = Overload(pending, self._slots, policy)
         self._cutter = Cutter(
-            pending, self._retries, self._slots, self._maker, self._recovery, self.health,
-            self._overload, policy, backlog, batch_size=size, has_lengths=self._has_lengths,
+            pending, self._retries, self._slots, self._endings, self.health, self._overload, policy,
+            self._ids, batch_size=self._batch_size, has_lengths=self._has_lengths,
         )  # fmt: skip
         self._endings.pending = self.figures.pending = pending
-        self.figures.cutter = self._cutter
+        self._endings.cost, self.figures.policy = policy.cost, policy
 
     @property
     def deadline(self) -> float:
@@ -202,11 +181,11 @@ class Batcher:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return self._maker.sizes
+        return self._slots.sizes
 
     @sizes.setter
     def sizes(self, sizes: tuple[int, ...]) -> None:
-        self._maker.sizes = sizes
+        self._slots.sizes = sizes
 
     # -- what callers do
 
@@ -218,7 +197,7 @@ class Batcher:
         most, pending = self._max_pending, self._pending
         if pending.items + size <= most:
             return True
-        return size <= most and pending.counted + min(size, LARGE * self._batch_size) <= most
+        return size <= most and pending.counted + min(size, tuning.LARGE * self._batch_size) <= most
 
     def hopeless_for(self, call: Call, now: float) -> float:
         """How long a new call takes at the least, seconds, if it cannot be in time; 0 if it can.
@@ -226,37 +205,17 @@ class Batcher:
         To say so at once spares its caller the waiting, and everybody else a queue full of calls
         that come to nothing. It counts as refused then.
         """
-        pending, left, lengths = self._pending, call.deadline - now, call.lengths
-        work = pending.work + (call.size if lengths is None else sum(lengths))
-        if self.has_steps:
-            work = pending.items
-        cost = self._maker.policy.cost
-        each = cost.base * (pending.items + call.size) + cost.per_unit * work
-        if 2.0 * each <= left and 2.0 * work <= left * self._overload.rate:
-            return 0.0  # also if each item was computed alone, as nearly always
-        takes = self._least_duration(pending.ahead(call), call)
-        if not self._slots.idle and self._slots.room == 2:  # else several stages are at batches
-            policy, slots = self._maker.policy, self._slots
-            begins = [slots.begins_at(n, now, policy.cost.duration) for n in slots.numbers()]
-            takes += max(0.0, 1.0 - policy.margin) * (min(begins, default=now) - now)
-        if takes <= SURELY_LATE * left:
+        takes = self._overload.hopeless_for(call, now)
+        if not takes:
             return 0.0
-        last = self.figures.last_back
-        if self.is_empty and last == self._refused_after:
+        if self.is_empty and not self._may_refuse:
             return 0.0  # if none was computed, it would never be known that they are faster now
-        self._refused_after = last
+        self._may_refuse = False
         self.figures.rejected_calls += 1
-        if self._least_duration(0.0, call) <= SURELY_LATE * left:
+        if self._overload.is_in_time_alone(call, now):
             # More workers would have computed it in time. They do not help one who gives no time.
             self.figures.refused_items += call.size
         return takes
-
-    def _least_duration(self, ahead: float, call: Call) -> float:
-        """How long a call takes at the least, behind so much work, seconds."""
-        pending, rate = self._pending, self._overload.rate
-        if self.has_steps:  # as many items come back, whatever their lengths
-            return ahead * pending.items / (pending.work or 1.0) / rate
-        return max(ahead / rate, self._maker.policy.least_duration(call, ahead, self._slots.taking))
 
     def call_submitted(
         self, call: Call, now: float, is_watched: bool = False, more: bool = False
@@ -318,7 +277,7 @@ class Batcher:
         Args:
             took: from its start on, seconds.
         """
-        self._recovery.start_duration = took
+        self._endings.start_duration = took
         self._slots.add(slot)
         return self._cutter.cut(now)
 
@@ -331,9 +290,13 @@ class Batcher:
         """
         self.has_steps = True
         self.steps = Stepping(places, self._slots, self.figures.metrics, resumes=resumes)
-        self._slots.begin_steps(places, room_of_places(places), GRACE)
-        self._retries.grace = GRACE
-        self._cutter.begin_steps()
+        self._slots.begin_steps(places, room_of_places(places), tuning.GRACE)
+        self._retries.grace = tuning.GRACE
+        self._begin_steps()
+
+    def _begin_steps(self) -> None:
+        self._overload.policy = self.figures.policy = policy = StepPolicy()
+        self._cutter.begin_steps(policy)
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
         """A worker has taken a step; the calls of streams, each with an output to be handed out.
@@ -391,14 +354,14 @@ class Batcher:
         )
         batch.report, batch.back_at, batch.has_failed = report, now, has_failed
         self.figures.came_back(batch)
-        waiting = self._pending.items
-        if waiting or self._overload.is_behind:
+        self._may_refuse = True
+        if self._pending.items or self._overload.is_behind:
             work = 0.0
             if batch.search is None:
                 work = batch.size if self.has_steps else batch.cost
-            self._overload.came_back(work, now - batch.cut_at, waiting, now)
+            self._overload.came_back(work, now - batch.cut_at, now)
         if has_failed:
-            calls, searches = self._recovery.batch_failed(batch)
+            calls, searches = self._endings.batch_failed(batch)
             actions = self._cutter.cut(now, calls, vacant, searches)
         else:
             actions = self._batch_done(batch, vacant)
@@ -414,22 +377,21 @@ class Batcher:
         if report.stages is not None:
             self._slots.stages_took(report.stages)
         if failures and len(failures) == batch.size:  # none of it has crossed
-            if self._recovery.none_crossed(batch):
+            if self._endings.none_crossed(batch):
                 return self._cutter.cut(now, (), vacant)
         elif self.health.is_wary:
             self.health.computed(batch.slot, is_new=batch.search is None)
-        endings = self._endings
-        failed = endings.failed
-        calls = _give_results(batch, endings, has_steps=self.has_steps)
+        failed = figures.failed_calls
+        calls = self._endings.give_results(batch)
         answered = len(calls)
-        figures.answered_calls += answered - (endings.failed - failed)
+        figures.answered_calls += answered - (figures.failed_calls - failed)
         # What is about to come back is known before it is decided what to cut.
         searches = self._cutter.came_back(batch, answered, duration, now, len(failures))
         figures.took(duration)
         if self._pending.items or self._retries.waiting or self.health.trials:
             return self._cutter.cut(now, calls, vacant, searches)
         if answered > 1 and self._slots.idle:
-            self.expects_until = now + MOST_RETURNED * duration
+            self.expects_until = now + tuning.MOST_RETURNED * duration
         self._cutter.set_deadline(math.inf)  # as of a lone caller
         return Actions((), calls, (), vacant, searches)
 
@@ -457,7 +419,7 @@ class Batcher:
         for batch in new:
             self.figures.lost(batch)
         again, cut_off = (lost, ()) if self.steps is None else self.steps.apart(lost)
-        calls, searches = self._recovery.worker_lost(
+        calls, searches = self._endings.worker_lost(
             again, failure, now, batch_id, begun, is_outage=is_outage
         )
         for batch in cut_off:
@@ -496,13 +458,13 @@ class Batcher:
         self._slots.recount(now)
         in_flight = self.in_flight()
         self._retries.recount(in_flight)
-        self._assemble(self.sizes, self._recovery.start_duration)
+        self._assemble()
         if self.steps is not None:
-            self._cutter.begin_steps()
+            self._begin_steps()
         running = [call for batch in in_flight for call, _, _ in batch.spans]
         self._endings.abandoned = [call for call in running if call.is_over]
         taken: defaultdict[Call, set[int]] = defaultdict(set)
-        for part in [*in_flight, *self._retries]:
+        for part in self._parts():
             for call, start, stop in part.spans:
                 taken[call].update(range(start, stop))
         for call in calls:
@@ -511,8 +473,9 @@ class Batcher:
                 call,
                 [i for i, o in enumerate(outputs) if o is NO_OUTPUT and i not in taken[call]],
             )
-        figures, endings = self.figures, self._endings
-        over = figures.answered_calls + endings.failed + endings.expired + endings.cancelled
+        figures = self.figures
+        over = figures.answered_calls + figures.failed_calls
+        over += figures.expired_calls + figures.cancelled_calls
         figures.accepted_calls = over + len(calls)
         self._cutter.deadline = now
 
@@ -548,16 +511,18 @@ class Batcher:
     def fail_all(self, failure: Any) -> list[Call]:
         """End every call that is not over, pending or in flight."""
         calls: list[Call] = []
-        for batch in self._slots.in_flight():
-            calls += self._endings.fail_spans(batch.spans, failure)
-        for suspects in self._retries:
-            calls += self._endings.fail_spans(suspects.spans, failure)
+        for part in self._parts():
+            calls += self._endings.fail_spans(part.spans, failure)
         self._retries.clear()
         for call in list(self._pending):  # a copy, since failing one may sweep the queue
             self._endings.fail(call, failure)
             calls.append(call)
         self._cutter.set_deadline(math.inf)
         return calls
+
+    def _parts(self) -> list[BatchRecord | Suspects]:
+        """All that has items which are not in the queue, in flight or to be run again."""
+        return [*self._slots.in_flight(), *self._retries.waiting]
 
     # -- what it says of itself
 
@@ -579,9 +544,7 @@ class Batcher:
     def is_answered(self) -> bool:
         """Whether no call is waiting, though a worker may still be computing."""
         return not self._pending.items and all(
-            call.is_over
-            for part in [*self._retries, *self._slots.in_flight()]
-            for call, _, _ in part.spans
+            call.is_over for part in self._parts() for call, _, _ in part.spans
         )
 
     @property
@@ -613,12 +576,10 @@ class Batcher:
         """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
         self._pending.check_invariants()
         unanswered = {call: call.pending for call in self._pending}
-        parts: list[BatchRecord | Suspects] = [*self._retries]
         self._slots.check_invariants()
         self._retries.check_invariants()
-        parts += self._slots.in_flight()
         searches: dict[Search, int] = {}
-        for part in parts:
+        for part in self._parts():
             assert part.size == sum(stop - start for _, start, stop in part.spans)
             assert 1 <= part.size <= self._batch_size
             if part.search is not None:
@@ -630,48 +591,6 @@ class Batcher:
         assert all(search.parts == count for search, count in searches.items())
         assert self._pending.counted <= self._max_pending
         self._cutter.check_invariants()
-
-
-def _give_results(batch: BatchRecord, endings: Endings, *, has_steps: bool) -> list[Call]:
-    """Give the outputs of a batch to its calls; those of them that are over now.
-
-    Args:
-        batch: that has not failed as a whole. Some of its items may have.
-        endings: fails the calls of these.
-        has_steps: whether the model is one of steps.
-    """
-    outputs, failures = batch.report.outputs, batch.report.failures
-    calls: list[Call] = []
-    start = 0
-    is_plain = not (failures or has_steps)
-    for call, first, last in batch.spans:
-        size = last - first
-        if is_plain and size == call.size and call.state is not _OVER:  # as nearly always
-            call.outputs = outputs[start : start + size]
-            call.batch = batch
-            call.unanswered = 0
-            end(call)
-            calls.append(call)
-        elif not call.is_over:
-            part = outputs[start : start + size]
-            if size == call.size:
-                call.outputs = part
-            else:
-                gathered = call.outputs or [NO_OUTPUT] * call.size
-                gathered[first:last] = part
-                call.outputs = gathered
-            if call.is_stream and has_steps:
-                call.outputs = NO_OUTPUTS  # they have been handed out
-            call.batch = batch
-            call.unanswered -= size
-            if failures:
-                endings.fail_if(call, failures, range(start, start + size), batch)
-            if not call.unanswered and not call.is_over:
-                end(call)
-            if call.is_over:
-                calls.append(call)
-        start += size
-    return calls
 
 
 def build_batcher(

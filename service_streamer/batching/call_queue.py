@@ -2,9 +2,8 @@
 
 As long as all calls are alike they go by arrival. With the first that is of a tenant, has a
 priority or a deadline of its own, or is of another class of size, all have turns (``turns``), until
-none waits. Where
-items have lengths, the neighbours in length of the one whose turn it is go along with it, out of a
-window (``length_window``), into which calls come in their turn.
+none waits. Where items have lengths, the neighbours in length of the one whose turn it is go along
+with it, out of a window (``length_window``), into which calls come in their turn.
 
 Calls that are over are not searched for, only skipped when their turn comes; so ending one costs
 the same however many wait.
@@ -14,36 +13,20 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..observe.record import ORDINARY, Call, CallState, Reason, Span
+from ..observe.record import ORDINARY, BatchRecord, Call, CallState, Reason, Span
+from . import tuning
 from .cost import LearnedCost
+from .deadlines import Finish
 from .length_window import LengthWindow
-from .overload import Finish
-from .tuning import FIXED_COSTS, LARGE, LARGE_SECONDS, MIXED_BATCHES
-from .turns import TurnOrder
+from .policy import Decision
+from .turns import TurnOrder, work_of
 
 #: Members of an enum are looked up in Python, and every call asks for these.
 _WAITING, _RUNNING, _OVER = CallState.WAITING, CallState.RUNNING, CallState.OVER
-
-
-class Taken(NamedTuple):
-    """What was cut.
-
-    Attributes:
-        spans, payloads: of the batch, in the same order.
-        cost: of the batch: its items times the longest of them.
-        calls: how many they are of.
-        reason: why there are no more; None if as many were taken as were asked for, or were there.
-    """
-
-    spans: list[Span]
-    payloads: list[Any]
-    cost: float
-    calls: int
-    reason: Reason | None = None
 
 
 class CallQueue:
@@ -69,14 +52,14 @@ class CallQueue:
         has_lengths: bool = False,
     ) -> None:
         self.items = 0
-        self._most_counted = LARGE * batch_size  # of a call
+        self._most_counted = tuning.LARGE * batch_size  # of a call
         self._uncounted = 0
         self._work = 0.0  # while items have lengths
         self._cost = cost
         self._batch_size = batch_size
         self._share = math.inf  # what a batch may cost of large calls beside small ones
         # From how many items on a call is large, and from which cost on.
-        self._large_items, self._large_cost = float(LARGE * batch_size), math.inf
+        self._large_items, self._large_cost = float(tuning.LARGE * batch_size), math.inf
         self._weights = weights or {}
         self._calls: deque[Call] = deque()  # empty while they have turns
         self._turns: TurnOrder | None = None
@@ -119,7 +102,7 @@ class CallQueue:
             self._uncounted += call.pending - self._most_counted
         size_class, work = 0, 0.0
         if self._window is not None:
-            call.work = work = self.work_of(call)
+            work = work_of(call)
             self._work += work
         if call.pending >= self._large_items or work >= self._large_cost:
             size_class = self._size_class(call)
@@ -133,23 +116,15 @@ class CallQueue:
 
     def _take_turns(self) -> TurnOrder:
         """Whose turn it is, from now on until no call waits."""
-        turns = self._turns
-        if turns is None:
-            turns = TurnOrder(self._weights)
-            for call in self._calls:
-                if call.state is _WAITING:
-                    turns.add(call, call.pending, self._class)
-            self._turns = turns
+        if self._turns is None:
+            waiting = {call: call.pending for call in self._calls if call.state is _WAITING}
+            self._turns = TurnOrder(self._weights, waiting, self._class)
             self._calls.clear()
-        return turns
-
-    def work_of(self, call: Call) -> float:
-        """What all items of a call cost."""
-        return call.size if call.lengths is None else float(sum(call.lengths))
+        return self._turns
 
     def _size_class(self, call: Call) -> int:
         """0 if the call is small; a class of large ones is within a factor of two."""
-        size = max(call.pending / self._large_items, self.work_of(call) / self._large_cost)
+        size = max(call.pending / self._large_items, work_of(call) / self._large_cost)
         return int(min(size, 2.0**60)).bit_length()
 
     def restore(self, call: Call, positions: Sequence[int]) -> None:
@@ -162,8 +137,7 @@ class CallQueue:
         self.items += call.pending
         self._uncounted += max(0, call.pending - self._most_counted)
         lengths = call.lengths
-        call.work = float(sum([1.0 if lengths is None else lengths[i] for i in positions]))
-        self._work += call.work
+        self._work += sum([1.0 if lengths is None else lengths[i] for i in positions])
         size_class, inside = self._size_class(call), call.pending
         if size_class:
             self._large.add(call)
@@ -176,12 +150,11 @@ class CallQueue:
 
     def remove(self, call: Call) -> None:
         """The call is about to end."""
-        self.items -= call.pending
-        self._uncounted -= max(0, call.pending - self._most_counted)
-        self._large.discard(call)
         if self._window is not None:
-            self._work -= call.work
-            self._window.remove(call)
+            inside = self._window.remove(call)
+            self._work -= sum(inside) + work_of(call, call.size - call.pending + len(inside))
+        self.items -= call.pending
+        self._shrink(call, call.pending)
         if self._turns is not None:
             if call in self._turns:
                 self._turns.remove(call, self._turns.get(call).items)
@@ -200,7 +173,7 @@ class CallQueue:
         """A lower estimate of what is computed before a new call with a deadline is over."""
         if not self.items:
             return 0.0
-        size_class, work = self._size_class(call), self.work_of(call)
+        size_class, work = self._size_class(call), work_of(call)
         if self._turns is None and size_class == self._class and call.precedence is ORDINARY:
             return self.work
         unit = self.work / self.items
@@ -239,14 +212,9 @@ class CallQueue:
         return calls[0]
 
     def take(
-        self,
-        room: int,
-        now: float,
-        finish: Finish,
-        expire: Callable[[Call], None],
-        max_cost: float = math.inf,
-    ) -> Taken:
-        """Cut at most ``room`` items: the first in order, but nothing that comes too late.
+        self, decision: Decision, now: float, finish: Finish, expire: Callable[[Call], None]
+    ) -> BatchRecord | None:
+        """Cut what was decided: the first items in order, but nothing that comes too late.
 
         A call whose time ends before the batch is likely back gives way as long as there are others
         to fill the batch. Under overload the oldest calls are always those whose time is about to
@@ -256,21 +224,24 @@ class CallQueue:
 
         Args:
             expire: ends a call that is left out.
-            max_cost: the most that the batch may cost, unless one item does.
+
+        Returns:
+            The batch, which has no number and no slot yet; None if all came too late.
         """
         self._learn()
         if self._window is not None:
-            return self._take_neighbours(self._window, room, now, finish, expire, max_cost)
-        is_bounded = max_cost < room
+            return self._take_neighbours(self._window, decision, now, finish, expire)
+        room, reason = decision.size, decision.reason
+        is_bounded = decision.max_cost < room
         if is_bounded:  # each costs one
-            room = max(1, int(max_cost))
+            room = max(1, int(decision.max_cost))
         turns, calls, surely = self._turns, self._calls, finish.last(now, min(room, self.items))
         spans: list[Span] = []
         payloads: list[Any] = []
         # How many of each call of several items, if it has several turns: the order within a batch
         # does not matter.
         taken: dict[Call, int] = {}
-        count, reason, most_counted = 0, None, self._most_counted
+        count = 0
         large = int(max(1.0, min(self._large_cost_now(), self._batch_size)))
         while count < room and self.items:
             if turns is None:
@@ -298,7 +269,7 @@ class CallQueue:
             if turns is not None:
                 if queued.size_class:
                     if not large:
-                        reason = Reason.TURN
+                        reason, is_bounded = Reason.TURN, False
                         break
                     size = min(size, large)
                     large -= size
@@ -309,22 +280,30 @@ class CallQueue:
                 payloads += call.payloads[start : start + size]
             else:
                 taken[call] = taken.get(call, 0) + size
+            if self._large:
+                self._shrink(call, size)
             self.items -= size
-            if call.pending > most_counted:
-                self._uncounted -= min(size, call.pending - most_counted)
             call.pending -= size
             if not call.pending:
                 call.state = _RUNNING
-                self._large.discard(call)
             count += size
         self._end_turns()
         for call, size in taken.items():
             stop = call.size - call.pending
             spans.append((call, stop - size, stop))
             payloads += call.payloads[stop - size : stop]
-        if is_bounded and self.items and reason is None:
-            reason = Reason.COST
-        return Taken(spans, payloads, float(count), len(spans), reason)
+        if not spans:
+            return None
+        batch = BatchRecord(-1, -1, spans, payloads)
+        batch.reason = decision.cost_reason if is_bounded and self.items else reason
+        return batch
+
+    def _shrink(self, call: Call, size: int) -> None:
+        """A call is about to have so many items less, which counts if it is large."""
+        if call.pending > self._most_counted:
+            self._uncounted -= min(size, call.pending - self._most_counted)
+        if call.pending == size:
+            self._large.discard(call)
 
     def _learn(self) -> None:
         """What is large, now that more batches are back."""
@@ -332,11 +311,13 @@ class CallQueue:
         has_lengths = self._window is not None
         if not per_unit or not (has_lengths or self._cost.is_fitted):
             return  # without lengths all items are alike: nothing has to be guessed
-        self._share = max(LARGE_SECONDS, FIXED_COSTS * base) / per_unit
+        self._share = max(tuning.LARGE_SECONDS, tuning.FIXED_COSTS * base) / per_unit
         if not has_lengths:
-            self._large_items = min(LARGE * self._batch_size, max(2.0, LARGE * self._share))
+            self._large_items = min(
+                tuning.LARGE * self._batch_size, max(2.0, tuning.LARGE * self._share)
+            )
         else:
-            self._large_cost = max(LARGE * self._share, sys.float_info.min)
+            self._large_cost = max(tuning.LARGE * self._share, sys.float_info.min)
 
     def _large_cost_now(self) -> float:
         """What the next batch may cost of large calls, where small ones come beside them.
@@ -347,7 +328,7 @@ class CallQueue:
         if self._turns is None or not self._large:
             return math.inf
         if self.items > sum([call.pending for call in self._large]):
-            self._mixed = MIXED_BATCHES
+            self._mixed = tuning.MIXED_BATCHES
         elif self._mixed:
             self._mixed -= 1
         else:
@@ -397,13 +378,13 @@ class CallQueue:
     def _take_neighbours(
         self,
         window: LengthWindow,
-        room: int,
+        decision: Decision,
         now: float,
         finish: Finish,
         expire: Callable[[Call], None],
-        max_cost: float,
-    ) -> Taken:
+    ) -> BatchRecord | None:
         """Cut the first item in turn, and its neighbours in length, as ``take`` does."""
+        room = decision.size
         surely = finish.last(now, min(room, self.items))
 
         def is_left_out(call: Call) -> bool:
@@ -419,36 +400,38 @@ class CallQueue:
         while self.items and is_left_out(window.head(now)):
             self._draw(window, now)
         if not self.items:
-            return Taken([], [], 0.0, 0)
+            return None
         chosen, length, reason = window.take(
-            room, max_cost, now, is_left_out, self._large, self._large_cost_now()
+            room, decision.max_cost, now, is_left_out, self._large, self._large_cost_now()
         )
-        size = len(chosen)
-        calls = dict.fromkeys([call for _, _, call, _ in chosen])
-        if len(calls) < size:  # those of a call together, so that it is one to whoever looks
+        calls = dict.fromkeys([call for _, _, call, _ in chosen], 1)  # how many of each
+        if len(calls) < len(chosen):  # those of a call together, so that it is one to whoever looks
             order = {call: number for number, call in enumerate(calls)}
+            calls = Counter([call for _, _, call, _ in chosen])
             chosen.sort(key=lambda entry: (order[entry[2]], entry[3]))
         spans: list[Span] = []
         payloads: list[Any] = []
-        self.items -= size
-        most_counted = self._most_counted
         for each, _, call, index in chosen:
-            self._uncounted -= call.pending > most_counted
-            call.work -= each
             self._work -= each
             if spans and spans[-1][0] is call and spans[-1][2] == index:
                 spans[-1] = (call, spans[-1][1], index + 1)
             else:
                 spans.append((call, index, index + 1))
             payloads.append(call.payloads[index])
-            call.pending -= 1
+        self.items -= len(chosen)
+        for call, count in calls.items():
+            if self._large:
+                self._shrink(call, count)
+            call.pending -= count
             if not call.pending:
                 call.state = _RUNNING
-                self._large.discard(call)
         self._end_turns()
-        if size == room or not self.items:
-            reason = None
-        return Taken(spans, payloads, size * length, len(calls), reason)
+        batch = BatchRecord(-1, -1, spans, payloads)
+        batch.cost, batch.calls = batch.size * length, len(calls)
+        if reason is None or batch.size == room or not self.items:
+            reason = decision.reason
+        batch.reason = decision.cost_reason if reason is Reason.COST else reason
+        return batch
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if what waits and the counts differ. For tests."""
@@ -456,9 +439,6 @@ class CallQueue:
         assert self.items == sum(call.pending for call in waiting)
         most = self._most_counted
         assert self.counted == sum(min(call.pending, most) for call in waiting)
-        if self._window is not None:
-            work = sum(call.work for call in waiting)
-            assert math.isclose(self._work, work, abs_tol=1e-6 * (1.0 + work))
         assert all(call.state is _WAITING for call in waiting)
         assert self._turns is None or not self._calls
         assert self._large <= {*waiting}
@@ -467,11 +447,14 @@ class CallQueue:
         if self._window is not None:
             self._window.check_invariants()
             outside = self._turns or [call for call in self._calls if call.state is _WAITING]
-            left = [
-                call.pending if self._turns is None else self._turns.get(call).items
+            left = {
+                call: call.pending if self._turns is None else self._turns.get(call).items
                 for call in outside
-            ]
-            assert self.items - self._window.items == sum(left)
+            }
+            assert self.items - self._window.items == sum(left.values())
+            work = self._window.work
+            work += sum(work_of(call, call.size - items) for call, items in left.items())
+            assert math.isclose(self._work, work, abs_tol=1e-6 * (1.0 + work))
 
 
 def run(call: Call) -> None:

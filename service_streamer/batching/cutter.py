@@ -1,49 +1,55 @@
-"""Decides what is cut now, of what waits, and for which worker; or when to look again."""
+"""Decides what is cut now, of what waits, and for which worker; or when to look again.
+
+What is too late is left out when a batch is made.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..observe.record import ORDINARY, BatchRecord, Call, Reason
 from ..supervision.health import Health
+from . import tuning
 from .actions import NOTHING, Actions
-from .batch_maker import BatchMaker
+from .batch_sizes import fit_size
 from .call_queue import CallQueue, run
+from .deadlines import UNKNOWN, Deadlines, Finish
+from .endings import Endings
 from .isolation import Retries, Search
-from .overload import Deadlines, Overload
+from .overload import Overload
 from .policy import Backlog, Decision, Policy
-from .recovery import Recovery
 from .slots import Slots
-from .step_policy import StepPolicy
-from .tuning import URGENCY
 
 #: A member of an enum is looked up in Python, and a lone call asks for this one.
 _ALONE = Reason.ALONE
+
+#: Items of such batches should not wait for the next one.
+_URGENT = (Reason.DEADLINE, Reason.MAX_LATENCY)
 
 #: Most batches end no search.
 _NONE: Sequence[Search] = ()
 
 
 class Cutter:
-    """Decides what is cut, and has ``BatchMaker`` make it.
+    """Cuts batches of what waits, and gives them to the workers.
 
     Args:
         pending: calls with items that are not cut.
         retries: parts of batches that wait to be run again.
-        slots: of the workers.
-        maker: makes the batches.
-        recovery: ends the trials of workers.
+        slots: of the workers; get the batches.
+        endings: ends the calls that are too late, and the trials of workers.
         health: of the workers.
-        overload: gets to know how many items a full batch has.
+        overload: knows how long batches take while more wait than fit into one.
         policy: see below.
-        backlog: what it is asked about.
+        ids: of the next batches.
         batch_size: the most items of a batch.
         has_lengths: whether the items of calls have lengths.
 
     Attributes:
         deadline: as for ``Batcher``.
-        policy: decides when to cut and how much.
+        policy: decides when to cut and how much. Another one takes its place if the model is one of
+            steps.
     """
 
     def __init__(
@@ -51,12 +57,11 @@ class Cutter:
         pending: CallQueue,
         retries: Retries,
         slots: Slots,
-        maker: BatchMaker,
-        recovery: Recovery,
+        endings: Endings,
         health: Health,
         overload: Overload,
         policy: Policy,
-        backlog: Backlog,
+        ids: Iterator[int],
         *,
         batch_size: int,
         has_lengths: bool,
@@ -64,14 +69,13 @@ class Cutter:
         self._pending = pending
         self._retries = retries
         self._slots = slots
-        self._maker = maker
-        self._recovery = recovery
+        self._endings = endings
         self._health = health
         self._overload = overload
-        self._backlog = backlog
+        self._ids = ids
         self._batch_size = batch_size
         self._has_lengths = has_lengths
-        self._ahead_from = overload.full  # with fewer waiting items no batch is sent ahead
+        self._backlog = Backlog(Decision(0, _ALONE, -math.inf, math.inf, Reason.COST, batch_size))
         # Of the last decision to wait: with fewer items, and before that time, it is the same.
         self._ask_from, self._ask_at = 0, -math.inf
         self._deadlines: Deadlines[Call] = Deadlines()
@@ -98,7 +102,7 @@ class Cutter:
                 and call.deadline - now > self.policy.near
                 and not (self._retries.waiting or self._health.trials)
             ):
-                batch = self._maker.alone(call, now)
+                batch = self._alone(call, now)
                 self.set_deadline(math.inf)
                 return Actions([batch])
         pending.add(call)
@@ -110,12 +114,12 @@ class Cutter:
             if not more or pending.items >= self._batch_size * len(slots.idle):
                 return self.cut(now)
         elif slots.without_ahead:
-            if pending.items >= self._ahead_from:
+            waiting = pending.items
+            if waiting >= self.policy.full or waiting >= self._backlog.last.best_size:
                 decision = self.policy.decide_ahead(self._backlog_ahead(now))
                 if decision.size:
                     return self.cut(now, ahead=decision)
-                if decision is not self._backlog.last:
-                    self._decided(decision)
+                self._backlog.last = decision
             if slots.next_open < math.inf and not more:
                 return self._cut_early(now)
         return NOTHING  # no worker is free: the usual case under load, so without a look
@@ -164,19 +168,12 @@ class Cutter:
             policy.came_back(
                 batch, answered, duration, self._slots.taking, self._pending.items, now, failures
             )
-        self._set_full()
         return searches
 
-    def _set_full(self) -> None:
-        full, best_size = self.policy.full(), self._backlog.last.best_size
-        self._overload.full = full
-        self._ahead_from = full if full < best_size else best_size
-
-    def begin_steps(self) -> None:
-        """The model is one of steps."""
-        self.policy = self._maker.policy = StepPolicy()
-        self._backlog.last = self.policy.decide(self._backlog)
-        self._set_full()
+    def begin_steps(self, policy: Policy) -> None:
+        """The model is one of steps, and has this policy."""
+        self.policy = policy
+        self._backlog.last = policy.decide(self._backlog)
 
     def none_waits(self) -> None:
         """What waited has left: its time need not come."""
@@ -208,7 +205,12 @@ class Cutter:
         batches: list[BatchRecord] = []
         late: list[Call] = []
         over: list[Search] = []
-        condemned = self._recovery.judge(now) if self._health.trials else ()
+
+        def expire(call: Call) -> None:
+            self._endings.expire(call)
+            late.append(call)
+
+        condemned = self._endings.judge(now) if self._health.trials else ()
         wait_until, self._ask_from = math.inf, 0
         idle, without_ahead = self._slots.idle, self._slots.without_ahead
         while True:
@@ -216,35 +218,32 @@ class Cutter:
                 not pending.items or retries.go_first(pending.items, self._slots.taking)
             ):
                 if idle:
-                    self._maker.of_suspects(next(iter(idle)), batches, late, over, now)
+                    self._cut_part(next(iter(idle)), batches, over, expire, now)
                 elif without_ahead and retries.may_go_ahead:
                     slot = next(iter(without_ahead))
-                    self._maker.of_suspects(slot, batches, late, over, now, is_ahead=True)
+                    self._cut_part(slot, batches, over, expire, now, is_ahead=True)
                 elif not retries.drop_unwanted(over):
                     break  # nothing is sent ahead, so that a worker becomes free for them
             elif not pending.items:
                 break
             elif idle:
                 backlog = self._backlog_now(len(idle), now)
-                decision = self.policy.decide(backlog)
-                if decision is not backlog.last:
-                    self._decided(decision)
+                decision = backlog.last = self.policy.decide(backlog)
                 slot = next(iter(idle))
                 if not decision.size:
                     if pending.items >= retries.limit:  # more items would not be taken along
                         decision = decision._replace(size=int(retries.limit), reason=Reason.FAILING)
                     elif retries.waiting:  # there is something to do meanwhile
-                        self._maker.of_suspects(slot, batches, late, over, now)
+                        self._cut_part(slot, batches, over, expire, now)
                         continue
                     else:
                         wait_until = self._ask_at = decision.wait_until
                         self._ask_from = backlog.ask_from
                         break
-                self._maker.of_pending(slot, decision, batches, late, now, is_ahead=False)
+                self._cut_pending(slot, decision, batches, expire, now)
             elif without_ahead:
                 decision = ahead or self.policy.decide_ahead(self._backlog_ahead(now))
-                ahead = None
-                self._decided(decision)
+                self._backlog.last, ahead = decision, None
                 slot = self._slots.emptiest() if self._slots.places else next(iter(without_ahead))
                 if not decision.size:
                     if self._slots.next_open > now:
@@ -258,7 +257,7 @@ class Cutter:
                             break
                         self._slots.have_wait(slot)
                         continue
-                self._maker.of_pending(slot, decision, batches, late, now, is_ahead=True)
+                self._cut_pending(slot, decision, batches, expire, now, is_ahead=True)
             else:
                 break
         self.set_deadline(wait_until)
@@ -281,9 +280,8 @@ class Cutter:
     def _early(self, slot: int, now: float) -> Decision:
         """What to do with what waits, now that the slowest stage of this worker is free."""
         backlog, slots = self._backlog_now(1, now), self._slots
-        decision = self.policy.decide_early(backlog, *slots.held(slot), slots.beside)
-        self._decided(decision)
-        return decision
+        backlog.last = self.policy.decide_early(backlog, *slots.held(slot), slots.beside)
+        return backlog.last
 
     def _backlog_now(self, free: int, now: float) -> Backlog:
         """What waits for the workers that are free."""
@@ -291,7 +289,7 @@ class Cutter:
         backlog, pending, slots = self._backlog, self._pending, self._slots
         backlog.ask_from = 0
         backlog.items, backlog.oldest = pending.items, pending.oldest_arrival()
-        backlog.deadline = pending.first_deadline(now) - URGENCY * slots.beside
+        backlog.deadline = pending.first_deadline(now) - tuning.URGENCY * slots.beside
         backlog.free, backlog.slots, backlog.in_flight = free, slots.taking, slots.items
         backlog.now = now
         return backlog
@@ -305,10 +303,6 @@ class Cutter:
         backlog.slots, backlog.in_flight = slots.taking, slots.items
         return backlog
 
-    def _decided(self, decision: Decision) -> None:
-        self._backlog.last = decision
-        self._ahead_from = min(self._overload.full, decision.best_size)
-
     def set_deadline(self, wait_until: float) -> None:
         """Set ``deadline``: of what waits the one that is given, or an earlier one."""
         # Without ``min``, which takes longer: every cut comes here.
@@ -321,6 +315,108 @@ class Cutter:
             deadline = self._health.next_end
         self.deadline = deadline
 
+    # -- how a batch is made
+
+    def _alone(self, call: Call, now: float) -> BatchRecord:
+        """A batch of a call of one item that no other waits beside: past the queue.
+
+        What deciding and taking it would do, at a third of its cost. A caller alone waits for all
+        of it.
+        """
+        run(call)
+        slot = next(iter(self._slots.idle))
+        batch = BatchRecord(next(self._ids), slot, [(call, 0, 1)], [*call.payloads])
+        if self._has_lengths and call.lengths is not None:
+            batch.cost = float(call.lengths[0])
+        batch.reason = _ALONE
+        self.policy.was_cut(batch, self._backlog.last, now)
+        return self._give(batch, now)
+
+    def _cut_pending(
+        self,
+        slot: int,
+        decision: Decision,
+        batches: list[BatchRecord],
+        expire: Callable[[Call], None],
+        now: float,
+        *,
+        is_ahead: bool = False,
+    ) -> None:
+        """A batch for the slot, unless all that waited came too late.
+
+        Args:
+            batches: gets the batch.
+            expire: ends a call that comes too late.
+        """
+        pending, retries = self._pending, self._retries
+        size, reason = decision.size, decision.reason
+        if self._slots.sizes and decision.trial is None and reason not in _URGENT:
+            fitted = fit_size(min(size, pending.items), self._slots.sizes, self.policy.duration)
+            if fitted < min(size, pending.items):
+                size, reason = fitted, Reason.PAYS
+        if size > retries.limit:
+            size, reason = int(retries.limit), Reason.FAILING
+        if size != decision.size:
+            decision = decision._replace(size=size, reason=reason)
+        batch = pending.take(decision, now, self._finish(slot, size, now), expire)
+        if batch is not None:
+            batch.id, batch.slot, batch.is_full = next(self._ids), slot, pending.items > 0
+            self.policy.was_cut(batch, decision, now)
+            if retries.waiting:
+                retries.gave_way()
+            batches.append(self._give(batch, now, is_ahead=is_ahead))
+
+    def _finish(self, slot: int, size: int, now: float) -> Finish:
+        """When a batch that is cut now will be back."""
+        waiting, deadline = self._pending.items, self._backlog.deadline
+        slots = self._slots
+        is_overloaded = waiting > self.policy.full
+        if slots.places or not (is_overloaded or deadline < math.inf):
+            return UNKNOWN  # how long an item takes is not known before
+        policy = self.policy
+        if slots.room == 2:  # else several stages are at several batches
+            start = slots.begins_at(slot, now, policy.cost.duration)
+            finish = policy.finish(start, min(size, waiting), slots.taking)
+            if finish is not None:
+                return finish
+        if is_overloaded:
+            return Finish(now + self._overload.duration())
+        return Finish(now + policy.duration(size)) if waiting > size else UNKNOWN
+
+    def _cut_part(
+        self,
+        slot: int,
+        batches: list[BatchRecord],
+        over: list[Search],
+        expire: Callable[[Call], None],
+        now: float,
+        *,
+        is_ahead: bool = False,
+    ) -> None:
+        """A part of a batch that failed, to be run again.
+
+        Args:
+            batches, expire: as above.
+            over: gets the searches that end by that.
+        """
+        part = self._retries.take(now, expire, over)
+        if part is not None:
+            items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
+            batch = BatchRecord(next(self._ids), slot, part.spans, items, part.search, part.losses)
+            batch.calls = len({call for call, _, _ in part.spans})
+            batches.append(self._give(batch, now, is_ahead=is_ahead))
+            self._retries.gone()
+
+    def _give(self, batch: BatchRecord, now: float, *, is_ahead: bool = False) -> BatchRecord:
+        """Have the batch sent to its worker."""
+        batch.cut_at = now
+        begun = batch.spans[0][0].handed_out if self._slots.places else None
+        if begun:  # with the item go the outputs that it has had
+            batch.payloads = [*batch.payloads, *begun]
+        duration = self.policy.cost.duration(batch.cost)
+        self._slots.give(batch, now, is_ahead=is_ahead, duration=duration)
+        return batch
+
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if something waits that should have been cut. For tests."""
         slots, waiting, retries = self._slots, self._pending.items, self._retries
@@ -329,7 +425,7 @@ class Cutter:
             assert waiting < min(self._batch_size, retries.limit)
             assert self.deadline < math.inf
         elif slots.without_ahead and waiting and not retries.waiting:
-            full = self.policy.full()
+            full = self.policy.full
             # One that retires leaves more to the others, who are asked when something comes back.
             # And what has a deadline may wait until a worker is free.
             may_wait = slots.taking < len(slots) or any(

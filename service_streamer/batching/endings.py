@@ -1,4 +1,14 @@
-"""How calls end without results: they fail, their time ends, or they are withdrawn.
+"""How calls end, and what becomes of batches that failed or were lost.
+
+    what happened                   what follows
+    -------------                   ------------
+    results came                    the calls that have all of theirs are answered
+    the model raised on a batch     it is run again in parts, as ``isolation`` says; or its calls
+                                    fail
+    the worker may be at fault      it is held back, as ``supervision.health`` says, and another
+                                    worker runs the batch
+    the worker died                 batches that it had not begun are run again as they were; those
+                                    that it was at in parts, each alone with a worker
 
 A call that ends is over at once. Its items that wait are dropped from the queue, and its spans in
 batches and searches are ignored.
@@ -9,46 +19,104 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..observe.record import NO_OUTPUTS, BatchRecord, Call, CallState, Span
+from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, Call, CallState, Span
+from ..supervision.health import Health, Quarantine
 from .call_queue import CallQueue, end
-from .isolation import Retries
+from .cost import LearnedCost
+from .figures import Figures
+from .isolation import Retries, Search, parts_after_death
+from .slots import Slots
+
+#: A member of an enum is looked up in Python, and every call asks for this one.
+_OVER = CallState.OVER
 
 _NOT_OPEN = (CallState.NEW, CallState.OVER)
 
 
 class Endings:
-    """Ends calls that get no results, and counts them.
+    """Ends calls, and has those run again that deserve it.
 
     Args:
-        retries: parts of batches that wait to be run again.
+        figures: counts the calls.
+        retries: gets what is run again.
+        slots: workers, of which it holds some back.
+        health: of the workers.
         expired, expired_suspect, shared: as for ``Batcher``.
 
     Attributes:
-        pending: calls with items that are not cut; set by the batcher.
-        failed: calls that failed of anything but their time, so far.
-        expired: calls whose time ended, so far.
-        cancelled: calls that were withdrawn, so far.
+        pending: calls with items that are not cut; set by the batcher, as the next one.
+        cost: what a batch costs.
+        start_duration: what a worker takes to be ready, seconds.
+        abandoned: calls that are over while a worker may still be at them.
     """
 
     pending: CallQueue
+    cost: LearnedCost
 
     def __init__(
         self,
+        figures: Figures,
         retries: Retries,
+        slots: Slots,
+        health: Health,
         *,
         expired: Any,
         expired_suspect: Any,
         shared: Callable[[Any, bool], Any],
     ) -> None:
+        self._figures = figures
         self._retries = retries
+        self._slots = slots
+        self._health = health
         self._expired = expired
         self._expired_suspect = expired_suspect
         self._shared = shared
-        self.failed = self.expired = self.cancelled = 0
-        #: Calls that are over while a worker may still be at them.
+        self.start_duration = 0.0
         self.abandoned: list[Call] = []
 
-    def fail_if(
+    # -- calls
+
+    def give_results(self, batch: BatchRecord) -> list[Call]:
+        """Give the outputs of a batch to its calls; those of them that are over now.
+
+        Args:
+            batch: that has not failed as a whole. The calls of items that have fail.
+        """
+        has_steps = bool(self._slots.places)
+        outputs, failures = batch.report.outputs, batch.report.failures
+        calls: list[Call] = []
+        start = 0
+        is_plain = not (failures or has_steps)
+        for call, first, last in batch.spans:
+            size = last - first
+            if is_plain and size == call.size and call.state is not _OVER:  # as nearly always
+                call.outputs = outputs[start : start + size]
+                call.batch = batch
+                call.unanswered = 0
+                end(call)
+                calls.append(call)
+            elif not call.is_over:
+                part = outputs[start : start + size]
+                if size == call.size:
+                    call.outputs = part
+                else:
+                    gathered = call.outputs or [NO_OUTPUT] * call.size
+                    gathered[first:last] = part
+                    call.outputs = gathered
+                if call.is_stream and has_steps:
+                    call.outputs = NO_OUTPUTS  # they have been handed out
+                call.batch = batch
+                call.unanswered -= size
+                if failures:
+                    self._fail_if(call, failures, range(start, start + size), batch)
+                if not call.unanswered and not call.is_over:
+                    end(call)
+                if call.is_over:
+                    calls.append(call)
+            start += size
+        return calls
+
+    def _fail_if(
         self, call: Call, failures: Mapping[int, Any], positions: range, batch: BatchRecord
     ) -> None:
         """Fail the call if one of its items, at these positions of the batch, has failed."""
@@ -66,7 +134,7 @@ class Endings:
     def fail(self, call: Call, failure: Any) -> None:
         """The call, which is not over, fails."""
         self._end(call, failure)
-        self.failed += 1
+        self._figures.failed_calls += 1
 
     def fail_spans(self, spans: Sequence[Span], failure: Any) -> list[Call]:
         """Fail the calls of the spans that are not over; returns those."""
@@ -87,11 +155,13 @@ class Endings:
 
     def expire(self, call: Call) -> None:
         """The time of the call, which is not over, has ended."""
-        is_suspect = self._retries.waiting_alone and any(
-            call is suspect for part in self._retries if part.losses for suspect, _, _ in part.spans
+        is_suspect = self._retries.has_waiting_alone and any(
+            part.losses and call is suspect
+            for part in self._retries.waiting
+            for suspect, _, _ in part.spans
         )
         self._end(call, self._expired_suspect if is_suspect else self._expired)
-        self.expired += 1
+        self._figures.expired_calls += 1
 
     def left(self, call: Call, *, has_expired: bool) -> bool:
         """The caller has gone, since its time has ended or for another reason.
@@ -103,9 +173,9 @@ class Endings:
             return False
         self._end(call)
         if has_expired:
-            self.expired += 1
+            self._figures.expired_calls += 1
         else:
-            self.cancelled += 1
+            self._figures.cancelled_calls += 1
         return True
 
     def _end(self, call: Call, failure: Any = None) -> None:
@@ -120,3 +190,139 @@ class Endings:
             self.pending.remove(call)
         end(call)
         call.failure, call.outputs = failure, NO_OUTPUTS
+
+    # -- batches that failed or were lost
+
+    def batch_failed(self, batch: BatchRecord) -> tuple[list[Call], list[Search]]:
+        """The model raised on the batch; the calls that fail, and the searches that end by that."""
+        failure = batch.report.failure
+        is_doubted = self._is_doubted(batch, failure)
+        is_rerun = self._retries.raised(batch, failure)
+        if is_doubted:
+            is_rerun = self._try_worker(batch, failure, is_rerun=is_rerun) or is_rerun
+        if is_rerun:
+            return [], []
+        if batch.calls > 1:  # as it ran
+            calls = self.fail_shared(batch.spans, failure, is_loss=False)
+        else:
+            calls = self.fail_spans(batch.spans, failure)
+        searches = self._retries.given_up(batch, len(calls))
+        if batch.calls > 1 and calls:
+            searches.append(Search.not_made(batch, failure, len(calls)))
+        return calls, searches
+
+    def none_crossed(self, batch: BatchRecord) -> bool:
+        """No item of the batch could cross between the processes; whether it is run again."""
+        failure = next(iter(batch.report.failures.values()))
+        is_doubted = batch.search is None and self._is_doubted(batch, failure)
+        return is_doubted and self._try_worker(batch, failure)
+
+    def _is_doubted(self, batch: BatchRecord, failure: Any) -> bool:
+        """Whether the worker may be at fault, which failed the batch.
+
+        Not if the failure, opaque here otherwise, blames an item.
+        """
+        if getattr(failure, "blames_input", False):
+            return False
+        is_alone = batch.calls < 2
+        if batch.search is not None:
+            return self._health.failed_part(batch.slot, is_alone=is_alone)
+        return self._health.failed(batch.slot, batch.back_at, is_alone=is_alone)
+
+    def _try_worker(self, batch: BatchRecord, failure: Any, *, is_rerun: bool = False) -> bool:
+        """Find out whether the worker that failed the batch is at fault; whether it is run again.
+
+        The batch is run by another worker, in parts if it has several calls.
+
+        Args:
+            is_rerun: whether the batch has been cut in parts already.
+        """
+        slots = self._slots
+        others = slots.taking - slots.takes(batch.slot)
+        if not others or 2 * others < len(slots):  # at most half of the workers are held back
+            return False
+        trial = batch.search if is_rerun else self._retries.again(batch, failure)
+        if batch.slot not in self._health.trials:
+            self._health.begin_trial(batch.slot, trial or Quarantine(), batch.back_at)
+            slots.hold_back(batch.slot)
+        return trial is not None
+
+    def judge(self, now: float) -> list[int]:
+        """End the trials that are over; the slots of workers to be replaced."""
+        released, condemned = self._health.judge(now)
+        for slot in released:
+            self._slots.release(slot)
+        if not self._slots.taking:
+            for slot in self._health.no_other():
+                self._slots.release(slot)
+        return condemned
+
+    def worker_lost(
+        self,
+        lost: Sequence[BatchRecord],
+        failure: Any,
+        now: float,
+        batch_id: int | None,
+        begun: frozenset[int] | None,
+        *,
+        is_outage: bool = False,
+    ) -> tuple[list[Call], list[Search]]:
+        """A worker has died with these batches; the calls that fail, and the searches that end.
+
+        Args:
+            lost: the batches, in the order in which they were sent.
+            failure, batch_id, begun, is_outage: as for ``Batcher.worker_lost``.
+        """
+        calls: list[Call] = []
+        searches: list[Search] = []
+        for position, batch in enumerate(lost):
+            is_begun = begun is None or batch.id in begun
+            # One that was sent ahead has probably not begun, and is run as a whole first.
+            is_ahead = begun is None and position > 0
+            if is_outage and is_begun and not (is_ahead and self._is_one_by_one):
+                is_rerun = self._retries.met_outage(batch, failure, self._parts(batch, now))
+            elif is_outage or (batch_id is None and not is_begun):
+                is_rerun = self._retries.not_begun(batch, failure)
+            elif batch_id is None:
+                count = 1 if is_ahead else self._parts(batch, now)
+                is_rerun = self._retries.lost(batch, failure, count)
+            elif batch.id == batch_id or (begun is not None and is_begun):
+                # What a device was asked to do it may say later, of another batch.
+                is_rerun = self._retries.device_failed(batch, failure)
+            else:
+                is_rerun = self._retries.not_begun(batch, failure)
+            if not is_rerun:
+                calls += self._give_up(batch, failure, searches)
+        return calls, searches
+
+    @property
+    def _is_one_by_one(self) -> bool:
+        """Whether a worker is at one batch at a time: its model has neither steps nor stages."""
+        return not self._slots.places and not self._slots.beside
+
+    def _parts(self, batch: BatchRecord, now: float) -> int:
+        """In how many parts to run a batch again with which a worker died."""
+        died_after = max(0.0, now - batch.cut_at)
+        cost = self.cost
+        run = cost.duration(batch.cost / batch.size) if cost.is_known else died_after
+        return parts_after_death(batch.size, run, died_after + self.start_duration)
+
+    def _give_up(self, batch: BatchRecord, failure: Any, searches: list[Search]) -> list[Call]:
+        """Fail the calls of a batch with which a worker died; returns what has failed.
+
+        If its search may cost no more deaths, all that wait there fail with it.
+
+        Args:
+            searches: gets the search, if it has ended by that.
+        """
+        search = batch.search
+        # Of a call that was alone it is known that it kills, at the end of a search too.
+        if search is None or batch.calls == 1:
+            failed = self.fail_spans(batch.spans, failure)
+        else:
+            failed = self.fail_shared(batch.spans, failure, is_loss=True)
+        if search is not None and search.deaths_left <= 0:
+            for part in self._retries.drop(search):
+                failed += self.fail_shared(part.spans, failure, is_loss=True)
+        searches += self._retries.given_up(batch, len(failed))
+        return failed

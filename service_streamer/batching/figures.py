@@ -10,9 +10,8 @@ from ..observe.recent import RECENT
 from ..observe.record import BatchRecord
 from ..supervision.autoscaling import Load
 from .call_queue import CallQueue
-from .cutter import Cutter
-from .endings import Endings
 from .isolation import Retries
+from .policy import Policy
 from .slots import Slots
 
 #: So many batches that are back are counted in the metrics at once, which takes less time.
@@ -25,13 +24,14 @@ class Figures:
     Args:
         retries: parts of batches that wait to be run again.
         slots: of the workers.
-        endings: of calls without results.
 
     Attributes:
-        pending, cutter: calls with items that are not cut, and what has the policy; both set by the
-            batcher.
-        accepted_calls, answered_calls: how many, so far.
-        accepted_items: how many, so far.
+        pending, policy: calls with items that are not cut, and what knows how long they take; both
+            set by the batcher.
+        accepted_calls, accepted_items, answered_calls: how many, so far.
+        failed_calls: those that failed of anything but their time, so far.
+        expired_calls: those whose time ended, so far.
+        cancelled_calls: those that were withdrawn, so far.
         rejected_calls: how many were refused since too much waited, so far; the engine counts those
             that found no room.
         refused_items: of those calls that were refused since too much waited, and would have been
@@ -42,14 +42,14 @@ class Figures:
     """
 
     pending: CallQueue
-    cutter: Cutter
+    policy: Policy
 
-    def __init__(self, retries: Retries, slots: Slots, endings: Endings) -> None:
+    def __init__(self, retries: Retries, slots: Slots) -> None:
         self._retries = retries
         self._slots = slots
-        self._endings = endings
-        self.accepted_calls = self.accepted_items = 0
-        self.answered_calls = self.rejected_calls = self.refused_items = 0
+        self.accepted_calls = self.accepted_items = self.answered_calls = 0
+        self.failed_calls = self.expired_calls = self.cancelled_calls = 0
+        self.rejected_calls = self.refused_items = 0
         self.batch_duration = math.inf
         self._metrics = BatchMetrics()
         self._uncounted: list[BatchRecord] = []  # batches that are not in the metrics yet
@@ -83,11 +83,10 @@ class Figures:
 
     def note(self, batch: BatchRecord) -> None:
         """Note in a batch that is back, or lost, what was counted until then."""
-        endings = self._endings
         batch.queued = self._metrics.queued.total + self._waited
         batch.pending = self.pending.items
-        batch.answered, batch.failed = self.answered_calls, endings.failed
-        batch.expired, batch.rejected = endings.expired, self.rejected_calls
+        batch.answered, batch.failed = self.answered_calls, self.failed_calls
+        batch.expired, batch.rejected = self.expired_calls, self.rejected_calls
 
     def took(self, duration: float) -> None:
         """The model has taken so long for a batch, or for an item if it is one of steps."""
@@ -109,30 +108,10 @@ class Figures:
     # -- what it says
 
     @property
-    def last_back(self) -> int:
-        """The id of the batch that came back last; -1 before the first."""
-        return self.recent[-1].id if self.recent else -1
-
-    @property
     def metrics(self) -> BatchMetrics:
         """Of the batches so far."""
         self._count_back()
         return self._metrics
-
-    @property
-    def failed_calls(self) -> int:
-        """Calls that failed of anything but their time, so far."""
-        return self._endings.failed
-
-    @property
-    def expired_calls(self) -> int:
-        """Calls whose time ended, so far."""
-        return self._endings.expired
-
-    @property
-    def cancelled_calls(self) -> int:
-        """Calls that were withdrawn, so far."""
-        return self._endings.cancelled
 
     @property
     def retried_items(self) -> int:
@@ -147,12 +126,12 @@ class Figures:
     @property
     def is_searching_killers(self) -> bool:
         """Whether a worker died, and what it had still waits to be computed again."""
-        return self._retries.waiting_alone > 0
+        return self._retries.has_waiting_alone
 
     @property
     def line(self) -> tuple[float, float] | None:
         """What batches cost, as learned: see ``LearnedCost.line``."""
-        return self.cutter.policy.cost.line
+        return self.policy.cost.line
 
     @property
     def batches_in_flight(self) -> int:
@@ -183,8 +162,8 @@ class Figures:
             served, turn = over, seconds / full
             over //= full
         else:
-            policy = self.cutter.policy
-            full = policy.full()
+            policy = self.policy
+            full = policy.full
             served, turn = int(self.metrics.sizes.total), policy.duration(full)
             seconds = turn
         is_known = 0 < seconds < math.inf

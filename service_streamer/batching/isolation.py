@@ -18,18 +18,13 @@ so most calls are answered early.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 from ..observe.record import BatchRecord, Call, Span
-from .tuning import (
-    HEADROOM,
-    MOST_DEVICE_FAILURES,
-    MOST_OUTAGES,
-    MOST_PART_BATCHES,
-    PARTS_IN_A_ROW,
-)
+from . import tuning
 
 
 def parts_after_death(items: int, run: float, death: float) -> int:
@@ -60,6 +55,10 @@ def deaths_allowed(items: int, max_attempts: int) -> int:
     return 2 * ((items - 1).bit_length() + max_attempts)
 
 
+#: The order of the parts that wait.
+_BY_SEARCH = attrgetter("search.number")
+
+
 class Search:
     """What is known about one batch that failed; shared by all the parts of it.
 
@@ -71,35 +70,23 @@ class Search:
         deaths_left: how many more workers may die of it.
         outages: how many were lost with their host while they had an item of it, by item. Not one
             number for all: a host with many workers takes many parts with it at once.
-        waiting: parts to be run.
+        number: of the searches so far; the oldest goes first.
         parts: how many are not over: they wait to be run, or are being run.
         runs: extra model calls so far.
         failed: calls that failed so far.
         is_void: whether a part failed after all its callers had gone.
     """
 
-    __slots__ = (
-        "calls",
-        "deaths_left",
-        "failed",
-        "failure",
-        "is_loss",
-        "is_void",
-        "items",
-        "outages",
-        "parts",
-        "runs",
-        "waiting",
-    )
-
-    def __init__(self, batch: BatchRecord, failure: Any, *, is_loss: bool, deaths: int) -> None:
+    def __init__(
+        self, batch: BatchRecord, failure: Any, *, is_loss: bool, deaths: int = 0, number: int = 0
+    ) -> None:
         self.items = batch.size
         self.calls = batch.calls
         self.failure = failure
         self.is_loss = is_loss
         self.deaths_left = deaths
         self.outages: Counter[tuple[Call, int]] = Counter()
-        self.waiting: deque[Suspects] = deque()
+        self.number = number
         self.parts = 1  # the batch itself
         self.runs = 0
         self.failed = 0
@@ -108,7 +95,7 @@ class Search:
     @classmethod
     def not_made(cls, batch: BatchRecord, failure: Any, failed: int) -> Search:
         """Of a batch on which the model raised, and that is not run again: for the log."""
-        search = cls(batch, failure, is_loss=False, deaths=0)
+        search = cls(batch, failure, is_loss=False)
         search.failed = failed
         return search
 
@@ -143,49 +130,32 @@ class Retries:
             with several calls in it, doubled by one that did not, the limit settles there.
         no_limit: what it grows to.
         grace: how many workers may have died with a part that need not be alone with its worker.
-        waiting: how many parts wait.
-        waiting_alone: how many of them are to be run alone.
+        waiting: the parts that wait, in their order.
         retried_items: how many were to be run again since their worker died.
         isolated_calls: how many failed by themselves, so that others did not.
     """
-
-    __slots__ = (
-        "_batch_size",
-        "_isolate_errors",
-        "_items",
-        "_max_attempts",
-        "_row",
-        "_searches",
-        "grace",
-        "isolated_calls",
-        "limit",
-        "no_limit",
-        "retried_items",
-        "waiting",
-        "waiting_alone",
-    )
 
     def __init__(self, *, batch_size: int, max_attempts: int, isolate_errors: bool) -> None:
         self._batch_size = batch_size
         self._max_attempts = max_attempts
         self._isolate_errors = isolate_errors
-        self._searches: dict[Search, None] = {}  # with parts that wait or are run, the oldest first
-        self._items = 0  # that wait, also of calls that are over
+        self._searches = 0  # so far
         self._row = 0  # how many of the last batches were parts
-        self.limit = self.no_limit = HEADROOM * batch_size
+        self.limit = self.no_limit = tuning.HEADROOM * batch_size
         self.grace = 0
-        self.waiting = self.waiting_alone = 0
+        self.waiting: list[Suspects] = []
         self.retried_items = 0
         self.isolated_calls = 0
 
-    def __iter__(self) -> Iterator[Suspects]:
-        """The parts that wait."""
-        return (part for search in self._searches for part in search.waiting)
-
     @property
     def items(self) -> int:
-        """Of calls that are not over."""
-        return sum(_size(_unanswered(part.spans)) for part in self)
+        """That wait, of calls that are not over."""
+        return sum(_size(_unanswered(part.spans)) for part in self.waiting)
+
+    @property
+    def has_waiting_alone(self) -> bool:
+        """Whether a part waits that is to be run alone."""
+        return any(part.losses > self.grace for part in self.waiting)
 
     # -- whose turn it is
 
@@ -196,8 +166,9 @@ class Retries:
             new: how many.
             slots: workers that are ready.
         """
-        row = 1 if new >= self._items else PARTS_IN_A_ROW
-        return self._row < row or self._items > MOST_PART_BATCHES * self._batch_size * slots
+        items = sum([part.size for part in self.waiting])
+        row = 1 if new >= items else tuning.PARTS_IN_A_ROW
+        return self._row < row or items > tuning.MOST_PART_BATCHES * self._batch_size * slots
 
     @property
     def may_go_ahead(self) -> bool:
@@ -206,7 +177,7 @@ class Retries:
         Not behind another part, also if no new items wait: when the callers have their answers,
         they come back.
         """
-        return not self.waiting_alone and (self.grace > 0 or not self._row)
+        return not self.has_waiting_alone and (self.grace > 0 or not self._row)
 
     def gave_way(self) -> None:
         """The batch that was cut is one of new items."""
@@ -222,18 +193,17 @@ class Retries:
             over: gets the searches that end since no caller waits for the rest of them.
         """
         self._row += 1
-        for search in [*self._searches]:
-            while search.waiting:
-                part = search.waiting[0]
-                for call, _, _ in _unanswered(part.spans):
-                    if call.deadline <= now and not call.is_over:  # it may have several spans
-                        expire(call)
-                spans = _unanswered(part.spans)
-                if spans:
-                    search.runs += 1
-                    return Suspects(spans, search, part.losses)
-                self._next(search)
-                over += self.part_over(search)
+        while self.waiting:
+            part = self.waiting[0]
+            for call, _, _ in _unanswered(part.spans):
+                if call.deadline <= now and not call.is_over:  # it may have several spans
+                    expire(call)
+            spans = _unanswered(part.spans)
+            if spans:
+                part.search.runs += 1
+                return Suspects(spans, part.search, part.losses)
+            self.gone()
+            over += self.part_over(part.search)
         return None
 
     def drop_unwanted(self, over: list[Search]) -> bool:
@@ -242,55 +212,40 @@ class Retries:
         Args:
             over: gets the searches that end by that.
         """
-        before = self.waiting
-        for search in [*self._searches]:
-            while search.waiting:
-                if _unanswered(search.waiting[0].spans):
-                    return self.waiting < before
-                self._next(search)
-                over += self.part_over(search)
-        return self.waiting < before
+        before = len(self.waiting)
+        while self.waiting and not _unanswered(self.waiting[0].spans):
+            search = self.waiting[0].search
+            self.gone()
+            over += self.part_over(search)
+        return len(self.waiting) < before
 
-    def gone(self, part: Suspects) -> None:
-        """What ``take`` has returned is with a worker now."""
-        self._next(part.search)
+    def gone(self) -> None:
+        """The first part, which ``take`` has returned, is with a worker now."""
+        del self.waiting[0]
 
     def recount(self, in_flight: Sequence[BatchRecord]) -> None:
-        """Derive what is counted here from the parts, of which these batches have some."""
+        """Derive what waits, of which these batches have some, and what is left of each search."""
         taken = {id(span) for batch in in_flight for span in batch.spans}
-        flying = Counter(batch.search for batch in in_flight if batch.search is not None)
-        for search in [*self._searches]:
-            waiting = [
-                part for part in search.waiting if not any(id(s) in taken for s in part.spans)
-            ]
-            search.waiting = deque(waiting)
-            search.parts = len(waiting) + flying[search]
-            if not search.parts:
-                del self._searches[search]
-        parts = [*self]
-        self._items = sum(part.size for part in parts)
-        self.waiting = len(parts)
-        self.waiting_alone = sum(part.losses > self.grace for part in parts)
+        self.waiting = [
+            part for part in self.waiting if not any(id(span) in taken for span in part.spans)
+        ]
+        parts = Counter(part.search for part in self.waiting)
+        parts.update(batch.search for batch in in_flight if batch.search is not None)
+        for search, count in parts.items():
+            search.parts = count
 
     def clear(self) -> None:
         """Nobody waits for anything any more."""
-        for search in [*self._searches]:
-            self.drop(search)
+        for part in self.waiting:
+            part.search.parts -= 1
+        self.waiting = []
 
     def drop(self, search: Search) -> list[Suspects]:
         """Run none of its parts any more; returns those that waited."""
-        dropped: list[Suspects] = []
-        while search.waiting:
-            dropped.append(self._next(search))
-            self.part_over(search)
+        dropped = [part for part in self.waiting if part.search is search]
+        self.waiting = [part for part in self.waiting if part.search is not search]
+        search.parts -= len(dropped)
         return dropped
-
-    def _next(self, search: Search) -> Suspects:
-        part = search.waiting.popleft()
-        self._items -= part.size
-        self.waiting -= 1
-        self.waiting_alone -= part.losses > self.grace
-        return part
 
     # -- what became of batches
 
@@ -344,7 +299,7 @@ class Retries:
         spans = _unanswered(batch.spans)
         if batch.search is not None:
             batch.search.deaths_left -= 1
-        if not spans or losses >= min(self._max_attempts, MOST_DEVICE_FAILURES):
+        if not spans or losses >= min(self._max_attempts, tuning.MOST_DEVICE_FAILURES):
             return False
         calls: dict[Call, list[Span]] = {}
         for span in spans:
@@ -376,7 +331,7 @@ class Retries:
         """
         search = batch.search
         if search is not None and any(
-            search.outages[item] >= MOST_OUTAGES for item in _items(batch.spans)
+            search.outages[item] >= tuning.MOST_OUTAGES for item in _items(batch.spans)
         ):
             return self.lost(batch, failure, count)
         return self.not_begun(batch, failure, is_outage=True)
@@ -403,31 +358,22 @@ class Retries:
     def part_over(self, search: Search) -> list[Search]:
         """One part less to be run; the search itself if it was the last."""
         search.parts -= 1
-        if search.parts:
-            return []
-        self._searches.pop(search, None)
-        return [search]
+        return [] if search.parts else [search]
 
     def _search(self, batch: BatchRecord, failure: Any, *, is_loss: bool) -> Search:
+        self._searches += 1
         deaths = deaths_allowed(batch.size, self._max_attempts)
-        search = Search(batch, failure, is_loss=is_loss, deaths=deaths)
-        self._searches[search] = None
-        return search
+        return Search(batch, failure, is_loss=is_loss, deaths=deaths, number=self._searches)
 
     def _split(self, search: Search, halves: Iterable[list[Span]], losses: int) -> None:
         parts = [Suspects(half, search, losses) for half in halves if half]
         search.parts += len(parts) - 1
-        search.waiting += parts
-        self._items += sum(part.size for part in parts)
-        self.waiting += len(parts)
-        self.waiting_alone += len(parts) if losses > self.grace else 0
+        self.waiting += parts
+        self.waiting.sort(key=_BY_SEARCH)  # of one search they stay in order
 
     def check_invariants(self) -> None:
-        parts = [*self]
-        assert self.waiting == len(parts)
-        assert self.waiting_alone == sum(part.losses > self.grace for part in parts)
-        assert self._items == sum(part.size for part in parts)
-        assert all(search.parts >= max(1, len(search.waiting)) for search in self._searches)
+        waiting = Counter(part.search for part in self.waiting)
+        assert all(search.parts >= count for search, count in waiting.items())
         assert 1.0 <= self.limit <= self.no_limit
 
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from ..observe.record import ORDINARY, Call, CallState, Reason
+from . import tuning
 from .cost import LearnedCost
-from .tuning import LEAST_BASE, WINDOW_BATCHES
 from .turns import TurnOrder
 
 #: An item in the window: its length, a number that no other has, and which item of which call.
@@ -70,7 +70,7 @@ class LengthWindow:
 
     def __init__(self, cost: LearnedCost, batch_size: int, weights: Mapping[str, float]) -> None:
         self.items = 0
-        self.size = WINDOW_BATCHES * batch_size
+        self.size = tuning.WINDOW_BATCHES * batch_size
         self._cost = cost
         self._weights = weights
         self._sorted: list[Entry] = []  # with entries of calls that are over, which are skipped
@@ -91,10 +91,9 @@ class LengthWindow:
         held, lengths, number = self._held, call.lengths, self._count
         if not held:
             self._turns = None
-        if self._turns is None and (size_class or call.precedence is not ORDINARY):
-            self._take_turns()
-        if self._turns is not None:
-            self._turns.add(call, len(positions), size_class)
+        turns = self._turns_with(call, size_class)
+        if turns is not None:
+            turns.add(call, len(positions), size_class)
             self._oldest = None
         own = held.get(call)
         if own is None:
@@ -107,19 +106,20 @@ class LengthWindow:
         self._count = number
         self.items += len(positions)
 
-    def _take_turns(self) -> None:
-        """All have turns, from now on until the window is empty."""
-        self._turns = TurnOrder(self._weights)
-        for call, entries in self._held.items():
-            self._turns.add(call, len(entries))
+    def _turns_with(self, call: Call, size_class: int) -> TurnOrder | None:
+        """Whose turn it is, from the first call on that is not like the others; else None."""
+        if self._turns is None and (size_class or call.precedence is not ORDINARY):
+            held = {each: len(entries) for each, entries in self._held.items()}
+            self._turns = TurnOrder(self._weights, held)
+        return self._turns
 
-    def remove(self, call: Call) -> None:
-        """The call is about to end; it need not be here."""
-        held = self._held.pop(call, None)
-        if held is not None:
-            self.items -= len(held)
-            if self._turns is not None:
-                self._turns.remove(call, len(held))
+    def remove(self, call: Call) -> list[float]:
+        """The call is about to end; the lengths of those of its items that are here."""
+        held = self._held.pop(call, {})
+        self.items -= len(held)
+        if held and self._turns is not None:
+            self._turns.remove(call, len(held))
+        return [length for length, _, _, _ in held.values()]
 
     def head(self, now: float) -> Call:
         """Whose turn it is; there must be one."""
@@ -134,13 +134,15 @@ class LengthWindow:
         assert self._oldest is not None
         return self._oldest
 
+    @property
+    def work(self) -> float:
+        """The lengths of the items that are here, together."""
+        return sum([entry[0] for own in self._held.values() for entry in own.values()])
+
     def ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
         """As of ``TurnOrder``."""
-        if self._turns is None and (size_class or call.precedence is not ORDINARY):
-            self._take_turns()
-        if self._turns is None:
-            return sum([entry[0] for own in self._held.values() for entry in own.values()])
-        return self._turns.ahead(call, size_class, work, unit)
+        turns = self._turns_with(call, size_class)
+        return self.work if turns is None else turns.ahead(call, size_class, work, unit)
 
     def take(
         self,
@@ -207,7 +209,7 @@ class LengthWindow:
         entries, chosen = self._sorted, group.entries
         first, length, padding = chosen[0], group.length, group.padding
         base, per_unit = self._cost.padding
-        base = max(base, LEAST_BASE * self._cost.mean)
+        base = max(base, tuning.LEAST_BASE * self._cost.mean)
         start = bisect_left(entries, first)
         stop = start + 1  # after the last of them
         left, right, last = start - 1, stop, len(entries)

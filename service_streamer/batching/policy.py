@@ -11,36 +11,13 @@ each takes its share. And in a burst the calls that are computed first need not 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..observe.record import BatchRecord, Call, Reason
+from . import tuning
 from .arrivals import ArrivalForecast
-from .cost import BestCost, LearnedCost, SizeTrial
-from .overload import Finish, least_in_time, size_in_time
-from .padded_cost import PaddedCost
-from .tuning import (
-    AHEAD_RUNS,
-    ALONE_BATCHES,
-    ALONE_INTERVAL,
-    FIRST_ITEMS,
-    FIXED_COSTS,
-    FLAT,
-    GROWTH,
-    LEARNING_RATE,
-    LEAST_EXPECTED,
-    LEAST_MARGIN,
-    LONGEST,
-    MARGIN_FACTOR,
-    NEAR_LEAST_MARGIN,
-    NEAR_MARGIN,
-    NEAR_RUNS,
-    NOISE_LEARNING_RATE,
-    RATE_BATCHES,
-    SURE,
-    TIGHT,
-    TRANSIT_RATE,
-    URGENCY,
-)
+from .cost import BestCost, LearnedCost, PaddedCost, SizeTrial
+from .deadlines import Finish, least_in_time, size_in_time
 
 #: Why expected arrivals are not waited for any longer.
 _BOUNDS = (Reason.MAX_LATENCY, Reason.DEADLINE)
@@ -91,10 +68,6 @@ class Backlog:
             time, so nobody need ask. 0 where that is not known.
     """
 
-    __slots__ = (
-        "ask_from", "deadline", "free", "in_flight", "items", "last", "now", "oldest", "slots",
-    )  # fmt: skip
-
     def __init__(self, last: Decision) -> None:
         self.items = self.free = self.slots = self.in_flight = self.ask_from = 0
         self.oldest = self.now = -math.inf
@@ -102,29 +75,31 @@ class Backlog:
         self.last = last
 
 
-class Policy(Protocol):
+class Policy:
     """Decides when to cut and how much. Times are of one monotonic clock, in seconds.
 
     The three methods that decide change nothing, so they may be asked any number of times. The
-    other methods say what has happened.
+    others say what has happened, or ask what is known: here nothing is learned.
 
     Attributes:
         cost: what a batch costs.
         near: with so much time or less, a lone call is not computed before ``decide`` was asked,
             seconds.
         margin: by which share of its time a batch may take longer than is predicted, or less long.
+        full: how many items are a full batch.
     """
 
     cost: LearnedCost
-    near: float
-    margin: float
+    full: int
+    near = margin = 0.0
 
-    def arrived(self, size: int, now: float, is_first: bool) -> bool:
+    def arrived(self, size: int, now: float, is_first: bool) -> bool:  # noqa: ARG002
         """A call of ``size`` items arrived; the first if nothing waits and a worker is free.
 
         Returns:
             Whether a first call of one item may be computed at once, without asking ``decide``.
         """
+        return False
 
     def time_passed(self, now: float) -> None:
         """It is ``now``, and ``decide`` is about to be asked."""
@@ -151,38 +126,40 @@ class Policy(Protocol):
             failed: items that the model did not compute.
         """
 
-    def full(self) -> int:
-        """How many items are a full batch."""
-
     def duration(self, items: float) -> float:
         """Seconds for a batch of so many items as they were lately; 0 while nothing is known."""
+        return self.cost.duration(items)
 
-    def finish(self, start: float, size: int, slots: int) -> Finish | None:
+    def finish(self, start: float, size: int, slots: int) -> Finish | None:  # noqa: ARG002
         """When a batch is back with which a worker begins then; None while that is not known.
 
         Args:
             size: items that it would have.
             slots: workers that take batches.
         """
+        return None
 
-    def least_duration(self, call: Call, ahead: float, slots: int) -> float:
+    def least_duration(self, call: Call, ahead: float, slots: int) -> float:  # noqa: ARG002
         """Seconds that a call takes at the least; 0 while that is not known.
 
         Args:
             ahead: what is computed before, in units of cost.
             slots: workers that take batches.
         """
+        return 0.0
 
     def decide(self, backlog: Backlog) -> Decision:
         """What to do with the items that wait while workers are free."""
+        raise NotImplementedError
 
     def decide_ahead(self, backlog: Backlog) -> Decision:
         """What to do with the items that wait while a busy worker may be sent a batch ahead.
 
         The times and the free workers of the backlog may be those of an earlier question.
         """
+        return self.decide(backlog)
 
-    def decide_early(self, backlog: Backlog, held: int, batches: int, beside: float) -> Decision:
+    def decide_early(self, backlog: Backlog, held: int, batches: int, beside: float) -> Decision:  # noqa: ARG002
         """What to do with the items that wait when the slowest stage of a worker is free.
 
         Its batches are in other stages, and not answered yet. It is the only free worker of the
@@ -193,9 +170,10 @@ class Policy(Protocol):
             batches: how many those are.
             beside: what a batch takes in other stages, seconds.
         """
+        return self.decide(backlog)
 
 
-class LearnedPolicy:
+class LearnedPolicy(Policy):
     """Waits for arrivals that are expected soon enough to pay, and shares out what waits.
 
     Args:
@@ -212,33 +190,7 @@ class LearnedPolicy:
         best: up to which cost a batch gains from being larger.
         near: a deadline that is so near is worth waiting for others, where there are several
             workers, seconds; 0 while little is known.
-        margin: as in ``Policy``.
-        time_passed: as in ``Policy``.
     """
-
-    __slots__ = (
-        "_alone",
-        "_arrivals",
-        "_arrived",
-        "_batch_size",
-        "_cut_at",
-        "_errors",
-        "_full",
-        "_has_lengths",
-        "_largest",
-        "_later",
-        "_longest",
-        "_max_batch_cost",
-        "_max_latency",
-        "_rate",
-        "_transit",
-        "_unit",
-        "best",
-        "cost",
-        "margin",
-        "near",
-        "time_passed",
-    )
 
     def __init__(
         self,
@@ -261,15 +213,14 @@ class LearnedPolicy:
         self._later = 0.0  # items that wait when a batch comes back, recently
         self._unit = 1.0  # what an item costs, recently
         self._errors = 0  # batches of which it is known how exactly they were predicted
-        self.margin = URGENCY - 1.0
+        self.margin = tuning.URGENCY - 1.0
         self._transit = 0.0  # seconds of a batch beside its duration, where none was before it
         self._largest = 0.0  # cost of a batch so far
         self._longest = 0.0  # item so far
-        self._full = batch_size if max_batch_cost >= batch_size else max(1, round(max_batch_cost))
+        self.full = batch_size if max_batch_cost >= batch_size else max(1, round(max_batch_cost))
         self.cost = PaddedCost() if has_lengths else LearnedCost()
         self.best = BestCost(max_batch_cost)
         self.near = 0.0
-        self.time_passed = self._arrivals.time_passed  # nothing else learns from time alone
 
     def arrived(self, size: int, now: float, is_first: bool) -> bool:
         self._arrived += size
@@ -278,7 +229,13 @@ class LearnedPolicy:
         if not is_first:
             return False
         cost = self.cost
-        return arrivals.began(cost.base + cost.per_unit * size * self._unit, now) < LEAST_EXPECTED
+        return (
+            arrivals.began(cost.base + cost.per_unit * size * self._unit, now)
+            < tuning.LEAST_EXPECTED
+        )
+
+    def time_passed(self, now: float) -> None:
+        self._arrivals.time_passed(now)
 
     def was_cut(self, batch: BatchRecord, decision: Decision, now: float) -> None:
         batch.arrived = self._arrived
@@ -301,7 +258,7 @@ class LearnedPolicy:
             self._alone = 0
         else:
             self._alone += 1
-            if self._alone > ALONE_BATCHES and self._alone % ALONE_INTERVAL:
+            if self._alone > tuning.ALONE_BATCHES and self._alone % tuning.ALONE_INTERVAL:
                 return
         self._arrivals.answered(calls, duration, now)
         if failed:
@@ -310,22 +267,22 @@ class LearnedPolicy:
         if size:
             if self.cost.was_fitted:  # of the line before this batch
                 error = abs(duration / (self.cost.duration(cost) or math.inf) - 1.0)
-                error = min(MARGIN_FACTOR * error, URGENCY - 1.0)
+                error = min(tuning.MARGIN_FACTOR * error, tuning.URGENCY - 1.0)
                 self._errors += 1
-                weight = max(NOISE_LEARNING_RATE, 1.0 / self._errors)
+                weight = max(tuning.NOISE_LEARNING_RATE, 1.0 / self._errors)
                 self.margin += (error - self.margin) * weight
             self.cost.observe(cost, duration, size)
             self.best.observe(cost, duration, is_full=batch.is_full, model=self.cost)
         self._largest = max(self._largest, batch.cost, 1e-9)  # items of no length are known, too
         self._longest = max(self._longest, batch.cost / batch.size)
-        self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * LEARNING_RATE
+        self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * tuning.LEARNING_RATE
         if self.cost.was_fitted and not self._has_lengths:
             # What cannot be predicted cannot be timed: then it is better to begin at once.
-            is_exact = self.margin < NEAR_MARGIN
-            self.near = NEAR_RUNS * self.cost.duration(self._unit) if is_exact else 0.0
+            is_exact = self.margin < tuning.NEAR_MARGIN
+            self.near = tuning.NEAR_RUNS * self.cost.duration(self._unit) if is_exact else 0.0
         limit = min(self.best.limit, self._max_batch_cost) / self._unit
-        self._full = self._batch_size if limit >= self._batch_size else max(1, round(limit))
-        self._later += (waiting - self._later) * LEARNING_RATE
+        self.full = self._batch_size if limit >= self._batch_size else max(1, round(limit))
+        self._later += (waiting - self._later) * tuning.LEARNING_RATE
         # What came to this worker meanwhile; but no more than keeps the queue as long as it is,
         # since a burst is no stream. In a closed loop calls come when the batch is back.
         came = max(
@@ -334,17 +291,14 @@ class LearnedPolicy:
         flight = now - batch.cut_at
         # Of a batch that was sent ahead it has the wait for the one before, which counts little.
         beside = max(0.0, flight - duration)
-        weight = LEARNING_RATE if beside < self._transit else TRANSIT_RATE
+        weight = tuning.LEARNING_RATE if beside < self._transit else tuning.TRANSIT_RATE
         self._transit += (beside - self._transit) * weight
         if flight > 0.0 and duration > 0.0:
             rate = min(came / flight, batch.size / duration)
-            self._rate += (rate - self._rate) / RATE_BATCHES
+            self._rate += (rate - self._rate) / tuning.RATE_BATCHES
 
     def duration(self, items: float) -> float:
         return self.cost.duration(items * self._unit)
-
-    def full(self) -> int:
-        return self._full
 
     def finish(self, start: float, size: int, slots: int) -> Finish | None:
         cost = self.cost
@@ -371,17 +325,15 @@ class LearnedPolicy:
             alone = (1.0 - self.margin) * cost.duration(longest)
         work, together = ahead + own, 0.0
         batches = (ahead / self._unit + call.size) / self._batch_size
-        if GROWTH * self._largest >= min(work, self._most_cost()):
+        # What a full batch costs, of items as they were lately.
+        full = min(
+            self._batch_size * self._unit, self.best.limit, self._max_batch_cost, self._long()
+        )
+        if tuning.GROWTH * self._largest >= min(work, full):
             # Of batches that are much larger than all so far only trying tells.
             margin = self.margin / math.sqrt(max(1.0, batches))
             together = (1.0 - margin) * (work * cost.per_unit + batches * cost.base) / slots
         return max(0.0, alone, together)
-
-    def _most_cost(self) -> float:
-        """What a full batch costs, of items as they were lately."""
-        return min(
-            self._batch_size * self._unit, self.best.limit, self._max_batch_cost, self._long()
-        )
 
     def _long(self) -> float:
         """From which cost on a batch takes too long for calls that come meanwhile."""
@@ -389,7 +341,7 @@ class LearnedPolicy:
         # Without lengths all items are alike, so nothing has to be bounded before it is known.
         if not per_unit or not (self._has_lengths or self.cost.is_fitted):
             return math.inf
-        longest = (max(LONGEST, FIXED_COSTS * base) - base) / per_unit
+        longest = (max(tuning.LONGEST, tuning.FIXED_COSTS * base) - base) / per_unit
         return longest if self._has_lengths else math.ceil(longest)
 
     def decide_ahead(self, backlog: Backlog) -> Decision:
@@ -397,13 +349,13 @@ class LearnedPolicy:
         last = backlog.last
         # What is not full may still grow until a worker can take it. And where another worker has
         # less than a full batch, it is the first to be free, and takes its share.
-        full = size = self.full()
+        full = size = self.full
         best_size = last.best_size
         if backlog.deadline < math.inf:
             # Whether a call is late is known best when a worker is free. And only what fills all
             # workers goes ahead: a smaller batch that waits costs a base.
             total = backlog.deadline - backlog.oldest
-            is_near = total < AHEAD_RUNS * self.cost.duration(full * self._unit)
+            is_near = total < tuning.AHEAD_RUNS * self.cost.duration(full * self._unit)
             if is_near or waiting < full or (slots > 1 and in_flight < full * slots):
                 return last._replace(size=0) if last.size else last
         if waiting < full or (slots > 1 and in_flight < full * slots):
@@ -427,11 +379,11 @@ class LearnedPolicy:
             the trial of a batch size, if one is due.
         """
         most, limit = self._max_batch_cost, self.best.limit
-        largest = GROWTH * self._largest if self._has_lengths else math.inf
+        largest = tuning.GROWTH * self._largest if self._has_lengths else math.inf
         max_cost, trial = min(limit, largest), None
         cost_reason = Reason.TRIED if largest < limit else Reason.PAYS
         if not largest:
-            size, max_cost = min(size, FIRST_ITEMS), math.inf
+            size, max_cost = min(size, tuning.FIRST_ITEMS), math.inf
         elif waiting > size:
             trial = self.best.trial(self.cost)
             if trial is not None and trial.is_run:
@@ -451,11 +403,11 @@ class LearnedPolicy:
         if slots > 1 and 0.0 < backlog.deadline - backlog.oldest < self.near:
             size, until, most = 0, self._latest(backlog), self._max_batch_cost
             if until <= now:
-                size, until = min(waiting, self._full), -math.inf
+                size, until = min(waiting, self.full), -math.inf
             reason = Reason.FULL if size == self._batch_size else Reason.DEADLINE
             return Decision(size, reason, until, most, Reason.COST, self._batch_size)
         calls = arrivals.expected(now)
-        if calls < LEAST_EXPECTED:
+        if calls < tuning.LEAST_EXPECTED:
             if waiting == 1 and in_flight < slots and last.wait_until == -math.inf:
                 # So often that the rest would be felt: mostly it is the same decision again.
                 if last.size == 1 and last.reason is Reason.ALONE and last.trial is None:
@@ -466,7 +418,7 @@ class LearnedPolicy:
             calls = 0.0
         expected = calls * arrivals.call_size
         size, reason = self._size(waiting + expected, slots, in_flight)
-        full = self.full()
+        full = self.full
         if reason is Reason.PAYS and slots == 1 and self._is_tight(backlog, size):
             size = waiting
         if size >= full:
@@ -493,7 +445,7 @@ class LearnedPolicy:
             else:
                 wait_until = self._cut_at + self._pause(size, slots)
             if wait_until > now:
-                longer = 1.0 + max(LEAST_MARGIN, self.margin)
+                longer = 1.0 + max(tuning.LEAST_MARGIN, self.margin)
                 longest = longer * self.cost.duration(waiting * self._unit)
                 urgent = backlog.deadline - self._transit - longest
                 bound = backlog.oldest + self._max_latency
@@ -503,7 +455,7 @@ class LearnedPolicy:
                     # longer, which counts if a deadline is near.
                     full_time = longer * self.cost.duration(size * self._unit)
                     if calls and wait_until + full_time <= backlog.deadline - self._transit:
-                        backlog.ask_from = waiting + int(missing * SURE)
+                        backlog.ask_from = waiting + int(missing * tuning.SURE)
                     return Decision(0, reason, wait_until, max_cost, cost_reason, best_size, trial)
                 reason = Reason.DEADLINE if urgent <= now else Reason.MAX_LATENCY
             is_late = True
@@ -527,7 +479,7 @@ class LearnedPolicy:
         # for as long as they call. One more of them costs a base each time; without it the stage
         # is idle until the others are answered.
         closedness = self._arrivals.closedness
-        needed = math.ceil((backlog.items + closedness * held) / self.full())
+        needed = math.ceil((backlog.items + closedness * held) / self.full)
         if batches + 1 > needed and beside <= closedness * self.cost.base:
             return decision._replace(size=0, wait_until=math.inf)
         return decision if decision.reason in _BOUNDS else decision._replace(reason=Reason.STAGE)
@@ -535,9 +487,9 @@ class LearnedPolicy:
     def _latest(self, backlog: Backlog) -> float:
         """When a batch of what waits and one more item has to begin; the past if none can join."""
         waiting = backlog.items
-        if waiting >= self._full:
+        if waiting >= self.full:
             return -math.inf
-        longer = 1.0 + max(NEAR_LEAST_MARGIN, self.margin)
+        longer = 1.0 + max(tuning.NEAR_LEAST_MARGIN, self.margin)
         took = longer * self.cost.duration((waiting + 1) * self._unit)
         return min(backlog.deadline - self._transit - took, backlog.oldest + self._max_latency)
 
@@ -548,7 +500,7 @@ class LearnedPolicy:
             math.ceil(waiting / size) * self.cost.base + waiting * self.cost.per_unit * self._unit
         )
         left = backlog.deadline - self._transit - backlog.now
-        return longer * takes > TIGHT * left
+        return longer * takes > tuning.TIGHT * left
 
     def _in_time(self, backlog: Backlog, size: int) -> int:
         """The most items of a batch of at most ``size`` that keeps the deadline of the next call.
@@ -557,7 +509,7 @@ class LearnedPolicy:
         """
         longer = 1.0 + self.margin
         base, item = self.cost.base * longer, self.cost.per_unit * self._unit * longer
-        if size * item <= FLAT * base:
+        if size * item <= tuning.FLAT * base:
             return size
         first = backlog.deadline - self._transit
         fits = size_in_time(size, base, item, first - backlog.oldest, first - backlog.now)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..observe.record import BatchRecord
 from ..supervision.health import WARM, BatchBound
-from .tuning import MOST_ROOM, STAGE_RATE
+from . import tuning
 
 
 def room_for(seconds: float, slowest: float) -> int:
@@ -33,7 +33,7 @@ def room_for(seconds: float, slowest: float) -> int:
     if slowest <= 0.0:
         return 2
     # A stage of a twentieth needs no batch of its own.
-    return max(2, min(MOST_ROOM, 1 + math.ceil(seconds / slowest - 0.05)))
+    return max(2, min(tuning.MOST_ROOM, 1 + math.ceil(seconds / slowest - 0.05)))
 
 
 class _Slot:
@@ -41,18 +41,6 @@ class _Slot:
 
     They reach the worker in the order of their ids. Those of a model of steps come back in any.
     """
-
-    __slots__ = (
-        "batches",
-        "busy_since",
-        "done",
-        "free_at",
-        "is_closing",
-        "is_ending",
-        "is_hung",
-        "takes",
-        "waits",
-    )
 
     def __init__(self) -> None:
         self.batches: dict[int, BatchRecord] = {}
@@ -79,6 +67,7 @@ class Slots:
         without_ahead: slots that hold a batch and take a full one ahead; ordered the same way.
         room: the most batches that each holds.
         places: of a model of steps, how many items a worker steps at a time; else 0.
+        sizes: as for ``Batcher``: those of the batches that their model computes.
         grace: how many workers may have died with a batch that need not be alone with its worker.
         next_open: when the slowest stage of one of these is free, so that it takes any batch. For
             models with stages; else infinity.
@@ -88,25 +77,6 @@ class Slots:
             spares the engine a look at every batch, but never late.
     """
 
-    __slots__ = (
-        "_bound",
-        "_least",
-        "_notable",
-        "_seconds",
-        "_sends_ahead",
-        "_slots",
-        "_slowest",
-        "grace",
-        "idle",
-        "items",
-        "next_look",
-        "next_open",
-        "places",
-        "room",
-        "taking",
-        "without_ahead",
-    )
-
     def __init__(self, bound: BatchBound, *, sends_ahead: bool) -> None:
         self._bound = bound
         self._least = bound.least
@@ -114,6 +84,7 @@ class Slots:
         self._sends_ahead = sends_ahead
         self.room = 2
         self.grace = self.places = 0
+        self.sizes: tuple[int, ...] = ()
         self._seconds = self._slowest = 0.0  # of a batch in all stages, and in the slowest; of late
         self._slots: dict[int, _Slot] = {}
         self.idle: dict[int, None] = {}
@@ -127,22 +98,38 @@ class Slots:
         No worker is held back any more. All begin anew with what they hold, as to its time.
         """
         self.items = sum(batch.size for batch in self.in_flight())
-        for slot in self._slots.values():
+        self.idle, self.without_ahead = {}, {}
+        for number, slot in self._slots.items():
             slot.takes = not slot.is_closing
             slot.busy_since, slot.free_at, slot.waits = now, now, False
-        taking = {number: slot for number, slot in self._slots.items() if slot.takes}
-        self.taking = len(taking)
-        self.idle = {number: None for number, slot in taking.items() if not slot.batches}
-        self.without_ahead = {
-            number: None for number, slot in taking.items() if self._takes_ahead(slot)
-        }
+            self._arrange(number, slot)
+        self.taking = sum(slot.takes for slot in self._slots.values())
         self.next_look = now + self._least if self.items else math.inf
-        self.next_open = math.inf
-        if self.beside:
-            self._set_next_open()
+        self._set_next_open()
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def _arrange(self, number: int, slot: _Slot) -> None:
+        """Have it among the idle ones, or those without a batch ahead, if that is what it is now.
+
+        What is alone with its worker is the only batch there.
+        """
+        held, takes = slot.batches, slot.takes
+        if takes and not held:
+            self.idle[number] = None
+        else:
+            self.idle.pop(number, None)
+        if (
+            held
+            and takes
+            and self._sends_ahead
+            and len(held) < self.room
+            and next(iter(held.values())).losses <= self.grace
+        ):
+            self.without_ahead[number] = None
+        else:
+            self.without_ahead.pop(number, None)
 
     def add(self, slot: int) -> None:
         self._slots[slot] = _Slot()
@@ -151,13 +138,10 @@ class Slots:
 
     def remove(self, slot: int) -> list[BatchRecord]:
         """The worker is gone, if it ever took part; the batches that it held."""
-        self.idle.pop(slot, None)
-        self._withdraw(slot)
-        holder = self._slots.pop(slot, None)
-        if holder is None:
+        if slot not in self._slots:
             return []
-        self.taking -= holder.takes
-        lost = [*holder.batches.values()]
+        self.hold_back(slot)
+        lost = [*self._slots.pop(slot).batches.values()]
         self.items -= sum(batch.size for batch in lost)
         return lost
 
@@ -205,14 +189,10 @@ class Slots:
 
     def hold_back(self, slot: int) -> None:
         """Let the worker take no more until ``release``."""
-        self.taking -= self._slots[slot].takes
-        self._slots[slot].takes = False
-        self.idle.pop(slot, None)
-        self._withdraw(slot)
-
-    def _withdraw(self, slot: int) -> None:
-        """Send it nothing ahead."""
-        self.without_ahead.pop(slot, None)
+        holder = self._slots[slot]
+        self.taking -= holder.takes
+        holder.takes = False
+        self._arrange(slot, holder)
         if self.next_open < math.inf:
             self._set_next_open()
 
@@ -223,19 +203,7 @@ class Slots:
             return
         holder.takes = True
         self.taking += 1
-        if not holder.batches:
-            self.idle[slot] = None
-        elif self._takes_ahead(holder):
-            self.without_ahead[slot] = None
-
-    def _takes_ahead(self, holder: _Slot) -> bool:
-        """Whether it holds a batch and takes another one."""
-        return (
-            self._sends_ahead
-            and holder.takes
-            and 0 < len(holder.batches) < self.room
-            and not any(batch.losses > self.grace for batch in holder.batches.values())
-        )
+        self._arrange(slot, holder)
 
     def begin_steps(self, places: int, room: int, grace: int) -> None:
         """The model has steps: each batch is one item, and workers hold so many."""
@@ -268,19 +236,14 @@ class Slots:
         """A batch was in the stages of its worker for so long, seconds."""
         if not self._seconds:
             self._seconds, self._slowest = sum(stages), max(stages)
-        self._seconds += (sum(stages) - self._seconds) * STAGE_RATE
-        self._slowest += (max(stages) - self._slowest) * STAGE_RATE
+        self._seconds += (sum(stages) - self._seconds) * tuning.STAGE_RATE
+        self._slowest += (max(stages) - self._slowest) * tuning.STAGE_RATE
         room = room_for(self._seconds, self._slowest)
         if room != self.room:
             self.room = room
             for number, holder in self._slots.items():
-                if self._takes_ahead(holder):
-                    self.without_ahead[number] = None
-                else:
-                    self.without_ahead.pop(number, None)
-            self.next_open = math.inf
-            if self.beside:
-                self._set_next_open()
+                self._arrange(number, holder)
+            self._set_next_open()
 
     def give(
         self, batch: BatchRecord, now: float, *, is_ahead: bool, duration: float = 0.0
@@ -296,17 +259,15 @@ class Slots:
         slot.batches[batch.id] = batch
         self.items += batch.size
         if is_ahead:
-            del self.without_ahead[batch.slot]  # and to the end, if it takes more
-            if len(slot.batches) < self.room and batch.losses <= self.grace:
-                self.without_ahead[batch.slot] = None
+            del self.without_ahead[batch.slot]
         else:
             del self.idle[batch.slot]
             slot.busy_since = now
-            if batch.losses <= self.grace and self._sends_ahead:
-                self.without_ahead[batch.slot] = None
+        if self._sends_ahead and len(slot.batches) < self.room and batch.losses <= self.grace:
+            self.without_ahead[batch.slot] = None  # at the end
         if now + self._least < self.next_look:
             self.next_look = now + self._least
-        if self.room > 2 and self.beside:
+        if self.room > 2:
             self._set_next_open()
 
     @property
@@ -315,6 +276,9 @@ class Slots:
         return self._seconds - self._slowest if self.room > 2 else 0.0
 
     def _set_next_open(self) -> None:
+        if not self.beside:
+            self.next_open = math.inf
+            return
         slots = (self._slots[number] for number in self.without_ahead)
         self.next_open = min((slot.free_at for slot in slots if not slot.waits), default=math.inf)
 
@@ -365,8 +329,7 @@ class Slots:
         # one, for good. Three stages of 20 ms and 64 callers would make 22 % fewer calls a second.
         if holder.batches:
             holder.busy_since = now
-            if holder.takes and slot not in self.without_ahead and self._takes_ahead(holder):
-                self.without_ahead[slot] = None
+            self._arrange(slot, holder)
         elif holder.takes:
             holder.free_at = -math.inf
             self.without_ahead.pop(slot, None)
@@ -460,6 +423,8 @@ class Slots:
         for number, slot in self._slots.items():
             batches = [*slot.batches.values()]
             is_alone = any(batch.losses > self.grace for batch in batches)
-            assert len(batches) <= (1 if is_alone else max(self.room, MOST_ROOM))
+            assert len(batches) <= (1 if is_alone else max(self.room, tuning.MOST_ROOM))
             assert (number in self.idle) == (not batches and slot.takes)
-            assert (number in self.without_ahead) == self._takes_ahead(slot)
+            takes_ahead = slot.takes and self._sends_ahead and not is_alone
+            takes_ahead = takes_ahead and 0 < len(batches) < self.room
+            assert (number in self.without_ahead) == takes_ahead

@@ -1,14 +1,40 @@
-"""The items that workers step: whose outputs are handed out as they come, and who has gone."""
+"""The items that workers step: whose outputs are handed out as they come, and who has gone.
+
+A worker of a model of steps has places, one for each item that it steps. The scheduler fills those
+that are free, and sends a few items more, so that a place that becomes free is taken before the
+next step: to ask for one would take a step. Who waits is better kept here than there, since here
+deadlines, priorities and tenants are looked at to the last. So they are few.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from ..observe.metrics import BatchMetrics
-from ..observe.record import BatchRecord, Call, StepReport
+from ..observe.record import BatchRecord, Call, Reason, StepReport
 from ..observe.step_log import StepLog
+from . import tuning
+from .cost import LearnedCost
+from .policy import Backlog, Decision, Policy
 from .slots import Slots
+
+
+def room_of_places(places: int) -> int:
+    """How many items a worker holds that steps so many of them."""
+    return places + max(1, math.ceil(places * tuning.DECK_SHARE))
+
+
+class StepPolicy(Policy):
+    """Sends each item as soon as there is room for it. How long it takes is not known before."""
+
+    def __init__(self) -> None:
+        self.cost, self.full = LearnedCost(), 1
+        self._one = Decision(1, Reason.PLACE, -math.inf, math.inf, Reason.COST, 1)
+
+    def decide(self, backlog: Backlog) -> Decision:  # noqa: ARG002
+        return self._one
 
 
 class Stepping:
@@ -23,8 +49,6 @@ class Stepping:
         log: the last steps.
         resumes: see above.
     """
-
-    __slots__ = ("_metrics", "_slots", "log", "resumes")
 
     def __init__(self, places: int, slots: Slots, metrics: BatchMetrics, *, resumes: bool) -> None:
         self._slots, self._metrics = slots, metrics

@@ -155,12 +155,10 @@ PADDING_SPREAD = 1e-3
 #: A rate within this factor of the best one is as good: the difference may be noise.
 #: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "noise or vary"``.
 AS_GOOD = 0.95
-#: It is that factor less so many times the noise, which is by how much batches of one size differ.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "noise or spite"``: without it,
-#: noise of a fifth has a third of the batches cut small.
-NOISE_MARGIN = 1.0
-#: But at most so much less.
-#: Chosen by reasoning: where half of the time can be saved, no noise hides it.
+#: It is that factor less the noise, which is by how much batches of one size differ, but at most so
+#: much less. Chosen by reasoning: where half of the time can be saved, no noise hides it. Checked
+#: with ``pytest tests/test_cost.py -k "noise or spite"``: without it, noise of a fifth has a third
+#: of the batches cut small.
 MOST_NOISE = 0.25
 #: Weight of the newest batch in the noise.
 #: Chosen by reasoning: low, since a device that changes is no noise.

@@ -30,7 +30,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import frexp, inf, isclose, ldexp
 
 from ..observe.record import Call
-from .tuning import AGING
+from . import tuning
 
 _NEVER = inf
 
@@ -41,6 +41,11 @@ _Kind = float | tuple[int, int]
 
 #: Deadlines are rounded by at most a sixteenth of the time until then.
 _PRECISION = 5
+
+
+def work_of(call: Call, start: int = 0) -> float:
+    """What the items of a call cost from there on: their lengths together, or their number."""
+    return call.size - start if call.lengths is None else float(sum(call.lengths[start:]))
 
 
 class _Group:
@@ -88,8 +93,7 @@ class Queued:
         self.items = 0
         self.size_class = size_class
         self.is_timed = False
-        lengths = call.lengths
-        self.unit = 1.0 if lengths is None else sum(lengths) / call.size or 1.0
+        self.unit = 1.0 if call.lengths is None else work_of(call) / call.size or 1.0
 
 
 class TenantLine:
@@ -102,25 +106,6 @@ class TenantLine:
         aged: which ``head`` has just said for its age.
         owed: what calls of it were given beside those of other tenants, and is to be charged.
     """
-
-    __slots__ = (
-        "_alike",
-        "_by_arrival",
-        "_by_priority",
-        "_deadlined",
-        "_large",
-        "_latest",
-        "_number",
-        "_tags",
-        "_timed",
-        "aged",
-        "credit",
-        "groups",
-        "owed",
-        "tenant",
-        "turns",
-        "weight",
-    )
 
     def __init__(self, tenant: str, weight: float) -> None:
         self.tenant = tenant
@@ -169,10 +154,7 @@ class TenantLine:
                 return
         if self._alike is not None:
             self._alike = None
-            for other in [
-                *self._by_arrival,
-                *self._large,
-            ]:  # one of them is empty, but for this one
+            for other in [*self._by_arrival, *self._large]:  # one is empty, but for this one
                 if other.items:
                     self._rank(other)
         self._rank(queued)
@@ -257,7 +239,7 @@ class TenantLine:
         # It is over when its class has had so much. Meanwhile the others of its priority have had
         # as much, and what goes before it has what age leaves to that.
         share = own + work
-        return own + min(others, share) + min(before, (AGING - 1) * share)
+        return own + min(others, share) + min(before, (tuning.AGING - 1) * share)
 
     def head(self, now: float) -> Queued:
         """Whose turn it is; there must be one."""
@@ -269,9 +251,9 @@ class TenantLine:
         if self._alike is not None:
             return (by_arrival or large)[0]
         self.aged = None
-        if by_arrival and self.turns >= AGING - 1:
+        if by_arrival and self.turns >= tuning.AGING - 1:
             self.aged = by_arrival[0]
-        elif large and self.credit >= (AGING - 1) * large[0].unit:
+        elif large and self.credit >= (tuning.AGING - 1) * large[0].unit:
             self.aged = large[0]
         if self.aged is not None:
             return self.aged
@@ -329,9 +311,13 @@ class TurnOrder:
 
     Args:
         weights: of the tenants whose weight is not 1.
+        waiting: ordinary calls that wait already, by arrival, and how many items of each.
+        size_class: of all these.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self, weights: Mapping[str, float], waiting: Mapping[Call, int], size_class: int = 0
+    ) -> None:
         self._weights = weights
         self._queued: OrderedDict[Call, Queued] = OrderedDict()
         self._stale = 0  # calls in the lines that do not wait any more, at most
@@ -346,6 +332,8 @@ class TurnOrder:
         self._queries = 0
         self._shares: list[tuple[float, float, float]] = []  # see ``_served_before``
         self._shares_at = -inf  # turns and queries until then
+        for call, items in waiting.items():
+            self.add(call, items, size_class)
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self._queued)
@@ -357,7 +345,7 @@ class TurnOrder:
         """Of the call, which must be here."""
         return self._queued[call]
 
-    def add(self, call: Call, items: int, size_class: int = 0) -> None:
+    def add(self, call: Call, items: int, size_class: int) -> None:
         """The call waits from now on, with so many of its items. If it does already, with more."""
         queued = self._queued.get(call)
         if queued is None:
@@ -425,7 +413,9 @@ class TurnOrder:
         self._is_new = False
         if self._new:
             line, virtual = next(iter(self._new.items()))
-            self._is_new = not heap or (virtual < heap[0][0] and self._new_in_a_row < AGING - 1)
+            self._is_new = not heap or (
+                virtual < heap[0][0] and self._new_in_a_row < tuning.AGING - 1
+            )
         if not self._is_new:
             virtual, _, line = heap[0]
         if virtual > self._virtual:
@@ -471,7 +461,7 @@ class TurnOrder:
         if size_class:
             own += work  # it has turns with the other tenants until its end
         turns = self._served_before(own / line.weight) + (own if line in self._new else 0)
-        turns += min(new, (AGING - 1) * turns)
+        turns += min(new, (tuning.AGING - 1) * turns)
         return max(0.0, turns - work) if size_class else turns
 
     def _served_before(self, share: float) -> float:

@@ -137,7 +137,6 @@ class Call:
         deadline: the time at which its caller stops waiting.
         context: what an observer noted when the call was submitted; opaque here.
         lengths: of its items, if lengths are known; else None, and each counts one.
-        work: the lengths of those that are pending, together; kept by a queue of lengths.
         batch: the last batch with items of it that came back with results. Not there before the
             first.
     """
@@ -167,11 +166,9 @@ class Call:
         "state",
         "timeout",
         "unanswered",
-        "work",
     )
 
     batch: BatchRecord
-    work: float
     first_output: float
     parts: int
     longest_between: float

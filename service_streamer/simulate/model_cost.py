@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from random import Random
-from typing import Any
 
 from ..batching.cost import LearnedCost
-from ..batching.policy import Backlog, Decision
+from ..batching.policy import Backlog, Decision, Policy
 from ..observe.record import Reason
 
 __all__ = [
@@ -132,7 +131,7 @@ class Observed:
         return random.choice(self._lengths)
 
 
-class FixedWait:
+class FixedWait(Policy):
     """Waits until there is a full batch, or the oldest item has waited for so long.
 
     Args:
@@ -142,54 +141,25 @@ class FixedWait:
     """
 
     def __init__(self, batch_size: int, wait: float, max_batch_cost: float = math.inf) -> None:
-        self._batch_size = batch_size
+        self.full = batch_size
         self._wait = wait
         self._max_cost = max_batch_cost
-        self._full = self._cut(batch_size, Reason.FULL)
+        self._all = self._cut(batch_size, Reason.FULL)
         self._nothing = self._cut(0, Reason.ALONE)
-        self.near = self.margin = 0.0
         self.cost = LearnedCost()  # that has seen nothing
 
     def _cut(self, size: int, reason: Reason, wait_until: float = -math.inf) -> Decision:
-        return Decision(
-            size, reason, wait_until, self._max_cost, Reason.COST, self._batch_size, None
-        )
-
-    def arrived(self, *_: Any) -> bool:
-        """Nothing is learned."""
-        return False
-
-    def time_passed(self, *_: Any) -> None:
-        """Nothing is learned."""
-
-    def was_cut(self, *_: Any) -> None:
-        """Nothing is learned."""
-
-    def came_back(self, *_: Any) -> None:
-        """Nothing is learned."""
-
-    def full(self) -> int:
-        return self._batch_size
-
-    def duration(self, items: float) -> float:
-        return self.cost.duration(items)
-
-    def least_duration(self, *_: Any) -> float:
-        """Nothing is known."""
-        return 0.0
-
-    def finish(self, *_: Any) -> None:
-        """Nothing is known."""
+        return Decision(size, reason, wait_until, self._max_cost, Reason.COST, self.full, None)
 
     def decide_ahead(self, backlog: Backlog) -> Decision:
-        return self._full if backlog.items >= self._batch_size else self._nothing
+        return self._all if backlog.items >= self.full else self._nothing
 
-    def decide_early(self, *_: Any) -> Decision:
+    def decide_early(self, backlog: Backlog, held: int, batches: int, beside: float) -> Decision:  # noqa: ARG002
         return self._nothing
 
     def decide(self, backlog: Backlog) -> Decision:
-        if backlog.items >= self._batch_size:
-            return self._full
+        if backlog.items >= self.full:
+            return self._all
         wait_until = backlog.oldest + self._wait
         if wait_until > backlog.now:
             return self._cut(0, Reason.MAX_LATENCY, wait_until)
