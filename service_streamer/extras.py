@@ -7,8 +7,6 @@ compares these lists with ``setup.cfg``.
 
 from __future__ import annotations
 
-__all__ = ["PACKAGES", "missing"]
-
 _WEB = (
     "click",
     "httptools",

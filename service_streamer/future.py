@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from .observe.record import Call, Timing
     from .workers.protocol import Failure
 
-__all__ = ["Future"]
-
 _RLock: Any = type(threading.RLock())
 
 

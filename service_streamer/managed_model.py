@@ -9,8 +9,6 @@ from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["ManagedModel", "find_length", "has_stages", "has_steps"]
-
 
 class ManagedModel(ABC):
     """A model that lives in a worker. Write ``init_model`` and ``predict``; pass the *class* on.

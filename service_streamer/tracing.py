@@ -30,8 +30,6 @@ except ImportError as error:
     text = missing(__name__, error.name, "opentelemetry")
     raise ImportError(text, name=error.name) from error
 
-__all__ = ["trace_batches"]
-
 _NAME = "service_streamer"
 _QUEUED = f"{_NAME}.queued"
 

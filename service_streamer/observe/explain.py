@@ -23,8 +23,6 @@ from .recent import Snapshot, Summary
 from .record import Reason
 from .step_log import StepSummary
 
-__all__ = ["Finding", "explain"]
-
 #: Shares, from which on something is worth a sentence. All are arbitrary.
 _SATURATED = 0.85
 _BUSY = 0.5

@@ -19,16 +19,6 @@ from typing import Any, Self
 
 from .record import BatchRecord, Call, Reason
 
-__all__ = [
-    "PADDING",
-    "SECONDS",
-    "SIZES",
-    "BatchMetrics",
-    "Histogram",
-    "StreamerStats",
-    "WorkerStats",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StreamerStats:

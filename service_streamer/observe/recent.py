@@ -14,8 +14,6 @@ from typing import NamedTuple
 from .record import BatchRecord, Reason
 from .step_log import StepSummary
 
-__all__ = ["RECENT", "Snapshot", "Summary", "summarize"]
-
 #: How many batches are kept. Enough for shares to the nearest percent or so.
 RECENT = 256
 

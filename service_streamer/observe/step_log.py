@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from .record import StepReport
 
-__all__ = ["Step", "StepLog", "StepSummary", "summarize_steps"]
-
 #: The number of steps that ``explain`` looks at.
 _STEPS = 256
 

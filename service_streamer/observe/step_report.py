@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # it imports this module
     from .record import BatchReport
 
-__all__ = ["StepReport"]
-
 
 @dataclass(slots=True)
 class StepReport:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Timing"]
-
 
 class Timing(NamedTuple):
     """Where the time of a call went, in seconds; of its last batch, if it took several.

@@ -9,29 +9,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal
 
-__all__ = [
-    "IMPORT_STRING",
-    "LONGEST_TENANT",
-    "Device",
-    "Devices",
-    "Workers",
-    "check_batch",
-    "check_count",
-    "check_devices",
-    "check_devices_per_worker",
-    "check_overlap",
-    "check_pool_name",
-    "check_positive",
-    "check_priority",
-    "check_seconds",
-    "check_tenant",
-    "check_timeout",
-    "check_workers",
-    "device_names",
-    "is_sequence",
-    "worker_range",
-]
-
 Device = int | str
 Devices = Sequence[Device] | Literal["auto"] | None
 

@@ -24,38 +24,6 @@ from .checks import (
     is_sequence,
 )
 
-__all__ = [
-    "Amount",
-    "Amounts",
-    "Arguments",
-    "Broker",
-    "BurstText",
-    "Choice",
-    "Count",
-    "Devices",
-    "ErrorTypes",
-    "File",
-    "Flag",
-    "Function",
-    "Header",
-    "HostName",
-    "Kind",
-    "LengthText",
-    "LoadText",
-    "Number",
-    "Origin",
-    "PoolName",
-    "Prefix",
-    "RayAddress",
-    "Seconds",
-    "Secret",
-    "Size",
-    "Strategy",
-    "Text",
-    "Weights",
-    "WorkerNumber",
-]
-
 _SHORTEST_SECRET = 16
 
 _DURATION = re.compile(r"\s*([^a-z\s]+(?:e[+-]?\d+)?)\s*(s|ms|us|)\s*")

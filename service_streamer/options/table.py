@@ -56,27 +56,6 @@ from .kinds import (
     WorkerNumber,
 )
 
-__all__ = [
-    "GROUPS",
-    "BatchingOptions",
-    "BrokerOptions",
-    "CallerOptions",
-    "ClusterOptions",
-    "FaultOptions",
-    "HostPoolOptions",
-    "PipelineOptions",
-    "RayStreamerOptions",
-    "RedisStreamerOptions",
-    "RedisWorkerOptions",
-    "ServeOptions",
-    "SharingOptions",
-    "SimulateOptions",
-    "StreamerOptions",
-    "WebOptions",
-    "WorkerCommandOptions",
-    "WorkerOptions",
-]
-
 _HOSTS = (STREAMER, RAY, REDIS_WORKER)
 _LOCAL = (STREAMER, REDIS_WORKER)
 _POOLS = (THREADED, *_HOSTS)

@@ -25,8 +25,6 @@ from .structure import Structures
 from .text_handler import Beginning, TextHandler
 from .text_pieces import TextDecoder, TextPieces
 
-__all__ = ["Answer", "Resumed", "ids_of", "joined_outputs", "shown_token", "whole_output"]
-
 
 class Resumed(NamedTuple):
     """An item that goes on behind the tokens that its outputs had.

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-__all__ = ["NO_BUCKETS", "Buckets", "bucket", "make_buckets"]
-
 #: The shortest texts are padded to so many tokens: kernels work on blocks of about this size.
 _SHORTEST = 16
 #: The longest bucket of a model without a limit. Arbitrary: most encoders take so many tokens.

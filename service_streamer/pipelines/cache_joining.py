@@ -11,8 +11,6 @@ from typing import Any
 
 from .cache_layers import growing_layer
 
-__all__ = ["CannotJoin", "check_joins", "join", "keep", "narrow", "new_cache", "select", "trim"]
-
 
 class CannotJoin(TypeError):
     """The model's cache is of a kind whose rows cannot be moved to another batch."""

@@ -14,8 +14,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["growing_layer"]
-
 #: Columns that a layer is given ahead: at least so many, and this share of what it has. Arbitrary:
 #: copying them all once in so many steps is cheap.
 _COLUMNS, _SHARE = 64, 8

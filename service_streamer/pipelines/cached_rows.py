@@ -15,8 +15,6 @@ from .position_table import PositionTable
 from .row_sampling import Sampling
 from .token_counts import TokenCounts
 
-__all__ = ["CachedRows", "GeneratedRow", "LoneRow", "ModelCall"]
-
 #: Share of the columns of what an encoder has given that may be padding: to remove them copies the
 #: rest. Arbitrary.
 _SPARE = 0.25

@@ -12,8 +12,6 @@ from .labels import default_function, rank
 from .requests import Request, quote
 from .tensors import TensorHandler, logits_of
 
-__all__ = ["PairScorer", "TextClassifier"]
-
 
 class TextClassifier(TensorHandler):
     """Labels of texts and of pairs of texts, with scores."""

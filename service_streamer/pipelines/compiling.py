@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["compile_model", "text_of"]
-
 
 def compile_model(model: Any, shapes: int) -> None:
     """Compile a transformers model for shapes that are compiled when they first occur.

@@ -16,8 +16,6 @@ from .declared_tensors import declared_tensors
 from .requests import has_arrays, plain, with_arrays
 from .tasks import parse_item
 
-__all__ = ["CustomModel"]
-
 #: Stands for "predict" where the result keeps its arrays.
 _INFER = "infer"
 

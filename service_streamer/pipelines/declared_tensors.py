@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-__all__ = ["DATATYPES", "TensorSpec", "declared_tensors"]
-
 #: Names of the types of elements in the Open Inference Protocol.
 DATATYPES = (
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",

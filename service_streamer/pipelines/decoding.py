@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["TokenDecoder", "cleans_spaces"]
-
 #: Decoders (of the package tokenizers) that write each token by itself; only the first one of a
 #: text may be written in another form.
 _PIECEWISE = ("ByteLevel", "Metaspace", "WordPiece")

@@ -11,8 +11,6 @@ from typing import Any
 
 from .tasks import GENERATING, TASKS
 
-__all__ = ["describe_pipeline", "example_of"]
-
 _LABELLED = frozenset(
     (
         "audio-classification", "image-classification", "object-detection", "text-classification",

@@ -10,8 +10,6 @@ from .encoding import Text
 from .requests import Request
 from .tensors import TensorHandler
 
-__all__ = ["FeatureExtractor", "SentenceEmbedder", "TokenEmbedder"]
-
 
 class FeatureExtractor(TensorHandler):
     """The last hidden state of each token of a text."""

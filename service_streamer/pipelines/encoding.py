@@ -6,8 +6,6 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Text", "TextEncoder"]
-
 #: A text, or a pair of texts.
 Text = str | tuple[str, str]
 

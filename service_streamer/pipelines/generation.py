@@ -20,8 +20,6 @@ from .text_handler import GivenText
 from .text_pieces import first_of
 from .texts import fit_text, prepare_padding, token_limit
 
-__all__ = ["Generator", "PipelineGenerator"]
-
 _MOST_MESSAGES = 256
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from .buckets import NO_BUCKETS, Buckets
 from .requests import Request, plain
 
-__all__ = ["Describer", "Handler"]
-
 
 class Handler(ABC):
     """Computes the requests of one operation.

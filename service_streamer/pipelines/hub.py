@@ -17,8 +17,6 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["HubModel", "explain", "name_and_revision", "remember", "resolve"]
-
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DEFAULT_REVISION = "main"
 

@@ -20,8 +20,6 @@ from .labels import Labels, default_function, rank
 from .requests import Request
 from .rows import RowHandler
 
-__all__ = ["IMAGE_HANDLERS", "ImageClassifier", "ImageFeatures", "ObjectDetector", "upright"]
-
 logger = logging.getLogger(__name__)
 
 #: Largest difference to the image processor's own float32 pixels: some roundings.

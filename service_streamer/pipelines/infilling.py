@@ -12,8 +12,6 @@ from .masked_head import MaskedHead
 from .requests import Request, quote
 from .tensors import TensorHandler
 
-__all__ = ["MaskFiller"]
-
 #: Words per mask, unless a request says how many; as in transformers' pipeline.
 _WORDS = 5
 

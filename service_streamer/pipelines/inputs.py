@@ -21,8 +21,6 @@ from ..errors import InvalidInput
 from .requests import check_unicode, quote
 from .sizes import UNREADABLE, image_pixels
 
-__all__ = ["are_tokens", "read_audio", "read_image", "read_text", "read_tokens"]
-
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+/;=-]*?);base64,", re.IGNORECASE)
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 

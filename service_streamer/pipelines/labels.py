@@ -7,8 +7,6 @@ from typing import Any
 
 from .requests import Request
 
-__all__ = ["Labels", "default_function", "rank"]
-
 #: Default of ``top_k``, as in transformers' pipelines of images and sounds.
 _TOP = 5
 

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from .hub import HubModel, explain
 
-__all__ = ["damaged", "first_line", "is_damage", "loaded", "no_part", "refused"]
-
 _T = TypeVar("_T")
 
 

@@ -18,17 +18,6 @@ from .tasks import ALIASES, GENERATING, TASKS
 from .transcribing import WHISPER
 from .weights import OWN_CODE, OWN_TASKS, Loading, class_of, load_weights, options_of_hub
 
-__all__ = [
-    "DEFAULT_MODEL",
-    "find_model",
-    "find_task",
-    "generates",
-    "load_pipeline",
-    "locate_model",
-    "read_json",
-    "shown_name",
-]
-
 DEFAULT_MODEL = Path(__file__).parent.parent / "models" / "text_infilling"
 
 #: Classes of models that are in tables with many others, by their task.

@@ -17,8 +17,6 @@ from .cached_rows import GeneratedRow
 from .paged import PagedLoop
 from .step_loop import Choose, StepLoop, Way
 
-__all__ = ["RowLoop", "fastest_loop", "fault_of", "suitable_loop"]
-
 logger = logging.getLogger(__name__)
 
 #: Lengths of the prompts, and the steps at which they begin. The first one leaves at step 11. An

@@ -8,8 +8,6 @@ from typing import Any
 
 from .tensors import raw_logits
 
-__all__ = ["MaskedHead"]
-
 #: Relative difference of logits of the same token: other kernels for other shapes. Half precision
 #: has three digits.
 _TOLERANCE = 0.02

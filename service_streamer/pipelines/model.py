@@ -24,8 +24,6 @@ from .task_handlers import handlers_of
 from .tasks import TASKS, check_parameters, parse_item
 from .weights import Loading
 
-__all__ = ["PipelineModel"]
-
 
 class Group(NamedTuple):
     """Requests of a batch that are computed together."""

@@ -14,8 +14,6 @@ from typing import Any
 from .cached_rows import GeneratedRow
 from .step_loop import Choose
 
-__all__ = ["PagedLoop"]
-
 #: Tokens of a page. Kernels of FlashAttention want multiples of 256; otherwise a page may be small,
 #: which leaves less of it empty.
 _KERNEL_PAGE, _PAGE = 256, 32

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from ..errors import InvalidInput
 from ..workers.batch_ceiling import is_out_of_memory
 
-__all__ = ["portable", "portable_errors"]
-
 
 @contextmanager
 def portable_errors() -> Iterator[None]:

@@ -14,8 +14,6 @@ from typing import Any
 
 from .cache_joining import CannotJoin
 
-__all__ = ["PositionTable"]
-
 _MODULE, _COLUMNS = "embed_positions", "past_key_values_length"
 
 #: Positions for which there is room at first. Arbitrary.

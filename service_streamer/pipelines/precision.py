@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-__all__ = ["DTYPES", "Precision", "choose_precision"]
-
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 #: Model types whose activations exceed the range of float16, so that answers become NaN. The list

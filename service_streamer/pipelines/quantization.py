@@ -6,8 +6,6 @@ import importlib
 import importlib.util
 from typing import Any, NamedTuple
 
-__all__ = ["QUANTIZATIONS", "check_quantization", "is_installed", "quantization_config"]
-
 
 class _Quantization(NamedTuple):
     """What a kind of quantization needs.

@@ -11,17 +11,6 @@ from typing import Any, NamedTuple
 
 from ..errors import InvalidInput
 
-__all__ = [
-    "Parameter",
-    "Request",
-    "call_pipeline",
-    "check_unicode",
-    "has_arrays",
-    "plain",
-    "quote",
-    "with_arrays",
-]
-
 _numbers = itertools.count()
 
 

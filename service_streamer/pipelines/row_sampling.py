@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 from .token_counts import TokenCounts
 
-__all__ = ["PENALTIES", "Sampled", "Sampling", "TokenChoice", "choose", "process", "sampling_of"]
-
 #: Parameters that make tokens less likely which the answer has already, as OpenAI defines them.
 PENALTIES = ("frequency_penalty", "presence_penalty")
 

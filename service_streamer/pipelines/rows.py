@@ -12,8 +12,6 @@ from ..workers.device import OnHost, to_device, to_host, to_pinned
 from .handlers import Handler
 from .requests import Request
 
-__all__ = ["RowHandler"]
-
 
 class RowHandler(Handler):
     """Each item is a row of the model's inputs; rows of the same shapes share a forward pass.

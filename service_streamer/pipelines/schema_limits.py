@@ -10,8 +10,6 @@ from urllib.parse import unquote
 
 from .regex_limits import regex_obstacle
 
-__all__ = ["schema_obstacle"]
-
 #: Least common multiple of each ``multipleOf`` of a value: the automaton has a state for each
 #: remainder. 10,000 of them take 30 ms to build, a million 9 seconds, and a hundred million ended
 #: the process.

@@ -13,8 +13,6 @@ from .requests import Request
 from .tensors import raw_logits
 from .text_pieces import TextDecoder
 
-__all__ = ["PromptScorer"]
-
 #: Tokens of a forward pass, padding included, unless one text alone has more. The model computes
 #: the logits of all of them: with a vocabulary of 128,000 that is 0.5 GB in float16. Arbitrary.
 _MOST_TOKENS = 2048

@@ -17,8 +17,6 @@ from .tasks import MOST_NEW_TOKENS
 from .text_handler import GivenText
 from .texts import fit_text, prepare_padding, token_limit
 
-__all__ = ["ImageDescriber", "Rewriter", "TextRewriter", "bare_pipeline"]
-
 
 def bare_pipeline(task: str, model: Any, device: Any, parts: Mapping[str, Any]) -> Any:
     """What a pipeline of transformers holds, for a task that transformers has none for.

@@ -22,20 +22,6 @@ from typing import Any, NamedTuple
 
 from .tasks import GENERATING, MOST_NEW_TOKENS, TASKS, TOKEN_OPERATIONS, parse_item
 
-__all__ = [
-    "BYTES_PER_TOKEN",
-    "LARGE",
-    "UNREADABLE",
-    "USUAL_TOKENS",
-    "Sizes",
-    "image_pixels",
-    "input_length",
-    "item_length",
-    "length_of_inputs",
-    "sizes_of",
-    "sound_seconds",
-]
-
 #: An image with more pixels is large. Arbitrary: decoding it takes longer than most models do.
 LARGE = 1_000_000
 

@@ -12,8 +12,6 @@ from .labels import Labels, default_function, rank
 from .requests import Request, call_pipeline
 from .rows import RowHandler
 
-__all__ = ["SoundClassifier", "SpeechRecognizer", "read_sound"]
-
 #: Parameters that say how text is generated.
 _OF_WHISPER = frozenset(("language", "task", "num_beams"))
 

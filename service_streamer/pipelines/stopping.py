@@ -7,8 +7,6 @@ from typing import Any
 
 from .text_pieces import first_of
 
-__all__ = ["stopping_at"]
-
 
 def stopping_at(tokenizer: Any, stops: Sequence[str]) -> Any:
     """A criterion that ends a row once its new text has one of the strings.

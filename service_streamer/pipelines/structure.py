@@ -15,8 +15,6 @@ from ..extras import missing
 from .regex_limits import regex_obstacle
 from .schema_limits import schema_obstacle
 
-__all__ = ["FORMS", "Structures", "TokenConstraint"]
-
 #: Parameters that give a text a form.
 FORMS = ("json_schema", "regex")
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from .tasks import ALIASES, GENERATING, TASKS
 
-__all__ = ["check_suits", "known_task"]
-
 #: Tasks whose models are not compiled: their batches are made by transformers' pipelines, or have a
 #: shape for each length.
 _UNCOMPILED = GENERATING | {

@@ -10,8 +10,6 @@ from ..errors import InvalidInput
 from .requests import Request
 from .tensors import TensorHandler, logits_of
 
-__all__ = ["TokenTagger"]
-
 
 class Tag(NamedTuple):
     """A token, or a word of several, with its label.

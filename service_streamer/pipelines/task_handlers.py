@@ -21,8 +21,6 @@ from .texts import ZeroShotClassifier
 from .tokenizing import TOKEN_HANDLERS
 from .transcribing import WHISPER, Transcriber
 
-__all__ = ["handlers_of"]
-
 #: For each task its operations, and what computes them.
 _HANDLERS: Mapping[str, Mapping[str, Callable[[Any], Handler]]] = {
     "audio-classification": {"predict": SoundClassifier},

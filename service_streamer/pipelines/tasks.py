@@ -13,18 +13,6 @@ from typing import Any, NamedTuple
 from ..errors import InvalidInput
 from .requests import Parameter, check_unicode, quote
 
-__all__ = [
-    "ALIASES",
-    "GENERATING",
-    "MOST_NEW_TOKENS",
-    "TASKS",
-    "TOKEN_OPERATIONS",
-    "Task",
-    "check_parameters",
-    "parameter_schemas",
-    "parse_item",
-]
-
 #: Upper bound on a request's generated tokens. Arbitrary: a batch takes as long as its longest
 #: answer, and 4096 tokens take minutes.
 MOST_NEW_TOKENS = 4096

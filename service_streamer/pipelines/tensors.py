@@ -18,8 +18,6 @@ from .inputs import read_text, read_tokens
 from .requests import Request, quote
 from .texts import check_length, fit_text, prepare_padding, token_limit, vocabulary_size
 
-__all__ = ["TensorHandler", "TextBatch", "logits_of", "raw_logits"]
-
 
 class TextBatch(NamedTuple):
     """What ``forward`` gets.

@@ -22,8 +22,6 @@ from .tasks import MOST_NEW_TOKENS
 from .text_pieces import first_of
 from .texts import vocabulary_size
 
-__all__ = ["BY_STEPS", "Beginning", "GivenText", "TextHandler", "has_prefix"]
-
 #: Default of ``max_new_tokens``, as in transformers' pipeline.
 _NEW_TOKENS = 256
 

@@ -13,8 +13,6 @@ from typing import Any
 from .decoding import cleans_spaces
 from .token_words import TokenWords
 
-__all__ = ["TextDecoder", "TextPieces", "first_of"]
-
 #: What decoders write for a part of a character.
 _BROKEN = "\ufffd"
 

@@ -10,15 +10,6 @@ from .handlers import Handler
 from .inputs import read_text
 from .requests import Request, call_pipeline
 
-__all__ = [
-    "ZeroShotClassifier",
-    "check_length",
-    "fit_text",
-    "prepare_padding",
-    "token_limit",
-    "vocabulary_size",
-]
-
 #: Texts with more characters per token of the model's limit are refused, or cut, before their
 #: tokens are counted. Counting takes seconds to a minute for two million characters, and the whole
 #: batch would wait. Texts have about four characters per token, indented code about ten.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-__all__ = ["TokenCounts"]
-
 
 class TokenCounts:
     """Counts the tokens of one row. Each is read once: a long text would else cost more each step.

@@ -6,8 +6,6 @@ import re
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-__all__ = ["TokenWords", "Word"]
-
 #: What decoders write for a part of a character.
 _BROKEN = "\ufffd"
 

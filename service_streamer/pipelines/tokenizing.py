@@ -15,8 +15,6 @@ from .inputs import read_text, read_tokens
 from .requests import Request, quote
 from .texts import vocabulary_size
 
-__all__ = ["TOKEN_HANDLERS", "TextToTokens", "TokensToText"]
-
 #: Maximum number of characters of a text, and of tokens. It has no relation to the model's limit: a
 #: long text is tokenized to divide it into parts. Arbitrary: it takes about a quarter of a second,
 #: for which the other requests of the batch wait.

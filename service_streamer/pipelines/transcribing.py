@@ -12,8 +12,6 @@ from .sounds import SpeechRecognizer, read_sound
 from .text_handler import Beginning, TextHandler
 from .texts import prepare_padding
 
-__all__ = ["WHISPER", "Transcriber"]
-
 WHISPER = "WhisperForConditionalGeneration"
 
 #: Bounds that a text must keep, or it is generated again with another temperature.

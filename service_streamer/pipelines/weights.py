@@ -12,17 +12,6 @@ from .load_errors import damaged, first_line, is_damage, refused
 from .precision import Precision, choose_precision
 from .quantization import is_installed, quantization_config
 
-__all__ = [
-    "OWN_CODE",
-    "OWN_TASKS",
-    "Loading",
-    "check_accelerate",
-    "check_attention",
-    "class_of",
-    "load_weights",
-    "options_of_hub",
-]
-
 logger = logging.getLogger(__name__)
 
 #: Tasks that transformers has no pipeline for, and the class that loads their models.

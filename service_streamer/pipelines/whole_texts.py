@@ -8,8 +8,6 @@ from ..errors import InvalidInput
 from .requests import Request
 from .text_handler import BY_STEPS, has_prefix
 
-__all__ = ["check_whole"]
-
 #: Tokens of all beams of a search: no other text of the worker gets one until it is over. Enough
 #: for what the settings of known models ask for, such as 6 beams of 512 tokens. Arbitrary.
 _MOST_SEARCHED = 8192

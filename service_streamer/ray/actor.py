@@ -31,8 +31,6 @@ from ..workers.placement import set_environment
 from ..workers.serving import Boot, serve_model
 from .apart import Apart, ApartEncoder, Frame, frame, unframed
 
-__all__ = ["RayWorker"]
-
 #: The host, the process id, and the GPUs that it sees, as a variable lists them.
 Whereabouts = tuple[str, int, str]
 

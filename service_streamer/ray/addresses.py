@@ -8,8 +8,6 @@ import os
 import socket
 from pathlib import Path
 
-__all__ = ["is_same", "last_started", "look_for"]
-
 #: How long the head may take to accept a connection, seconds.
 _PATIENCE = 10.0
 

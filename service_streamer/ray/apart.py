@@ -16,8 +16,6 @@ from typing import Any
 from ..workers.memory.payload import ATOMS, LARGE, PROTOCOL, Parts, dump
 from ..workers.payload_channel import Dump
 
-__all__ = ["Apart", "ApartEncoder", "Frame", "frame", "unframed"]
-
 #: A message: the pickle, and what lies beside it, if anything does.
 Frame = bytes | tuple[bytes, list[Any]]
 

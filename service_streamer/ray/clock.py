@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["RemoteClock"]
-
 #: Clocks that differ by less count as one, which all processes of a host have. Clocks of two hosts
 #: count from when each was started; that both were within this time is not to be expected.
 _SAME = 0.05

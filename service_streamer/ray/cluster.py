@@ -24,17 +24,6 @@ from .losses import FULL, Verdict, judge
 from .placing import Node
 from .times import times
 
-__all__ = [
-    "Actor",
-    "Cluster",
-    "LeftCluster",
-    "NotSent",
-    "UnusableCluster",
-    "WorkerResources",
-    "connected_address",
-    "verdict",
-]
-
 ray: Any = _ray  # whose types are of no use here: options are made at run time
 
 #: What Ray raises if its token is refused; versions without tokens raise none.

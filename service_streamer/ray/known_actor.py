@@ -17,8 +17,6 @@ from .clock import RemoteClock
 from .cluster import Actor
 from .losses import Verdict
 
-__all__ = ["KnownActor"]
-
 
 class KnownActor(KnownWorker):
     """One actor as the driver sees it; ``actor`` is None until Ray has taken it up."""

@@ -15,8 +15,6 @@ from collections.abc import Callable
 
 from ..remote.quiet_log import quiet_log
 
-__all__ = ["when_exiting", "when_left"]
-
 log = quiet_log(__name__)
 
 #: The name of Ray's thread.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["FULL", "Verdict", "judge"]
-
 
 class Verdict(NamedTuple):
     """What an error of a call to an actor means.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Node", "Unplaced", "why_not_placed"]
-
 
 class Node(NamedTuple):
     """A node that is alive.

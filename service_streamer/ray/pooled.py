@@ -12,8 +12,6 @@ from .apart import Apart
 from .cluster import Cluster, WorkerResources
 from .ray_transport import RayTransport
 
-__all__ = ["pool_transport"]
-
 
 def pool_transport(
     spec: bytes,

@@ -15,8 +15,6 @@ from ..streamer import _LIBRARY_TIMEOUT, ScaledStreamer, _Default
 from .cluster import Cluster, WorkerResources, connected_address
 from .ray_transport import RayByValue, RayTransport
 
-__all__ = ["RayStreamer"]
-
 _Timeout = float | Literal["auto"] | None
 
 

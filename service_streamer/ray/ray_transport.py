@@ -45,8 +45,6 @@ from .losses import Verdict
 from .placing import Unplaced, why_not_placed
 from .times import times
 
-__all__ = ["RayByValue", "RayTransport"]
-
 logger = logging.getLogger(__name__)
 
 #: So often it is asked whether a worker that replaces another has a place, if there is room for

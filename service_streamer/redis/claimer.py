@@ -18,8 +18,6 @@ from .link import Backoff, Link, LinkError, NoGroup, Outages, entries, log
 from .scripts import GROUP, LEFT
 from .takeover import Takeover
 
-__all__ = ["Claimer"]
-
 
 class Claimer:
     """Claims as many calls as there is room for.

@@ -9,8 +9,6 @@ from typing import Any
 from ..remote.open_calls import Attempt
 from .outflow import Outflow
 
-__all__ = ["Claim", "Claims"]
-
 #: Seconds to claim ahead: an answer, a claim, and a busy interpreter in between.
 _CLAIMING_TIME = 0.01
 #: Batches to claim ahead for an instant model; measured, more did not help.

@@ -54,8 +54,6 @@ from .scripts import PART, Keys
 from .sender import Sender
 from .wire import Wire
 
-__all__ = ["Client"]
-
 #: Seconds between two signs of life to Redis.
 _REFRESH = 5.0
 

@@ -37,8 +37,6 @@ from zoneinfo import ZoneInfo
 
 from msgpack import ExtType, Packer, Unpacker, unpackb
 
-__all__ = ["Codec", "MsgpackCodec", "PickleCodec", "check_complete"]
-
 
 class Codec(Protocol):
     """Encodes items and results to bytes and back. Thread-safe."""

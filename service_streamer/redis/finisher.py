@@ -19,8 +19,6 @@ from .link import Backoff, Link, LinkError, NoGroup, Outages
 from .redis_clock import TOLERANCE
 from .takeover import Takeover
 
-__all__ = ["Finisher"]
-
 #: Maximum bytes of one request.
 _MOST_BYTES = 4 << 20
 

@@ -15,8 +15,6 @@ from .claims import Claim, Claims
 from .host_parts import HostParts
 from .host_streams import HostStreams
 
-__all__ = ["HeldCalls", "HeldOutcome"]
-
 
 class HeldOutcome(NamedTuple):
     """The outcome of a claimed call, to be sent to Redis."""

@@ -42,8 +42,6 @@ from .scripts import Keys
 from .takeover import Takeover
 from .wire import Wire
 
-__all__ = ["Host"]
-
 #: Seconds that the end may take if Redis does not answer: in total, and to send outcomes.
 _LAST_GRACE = 6.0
 _LAST_OUTCOMES = 3.0

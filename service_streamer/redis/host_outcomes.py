@@ -15,8 +15,6 @@ from .host_parts import HostParts
 from .host_scripts import FINISH, SET_ASIDE
 from .link import Link, LinkError, log
 
-__all__ = ["HostOutcomes"]
-
 #: Maximum outcomes and bytes of one FINISH.
 _MOST_CALLS = 256
 _MOST_BYTES = 4 << 20

@@ -13,8 +13,6 @@ from .link import Address
 from .scripts import Keys
 from .wire import Wire
 
-__all__ = ["HostOptions", "HostParts"]
-
 
 class HostOptions(NamedTuple):
     """Options of a host.

@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from .scripts import Script
 
-__all__ = [
-    "FINISH",
-    "JOIN",
-    "KEEP",
-    "LEAVE",
-    "OUTPUTS",
-    "SET_ASIDE",
-    "TAKE",
-]
-
 #: A host joins, or restores its keys. KEYS calls, inbox, model. ARGV its name, its life in ms,
 #: prefix of the inboxes' names, its model, whether others may have another one (1 or 0), maximum
 #: number of other hosts' calls to claim, after how long in ms, whether only if Redis has run for

@@ -29,8 +29,6 @@ from .host_scripts import OUTPUTS
 from .link import Link, LinkError
 from .outflow import Outflow, Outflows
 
-__all__ = ["LOOK", "HostStreams"]
-
 #: Seconds between two looks for orders while no outputs come.
 LOOK = 0.1
 

@@ -11,8 +11,6 @@ from ..errors import BadMessage
 from .link import log
 from .wire import Wire
 
-__all__ = ["HostsSeen"]
-
 
 class HostsSeen:
     """For any thread; the sender changes it.

@@ -19,8 +19,6 @@ from .link import Link, LinkError
 from .scripts import BEGUN
 from .takeover import Takeover
 
-__all__ = ["Intake"]
-
 #: Later than every deadline, milliseconds; exact as a float.
 _FAR = 1 << 53
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from ..remote.open_calls import OpenCalls, RemoteCall
 
-__all__ = ["SentCalls"]
-
 
 class SentCalls(OpenCalls):
     """Each is an entry of Redis once it is sent, and is found again there by its id.

@@ -20,18 +20,6 @@ from ..remote.quiet_log import quiet_log
 from ..supervision.supervisor import backoff
 from .scripts import Script
 
-__all__ = [
-    "BLOCK",
-    "Address",
-    "Backoff",
-    "Link",
-    "LinkError",
-    "NoGroup",
-    "Outages",
-    "entries",
-    "log",
-]
-
 log = quiet_log(__name__)
 
 

@@ -15,8 +15,6 @@ from .ledger import SentCalls
 from .link import log
 from .wire import REASONS
 
-__all__ = ["LostCalls"]
-
 #: Maximum number of calls per check whether they are still in Redis.
 _MOST_DOUBTED = 1000
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # it imports this module
     from .claims import Claim
 
-__all__ = ["Outflow", "Outflows"]
-
 #: Bytes that an output, and a run of outputs, add to a message at the most.
 _PER_OUTPUT, _PER_RUN = 5, 64
 

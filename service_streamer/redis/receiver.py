@@ -20,8 +20,6 @@ from .lost_calls import LostCalls
 from .scripts import TRIM, Keys
 from .wire import Wire
 
-__all__ = ["Receiver", "RedisDeliveries"]
-
 #: Read replies are deleted from Redis after this many entries or bytes.
 _READ_ENTRIES = 64
 _READ_BYTES = 4 << 20

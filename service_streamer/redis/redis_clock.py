@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["TOLERANCE", "RedisClock"]
-
 #: A larger difference from the expected time of Redis is a step of its clock, seconds.
 TOLERANCE = 1.0
 

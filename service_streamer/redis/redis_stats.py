@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from ..observe.metrics import StreamerStats
 
-__all__ = ["RedisStreamerStats", "RedisWorkerStats"]
-
 
 @dataclass(frozen=True, slots=True)
 class RedisStreamerStats:

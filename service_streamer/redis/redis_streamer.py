@@ -16,8 +16,6 @@ from .link import Address
 from .redis_stats import RedisStreamerStats
 from .wire import Secret, Serializer, make_wire
 
-__all__ = ["RedisStreamer"]
-
 #: A host may claim a deduplicated call for this many times its caller's timeout: later callers
 #: may join it. The client withdraws it when no caller waits, so only a killed process has calls
 #: computed in vain that long.

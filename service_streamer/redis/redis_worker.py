@@ -40,8 +40,6 @@ from .link import Address, log
 from .redis_stats import RedisWorkerStats
 from .wire import PoolOptions, Secret, Serializer, make_wire
 
-__all__ = ["RedisWorker", "run_redis_workers_forever", "run_until_signalled"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -30,20 +30,6 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-__all__ = [
-    "BEGUN",
-    "CHECK",
-    "ENQUEUE",
-    "GROUP",
-    "LEFT",
-    "PART",
-    "REFRESH",
-    "TELL",
-    "TRIM",
-    "Keys",
-    "Script",
-]
-
 #: The consumer group of the worker hosts.
 GROUP: Final = "hosts"
 

@@ -20,8 +20,6 @@ from .link import Address, Link
 from .lost_calls import LostCalls
 from .scripts import CHECK, ENQUEUE, REFRESH, TELL, Keys, Script
 
-__all__ = ["Sender"]
-
 #: Maximum calls and bytes of one ENQUEUE.
 _MOST_CALLS = 512
 _MOST_BYTES = 4 << 20

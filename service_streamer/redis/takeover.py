@@ -12,8 +12,6 @@ from .link import log
 from .redis_clock import RedisClock
 from .scripts import LEFT
 
-__all__ = ["Takeover"]
-
 
 class Takeover:
     """For the threads of one host.

@@ -13,8 +13,6 @@ from ..workers.protocol import Failure
 from .open_calls import OpenCalls, RemoteCall
 from .quiet_log import quiet_log
 
-__all__ = ["CallBook", "Ledger", "answer"]
-
 log = quiet_log(__name__)
 
 #: Of a subclass, which knows more about the calls.

@@ -12,8 +12,6 @@ from .call_book import CallBook, answer
 from .open_calls import Attempt, Inflow, OpenCalls, OutputRun, RemoteAnswer, RemoteCall
 from .quiet_log import quiet_log
 
-__all__ = ["Deliveries"]
-
 log = quiet_log(__name__)
 
 #: A stream fails of which so many outputs wait for the consumer: it is of a model that cannot rest.

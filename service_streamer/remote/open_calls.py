@@ -8,17 +8,6 @@ from typing import Any, NamedTuple
 from ..observe.record import ORDINARY
 from ..workers.protocol import Failure
 
-__all__ = [
-    "FIRST_ATTEMPT",
-    "Attempt",
-    "Inflow",
-    "OpenCalls",
-    "OutputRun",
-    "Patience",
-    "RemoteAnswer",
-    "RemoteCall",
-]
-
 #: Maximum bytes of an item and its outputs that are kept, so that the stream can go on elsewhere.
 _MOST_KEPT = 4 << 20
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from ..errors import InternalError
 from ..workers.protocol import summary
 
-__all__ = ["quiet_log", "report_bug"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds until a bug that repeats is logged again. Arbitrary.

@@ -47,8 +47,6 @@ from .deliveries import Deliveries
 from .open_calls import Patience, RemoteCall
 from .quiet_log import quiet_log
 
-__all__ = ["RemoteClient"]
-
 log = quiet_log(__name__)
 
 #: Maximum bytes that the caller's thread sends itself, so little that it does not block.

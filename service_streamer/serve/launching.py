@@ -28,8 +28,6 @@ from .opening import model_name, open_model, pool_options
 if TYPE_CHECKING:
     from ..redis.redis_worker import RedisWorker
 
-__all__ = ["CannotListen", "announce", "launch", "launch_worker", "listen", "waits_for"]
-
 logger = logging.getLogger(__name__)
 
 

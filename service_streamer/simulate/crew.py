@@ -14,8 +14,6 @@ from ..batching.batcher import Batcher
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Loss, RestartPolicy, Supervisor
 
-__all__ = ["Crew"]
-
 
 class Crew:
     """Has as many workers as the load needs, within bounds.

@@ -15,18 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 from ..observe.record import ORDINARY, Precedence
 from ..options.checks import check_count
 
-__all__ = [
-    "Arrival",
-    "Bursts",
-    "ClosedLoop",
-    "Load",
-    "OpenLoad",
-    "Phases",
-    "Poisson",
-    "Replay",
-    "read_trace",
-]
-
 
 class Arrival(NamedTuple):
     """One call.

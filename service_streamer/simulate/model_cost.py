@@ -10,14 +10,6 @@ from ..batching.cost import LearnedCost
 from ..batching.policy import Backlog, Decision, Policy
 from ..observe.record import Reason
 
-__all__ = [
-    "CostModel",
-    "FixedWait",
-    "LogNormal",
-    "Observed",
-    "Overheads",
-]
-
 
 def _check(record: object) -> None:
     """Refuse what is no finite number of at least 0."""

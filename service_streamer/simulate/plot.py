@@ -18,8 +18,6 @@ except ImportError as error:
     text = missing(__name__, error.name, "plot")
     raise ImportError(text, name=error.name) from error
 
-__all__ = ["GREY", "STYLE", "figure", "latency_against_load"]
-
 #: Seen as well on white as on black; so are the lines.
 GREY = "#808080"
 _LINES = (("#2a9fd6", "-"), ("#e8703a", "--"), ("#8f8f8f", ":"), ("#9a6fd0", "-."))

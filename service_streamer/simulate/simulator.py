@@ -31,11 +31,6 @@ from .crew import Crew
 from .loads import Arrival, ClosedLoop, Load, Phases, Replay
 from .model_cost import CostModel, FixedWait, Overheads
 
-__all__ = [
-    "Report",
-    "simulate",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Report:

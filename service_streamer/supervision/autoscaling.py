@@ -27,8 +27,6 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-__all__ = ["Autoscaling", "Load"]
-
 #: The share of the time that workers should compute. The rest is for what comes unevenly. Chosen by
 #: reasoning: at 0.7 a queue of independent calls is short, and one more worker is not far.
 UTILIZATION = 0.7

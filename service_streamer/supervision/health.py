@@ -41,20 +41,6 @@ import math
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
-__all__ = [
-    "INTERVAL",
-    "LONGEST_TRIAL",
-    "TRIALS",
-    "TROUBLE_FADES",
-    "TROUBLE_ROW",
-    "WARM",
-    "BatchBound",
-    "Health",
-    "Quarantine",
-    "Timeout",
-    "Trial",
-]
-
 #: After how many failures in a row a worker is tried. With one, each bad call would be run twice.
 _PATIENCE = 2
 

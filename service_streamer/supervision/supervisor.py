@@ -36,16 +36,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-__all__ = [
-    "Loss",
-    "Overlap",
-    "RestartPolicy",
-    "Supervisor",
-    "WorkerActions",
-    "WorkerState",
-    "backoff",
-]
-
 #: Whether a renewal starts the new worker before the old one ends; "auto" does if both fit.
 Overlap = bool | Literal["auto"]
 

@@ -27,18 +27,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
-__all__ = [
-    "FIRST_INTERVAL",
-    "LONGEST_INTERVAL",
-    "Ceiling",
-    "Chunk",
-    "Measure",
-    "Named",
-    "check_named",
-    "is_exception_class",
-    "is_out_of_memory",
-]
-
 #: Number of full chunks that must fit before a probe. Arbitrary: a probe that runs out costs about
 #: two runs, little beside 32.
 FIRST_INTERVAL = 32

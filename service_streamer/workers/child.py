@@ -33,14 +33,6 @@ from .placement import set_environment
 from .protocol import BatchReport, Frame, FrameReader, FrameWriter
 from .serving import Boot, serve_model
 
-__all__ = [
-    "STACKS_SIGNAL",
-    "held_back",
-    "leave_to_parent",
-    "refuse_unguarded_main",
-    "run_child",
-]
-
 _FORK_RETURNED = (
     b"service_streamer: a process that the model has forked returned from the model, and ends; "
     b"in the model, let it end with os._exit\n"

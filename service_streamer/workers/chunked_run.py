@@ -17,15 +17,6 @@ from .sticky_errors import DeviceFailed
 if TYPE_CHECKING:  # it imports this module
     from .stages import Job
 
-__all__ = [
-    "OutOfMemory",
-    "StagedChunk",
-    "caught",
-    "compute_in_chunks",
-    "prepared_chunks",
-    "release_memory",
-]
-
 
 class StagedChunk(NamedTuple):
     """The items ``start`` to ``stop`` of a batch, and what the last stage made of them."""

@@ -18,8 +18,6 @@ from .protocol import BatchReport, Failure, FromWorker, encode, summary
 from .runner import Channel
 from .sticky_errors import DeviceFailed, Guard
 
-__all__ = ["CodedChannel"]
-
 
 class CodedChannel(Channel):
     """Decodes items and encodes results; how messages travel is up to the classes below.

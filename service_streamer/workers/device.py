@@ -21,18 +21,6 @@ import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any, Generic, TypeVar, cast
 
-__all__ = [
-    "PLAIN",
-    "OnHost",
-    "cuda_in_use",
-    "first_value",
-    "results_on_host",
-    "stream_of",
-    "to_device",
-    "to_host",
-    "to_pinned",
-]
-
 T = TypeVar("T")
 
 #: Classes of results that are in nobody's memory but the interpreter's, as most are.

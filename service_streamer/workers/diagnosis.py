@@ -6,18 +6,6 @@ import signal
 
 from ..errors import StreamerError, WorkerLost, WorkerStartError
 
-__all__ = [
-    "EXIT_DEVICE_FAILED",
-    "EXIT_FORK_RETURNED",
-    "EXIT_NO_FREEZE_SUPPORT",
-    "EXIT_START_FAILED",
-    "EXIT_UNGUARDED_MAIN",
-    "MAIN_FAILURES",
-    "counted",
-    "diagnose",
-    "obituary",
-]
-
 #: Our exit codes; Python itself uses 1 and 2.
 EXIT_START_FAILED = 3
 EXIT_FORK_RETURNED = 70  # EX_SOFTWARE of sysexits.h

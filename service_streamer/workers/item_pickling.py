@@ -15,8 +15,6 @@ from .payload_channel import Dump
 from .protocol import summary
 from .starting import ByValue, NotImportable
 
-__all__ = ["Encoding", "ItemPickling", "pickled_spec"]
-
 logger = logging.getLogger(__name__)
 
 _PROTOCOL = pickle.HIGHEST_PROTOCOL

@@ -18,16 +18,6 @@ from .sticky_errors import Guard
 if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
     from ..options.table import WorkerOptions
 
-__all__ = [
-    "ItemCodec",
-    "LoadedModel",
-    "ModelSpec",
-    "Predict",
-    "Wrapper",
-    "check_model",
-    "describe",
-]
-
 logger = logging.getLogger(__name__)
 
 Predict = Callable[[Any], Any]

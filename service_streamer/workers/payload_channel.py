@@ -21,16 +21,6 @@ from .memory.shared_memory import Memory, Placed, Wire, default_limit
 from .memory.window import Look, Window
 from .protocol import summary
 
-__all__ = [
-    "Encoder",
-    "Memories",
-    "PayloadChannel",
-    "Received",
-    "SharedMemory",
-    "in_worker",
-    "kept",
-]
-
 logger = logging.getLogger(__name__)
 
 _MB = 1_000_000

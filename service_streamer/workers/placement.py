@@ -27,18 +27,6 @@ from .visibility import Gpu, Inventory, Place, missing, places, sharers, visible
 if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
     from ..options.table import WorkerOptions
 
-__all__ = [
-    "COUNT",
-    "Placement",
-    "available_cores",
-    "check_gpu",
-    "check_loaded_torch",
-    "find_gpus",
-    "gpus_by_kfd",
-    "limit_loaded_torch",
-    "set_environment",
-]
-
 #: Environment variable with the number of GPUs, for other accelerators. It is not checked.
 COUNT = "SERVICE_STREAMER_GPU_COUNT"
 

@@ -35,8 +35,6 @@ from .protocol import Failure, summary
 from .stage_calls import by_position
 from .transport import WorkerDied, WorkerReady, WorkerWaits
 
-__all__ = ["PreprocessPool"]
-
 logger = logging.getLogger(__name__)
 
 _Event = WorkerReady | WorkerDied | BatchReport

@@ -20,8 +20,6 @@ from .diagnosis import EXIT_START_FAILED
 from .model_spec import LoadedModel, ModelSpec, describe, import_model
 from .protocol import Failure
 
-__all__ = ["InvalidPart", "PreprocessSpec", "check_preprocess"]
-
 #: Of Linux's prctl.
 _PR_SET_PDEATHSIG = 1
 

@@ -53,8 +53,6 @@ from .starting import ByValue, has_main
 from .transport import Transport, WorkerDied, WorkerEvent
 from .worker_process import WorkerProcess, event_of
 
-__all__ = ["ProcessTransport"]
-
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 #: How long an idle worker may take to end, seconds: torch takes some tenths of one.

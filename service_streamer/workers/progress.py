@@ -14,8 +14,6 @@ from typing import Any
 from .memory.arena import PAGE
 from .memory.shared_memory import Memory
 
-__all__ = ["UNWANTED", "StageProgress"]
-
 #: How many batches a worker can be told to be of no use; it has fewer at a time. A batch has the
 #: number of its id modulo this.
 UNWANTED = 8

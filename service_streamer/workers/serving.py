@@ -26,8 +26,6 @@ from .visibility import Place
 if TYPE_CHECKING:
     from .preprocess_pool import PreprocessPool
 
-__all__ = ["Boot", "serve_model"]
-
 
 class Boot(NamedTuple):
     """What a worker needs from the start.

@@ -17,8 +17,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Stack", "View", "stacks"]
-
 #: Returns the memory at (address, size) if it is in use in one block; else None.
 View = Callable[[int, int], memoryview | None]
 

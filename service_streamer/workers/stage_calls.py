@@ -14,8 +14,6 @@ from .device import PLAIN, first_value
 from .model_spec import LoadedModel, Predict
 from .stacking import stacks
 
-__all__ = ["StageCalls", "at_positions", "by_position", "memory_of", "one_at_a_time", "stacked"]
-
 
 class StageCalls(NamedTuple):
     """The functions of the stages, each of what the one before it returned.

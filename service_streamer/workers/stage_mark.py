@@ -18,8 +18,6 @@ from typing import Any
 
 from .device import cuda_in_use, stream_of
 
-__all__ = ["StageMark"]
-
 
 class _Note:
     """Counts the batches that a device has finished. Belongs to the thread that computes.

@@ -36,15 +36,6 @@ from ..errors import WorkerStartError
 from ..extras import PACKAGES
 from .memory.payload import LARGE, Parts, dump_with
 
-__all__ = [
-    "ByValue",
-    "NotImportable",
-    "find_interpreter",
-    "has_main",
-    "is_importable",
-    "startable",
-]
-
 #: Names of interpreters; programs that embed Python have other names.
 _NAMES = ("python", "pypy", "graalpy")
 

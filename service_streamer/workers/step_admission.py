@@ -12,8 +12,6 @@ import math
 
 from ..batching.cost import LearnedCost
 
-__all__ = ["StepAdmission"]
-
 #: Before each step, as many items start as take this many steps' time.
 #: Chosen by reasoning: outputs then come at half their pace at worst while items start, and where a
 #: start is shorter than a step, most places are filled in one or two steps.

@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
-__all__ = ["NO_STATE", "StepBatch", "StepRequest"]
-
 #: Of an item that does not run. A model's own states may be anything, and None, too.
 NO_STATE: Any = object()
 

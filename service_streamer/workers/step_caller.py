@@ -17,8 +17,6 @@ from .stages import FORWARD
 from .step_batch import StepRequest
 from .step_results import UnreadableError
 
-__all__ = ["Invalid", "Ran", "Returned", "StepCaller", "Unreadable", "failure_of"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -30,8 +30,6 @@ from .step_batch import NO_STATE, StepBatch, StepRequest
 from .step_caller import Invalid, Returned, StepCaller, Unreadable, failure_of
 from .step_results import StepPair, UnreadableError, read_pairs, read_states
 
-__all__ = ["StepCalls"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ from ..options.checks import is_sequence
 from .device import OnHost, results_on_host
 from .protocol import Failure
 
-__all__ = ["StepPair", "UnreadableError", "read_pairs", "read_states"]
-
 #: What a model returned for a state: its output, and whether it is done; or why its item fails.
 StepPair = tuple[Any, bool] | Failure
 

@@ -25,8 +25,6 @@ from .step_calls import StepCalls
 if TYPE_CHECKING:  # it imports this module
     from .runner import Channel
 
-__all__ = ["serve_steps"]
-
 #: A step that has nothing to report is reported after so many seconds: the engine takes a worker
 #: for hung that is silent for batch_timeout, which may be short.
 SIGN_OF_LIFE = 0.1

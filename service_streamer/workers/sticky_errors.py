@@ -29,8 +29,6 @@ from typing import Any, ClassVar
 
 from .protocol import summary
 
-__all__ = ["DeviceFailed", "Guard", "probe"]
-
 logger = logging.getLogger(__name__)
 
 #: What CUDA and ROCm say of the errors that are documented as above.

@@ -13,8 +13,6 @@ from typing import Any
 
 from .device import cuda_in_use
 
-__all__ = ["thread_modes"]
-
 
 def thread_modes() -> Callable[[], None]:
     """What gives another thread this one's modes: whether it computes gradients, and the devices.

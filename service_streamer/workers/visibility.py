@@ -17,18 +17,6 @@ from typing import Literal, NamedTuple
 from ..options.checks import Device, Devices, device_names
 from .diagnosis import counted
 
-__all__ = [
-    "UNPLACED",
-    "Entry",
-    "Gpu",
-    "Inventory",
-    "Place",
-    "missing",
-    "places",
-    "sharers",
-    "visible",
-]
-
 CUDA = "CUDA_VISIBLE_DEVICES"
 _HIP = "HIP_VISIBLE_DEVICES"
 _ROCR = "ROCR_VISIBLE_DEVICES"

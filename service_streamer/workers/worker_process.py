@@ -39,8 +39,6 @@ from .stages import FORWARD, INTAKE
 from .starting import startable
 from .transport import WorkerDied, WorkerEvent, WorkerReady
 
-__all__ = ["KnownWorker", "WorkerProcess", "event_of"]
-
 logger = logging.getLogger(__name__)
 
 #: How long one that hangs has to write down its stacks, seconds. It takes some milliseconds.

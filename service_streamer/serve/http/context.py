@@ -12,16 +12,6 @@ from .json_bodies import JSONAnswer
 from .refusals import Refusal
 from .streaming import EventStream
 
-__all__ = [
-    "BinaryAnswer",
-    "Context",
-    "Description",
-    "check_streams",
-    "invalid",
-    "renamed",
-    "unsupported",
-]
-
 #: A model's description, see ``pipelines.PipelineModel``; empty for models without one.
 Description = Mapping[str, Any]
 

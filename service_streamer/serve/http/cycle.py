@@ -26,8 +26,6 @@ from .json_bodies import READ_AT_ONCE, WRITTEN_AT_ONCE, LargeAnswer
 from .keyring import KeyHolder, Keyring
 from .refusals import Refusal, too_large
 
-__all__ = ["Cycle", "answer", "answer_early"]
-
 #: A body that is too large is received up to this multiple of the limit.
 _SPILL = 16
 

@@ -24,8 +24,6 @@ from .refusals import Refusal, refusal
 from .service import Service
 from .streaming import MAX_BUFFERED, EventStream
 
-__all__ = ["Endpoint", "ServiceCycle", "check_served", "stopping"]
-
 
 class Endpoint:
     """Answers the exchanges of one operation.

@@ -13,17 +13,6 @@ from ...observe.record import Timing
 from ...options.checks import LONGEST_TENANT, check_priority
 from .refusals import Refusal
 
-__all__ = [
-    "Sent",
-    "check_framing",
-    "is_allowed_host",
-    "read_priority",
-    "read_seconds",
-    "read_sent",
-    "read_tenant",
-    "timing_header",
-]
-
 #: See https://www.w3.org/TR/server-timing/; in milliseconds.
 _TIMING = b"queued;dur=%.3f, sent;dur=%.3f, computed;dur=%.3f, returned;dur=%.3f"
 

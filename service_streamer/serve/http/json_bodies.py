@@ -23,18 +23,6 @@ from .refusals import Refusal, undecodable
 if TYPE_CHECKING:
     from .exchange import Exchange, Headers
 
-__all__ = [
-    "READ_AT_ONCE",
-    "WRITTEN_AT_ONCE",
-    "JSONAnswer",
-    "LargeAnswer",
-    "decoded",
-    "encode",
-    "plain",
-    "read_json",
-    "write_json",
-]
-
 #: Bytes of JSON that are read in the event loop, and bytes as a worker sends them that are written
 #: in it: both take some 10 ms. Four bytes of a number are 20 of JSON.
 READ_AT_ONCE, WRITTEN_AT_ONCE = 1 << 20, 128 << 10

@@ -20,8 +20,6 @@ from .service import Service
 from .text_forms import FORM_KINDS
 from .v2_openapi import v2_components, v2_paths
 
-__all__ = ["LOCKED", "openapi"]
-
 _REF = "#/components/schemas/{name}"
 
 _ERRORS = {

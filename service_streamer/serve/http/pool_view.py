@@ -20,8 +20,6 @@ from ...streamer import BaseStreamer, PoolStreamer
 if TYPE_CHECKING:  # most services share no pool
     from ...pool.pool_client import PoolClient
 
-__all__ = ["PoolFigures", "PoolView", "asked", "view_of"]
-
 #: Seconds that a request for figures waits for the pool.
 _PATIENCE = 2.0
 

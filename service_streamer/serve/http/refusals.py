@@ -29,8 +29,6 @@ from ...errors import (
     WorkerStartError,
 )
 
-__all__ = ["Refusal", "refusal", "too_large", "undecodable"]
-
 logger = logging.getLogger(__name__)
 
 _FIELD = re.compile(r"([a-zA-Z_][\w.]*(?:\[[^]]*\][\w.]*)*): ")

@@ -13,8 +13,6 @@ from pathlib import Path
 from ...options.table import WebOptions
 from .file_stamps import Stamp, stamp_of
 
-__all__ = ["HANDSHAKE", "PASSWORD", "TLS"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds for a handshake.

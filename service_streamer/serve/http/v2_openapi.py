@@ -10,8 +10,6 @@ from ..v2.model_metadata import inputs_of
 from .model_control import CONTROL
 from .service import Service
 
-__all__ = ["v2_components", "v2_paths"]
-
 _ERRORS = {
     "400": "The request is malformed, or does not fit the model",
     "401": "The key is missing or wrong",

@@ -22,8 +22,6 @@ from ..http.models import Models
 from .inference_messages import POOL, SERVICE
 from .inference_service import InferenceService
 
-__all__ = ["RPCServer"]
-
 logger = logging.getLogger(__name__)
 
 

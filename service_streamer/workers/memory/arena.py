@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from .payload import Parts
 from .shared_memory import Lease, Memory, Placed, positions
 
-__all__ = ["PAGE", "Arena", "Extents", "Lent", "rounded"]
-
 #: Maximum bytes of a stream inside the message.
 _SMALL_STREAM = 4096
 

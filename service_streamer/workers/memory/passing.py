@@ -24,8 +24,6 @@ from typing import Any
 from .shared_memory import Memory
 from .window import Window
 
-__all__ = ["MemorySender", "MemorySocket", "Windows", "memory_sockets"]
-
 #: Most memories that a reader has at a time: each costs it a mapping and two descriptors. Far below
 #: the usual limit of 1024 descriptors; arbitrary.
 _MOST = 128

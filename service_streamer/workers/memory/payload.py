@@ -15,17 +15,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = [
-    "ATOMS",
-    "LARGE",
-    "LARGE_IN_BATCH",
-    "PROTOCOL",
-    "Parts",
-    "dump",
-    "dump_whole",
-    "dump_with",
-]
-
 PROTOCOL = 5
 
 #: Payloads of this many bytes or more use shared memory, whose overhead is constant. Smaller ones

@@ -27,8 +27,6 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, TypeAlias
 
-__all__ = ["Lease", "Memory", "Placed", "Wire", "default_limit", "positions"]
-
 #: Alignment of parts in bytes, like that of other memory for models.
 _ALIGNMENT = 64
 

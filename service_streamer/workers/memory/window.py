@@ -21,8 +21,6 @@ from typing import Any
 
 from .shared_memory import Memory, Wire, positions
 
-__all__ = ["Look", "Pinned", "Window", "cuda_runtime", "synchronize"]
-
 #: One ctypes type per block size: making one is expensive.
 _region_types: dict[int, Any] = {}
 
