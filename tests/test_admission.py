@@ -217,7 +217,7 @@ def test_large_call_counts_as_two_batches_of_those_that_may_wait() -> None:
     batcher = Batcher(batch_size=8, max_latency=0.01, max_pending=100)
     large = Call([None] * 100, None)
     batcher.call_submitted(large, 0.0)
-    assert batcher.counted_items == 16
+    assert batcher.queue.counted == 16
     assert batcher.has_room_for(84)
     assert not batcher.has_room_for(101), "more than ever may wait"
     for _ in range(84):

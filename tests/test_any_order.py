@@ -258,7 +258,7 @@ class AnyOrder(RuleBasedStateMachine):
     def consistent(self) -> None:
         self.batcher.check_invariants()
         assert {call for call in self.calls if call.is_over} == set(self.ended)
-        assert self.batcher.figures.batches_in_flight == len(self.in_flight)
+        assert len(self.batcher.slots.in_flight()) == len(self.in_flight)
         self.nobody_waits_in_vain()
 
     def waiting(self) -> list[Call]:
@@ -281,7 +281,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.now <= self.batcher.deadline < math.inf
             oldest = min(call.arrived_at for call in self.waiting())
             assert self.batcher.deadline <= oldest + MAX_LATENCY + 1e-9
-        elif 1 in held.values() and self.max_attempts > 1 and waiting == self.batcher.new_items:
+        elif 1 in held.values() and self.max_attempts > 1 and waiting == self.batcher.queue.items:
             # Full batches are sent ahead at the latest when there is one for each worker; but not
             # of calls with a near deadline, which may be late by then.
             is_timed = any(call.deadline < math.inf for call in self.waiting())

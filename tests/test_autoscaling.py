@@ -440,7 +440,7 @@ def test_refused_items_are_counted_for_the_scaling(size: int, timeout: float | N
     setup = Setup(1, 3, max_pending=None if timeout else 1_000)
     setup.overload()
     if not timeout:  # the items of a large call do not fill the queue
-        for _ in range(1_000 - setup.batcher.counted_items):
+        for _ in range(1_000 - setup.batcher.queue.counted):
             setup.submit(0)
     for _ in range(50 if timeout else 1):  # and it is known how fast batches come back
         setup.clock.advance(0.1)

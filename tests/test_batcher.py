@@ -50,7 +50,7 @@ def test_a_lone_call_is_cut_past_the_queue_as_it_would_be_from_it(
             batcher.check_invariants()
             names = "id slot size cost reason calls is_full arrived cut_at queued answered pending"
             said.append(tuple(getattr(batch, name) for name in names.split()))
-            said.append((batcher.deadline, batcher.figures.line))
+            said.append((batcher.deadline, batcher.figures.policy.cost.line))
         metrics = batcher.figures.metrics
         said.append((metrics.reasons, metrics.sizes.counts, metrics.queued.counts))
         said.append(
@@ -218,9 +218,9 @@ def test_item_at_fault_is_found_by_halves_and_fails_alone_if_it_may_run_again(
         failure if item == name or not is_searched else None for item in items
     ]
     if is_searched and how == "raises":
-        assert walk.batcher.figures.isolated_calls == 1
+        assert walk.batcher.figures.retries.isolated_calls == 1
     if is_searched and len(items) == 8 and how == "dies":
-        assert walk.batcher.figures.retried_items == 8 + 4 + 2
+        assert walk.batcher.figures.retries.retried_items == 8 + 4 + 2
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_bad_items_are_found_in_few_model_calls(bad: list[int], most_runs: int) 
     runs = run_out(walk, [batch], raise_on="".join(names[i] for i in bad))
     assert len(runs) <= most_runs
     assert [i for i, failure in enumerate(failures(calls)) if failure] == bad
-    assert walk.batcher.figures.isolated_calls == len(bad), "each with its own error"
+    assert walk.batcher.figures.retries.isolated_calls == len(bad), "each with its own error"
 
 
 def test_calls_are_parted_and_the_items_of_one_only_after_a_death() -> None:
@@ -431,9 +431,9 @@ def test_a_batch_has_a_size_that_the_model_pads_to() -> None:
     """What does not fit is left to the next batch, if padding would slow it down."""
     walk = Walk(batch_size=16)
     unknown = Walk(batch_size=16)
-    unknown.batcher.sizes = (1, 16)
+    unknown.batcher.slots.sizes = (1, 16)
     assert payloads(unknown.submit(*range(9))[1]) == [[*range(9)]], "nothing is known yet"
-    walk.batcher.sizes = (1, 2, 4, 8, 16)
+    walk.batcher.slots.sizes = (1, 2, 4, 8, 16)
     for size in (16, 8, 4, 2, 16, 8, 4, 2):
         _, [batch] = walk.submit(*range(size))
         assert not walk.done(batch, 0.016 + 0.001 * size).batches

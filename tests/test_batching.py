@@ -454,7 +454,7 @@ def test_size_that_is_to_be_tried_is_tried_also_ahead() -> None:
     workers = Workers(batch_size=8, base=0.01, per_unit=0.001, is_known=False)
     workers.submit()
     for _ in range(400):
-        while workers.batcher.pending_items or workers.batcher.figures.batches_in_flight > 1:
+        while workers.batcher.pending_items or len(workers.batcher.slots.in_flight()) > 1:
             workers.answer()
         workers.submit(*[1.0] * 9)  # more than fits, and the worker is busy
     assert Reason.TRIED in {batch.reason for batch in workers.cut}

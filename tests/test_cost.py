@@ -78,7 +78,7 @@ class Learning(Worker):
 
     @property
     def line(self) -> tuple[float, float] | None:
-        return self.batcher.figures.line
+        return self.batcher.figures.policy.cost.line
 
     def duration(self, cost: float) -> float:
         assert self.line is not None

@@ -237,7 +237,7 @@ def test_batch_sizes_that_a_model_pads_to_are_those_of_its_description_if_they_a
     ]:  # fmt: skip
         with StubEngine() as one:
             one.transport.deliver(events.WorkerReady(0, {"batch_sizes": said}))
-            assert one.batcher.sizes == sizes, said
+            assert one.batcher.slots.sizes == sizes, said
 
 
 def test_wait_ready_waits_for_every_worker(two: StubEngine) -> None:

@@ -128,7 +128,7 @@ def test_a_streamer_is_stuck_when_no_worker_may_soon_be_free(
     for since in busy_since:
         if since is not None:
             walk.give(since)
-    assert walk.batcher.figures.stuck(now) == expected
+    assert walk.batcher.slots.stuck(now) == expected
 
 
 def test_a_batch_that_failed_is_no_measure() -> None:
@@ -137,7 +137,7 @@ def test_a_batch_that_failed_is_no_measure() -> None:
         batch = walk.give(number)
         walk.now += 0.5
         walk.failed(batch)
-    assert walk.batcher.limit(0) == 600.0
+    assert walk.batcher.slots.limit(0) == 600.0
 
 
 # -- the engine, and streamers

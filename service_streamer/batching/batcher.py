@@ -92,7 +92,8 @@ class Batcher:
         has_steps: whether the model is known to be one of steps. Then each batch is one item, which
             has a place in its worker until it is over.
         steps: what is known of these items; None without.
-        sizes: those that the model pads batches to, ascending; none if it computes any size.
+        queue: the calls that wait. For reading.
+        slots: what each worker holds. For reading, but for its ``sizes``.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Batcher:
         if not isinstance(batch_timeout, BatchBound):
             fixed = math.inf if batch_timeout is None else batch_timeout
             batch_timeout = BatchBound(fixed=fixed)
-        self._slots = Slots(
+        self.slots = Slots(
             batch_timeout,
             # What is never run twice should not go down with a batch that it only waited behind.
             sends_ahead=max_attempts > 1,
@@ -141,11 +142,11 @@ class Batcher:
             batch_size=batch_size, max_attempts=max_attempts, isolate_errors=isolate_errors
         )
         self.health = Health()
-        self.figures = Figures(self._retries, self._slots)
+        self.figures = Figures(self._retries, self.slots)
         self._endings = Endings(
             self.figures,
             self._retries,
-            self._slots,
+            self.slots,
             self.health,
             expired=expired,
             expired_suspect=expired if expired_suspect is None else expired_suspect,
@@ -162,10 +163,10 @@ class Batcher:
     def _assemble(self) -> None:
         """Make what ``rebuild`` makes anew: the queue, and the parts that decide what is cut."""
         policy = self._new_policy()
-        pending = self._pending = self._new_queue(policy.cost)
-        self._overload = Overload(pending, self._slots, policy)
+        pending = self.queue = self._new_queue(policy.cost)
+        self._overload = Overload(pending, self.slots, policy)
         self._cutter = Cutter(
-            pending, self._retries, self._slots, self._endings, self.health, self._overload, policy,
+            pending, self._retries, self.slots, self._endings, self.health, self._overload, policy,
             self._ids, batch_size=self._batch_size, has_lengths=self._has_lengths,
         )  # fmt: skip
         self._endings.pending = self.figures.pending = pending
@@ -179,14 +180,6 @@ class Batcher:
     def is_behind(self) -> bool:
         return self._overload.is_behind
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return self._slots.sizes
-
-    @sizes.setter
-    def sizes(self, sizes: tuple[int, ...]) -> None:
-        self._slots.sizes = sizes
-
     # -- what callers do
 
     def has_room_for(self, size: int) -> bool:
@@ -194,7 +187,7 @@ class Batcher:
 
         One counts at most as the smallest of the large ones, since others overtake the rest of it.
         """
-        most, pending = self._max_pending, self._pending
+        most, pending = self._max_pending, self.queue
         if pending.items + size <= most:
             return True
         return size <= most and pending.counted + min(size, tuning.LARGE * self._batch_size) <= most
@@ -252,7 +245,7 @@ class Batcher:
 
     def _left(self, call: Call, *, has_expired: bool) -> bool:
         has_ended = self._endings.left(call, has_expired=has_expired)
-        if has_ended and not self._pending.items:
+        if has_ended and not self.queue.items:
             self._cutter.none_waits()
         return has_ended
 
@@ -264,7 +257,7 @@ class Batcher:
         self._endings.abandoned = []
         return [
             (batch.slot, batch.id)
-            for batch in self._slots.in_flight()
+            for batch in self.slots.in_flight()
             if all(call.is_over for call, _, _ in batch.spans)
             and any(call in gone for call, _, _ in batch.spans)
         ]
@@ -278,7 +271,7 @@ class Batcher:
             took: from its start on, seconds.
         """
         self._endings.start_duration = took
-        self._slots.add(slot)
+        self.slots.add(slot)
         return self._cutter.cut(now)
 
     def begin_steps(self, places: int, *, resumes: bool = False) -> None:
@@ -289,8 +282,8 @@ class Batcher:
             resumes: whether a stream can go on with another worker where its outputs ended.
         """
         self.has_steps = True
-        self.steps = Stepping(places, self._slots, self.figures.metrics, resumes=resumes)
-        self._slots.begin_steps(places, room_of_places(places), tuning.GRACE)
+        self.steps = Stepping(places, self.slots, self.figures.metrics, resumes=resumes)
+        self.slots.begin_steps(places, room_of_places(places), tuning.GRACE)
         self._retries.grace = tuning.GRACE
         self._begin_steps()
 
@@ -304,31 +297,27 @@ class Batcher:
         What is over by that comes back as batches do: ``batch_returned`` is called with it next.
         """
         assert self.steps is not None
-        return self.steps.stepped(report, self._pending.items, now)
+        return self.steps.stepped(report, self.queue.items, now)
 
     def worker_retiring(self, slot: int, now: float) -> Actions:
         """A worker that is ready is to end when it has finished what it holds."""
-        is_vacant = self._slots.close(slot)
+        is_vacant = self.slots.close(slot)
         # If it was the last one that took batches, those that are held back have to go on.
         return self._cutter.cut(now, (), [slot] if is_vacant else ())
 
     def worker_kept(self, slot: int, now: float) -> Actions:
         """A worker that was retiring, and is not lost, is to go on after all."""
-        self._slots.reopen(slot, takes=slot not in self.health.trials)
+        self.slots.reopen(slot, takes=slot not in self.health.trials)
         return self._cutter.cut(now)
 
     def worker_dying(self, slot: int) -> None:
         """A worker will be said to be lost, after what it still answered: it gets no more."""
-        if slot in self._slots:
-            self._slots.close(slot)
-
-    def __contains__(self, slot: int) -> bool:
-        """Whether the worker is ready, and not lost."""
-        return slot in self._slots
+        if slot in self.slots:
+            self.slots.close(slot)
 
     def items_held(self, slot: int) -> int:
         """How many items the worker has that was ready."""
-        return sum(batch.size for batch in self._slots.in_flight() if batch.slot == slot)
+        return sum(batch.size for batch in self.slots.in_flight() if batch.slot == slot)
 
     def answered_alone(self, report: BatchReport) -> Sequence[Span]:
         """The spans of a batch that is back, if its results are all that there is to be done.
@@ -338,9 +327,9 @@ class Batcher:
         """
         if report.failure is not None or report.failures or self.has_steps:
             return ()
-        if self._pending.items or self._retries.waiting:
+        if self.queue.items or self._retries.waiting:
             return ()
-        batch = self._slots.batch(report.slot, report.batch_id)
+        batch = self.slots.batch(report.slot, report.batch_id)
         return () if batch is None else batch.spans
 
     def batch_returned(self, report: BatchReport, now: float) -> Actions:
@@ -349,13 +338,13 @@ class Batcher:
         The calls of items that could not cross between the processes fail; others are not affected.
         """
         has_failed = report.failure is not None
-        batch, vacant = self._slots.take_back(
+        batch, vacant = self.slots.take_back(
             report.slot, report.batch_id, now, is_done=not has_failed
         )
         batch.report, batch.back_at, batch.has_failed = report, now, has_failed
         self.figures.came_back(batch)
         self._may_refuse = True
-        if self._pending.items or self._overload.is_behind:
+        if self.queue.items or self._overload.is_behind:
             work = 0.0
             if batch.search is None:
                 work = batch.size if self.has_steps else batch.cost
@@ -375,7 +364,7 @@ class Batcher:
         now, report = batch.back_at, batch.report
         failures, duration, figures = report.failures, report.pace, self.figures
         if report.stages is not None:
-            self._slots.stages_took(report.stages)
+            self.slots.stages_took(report.stages)
         if failures and len(failures) == batch.size:  # none of it has crossed
             if self._endings.none_crossed(batch):
                 return self._cutter.cut(now, (), vacant)
@@ -388,9 +377,9 @@ class Batcher:
         # What is about to come back is known before it is decided what to cut.
         searches = self._cutter.came_back(batch, answered, duration, now, len(failures))
         figures.took(duration)
-        if self._pending.items or self._retries.waiting or self.health.trials:
+        if self.queue.items or self._retries.waiting or self.health.trials:
             return self._cutter.cut(now, calls, vacant, searches)
-        if answered > 1 and self._slots.idle:
+        if answered > 1 and self.slots.idle:
             self.expects_until = now + tuning.MOST_RETURNED * duration
         self._cutter.set_deadline(math.inf)  # as of a lone caller
         return Actions((), calls, (), vacant, searches)
@@ -413,7 +402,7 @@ class Batcher:
                 None if that is not known.
             is_outage: whether it was lost with its host, whatever it computed.
         """
-        lost = self._slots.remove(slot)
+        lost = self.slots.remove(slot)
         new = [batch for batch in lost if batch.search is None]
         self.health.lost(slot, now, had_new_items=bool(new))
         for batch in new:
@@ -441,7 +430,7 @@ class Batcher:
         calls = self._cutter.ended(now)
         for call in calls:
             self._endings.expire(call)
-        hung = self._slots.hung(now) if self._slots.next_look <= now else []
+        hung = self.slots.hung(now) if self.slots.next_look <= now else []
         return self._cutter.cut(now, calls, hung=hung)
 
     def rebuild(self, calls: Sequence[Call], now: float) -> None:
@@ -455,7 +444,7 @@ class Batcher:
             calls: all that are not over, in the order of their arrival.
         """
         self.health.no_other()
-        self._slots.recount(now)
+        self.slots.recount(now)
         in_flight = self.in_flight()
         self._retries.recount(in_flight)
         self._assemble()
@@ -495,18 +484,18 @@ class Batcher:
             lose_queue(call)
             self._endings.fail(call, failure)
         self._retries.clear()
-        vacant = self._slots.let_go((report.slot, report.batch_id) for report in returned)
+        vacant = self.slots.let_go((report.slot, report.batch_id) for report in returned)
         self.rebuild((), now)
         return vacant
 
     def forget_workers(self) -> None:
         """All workers are gone, with what they held."""
-        for slot in self._slots.numbers():
-            self._slots.remove(slot)
+        for slot in self.slots.numbers():
+            self.slots.remove(slot)
 
     def in_flight(self) -> list[BatchRecord]:
         """The batches that workers hold, or are about to be sent, in the order of their ids."""
-        return sorted(self._slots.in_flight(), key=lambda batch: batch.id)
+        return sorted(self.slots.in_flight(), key=lambda batch: batch.id)
 
     def fail_all(self, failure: Any) -> list[Call]:
         """End every call that is not over, pending or in flight."""
@@ -514,7 +503,7 @@ class Batcher:
         for part in self._parts():
             calls += self._endings.fail_spans(part.spans, failure)
         self._retries.clear()
-        for call in list(self._pending):  # a copy, since failing one may sweep the queue
+        for call in list(self.queue):  # a copy, since failing one may sweep the queue
             self._endings.fail(call, failure)
             calls.append(call)
         self._cutter.set_deadline(math.inf)
@@ -522,61 +511,32 @@ class Batcher:
 
     def _parts(self) -> list[BatchRecord | Suspects]:
         """All that has items which are not in the queue, in flight or to be run again."""
-        return [*self._slots.in_flight(), *self._retries.waiting]
+        return [*self.slots.in_flight(), *self._retries.waiting]
 
     # -- what it says of itself
 
     @property
-    def ends_hung(self) -> bool:
-        """Whether workers are to be ended whose batch takes too long."""
-        return self._slots.ends_hung
-
-    def limit(self, slot: int) -> float:
-        """How long the worker, which is ready, may be at its batch, seconds."""
-        return self._slots.limit(slot)
-
-    @property
     def is_empty(self) -> bool:
         """Whether no call waits and no batch is in flight."""
-        return not (self._pending.items or self._retries.waiting or self._slots.items)
+        return not (self.queue.items or self._retries.waiting or self.slots.items)
 
     @property
     def is_answered(self) -> bool:
         """Whether no call is waiting, though a worker may still be computing."""
-        return not self._pending.items and all(
+        return not self.queue.items and all(
             call.is_over for part in self._parts() for call, _, _ in part.spans
         )
 
     @property
     def pending_items(self) -> int:
         """Items that are not with a worker, be it yet or any more."""
-        return self._pending.items + self._retries.items
-
-    @property
-    def new_items(self) -> int:
-        """Items that no worker has had yet."""
-        return self._pending.items
-
-    @property
-    def counted_items(self) -> int:
-        """Those of them that ``max_pending`` bounds: of each call at most two full batches."""
-        return self._pending.counted
-
-    @property
-    def room(self) -> int:
-        """The most batches that a worker holds."""
-        return self._slots.room
-
-    @property
-    def slots(self) -> int:
-        """How many workers are ready."""
-        return len(self._slots)
+        return self.queue.items + self._retries.items
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
-        self._pending.check_invariants()
-        unanswered = {call: call.pending for call in self._pending}
-        self._slots.check_invariants()
+        self.queue.check_invariants()
+        unanswered = {call: call.pending for call in self.queue}
+        self.slots.check_invariants()
         self._retries.check_invariants()
         searches: dict[Search, int] = {}
         for part in self._parts():
@@ -589,7 +549,7 @@ class Batcher:
                     unanswered[call] = unanswered.get(call, 0) + stop - start
         assert all(call.unanswered == size for call, size in unanswered.items())
         assert all(search.parts == count for search, count in searches.items())
-        assert self._pending.counted <= self._max_pending
+        assert self.queue.counted <= self._max_pending
         self._cutter.check_invariants()
 
 

@@ -6,13 +6,13 @@ What is too late is left out when a batch is made.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 
 from ..observe.record import ORDINARY, BatchRecord, Call, Reason
 from ..supervision.health import Health
 from . import tuning
 from .actions import NOTHING, Actions
-from .batch_sizes import fit_size
 from .call_queue import CallQueue, run
 from .deadlines import UNKNOWN, Deadlines, Finish
 from .endings import Endings
@@ -26,6 +26,10 @@ _ALONE = Reason.ALONE
 
 #: Items of such batches should not wait for the next one.
 _URGENT = (Reason.DEADLINE, Reason.MAX_LATENCY)
+
+#: Least ratio of the rates for which items are left to the next batch. Arbitrary: costs are learned
+#: with some noise, and every further batch takes time in the scheduler and in the worker.
+_FITTING_GAIN = 1.1
 
 #: Most batches end no search.
 _NONE: Sequence[Search] = ()
@@ -351,7 +355,7 @@ class Cutter:
         pending, retries = self._pending, self._retries
         size, reason = decision.size, decision.reason
         if self._slots.sizes and decision.trial is None and reason not in _URGENT:
-            fitted = fit_size(min(size, pending.items), self._slots.sizes, self.policy.duration)
+            fitted = _fit_size(min(size, pending.items), self._slots.sizes, self.policy.duration)
             if fitted < min(size, pending.items):
                 size, reason = fitted, Reason.PAYS
         if size > retries.limit:
@@ -437,3 +441,22 @@ class Cutter:
                 or waiting < full
                 or (slots.taking > 1 and slots.items < full * slots.taking)
             )
+
+
+def _fit_size(size: int, sizes: Sequence[int], duration: Callable[[float], float]) -> int:
+    """How many of ``size`` items to cut now: all of them, or as many as need no padding.
+
+    33 items that are padded to 64 take as long as 64. If a batch of 32 computes more items per
+    second, the last item is better left to the next batch.
+
+    Args:
+        size: items that would be cut; at least 1.
+        sizes: those that batches are padded to, ascending.
+        duration: seconds for a batch of so many items.
+    """
+    at = bisect_right(sizes, size)
+    if at in (0, len(sizes)) or sizes[at - 1] == size:
+        return size
+    below, above = sizes[at - 1], sizes[at]
+    is_faster = below * duration(above) > _FITTING_GAIN * size * duration(below)
+    return below if is_faster else size

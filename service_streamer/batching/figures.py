@@ -22,10 +22,10 @@ class Figures:
     """Counts calls and batches, and tells of them.
 
     Args:
-        retries: parts of batches that wait to be run again.
         slots: of the workers.
 
     Attributes:
+        retries: parts of batches that wait to be run again, and what was counted of them.
         pending, policy: calls with items that are not cut, and what knows how long they take; both
             set by the batcher.
         accepted_calls, accepted_items, answered_calls: how many, so far.
@@ -45,7 +45,7 @@ class Figures:
     policy: Policy
 
     def __init__(self, retries: Retries, slots: Slots) -> None:
-        self._retries = retries
+        self.retries = retries
         self._slots = slots
         self.accepted_calls = self.accepted_items = self.answered_calls = 0
         self.failed_calls = self.expired_calls = self.cancelled_calls = 0
@@ -113,42 +113,6 @@ class Figures:
         self._count_back()
         return self._metrics
 
-    @property
-    def retried_items(self) -> int:
-        """Items that were to be run again since their worker died, so far."""
-        return self._retries.retried_items
-
-    @property
-    def isolated_calls(self) -> int:
-        """Calls that failed by themselves, so that others of their batch did not, so far."""
-        return self._retries.isolated_calls
-
-    @property
-    def is_searching_killers(self) -> bool:
-        """Whether a worker died, and what it had still waits to be computed again."""
-        return self._retries.has_waiting_alone
-
-    @property
-    def line(self) -> tuple[float, float] | None:
-        """What batches cost, as learned: see ``LearnedCost.line``."""
-        return self.policy.cost.line
-
-    @property
-    def batches_in_flight(self) -> int:
-        return len(self._slots.in_flight())
-
-    @property
-    def items_in_flight(self) -> int:
-        return self._slots.items
-
-    @property
-    def busy_slots(self) -> int:
-        return self._slots.busy
-
-    def stuck(self, now: float) -> float | None:
-        """For how long every worker has been at one batch, seconds, if that is too long."""
-        return self._slots.stuck(now)
-
     def load(self, failed: int, start_duration: float) -> Load:
         """What there is to do, for ``Autoscaling``.
 
@@ -168,7 +132,7 @@ class Figures:
             seconds = turn
         is_known = 0 < seconds < math.inf
         return Load(
-            waiting=self.pending.items + self._retries.items,
+            waiting=self.pending.items + self.retries.items,
             in_flight=self._slots.items,
             arrived=self.accepted_items + self.refused_items,
             served=served,

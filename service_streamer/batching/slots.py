@@ -67,7 +67,7 @@ class Slots:
         without_ahead: slots that hold a batch and take a full one ahead; ordered the same way.
         room: the most batches that each holds.
         places: of a model of steps, how many items a worker steps at a time; else 0.
-        sizes: as for ``Batcher``: those of the batches that their model computes.
+        sizes: those that the model pads batches to, ascending; none if it computes any size.
         grace: how many workers may have died with a batch that need not be alone with its worker.
         next_open: when the slowest stage of one of these is free, so that it takes any batch. For
             models with stages; else infinity.

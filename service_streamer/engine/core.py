@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..batching.actions import NOTHING, Actions
-from ..batching.batch_sizes import read_sizes
 from ..batching.batcher import Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.metrics import StreamerStats, WorkerStats
@@ -205,7 +204,7 @@ class Core:
         """Whether it is not known yet that a worker has become ready, waits, or has died."""
         if isinstance(event, (BatchReport, StepReport)) or event.slot not in self.supervisor:
             return False
-        return not (isinstance(event, WorkerReady) and event.slot in self.batcher)
+        return not (isinstance(event, WorkerReady) and event.slot in self.batcher.slots)
 
     def _list_unsent(self) -> None:
         """Have every batch sent that a worker is to have, and may not have been sent."""
@@ -269,7 +268,7 @@ class Core:
         if event.places and not self.batcher.has_steps:
             self.batcher.begin_steps(event.places, resumes=event.resumes)
         self.description = event.description or {}
-        self.batcher.sizes = read_sizes(self.description.get("batch_sizes"))
+        self.batcher.slots.sizes = _sizes_of(self.description.get("batch_sizes"))
         self._note(logging.INFO, "worker %d is ready", self.supervisor.place(slot))
         if self.state is EngineState.BROKEN:
             self._note(logging.WARNING, "calls are accepted again")
@@ -290,13 +289,13 @@ class Core:
         overlap = supervisor.overlap(slot)
         was_failing = supervisor.retry_at(place) is not None
         self._dying.discard(slot)
-        actions, held, retried = Actions(), 0, self.batcher.figures.retried_items
+        actions, held, retried = Actions(), 0, self.batcher.figures.retries.retried_items
         if loss in (Loss.CRASHED, Loss.DEVICE_FAILED, Loss.OUTAGE):
             held = self.batcher.items_held(slot)
             actions = self.batcher.worker_lost(
                 slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
             )
-            retried = self.batcher.figures.retried_items - retried
+            retried = self.batcher.figures.retries.retried_items - retried
         was_unwanted = supervisor.lost(
             slot,
             loss,
@@ -499,7 +498,7 @@ class Core:
     def stats(self) -> StreamerStats:
         batcher, supervisor = self.batcher, self.supervisor
         states = dict(supervisor.states())
-        busy = batcher.figures.busy_slots - states[WorkerState.RETIRING]
+        busy = batcher.slots.busy - states[WorkerState.RETIRING]
         ready = states.pop(WorkerState.READY)
         workers = {"idle": max(0, ready - busy), "busy": min(ready, max(0, busy))}
         workers |= {state.value: count for state, count in states.items()}
@@ -508,18 +507,18 @@ class Core:
         return StreamerStats(
             state=self.state.value,
             pending=batcher.pending_items,
-            in_flight=batcher.figures.items_in_flight,
-            batches_in_flight=batcher.figures.batches_in_flight,
+            in_flight=batcher.slots.items,
+            batches_in_flight=len(batcher.slots.in_flight()),
             workers=workers,
             restarts=supervisor.restarts,
             accepted=batcher.figures.accepted_calls,
             answered=batcher.figures.answered_calls,
             failed=batcher.figures.failed_calls,
-            retries=batcher.figures.retried_items,
+            retries=batcher.figures.retries.retried_items,
             expired=batcher.figures.expired_calls,
             cancelled=batcher.figures.cancelled_calls,
             rejected=batcher.figures.rejected_calls,
-            isolated=batcher.figures.isolated_calls,
+            isolated=batcher.figures.retries.isolated_calls,
             ceilings={supervisor.place(slot): n for slot, n in self.ceilings.items()},
             trouble=self._trouble(),
             **self._scaling_stats(),
@@ -543,7 +542,7 @@ class Core:
         if health.is_failing(now):
             last = f"; the last error was {self._last_error}" if self._last_error else ""
             return f"the last {health.row} batches failed, and none was computed since{last}"
-        seconds = self.batcher.figures.stuck(now)
+        seconds = self.batcher.slots.stuck(now)
         if seconds is not None:
             return f"every worker has been at one batch for {seconds:.0f} s or longer"
         return None
@@ -552,3 +551,11 @@ class Core:
 def _to_answer(calls: Sequence[Call]) -> list[Call]:
     """Those that are over and whose callers may not know it: all but those that they withdrew."""
     return [call for call in calls if call.is_over and (call.failure or not call.unanswered)]
+
+
+def _sizes_of(sizes: object) -> tuple[int, ...]:
+    """The sizes that a model's description names; none if they are not ascending whole numbers."""
+    if not isinstance(sizes, (list, tuple)) or any(type(each) is not int for each in sizes):
+        return ()
+    is_ascending = all(left < right for left, right in zip((0, *sizes), sizes, strict=False))
+    return tuple(sizes) if is_ascending else ()

@@ -222,10 +222,10 @@ class Engine:
         with core.lock:
             now, stats = core.clock(), core.stats()
             recent, restarted_at = [*core.batcher.figures.recent], [*core.restarted_at]
-            line = core.batcher.figures.line
+            line = core.batcher.figures.policy.cost.line
             log = None if core.batcher.steps is None else core.batcher.steps.log
             logged = None if log is None else ([*log.steps], [*log.first_outputs])
-            ready = core.batcher.slots
+            ready = len(core.batcher.slots)
         snapshot = Snapshot(
             state=stats.state,
             workers=stats.workers,
@@ -266,7 +266,7 @@ class Engine:
     def late(self, timeout: float | None) -> StreamerError:
         """What to raise when the results were not there within ``timeout`` seconds."""
         text = f"no result within {timeout} s ({self.describe()})"
-        if self.core.batcher.figures.is_searching_killers:
+        if self.core.batcher.figures.retries.has_waiting_alone:
             text += "; a worker died, and the search for the item at fault is still running"
         return PredictTimeout(text)
 
@@ -452,7 +452,7 @@ class Engine:
             takes = batcher.hopeless_for(call, now)
             if takes:
                 raise TooLate(
-                    f"this call would take {takes:.3g} s at the least, with {batcher.new_items} "
+                    f"this call would take {takes:.3g} s at the least, with {batcher.queue.items} "
                     f"items waiting, and its timeout is {timeout:.3g} s; send less at once, or try "
                     "again later"
                 )
@@ -588,7 +588,7 @@ class Engine:
     @property
     def serving(self) -> int:
         """How many workers take batches."""
-        return self.core.batcher.slots
+        return len(self.core.batcher.slots)
 
     @property
     def batch_duration(self) -> float:
@@ -598,7 +598,7 @@ class Engine:
     @property
     def room(self) -> int:
         """The most batches that a worker holds."""
-        return self.core.batcher.room
+        return self.core.batcher.slots.room
 
     def wait_serving(self, timeout: float | None) -> int:
         """Block until a worker takes batches; returns how many do, 0 if the time ended first.
@@ -608,12 +608,12 @@ class Engine:
             StreamerClosed: it is closed, or was meanwhile.
         """
         core = self.core
-        serving = 0 if core.refusal is not None else core.batcher.slots
+        serving = 0 if core.refusal is not None else len(core.batcher.slots)
         if not serving:
             with core.lock:
                 core.changed.wait_for(lambda: core.batcher.slots or core.refusal, timeout)
                 self._check_accepting()  # also with workers, if the loop has failed
-                serving = core.batcher.slots
+                serving = len(core.batcher.slots)
         return serving
 
     def try_start_once(self) -> None:
@@ -772,6 +772,6 @@ class Engine:
                 )
             batcher.figures.refused_items += size  # a shorter queue would have had room for them
             raise Overloaded(
-                f"{batcher.counted_items} items wait, and {size} more would be beyond max_pending "
+                f"{batcher.queue.counted} items wait, and {size} more would be beyond max_pending "
                 f"of {self._max_pending}; try again later"
             )

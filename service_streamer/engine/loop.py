@@ -294,9 +294,9 @@ class Loop:
                 core.condemn(slot, now)
             orders, retired = core.supervise(now)
             hung = [
-                (slot, core.batcher.limit(slot))
+                (slot, core.batcher.slots.limit(slot))
                 for slot in [slot for actions in rest for slot in actions.hung]
-                if slot in core.batcher
+                if slot in core.batcher.slots
             ]
             slow = [(slot, core.supervisor.start_bound(slot)) for slot in orders.kill]
             vacant = [slot for actions in [*rest, retired] for slot in actions.vacant]
@@ -310,7 +310,7 @@ class Loop:
         for slot in stop:
             self._transport.stop(slot)
         for slot, seconds in hung:
-            if core.batcher.ends_hung:
+            if core.batcher.slots.ends_hung:
                 self._transport.kill(slot, self._hang.format(seconds))
             else:
                 self._log_hang(slot, seconds)
