@@ -52,6 +52,7 @@ def describe_pipeline(pipeline: Any, name: str, operations: list[str]) -> dict[s
         "labels": [str(labels[at]) for at in sorted(labels)] if labels else None,
         "candidate_labels_required": "candidate_labels" in TASKS[task].parameters,
         "max_tokens": None,
+        "max_sound_seconds": None,
         "chats": task == "text-generation" and bool(pipeline.tokenizer.chat_template),
         "device": str(pipeline.device),
         "attention": getattr(model.config, "_attn_implementation", None),

@@ -35,7 +35,7 @@ class Request:
         position: its index in the batch.
         encoded: the inputs' tokens, or the pixels of an image, if the handler keeps them.
         error: why it is invalid, if the handler found that out later than in ``prepare``.
-        tokens: number of tokens of the inputs, once counted.
+        tokens: number of tokens of the inputs, or of samples, once counted.
         key: requests with the same key are computed together.
     """
 
