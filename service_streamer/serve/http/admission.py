@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,6 +133,12 @@ class Admission:
         if sizes is None:
             return 0
         self._check_request(sizes)
+        longest = description.get("max_sound_seconds")
+        if longest is not None and sizes.longest > longest:
+            raise _too_much(
+                "longest sound", math.ceil(sizes.longest), "seconds", longest,
+                "--max-batch-seconds", "send it in parts",
+            )  # fmt: skip
         most = self._options.max_large_pixels
         if sizes.large and most is not None and self.large + sizes.large > most:
             raise Refusal(
@@ -179,11 +186,12 @@ class Admission:
 
 
 def _too_much(what: str, count: int, unit: str, limit: float, option: str, advice: str) -> Refusal:
-    verb = "may have" if what == "answers" else "have"
+    verb = {"answers": "may have", "longest sound": "has"}.get(what, "have")
+    total = "" if verb == "has" else " in total"
     return Refusal(
         413,
         "invalid_request_error",
-        f"the {what} of this request {verb} {count:,} {unit} in total, but the service's limit "
+        f"the {what} of this request {verb} {count:,} {unit}{total}, but the service's limit "
         f"is {limit:,.0f} ({option}); {advice}",
         reason="too_large",
         code="request_too_costly",
