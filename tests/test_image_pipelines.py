@@ -25,13 +25,14 @@ from pipeline_cases import (
     loaded,
     plain,
     reference,
+    refusal,
     samples,
     saved,
     served,
     sound,
     variant,
 )
-from service_streamer import InvalidInput
+from service_streamer import InvalidInput, InvalidItems
 from service_streamer.pipelines import PipelineModel
 
 pytestmark = pytest.mark.xdist_group("image-pipelines")
@@ -231,6 +232,63 @@ def test_the_one_label_of_a_sound_is_certain(tmp_path: Path) -> None:
     assert answer == [{"score": 1.0, "label": "yes"}]
     alone = reference(source, "audio-classification")
     assert answer == plain(alone(np.array(samples(1600), np.float32)))
+
+
+#: A forward pass takes one second of sound.
+SECOND = 16_000
+
+
+@pytest.mark.parametrize("name", ["sounds", "speech"])
+def test_a_batch_of_sounds_is_computed_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = [sound(SECOND // 2)] * 3 + [sound(SECOND)]
+    wanted = served(name).predict(sent)
+    model = loaded(folder(name), max_batch_seconds=1)
+    calls = count_calls(monkeypatch, model.model.model, "forward")
+    assert_close(model.predict(sent), wanted, 1e-3)
+    assert sorted(calls) == [1, 1, 2]
+
+
+def test_a_sound_is_refused_if_it_cannot_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    short, long = sound(SECOND), sound(SECOND + 1)
+    model = loaded(folder("sounds"), max_batch_seconds=1)
+    assert "max_batch_seconds" in refusal(model, long)
+    with pytest.raises(InvalidItems) as caught:
+        model.predict([short, long, long])
+    assert [*caught.value.errors] == [1, 2]
+    with pytest.raises(InvalidItems, match="max_batch_seconds"):
+        model.collate([apart("sounds").preprocess([long])])
+    monkeypatch.delattr(transformers.Wav2Vec2Config, "inputs_to_logits_ratio")
+    assert "max_batch_seconds" in refusal(loaded(folder("speech"), max_batch_seconds=1), long)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("sounds", 60), ("spectrograms", None), ("speech", None), ("whisper", None)]
+)
+def test_the_longest_sound_is_known_if_a_model_cannot_cut_it(name: str, most: int | None) -> None:
+    model = loaded(folder(name), max_batch_seconds=1)
+    assert served(name).describe()["max_sound_seconds"] == most
+    assert model.describe()["max_sound_seconds"] == (most and 1)
+    if most is None:
+        assert model.predict([sound(3 * SECOND)])
+
+
+def test_a_long_sound_is_recognized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, whole = loaded(folder("speech"), max_batch_seconds=1), served("speech")
+    usual, lengths = model.model.model.forward, []
+
+    def forward(*args: Any, **inputs: Any) -> Any:
+        lengths.append(inputs["input_values"].shape[1])
+        return usual(*args, **inputs)
+
+    monkeypatch.setattr(model.model.model, "forward", forward)
+    for count, parameters in ((SECOND, {}), (40_000, {}), (40_000, {"return_timestamps": "word"})):
+        lengths.clear()
+        sent = {"raw": samples(count), "sampling_rate": SECOND}
+        options = {"chunk_length_s": 1.0, **parameters} if count > SECOND else parameters
+        [answer] = model.predict([item(sent, **parameters)])
+        assert max(lengths) == SECOND
+        assert answer == plain(whole.model(np.array(sent["raw"], np.float32), **options))
+    assert len(lengths) == 4, "each piece has a sixth of context on both sides"
 
 
 def apart(name: str) -> PipelineModel:

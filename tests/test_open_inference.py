@@ -243,6 +243,23 @@ def test_files_are_answered_as_predict_does(tiny: ServingHere) -> None:
     assert json.loads(output["data"][0]) == said.json()
 
 
+def test_a_sound_that_the_model_cannot_cut_gets_413() -> None:
+    from pipeline_cases import sound
+
+    file, tensor = (
+        base64.b64decode(sound(16_001)),
+        {"name": "audio", "shape": [1], "datatype": "BYTES"},
+    )
+    with ServingHere(str(folder("sounds")), "--max-batch-seconds", "1") as service:
+        name = service.client.get("/info").json()["model"]
+        answers = [
+            service.client.post("/predict", content=file, headers={"content-type": "audio/wav"}),
+            post_binary(service, name, tensor, len(file).to_bytes(4, "little") + file),
+        ]
+    for answer in answers:
+        assert "--max-batch-seconds" in str(told(answer, 413))
+
+
 def test_every_kind_of_input_is_tried() -> None:
     assert {TASKS[each].takes for each in MODELS} == {each.takes for each in TASKS.values()}
 

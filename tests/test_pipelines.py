@@ -440,8 +440,9 @@ def test_it_describes_itself() -> None:
     assert said == {
         "task": "fill-mask", "model": "text_infilling", "mask_token": "[MASK]",
         "operations": ["predict", "tokenize", "decode"], "takes_parameters": True, "labels": None,
-        "candidate_labels_required": False, "max_tokens": 64, "device": "cpu", "dtype": "float32",
-        "dtype_reason": "as saved", "attention": "sdpa", "quantization": None, "compiled": False,
+        "candidate_labels_required": False, "max_tokens": 64, "max_sound_seconds": None,
+        "device": "cpu", "dtype": "float32", "dtype_reason": "as saved",
+        "attention": "sdpa", "quantization": None, "compiled": False,
         "batch_sizes": None, "chats": False, "vector_size": None,
         "example": "Happy birthday to [MASK].", "revision": None,
     }  # fmt: skip

@@ -253,6 +253,9 @@ def test_what_has_no_effect_on_a_model_is_refused() -> None:
     for name in ("gpt2", "pictures", "sounds"):
         with pytest.raises(ValueError, match="max_batch_tokens"):
             loaded(folder(name), max_batch_tokens=8)
+    for name in ("gpt2", "pictures"):
+        with pytest.raises(ValueError, match="max_batch_seconds"):
+            loaded(folder(name), max_batch_seconds=8)
     for name in ("gpt2", "detector", "speech"):
         with pytest.raises(ValueError, match="compile"):
             loaded(folder(name), compile=True)

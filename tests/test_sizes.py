@@ -173,7 +173,9 @@ THUMBNAIL = base64.b64encode(file("PNG", 30, 20)).decode()
         ("text-classification", [item({"text": "ab", "text_pair": "c"}, "rerank")],
          Sizes(characters=3)),
         ("image-classification", [PICTURE, item(THUMBNAIL)], Sizes(6_000_600, 6_000_000)),
-        ("audio-classification", [sound(2), {"sampling_rate": 1, "raw": [0]}], Sizes(seconds=3)),
+        ("audio-classification", [sound(2), {"sampling_rate": 1, "raw": [0]}],
+         Sizes(seconds=3, longest=2)),
+        ("audio-classification", [b"\0" * 16_000], Sizes(seconds=2)),  # at most
     ],
 )  # fmt: skip
 def test_sizes_are_the_sums_of_a_request(task: Any, items: Any, sizes: Sizes | None) -> None:
@@ -243,6 +245,15 @@ def test_a_request_that_costs_too_much_is_refused(
         assert word in str(refused)
     assert refused.status == 413
     assert b'"code":"request_too_costly"' in refused.body
+
+
+def test_a_sound_that_the_model_cannot_cut_is_refused() -> None:
+    admission, about = Admission(LIMITS), {"task": "audio-classification", "max_sound_seconds": 1}
+    admission.check(about, [sound(1), sound(1)])
+    refused = refusal_by(admission, about, [sound(0.2), sound(1.2)])
+    assert "2 seconds" in str(refused)
+    assert "--max-batch-seconds" in str(refused)
+    assert refused.status == 413
 
 
 def test_large_images_of_all_requests_have_a_bound() -> None:

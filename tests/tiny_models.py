@@ -223,6 +223,19 @@ def sounds(folder: Path) -> None:
 
 
 @_model
+def spectrograms(folder: Path) -> None:
+    """Every sound is cut or padded to 32 frames."""
+    from transformers import ASTFeatureExtractor
+
+    ASTFeatureExtractor(max_length=32, num_mel_bins=16).save_pretrained(folder)
+    _save(
+        folder, "AST", "ASTForAudioClassification", hidden_size=8, num_hidden_layers=1,
+        num_attention_heads=2, intermediate_size=8, max_length=32, num_mel_bins=16,
+        id2label={0: "yes", 1: "no"},
+    )  # fmt: skip
+
+
+@_model
 def speech(folder: Path) -> None:
     from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor
 

@@ -31,7 +31,7 @@ class Buckets(NamedTuple):
         rows: items of a batch, ascending; empty if batches may have any number of them.
         tokens: tokens of each item, ascending; empty if items may have any number of them, or if
             they have none, such as images.
-        most: upper bound on rows × tokens of a batch; None sets no bound.
+        most: upper bound on rows × tokens (or samples) of a batch; None sets no bound.
     """
 
     rows: tuple[int, ...]

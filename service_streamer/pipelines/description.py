@@ -54,6 +54,7 @@ def describe_pipeline(pipeline: Any, name: str, operations: list[str]) -> dict[s
         "labels": [str(labels[at]) for at in sorted(labels)] if labels else None,
         "candidate_labels_required": "candidate_labels" in TASKS[task].parameters,
         "max_tokens": None,
+        "max_sound_seconds": None,
         "vector_size": getattr(model.config, "hidden_size", None) if task == _EMBEDS else None,
         "chats": task == "text-generation" and bool(pipeline.tokenizer.chat_template),
         "device": str(pipeline.device),

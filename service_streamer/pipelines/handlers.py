@@ -24,12 +24,15 @@ class Handler(ABC):
         has_buckets: whether ``collate`` does so; then the model can be compiled.
         warms_up: whether the first request is slow, because it runs the model as no other handler
             does.
+        computes_whole: whether it cannot cut sounds. Then those that are longer than
+            ``buckets.most`` samples are refused.
     """
 
     limit: int | None = None
     buckets: Buckets = NO_BUCKETS
     has_buckets: bool = False
     warms_up: bool = True
+    computes_whole: bool = False
 
     @abstractmethod
     def prepare(self, request: Request) -> None:

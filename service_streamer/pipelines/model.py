@@ -19,6 +19,7 @@ from .loading import find_model, generates, load_pipeline, read_json, shown_name
 from .portable_errors import portable_errors
 from .requests import Request
 from .sizes import item_length
+from .sounds import CPU_SECONDS, GPU_SECONDS
 from .suiting import check_suits
 from .task_handlers import handlers_of
 from .tasks import TASKS, check_parameters, parse_item
@@ -123,6 +124,7 @@ class PipelineModel(ManagedModel):
         devices: int | None = None,
         compile: bool = False,  # noqa: A002 - torch's name
         max_batch_tokens: int | None = None,
+        max_batch_seconds: int | None = None,
     ) -> None:
         """Load the model, and run each of its operations once.
 
@@ -144,6 +146,9 @@ class PipelineModel(ManagedModel):
                 batches are padded. It takes minutes.
             max_batch_tokens: upper bound on the tokens of a forward pass, padding included; larger
                 batches are computed in parts, and a text beyond it alone. None sets no bound.
+            max_batch_seconds: upper bound on the seconds of sound of a forward pass; larger batches
+                are computed in parts. A longer sound is recognized in pieces, and is invalid where
+                the model cannot do that. None for 60 on a CPU, 600 on a GPU.
 
         Raises:
             FileNotFoundError: there is no such model, or a file of it is missing.
@@ -160,11 +165,16 @@ class PipelineModel(ManagedModel):
         self.handlers, self._obstacle = handlers_of(
             self.model, partial(read_json, source, hub=hub), batch_size
         )
-        self.buckets = self._buckets(batch_size, max_batch_tokens, compiles=compile)
+        self.buckets = self._buckets(
+            batch_size, max_batch_tokens, max_batch_seconds, compiles=compile
+        )
         self.description = describe_pipeline(self.model, shown_name(source), list(self.handlers))
         self.description["max_tokens"] = min(
             (handler.limit for handler in self.handlers.values() if handler.limit), default=None
         )
+        if any(handler.computes_whole for handler in self.handlers.values()):
+            rate = self.model.feature_extractor.sampling_rate
+            self.description["max_sound_seconds"] = (self.buckets.most or 0) // rate
         self.description |= {
             "revision": None if hub is None else hub.commit,
             "dtype": precision.dtype,
@@ -214,6 +224,12 @@ class PipelineModel(ManagedModel):
 
     def _grouped(self, requests: list[Request]) -> list[Group]:
         """Requests that share a forward pass, with what it is given."""
+        seconds, most = self.description["max_sound_seconds"], self.buckets.most or 0
+        if seconds and (long := [each.position for each in requests if each.tokens > most]):
+            # Not before: a preprocess process does not know the device.
+            says = f"the sound is too long; the model takes {seconds} seconds (max_batch_seconds)"
+            wrong = {at: InvalidInput(f"inputs: {says}; send it in parts") for at in long}
+            raise InvalidItems(wrong)
         groups: dict[Hashable, list[Request]] = {}
         for request in requests:
             groups.setdefault(request.key, []).append(request)
@@ -279,14 +295,20 @@ class PipelineModel(ManagedModel):
     def _handler(self, request: Request) -> Handler:
         return self._describer if request.do == "describe" else self.handlers[request.do]
 
-    def _buckets(self, batch_size: int, most: int | None, *, compiles: bool) -> Buckets:
+    def _buckets(
+        self, batch_size: int, most: int | None, seconds: int | None, *, compiles: bool
+    ) -> Buckets:
         """The shapes of batches, which each handler gets.
 
         Raises:
             ValueError: an argument does not suit the task.
         """
         check_suits(self.task, {"max_batch_tokens": most, "compile": compiles})
+        check_suits(self.task, {"max_batch_seconds": seconds})
         takes = TASKS[self.task].takes
+        if takes == "audio":
+            usual = CPU_SECONDS if self.model.device.type == "cpu" else GPU_SECONDS
+            most = (seconds or usual) * self.model.feature_extractor.sampling_rate
         buckets = NO_BUCKETS._replace(most=most)
         handlers = self.handlers.values()
         if compiles:

@@ -24,7 +24,7 @@ class Request:
         position: its index in the batch.
         encoded: the inputs' tokens, or the pixels of an image, if the handler keeps them.
         error: why it is invalid, if the handler found that out later than in ``prepare``.
-        tokens: number of tokens of the inputs, once counted.
+        tokens: number of tokens of the inputs, or of samples, once counted.
         wants_arrays: whether many numbers may come as a numpy array, and not in lists.
         key: requests with the same key are computed together.
     """

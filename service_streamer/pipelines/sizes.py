@@ -43,6 +43,7 @@ class Sizes(NamedTuple):
         pixels: decoded pixels of all images.
         large: decoded pixels of the images above ``LARGE``.
         seconds: duration of all sounds.
+        longest: duration of the longest sound, of those whose headers can be read.
         characters: characters of all texts, times how often the model reads them.
         tokens: tokens that may be generated.
         answer: bytes of the numbers that are answered, about; 0 if they are few, or not known.
@@ -54,6 +55,7 @@ class Sizes(NamedTuple):
     characters: int = 0
     tokens: int = 0
     answer: int = 0
+    longest: float = 0.0
 
 
 def sizes_of(description: Mapping[str, Any], items: Iterable[Any]) -> Sizes | None:
@@ -70,7 +72,9 @@ def sizes_of(description: Mapping[str, Any], items: Iterable[Any]) -> Sizes | No
         pixels = [image_pixels(parse_item(item)[1]) for item in items]
         return Sizes(sum(pixels), sum(each for each in pixels if each > LARGE))
     if known.takes == "audio":
-        return Sizes(seconds=sum(sound_seconds(parse_item(item)[1]) for item in items))
+        sounds = [parse_item(item)[1] for item in items]
+        longest = max((stated_seconds(each) or 0.0 for each in sounds), default=0.0)
+        return Sizes(seconds=sum(map(sound_seconds, sounds)), longest=longest)
     characters = tokens = vectors = 0
     embeds = task == "feature-extraction"
     usual = USUAL_TOKENS if task in GENERATING else 0
@@ -218,6 +222,12 @@ def _little(data: bytes) -> int:
 
 def sound_seconds(value: object) -> float:
     """Duration of a sound, from its header or its samples. Never raises."""
+    stated = stated_seconds(value)
+    return _reader(value)[1] / _LEAST_RATE if stated is None else stated
+
+
+def stated_seconds(value: object) -> float | None:
+    """Duration of a sound; None if its header is malformed, or too long. Never raises."""
     if isinstance(value, Mapping):
         raw, rate = value.get("raw"), value.get("sampling_rate")
         if isinstance(raw, (list, tuple)) and isinstance(rate, int) and rate > 0:
@@ -229,8 +239,8 @@ def sound_seconds(value: object) -> float:
             width = file.getnchannels() * file.getsampwidth()
             # A streamed file does not know its length, and says 4 GB.
             return float(min(file.getnframes(), size // width) / file.getframerate())
-    except Exception:  # malformed, or the header is long
-        return size / _LEAST_RATE
+    except Exception:
+        return None
 
 
 #: Length of items of constant cost: images, which are resized alike, and malformed items.

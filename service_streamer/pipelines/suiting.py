@@ -48,6 +48,9 @@ def check_suits(
             f"{name('max_batch_tokens')} has no effect on {task}: it is for tasks on texts "
             f"other than generation; leave it out, or set {name('max_batch_cost')}"
         )
+    if options.get("max_batch_seconds") is not None and takes != "audio":
+        option = name("max_batch_seconds")
+        raise ValueError(f"{option} has no effect on {task}: it is for sounds; leave it out")
     if options.get("compile") and task in _UNCOMPILED:
         raise ValueError(f"models of {task} cannot be compiled here; leave {name('compile')} out")
     if options.get("preprocess_workers") and task == "image-to-text":

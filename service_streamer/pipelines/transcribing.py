@@ -30,6 +30,7 @@ class Transcriber(SpeechRecognizer, TextHandler):
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__(pipeline)
+        self.computes_whole = False  # ``generate`` cuts sounds
         prepare_padding(pipeline.model, pipeline.tokenizer, "right")  # pipelines ask for it
 
     def prepare(self, request: Request) -> None:

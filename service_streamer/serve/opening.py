@@ -189,6 +189,7 @@ def pool_options(options: ServeOptions | WorkerCommandOptions) -> tuple[str, Str
             "compile": options.compile,
             "devices": gpus_of_worker(options),
             "max_batch_tokens": options.max_batch_tokens,
+            "max_batch_seconds": options.max_batch_seconds,
             "batch_size": options.batch_size,
         }
     return target, StreamerOptions.select(

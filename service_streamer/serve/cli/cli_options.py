@@ -25,8 +25,12 @@ from .config import read_defaults, tables_of
 #: them is looked at with its own options, so the common ones may have no effect on some.
 CONFIG, SEVERAL = "service_streamer.config", "service_streamer.several"
 
+_OF_PIPELINES = (
+    "task", "dtype", "attention", "quantization", "compile", "max_batch_tokens",
+    "max_batch_seconds",
+)  # fmt: skip
 _OF_HOSTS = (
-    "task", "dtype", "attention", "quantization", "compile", "max_batch_tokens", "revision",
+    *_OF_PIPELINES, "revision",
     "workers", "target_wait", "devices", "devices_per_worker", "cpu_threads", "preprocess_workers",
     "batch_size", "max_latency", "length", "max_batch_cost", "batch_timeout", "start_timeout",
 )  # fmt: skip
@@ -75,8 +79,7 @@ _RULES = (
         lambda options: options.ray is None, "without --ray; leave it out, or add --ray",
     ),
     _Rule(
-        (SERVE, WORKER),
-        ("dtype", "attention", "quantization", "compile", "max_batch_tokens", "task"), _is_own,
+        (SERVE, WORKER), _OF_PIPELINES, _is_own,
         "on a model of your own (module:Class); it is for pipelines",
     ),
     _Rule(

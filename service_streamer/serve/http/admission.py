@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -172,6 +173,12 @@ class Admission:
         if sizes is None:
             return Sizes()
         self._check_request(sizes)
+        longest = description.get("max_sound_seconds")
+        if longest is not None and sizes.longest > longest:
+            raise _too_much(
+                "longest sound", math.ceil(sizes.longest), "seconds", longest,
+                "--max-batch-seconds", "send it in parts",
+            )  # fmt: skip
         return sizes
 
     def enter(self, large: int, left: float, now: float) -> asyncio.Future[None]:
@@ -270,11 +277,12 @@ def answer_too_large(size: int, most: int) -> Refusal:
 
 
 def _too_much(what: str, count: int, unit: str, limit: float, option: str, advice: str) -> Refusal:
-    verb = "may have" if what == "answers" else "have"
+    verb = {"answers": "may have", "longest sound": "has"}.get(what, "have")
+    total = "" if verb == "has" else " in total"
     return Refusal(
         413,
         "invalid_request_error",
-        f"the {what} of this request {verb} {count:,} {unit} in total, but the service's limit "
+        f"the {what} of this request {verb} {count:,} {unit}{total}, but the service's limit "
         f"is {limit:,.0f} ({option}); {advice}",
         reason="too_large",
         code="request_too_costly",
