@@ -61,16 +61,30 @@ _places: dict[CodeType, frozenset[int]] = {}
 
 
 def _places_of(code: CodeType) -> frozenset[int]:
-    """Offsets of the instructions before which a signal may be handled."""
+    """Offsets of the instructions before which a signal may be handled.
+
+    What a handler raises belongs to the instruction before. Here it is raised in the next one,
+    which must have the same ``except`` or ``with`` around it. After the call of ``return f()`` in a
+    ``with`` block that is not so: the lock would stay locked, which cannot happen.
+    """
     found = _places.get(code)
     if found is None:
-        offsets, is_after = set(), False
+        entries = getattr(dis.Bytecode(code), "exception_entries", ())
+        offsets, before = set(), None
         for each in dis.get_instructions(code):
-            if is_after:
+            if before is not None and _handler_at(before, entries) == _handler_at(
+                each.offset, entries
+            ):
                 offsets.add(each.offset)
-            is_after = each.opname.startswith(_LOOKS_AFTER) and each.opname != "PRECALL"
+            looks = each.opname.startswith(_LOOKS_AFTER) and each.opname != "PRECALL"
+            before = each.offset if looks else None
         found = _places[code] = frozenset(offsets)
     return found
+
+
+def _handler_at(offset: int, entries: Any) -> int | None:
+    """Where an exception at an offset goes on; None if it leaves the function."""
+    return next((each.target for each in entries if each.start <= offset < each.end), None)
 
 
 @contextlib.contextmanager
