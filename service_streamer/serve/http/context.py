@@ -58,11 +58,12 @@ class Context(Protocol):
     def compute(self, items: list[Any]) -> Awaitable[list[Any]]:
         """Compute items in batches with other callers' items."""
 
-    async def answer(self, make: Callable[[], Any]) -> JSONAnswer:
+    async def answer(self, make: Callable[[], Any], size: int = 0) -> JSONAnswer:
         """The answer in JSON, of what was computed last.
 
         Args:
             make: makes it, in a thread if it is large.
+            size: bytes of its numbers, if that is known here.
         """
 
     async def stream(self, item: Any, form: Form, *others: Any) -> EventStream:

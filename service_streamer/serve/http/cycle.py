@@ -297,7 +297,7 @@ class Cycle:
             try:
                 raise failure.exception()
             finally:  # they may hold the error itself, whose traceback has this frame: a cycle
-                del failure, outcome, reply
+                del failure, outcome, reply, new
         self.timing = getattr(reply.answered, "timing", None)
         size = sum(map(_size_of, outputs))
         if size <= WRITTEN_AT_ONCE:

@@ -224,8 +224,8 @@ class ServiceCycle(Cycle):
             self.expect_answer(sizes.answer)
         return self._compute_large(items, sizes.large) if sizes.large else self.submit(items)
 
-    async def answer(self, make: Callable[[], Any]) -> JSONAnswer:
-        if self.answer_size <= WRITTEN_AT_ONCE:
+    async def answer(self, make: Callable[[], Any], size: int = 0) -> JSONAnswer:
+        if max(size, self.answer_size) <= WRITTEN_AT_ONCE:
             return encode(make())
         timing = () if self.timing is None else (timing_header(self.timing),)
         return await write_json(make, self.exchange, (JSON_TYPE, *timing))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import msgspec
@@ -42,7 +43,8 @@ async def infer_tensors(body: bytes, context: Context) -> JSONAnswer | BinaryAns
     except ModuleNotFoundError as error:
         raise lacks_numpy(error) from None
     if not parts:
-        return await context.answer(lambda: answer)
+        size = sum(4 * math.prod(each.shape) for each, _ in tensors)
+        return await context.answer(lambda: answer, size)
     header = encode(answer)
     length = b"%d" % len(header)
     return BinaryAnswer(
