@@ -223,14 +223,14 @@ class Unending(ManagedModel):
     def init_model(self, gate: Gate) -> None:
         self.gate = gate
 
-    def check_wanted(self) -> None:
+    def raise_if_unwanted(self) -> None:
         """Workers replace it."""
 
     def predict(self, batch: list[int]) -> list[int]:
         if 0 in batch:
             self.gate.go_through()
         while 0 in batch:
-            self.check_wanted()
+            self.raise_if_unwanted()
             time.sleep(0.001)
         return batch
 

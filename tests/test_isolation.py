@@ -224,6 +224,27 @@ def test_all_that_a_lost_host_stepped_at_once_is_charged() -> None:
     assert [sum(batch.search.outages.values()) for batch in again] == [1, 1]
 
 
+def test_a_batch_that_is_given_up_since_its_callers_have_gone_says_nothing_of_others() -> None:
+    batcher = Batcher(batch_size=8, max_latency=0.0)
+    batcher.worker_ready(0, 0.0)
+    for _ in range(9):
+        calls = [Call([None], None) for _ in range(8)]
+        told = [batcher.call_submitted(call, 0.0, more=True) for call in calls]
+        [batch] = [batch for actions in told for batch in actions.batches]
+        assert batch.size == 8
+        for call in calls:
+            assert batcher.call_withdrawn(call)
+        assert batcher.take_unwanted() == [(0, batch.id)]
+        assert not batcher.take_unwanted()
+        batcher.batch_returned(BatchReport(batch.id, failure="given up", slot=0), 0.0)
+    shared, alone = (Call([None], None) for _ in range(2))
+    batcher.call_submitted(shared, 0.0, more=True)
+    batcher.call_submitted(alone, 0.0, more=True)
+    assert len(batcher.calls_submitted(0.0).batches) == 1
+    assert batcher.call_withdrawn(alone)
+    assert not batcher.take_unwanted(), "the other one waits"
+
+
 def test_a_part_that_no_caller_waits_for_any_more_holds_up_no_batch() -> None:
     """Another batch of its call has failed meanwhile. A full one is sent ahead all the same."""
     batcher = Batcher(batch_size=5, max_latency=0.0)

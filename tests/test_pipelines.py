@@ -459,12 +459,12 @@ def test_a_batch_may_end_before_each_call_of_the_model(monkeypatch: pytest.Monke
     model = loaded(folder("gpt2"))
     left = [True] * 3
 
-    def check_wanted() -> None:
+    def raise_if_unwanted() -> None:
         if not left:
             raise InvalidInput("nobody waits")
         left.pop()
 
-    monkeypatch.setattr(model, "check_wanted", check_wanted)
+    monkeypatch.setattr(model, "raise_if_unwanted", raise_if_unwanted)
     with pytest.raises(InvalidInput, match="nobody waits"):
         model.predict([item("the king", max_new_tokens=9)])
     left.extend([True] * 99)

@@ -18,6 +18,7 @@ from PIL import Image
 from http_in_process import (
     StubStreamer,
     asking,
+    in_event_loop,
     in_still_time,
     pass_time,
     post,
@@ -304,15 +305,30 @@ async def test_large_images_whose_turn_comes_too_late_are_refused_at_once() -> N
     streamer = Pictures()
     async with serving_as(streamer, LIMITS) as served:
         clients = [await asking(served.site, asks_for(PICTURE)) for _ in range(4)]
-        await pass_time(10.0)
-        streamer.open.pop(0).reply.complete([1])
-        await settled()
-        assert clients[0].received.startswith(b"HTTP/1.1 200")
-        clients += [await asking(served.site, asks_for(PICTURE)) for _ in range(3)]
+        for _ in range(2):
+            await pass_time(10.0)
+            streamer.open.pop(0).reply.complete([1])
+            await settled()
+        assert clients[1].received.startswith(b"HTTP/1.1 200")
+        clients += [await asking(served.site, asks_for(PICTURE)) for _ in range(4)]
         *waiting, last = clients[4:]
         assert not any(each.received for each in waiting), "30 s at 10 s for each"
         assert last.received.startswith(b"HTTP/1.1 503")
         assert b"retry-after: 2" in last.received
+
+
+@in_event_loop
+async def test_what_leaves_while_others_do_gives_back_what_it_has_taken() -> None:
+    admission = Admission(LIMITS)
+    turns = [admission.enter(6_000_000, 30.0) for _ in range(4)]
+    turns[2].cancel()
+    admission.leave(6_000_000, turns[0], is_done=True)
+    admission.leave(6_000_000, turns[2], is_done=False)
+    assert turns[3].done()
+    assert admission.large == 12_000_000
+    for turn in (turns[1], turns[3]):
+        admission.leave(6_000_000, turn, is_done=True)
+    assert admission.large == 0
 
 
 def test_costs_of_ones_own_are_those_of_the_inputs() -> None:

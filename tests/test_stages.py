@@ -41,7 +41,7 @@ def test_a_batch_that_nobody_waits_for_goes_through_no_more_stages() -> None:
         worker = loaded(model)
         worker.preprocess = worker.preprocess and _noting(seen, worker.preprocess)
         worker.forward = _noting(seen, worker.forward)
-        reports = Batches([1, 2], [3], [4]).serve(worker, unwanted=[0, 2])
+        reports = Batches([1, 2], [3], [4]).serve(worker, unwanted=[1, 2])
         assert [report.failure is None for report in reports] == [True, False, True]
         assert reports[1].failure is not None
         assert reports[1].failure.blames_input, "the worker is not at fault"

@@ -2,8 +2,8 @@
 
     span    state       held by                                     leaves when
     ----    -----       -------                                     -----------
-            PENDING     its call in Batcher._pending                it is cut into a batch
-            IN_FLIGHT   Batch.spans of a batch in Batcher._slots    the batch is done, failed, lost
+            PENDING     its call in Batcher.queue                   it is cut into a batch
+            IN_FLIGHT   BatchRecord.spans, in Batcher.slots         the batch is done, failed, lost
             SUSPECT     Suspects.spans in Batcher._retries          it is cut again, in a part
             OVER        nothing (its call may still be waiting      -
                         for other spans)
@@ -254,7 +254,7 @@ class Batcher:
         gone = self._endings.abandoned
         if not gone:
             return []
-        self._endings.abandoned = []
+        self._endings.abandoned = set()
         return [
             (batch.slot, batch.id)
             for batch in self.slots.in_flight()
@@ -344,7 +344,8 @@ class Batcher:
         batch.report, batch.back_at, batch.has_failed = report, now, has_failed
         self.figures.came_back(batch)
         self._may_refuse = True
-        if self.queue.items or self._overload.is_behind:
+        is_wasted = has_failed and all(call.is_over for call, _, _ in batch.spans)  # given up, say
+        if (self.queue.items or self._overload.is_behind) and not is_wasted:
             work = 0.0
             if batch.search is None:
                 work = batch.size if self.has_steps else batch.cost
@@ -451,7 +452,7 @@ class Batcher:
         if self.steps is not None:
             self._begin_steps()
         running = [call for batch in in_flight for call, _, _ in batch.spans]
-        self._endings.abandoned = [call for call in running if call.is_over]
+        self._endings.abandoned = {call for call in running if call.is_over}
         taken: defaultdict[Call, set[int]] = defaultdict(set)
         for part in self._parts():
             for call, start, stop in part.spans:

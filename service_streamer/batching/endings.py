@@ -72,7 +72,7 @@ class Endings:
         self._expired_suspect = expired_suspect
         self._shared = shared
         self.start_duration = 0.0
-        self.abandoned: list[Call] = []
+        self.abandoned: set[Call] = set()
 
     # -- calls
 
@@ -185,7 +185,7 @@ class Endings:
         ``end`` on until it is counted.
         """
         if call.is_running:
-            self.abandoned.append(call)
+            self.abandoned.add(call)
         if call.state is CallState.WAITING:
             self.pending.remove(call)
         end(call)

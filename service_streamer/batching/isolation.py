@@ -255,13 +255,11 @@ class Retries:
 
     def raised(self, batch: BatchRecord, failure: Any) -> bool:
         """The model raised on the batch; whether it is run again, in parts: else its calls fail."""
-        if batch.calls < 2 or not self._isolate_errors:
+        spans = _unanswered(batch.spans)
+        if batch.calls < 2 or not self._isolate_errors or not spans:
             return False
         if batch.search is None:
             self.limit = max(batch.size / batch.calls, 0.5 * self.limit)
-        spans = _unanswered(batch.spans)
-        if not spans:
-            return False
         search = batch.search or self._search(batch, failure, is_loss=False)
         batch.search = search  # observers read the outcome from it
         # As it ran there were several calls. If one is left, another may have been to blame.

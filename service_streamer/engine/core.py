@@ -248,7 +248,7 @@ class Core:
             if event.failure is None:
                 self.supervisor.progressed(event.slot)
                 self.proven.add(event.slot)
-            else:
+            elif not event.failure.blames_input:
                 self._last_error = event.failure.text[:100].partition(":")[0]
             return self.batcher.batch_returned(event, now)
         if isinstance(event, WorkerDied):

@@ -60,7 +60,7 @@ class PipelineModel(ManagedModel):
 
     task: str
 
-    def check_wanted(self) -> None:
+    def raise_if_unwanted(self) -> None:
         """Raises InvalidInput: nobody waits for the batch any more. Workers replace it."""
 
     @classmethod
@@ -187,7 +187,7 @@ class PipelineModel(ManagedModel):
         if hub is not None:
             remember(hub)
         if not compile:  # one of chunks, rows or tokens: a batch may end between them
-            self.model.model.register_forward_pre_hook(lambda *_: self.check_wanted())
+            self.model.model.register_forward_pre_hook(lambda *_: self.raise_if_unwanted())
         if compile:
             compile_model(self.model.model, len(list(self.buckets.shapes())) * len(self.handlers))
         self._warm_up(batch_size)

@@ -14,9 +14,21 @@ from typing import Any
 from .memory.arena import PAGE
 from .memory.shared_memory import Memory
 
-#: How many batches a worker can be told to be of no use; it has fewer at a time. A batch has the
-#: number of its id modulo this.
+#: Numbers for the batches that nobody waits for: how many those were so far, and the last of them.
+#: A worker has fewer at a time.
 UNWANTED = 8
+
+
+def add_unwanted(numbers: MutableSequence[int], batch_id: int) -> None:
+    """Note a batch that nobody waits for any more; for the parent."""
+    count = numbers[0]
+    numbers[1 + count % (UNWANTED - 1)] = batch_id + 1
+    numbers[0] = count + 1
+
+
+def is_unwanted(numbers: Sequence[int], number: int) -> bool:
+    """Whether the batch, of this id plus 1, is among those. False for 0, which is none."""
+    return bool(number and numbers and numbers[0]) and number in numbers[1:]
 
 
 class StageProgress:
@@ -47,7 +59,8 @@ class StageProgress:
     def drop(self, batch_id: int) -> None:
         """Nobody waits for the batch any more. For the parent; never raises."""
         with contextlib.suppress(OSError):
-            self._numbers()[batch_id % UNWANTED] = batch_id + 1
+            numbers: Any = self._numbers()
+            add_unwanted(numbers, batch_id)
 
     def begun(self, first: int = 0) -> frozenset[int]:
         """Ids of the batches that are in a stage, or were when the worker ended.

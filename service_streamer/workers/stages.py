@@ -30,6 +30,7 @@ from .chunked_run import (
 )
 from .device import PLAIN, OnHost, cuda_in_use, results_on_host
 from .model_spec import LoadedModel
+from .progress import is_unwanted
 from .protocol import BatchReport, Failure
 from .stage_calls import StageCalls, by_position, memory_of, one_at_a_time, stacked
 from .stage_mark import StageMark
@@ -151,8 +152,8 @@ class Stages:
         self.progress = [0, 0, 0] if progress is None else progress
         self._unwanted = unwanted
         managed: Any = model.managed
-        if hasattr(managed, "check_wanted"):
-            managed.check_wanted = lambda: self._check_wanted(self.progress[FORWARD])
+        if hasattr(managed, "raise_if_unwanted"):
+            managed.raise_if_unwanted = lambda: self._check_wanted(self.progress[FORWARD])
         #: Whether reports say what each stage took, also where batches do not overlap.
         self.has_stages = model.forward is not model.predict
         self._postprocess = one_at_a_time(model.postprocess)
@@ -177,7 +178,7 @@ class Stages:
 
     def _check_wanted(self, number: int) -> None:
         """Raises InvalidInput, of which nobody learns: the batch of this number is unwanted."""
-        if self._unwanted and self._unwanted[(number - 1) % len(self._unwanted)] == number > 0:
+        if is_unwanted(self._unwanted, number):
             raise InvalidInput("nobody waits for the results any more")
 
     def compute(self, job: Job) -> None:

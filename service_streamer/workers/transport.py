@@ -17,7 +17,7 @@ from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..supervision.supervisor import Loss
 from .model_spec import ModelSpec
-from .progress import UNWANTED
+from .progress import UNWANTED, add_unwanted
 from .protocol import Failure, summary
 from .runner import Channel, serve
 
@@ -246,7 +246,7 @@ class ThreadTransport(Transport):
             channel.batches.put((what, batch_ids))
         elif channel is not None:
             for batch_id in batch_ids:
-                channel.unwanted[batch_id % UNWANTED] = batch_id + 1
+                add_unwanted(channel.unwanted, batch_id)
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         events: list[WorkerEvent | None] = []

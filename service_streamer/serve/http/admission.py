@@ -158,7 +158,7 @@ class Admission:
         self._options = options
         self.large = 0
         self._waiting: dict[asyncio.Future[None], int] = {}  # their pixels, in the order of arrival
-        self._done, self._since = 0, 0.0  # pixels that were done since the first one waited
+        self._done = self._seconds = self._at = 0.0  # pixels done while others waited, and how long
 
     def check(self, description: Mapping[str, Any], items: Iterable[Any]) -> Sizes:
         """Sizes of a request, of which ``large`` is for ``enter``.
@@ -181,29 +181,27 @@ class Admission:
             )  # fmt: skip
         return sizes
 
-    def enter(self, large: int, left: float, now: float) -> asyncio.Future[None]:
+    def enter(self, large: int, left: float) -> asyncio.Future[None]:
         """A request's large images are to be decoded; the request has to ``leave``.
 
         Args:
             large: their pixels.
             left: how long the request may take, seconds.
-            now: seconds of the loop's clock.
 
         Returns:
             What is done when their turn has come: at once, if there is room.
 
         Raises:
-            Refusal: 503, as it goes their turn will not come in time.
+            Refusal: 503, their turn will probably come too late.
         """
         turn = asyncio.get_running_loop().create_future()
         if not large or (not self._waiting and self._has_room(large)):
             self.large += large
             turn.set_result(None)
             return turn
-        ahead = large + sum(self._waiting.values())
-        if not self._waiting:
-            self._done, self._since = 0, now
-        elif ahead * (now - self._since) > left * self._done > 0:
+        self._pass_time()
+        ahead, most = large + sum(self._waiting.values()), self._options.max_large_pixels or 0
+        if self._done >= most and ahead * self._seconds > left * self._done:
             raise Refusal(
                 503,
                 "overloaded",
@@ -215,20 +213,31 @@ class Admission:
         self._waiting[turn] = large
         return turn
 
-    def leave(self, large: int, turn: asyncio.Future[None]) -> None:
+    def leave(self, large: int, turn: asyncio.Future[None], *, is_done: bool) -> None:
         """The images of a request are done, or not wanted any more."""
-        if self._waiting.pop(turn, None) is None:
-            self.large -= large
+        if self._waiting and is_done:
             self._done += large
-        while self._waiting:
-            first, size = next(iter(self._waiting.items()))
+        self._pass_time()
+        self._waiting.pop(turn, None)
+        if turn.done() and not turn.cancelled():
+            self.large -= large
+        for first, size in [*self._waiting.items()]:
+            if first.done():  # cancelled, and about to leave
+                continue
             if not self._has_room(size):
                 break
             del self._waiting[first]
-            if first.done():  # cancelled
-                continue
             self.large += size
             first.set_result(None)
+
+    def _pass_time(self) -> None:
+        """Count the time in which some wait: only then it is known how fast it goes."""
+        now = asyncio.get_running_loop().time()
+        if self._waiting:
+            self._seconds += now - self._at
+        self._at = now
+        if self._done > 2 * (self._options.max_large_pixels or 0):  # long ago counts less
+            self._done, self._seconds = self._done / 2, self._seconds / 2
 
     def _has_room(self, large: int) -> bool:
         most = self._options.max_large_pixels

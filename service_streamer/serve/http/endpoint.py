@@ -232,29 +232,32 @@ class ServiceCycle(Cycle):
 
     async def _compute_large(self, items: list[Any], large: int) -> list[Any]:
         admission = self._service.admission
-        turn = admission.enter(large, self.left, self._loop.time())
+        turn = admission.enter(large, self.left)
+        is_done = False
         try:
             await self.await_turn(turn)
-            return await self.submit(items)
+            outputs = await self.submit(items)
+            is_done = True
+            return outputs
         finally:
-            admission.leave(large, turn)
+            admission.leave(large, turn, is_done=is_done)
 
     async def stream(self, item: Any, form: Form, *others: Any) -> EventStream:
         service = self._service
         large = service.admission.check(service.description, [item, *others]).large
-        turn = service.admission.enter(large, self.left, self._loop.time())
+        turn = service.admission.enter(large, self.left)
         try:
             await self.await_turn(turn)
             outputs = await open_streams(
                 lambda each: self.open_stream(each, MAX_BUFFERED), [item, *others]
             )
         except BaseException:
-            service.admission.leave(large, turn)
+            service.admission.leave(large, turn, is_done=False)
             raise
 
         def closed(stream: EventStream) -> None:
             service.streams.discard(stream)
-            service.admission.leave(large, turn)
+            service.admission.leave(large, turn, is_done=True)
 
         stream = EventStream(outputs, form, self.exchange, closed)
         service.streams.add(stream)

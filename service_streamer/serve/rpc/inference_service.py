@@ -319,7 +319,7 @@ async def _send_steps(
     requests = service.requests
     admission = service.admission
     large = admission.check(service.description, [item]).large
-    turn = admission.enter(large, cycle.left, asyncio.get_running_loop().time())
+    turn = admission.enter(large, cycle.left)
     try:
         await cycle.await_turn(turn)
         async with cycle.open_stream(item, MAX_BUFFERED) as outputs:
@@ -328,7 +328,7 @@ async def _send_steps(
                 await answers.put(_streamed(cycle, request, [output]))
                 requests.outputs += 1
     finally:
-        admission.leave(large, turn)
+        admission.leave(large, turn, is_done=True)
 
 
 def _streamed(cycle: ServiceCycle, request: InferRequest, results: list[Any]) -> Any:
