@@ -41,11 +41,13 @@ def has_answers(messages: Any, *_: Any) -> bool:
 
 
 def hold_late(path: Path) -> None:
-    """When a stream is to be held, let a test read all that has come before that."""
-    hold = Engine.hold
+    """When a stream is to be held for the first time, let a test read all that came before that."""
+    hold, has_held = Engine.hold, False
 
     def held_late(engine: Engine, call: Any, *, is_held: bool) -> None:
-        if is_held:
+        nonlocal has_held
+        if is_held and not has_held:
+            has_held = True
             path.read_bytes()
             while call.reply.session.unsent:
                 time.sleep(0.001)
