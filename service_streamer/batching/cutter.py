@@ -417,7 +417,8 @@ class Cutter:
         begun = batch.spans[0][0].handed_out if self._slots.places else None
         if begun:  # with the item go the outputs that it has had
             batch.payloads = [*batch.payloads, *begun]
-        duration = self.policy.cost.duration(batch.cost)
+        # With one stage a worker is free when its batch is back.
+        duration = 0.0 if self._slots.room == 2 else self.policy.cost.duration(batch.cost)
         self._slots.give(batch, now, is_ahead=is_ahead, duration=duration)
         return batch
 

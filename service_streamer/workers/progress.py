@@ -28,7 +28,7 @@ def add_unwanted(numbers: MutableSequence[int], batch_id: int) -> None:
 
 def is_unwanted(numbers: Sequence[int], number: int) -> bool:
     """Whether the batch, of this id plus 1, is among those. False for 0, which is none."""
-    return bool(number and numbers and numbers[0]) and number in numbers[1:]
+    return number > 0 and number in numbers[1:]
 
 
 class StageProgress:

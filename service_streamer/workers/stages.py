@@ -178,7 +178,8 @@ class Stages:
 
     def _check_wanted(self, number: int) -> None:
         """Raises InvalidInput, of which nobody learns: the batch of this number is unwanted."""
-        if is_unwanted(self._unwanted, number):
+        unwanted = self._unwanted
+        if unwanted and unwanted[0] and is_unwanted(unwanted, number):
             raise InvalidInput("nobody waits for the results any more")
 
     def compute(self, job: Job) -> None:
