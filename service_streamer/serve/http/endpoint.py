@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 from time import perf_counter
@@ -73,6 +74,7 @@ class Endpoint:
                 cycle.turn_to(service)
                 check_served(service, operation)
             body = await operation.run(sent, cycle)
+            del sent  # a large answer may be sent for long
             if isinstance(body, (EventStream, LargeAnswer)):
                 stream = body
         except Disconnected:
@@ -91,6 +93,9 @@ class Endpoint:
             if stream is None:
                 cycle.leave()
                 service.request_over()
+        if isinstance(stream, LargeAnswer):
+            await self._send(service, stream, cycle, began)
+            return
         if stream is not None:
             await self._stream(service, stream, cycle, began)
             return
@@ -115,34 +120,44 @@ class Endpoint:
             answer_early(exchange, refused, service.options.max_body)
 
     async def _stream(
-        self, service: Service, stream: EventStream | LargeAnswer, cycle: ServiceCycle, began: float
+        self, service: Service, stream: EventStream, cycle: ServiceCycle, began: float
     ) -> None:
-        """Send what is sent in parts. Its status is known, whatever becomes of it."""
-        path, took = self._operation.path, perf_counter() - began
-        named = cycle.exchange.request_id
-        refuse = functools.partial(refusal, debug=service.options.debug, request_id=named)
-        senders = service.budgets.senders
-        if isinstance(stream, LargeAnswer):
-            senders.add(stream)
+        """Send a stream that has begun. Its status is known, whatever becomes of it."""
+        path = self._operation.path
         try:
-            refused = await stream.send_to(refuse)
-        except (Disconnected, asyncio.CancelledError) as error:
+            refused = await stream.send_to(_refusals_of(service, cycle))
+        except Disconnected:
             service.requests.disconnects += 1
-            if not isinstance(error, Disconnected):
-                raise
         else:
             if refused is None:
-                if isinstance(stream, EventStream):  # its outputs are computed meanwhile
-                    took = perf_counter() - began
-                service.requests.served(path, took)
+                service.requests.served(path, perf_counter() - began)
             else:
                 service.requests.refused(path, refused.status, refused.reason)
         finally:
-            if isinstance(stream, LargeAnswer):
-                senders.discard(stream)
             service.requests.outputs += stream.outputs
             cycle.leave()
             service.request_over()
+
+    async def _send(
+        self, service: Service, answer: LargeAnswer, cycle: ServiceCycle, began: float
+    ) -> None:
+        """Send a large answer, which counts when it is made, as small ones do."""
+        service.requests.served(self._operation.path, perf_counter() - began)
+        senders = service.budgets.senders
+        senders.add(answer)
+        try:
+            with contextlib.suppress(Disconnected):
+                await answer.send_to(_refusals_of(service, cycle))
+        finally:
+            senders.discard(answer)
+            cycle.leave()
+            service.request_over()
+
+
+def _refusals_of(service: Service, cycle: ServiceCycle) -> Callable[[Exception], Refusal]:
+    """Says what the client of a request is told of an error."""
+    request_id = cycle.exchange.request_id
+    return functools.partial(refusal, debug=service.options.debug, request_id=request_id)
 
 
 def check_served(service: Service, operation: Operation) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: Bytes of a body that wait to be taken; then the client has to wait.
 _MOST_UNTAKEN = 64 << 10
 
-#: Larger bodies are not copied behind their head.
+#: Larger bodies, and parts of them, are not copied behind their head.
 _LARGE = 64 << 10
 
 _STATUS_LINES = {
@@ -251,7 +251,10 @@ class HTTPExchange:
         if self.is_gone or self.is_over:
             raise Disconnected
         if part and self.method != b"HEAD":
-            self.carrier.transport.write(self._framed(part))
+            if self._is_chunked and len(part) >= _LARGE:
+                self.carrier.transport.writelines((b"%x\r\n" % len(part), part, b"\r\n"))
+            else:
+                self.carrier.transport.write(self._framed(part))
         writable = self.carrier.writable
         if writable is not None:
             await writable.wait()

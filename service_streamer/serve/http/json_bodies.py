@@ -114,8 +114,6 @@ class LargeAnswer:
         headers: with Content-Type.
     """
 
-    outputs = 0  # of a stream
-
     def __init__(
         self, first: bytes, chunks: Iterator[bytes], exchange: Exchange, headers: Headers
     ) -> None:
@@ -148,16 +146,19 @@ class LargeAnswer:
         Raises:
             Disconnected: the client has disconnected.
         """
-        exchange, chunk = self._exchange, self._first
-        exchange.start(200, self._headers)
-        while chunk:
-            await exchange.write(chunk)
-            self._sent += len(chunk)
-            try:
-                chunk = await self._loop.run_in_executor(None, next, self._chunks, b"")
-            except Exception as error:
-                return refuse(error)
-        await exchange.end()
+        exchange, chunk, self._first = self._exchange, self._first, b""
+        try:
+            exchange.start(200, self._headers)
+            while chunk:
+                await exchange.write(chunk)
+                self._sent += len(chunk)
+                try:
+                    chunk = await self._loop.run_in_executor(None, next, self._chunks, b"")
+                except Exception as error:
+                    return refuse(error)
+            await exchange.end()
+        finally:
+            self._task = None  # whose frames hold this object: a cycle
         return None
 
 
