@@ -78,10 +78,10 @@ def test_readiness_is_red_until_a_dead_pool_is_replaced(runtime: Path, gate: Gat
     gate.let_through(1)
     env = folders(runtime) | {"TEST_GATE": str(gate.__getstate__())}
     with Serving(*LATE, **env) as service:
-        assert service.answer(1) == 1
-        gate.await_arrival()
         # One that has never been ready tells its callers to come again.
         until(lambda: len(re.findall(r"web process \d+ is ready", service.log())) == 2)
+        assert service.answer(1) == 1
+        gate.await_arrival()
         [pid] = service.pool()
         os.kill(pid, signal.SIGKILL)
         gate.await_arrival()  # the next pool's worker, which loads
