@@ -60,6 +60,8 @@ def test_features_are_the_numbers_of_the_model(features: Client) -> None:
     texts = ["the king", "a tree by the river"]
     found = model_of("features").predict([item(each, "embed_all") for each in texts])
     assert type(found[0][0][0][0]) is float
+    arrays = model_of("features").predict([{**item(texts[0], "embed_all"), "arrays": True}])
+    assert [[row.tolist() for row in rows] for rows in arrays] == found[:1]
     one_by_one = [asked(features, "/predict", inputs=each) for each in texts]
     assert one_by_one == found
     assert asked(features, "/", inputs=texts[0]) == found[0]

@@ -165,6 +165,7 @@ async def test_the_answers_of_all_requests_have_a_bound() -> None:
         streamer.is_held = True
         first = await asking(served.site, features(90, 100), beside=client)
         assert not first.received
+        assert streamer.calls[-1].payloads[0]["arrays"], "in a tenth of the memory of lists"
         assert served.service.budgets.answers.size == 3_600_000
         second = await asking(served.site, features(11, 100), beside=client)
         assert b" 503 " in second.received

@@ -27,11 +27,12 @@ from service_streamer.serve.configuration import Configuration, NamedModel
 from service_streamer.serve.hosted_model import OpenedModel
 from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.serve.http.app import create_site
+from service_streamer.serve.http.context import Context
 from service_streamer.serve.http.endpoint import Endpoint
 from service_streamer.serve.http.exchange import Exchange
 from service_streamer.serve.http.listening import HTTPServer, bind
 from service_streamer.serve.http.models import Models
-from service_streamer.serve.http.operations import OPERATIONS, Context
+from service_streamer.serve.http.operations import OPERATIONS
 from service_streamer.serve.http.service import Service
 from service_streamer.serve.running import run_service
 

@@ -400,7 +400,8 @@ class Cutter:
         """A part of a batch that failed, to be run again.
 
         Args:
-            batches, expire: as above.
+            batches: gets the batch.
+            expire: ends a call that comes too late.
             over: gets the searches that end by that.
         """
         part = self._retries.take(now, expire, over)

@@ -12,15 +12,16 @@ from typing import Any
 import msgspec
 
 from ...errors import Overloaded
-from .context import BinaryAnswer
+from ..v2.infer_answer import encode
+from .context import BinaryAnswer, Description
 from .cycle import JSON_TYPE, Cycle, answer, answer_early
 from .events import Form
 from .exchange import Disconnected, Exchange
 from .headers import timing_header
 from .joined_streams import open_streams
-from .json_bodies import WRITTEN_AT_ONCE, JSONAnswer, LargeAnswer, decoded, encode, write_json
+from .json_bodies import WRITTEN_AT_ONCE, JSONAnswer, LargeAnswer, decoded, write_json
 from .models import Models
-from .operations import Description, Operation
+from .operations import Operation
 from .refusals import Refusal, refusal
 from .service import Service
 from .streaming import MAX_BUFFERED, EventStream

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..v2.infer_answer import encode
 from ..v2.nested_lists import pieces
 from .refusals import Refusal, undecodable
 
@@ -44,20 +45,6 @@ _list_of: Callable[[Any], list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec
 _dict_of: Callable[[Any], dict[str, msgspec.Raw]] = msgspec.json.Decoder(
     dict[str, msgspec.Raw]
 ).decode
-
-
-def plain(value: Any) -> Any:
-    """For ``msgspec``: numpy and torch values as lists and numbers."""
-    tolist = getattr(value, "tolist", None)
-    if tolist is not None:
-        return tolist()
-    raise TypeError(
-        f"the model's result has a {type(value).__name__}, which is not JSON; return plain data"
-    )
-
-
-#: A result as JSON.
-encode: Callable[[Any], bytes] = msgspec.json.Encoder(enc_hook=plain).encode
 
 
 def decoded(decoder: msgspec.json.Decoder[Any], body: bytes | memoryview) -> Any:

@@ -52,7 +52,7 @@ from .hub_schemas import (
     TokensOfPrompt,
 )
 from .hub_tokens import decode, detokenize, tokenize
-from .json_bodies import JSONAnswer, encode, plain
+from .json_bodies import JSONAnswer
 from .predicting import REQUESTS_OF_TASKS, TEXT_TASKS, infer, predict
 from .reranking import (
     DocumentsRequest,
@@ -72,8 +72,6 @@ from .schemas import (
 )
 from .streaming import EventStream
 from .tensor_inference import infer_tensors
-
-__all__ = ["INFER", "OPERATIONS", "Context", "Description", "Operation", "encode", "plain"]
 
 
 class Operation(NamedTuple):

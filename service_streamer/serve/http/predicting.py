@@ -9,6 +9,7 @@ import msgspec
 
 from ...errors import InvalidInput
 from ...pipelines.tasks import TASKS
+from ..v2.infer_answer import encode
 from .classifying import classify, is_hub_form
 from .context import Context, check_streams, invalid, renamed, unsupported
 from .events import OutputEvents
@@ -18,7 +19,7 @@ from .headers import Sent, read_sent
 from .hub_embeddings import gives_vectors, infer_features, vector_items
 from .hub_generation import hub_details, hub_generation
 from .hub_schemas import ClassificationRequest, HubFeaturesRequest
-from .json_bodies import JSONAnswer, decoded, encode, read_json
+from .json_bodies import JSONAnswer, decoded, read_json
 from .refusals import Refusal
 from .schemas import (
     HubRequest,

@@ -27,9 +27,9 @@ from ...observe.metrics import StreamerStats
 from ...streamer import BaseStreamer
 from .admission import Admission, ServiceOptions, make_budgets
 from .background import start_task
+from .context import Description
 from .exchange import Headers
 from .keyring import ANYBODY, KeyHolder, Keyring
-from .operations import Description
 from .pool_view import view_of
 from .request_metrics import RequestMetrics
 from .siblings import Siblings

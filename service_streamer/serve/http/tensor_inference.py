@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from ...extras import missing
-from ..v2.infer_answer import OutputTensor, answer_of, check_wanted, chosen, output_tensors
+from ..v2.infer_answer import OutputTensor, answer_of, check_wanted, chosen, encode, output_tensors
 from ..v2.infer_request import InferenceHeader, InferRequest, calling, parse_header
 from ..v2.model_metadata import outputs_of, wanted_of
 from ..v2.tensor_items import check_tensors, count_of, items_of
 from .context import BinaryAnswer, Context, invalid
-from .json_bodies import JSONAnswer, decoded, encode
+from .json_bodies import JSONAnswer, decoded
 from .predicting import with_parameters
 from .refusals import Refusal
 

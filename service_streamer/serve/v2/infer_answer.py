@@ -29,6 +29,20 @@ _TEXTS = frozenset((str, bytes))
 _OUTPUT = "output"
 
 
+def _plain(value: Any) -> Any:
+    """For ``msgspec``: numpy and torch values as lists and numbers."""
+    tolist = getattr(value, "tolist", None)
+    if tolist is not None:
+        return tolist()
+    raise TypeError(
+        f"the model's result has a {type(value).__name__}, which is not JSON; return plain data"
+    )
+
+
+#: A result as JSON.
+encode: Callable[[Any], bytes] = msgspec.json.Encoder(enc_hook=_plain).encode
+
+
 class OutputTensor(NamedTuple):
     """A tensor of an answer.
 
@@ -65,7 +79,7 @@ def output_tensors(results: list[Any], specs: Sequence[TensorSpec]) -> list[Outp
         tensor = _numeric(_OUTPUT, results)
         if tensor is not None:
             return [tensor]
-    return [_of_texts(_OUTPUT, [_encode(each).decode() for each in results])]
+    return [_of_texts(_OUTPUT, [encode(each).decode() for each in results])]
 
 
 def _columns(results: Sequence[Any], first: Mapping[Any, Any]) -> list[OutputTensor] | None:
@@ -123,7 +137,7 @@ def _declared(results: Sequence[Any], specs: Sequence[TensorSpec]) -> list[Outpu
 def _as_declared(results: Sequence[Any], spec: TensorSpec) -> OutputTensor:
     name, datatype, wanted = spec["name"], spec["datatype"], spec["shape"]
     if datatype == "BYTES":
-        texts = [each if type(each) in _TEXTS else _encode(each).decode() for each in results]
+        texts = [each if type(each) in _TEXTS else encode(each).decode() for each in results]
         return _of_texts(name, texts)
     found = arrays().stacked(results)
     if found is None:
@@ -213,15 +227,3 @@ def _data(tensor: OutputTensor) -> Any:
             f"outputs: {tensor.name!r} has bytes that are no text; ask for it with the parameter "
             "binary_data"
         ) from None
-
-
-def _plain(value: Any) -> Any:
-    tolist = getattr(value, "tolist", None)
-    if tolist is not None:
-        return tolist()
-    raise TypeError(
-        f"the model's result has a {type(value).__name__}, which is not JSON; return plain data"
-    )
-
-
-_encode: Callable[[Any], bytes] = msgspec.json.Encoder(enc_hook=_plain).encode
