@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from typing import Any
 
@@ -117,6 +118,19 @@ async def test_a_large_answer_is_sent_in_pieces(result: Any, plain: Any) -> None
         assert served.service.budgets.answers.size == 0
         status, small = await client.ask(post(b'{"inputs": []}', path=b"/predict"))
         assert (status, small) == (200, b"[]"), "the connection goes on"
+
+
+@in_event_loop
+async def test_a_text_is_not_held_beside_its_json() -> None:
+    """A client that does not read left both."""
+    text = "a" * (2 << 20)
+    async with serving(LargeResults(text)) as served:
+        before = sys.getrefcount(text)
+        client = StubClient(served.site)
+        client.send(post(b'{"inputs": "x"}', path=b"/predict"))
+        client.stop_reading()
+        await await_that(lambda: client.received)
+        assert sys.getrefcount(text) == before
 
 
 @in_event_loop

@@ -173,7 +173,9 @@ async def write_json(make: Callable[[], Any], exchange: Exchange, headers: Heade
 def _chunks(make: Callable[[], Any]) -> Iterator[bytes]:
     chunk: list[bytes] = []
     size = 0
-    for piece in _pieces(make()):
+    pieces_of_value = _pieces(make())
+    del make  # and with it the results, of which a client that does not read leaves their JSON
+    for piece in pieces_of_value:
         chunk.append(piece)
         size += len(piece)
         if size >= _CHUNK:
@@ -205,7 +207,9 @@ def _pieces(value: Any) -> Iterator[bytes]:
             opening = b","
         yield b"]"
     else:
-        yield encode(value)
+        piece = encode(value)
+        del value  # a long text takes as much again, for as long as the client reads
+        yield piece
 
 
 def _values_in(value: Any) -> int:
