@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from pipeline_cases import (
     LONG,
@@ -26,6 +27,7 @@ from pipeline_cases import (
 )
 from service_streamer import InvalidInput, InvalidItems
 from service_streamer.pipelines import SteppedPipeline
+from test_text_pieces import pieces_with_spaces
 
 pytestmark = pytest.mark.xdist_group("stepped-pipeline")
 
@@ -88,6 +90,41 @@ def test_pieces_joined_are_the_text(
         assert outputs[-1]["finish_reason"] == row["finish_reason"]
         assert not any("finish_reason" in output for output in outputs[:-1])
     assert len(outputs_of(model, items[:1])[0]) > 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "beginning"), [("Metaspace", " "), ("ByteFallback", " "), ("WordPiece", "ed")]
+)
+def test_a_text_goes_on_as_the_tokenizer_writes_it_behind_the_prompt(
+    tmp_path: Path, kind: str, beginning: str
+) -> None:
+    """By itself its first token would lose its blank, or be written as "##ing"."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder(""))
+    if kind != "WordPiece":
+        tokenizer = pieces_with_spaces(kind, *(f"▁{number}" for number in range(200)))
+    tokenizer.save_pretrained(tmp_path)
+    config = transformers.GPT2Config.from_pretrained(folder("gpt2"), vocab_size=len(tokenizer))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model = SteppedPipeline("cpu")
+    model.init_model(tmp_path)
+    texts = []
+    for prompt in ([*tokenizer("the end")["input_ids"], token] for token in range(5, 60, 5)):
+        [outputs] = outputs_of(model, [generate(prompt, 3)])
+        new = [token for output in outputs for token in output["ids"]]
+        before, whole = tokenizer.batch_decode([prompt, [*prompt, *new]], skip_special_tokens=True)
+        text = "".join(output["text"] for output in outputs)
+        assert before + text == whole
+        [[row]] = model.whole.predict([generate(prompt, 3, stop=["##"])])
+        assert row["text"] == text
+        texts.append(text)
+        if text:
+            stopped = generate(prompt, 3, stop=[text[:2]])
+            [[row]] = results = model.whole.predict([stopped])
+            assert row["text"] == ""
+            assert results_of(model, [stopped]) == results
+    assert any(text.startswith(beginning) for text in texts)
 
 
 @pytest.mark.parametrize("place", [0, 5])

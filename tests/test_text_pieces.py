@@ -105,9 +105,11 @@ def pieces_with_suffixes() -> Any:
     )
 
 
-def pieces_of(tokenizer: Any, ids: list[int], stops: tuple[str, ...] = ()) -> list[str]:
+def pieces_of(
+    tokenizer: Any, ids: list[int], stops: tuple[str, ...] = (), prompt: list[int] | None = None
+) -> list[str]:
     """The pieces of a text, and with those of a stop string the number of tokens that it took."""
-    text = TextPieces(TextDecoder(tokenizer), stops)
+    text = TextPieces(TextDecoder(tokenizer), stops, prompt or ())
     found = []
     for token in ids:
         found.append(text.push(token))
@@ -132,6 +134,11 @@ def test_pieces_joined_are_the_text(kind: str, cleans: bool) -> None:
             ids.insert(source.choice([0, source.randrange(len(ids))]), source.choice(special))
         whole = tokenizer.decode(ids, skip_special_tokens=True)
         assert "".join(pieces_of(tokenizer, ids)) == whole
+        for at in (1, len(ids) // 2, len(ids) - 1):
+            before = tokenizer.decode(ids[:at], skip_special_tokens=True)
+            if not whole.startswith(before):  # it ends with a part of a character
+                before = before.rstrip("\ufffd")
+            assert "".join(pieces_of(tokenizer, ids[at:], prompt=ids[:at])) == whole[len(before) :]
         stop = whole[6:9] or "x"
         stops = (stop, whole[-4:] + "never", "nor this")
         pieces = pieces_of(tokenizer, ids, stops)

@@ -144,7 +144,7 @@ class Answer:
                 beginning.encoded,
                 beginning.encoder_output,
             )
-            pieces = TextPieces(decoder, beginning.stops)
+            pieces = TextPieces(decoder, beginning.stops, beginning.prompt)
             text = _Text(row, pieces, beginning.most, ends)
             self.texts.append(text)
             for token in ids[index] if index < len(ids) else ():

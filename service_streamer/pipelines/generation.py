@@ -69,7 +69,10 @@ class Generator(GivenText):
         )
         stops = batch[0].parameters.get("stop", ())
         return [
-            [{**self._ended(row, stops), "prompt_tokens": request.tokens} for row in rows]
+            [
+                {**self._ended(row, stops, request.encoded), "prompt_tokens": request.tokens}
+                for row in rows
+            ]
             for request, rows in zip(batch, found, strict=True)
         ]
 

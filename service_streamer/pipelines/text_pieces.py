@@ -1,5 +1,8 @@
 """The text of tokens that come one by one, in pieces that stay as they are.
 
+The prompt and the pieces are together the text of all tokens: many decoders write the first token
+of a text in another way than those behind it.
+
 What may still change is held back: a part of a character, and what may turn out to be the beginning
 of a stop string. The pieces joined are the text of all the tokens, cut at the first stop string.
 """
@@ -21,6 +24,10 @@ _BROKEN = "\ufffd"
 _LOCAL = ("ByteLevel", "Metaspace", "WordPiece", "Sequence", "ByteFallback", "Fuse", "BPEDecoder")
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+#: How many tokens of a prompt are decoded with the new ones. Where their text is empty, or begins
+#: with a part of a character, the next number is tried, then all.
+_CONTEXT = (8, 64)
 
 #: The clean-up of spaces looks at most so far back (" n't", and one more to be sure).
 _CLEANED = 5
@@ -66,21 +73,26 @@ class TextPieces:
     Args:
         decoder: of its tokenizer.
         stops: strings that end it; they are not part of it.
+        prompt: tokens before the first one, whose text is not part of it.
 
     Attributes:
         has_stopped: whether it has one of them.
     """
 
-    def __init__(self, decoder: TextDecoder, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decoder: TextDecoder, stops: Sequence[str] = (), prompt: Sequence[int] = ()
+    ) -> None:
         self._decoder = decoder
         self._stops = stops
-        self._tokens: list[int] = []
+        self._prompt = context = Context(decoder.decode, prompt)
+        self._tokens = [*context.tokens]
         self._sent = 0  # number of characters
         self._held = ""  # settled, but perhaps the beginning of a stop string
         #: The text is settled up to ``_read``. Tokens are decoded from ``_start`` on, where it was
         #: settled before, since a text may begin otherwise than it goes on.
-        self._start = self._read = 0
-        self._before = ""  # the text from _start to _read
+        self._start, self._read = 0, len(context.tokens)
+        self._before = context.text  # from _start to _read
+        self._is_broken = False  # whether all ends with a part of a character
         self._ends_with_byte = False
         self.has_stopped = False
 
@@ -96,7 +108,7 @@ class TextPieces:
             return self._send(new[:at])
         if token not in self._decoder.skipped:
             self._ends_with_byte = token in self._decoder.bytes
-        if new.endswith(_BROKEN) or self._ends_with_byte:
+        if self._is_broken or self._ends_with_byte:
             return ""
         if self._decoder.is_local:
             self._settle()
@@ -109,7 +121,7 @@ class TextPieces:
         if self.has_stopped:
             return ""
         # Of all tokens: whatever a decoder does, the whole text is the right one.
-        return self._send(self._decoder.decode(self._tokens)[self._sent :])
+        return self._send(self._prompt.behind(self._decoder.decode(self._tokens))[self._sent :])
 
     def _send(self, piece: str) -> str:
         self._sent += len(piece)
@@ -117,9 +129,10 @@ class TextPieces:
 
     def _unsent(self) -> str:
         text = self._decoder.decode(self._tokens[self._start :])
+        self._is_broken = text.endswith(_BROKEN)
         if self._decoder.is_local:
-            return self._held + text[len(self._before) :]
-        return text[self._sent :]
+            return self._held + _behind(text, self._before)
+        return self._prompt.behind(text)[self._sent :]
 
     def _settle(self) -> None:
         text = self._decoder.decode(self._tokens[self._read :])
@@ -129,6 +142,40 @@ class TextPieces:
             text = self._decoder.decode(self._tokens[self._start :])
         self._read = len(self._tokens)
         self._before = text
+
+
+class Context:
+    """The last tokens of a prompt, for the text of what comes behind them.
+
+    Args:
+        decode: gives the text of tokens, without special ones.
+        prompt: its tokens.
+
+    Attributes:
+        tokens: to be decoded with those behind them.
+        text: of them.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]) -> None:
+        for count in (*_CONTEXT, len(prompt)):
+            self.tokens = [*prompt[-count:]] if count else []
+            self.text = decode(self.tokens) if self.tokens else ""
+            if self.text and not self.text.startswith(_BROKEN):
+                break
+
+    def behind(self, text: str) -> str:
+        """What the tokens behind it add.
+
+        Args:
+            text: of its tokens and those.
+        """
+        return _behind(text, self.text)
+
+
+def _behind(text: str, before: str) -> str:
+    if not text.startswith(before):  # a character has got its other parts
+        before = before.rstrip(_BROKEN)
+    return text[len(before) :]
 
 
 def first_of(stops: Sequence[str], text: str, start: int = 0) -> int | None:

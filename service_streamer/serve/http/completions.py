@@ -102,7 +102,7 @@ async def completions(body: bytes, context: Context) -> JSONAnswer | EventStream
             wanted = None
             if request.logprobs is not None:
                 found = LegacyLogprobs(with_special=echo is not None)
-                wanted = found.of(sequence["logprobs"], echo)
+                wanted = found.of(sequence["logprobs"], text, echo)
             choices.append(Completion(text, len(choices), sequence["finish_reason"], wanted))
     answer = CompletionsResponse(**head, choices=choices, usage=_usage(outputs))
     return await context.answer(lambda: answer)

@@ -117,7 +117,7 @@ class CompletionEvents:
             text = echo.text + text
         logprobs = None
         if "logprobs" in piece:
-            logprobs = found.of(piece["logprobs"], echo)
+            logprobs = found.of(piece["logprobs"], text, echo)
         return self._chunk.of(
             {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
         )

@@ -65,8 +65,12 @@ class LegacyLogprobs:
         self._at = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def of(self, tokens: _Tokens, echo: Echo | None = None) -> dict[str, Any]:
-        """The part of these tokens, and of a prompt before them."""
+    def of(self, tokens: _Tokens, text: str, echo: Echo | None = None) -> dict[str, Any]:
+        """The part of these tokens, and of a prompt before them.
+
+        Args:
+            text: of the part.
+        """
         part: dict[str, list[Any]] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
         }  # fmt: skip
@@ -76,14 +80,14 @@ class LegacyLogprobs:
             self._at = len(echo.text)
         for token in tokens:
             if self._with_special or not token.get("special"):
-                self._add(part, token)
+                self._add(part, token, "" if self._at else text)
         return part
 
     def _add(self, part: dict[str, list[Any]], token: Mapping[str, Any], text: str = "") -> None:
         """Add a token.
 
         Args:
-            text: the whole text, of a prompt.
+            text: which it is part of, if it may be the first token.
         """
         name = _legacy_name(token)
         value = None if token["logprob"] is None else _finite(token["logprob"])
