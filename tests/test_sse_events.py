@@ -233,6 +233,13 @@ def test_completions_have_log_probabilities() -> None:
     assert parts[2]["token_logprobs"] == [-9999]
 
 
+def test_places_of_tokens_do_not_count_a_blank_that_the_text_lacks() -> None:
+    """As behind a prompt of special tokens."""
+    pieces = [{**piece("the"), "logprobs": [token(" the")]}, *ended_by(token("!"))]
+    parts = [chunk["choices"][0]["logprobs"] for chunk in completions(pieces, logprobs=0)]
+    assert [part["text_offset"] for part in parts] == [[0], [3]]
+
+
 def test_hugging_faces_tokens_have_details() -> None:
     told = tokens(WITH_LOGPROBS, return_full_text=True, top_n_tokens=1)
     assert [each.token.text for each in told] == ["a", "", "\xe9", ""]
