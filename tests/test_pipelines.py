@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -268,13 +269,71 @@ def _with_modules(target: Path, mode: str, *more: str) -> Path:
     return own
 
 
-def test_embeddings_of_sentence_transformers_are_the_same_or_not_offered(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content", "word"),
+    [
+        ("modules.json", [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense"}], "Dense"),
+        ("modules.json", [{"type": "a.Transformer", "path": "0_Transformer"}], "0_Transformer"),
+        ("1_Pooling/config.json", {"pooling_mode": ["mean", "cls"]}, "mean and cls"),
+        ("1_Pooling/config.json", {"pooling_mode_weightedmean_tokens": True}, "weightedmean"),
+        ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "SparseEncoder"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "a"}, "default_prompt_name"),
+        ("sentence_roberta_config.json", {"tokenizer_args": {"a": 1}}, "tokenizer_args"),
+        ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "plain texts"),
+        ("sentence_bert_config.json",
+         {"modality_config": {"text": {"method_output_name": "logits"}}}, "logits"),
+    ],
+)  # fmt: skip
+def test_embeddings_are_not_offered_where_they_would_differ(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, content: Any, word: str
+) -> None:
+    own = _with_modules(tmp_path, "pooling_mode_mean_tokens")
+    (own / "sentence_bert_config.json").unlink()
+    (own / file).write_text(json.dumps(content))
+    model = loaded(own)
+    assert "embed" not in model.description["operations"]
+    assert word in model.description["no_embeddings"]
+    assert word in caplog.text
+    with pytest.raises(InvalidInput, match=word):
+        model.predict([item(SHORT, "embed")])
+
+
+PROMPTS = {"query": "Find what says: ", "none": "", "long": "Of all the texts that there are, "}
+
+
+@pytest.mark.parametrize(
+    ("mode", "includes"), [("mean", True), ("mean", False), ("cls", False), ("max", False)]
+)
+def test_embeddings_have_the_prompts_of_sentence_transformers(
+    tmp_path: Path, mode: str, includes: bool
+) -> None:
     import sentence_transformers
 
-    other = loaded(_with_modules(tmp_path, "pooling_mode_mean_tokens", "Dense"))
-    assert "embed" not in other.description["operations"]
-    with pytest.raises(InvalidInput, match="Dense"):
-        other.predict([item(SHORT, "embed")])
+    own = tmp_path / "model"
+    shutil.copytree(minilm.find(), own)
+    pooling = {"embedding_dimension": 384, "pooling_mode": mode, "include_prompt": includes}
+    (own / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    prompts = {"prompts": PROMPTS, "default_prompt_name": "query"}
+    (own / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    model = loaded(own)
+    reference = sentence_transformers.SentenceTransformer(str(own), device="cpu")
+    texts = [SHORT, LONG, "it"]
+    for name in (None, *PROMPTS):
+        wanted = reference.encode(texts, prompt_name=name, show_progress_bar=False)
+        more = {} if name is None else {"prompt_name": name}
+        found = model.predict([item(text, "embed", **more) for text in texts])
+        assert np.allclose([each["embedding"] for each in found], wanted, atol=1e-4)
+    with pytest.raises(InvalidInput, match=r"parameters\.prompt_name: .*query"):
+        model.predict([item(SHORT, "embed", prompt_name="passage")])
+    tokens = [each["id"] for each in model.predict([item(SHORT, "tokenize")])[0]]
+    found = model.predict([item(SHORT, "embed", prompt_name="none"), item(tokens, "embed")])
+    assert np.allclose(*(each["embedding"] for each in found), atol=1e-4), "tokens are as they are"
+    with pytest.raises(InvalidInput, match="list of tokens"):
+        model.predict([item(tokens, "embed", prompt_name="query")])
+
+
+def test_embeddings_are_those_of_sentence_transformers() -> None:
+    import sentence_transformers
 
     path = minilm.find()
     model = loaded(path)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
+from ..errors import InvalidInput
 from .encoding import Text
-from .requests import Request
+from .requests import Request, quote
+from .sentence_files import SentenceSettings
 from .tensors import TensorHandler
 
 
@@ -54,60 +56,95 @@ class TokenEmbedder(FeatureExtractor):
     warms_up = False  # "predict" has run the model
 
 
-_POOLINGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "lasttoken",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-}
-
-
 class SentenceEmbedder(TensorHandler):
-    """ "embed": one vector of length 1 per text.
-
-    Pooling is over the tokens of the text: their mean, unless the model's files say otherwise.
+    """ "embed": one vector of length 1 per text, as sentence-transformers makes it.
 
     Args:
         pipeline: a pipeline of transformers.
-        read_json: reads a JSON file of the model; returns None if there is no such file.
+        settings: what the model's files ask for, without an obstacle.
 
     Attributes:
         limit: maximum number of tokens of a text.
-        obstacle: why the embeddings would differ from sentence-transformers'; empty if they agree.
     """
 
     inputs = ("input_ids", "attention_mask")
     side = "right"  # poolings look for the first and the last token
     takes_tokens = may_be_blank = True
 
-    def __init__(self, pipeline: Any, read_json: Callable[[str], Any]) -> None:
+    def __init__(self, pipeline: Any, settings: SentenceSettings) -> None:
         super().__init__(pipeline)
         self.can_batch = True  # with a mask, any token will do as padding
-        settings = read_json("sentence_bert_config.json") or {}
-        limits = (self.limit, settings.get("max_seq_length"))
-        self.limit = min((each for each in limits if each), default=None)
-        self.lowers = bool(settings.get("do_lower_case"))
-        self.pooling, self.obstacle = _pooling(read_json)
+        self.settings = settings
+        self.limit = min((each for each in (self.limit, settings.limit) if each), default=None)
+        #: Numbers of tokens of prompts, by their names.
+        self._lengths = {name: self._length(text) for name, text in settings.prompts.items()}
+
+    def fit(self, text: str, request: Request, field: str = "inputs") -> str:
+        name, prompts = self._prompt_of(request), self.settings.prompts
+        if name is not None and name not in prompts:
+            has = f"its prompts are {', '.join(map(quote, prompts))}" if prompts else "it has none"
+            raise InvalidInput(
+                f"parameters.prompt_name: the model has no prompt {quote(name)}, {has}; write what "
+                "comes before the text into the text"
+            )
+        return super().fit(text if name is None else prompts[name] + text, request, field)
+
+    def _take_tokens(self, request: Request) -> None:
+        if "prompt_name" in request.parameters:
+            raise InvalidInput(
+                "parameters.prompt_name: no prompt comes before a list of tokens; send a text"
+            )
+        super()._take_tokens(request)
 
     def text_of(self, request: Request) -> Text:
         text: str = request.inputs
-        return text.lower() if self.lowers else text
+        return text.lower() if self.settings.lowers else text
 
-    def plan(self, requests: list[Request]) -> tuple[int, Any]:
-        """The number of texts, and which vectors keep their length; None if none does."""
+    def _prompt_of(self, request: Request) -> str | None:
+        name: str | None = request.parameters.get("prompt_name", self.settings.default)
+        return name
+
+    def _length(self, prompt: str) -> int:
+        """Tokens of a prompt, with those that come before any text, and without those behind it."""
+        if not prompt:
+            return 0
+        ids = self.tokenizer(prompt.lower() if self.settings.lowers else prompt)["input_ids"]
+        return len(ids) - bool(ids and ids[-1] in self.tokenizer.all_special_ids)
+
+    def plan(self, requests: list[Request]) -> tuple[int, Any, Any]:
+        """The number of texts, and of each text what is not usual; None if all is.
+
+        That is which vectors keep their length, and how many tokens are not pooled.
+        """
         kept = [each.parameters.get("normalize") is False for each in requests]
-        if not any(kept):
-            return len(requests), None
+        left_out = [0] * len(requests)
+        if not self.settings.pools_prompt:
+            left_out = [
+                self._lengths.get(self._prompt_of(each) or "", 0)
+                if isinstance(each.inputs, str)
+                else 0
+                for each in requests
+            ]
+        if not any(kept) and not any(left_out):
+            return len(requests), None, None
         import torch
 
-        return len(requests), torch.tensor(kept)[:, None]
+        return (
+            len(requests),
+            torch.tensor(kept)[:, None] if any(kept) else None,
+            torch.tensor(left_out)[:, None] if any(left_out) else None,
+        )
 
-    def compute(self, inputs: Mapping[str, Any], plan: tuple[int, Any]) -> Any:
+    def compute(self, inputs: Mapping[str, Any], plan: tuple[int, Any, Any]) -> Any:
         import torch
 
-        count, kept = plan
-        states = self.pipeline.model(**inputs)[0]
-        pooled = _pool(states.float(), inputs["attention_mask"], self.pooling)[:count]
+        count, kept, left_out = plan
+        mask = inputs["attention_mask"][:count]
+        states = self.pipeline.model(**inputs)[0][:count]
+        if left_out is not None:
+            places = torch.arange(mask.shape[1], device=mask.device)
+            mask = mask * (places >= left_out)
+        pooled = _pool(states.float(), mask, self.settings.pooling)
         vectors = torch.nn.functional.normalize(pooled, dim=-1)
         return vectors if kept is None else torch.where(kept, pooled, vectors)
 
@@ -121,35 +158,11 @@ class SentenceEmbedder(TensorHandler):
 def _pool(states: Any, mask: Any, pooling: str) -> Any:
     import torch
 
-    if pooling == "cls":
-        return states[:, 0]  # padding is behind the text
-    if pooling == "lasttoken":
+    if pooling in ("cls", "lasttoken"):
         rows = torch.arange(len(states), device=states.device)  # numbers of the host's would wait
-        return states[rows, mask.sum(dim=1) - 1]
+        first = mask.argmax(dim=1)  # padding is behind the text, and what is left out before it
+        return states[rows, first if pooling == "cls" else first + mask.sum(dim=1) - 1]
     weights = mask.unsqueeze(-1).to(states.dtype)
     if pooling == "max":
         return states.masked_fill(weights == 0, float("-inf")).amax(dim=1)
-    return (states * weights).sum(dim=1) / weights.sum(dim=1)
-
-
-def _pooling(read_json: Callable[[str], Any]) -> tuple[str, str]:
-    """The pooling mode from the model's files, and why it is not supported."""
-    modules = read_json("modules.json")
-    if modules is None:
-        return "mean", ""
-    kinds = {str(module.get("type")).rpartition(".")[2]: module for module in modules}
-    unknown = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"})
-    if unknown:
-        return "mean", f"it has modules of sentence-transformers, such as {unknown[0]}"
-    if "Pooling" not in kinds:
-        return "mean", ""
-    settings = read_json(f"{kinds['Pooling'].get('path')}/config.json") or {}
-    named = settings.get("pooling_mode")  # of newer versions
-    modes = [named] if named else [mode for mode, on in settings.items() if on is True]
-    pooled = [
-        _POOLINGS.get(mode, mode) for mode in modes
-        if mode == named or mode.startswith("pooling_mode")
-    ]  # fmt: skip
-    if len(pooled) > 1 or any(mode not in _POOLINGS.values() for mode in pooled):
-        return "mean", f"it pools by {' and '.join(map(str, pooled))}"
-    return (pooled[0] if pooled else "mean"), ""
+    return (states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Hashable
 from functools import partial
@@ -24,6 +25,8 @@ from .suiting import check_suits
 from .task_handlers import handlers_of
 from .tasks import TASKS, check_parameters, parse_item
 from .weights import Loading
+
+logger = logging.getLogger(__name__)
 
 
 class Group(NamedTuple):
@@ -169,6 +172,9 @@ class PipelineModel(ManagedModel):
             batch_size, max_batch_tokens, max_batch_seconds, compiles=compile
         )
         self.description = describe_pipeline(self.model, shown_name(source), list(self.handlers))
+        if self._obstacle:
+            logger.warning("There are no sentence embeddings of this model: %s", self._obstacle)
+        self.description["no_embeddings"] = self._obstacle or None
         self.description["max_tokens"] = min(
             (handler.limit for handler in self.handlers.values() if handler.limit), default=None
         )
@@ -284,7 +290,7 @@ class PipelineModel(ManagedModel):
                 raise InvalidInput(
                     f"do: this model, of the task {self.task}, cannot {do[:60]!a}; it can "
                     + " and ".join(self.handlers)
-                    + self._obstacle
+                    + (f"; it cannot embed, since {self._obstacle}" if self._obstacle else "")
                 )
             parameters = check_parameters(self.task, do, parameters)
         request = Request(do, inputs, parameters, position)

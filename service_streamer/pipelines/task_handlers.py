@@ -12,6 +12,7 @@ from .handlers import Handler
 from .images import IMAGE_HANDLERS
 from .infilling import MaskFiller
 from .scoring import PromptScorer
+from .sentence_files import sentence_settings
 from .seq2seq import ImageDescriber, Rewriter, TextRewriter
 from .sounds import SoundClassifier, SpeechRecognizer
 from .tagging import TokenTagger
@@ -37,7 +38,7 @@ _HANDLERS: Mapping[str, Mapping[str, Callable[[Any], Handler]]] = {
 def handlers_of(
     pipeline: Any, read_json: Callable[[str], Any], batch_size: int
 ) -> tuple[dict[str, Handler], str]:
-    """The handlers of a model's operations, and why it lacks one that its task has; "" otherwise.
+    """The handlers of a model's operations, and why it has no sentence embeddings, if its task has.
 
     Args:
         pipeline: of transformers, or of ``bare_pipeline``.
@@ -69,7 +70,7 @@ def _handlers_of(
             handlers["score"] = PromptScorer(generator)
         return handlers, ""
     handlers = {"predict": FeatureExtractor(pipeline), "embed_all": TokenEmbedder(pipeline)}
-    embedder = SentenceEmbedder(pipeline, read_json)
-    if embedder.obstacle:
-        return handlers, f"; it cannot embed, since {embedder.obstacle}"
-    return {**handlers, "embed": embedder}, ""
+    settings = sentence_settings(read_json)
+    if settings.obstacle:
+        return handlers, settings.obstacle
+    return {**handlers, "embed": SentenceEmbedder(pipeline, settings)}, ""

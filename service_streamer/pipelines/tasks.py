@@ -68,6 +68,10 @@ _CUTTING = {
 _EMBEDDING = {
     **_CUTTING,
     "normalize": Parameter("boolean", "Scale the vector to length 1; true by default."),
+    "prompt_name": Parameter(
+        "string",
+        "Which of the model's prompts comes before a text; chosen by the model by default.",
+    ),
 }
 _FUNCTION = {
     "function_to_apply": Parameter(

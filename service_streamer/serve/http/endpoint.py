@@ -169,6 +169,9 @@ def check_served(service: Service, operation: Operation) -> None:
         task = service.description.get("task", "custom")
         task = "a custom model" if task == "custom" else f"a model for {task}"
         needs = f", and {operation.path} needs {operation.needs}" if operation.needs else ""
+        obstacle = service.description.get("no_embeddings")
+        if obstacle and operation.does == "embed":
+            needs += f"; this one has none, since {obstacle}"
         raise Refusal(
             404,
             "not_found",

@@ -32,15 +32,23 @@ _read_similarity = msgspec.json.Decoder(SimilarityRequest)
 
 #: Names of the model's parameters in these requests.
 TRUNCATE = {
-    "parameters.truncation": "truncate", "parameters.truncation_side": "truncation_direction"
+    "parameters.truncation": "truncate", "parameters.truncation_side": "truncation_direction",
+    "parameters.prompt_name": "prompt_name",
 }  # fmt: skip
+
+#: Fields of ``/`` with which a text gets one vector.
+_OF_VECTORS = ("normalize", "dimensions", "prompt_name")
 
 
 async def embed(body: bytes, context: Context) -> JSONAnswer:
     request: EmbedRequest = await read_json(_read_embed, body)
     inputs, _ = inputs_of(request.inputs, "inputs")
     return await _embedded(
-        inputs, cutting(request), context, request.dimensions, normalizes=request.normalize
+        inputs,
+        cutting(request, takes_prompts=True),
+        context,
+        request.dimensions,
+        normalizes=request.normalize,
     )
 
 
@@ -53,21 +61,23 @@ async def embed_all(body: bytes, context: Context) -> JSONAnswer:
 
 async def similarity(body: bytes, context: Context) -> JSONAnswer:
     request: SimilarityRequest = await read_json(_read_similarity, body)
-    parameters = {} if request.parameters is None else cutting(request.parameters)
+    asked = request.parameters
+    parameters = {} if asked is None else cutting(asked, takes_prompts=True)
     return await _similarities(request.inputs, parameters, context)
 
 
 async def infer_features(request: HubFeaturesRequest, context: Context) -> JSONAnswer:
     """The answer of ``/`` for models that embed texts."""
-    parameters = hub_parameters(request) | cutting(request)
+    parameters = hub_parameters(request) | cutting(request, takes_prompts=True)
     inputs = request.inputs
-    wants_vectors = request.normalize is not None or request.dimensions is not None
+    asked = (name for name in _OF_VECTORS if getattr(request, name) is not None)
+    field = next(asked, None)
     if isinstance(inputs, SimilarityInputs):
         _check_embeds(context, "inputs.sentences")
         return await _similarities(inputs, parameters, context)
     texts = [inputs] if isinstance(inputs, str) else inputs
-    if wants_vectors:
-        _check_embeds(context, "dimensions" if request.normalize is None else "normalize")
+    if field is not None:
+        _check_embeds(context, field)
         normalizes = request.normalize is not False
         return await _embedded(
             texts, parameters, context, request.dimensions, normalizes=normalizes
@@ -78,7 +88,9 @@ async def infer_features(request: HubFeaturesRequest, context: Context) -> JSONA
 
 def _check_embeds(context: Context, field: str) -> None:
     if "embed" not in context.description.get("operations", ()):
-        raise unsupported(field, "is not supported: this model has no sentence embeddings")
+        obstacle = context.description.get("no_embeddings")
+        why = f", since {obstacle}" if obstacle else ""
+        raise unsupported(field, f"is not supported: this model has no sentence embeddings{why}")
 
 
 async def _embedded(

@@ -16,7 +16,11 @@ _Truncate = Annotated[
 _Direction = Annotated[
     Literal["left", "right", "Left", "Right"] | None, Meta(description="side that is truncated")
 ]
-_PromptName = Annotated[Any, Meta(description="not supported: must be null")]
+_PromptName = Annotated[
+    str | None, Meta(description="which of the model's prompts comes before a text")
+]
+NO_PROMPTS = "is only for sentence embeddings; write the prompt before the text"
+
 _Dimensions = Annotated[int, Meta(ge=1, description="so many of the first numbers")] | None
 
 
@@ -59,13 +63,14 @@ class SimilarityRequest(Struct, forbid_unknown_fields=True):
 class HubFeaturesRequest(HubTextRequest):
     """The form of Hugging Face's InferenceClient, for models that embed texts.
 
-    With ``normalize`` or ``dimensions`` the answer is one vector per text. Otherwise it has a
-    vector of each token.
+    With ``normalize``, ``dimensions`` or ``prompt_name`` the answer is one vector per text.
+    Otherwise it has a vector of each token.
     """
 
     inputs: str | list[str] | SimilarityInputs  # type: ignore[assignment]
     normalize: bool | None = None
     dimensions: _Dimensions = None
+    prompt_name: _PromptName = None
     truncation_direction: _Direction = None
     encoding_format: Literal["float"] | None = None
 
@@ -133,15 +138,20 @@ class DetokenizeResponse(Struct):
     prompt: str
 
 
-def cutting(request: Cut | ClassificationRequest | HubFeaturesRequest) -> dict[str, Any]:
-    """The model's parameters for what a request says of truncation.
+def cutting(
+    request: Cut | ClassificationRequest | HubFeaturesRequest, *, takes_prompts: bool = False
+) -> dict[str, Any]:
+    """The model's parameters for what a request says of truncation, and of a prompt.
 
     Raises:
-        Refusal: it names a prompt.
+        Refusal: it names a prompt, and its operation takes none.
     """
-    if getattr(request, "prompt_name", None) is not None:
-        raise unsupported("prompt_name", "is not supported; write the prompt before the text")
     parameters: dict[str, Any] = {}
+    prompt = getattr(request, "prompt_name", None)
+    if prompt is not None:
+        if not takes_prompts:
+            raise unsupported("prompt_name", NO_PROMPTS)
+        parameters["prompt_name"] = prompt
     if request.truncate is not None:
         parameters["truncation"] = request.truncate
     if request.truncation_direction is not None:

@@ -1,0 +1,120 @@
+"""What the files of a sentence-transformers folder ask for, and what of it cannot be done. Pure.
+
+``modules.json`` names the modules, each with a folder for its ``config.json``;
+``config_sentence_transformers.json`` has prompts; ``sentence_bert_config.json`` says how texts are
+tokenized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+#: As sentence-transformers looks for it: its first versions wrote the model's kind into the name.
+_TOKENIZING = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+
+_MODULES = {"Transformer", "Pooling", "Normalize"}
+
+#: Arguments for transformers, by their names in old and new files.
+_ARGUMENTS = (
+    "model_args", "tokenizer_args", "config_args", "model_kwargs", "processor_kwargs",
+    "config_kwargs", "processing_kwargs",
+)  # fmt: skip
+
+#: Those that change no vector but for its precision.
+_HARMLESS = {"add_pooling_layer", "attn_implementation", "dtype", "torch_dtype"}
+
+#: How each version calls a pooling, and how this package does.
+_POOLINGS = {
+    "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
+    "cls": "cls", "lasttoken": "lasttoken", "max": "max", "mean": "mean",
+}  # fmt: skip
+
+
+class SentenceSettings(NamedTuple):
+    """How a model makes one vector of a text.
+
+    Attributes:
+        obstacle: why its vectors would differ from sentence-transformers'; empty if they agree.
+        pooling: of the tokens' vectors: "mean", "cls", "lasttoken" or "max".
+        pools_prompt: whether the tokens of a prompt are pooled, too.
+        prompts: texts that may come before the inputs, by name.
+        default: name of the prompt of inputs that choose none; None for no prompt.
+        limit: maximum number of tokens of a text; None if the files do not say.
+        lowers: whether texts are written in lower case.
+    """
+
+    obstacle: str
+    pooling: str
+    pools_prompt: bool
+    prompts: Mapping[str, str]
+    default: str | None
+    limit: int | None
+    lowers: bool
+
+
+def sentence_settings(read_json: Callable[[str], Any]) -> SentenceSettings:
+    """Read the files. Without any, a vector is the mean of its tokens'.
+
+    Args:
+        read_json: reads a JSON file of the model; returns None if there is no such file.
+    """
+    modules = read_json("modules.json") or []
+    paths = {str(each.get("type")).rpartition(".")[2]: each.get("path") for each in modules}
+    pooling = (read_json(f"{paths['Pooling']}/config.json") or {}) if "Pooling" in paths else {}
+    own = read_json("config_sentence_transformers.json") or {}
+    texts: Any = next((found for name in _TOKENIZING if (found := read_json(name))), {})
+    prompts = {name: text or "" for name, text in (own.get("prompts") or {}).items()}
+    default = own.get("default_prompt_name")
+    modes = _modes(pooling)
+    obstacle = _obstacle(paths, own.get("model_type"), modes) or _obstacle_of_texts(texts)
+    if not obstacle and default is not None and default not in prompts:
+        obstacle = f"its default_prompt_name, {default!r}, is not among its prompts"
+    return SentenceSettings(
+        obstacle,
+        pooling=_POOLINGS.get(modes[0], "mean"),
+        pools_prompt=pooling.get("include_prompt") is not False,
+        prompts=prompts,
+        default=default,
+        limit=texts.get("max_seq_length"),
+        lowers=bool(texts.get("do_lower_case")),
+    )
+
+
+def _modes(pooling: Mapping[str, Any]) -> list[str]:
+    """The poolings whose vectors are joined."""
+    named = pooling.get("pooling_mode")  # of newer versions
+    if named:
+        return [*named] if isinstance(named, (list, tuple)) else [named]
+    chosen = (name for name, on in pooling.items() if name.startswith("pooling_mode") and on)
+    return [*chosen] or ["mean"]
+
+
+def _obstacle(paths: Mapping[str, Any], kind: str | None, modes: list[str]) -> str:
+    unknown = sorted(paths.keys() - _MODULES)
+    if unknown:
+        return f"it has modules of sentence-transformers, such as {unknown[0]}"
+    if kind not in (None, "SentenceTransformer"):
+        return f"it is a {kind} of sentence-transformers"
+    if paths.get("Transformer"):
+        return f"its transformer is in a folder of its own, {paths['Transformer']}"
+    if len(modes) > 1 or modes[0] not in _POOLINGS:
+        return f"it pools by {' and '.join(modes)}"
+    return ""
+
+
+def _obstacle_of_texts(texts: Mapping[str, Any]) -> str:
+    for name in _ARGUMENTS:
+        if set(texts.get(name) or ()) - _HARMLESS:
+            return f"its texts are prepared with {name} of sentence-transformers"
+    how = (texts.get("modality_config") or {"text": {}}).get("text", {"method": ""})
+    if how.get("method", "forward") != "forward":
+        return "its texts are no plain texts for sentence-transformers"
+    output = how.get("method_output_name", "last_hidden_state")
+    if output != "last_hidden_state":
+        return f"its vectors are made of {output}"
+    return ""
