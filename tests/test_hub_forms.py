@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from http_in_process import StubClient, StubStreamer, in_event_loop, post, serving
 from pipeline_cases import item
 from pipeline_cases import served as model_of
 from serve_process import Client
@@ -290,6 +291,23 @@ def test_paths_name_the_model_that_they_would_need(features: Client, classifier:
             assert "cross-encoder" in message
     _, message = refused(classifier, "/embed", 404, inputs="a")
     assert "feature-extraction" in message
+
+
+class WithoutEmbeddings(StubStreamer):
+    def model_description(self) -> dict[str, Any]:
+        about = {"operations": ["predict"], "task": "feature-extraction"}
+        return {**about, "no_embeddings": "it has a Dense module"}
+
+
+@in_event_loop
+async def test_paths_of_embeddings_say_why_a_model_has_none() -> None:
+    async with serving(WithoutEmbeddings()) as service:
+        client = StubClient(service.site)
+        for path, status in ((b"/embed", 404), (b"/v1/embeddings", 404), (b"/", 422)):
+            body = b'{"inputs": "a", "normalize": true}'
+            found, answer = await client.ask(post(body, path=path))
+            assert found == status
+            assert b"it has a Dense module" in answer
 
 
 def test_predictions(classifier: Client) -> None:

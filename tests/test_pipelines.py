@@ -502,7 +502,7 @@ def test_it_describes_itself() -> None:
         "candidate_labels_required": False, "max_tokens": 64, "max_sound_seconds": None,
         "device": "cpu", "dtype": "float32", "dtype_reason": "as saved",
         "attention": "sdpa", "quantization": None, "compiled": False,
-        "batch_sizes": None, "chats": False, "vector_size": None,
+        "batch_sizes": None, "chats": False, "vector_size": None, "no_embeddings": None,
         "example": "Happy birthday to [MASK].", "revision": None,
     }  # fmt: skip
     said = served("gpt2").description
