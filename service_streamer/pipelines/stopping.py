@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .text_pieces import Context, first_of
+from .text_pieces import PromptTail, first_of
 
 
 def stopping_at(tokenizer: Any, stops: Sequence[str]) -> Any:
@@ -16,14 +16,14 @@ def stopping_at(tokenizer: Any, stops: Sequence[str]) -> Any:
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     #: A token has at least one byte; some more for tokens without text.
-    tail = 8 + 4 * max(map(len, stops))
+    window = 8 + 4 * max(map(len, stops))
 
     def decode(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
     def has_stop(before: list[int], tokens: list[int]) -> bool:
-        context = Context(decode, before)
-        text = context.behind(decode([*context.tokens, *tokens]))
+        tail = PromptTail(decode, before)
+        text = tail.behind(decode([*tail.tokens, *tokens]))
         return first_of(stops, text) is not None
 
     class Stopping(StoppingCriteria):  # type: ignore[misc, unused-ignore]
@@ -34,7 +34,7 @@ def stopping_at(tokenizer: Any, stops: Sequence[str]) -> Any:
 
             if self.prompt is None:
                 self.prompt = input_ids.shape[1] - 1
-            start = max(self.prompt, input_ids.shape[1] - tail)
+            start = max(self.prompt, input_ids.shape[1] - window)
             done = [has_stop(row[:start], row[start:]) for row in input_ids.tolist()]
             return torch.tensor(done, device=input_ids.device)
 

@@ -19,7 +19,7 @@ from .row_sampling import PENALTIES, Sampling, sampling_of
 from .stopping import stopping_at
 from .structure import FORMS
 from .tasks import MOST_NEW_TOKENS
-from .text_pieces import Context, first_of
+from .text_pieces import PromptTail, first_of
 from .texts import vocabulary_size
 
 #: Default of ``max_new_tokens``, as in transformers' pipeline.
@@ -301,17 +301,17 @@ class GivenText(TextHandler):
         self, row: list[int], stops: Sequence[str], prompt: Sequence[int] = ()
     ) -> dict[str, Any]:
         """The text of a row of new tokens, which may have padding behind its end."""
-        context = Context(self._text, prompt)
+        tail = PromptTail(self._text, prompt)
         ends = self.end_tokens()
         length = next((at for at, token in enumerate(row) if token in ends), None)
         reason, count = ("length", len(row)) if length is None else ("stop", length + 1)
-        text = context.behind(self._text([*context.tokens, *row[:length]]))
+        text = tail.behind(self._text([*tail.tokens, *row[:length]]))
         at = first_of(stops, text)
         if at is not None:
             low, high = 1, count  # the least number of tokens that has it
             while low < high:
                 middle = (low + high) // 2
-                begun = context.behind(self._text([*context.tokens, *row[:middle]]))
+                begun = tail.behind(self._text([*tail.tokens, *row[:middle]]))
                 if first_of(stops, begun) is None:
                     low = middle + 1
                 else:

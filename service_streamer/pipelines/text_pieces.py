@@ -84,14 +84,14 @@ class TextPieces:
     ) -> None:
         self._decoder = decoder
         self._stops = stops
-        self._prompt = context = Context(decoder.decode, prompt)
-        self._tokens = [*context.tokens]
+        self._prompt = tail = PromptTail(decoder.decode, prompt)
+        self._tokens = [*tail.tokens]
         self._sent = 0  # number of characters
         self._held = ""  # settled, but perhaps the beginning of a stop string
         #: The text is settled up to ``_read``. Tokens are decoded from ``_start`` on, where it was
         #: settled before, since a text may begin otherwise than it goes on.
-        self._start, self._read = 0, len(context.tokens)
-        self._before = context.text  # from _start to _read
+        self._start, self._read = 0, len(tail.tokens)
+        self._before = tail.text  # from _start to _read
         self._is_broken = False  # whether all ends with a part of a character
         self._ends_with_byte = False
         self.has_stopped = False
@@ -144,7 +144,7 @@ class TextPieces:
         self._before = text
 
 
-class Context:
+class PromptTail:
     """The last tokens of a prompt, for the text of what comes behind them.
 
     Args:
