@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from .errors import WorkerLost
+from .observe.record import BatchReport
 from .supervision.supervisor import Loss
 from .workers.protocol import Failure
-from .workers.transport import BatchReport, Transport, WorkerDied, WorkerEvent, WorkerReady
+from .workers.transport import Transport, WorkerDied, WorkerEvent, WorkerReady
 
 __all__ = ["Gate", "ManualClock", "StubTransport"]
 

@@ -14,9 +14,10 @@ import pytest
 import service_streamer.supervision.autoscaling as autoscaling
 from cases import long_cases
 from service_streamer.batching.batcher import Actions, build_batcher
-from service_streamer.observe.record import BatchReport, Call, StepReport
+from service_streamer.observe.record import BatchReport, Call
 from service_streamer.options.table import StreamerOptions
 from service_streamer.simulate.crew import Crew
+from service_streamer.workers.transport import StepReport
 
 #: What a worker takes to load its model, seconds. The first one has.
 START = 5.0

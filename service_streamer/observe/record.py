@@ -14,27 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from .step_report import StepReport
 from .timing import Timing
 
 if TYPE_CHECKING:
     from ..batching.isolation import Search
-
-__all__ = [
-    "NO_OUTPUT",
-    "NO_OUTPUTS",
-    "ORDINARY",
-    "STAGES",
-    "BatchRecord",
-    "BatchReport",
-    "Call",
-    "CallState",
-    "Precedence",
-    "Reason",
-    "Span",
-    "StepReport",
-    "Timing",
-]
 
 
 _NEVER = math.inf

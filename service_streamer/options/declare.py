@@ -13,23 +13,6 @@ from typing import Any, ClassVar, Self
 
 from .kinds import Kind
 
-__all__ = [
-    "COMMANDS",
-    "CONSTRUCTORS",
-    "RAY",
-    "REDIS_STREAMER",
-    "REDIS_WORKER",
-    "SERVE",
-    "SIMULATE",
-    "STREAMER",
-    "THREADED",
-    "WORKER",
-    "Option",
-    "Options",
-    "option",
-    "options_of",
-]
-
 # The fronts: constructors by the names of their classes, and commands.
 THREADED, STREAMER, RAY = "ThreadedStreamer", "Streamer", "RayStreamer"
 REDIS_STREAMER, REDIS_WORKER = "RedisStreamer", "RedisWorker"

@@ -21,8 +21,6 @@ from typing import Any, Literal
 
 from .cached_rows import CachedRows, GeneratedRow, LoneRow, ModelCall
 
-__all__ = ["Choose", "GeneratedRow", "StepLoop", "Way"]
-
 Way = Literal["padded", "shifted", "aligned", "alone"]
 Choose = Callable[[Any, "list[GeneratedRow]"], list[int]]
 

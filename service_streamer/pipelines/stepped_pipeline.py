@@ -25,8 +25,6 @@ from .text_handler import TextHandler
 from .text_pieces import TextDecoder
 from .whole_texts import check_whole
 
-__all__ = ["SteppedPipeline"]
-
 
 class WholeAnswer:
     """The state of a request that is computed in one step."""

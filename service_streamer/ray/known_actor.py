@@ -6,10 +6,11 @@ import threading
 import time
 
 from ..errors import WorkerLost, WorkerStartError
-from ..observe.record import StepReport
+from ..observe.record import BatchReport
+from ..observe.step_report import StepReport
 from ..supervision.supervisor import Loss
 from ..workers.diagnosis import obituary
-from ..workers.protocol import BatchReport, Failure, decode
+from ..workers.protocol import Failure, decode
 from ..workers.transport import WorkerDied, WorkerEvent
 from ..workers.worker_process import KnownWorker, event_of
 from .apart import Frame, unframed

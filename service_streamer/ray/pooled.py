@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..observe.record import BatchReport, StepReport
+from ..observe.record import BatchReport
+from ..observe.step_report import StepReport
 from ..options.table import RayStreamerOptions
 from ..pool.pool_memory import PoolMemory, in_message, whole
 from ..workers.transport import WorkerEvent

@@ -28,12 +28,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import WorkerLost, WorkerStartError
+from ..observe.record import BatchReport
 from ..options.checks import Device
 from ..supervision.supervisor import Loss
 from ..workers.device_memory import allocator_variables
 from ..workers.item_pickling import ItemPickling, pickled_spec
 from ..workers.model_spec import ModelSpec
-from ..workers.protocol import BatchReport, Breach, Failure, summary
+from ..workers.protocol import Breach, Failure, summary
 from ..workers.serving import Boot
 from ..workers.starting import ByValue
 from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerReady, WorkerWaits

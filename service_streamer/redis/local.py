@@ -25,8 +25,6 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-__all__ = ["LocalRedis", "answers", "find_server"]
-
 #: Seconds between two looks into its log.
 _INTERVAL = 0.005
 

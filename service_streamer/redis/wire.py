@@ -47,20 +47,6 @@ from ..supervision.health import Timeout
 from ..workers.protocol import Failure, summary
 from .codec import Codec, MsgpackCodec, PickleCodec, check_complete
 
-__all__ = [
-    "REASONS",
-    "Announcement",
-    "Attempt",
-    "OutputRun",
-    "PoolOptions",
-    "Precedence",
-    "RemoteAnswer",
-    "Secret",
-    "Serializer",
-    "Wire",
-    "make_wire",
-]
-
 #: Reasons in notices why a message cannot be read, and their explanations for its sender.
 REASONS: Mapping[str, str] = {
     "signature": "the signature is wrong; give clients and worker hosts the same secret",

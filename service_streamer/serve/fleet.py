@@ -40,6 +40,7 @@ from ..options.table import ServeOptions
 from .configuration import Configuration
 from .fleet_models import FleetModels
 from .followed_models import FollowedModels
+from .hosted_model import ServiceFailed
 from .http.accepting import Turns
 from .http.models import Models
 from .http.shared_cells import SharedCells, cells_needed
@@ -49,7 +50,7 @@ from .logs import configure_logging
 from .opening import open_model
 from .plans import Plan
 from .pool_preparation import prepare_pools
-from .running import FleetPart, ServiceFailed, run_service
+from .running import FleetPart, run_service
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from ..pool.directory import own_directory, paths_of
 from ..pool.election import is_led
 from ..pool.pool_client import PoolClient
 from ..pool.visits import ask_pool, await_end
+from .hosted_model import ServiceFailed
 from .http.dashboard import advised
 from .http.pool_view import PoolFigures
 from .loading_progress import LoadingProgress
 from .logs import lines_of, name_lines
 from .opening import streamer_of
-from .running import ServiceFailed
 
 logger = logging.getLogger(__name__)
 

@@ -57,7 +57,6 @@ from .repository import ModelRepository
 if TYPE_CHECKING:
     from .rpc.rpc_server import RPCServer
 
-__all__ = ["ServiceFailed", "run_service"]
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..observe.record import ORDINARY, Precedence, Timing
+from ..observe.record import ORDINARY, Precedence
+from ..observe.timing import Timing
 
 
 class Caller:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..observe.record import StepReport
+from ..observe.record import BatchReport
+from ..observe.step_report import StepReport
 from .coded_channel import CodedChannel
 from .diagnosis import (
     EXIT_FORK_RETURNED,
@@ -30,7 +31,7 @@ from .memory.window import cuda_runtime
 from .model_spec import LoadedModel, Wrapper
 from .payload_channel import Memories, in_worker
 from .placement import set_environment
-from .protocol import BatchReport, Frame, FrameReader, FrameWriter
+from .protocol import Frame, FrameReader, FrameWriter
 from .serving import Boot, serve_model
 
 _FORK_RETURNED = (

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import BadMessage, ModelError, UnpicklableItem
-from ..observe.record import StepReport
+from ..observe.record import BatchReport
+from ..observe.step_report import StepReport
 from .item_pickling import Encoding
 from .memory.payload import ATOMS, LARGE_IN_BATCH, PROTOCOL
 from .memory.window import synchronize
 from .model_spec import ItemCodec, LoadedModel, ModelSpec
-from .protocol import BatchReport, Failure, FromWorker, encode, summary
+from .protocol import Failure, FromWorker, encode, summary
 from .runner import Channel
 from .sticky_errors import DeviceFailed, Guard
 

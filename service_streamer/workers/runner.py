@@ -27,14 +27,13 @@ from collections.abc import MutableSequence, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from ..observe.record import StepReport
+from ..observe.record import BatchReport
+from ..observe.step_report import StepReport
 from .model_spec import LoadedModel
-from .protocol import BatchReport, Failure, summary
+from .protocol import Failure, summary
 from .stages import FORWARD, INTAKE, OUTLET, Job, Stages
 from .sticky_errors import DeviceFailed
 from .thread_modes import thread_modes
-
-__all__ = ["Channel", "DeviceFailed", "serve"]
 
 logger = logging.getLogger(__name__)
 

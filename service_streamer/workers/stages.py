@@ -20,6 +20,7 @@ from collections.abc import MutableSequence, Sequence
 from typing import Any
 
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
+from ..observe.record import BatchReport
 from ..options.checks import is_sequence
 from .chunked_run import (
     OutOfMemory,
@@ -31,11 +32,9 @@ from .chunked_run import (
 from .device import PLAIN, OnHost, cuda_in_use, results_on_host
 from .model_spec import LoadedModel
 from .progress import is_unwanted
-from .protocol import BatchReport, Failure
+from .protocol import Failure
 from .stage_calls import StageCalls, by_position, memory_of, one_at_a_time, stacked
 from .stage_mark import StageMark
-
-__all__ = ["FORWARD", "INTAKE", "OUTLET", "Job", "Stages", "check_outputs"]
 
 INTAKE, FORWARD, OUTLET = range(3)
 

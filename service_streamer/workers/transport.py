@@ -13,24 +13,14 @@ from multiprocessing import util
 from typing import Any, NamedTuple
 
 from ..errors import WorkerLost, WorkerStartError
-from ..observe.record import BatchReport, StepReport
+from ..observe.record import BatchReport
+from ..observe.step_report import StepReport
 from ..options.checks import Device
 from ..supervision.supervisor import Loss
 from .model_spec import ModelSpec
 from .progress import UNWANTED, add_unwanted
 from .protocol import Failure, summary
 from .runner import Channel, serve
-
-__all__ = [
-    "BatchReport",
-    "StepReport",
-    "ThreadTransport",
-    "Transport",
-    "WorkerDied",
-    "WorkerEvent",
-    "WorkerReady",
-    "WorkerWaits",
-]
 
 
 class WorkerReady(NamedTuple):

@@ -16,7 +16,8 @@ from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 from ..errors import WorkerStartError
-from ..observe.record import StepReport
+from ..observe.record import BatchReport
+from ..observe.step_report import StepReport
 from ..supervision.supervisor import Loss
 from .child import STACKS_SIGNAL, held_back, run_child
 from .model_spec import ModelSpec
@@ -24,7 +25,6 @@ from .payload_channel import Memories, PayloadChannel
 from .placement import Placement
 from .progress import StageProgress
 from .protocol import (
-    BatchReport,
     Breach,
     DeviceFailure,
     Failure,

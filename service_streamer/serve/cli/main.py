@@ -88,10 +88,10 @@ def serve(options: ServeOptions) -> None:
     if any(each.options.ray is not None for each in models):
         _need("ray", extra="ray")
     from ..configuration import Configuration
+    from ..hosted_model import ServiceFailed
     from ..launching import CannotListen
     from ..logs import configure_logging
     from ..opening import ClusterUnavailable, ModelUnavailable, open_model
-    from ..running import ServiceFailed
     from ..web_processes import with_count
 
     configure_logging(options.log_format)

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Self
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,7 +22,7 @@ from starlette.routing import Route
 
 from .asgi import ASGIBridge
 from .listening import HTTPServer
-from .prometheus import CONTENT_TYPE_LATEST, HostExposition
+from .prometheus import HostExposition
 
 if TYPE_CHECKING:
     from ...redis.redis_stats import RedisWorkerStats

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
@@ -20,7 +21,7 @@ from .locks import check_caller
 from .models import Models
 from .openapi import LOCKED, openapi
 from .operations import OPERATIONS
-from .prometheus import CONTENT_TYPE_LATEST, METRICS, Exposition, merged
+from .prometheus import METRICS, Exposition, merged
 from .refusals import Refusal
 from .schemas import hub_info
 from .service import Service

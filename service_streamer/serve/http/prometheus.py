@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 
 from ... import __version__
@@ -26,7 +26,6 @@ from .service import Service
 if TYPE_CHECKING:
     from ...redis.redis_worker import RedisWorker
 
-__all__ = ["CONTENT_TYPE_LATEST", "METRICS", "Exposition", "HostExposition", "merged"]
 
 #: The question to the other web processes.
 METRICS = b"metrics"
