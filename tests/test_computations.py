@@ -276,17 +276,10 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(can_extend=st.booleans(), has_cache=st.booleans(), copies=st.booleans())
     def build(self, can_extend: bool, has_cache: bool, copies: bool) -> None:
-        self.clock = ManualClock()
-        self.backend: Any = StubBackend(self.clock)
+        options = {} if can_extend else {"extend": None, "slack": 2.0}
+        flights = Flights(copies=copies, cache={} if has_cache else None, **options)
+        self.clock, self.backend, self.single = flights.clock, flights.backend, flights.single
         self.is_even = can_extend
-        self.single = SingleFlight(
-            self.backend,
-            copies=copies,
-            extend=self.backend.extend if can_extend else None,
-            slack=1.0 if can_extend else 2.0,
-            cache={} if has_cache else None,
-            clock=self.clock,
-        )
         self.waiting: list[tuple[list[str], Outcome, float]] = []
         self.ended: list[Outcome] = []
 

@@ -266,14 +266,9 @@ LOST = Gpu(1, problem="NVML says 'GPU is lost'")
 
 
 @pytest.fixture
-def no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def stub(nvml: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in (CUDA, HIP, ROCR, COUNT):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("service_streamer.workers.placement._NVML", str(tmp_path / "none.so"))
-
-
-@pytest.fixture
-def stub(nvml: Path, no_gpus: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr("service_streamer.workers.placement._NVML", str(nvml / "libnvidia-ml.so.1"))
     return monkeypatch
 

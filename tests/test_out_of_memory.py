@@ -219,10 +219,6 @@ def test_a_device_without_any_room_fails_each_item_and_is_tried_again() -> None:
     assert device.sizes(16, 16) == [16]
 
 
-def halvings(size: int) -> int:
-    return math.ceil(math.log2(size)) + 1
-
-
 #: However long an example takes: on a busy machine that says nothing.
 ANY_TIME = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
@@ -252,7 +248,8 @@ def test_every_batch_is_done_in_few_runs_while_the_room_changes(
     for size in batches:
         runs = device.compute(size)
         fitted = sum(run.fitted for run in runs)
-        assert len(runs) - fitted <= halvings(size) + fitted // FIRST_INTERVAL
+        halvings = math.ceil(math.log2(size)) + 1
+        assert len(runs) - fitted <= halvings + fitted // FIRST_INTERVAL
         for run in runs:
             if run.size > run.limit > 0:
                 assert full is None or full >= FIRST_INTERVAL

@@ -114,10 +114,16 @@ class Line:
         return [name for batch in iter(self.take, []) for name in batch]
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "lengths"])
+def has_lengths(request: pytest.FixtureRequest) -> bool:
+    """Runs the test on items without lengths, and on items with them."""
+    has: bool = request.param
+    return has
+
+
 # -- tables
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 def test_calls_that_wait_share_fairly_with_the_first_that_is_not_ordinary(
     has_lengths: bool,
 ) -> None:
@@ -132,7 +138,6 @@ def test_calls_that_wait_share_fairly_with_the_first_that_is_not_ordinary(
     assert line.order() == ["next", "and next"]
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 def test_deadline_goes_before_any_priority_and_the_earlier_before_the_later(
     has_lengths: bool,
 ) -> None:
@@ -145,7 +150,6 @@ def test_deadline_goes_before_any_priority_and_the_earlier_before_the_later(
     assert line.order() == ["as soon", "soon", "later", "urgent", "plain"]
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 @pytest.mark.parametrize(
     ("now", "expected"),
     [
@@ -165,7 +169,6 @@ def test_default_time_counts_from_its_half(
     assert line.order() == expected
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 @pytest.mark.parametrize("priority", [0, 1], ids=["in order", "fairly"])
 def test_late_calls_give_way_while_others_fill_the_batch(priority: int, has_lengths: bool) -> None:
     line = Line(2, has_lengths=has_lengths)
@@ -182,7 +185,6 @@ def test_late_calls_give_way_while_others_fill_the_batch(priority: int, has_leng
     assert not any(call.failure for call in in_time)
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 def test_late_calls_are_computed_where_there_is_room_for_all(has_lengths: bool) -> None:
     line = Line(2, has_lengths=has_lengths)
     line.took = lambda _: 1.0
@@ -196,7 +198,6 @@ def test_late_calls_are_computed_where_there_is_room_for_all(has_lengths: bool) 
     assert line.late == []
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 def test_calls_whose_time_has_ended_are_never_computed(has_lengths: bool) -> None:
     line = Line(3, has_lengths=has_lengths)
     ended = line.add("ended", 2, seconds=1.0, has_deadline=True)
@@ -428,7 +429,6 @@ def test_flood_of_one_tenant_does_not_starve_the_others(length: float | None) ->
 # -- calls of many items
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 @pytest.mark.parametrize("tenants", [False, True], ids=["one tenant", "a tenant for each"])
 def test_call_of_many_items_takes_turns_with_small_calls_that_come_later(
     tenants: bool, has_lengths: bool
@@ -446,7 +446,6 @@ def test_call_of_many_items_takes_turns_with_small_calls_that_come_later(
     assert sum(batch.count("large") for batch in batches) >= 120, "they fill up what is left"
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 def test_small_calls_that_keep_coming_leave_half_of_the_places_to_a_large_one(
     has_lengths: bool,
 ) -> None:
@@ -463,7 +462,6 @@ def test_small_calls_that_keep_coming_leave_half_of_the_places_to_a_large_one(
     assert 0 < served[:640].count("large") < 640
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 def test_large_call_whose_time_is_near_its_end_leaves_small_ones_their_turns(
     has_lengths: bool,
 ) -> None:
@@ -475,7 +473,6 @@ def test_large_call_whose_time_is_near_its_end_leaves_small_ones_their_turns(
     assert "small" in line.take() + line.take()
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 def test_large_call_is_not_behind_a_call_of_its_class_that_was_withdrawn(has_lengths: bool) -> None:
     line = Line(4, has_lengths=has_lengths)
     line.add("huge", 40_000)
@@ -508,7 +505,6 @@ def test_large_call_that_is_put_back_leaves_the_window_to_small_ones() -> None:
     assert {*"abc"} <= {*served}
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 def test_large_calls_of_equal_size_go_one_after_the_other_and_a_smaller_one_before(
     has_lengths: bool,
 ) -> None:
@@ -526,7 +522,6 @@ def test_large_calls_of_equal_size_go_one_after_the_other_and_a_smaller_one_befo
     assert order[-1] != "c"
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 def test_items_of_a_large_call_do_not_count_as_before_a_new_call(has_lengths: bool) -> None:
     line = Line(4, has_lengths=has_lengths)
     line.took = lambda size: size / 100
@@ -606,7 +601,6 @@ def test_long_items_of_a_large_call_have_their_share_of_the_work_and_no_more(ten
     assert 0.3 <= long / (short + long) <= 0.7
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 def test_call_of_low_priority_is_not_held_up_by_a_large_one_before_it(has_lengths: bool) -> None:
     line = timed_line(0.005, 1e-5, has_lengths=has_lengths)
     line.add("large", 500, lengths=[2000] * 500, priority=-1)
@@ -619,7 +613,6 @@ def test_call_of_low_priority_is_not_held_up_by_a_large_one_before_it(has_length
     assert "low" in served
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 def test_batch_has_fifty_milliseconds_of_a_large_call_while_small_ones_come(
     has_lengths: bool,
 ) -> None:
@@ -793,7 +786,6 @@ def turns_until_cut(line: Line, floods: Iterable[str], kind: str, batch_size: in
     raise AssertionError
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 @pytest.mark.parametrize("waits", KINDS)
 def test_each_kind_is_passed_over_a_bounded_number_of_times(waits: str, has_lengths: bool) -> None:
     """By each other kind, and by all of them together."""
@@ -832,7 +824,6 @@ def test_urgent_call_goes_before_the_others_whichever_turn_it_is(flood: str, wai
         assert "waits" in [*line.take(), *line.take()]
 
 
-@pytest.mark.parametrize("has_lengths", [False, True], ids=["plain", "lengths"])
 @pytest.mark.parametrize("kind", ["plain", "high", "deadline", "of tenants that come once"])
 def test_calls_that_are_over_are_not_kept_behind_a_hung_worker(
     kind: str, has_lengths: bool

@@ -40,10 +40,6 @@ def new_row(name: str, source: random.Random) -> GeneratedRow:
     return GeneratedRow(prompt, encoded=encoded)
 
 
-def example_of(name: str) -> Any:
-    return torch.zeros(EXAMPLES[name]) if name in EXAMPLES else None
-
-
 def generated(name: str, row: GeneratedRow) -> list[int]:
     """What ``model.generate`` gives, for as many tokens as the row has."""
     model, count = model_of(name), len(row.tokens) - len(row.prompt)
@@ -106,7 +102,8 @@ def test_rows_that_come_and_go_get_the_tokens_of_generate(name: str, way: Any) -
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_fastest_way_is_found_that_computes_what_the_model_computes(name: str) -> None:
-    loop = suitable_loop(model_of(name), example_of(name))
+    example: Any = torch.zeros(EXAMPLES[name]) if name in EXAMPLES else None
+    loop = suitable_loop(model_of(name), example)
     assert loop is not None
     assert loop.way == WAYS.get(name, "padded")
     if wrong := {"bart": "logits differ by", "mamba": "a cache of its own"}.get(name):

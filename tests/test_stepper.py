@@ -35,7 +35,10 @@ def releases(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return releases
 
 
-BOTH = pytest.mark.parametrize("kind", [Counting, Joined], ids=["list", "joined"])
+@pytest.fixture(params=[Counting, Joined], ids=["list", "joined"])
+def counting(request: pytest.FixtureRequest) -> Any:
+    """The class of a model that gets a list of states, and of one that joins them."""
+    return request.param
 
 
 def model_of(model: Any) -> Counting:
@@ -78,9 +81,8 @@ def test_half_a_model_of_steps_is_refused(methods: set[str], missing: str) -> No
 # -- who runs when
 
 
-@BOTH
-def test_outputs_of_streams_go_out_with_each_step_and_others_at_the_end(kind: Any) -> None:
-    model = loaded(kind)
+def test_outputs_of_streams_go_out_with_each_step_and_others_at_the_end(counting: Any) -> None:
+    model = loaded(counting)
     channel = served(model, [[item(3)], item(2)])
     assert channel.outputs == {0: [0, 1, 2]}
     assert channel.results == {0: None, 1: [0, 1]}
@@ -94,9 +96,8 @@ def test_outputs_of_streams_go_out_with_each_step_and_others_at_the_end(kind: An
     model_of(model)
 
 
-@BOTH
-def test_a_place_is_taken_again_in_the_next_step(kind: Any) -> None:
-    model = loaded(kind, 2)
+def test_a_place_is_taken_again_in_the_next_step(counting: Any) -> None:
+    model = loaded(counting, 2)
     channel = served(model, [item(5), item(1), item(1), item(1)])
     assert [[each.batch_id for each in step.done] for step in channel.steps] == [[1], [2], [3], [0]]
     assert [step.waiting for step in channel.steps][:3] == [2, 1, 0]
@@ -105,9 +106,8 @@ def test_a_place_is_taken_again_in_the_next_step(kind: Any) -> None:
     assert sizes_of(model, "step") == [2, 2, 2, 1, 1]
 
 
-@BOTH
-def test_dropped_ones_free_their_place_before_the_next_step(kind: Any) -> None:
-    model = loaded(kind, 2)
+def test_dropped_ones_free_their_place_before_the_next_step(counting: Any) -> None:
+    model = loaded(counting, 2)
     channel = served(
         model, [[item(9)], [item(9)], item(9), item(2)], [], [(0, 2, 77)], [], [], [(1,)], [(1, 3)]
     )
@@ -134,8 +134,7 @@ def test_an_item_that_cannot_be_decoded_never_starts() -> None:
     assert model_of(model).calls[0] == ("start", 1)
 
 
-@BOTH
-def test_a_worker_that_has_nothing_to_do_holds_nothing(kind: Any) -> None:
+def test_a_worker_that_has_nothing_to_do_holds_nothing(counting: Any) -> None:
     class Blocks(Turns):
         def receive(self) -> Any:
             received = super().receive()
@@ -143,7 +142,7 @@ def test_a_worker_that_has_nothing_to_do_holds_nothing(kind: Any) -> None:
                 alive.append([each() is not None for each in states])
             return received
 
-    class Watched(kind):  # type: ignore[misc] # a class of the parameter
+    class Watched(counting):  # type: ignore[misc] # a class of the parameter
         def start(self, items: list[Any]) -> Any:
             found = super().start(items)
             states.extend(map(weakref.ref, found))
@@ -155,9 +154,8 @@ def test_a_worker_that_has_nothing_to_do_holds_nothing(kind: Any) -> None:
     assert alive == [[False] * 2, [False] * 3]
 
 
-@BOTH
-def test_at_the_end_what_runs_is_released_and_nothing_is_sent(kind: Any) -> None:
-    model = loaded(kind, 2)
+def test_at_the_end_what_runs_is_released_and_nothing_is_sent(counting: Any) -> None:
+    model = loaded(counting, 2)
     channel = served(model, [item(9), item(9), item(9)], [None])
     assert not channel.ends
     model_of(model)
@@ -305,22 +303,23 @@ def test_a_step_that_was_held_up_does_not_count_for_long() -> None:
 ERRORS = {"error": "ValueError", "full": "NoRoomError", "invalid": "InvalidInput"}
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("where", "what"),
     [*(("start", what) for what in ("raise", "invalid", "full")),
      *(("step", what) for what in ("raise", "invalid", "error"))],
 )  # fmt: skip
 @pytest.mark.parametrize("bad", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
-def test_an_item_that_raises_fails_alone(kind: Any, where: str, what: str, bad: set[int]) -> None:
+def test_an_item_that_raises_fails_alone(
+    counting: Any, where: str, what: str, bad: set[int]
+) -> None:
     wrong = item(3, start=what) if where == "start" else item(3, step={1: what})
-    model = loaded(kind)
+    model = loaded(counting)
     channel = served(model, [wrong if i in bad else item(3) for i in range(4)])
     name = ERRORS.get(what, "ValueError")
     assert channel.results == {i: name if i in bad else [0, 1, 2] for i in range(4)}
     if what == "invalid" and where == "start":
         assert sizes_of(model, "start") == ([4] if len(bad) == 4 else [4, 4 - len(bad)])
-    if where == "step" and (what != "raise" or kind is Counting):
+    if where == "step" and (what != "raise" or counting is Counting):
         assert len(channel.steps) == 2 + (len(bad) < 4), "the others take each step together"
 
 
@@ -335,14 +334,13 @@ def test_only_streams_with_outputs_fail_with_another_item_of_a_joined_batch() ->
     model_of(model)
 
 
-@BOTH
 @pytest.mark.parametrize("where", ["start", "step"])
 @pytest.mark.parametrize("what", ["raise", "full"])
 def test_nothing_is_computed_again_that_may_not(
-    kind: Any, where: str, what: str, caplog: pytest.LogCaptureFixture
+    counting: Any, where: str, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = item(3, start=what) if where == "start" else item(3, step={1: what})
-    model = loaded(kind, may_rerun=False)
+    model = loaded(counting, may_rerun=False)
     channel = served(model, [item(3), bad, item(3)])
     assert set(channel.results.values()) == {"SharedBatchError"}
     expected = [("start", 3)] if where == "start" else [("start", 3), ("step", 3), ("step", 3)]
@@ -352,7 +350,7 @@ def test_nothing_is_computed_again_that_may_not(
         shared = channel.ends[0].failure
         assert "raised ValueError on a batch that this call shared" in shared.text
         assert "it happens" not in shared.text, "which may quote an item of another"
-        (alone,) = served(loaded(kind, may_rerun=False), [bad]).results.values()
+        (alone,) = served(loaded(counting, may_rerun=False), [bad]).results.values()
         assert alone == "ValueError"
 
 
@@ -510,20 +508,18 @@ def test_errors_between_steps_that_succeed_are_no_reason_to_look_at_the_device()
 # -- memory
 
 
-@BOTH
 def test_fewer_items_start_at_once_if_the_starts_of_many_do_not_fit(
-    kind: Any, releases: list[None]
+    counting: Any, releases: list[None]
 ) -> None:
-    model = loaded(kind, 8, 1000, 3)
+    model = loaded(counting, 8, 1000, 3)
     channel = served(model, [item(2) for _ in range(8)])
     assert len(releases) == 2, "before each further try"
     assert channel.results == {i: [0, 1] for i in range(8)}
     assert sizes_of(model, "start") == [8, 4, 2, 2, 2, 2]
 
 
-@BOTH
-def test_an_item_that_does_not_fit_beside_others_waits_for_a_place(kind: Any) -> None:
-    model = loaded(kind, 8, 3)
+def test_an_item_that_does_not_fit_beside_others_waits_for_a_place(counting: Any) -> None:
+    model = loaded(counting, 8, 3)
     channel = served(model, [item(4) for _ in range(7)])
     assert channel.results == {i: [0, 1, 2, 3] for i in range(7)}
     managed = model_of(model)
@@ -551,9 +547,8 @@ def test_as_many_start_as_the_cost_allows(max_cost: float, starts: list[int]) ->
     assert max(sizes_of(model, "step")) == max(1, min(4, max_cost // 12))
 
 
-@BOTH
-def test_a_bound_of_lack_of_memory_is_raised_by_one_after_every_32_items(kind: Any) -> None:
-    class Full(kind):  # type: ignore[misc] # a class of the parameter
+def test_a_bound_of_lack_of_memory_is_raised_by_one_after_every_32_items(counting: Any) -> None:
+    class Full(counting):  # type: ignore[misc] # a class of the parameter
         def start(self, items: list[Any]) -> Any:
             if len(self.calls) >= 6:  # another process has ended
                 self.room = 1000
@@ -604,13 +599,12 @@ def test_streams_that_cannot_start_again_outlive_one_that_does_not_fit() -> None
     model_of(model)
 
 
-@BOTH
 @pytest.mark.parametrize("where", ["start", "step"])
 def test_an_item_that_never_fits_fails_alone_and_leaves_no_bound(
-    kind: Any, where: str, releases: list[None]
+    counting: Any, where: str, releases: list[None]
 ) -> None:
     bad = item(3, start="full") if where == "start" else item(3, step={1: "full"})
-    model = loaded(kind)
+    model = loaded(counting)
     channel = served(model, [item(3), bad, item(3), *(item(2) for _ in range(12))])
     twelve = {i: [0, 1] for i in range(3, 15)}
     assert channel.results == {0: [0, 1, 2], 1: "NoRoomError", 2: [0, 1, 2], **twelve}
@@ -620,9 +614,8 @@ def test_an_item_that_never_fits_fails_alone_and_leaves_no_bound(
     assert releases
 
 
-@BOTH
-def test_an_item_that_grows_beyond_the_cost_starts_again_when_one_is_over(kind: Any) -> None:
-    model = loaded(kind, 8, max_batch_cost=20.0)
+def test_an_item_that_grows_beyond_the_cost_starts_again_when_one_is_over(counting: Any) -> None:
+    model = loaded(counting, 8, max_batch_cost=20.0)
     channel = served(model, [item(8, cost=4, grows=1) for _ in range(50)])
     assert channel.results == {i: [*range(8)] for i in range(50)}
     managed = model_of(model)
@@ -660,15 +653,14 @@ def test_a_device_that_fails_ends_the_worker_and_names_who_ran() -> None:
     assert set(progress[1:]) - {0} <= {2, 3, 4, 5}
 
 
-@BOTH
 @pytest.mark.parametrize(("where", "ids"), [("start", {2, 3}), ("step", {0, 1, 2, 3})])
 def test_the_parent_sees_which_batches_a_call_was_of_that_ends_the_worker(
-    kind: Any, where: str, ids: set[int]
+    counting: Any, where: str, ids: set[int]
 ) -> None:
     progress = [0] * 8
     bad = item(3, start="exit") if where == "start" else item(3, step={1: "exit"})
     with pytest.raises(SystemExit):
-        served(loaded(kind), [item(9)], [item(9)], [bad, item(3)], progress=progress)
+        served(loaded(counting), [item(9)], [item(9)], [bad, item(3)], progress=progress)
     assert set(progress) - {0} == {batch_id + 1 for batch_id in ids}
 
 

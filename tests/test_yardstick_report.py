@@ -34,12 +34,9 @@ def result(section: str, system: str, number: int = 1, **figures: Any) -> Result
     return Result({}, figures, section, system, number, {})
 
 
-def rates(system: str, *values: float, section: str = "futures", **point: Any) -> list[Result]:
+def rates(system: str, *values: float, section: str = "futures") -> list[Result]:
     """The rate of each round."""
-    return [
-        Result(point, {"rate": value}, section, system, number, {})
-        for number, value in enumerate(values, 1)
-    ]
+    return [result(section, system, n, rate=value) for n, value in enumerate(values, 1)]
 
 
 def rows_of(markdown: str) -> dict[str, list[str]]:
