@@ -300,18 +300,6 @@ def test_what_a_backlog_took_says_nothing_about_the_next() -> None:
     assert not any(call.failure for call in calls)
 
 
-def test_one_slow_batch_does_not_make_all_calls_look_late() -> None:
-    walk = Walk(batch_size=1, expired="expired")
-    for duration in (60.0, 0.1, 0.1):
-        _, [batch] = walk.submit("warm")
-        walk.now += duration
-        walk.done(batch, duration=duration)
-    _, [running] = walk.submit("a")
-    calls = [walk.submit(name, timeout=2.0)[0] for name in "bcd"]
-    walk.done(running)
-    assert not any(call.is_over for call in calls)
-
-
 def test_deadlines_do_not_keep_calls_that_are_over() -> None:
     walk, before = Walk(), held_calls()
     for _ in range(1_000):

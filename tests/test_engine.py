@@ -30,7 +30,6 @@ from service_streamer.engine.backend import BlockingReply
 from service_streamer.engine.engine import Engine, EngineState
 from service_streamer.observe.record import Call
 from service_streamer.supervision.supervisor import Loss
-from service_streamer.workers.protocol import Failure
 from stub_engine import StubEngine
 
 
@@ -402,19 +401,6 @@ def test_a_restart_does_not_wait_for_a_worker_that_has_no_place(two: StubEngine)
     two.transport.lose(0)
     restart.join()
     assert two.engine.stats().workers["starting"] == 1
-
-
-def test_a_future_s_repr_tells_its_state(one: StubEngine) -> None:
-    one.transport.ready(0)
-    good, bad = one.submit("a"), one.submit("b")
-    assert repr(bad).endswith(" pending>")
-    one.transport.echo()
-    one.transport.report(0, 1, failure=Failure(ValueError("bad")))
-    for _ in range(2):
-        assert repr(good).endswith(" finished>")
-        assert repr(bad).endswith(" failed>")
-        assert isinstance(bad.exception(), ValueError)
-        assert good.result() == ["a"]
 
 
 def test_the_end_is_told_also_to_who_asks_too_late(one: StubEngine) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from service_streamer import Future
 from service_streamer.observe.record import Call
+from service_streamer.workers.protocol import Failure
 
 
 def answered(*futures: Future) -> list[Call]:
@@ -76,6 +77,15 @@ def test_a_future_that_is_over_is_not_completed_again() -> None:
     assert Future.complete_all(again) == again  # whoever completes it hears of that
     with pytest.raises(concurrent.futures.InvalidStateError):
         future.complete([1])
+
+
+def test_the_repr_of_a_future_says_how_it_has_ended() -> None:
+    good, bad = (Future(Plain()) for _ in range(2))  # type: ignore[arg-type]
+    assert repr(good).endswith(" pending>")
+    good.complete([1])
+    bad.fail(Failure(ValueError("bad")))
+    assert repr(good).endswith(" finished>")
+    assert repr(bad).endswith(" failed>")
 
 
 def test_the_lock_for_all_is_a_new_one_in_a_forked_child() -> None:

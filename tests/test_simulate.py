@@ -90,20 +90,8 @@ BY_HAND: dict[str, tuple[Any, CostModel, dict[str, Any], dict[str, Any]]] = {
         ClosedLoop(8), STEEP, {"batch_size": 8, "fixed_wait": 10, "requests": 800},
         {"mean": about(5.8e-3), "reasons": {Reason.FULL}, "sizes": {8}},
     ),
-    "think time": (
-        ClosedLoop(1, think_time=0.1), STEEP, {"requests": 2000},
-        {"throughput": about(1 / 0.1051, 0.05)},
-    ),
-    "several items": (
-        ClosedLoop(1, items=10), STEEP, {"requests": 200},
-        {"mean": about(6e-3), "throughput": about(10 / 6e-3, 0.01)},
-    ),
     "more items than fit": (
         ClosedLoop(1, items=100), STEEP, {"fixed_wait": 0, "requests": 50}, {"sizes": {36, 64}}
-    ),
-    "lengths": (
-        ClosedLoop(1), CostModel(1e-3, per_unit=1e-4, quadratic=1e-5),
-        {"lengths": lambda _: 20.0, "requests": 100}, {"mean": about(1e-3 + 20e-4 + 400e-5)},
     ),
     "bursts": (
         Bursts(16, 0.1), STEEP, {"batch_size": 16, "fixed_wait": 1, "seconds": 5},

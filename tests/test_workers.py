@@ -257,19 +257,6 @@ def test_cores_are_divided_unless_the_user_said_otherwise(
     assert set_here == {**inherited, **expected}
 
 
-def test_all_cores_are_one_worker_s_only_as_far_as_this_process_may_use_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    allowed = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(allowed)})
-        with Streamer(models.environment, mp_start_method="fork") as streamer:
-            assert streamer.predict(["OMP_NUM_THREADS"]) == ["1"]
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
 def test_a_model_built_by_hand_sets_its_device_and_without_one_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
