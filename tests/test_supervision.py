@@ -139,17 +139,6 @@ def test_progress_or_a_long_life_ends_the_row(how: str) -> None:
     assert walk.supervisor.restarts == 50
 
 
-def test_a_worker_that_says_it_cannot_load_is_not_tried_again() -> None:
-    walk = Walk(2, ready=False)
-    walk.ready(0)
-    walk.lose(1, Loss.START_FAILED)
-    assert walk.states() == {"ready": 1, "failed": 1}
-    assert not walk.supervisor.is_broken
-    assert not walk.supervisor.is_starting
-    walk.lose(0)
-    assert not walk.supervisor.is_broken
-
-
 def test_one_that_dies_while_loading_is_tried_three_times() -> None:
     walk = Walk(ready=False)
     walk.lose(0, Loss.DIED_STARTING)
@@ -220,29 +209,6 @@ def test_renewal_goes_on_beside_one_that_waits_for_its_place() -> None:
     assert not walk.supervisor.is_renewed(generation), "it loads now"
     walk.ready(1)
     assert walk.told() == ["retire 0"], "it is new, and stays"
-    assert walk.supervisor.is_renewed(generation)
-
-
-def test_the_place_that_a_renewal_leaves_may_go_to_one_that_waited() -> None:
-    walk = Walk(3, ready=False)
-    for slot in (0, 1):
-        walk.ready(slot)
-    walk.waits(2)
-    generation = walk.do("renew", overlap=False)
-    walk.retires(0)
-    assert walk.told()[3:] == ["retire 0", "start 3 at 0"]
-    walk.waits(2, has_place=True)
-    walk.waits(3)
-    assert walk.told() == [], "never two fewer"
-    assert not walk.supervisor.is_renewed(generation)
-    walk.ready(2)
-    assert walk.told() == ["retire 1"]
-    walk.retires(1)
-    assert walk.told() == ["start 4 at 1"]
-    walk.ready(4)
-    assert walk.told() == ["retire 2"], "it may have loaded before the renewal"
-    walk.retires(2)
-    walk.ready(5)
     assert walk.supervisor.is_renewed(generation)
 
 
