@@ -295,27 +295,6 @@ def test_items_of_no_length_lower_the_limit_only_for_a_while() -> None:
     assert device.limit >= 200 or device.limit == 0
 
 
-@ANY_TIME
-@given(
-    batches=st.lists(
-        st.lists(st.integers(1, 1000), min_size=1, max_size=64), min_size=1, max_size=20
-    ),
-    room=st.integers(1000, 70_000),
-)
-def test_every_batch_is_done_in_few_runs_whatever_its_lengths(
-    batches: list[list[int]], room: int
-) -> None:
-    device = with_lengths(room)
-    failed = probes = 0
-    for batch in batches:
-        for run in device.compute([float(each) for each in batch]):
-            failed += not run.fitted
-            probes += run.is_probe
-            assert run.fitted or run.size > 1, "each of them fits alone"
-    # A probe that fits may lift the limit; then it is found anew.
-    assert failed <= math.ceil(math.log2(64 * 1000)) * (1 + probes)
-
-
 class Measured(device_models.Padding):
     """Its lengths are no lengths, or are known only for the first items."""
 
