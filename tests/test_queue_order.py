@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -228,85 +228,6 @@ def test_calls_that_are_late_at_the_earliest_are_left_out_but_the_last(priority:
 
 
 # -- whatever comes, in whatever order
-
-
-class Arrival(NamedTuple):
-    """A call that comes; ``kind`` is where its deadline is from."""
-
-    priority: int
-    tenant: str
-    size: int
-    seconds: float
-    kind: str
-
-    def come(self, line: Line, name: object) -> Call:
-        return line.add(
-            name,
-            self.size,
-            priority=self.priority,
-            tenant=self.tenant,
-            seconds=math.inf if self.kind == "none" else self.seconds,
-            has_deadline=self.kind == "given",
-        )
-
-
-ARRIVALS = st.builds(
-    Arrival,
-    st.integers(-2, 2),
-    st.sampled_from(["", "a", "b"]),
-    st.integers(1, 4),
-    st.integers(30, 90).map(float),
-    st.sampled_from(["none", "default", "given"]),
-)
-#: Calls that come; True for a batch that is cut, False for one of those that wait to leave.
-EVENTS = st.lists(ARRIVALS | st.booleans(), max_size=60)
-
-
-@settings(max_examples=60, deadline=None)
-@given(EVENTS, st.integers(1, 6))
-def test_no_deadline_is_missed_for_a_later_one(
-    events: list[Arrival | bool], batch_size: int
-) -> None:
-    line = Line(batch_size, weights={"a": 2.0})
-    waiting: dict[Call, int] = {}  # with the items that are left
-
-    def take() -> list[Call]:
-        """The call of each item that is cut."""
-        batch = line.cut()
-        spans = [] if batch is None else batch.spans
-        cut = [call for call, start, stop in spans for _ in range(start, stop)]
-        for call, size in Counter(cut).items():
-            waiting[call] -= size
-            if not waiting[call]:
-                del waiting[call]
-        return cut
-
-    for event in events:
-        line.now += 0.5
-        if isinstance(event, Arrival):
-            waiting[event.come(line, len(waiting))] = event.size
-        elif event:
-            cut = take()
-            for call in waiting:
-                if call.precedence.has_deadline:
-                    # Then what has gone before it, of its tenant's, is more urgent, or was there
-                    # first, and of those one in eight.
-                    before = [
-                        other
-                        for other in cut
-                        if other.precedence.tenant == call.precedence.tenant
-                        and other.deadline > call.deadline
-                    ]
-                    assert len(before) <= -(-batch_size // AGING)
-                    assert all(other.arrived_at <= call.arrived_at for other in before)
-        elif waiting:
-            first = next(iter(waiting))
-            line.drop(first)
-            del waiting[first]
-    while take():
-        pass
-    assert not waiting, "each item exactly once"
-    assert line.batcher.is_empty
 
 
 @settings(max_examples=60, deadline=None)
