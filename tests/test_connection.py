@@ -579,6 +579,7 @@ async def test_end_of_the_server_waits_for_requests_that_have_begun() -> None:
     idle, busy = StubClient(waits), StubClient(waits)
     await busy.tell(post(b"a") + post(b"b"))
     for client in (idle, busy):
+        client.server.drain()
         client.connection.shut_down()
     assert idle.is_closed
     assert not busy.is_closed
@@ -586,6 +587,27 @@ async def test_end_of_the_server_waits_for_requests_that_have_begun() -> None:
     await settled()
     assert busy.is_closed
     assert shown(busy) == ok("a") + ok("b", CLOSE)
+
+
+@in_still_time
+async def test_connections_end_with_their_answers_while_the_server_drains() -> None:
+    goes_on = asyncio.Event()
+
+    async def begins(exchange: Any) -> None:
+        exchange.start(200, PLAIN)
+        await goes_on.wait()
+        await exchange.end(b"a")
+
+    begun = await asking(begins, post(b""))
+    idle = StubClient(ignores, beside=begun)
+    begun.server.drain()
+    goes_on.set()
+    await settled()
+    assert begun.is_closed
+    assert CLOSE not in shown(begun), "its head had been sent"
+    assert not idle.is_closed
+    await idle.tell(post(b""))
+    assert idle.is_closed
 
 
 @in_still_time

@@ -417,8 +417,10 @@ def test_signal_to_all_processes_drains_and_ends(tmp_path: Path, number: signal.
         open_ = threads.submit(service.predict, 1)
         service.gate.await_arrival()
         os.killpg(service.process.pid, number)
+        until(lambda: "1 request still open" in service.log())
         service.gate.let_through()
         assert open_.result().json() == 1
+        assert open_.result().headers["connection"] == "close"
         assert service.process.wait() == 0
         assert "POST /predict" not in service.log(), "nothing is logged of requests"
         assert "started again" not in service.log()

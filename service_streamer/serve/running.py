@@ -226,8 +226,9 @@ class _Running:
         rpc = self._rpc
         serving = loop.create_task(server.serve())
         await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+        server.drain()
         if rpc is not None:
-            await rpc.stop_being_ready()
+            await rpc.drain()
         for service in self._services():
             service.stop()
         if part is not None:
