@@ -88,10 +88,10 @@ class Images(NothingToLoad):
 class Pads(ManagedModel):
     """Pads texts to the longest of a part, and then of the batch."""
 
-    def init_preprocess(self, filler: str) -> None:
+    def init_preprocess(self, filler: str = "-") -> None:
         self.filler = filler
 
-    def init_model(self, filler: str) -> None:
+    def init_model(self, filler: str = "-") -> None:
         pass
 
     def preprocess(self, items: list[str]) -> tuple[int, list[Any]]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ from serve_process import (
     started,
     table,
     until,
+    workers,
 )
 from service_streamer import Reason, __version__
 from service_streamer.redis.local import LocalRedis
@@ -426,6 +428,21 @@ def test_signal_to_all_processes_drains_and_ends(tmp_path: Path, number: signal.
         assert "started again" not in service.log()
         assert "is restarted" not in service.log()
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def test_orphans_are_reaped_when_the_service_is_the_first_process() -> None:
+    first = (sys.executable, "-m", "first_process", "serve", "--port", "0")
+    with Serving("preprocess_models:Pads", "--preprocess-workers", "1", program=first) as service:
+        [[_, orphan]] = service.predict(["a"]).json()
+        [pid] = service.children()
+        for worker in workers(pid):
+            os.kill(worker, signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{orphan}").exists())
+        assert service.answer(["b"])[0][0] == "b"
+        assert service.terminate() == 0
+    with Serving("served_models:double", program=first) as service:
+        os.kill(*service.children(), signal.SIGKILL)
+        assert service.process.wait() == 128 + signal.SIGKILL
 
 
 # -- the command line
