@@ -141,11 +141,8 @@ def test_the_workers_of_a_daemonic_process_end_when_that_is_killed(tmp_path: Pat
     assert outcome(program, tmp_path) == (0, f"[2]\n{-signal.SIGKILL}\n", "")
 
 
-@pytest.mark.parametrize("method", ["spawn", *long_cases("forkserver")])
-def test_a_dead_worker_is_replaced_when_the_folder_of_the_program_was_removed(
-    tmp_path: Path, method: str
-) -> None:
-    program = f"""
+def test_a_dead_worker_is_replaced_when_the_folder_was_removed(tmp_path: Path) -> None:
+    program = """
         import os, signal
         import models
         from service_streamer import Streamer
@@ -153,7 +150,7 @@ def test_a_dead_worker_is_replaced_when_the_folder_of_the_program_was_removed(
         if __name__ == "__main__":
             os.mkdir("release")
             os.chdir("release")
-            with Streamer(models.process_ids, mp_start_method={method!r}) as streamer:
+            with Streamer(models.process_ids) as streamer:
                 [worker] = streamer.predict([1])
                 os.rmdir("../release")
                 os.kill(worker, signal.SIGKILL)
