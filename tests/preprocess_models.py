@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -13,6 +14,8 @@ import numpy as np
 
 from models import Echoing, NothingToLoad
 from service_streamer import InvalidInput, InvalidItems, ManagedModel
+
+logger = logging.getLogger(__name__)
 
 
 class Where(ManagedModel):
@@ -86,15 +89,16 @@ class Images(NothingToLoad):
 
 
 class Pads(ManagedModel):
-    """Pads texts to the longest of a part, and then of the batch."""
+    """Pads texts to the longest of a part, and then of the batch. Its steps are logged."""
 
-    def init_preprocess(self, filler: str) -> None:
+    def init_preprocess(self, filler: str = "-") -> None:
         self.filler = filler
 
-    def init_model(self, filler: str) -> None:
-        pass
+    def init_model(self, filler: str = "-") -> None:
+        logger.info("loaded")
 
     def preprocess(self, items: list[str]) -> tuple[int, list[Any]]:
+        logger.info("preprocessed")
         width = max(map(len, items))
         return width, [(item.ljust(width, self.filler), os.getpid()) for item in items]
 

@@ -579,6 +579,7 @@ async def test_end_of_the_server_waits_for_requests_that_have_begun() -> None:
     idle, busy = StubClient(waits), StubClient(waits)
     await busy.tell(post(b"a") + post(b"b"))
     for client in (idle, busy):
+        client.server.drain()
         client.connection.shut_down()
     assert idle.is_closed
     assert not busy.is_closed
@@ -586,6 +587,18 @@ async def test_end_of_the_server_waits_for_requests_that_have_begun() -> None:
     await settled()
     assert busy.is_closed
     assert shown(busy) == ok("a") + ok("b", CLOSE)
+
+
+@in_still_time
+async def test_connections_end_with_their_answers_while_the_server_drains() -> None:
+    begun = await asking(parts, post(b"a")[:-1])  # its answer comes before its body
+    idle = StubClient(parts, beside=begun)
+    begun.server.drain()
+    for client in (begun, idle):
+        assert not client.is_closed
+        await client.tell(b"a" if client is begun else post(b""))
+        assert client.is_closed
+        assert (CLOSE in shown(client)) == (client is idle)
 
 
 @in_still_time

@@ -233,8 +233,9 @@ def test_first_signal_lets_requests_and_streams_end(tmp_path: Path) -> None:
             os.kill(service.process.pid, signal.SIGTERM)
             until(lambda: service.ready() == 503)
             assert service.client.get("/health/ready").json()["status"] == "draining"
-            error(ask(service, 1), 503)
-            error(service.predict(1), 503)
+            for late in (ask(service, 1), service.predict(1), service.client.get("/health/live")):
+                assert late.headers["connection"] == "close"
+                assert late.is_success or error(late, 503)
             service.gate.let_through(3)
             assert [*events] == [{"output": 2}, {"output": 3}, "[DONE]"]
         assert whole.result().json() == [1]

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,10 @@ pytestmark = pytest.mark.xdist_group("rpc")
 
 TWICE = "tensor_models:twice"
 OBEDIENT = "served_models:Obedient"
+
+#: What a client of HTTP/2 sends first, with empty settings; the kind of a frame that ends calls.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
+GOAWAY = b"\7"
 
 
 def rpc(service: Serving) -> str:
@@ -264,7 +269,9 @@ def test_open_calls_are_answered_at_the_end(tmp_path: Path, clients: Clients) ->
         with (
             ThreadPoolExecutor(1) as threads,
             start_client("watch_health", rpc(service)) as watching,
+            socket.create_connection(rpc(service).split(":")) as idle,  # type: ignore[arg-type]
         ):
+            idle.sendall(PREFACE)
             assert watching.stdout is not None
             while watching.stdout.readline() != "SERVING\n":
                 """It was asked before the model was ready."""
@@ -272,9 +279,11 @@ def test_open_calls_are_answered_at_the_end(tmp_path: Path, clients: Clients) ->
             service.gate.await_arrival()
             os.kill(service.process.pid, signal.SIGTERM)
             assert watching.stdout.readline() == "NOT_SERVING\n"
-            late = clients.run(*call, "late")
-            assert late.startswith("UNAVAILABLE")
-            assert "stopping" in late
+            with idle.makefile("rb") as frames:
+                while (head := frames.read(9))[3:4] != GOAWAY:
+                    assert head, "the connection ended without it"
+                    frames.read(int.from_bytes(head[:3]))
+            assert clients.run(*call, "late").startswith("UNAVAILABLE")
             service.gate.let_through(1)
             assert open_.result() == "open\n"
             assert service.process.wait() == 0

@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from resource import RLIMIT_NOFILE, prlimit
 from typing import Any
 
 import httpx
@@ -28,6 +30,7 @@ from serve_process import (
     started,
     table,
     until,
+    workers,
 )
 from service_streamer import Reason, __version__
 from service_streamer.redis.local import LocalRedis
@@ -400,6 +403,21 @@ def test_stats_and_events_tell_the_same(service: Serving) -> None:
     assert [worker["state"] for worker in stats["workers"]] == ["idle"]
 
 
+def test_log_says_what_to_do_when_no_file_can_be_opened() -> None:
+    with Serving("served_models:double") as service, service.connect() as kept:
+        kept.sendall(post(b'{"inputs": 1}', path=b"/predict"))
+        assert kept.recv(4096).startswith(b"HTTP/1.1 200")
+        pid = service.process.pid
+        limits = prlimit(pid, RLIMIT_NOFILE)
+        prlimit(pid, RLIMIT_NOFILE, (3, limits[1]))
+        until(lambda: "ulimit -n" in service.log())
+        kept.sendall(post(b'{"inputs": 2}', path=b"/predict"))
+        assert kept.recv(4096).startswith(b"HTTP/1.1 200")
+        prlimit(pid, RLIMIT_NOFILE, limits)
+        assert service.answer(3) == 6
+        assert service.log().count("ulimit -n") == 1
+
+
 # -- the end
 
 
@@ -417,13 +435,41 @@ def test_signal_to_all_processes_drains_and_ends(tmp_path: Path, number: signal.
         open_ = threads.submit(service.predict, 1)
         service.gate.await_arrival()
         os.killpg(service.process.pid, number)
+        until(lambda: "1 request still open" in service.log())
         service.gate.let_through()
         assert open_.result().json() == 1
+        assert open_.result().headers["connection"] == "close"
         assert service.process.wait() == 0
         assert "POST /predict" not in service.log(), "nothing is logged of requests"
         assert "started again" not in service.log()
         assert "is restarted" not in service.log()
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+#: The command line as the first process of a container, whose children orphans become.
+FIRST = """
+import ctypes, os, service_streamer.serve.cli.main as cli
+first, getpid, PR_SET_CHILD_SUBREAPER = os.getpid(), os.getpid, 36
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+os.getpid = lambda: 1 if getpid() == first else getpid()
+cli.main()
+"""
+
+
+def test_orphans_are_reaped_when_the_service_is_the_first_process() -> None:
+    first = (sys.executable, "-c", FIRST, "serve", "--port", "0")
+    with Serving("preprocess_models:Pads", "--preprocess-workers", "1", program=first) as service:
+        [[_, orphan]] = service.predict(["a"]).json()
+        [pid] = service.children()
+        for worker in workers(pid):
+            os.kill(worker, signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{orphan}").exists())
+        assert service.answer(["b"])[0][0] == "b"
+        assert service.terminate() == 0
+    with Serving("served_models:double", program=first) as service:
+        [pid] = service.children()
+        os.kill(pid, signal.SIGKILL)
+        assert service.process.wait() == 128 + signal.SIGKILL
 
 
 # -- the command line

@@ -627,3 +627,18 @@ def test_models_of_worker_hosts_follow_the_file_too(
     until(lambda: service.client.get("/info").json()["models"] == ["b"])
     assert service.terminate() == 0
     assert " INFO model org/here: the workers have ended\n" in service.log()
+
+
+@pytest.mark.parametrize("more", [(), FLEET])
+def test_lines_of_a_model_are_logged_as_those_of_the_service(
+    serve: Callable[..., GatedServing], more: tuple[str, ...]
+) -> None:
+    pads = table("a", "preprocess_models:Pads", "preprocess-workers = 1\n")
+    service = serve(pads, DOUBLE, arguments=("--log-format", "json", *more))
+    assert service.of("a").predict(["b"]).status_code == 200
+    assert service.terminate() == 0
+    told = {each["message"]: each for each in map(json.loads, service.log().splitlines())}
+    for message in ("loaded", "preprocessed"):
+        del told[message]["time"]
+        shown = {"level": "INFO", "logger": "preprocess_models", "model": "a", "message": message}
+        assert told[message] == shown

@@ -141,6 +141,24 @@ def test_the_workers_of_a_daemonic_process_end_when_that_is_killed(tmp_path: Pat
     assert outcome(program, tmp_path) == (0, f"[2]\n{-signal.SIGKILL}\n", "")
 
 
+def test_a_dead_worker_is_replaced_when_the_folder_was_removed(tmp_path: Path) -> None:
+    program = """
+        import os, signal
+        import models
+        from service_streamer import Streamer
+
+        if __name__ == "__main__":
+            os.mkdir("release")
+            os.chdir("release")
+            with Streamer(models.process_ids) as streamer:
+                [worker] = streamer.predict([1])
+                os.rmdir("../release")
+                os.kill(worker, signal.SIGKILL)
+                print(streamer.predict([1]) != [worker])
+        """
+    assert outcome(program, tmp_path)[:2] == (0, "True\n")
+
+
 def test_a_frozen_program_without_freeze_support_starts_no_workers_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,29 @@ _HELD_BACK = (*_OURS, signal.SIGINT)
 SAME_SIGNAL = 1.0
 
 
+def run_below_init() -> None:
+    """As process 1, return in a child; this process passes signals on, reaps, and ends with it.
+
+    A process whose parent has died becomes a child of process 1, as in a container without an init,
+    and would stay as a zombie. The child cannot reap such processes itself: it would take the exit
+    status of others, for which multiprocessing or the model waits.
+    """
+    if os.getpid() != 1:
+        return
+    numbers = (*_HELD_BACK, signal.SIGTERM, signal.SIGUSR2)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # so that none is lost meanwhile
+    child = os.fork()
+    if child:
+        for each in numbers:
+            signal.signal(each, lambda number, _: os.kill(child, number))
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    while child:
+        ended, status = os.wait()
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)  # as shells say that a signal ended it
+
+
 def hold_signals() -> None:
     """Until somebody handles them, SIGHUP and SIGUSR1 do nothing: by default they kill.
 

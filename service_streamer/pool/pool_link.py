@@ -133,13 +133,6 @@ class Connector:
     def _elect(self) -> bool:
         """Whether this process has started the pool."""
         make_private(os.path.dirname(self.paths.lock), os.geteuid())
-        try:
-            os.getcwd()
-        except FileNotFoundError:  # multiprocessing needs one
-            raise StreamerError(
-                "the pool cannot be started: the working directory of this process was removed; "
-                "change to another one, with os.chdir, or start this process again elsewhere"
-            ) from None
         lock = elected(self.paths)
         if lock is None:
             return False

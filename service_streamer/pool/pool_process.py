@@ -62,7 +62,7 @@ def start_pool(boot: PoolBoot) -> None:
     descriptor = os.memfd_create("service_streamer pool", os.MFD_CLOEXEC)
     try:
         with open(os.dup(descriptor), "wb") as file:
-            pickle.dump([os.getcwd() if each == "" else each for each in sys.path], file)
+            pickle.dump(boot.main["sys_path"], file)
             pickle.dump(boot, file)
         os.lseek(descriptor, 0, os.SEEK_SET)
         with (
@@ -171,20 +171,9 @@ def _server(boot: PoolBoot, listener: socket.socket, leadership: Leadership) -> 
     return PoolServer(boot.name, listener, engine, options, boot.wishes, leadership, memory)
 
 
-class _Transport(ProcessTransport):
-    """Starts workers also when the folder of the first client was removed: a release, say."""
-
-    def start(self, slot: int, place: int, worker_num: int) -> None:
-        try:
-            os.getcwd()
-        except FileNotFoundError:
-            os.chdir("/")
-        super().start(slot, place, worker_num)
-
-
 def process_transport(spec: bytes, options: Any, memory: PoolMemory) -> Transport:
     """The workers are processes of this host."""
-    return _Transport(spec, options, memory=memory)
+    return ProcessTransport(spec, options, memory=memory)
 
 
 def _given_lengths(items: Any) -> list[float]:

@@ -37,6 +37,7 @@ from ..engine.operator_signals import (
 )
 from ..errors import PoolMismatch
 from ..options.table import ServeOptions
+from ..workers.starting import startable
 from .configuration import Configuration
 from .fleet_models import FleetModels
 from .followed_models import FollowedModels
@@ -148,7 +149,7 @@ class _Fleet:
             ),
             name=f"web {number}",
         )  # fmt: skip
-        with passed_on_later():
+        with startable(), passed_on_later():
             process.start()
         theirs.close()
         self._models.attach(number, ours, plan.number)

@@ -1,19 +1,22 @@
 """Logging of the command line to stderr: as text, or as JSON.
 
-In a service of several models, lines of a model's workers name it. What logs them is a thread of
-each model, or a process of its pool.
+Worker processes log as the process that starts them does. In a service of several models, lines
+about a model name it. What logs them is a thread of each model, its workers, or its pool.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
+
+from ..workers import serving
 
 LogFormat = Literal["text", "json"]
 
@@ -76,6 +79,15 @@ class _TextFormatter(logging.Formatter):
         return super().formatMessage(record)
 
 
+def prepare_workers(log_format: LogFormat, model: Callable[[], str | None]) -> None:
+    """Have workers that this process starts log as it does.
+
+    Args:
+        model: the one of a worker, asked for in the thread that starts it; None for none.
+    """
+    serving.preparation = lambda: functools.partial(configure_logging, log_format, model=model())
+
+
 def formatter(
     log_format: LogFormat, model: Callable[[], str | None] = _no_model
 ) -> logging.Formatter:
@@ -101,14 +113,19 @@ def formatter(
     return WithModel("%(asctime)s %(levelname)s %(name)s %(message)s", rename_fields=names)
 
 
-def configure_logging(log_format: LogFormat, *, names_models: bool = False) -> None:
+def configure_logging(
+    log_format: LogFormat, *, names_models: bool = False, model: str | None = None
+) -> None:
     """Configure logging of the command line's processes; the library never calls it.
 
     Args:
         names_models: whether lines about one of several models name it.
+        model: in a worker: what all its lines name; None for nothing.
     """
+    shown = _model_of_thread if names_models else lambda: model
     handler = _Handler(sys.stderr)
-    handler.setFormatter(formatter(log_format, _model_of_thread if names_models else _no_model))
+    handler.setFormatter(formatter(log_format, shown))
+    prepare_workers(log_format, shown)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     # It warns about clients' malformed requests.
     logging.getLogger("python_multipart").setLevel(logging.ERROR)

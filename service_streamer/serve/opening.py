@@ -24,7 +24,7 @@ from .configuration import NamedModel
 from .fitting import check_task, gpus_of_worker, unused_gpus
 from .hosted_model import OpenedModel
 from .http.admission import ServiceOptions
-from .logs import name_lines
+from .logs import lines_of, name_lines
 from .pool_preparation import preparing
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def streamer_of(target: str, pool: StreamerOptions, model: str) -> ScaledStreame
         ClusterUnavailable: the Ray cluster cannot be reached, or used from here.
     """
     if not isinstance(pool, RayStreamerOptions):
-        with preparing(model):
+        with preparing(model), lines_of(model):
             return Streamer(target, **pool.arguments(STREAMER))
     from ..ray.cluster import UnusableCluster
     from ..ray.ray_streamer import RayStreamer

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator
 
 from ..pool import directory, pool_protocol
-from .logs import LogFormat, formatter
+from .logs import LogFormat, formatter, prepare_workers
 
 
 def prepare_pools(
@@ -45,6 +45,7 @@ def _prepare(log_format: LogFormat, names_models: bool, model: str | None = None
     for handler in root.handlers:  # the pool's, which waits for no reader
         handler.setFormatter(formatter(log_format, lambda: shown))
     logging.captureWarnings(True)
+    prepare_workers(log_format, lambda: shown)
     # An init system sends one of them to all processes of a service at once. The pool ends after
     # its clients, which drain first; if it ended too, they would start the next one.
     for number in (signal.SIGTERM, signal.SIGINT):

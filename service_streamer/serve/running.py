@@ -42,6 +42,7 @@ from .http.app import create_app, create_site, traced
 from .http.asgi import ASGIBridge
 from .http.background import Failures, start_task
 from .http.cors import CrossOrigin
+from .http.descriptors import open_a_file
 from .http.endpoint import stopping
 from .http.keyring import Keyring
 from .http.listening import HTTPServer
@@ -133,12 +134,16 @@ async def _look(*files: TLS | Keyring | None) -> None:
 
     A web process without requests would else miss a change, and if the file is broken afterwards,
     go on with what the others have long replaced: a revoked key, say.
+
+    Also say when no file can be opened: uvloop closes new connections then without a word.
     """
     looks = [
         (each.look, Failures("--ssl-certfile or --api-key-file was not read again"))
         for each in files
         if each is not None
     ]
+    lacks_files = "no file can be opened, so new connections are closed: raise `ulimit -n`"
+    looks.append((open_a_file, Failures(lacks_files)))
     while True:
         await asyncio.sleep(_LOOK)
         for look, failures in looks:
@@ -226,8 +231,9 @@ class _Running:
         rpc = self._rpc
         serving = loop.create_task(server.serve())
         await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+        server.drain()
         if rpc is not None:
-            await rpc.stop_being_ready()
+            await rpc.drain()
         for service in self._services():
             service.stop()
         if part is not None:

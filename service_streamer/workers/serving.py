@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from .preprocess_pool import PreprocessPool
 
 
+#: What workers that this process starts call first, asked for at each start; picklable.
+preparation: Callable[[], Callable[[], None]] | None = None
+
+
 class Boot(NamedTuple):
     """What a worker needs from the start.
 
@@ -37,6 +41,7 @@ class Boot(NamedTuple):
         memories: what it shares with its parent; None for nothing.
         sharers: workers on each GPU that it sees.
         progress: where it writes which batches it is at; None for nowhere.
+        prepare: called first; None for nothing.
     """
 
     spec: ModelSpec | None
@@ -45,6 +50,7 @@ class Boot(NamedTuple):
     memories: Memories | None = None
     sharers: tuple[int, ...] = ()
     progress: StageProgress | None = None
+    prepare: Callable[[], None] | None = None
 
 
 def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
@@ -58,6 +64,8 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
             the channel has been told. Or what the model raised to end the worker.
     """
     try:
+        if boot.prepare is not None:
+            boot.prepare()
         limit_loaded_torch(boot.variables)
         spec: ModelSpec = boot.spec or _unpickled_spec(channel, pickled)
         check_gpu(boot.place)

@@ -43,7 +43,7 @@ _NAMES = ("python", "pypy", "graalpy")
 _PROBE_TIMEOUT = 10.0
 
 #: Guards the state that is changed during a start: multiprocessing's executable, the daemon flag,
-#: the main module's file.
+#: the main module's file, the working directory.
 _lock = threading.Lock()
 
 
@@ -63,7 +63,7 @@ def startable() -> Iterator[None]:
     Raises:
         WorkerStartError: no Python interpreter was found.
     """
-    with _lock, _interpreter(), _allow_children(), _importable_main():
+    with _lock, _interpreter(), _allow_children(), _importable_main(), _existing_folder():
         yield
 
 
@@ -194,6 +194,27 @@ def _importable_main() -> Iterator[None]:
         yield
     finally:
         main.__file__ = file
+
+
+# -- the working directory
+
+
+@contextlib.contextmanager
+def _existing_folder() -> Iterator[None]:
+    """Have new processes run in ``/`` if the folder of this one was removed, as of an old release.
+
+    multiprocessing asks for the folder. Only its answer is changed: to change the folder itself
+    would move all threads of the program.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        elsewhere = types.SimpleNamespace(**{**vars(os), "getcwd": lambda: "/"})
+        vars(spawn)["os"] = elsewhere
+    try:
+        yield
+    finally:
+        vars(spawn)["os"] = os
 
 
 def has_main() -> bool:

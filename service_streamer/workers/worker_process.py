@@ -19,6 +19,7 @@ from ..errors import WorkerStartError
 from ..observe.record import BatchReport
 from ..observe.step_report import StepReport
 from ..supervision.supervisor import Loss
+from . import serving
 from .child import STACKS_SIGNAL, held_back, run_child
 from .model_spec import ModelSpec
 from .payload_channel import Memories, PayloadChannel
@@ -34,7 +35,6 @@ from .protocol import (
     WorkerStarted,
     check_failure,
 )
-from .serving import Boot
 from .stages import FORWARD, INTAKE
 from .starting import startable
 from .transport import WorkerDied, WorkerEvent, WorkerReady
@@ -186,13 +186,14 @@ class WorkerProcess(KnownWorker):
                 with held_back():
                     resource_tracker.ensure_running()
             with placement.environment(self.place, worker_num) as variables:
-                boot = Boot(
+                boot = serving.Boot(
                     spec,
                     placement.at(self.place),
                     variables,
                     self._memories,
                     placement.sharers(self.place, worker_num),
                     self._progress,
+                    serving.preparation and serving.preparation(),
                 )
                 # Not a daemon in multiprocessing's sense: those may not have children, which a
                 # model may want (data loaders). The engine ends all before the interpreter ends.

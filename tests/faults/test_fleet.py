@@ -24,7 +24,7 @@ import pytest
 
 from cases import long_cases
 from leavings import children
-from serve_process import Serving, environment, until
+from serve_process import Serving, environment, until, workers
 from service_streamer import PredictTimeout, StreamerBroken, WorkerStartError
 from service_streamer.engine.operator_signals import SignalSocket, passed_on_later
 from service_streamer.options.table import StreamerOptions
@@ -190,6 +190,23 @@ def test_web_processes_that_a_pool_refuses_do_not_restart(runtime: Path, tmp_pat
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("number", ["1", "2"])
+def test_all_that_dies_is_replaced_when_the_folder_of_the_service_was_removed(
+    tmp_path: Path, number: str
+) -> None:
+    (tmp_path / "release").mkdir()
+    with Serving(*OBEDIENT[:2], number, cwd=tmp_path / "release") as service:
+        (tmp_path / "release").rmdir()
+        for kind in (workers, lambda pool: [pool], lambda _: workers(service.process.pid)):
+            for pid in kind(*(service.pool() or [service.process.pid])):
+                os.kill(pid, signal.SIGKILL)
+            assert service.answer(1) == 1
+            if number == "1":
+                break
+        service.process.send_signal(signal.SIGHUP)
+        until(lambda: "every worker has been replaced" in service.log())
+
+
 def test_two_services_have_two_pools(runtime: Path) -> None:
     with (
         Serving(*OBEDIENT, **folders(runtime)) as one,

@@ -30,7 +30,6 @@ from service_streamer import (
     Streamer,
     StreamerBroken,
     StreamerClosed,
-    StreamerError,
     WorkerLost,
 )
 from service_streamer.pool.pool_protocol import PROTOCOL, Hello, pack, times
@@ -237,10 +236,7 @@ def test_a_working_directory_that_was_removed(
     os.kill(worker, signal.SIGKILL)
     assert streamer.predict([2]) != [worker]  # the pool carries on
     os.kill(pool_pid(), signal.SIGKILL)
-    with pytest.raises(StreamerError, match="the working directory of this process was removed"):
-        streamer.predict([3])
-    os.chdir(tmp_path)
-    assert streamer.predict([4])
+    assert streamer.predict([3]), "this process starts the next pool"
 
 
 # -- pools that cannot serve

@@ -22,7 +22,7 @@ except ModuleNotFoundError:
     sys.exit(5)  # _NOT_INSTALLED
 
 from ... import __version__
-from ...engine.operator_signals import SAME_SIGNAL, hold_signals
+from ...engine.operator_signals import SAME_SIGNAL, hold_signals, run_below_init
 from ...options.checks import IMPORT_STRING
 from ...options.declare import SERVE, WORKER
 from ...options.table import PipelineOptions, ServeOptions, WorkerCommandOptions
@@ -62,6 +62,7 @@ def serve(options: ServeOptions) -> None:
     Exit codes: 0 after SIGTERM or Ctrl-C; 2 for wrong options; 3 if the model cannot be loaded, or
     the service failed; 4 if the port is taken; 5 if a package is missing.
     """
+    run_below_init()
     context = click.get_current_context()
     try:
         models = _configuration(context, options)
@@ -126,6 +127,7 @@ def worker(options: WorkerCommandOptions) -> None:
     4 if --port is taken; 5 if a package is missing; 6 if Redis did not answer at the end, and
     calls were left for other worker hosts to take over.
     """
+    run_below_init()
     try:
         _check_model(options)
     except ImportError as error:

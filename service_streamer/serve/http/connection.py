@@ -81,6 +81,8 @@ class Listeners:
         open: the connections.
         refused: those beyond the maximum that are being answered, the oldest first.
         on_empty: called when the last one has closed.
+        is_draining: whether a connection ends with its next answer. A client that kept it would
+            send its retries here, although a load balancer has other servers for new connections.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Listeners:
         self.open: set[Connection] = set()
         self.refused: dict[asyncio.Transport, None] = {}
         self.on_empty: Callable[[], None] = lambda: None
+        self.is_draining = False
         self.most = most
         self._is_full = False  # and the log says so
         self._search_at = 0.0
@@ -187,6 +190,11 @@ class Connection(asyncio.Protocol):
         # What follows the last request of a connection is ignored, and is no error.
         parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether no request is answered after the current one."""
+        return self._listeners.is_draining and not self._queue
 
     @property
     def is_secure(self) -> bool:
@@ -391,7 +399,7 @@ class Connection(asyncio.Protocol):
         """Go on with the next request, when one is over and its body has arrived."""
         if exchange is not self._serving:
             return
-        if not exchange.keeps_alive:
+        if not exchange.keeps_alive or self.is_ending:
             self._close()
             return
         self._serving = None
@@ -427,11 +435,9 @@ class Connection(asyncio.Protocol):
         self.transport.close()
 
     def shut_down(self) -> None:
-        """Close the connection, when what has begun is answered."""
+        """Close the connection if no request is open; others end with their last answer."""
         if self._serving is None or self._serving.is_over:
             self._close()
-        else:
-            (self._queue[-1] if self._queue else self._serving).keeps_alive = False
 
     def cancel(self) -> asyncio.Task[None] | None:
         """End the computation of the answer; its task."""

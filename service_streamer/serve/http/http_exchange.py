@@ -277,6 +277,8 @@ class HTTPExchange:
         for header in headers:
             lines += b"%b: %b\r\n" % header
         lines += b"x-request-id: %b\r\n%b" % (self._id or self._identify(), self.more_lines)
+        if self.carrier.is_ending:
+            self.keeps_alive = False
         return lines + more + (b"\r\n" if self.keeps_alive else b"connection: close\r\n\r\n")
 
     def _framed(self, part: bytes) -> bytes:

@@ -81,6 +81,10 @@ class HTTPServer:
         listeners = self.listeners
         return Connection(listeners) if listeners.make_room() else RefusedConnection(listeners)
 
+    def drain(self) -> None:
+        """Go on serving, and close each connection after its next answer."""
+        self.listeners.is_draining = True
+
     def stop(self, *, in_a_hurry: bool = False) -> None:
         """Accept no more connections; end once open requests are answered, or immediately."""
         self._stopping.set()
@@ -105,6 +109,7 @@ class HTTPServer:
         await listener.wait_closed()
 
     async def _close_connections(self) -> None:
+        self.drain()
         listeners = self.listeners
         for connection in [*listeners.open]:
             connection.shut_down()

@@ -37,6 +37,9 @@ def _is_no_departure(record: logging.LogRecord) -> bool:
 #: Seconds between looks at the models' state, of which ``grpc.health.v1`` tells.
 _LOOK = 1.0
 
+#: Seconds of a drain. Arbitrary: ``stop`` ends it.
+_UNTIL_STOP = 86_400.0
+
 #: Bytes of a message besides its tensors.
 _ROOM = 64 << 10
 
@@ -80,6 +83,7 @@ class RPCServer:
         else:
             self._server.add_secure_port(where, credentials)
         self._looking: asyncio.Task[None] | None = None
+        self._draining: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
     async def start(self) -> None:
@@ -111,14 +115,17 @@ class RPCServer:
         for name in ("", SERVICE):
             await self._health.set(name, status.SERVING if is_ready else status.NOT_SERVING)
 
-    async def stop_being_ready(self) -> None:
-        """Tell whoever asks for the health that no new calls should come."""
+    async def drain(self) -> None:
+        """Tell clients that new calls should go elsewhere, by the health and by GOAWAY."""
         if self._looking is not None:
             self._looking.cancel()
         await self._health.enter_graceful_shutdown()
+        self._draining = asyncio.create_task(self._server.stop(_UNTIL_STOP))
 
     async def stop(self, seconds: float) -> None:
-        """Accept no more calls; those that are open get so many seconds."""
+        """End after ``drain``; calls that are open get so many seconds."""
+        if self._draining is not None:
+            self._draining.cancel()  # or it would keep its own limit
         await self._server.stop(seconds)
 
 
