@@ -18,6 +18,10 @@ from .schema_limits import schema_obstacle
 #: Parameters that give a text a form.
 FORMS = ("json_schema", "regex")
 
+#: White space between JSON's parts may go on without end, so a schema has to ask for it
+#: (``x-guidance``). Without it separators are "," and ":".
+_JSON_OPTIONS: Any = {"whitespace_flexible": False}
+
 
 class TokenConstraint:
     """The form of one text.
@@ -123,14 +127,16 @@ class Structures:
                 self._known = from_tokenizer(
                     self._tokenizer, n_vocab=self.size, eos_token=self._ends or None
                 )
-            if form == "json_schema":
-                wrong = schema_obstacle(json.loads(parameters[form]))
-            else:
-                wrong = regex_obstacle(parameters[form])
+            text = parameters[form]
+            is_json = form == "json_schema"
+            wrong = schema_obstacle(json.loads(text)) if is_json else regex_obstacle(text)
             if wrong:
                 raise ValueError(wrong)
-            write: Any = getattr(LLMatcher, f"grammar_from_{form}")
-            matcher = LLMatcher(self._known, write(parameters[form]), log_level=0)
+            if is_json:
+                grammar = LLMatcher.grammar_from_json_schema(text, defaults=_JSON_OPTIONS)
+            else:
+                grammar = LLMatcher.grammar_from_regex(text)
+            matcher = LLMatcher(self._known, grammar, log_level=0)
             wrong = matcher.get_error()
         except ValueError as error:
             wrong = str(error)
