@@ -73,8 +73,9 @@ def same_in_parts(client: Any, asked: Any, choice: Any, *names: str) -> None:
 
 
 def token_of(folder: Path, word: str) -> int:
-    token: int = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"][word]
-    return token
+    told = json.loads((folder / "tokenizer.json").read_text())
+    added = {each["content"]: each["id"] for each in told["added_tokens"]}
+    return int({**told["model"]["vocab"], **added}[word])
 
 
 def joined_bytes(tokens: Any) -> str:
@@ -165,6 +166,37 @@ def test_penalties_and_biases(client: Any, folder: Path) -> None:
     ).choices[0].text == usual  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("word", "more", "made", "reason"),
+    [
+        ("</s>", {}, 1, "stop"),
+        ("</s>", {"ignore_eos": False, "min_tokens": 0}, 1, "stop"),
+        ("</s>", {"ignore_eos": True}, 6, "length"),
+        ("</s>", {"min_tokens": 3}, 4, "stop"),
+        ("</s>", {"min_tokens": 6, "ignore_eos": True}, 6, "length"),
+        ("d", {"stop": "d", "ignore_eos": True}, 1, "stop"),
+        ("d", {"stop": "d", "min_tokens": 3}, 4, "stop"),
+    ],
+)
+def test_load_tools_choose_the_number_of_tokens(
+    client: Any, folder: Path, word: str, more: dict[str, Any], made: int, reason: str
+) -> None:
+    """Of a model that always likes one token best. The fields mean what they mean to vLLM."""
+    bias = {str(token_of(folder, word)): 100}
+    asked = {"model": "any", "max_tokens": 6, "logit_bias": bias, "extra_body": more}
+    chat = client.chat.completions.create(**asked, messages=CHAT)
+    whole = client.completions.create(**asked, prompt="a", temperature=0)
+    for answer in (chat, whole):
+        assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (made, reason)
+    if word == "d":
+        assert whole.choices[0].text == "d" * (made - 1)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = {"temperature": 0, "stream": True, "stream_options": options}
+    *chunks, last = client.completions.create(**asked, prompt="a", **stream)
+    assert last.usage == chunks[-1].usage == whole.usage
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {whole.usage.prompt_tokens}
+
+
 def test_best_of_gives_the_likeliest_texts(client: Any) -> None:
     asked = {**ASKED, "prompt": "the sun", "logprobs": 0, "temperature": 2.0}
     made = client.completions.create(**asked, n=4)
@@ -253,6 +285,11 @@ def test_fields_without_effect(client: Any) -> None:
         ({"n": 10**9}, "n", "<= 16"),
         ({"n": -1}, "n", ">= 1"),
         ({"stream": "yes"}, "stream", "bool"),
+        ({"ignore_eos": "yes"}, "ignore_eos", "bool"),
+        ({"min_tokens": -1}, "min_tokens", ">= 0"),
+        ({"min_tokens": 9}, "min_tokens", "at most 8"),
+        ({"stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats",
+         "bool"),
         ({"stop": ["x"] * 5000}, "stop", "length <= 4"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "must be one of"),
         ({"response_format": {"type": ["json_object"]}}, "response_format.type", "must be one of"),

@@ -129,6 +129,7 @@ TWO = [
     {"choices": [piece("d", 2, "stop", 1)]},
 ]
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+EACH = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
 def with_usage(wanted: bool) -> dict[str, Any]:
@@ -147,6 +148,19 @@ def test_completions_have_a_chunk_for_each_piece(include_usage: bool) -> None:
         ]
     ]  # fmt: skip
     assert chunks == [{"usage": None} if include_usage else {}] * 4
+
+
+@pytest.mark.parametrize(
+    ("ask", "numbers"), [(completions, [1, 1, 2, 2]), (chats, [1, 1, 1, 2, 2, 2, 2])]
+)
+def test_each_chunk_counts_the_tokens_of_its_text_if_wanted(ask: Any, numbers: list[int]) -> None:
+    begun = [{"choices": [{**each, "prompt_tokens": 3} for each in TWO[0]["choices"]]}, *TWO[1:]]
+    *chunks, last = ask(begun, n=2, **EACH)
+    assert [chunk["usage"] for chunk in chunks] == [
+        {"prompt_tokens": 3, "completion_tokens": each, "total_tokens": 3 + each}
+        for each in numbers
+    ]
+    assert last == {"choices": [], "usage": USAGE}
 
 
 def test_prompt_begins_each_sequence_with_echo() -> None:

@@ -187,7 +187,7 @@ def test_whole_texts_take_no_parameters_of_steps() -> None:
     model = served("gpt2")
     for name, value, nothing in (
         ("frequency_penalty", 1, 0), ("presence_penalty", 1, 0), ("logit_bias", {"5": 1}, {}),
-        ("logprobs", 2, None),
+        ("logprobs", 2, None), ("ignore_eos", True, False), ("min_new_tokens", 1, 0),
     ):  # fmt: skip
         with pytest.raises(InvalidInput, match=f"^parameters.{name}: this worker generates whole"):
             model.predict([item(SHORT, "generate", **{name: value})])
@@ -335,7 +335,7 @@ def test_texts_have_the_form_that_is_asked_for(name: str) -> None:
         item("a", "generate", **options, regex="[0-9]{3}-(yes|no)", num_return_sequences=3),
         item("b", "generate", **options, json_schema=SCHEMA),
         item("c", "generate", max_new_tokens=20, temperature=0, regex="(ab)+c"),
-        item("d", "generate", **options),
+        item("d", "generate", **options, min_new_tokens=30),
         item("e", "generate", **options, logprobs=0, regex="yes|no"),
     ]
     pairs, [made], [greedy], [free], [short] = results_of(model, asked, seed=4)
@@ -348,6 +348,7 @@ def test_texts_have_the_form_that_is_asked_for(name: str) -> None:
     assert re.match("(ab)*a?b?c?$", greedy["text"])
     assert short["text"] in ("yes", "no")
     assert free == results_of(model, asked[3:4])[0][0]
+    assert free["completion_tokens"] == 30
     [whole] = outputs_of(model, asked[:1])
     again = model.resume(asked[0], whole[:2])
     [rest] = outputs_of(model, [again])

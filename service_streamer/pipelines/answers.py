@@ -1,10 +1,10 @@
 """The answer to one request for texts: its rows, and the outputs that it gives step by step.
 
 An output of one text is ``{"text": ..., "tokens": ..., "ids": [...]}``: what is new, the number of
-new tokens, and those. The last one has ``finish_reason``, ``prompt_tokens`` and
-``completion_tokens``, too, and ``has_stop_string`` if a stop string ended the text. With several
-texts it is ``{"choices": [{"index": ..., ...}, ...]}``. The last output of an operation with a form
-of its own has that as ``result``.
+new tokens, and those. The first and the last one have ``prompt_tokens``, too, and the last one
+``finish_reason``, ``completion_tokens``, and ``has_stop_string`` if a stop string ended the text.
+With several texts it is ``{"choices": [{"index": ..., ...}, ...]}``. The last output of an
+operation with a form of its own has that as ``result``.
 
 With the parameter ``logprobs`` an output has ``"logprobs"``, too: ``{"token": its text, "id",
 "logprob", "top": [{"token", "id", "logprob"}, ...]}`` for each new token. A token that is a part of
@@ -85,6 +85,7 @@ class _Text:
         if self.is_closed or not (self.piece or self.reason or self.logprobs):
             return None
         self.is_closed = bool(self.reason)
+        made = len(self.row.tokens) - len(self.row.prompt)
         output: dict[str, Any] = {"text": self.piece, "tokens": len(self.ids), "ids": self.ids}
         if self.row.sampling.alternatives is not None:
             output["logprobs"] = self.logprobs
@@ -92,8 +93,9 @@ class _Text:
             output["finish_reason"] = self.reason
             if self.text.has_stopped:
                 output["has_stop_string"] = True
+            output["completion_tokens"] = made
+        if self.reason or len(self.ids) == made:
             output["prompt_tokens"] = prompt_tokens
-            output["completion_tokens"] = len(self.row.tokens) - len(self.row.prompt)
         self.piece, self.ids, self.logprobs = "", [], []
         return output
 
@@ -124,7 +126,7 @@ class Answer:
         self.decoder = decoder
         self._failure: Exception | None = None
         self._result: Any = None
-        ends = handler.end_tokens()
+        ends = set() if request.parameters.get("ignore_eos") else handler.end_tokens()
         biases = beginning.sampling.logit_bias
         if biases and biases[-1][0] >= structures.size:
             raise InvalidInput(
@@ -144,7 +146,7 @@ class Answer:
                 beginning.encoded,
                 beginning.encoder_output,
             )
-            pieces = TextPieces(decoder, beginning.stops, beginning.prompt)
+            pieces = TextPieces(decoder, beginning.stops, beginning.prompt, unstopped=plan.least)
             text = _Text(row, pieces, beginning.most, ends)
             self.texts.append(text)
             for token in ids[index] if index < len(ids) else ():

@@ -36,6 +36,7 @@ class Sampling(NamedTuple):
         frequency_penalty: is subtracted from a token's logit for each time that it was generated.
         presence_penalty: is subtracted from a token's logit if it was generated at all.
         logit_bias: tokens, and what is added to the logit of each.
+        least: so many tokens are generated before one of ``ends``.
         processors: a LogitsProcessorList of transformers, in place of all of the above; for what
             only ``generation_config.json`` can ask for, such as ``no_repeat_ngram_size``.
         alternatives: how many of the most likely tokens are returned with their log probabilities;
@@ -54,6 +55,8 @@ class Sampling(NamedTuple):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    least: int = 0
+    ends: tuple[int, ...] = ()
     processors: Any = None
     alternatives: int | None = None
     constraint: Any = None
@@ -212,7 +215,7 @@ def process(logits: Any, rows: Sequence[Sampled]) -> Any:
 
 
 def _changes(rows: Sequence[Sampled]) -> dict[int, Mapping[int, float]]:
-    """What is added to logits, by row and token: biases, and what repetitions cost."""
+    """What is added to logits, by row and token: biases, what repetitions cost, and early ends."""
     changes: dict[int, Mapping[int, float]] = {}
     for at, row in enumerate(rows):
         plan = row.sampling
@@ -221,6 +224,8 @@ def _changes(rows: Sequence[Sampled]) -> dict[int, Mapping[int, float]]:
             found = row.counts.added(row.tokens, plan.logit_bias, frequency, presence)
             if found:
                 changes[at] = found
+        if plan.ends and len(row.tokens) - len(row.prompt) < plan.least:
+            changes[at] = {**changes.get(at, {}), **dict.fromkeys(plan.ends, -float("inf"))}
     return changes
 
 

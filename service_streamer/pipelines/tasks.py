@@ -129,6 +129,15 @@ _GENERATION = {
     ),
 }  # fmt: skip
 
+#: Of "generate" alone: other results are the text as far as it was wanted.
+_LENGTHENED = {
+    "ignore_eos": Parameter("boolean", "Go on after the end token, up to max_new_tokens."),
+    "min_new_tokens": Parameter(
+        "integer", "Neither an end token nor a stop string ends a text of fewer tokens.",
+        0, MOST_NEW_TOKENS,
+    ),
+}  # fmt: skip
+
 _SCORING = {
     "logprobs": Parameter(
         "integer", "Return so many of the likeliest tokens in place of each token.", 0, 20
@@ -191,9 +200,11 @@ TASKS: Mapping[str, Task] = {
             **_GENERATION,
             "return_full_text": Parameter("boolean", "Also return the prompt; true by default."),
         },
-        {"generate": _GENERATION, "score": _SCORING},
+        {"generate": {**_GENERATION, **_LENGTHENED}, "score": _SCORING},
     ),
-    "text2text-generation": Task("text", _REWRITING, {"generate": _REWRITING}),
+    "text2text-generation": Task(
+        "text", _REWRITING, {"generate": {**_REWRITING, **_LENGTHENED}}
+    ),
     "zero-shot-classification": Task(
         "text",
         {

@@ -30,7 +30,7 @@ _PLAIN = ("num_return_sequences", "num_beams", "repetition_penalty")
 _LEAST_TEMPERATURE = 1e-3
 
 #: Parameters that need one step after the other.
-BY_STEPS = ("logprobs", "logit_bias", *PENALTIES, *FORMS)
+BY_STEPS = ("logprobs", "logit_bias", "ignore_eos", "min_new_tokens", *PENALTIES, *FORMS)
 
 #: Parameters that ``model.generate`` does not take.
 _KEPT: tuple[str, ...] = ("stop", "return_full_text", *BY_STEPS)
@@ -122,7 +122,7 @@ class GivenText(TextHandler):
     def prepare(self, request: Request) -> None:
         """Check a request, and choose the options of its generation. Raises InvalidInput."""
         sent = request.parameters
-        for name in ("logit_bias", *PENALTIES):
+        for name in ("logit_bias", "ignore_eos", "min_new_tokens", *PENALTIES):
             if name in sent and not sent[name]:
                 del sent[name]  # as without it, which any worker can do
         for name in () if self.by_steps else BY_STEPS:
@@ -135,6 +135,7 @@ class GivenText(TextHandler):
             raise InvalidInput("parameters.regex: leave it out, or leave json_schema out")
         shared = self.read(request)
         options: dict[str, Any] = {"max_new_tokens": self._budget(request)}
+        self._check_least(sent, options)
         options["do_sample"] = samples = self._samples(sent)
         for name in (*_PLAIN, *(_SAMPLING if samples else ())):
             if name in sent:
@@ -157,6 +158,13 @@ class GivenText(TextHandler):
         else:
             length = self.same_length(request, options)
             request.group_by({**options, **kept}, *shared, length)
+
+    def _check_least(self, sent: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        if sent.get("min_new_tokens", 0) > options["max_new_tokens"]:
+            raise InvalidInput(
+                f"parameters.min_new_tokens: must be at most {options['max_new_tokens']}, the "
+                f"maximum number of generated tokens; not {sent['min_new_tokens']}"
+            )
 
     def _check_beams(self, options: Mapping[str, Any]) -> None:
         beams = options.get("num_beams", self.defaults.num_beams) or 1
@@ -234,6 +242,8 @@ class GivenText(TextHandler):
             encoded=self.encoder_tokens(request),
             alternatives=request.parameters.get("logprobs"),
             logit_bias=request.parameters.get("logit_bias", ()),
+            least=request.parameters.get("min_new_tokens", 0),
+            ends=tuple(self.end_tokens()),
             **{name: request.parameters[name] for name in PENALTIES if name in request.parameters},
         )
         if sampling is None:

@@ -74,14 +74,21 @@ class TextPieces:
         decoder: of its tokenizer.
         stops: strings that end it; they are not part of it.
         prompt: tokens before the first one, whose text is not part of it.
+        unstopped: so many tokens are not ended by one of the strings.
 
     Attributes:
         has_stopped: whether it has one of them.
     """
 
     def __init__(
-        self, decoder: TextDecoder, stops: Sequence[str] = (), prompt: Sequence[int] = ()
+        self,
+        decoder: TextDecoder,
+        stops: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        *,
+        unstopped: int = 0,
     ) -> None:
+        self._unstopped = unstopped
         self._decoder = decoder
         self._stops = stops
         self._prompt = tail = PromptTail(decoder.decode, prompt)
@@ -102,7 +109,8 @@ class TextPieces:
             return ""
         self._tokens.append(token)
         new = self._unsent()
-        at = first_of(self._stops, new)
+        self._unstopped -= 1
+        at = first_of(self._stops, new) if self._unstopped < 0 else None
         if at is not None:
             self.has_stopped = True
             return self._send(new[:at])

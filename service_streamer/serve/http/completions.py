@@ -11,7 +11,7 @@ import msgspec
 from ...errors import InvalidInput
 from .context import Context, check_streams, invalid, renamed, unsupported
 from .echoing import echoes_of
-from .events import ChatEvents, CompletionEvents
+from .events import ChatEvents, CompletionEvents, UsageIn
 from .generation_schemas import (
     NOT_OFFERED,
     ChatAnswer,
@@ -32,11 +32,13 @@ from .token_inputs import inputs_of
 #: Parameters that the model and the requests call the same, and that have no default.
 _AS_THEY_ARE = (
     "frequency_penalty", "presence_penalty", "repetition_penalty", "top_k", "min_p", "logit_bias",
+    "ignore_eos",
 )  # fmt: skip
 
 #: Names of the model's parameters in OpenAI's requests.
 _OPENAIS_NAMES = {
     "parameters.max_new_tokens": "max_tokens",
+    "parameters.min_new_tokens": "min_tokens",
     "parameters.num_return_sequences": "n",
     "parameters.json_schema": "response_format",
     "parameters.regex": "response_format",
@@ -77,7 +79,7 @@ async def completions(body: bytes, context: Context) -> JSONAnswer | EventStream
         if request.stream:
             chunks = CompletionEvents(
                 {**head, "object": "text_completion"},
-                include_usage=_wants_usage(request),
+                usage=_wanted_usage(request),
                 texts=count,
                 echoes=echoes,
             )
@@ -143,7 +145,7 @@ async def chat(body: bytes, context: Context) -> JSONAnswer | EventStream:
     try:
         if request.stream:
             chunks = ChatEvents(
-                {**head, "object": "chat.completion.chunk"}, include_usage=_wants_usage(request)
+                {**head, "object": "chat.completion.chunk"}, usage=_wanted_usage(request)
             )
             return await context.stream(item, chunks)
         [sequences] = await context.compute([item])
@@ -182,6 +184,8 @@ def _openais_parameters(
     }
     if request.most_tokens is not None:
         parameters["max_new_tokens"] = request.most_tokens
+    if request.min_tokens is not None:
+        parameters["min_new_tokens"] = request.min_tokens
     parameters["do_sample"] = parameters["temperature"] > 0
     if request.top_p is not None and request.top_p < 1:
         parameters["top_p"] = request.top_p
@@ -205,9 +209,11 @@ def _head(kind: str, context: Context) -> dict[str, Any]:
     }
 
 
-def _wants_usage(request: CompletionsRequest | ChatRequest) -> bool:
+def _wanted_usage(request: CompletionsRequest | ChatRequest) -> UsageIn:
     options = request.stream_options
-    return options is not None and bool(options.include_usage)
+    if options is None or not options.include_usage:
+        return "none"
+    return "each" if options.continuous_usage_stats else "last"
 
 
 def _usage(outputs: list[Any]) -> Usage:

@@ -16,7 +16,7 @@ with the "index" of their text.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -27,6 +27,9 @@ DONE = b"data: [DONE]\n\n"
 
 #: A comment, which clients skip: it shows proxies that the connection is alive.
 KEEP_ALIVE = b": keep-alive\n\n"
+
+#: What counts tokens: no chunk, a last one, or each chunk those of its text, too.
+UsageIn = Literal["none", "last", "each"]
 
 #: JSON on one line, in which no line break can end the event.
 _Encode = Callable[[Any], bytes]
@@ -84,7 +87,7 @@ class CompletionEvents:
 
     Args:
         head: the chunks' id, object, created and model.
-        include_usage: whether a last chunk without choices has the numbers of tokens.
+        usage: which chunks count tokens.
         texts: number of texts for each prompt.
         echoes: of each prompt, what begins its texts; empty for nothing.
     """
@@ -93,11 +96,11 @@ class CompletionEvents:
         self,
         head: Mapping[str, Any],
         *,
-        include_usage: bool,
+        usage: UsageIn,
         texts: int = 1,
         echoes: Sequence[Echo] = (),
     ) -> None:
-        self._chunk = _Chunk(head, include_usage=include_usage)
+        self._chunk = _Chunk(head, usage=usage)
         self._texts = texts
         self._echoes = echoes
         self._logprobs: dict[int, LegacyLogprobs] = {}  # of texts that have begun
@@ -130,11 +133,11 @@ class ChatEvents:
     """OpenAI's chunks of ``/v1/chat/completions``.
 
     Args:
-        head, include_usage: as of ``CompletionEvents``.
+        head, usage: as of ``CompletionEvents``.
     """
 
-    def __init__(self, head: Mapping[str, Any], *, include_usage: bool) -> None:
-        self._chunk = _Chunk(head, include_usage=include_usage)
+    def __init__(self, head: Mapping[str, Any], *, usage: UsageIn) -> None:
+        self._chunk = _Chunk(head, usage=usage)
         self._begun: set[int] = set()
 
     def output(self, output: Any) -> bytes:
@@ -231,12 +234,12 @@ def _pieces(output: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 class _Chunk:
     """What OpenAI's two forms have in common. What all chunks have is encoded once."""
 
-    def __init__(self, head: Mapping[str, Any], *, include_usage: bool) -> None:
-        self._include_usage = include_usage
+    def __init__(self, head: Mapping[str, Any], *, usage: UsageIn) -> None:
+        self._usage = usage
         self._head = b"data: %b," % _encode(head)[:-1]
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
         self._taken: dict[int, int] = {}  # tokens by prompt
         self._made: dict[tuple[int, int], int] = {}  # and by text
+        self._place = 0, 0  # prompt and text of the last piece
 
     def taken(self, piece: Mapping[str, Any], number: int = 0) -> tuple[int, str, str | None]:
         """Index, text and finish reason of a piece, whose tokens are counted.
@@ -246,21 +249,28 @@ class _Chunk:
         """
         index: int = piece.get("index", 0)
         reason: str | None = piece.get("finish_reason")
-        if reason is not None:
-            self._taken[number] = piece["prompt_tokens"]
-            self._made[number, index] = piece["completion_tokens"]
+        self._place = place = number, index
+        self._taken[number] = piece.get("prompt_tokens", self._taken.get(number, 0))
+        self._made[place] = self._made.get(place, 0) + piece["tokens"]
         return index, piece["text"], reason
 
     def of(self, choice: Mapping[str, Any]) -> bytes:
-        return b'%b"choices":[%b%b' % (self._head, _encode(choice), self._tail)
+        usage = b""
+        if self._usage == "each":
+            taken, made = self._taken[self._place[0]], self._made[self._place]
+            usage = b',"usage":' + _counted(taken, made)
+        elif self._usage == "last":
+            usage = b',"usage":null'
+        return b'%b"choices":[%b]%b}\n\n' % (self._head, _encode(choice), usage)
 
     def end(self) -> bytes:
-        if not self._include_usage:
+        if self._usage == "none":
             return DONE
-        taken, made = sum(self._taken.values()), sum(self._made.values())
-        usage = {
-            "prompt_tokens": taken,
-            "completion_tokens": made,
-            "total_tokens": taken + made,
-        }
-        return b'%b"choices":[],"usage":%b}\n\n%b' % (self._head, _encode(usage), DONE)
+        usage = _counted(sum(self._taken.values()), sum(self._made.values()))
+        return b'%b"choices":[],"usage":%b}\n\n%b' % (self._head, usage, DONE)
+
+
+def _counted(taken: int, made: int) -> bytes:
+    return _encode(
+        {"prompt_tokens": taken, "completion_tokens": made, "total_tokens": taken + made}
+    )

@@ -36,9 +36,13 @@ class GenerateResponse(Struct, omit_defaults=True):
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """Of a stream; ``include_usage`` adds a chunk with the numbers of tokens."""
+    """Of a stream; ``include_usage`` adds a chunk with the numbers of tokens.
+
+    With ``continuous_usage_stats``, too, each chunk has those of its text so far, as vLLM has it.
+    """
 
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
     include_obfuscation: Annotated[bool | None, Meta(description="has no effect")] = None
 
 
@@ -75,6 +79,10 @@ _TopP = Annotated[
     Meta(gt=0, le=1, description="sample from the likeliest tokens that add up to this"),
 ]
 _Tokens = Annotated[int, Meta(ge=1, description="maximum number of generated tokens")]
+_Least = Annotated[
+    int, Meta(ge=0, description="no end token or stop string ends the text before so many tokens")
+]
+_PastEnd = Annotated[bool, Meta(description="go on after the end token, up to max_tokens")]
 _FewTokens = Annotated[
     int, Meta(ge=0, description="maximum number of generated tokens; 0 with echo only")
 ]
@@ -110,6 +118,8 @@ class CompletionsRequest(Struct, forbid_unknown_fields=True):
     top_k: _TopK | None = None
     min_p: _Share | None = None
     repetition_penalty: _Repetition | None = None
+    min_tokens: _Least | None = None
+    ignore_eos: _PastEnd | None = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
     metadata: Metadata = None
@@ -173,6 +183,8 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
     top_k: _TopK | None = None
     min_p: _Share | None = None
     repetition_penalty: _Repetition | None = None
+    min_tokens: _Least | None = None
+    ignore_eos: _PastEnd | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
