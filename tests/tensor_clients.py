@@ -237,8 +237,15 @@ def grpc(address: str, model: str) -> None:
         assert server.is_model_ready(model)
         told = server.get_server_metadata()
         assert told.name == "service_streamer"
-        assert [*told.extensions] == ["binary_tensor_data", "parameters"], "no model_repository"
+        known = ["binary_tensor_data", "model_configuration", "parameters"]
+        assert [*told.extensions] == known, "no model_repository"
         assert [*server.get_model_metadata(model, "1").versions] == ["1"]
+        config = server.get_model_config(model, "1", as_json=True)["config"]
+        assert config == {
+            "name": model, "platform": "python", "backend": "python", "max_batch_size": 64
+        }  # fmt: skip
+        index = server.get_model_repository_index().models
+        assert (model, "1", "READY") in [(each.name, each.version, each.state) for each in index]
         for more in ({}, {"compression_algorithm": "gzip"}):
             result = server.infer(model, [numbers(client)], request_id="an id", **more)
             np.testing.assert_array_equal(result.as_numpy("output"), 2 * ARRAY)
@@ -249,6 +256,7 @@ def grpc(address: str, model: str) -> None:
         given = [numbers(client)]
         refused("NOT_FOUND", "no model 'other'", server.is_model_ready, "other")
         refused("NOT_FOUND", "no model 'other'", server.infer, "other", given)
+        refused("NOT_FOUND", "no model 'other'", server.get_model_config, "other")
         refused("NOT_FOUND", "version 1 only", server.infer, model, given, "3")
         invalid, late = "INVALID_ARGUMENT", "DEADLINE_EXCEEDED"
         refused(invalid, "'sequence_id' is not", server.infer, model, given, sequence_id=3)
@@ -320,14 +328,16 @@ def call(address: str, model: str, text: str, seconds: str = "240", key: str = "
 
 
 def told(address: str, model: str, key: str) -> None:
-    """Whether the model is ready, and its versions; or the status."""
+    """Whether the model is ready, its versions, and all models; or the status."""
     from tritonclient.grpc import service_pb2
 
     options = {"metadata": with_key(key)}
     with inference(address) as service, failures_said():
         ready = service.ModelReady(service_pb2.ModelReadyRequest(name=model), **options)
         asked = service_pb2.ModelMetadataRequest(name=model)
-        say(ready.ready, *service.ModelMetadata(asked, **options).versions)
+        versions = service.ModelMetadata(asked, **options).versions
+        index = service.RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True), **options)
+        say(ready.ready, *versions, *(each.name for each in index.models))
 
 
 def leave(address: str, model: str, text: str) -> None:
@@ -457,7 +467,7 @@ def descriptors(address: str) -> None:
     from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
         ProtoReflectionDescriptorDatabase,
     )
-    from tritonclient.grpc import service_pb2
+    from tritonclient.grpc import model_config_pb2, service_pb2
 
     def definition(message: Any) -> DescriptorProto:
         found = DescriptorProto()
@@ -465,14 +475,24 @@ def descriptors(address: str) -> None:
         found.nested_type.sort(key=lambda each: each.name)  # their order means nothing
         return found
 
-    theirs = service_pb2.DESCRIPTOR
+    theirs = {
+        name: definition(message)
+        for module in (service_pb2, model_config_pb2)
+        for name, message in module.DESCRIPTOR.message_types_by_name.items()
+    }
     with grpc.insecure_channel(address) as channel:
         pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
         service = pool.FindServiceByName("inference.GRPCInferenceService")
     for name, message in service.file.message_types_by_name.items():
-        assert definition(message) == definition(theirs.message_types_by_name[name])
+        ours = definition(message)
+        if name in ("ModelConfig", "ModelInput", "ModelOutput"):  # what is not known is left out
+            assert all(field in theirs[name].field for field in ours.field)
+        else:
+            assert ours == theirs[name]
+    [kinds] = service.file.enum_types_by_name.values()
+    assert [*kinds.values_by_name] == [*model_config_pb2.DataType.keys()]
     for method in service.methods:
-        other = theirs.services_by_name["GRPCInferenceService"].methods_by_name[method.name]
+        other = service_pb2.DESCRIPTOR.services_by_name[service.name].methods_by_name[method.name]
         assert method.input_type.full_name == other.input_type.full_name
         assert method.output_type.full_name == other.output_type.full_name
         assert method.client_streaming == other.client_streaming

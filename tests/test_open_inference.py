@@ -93,6 +93,7 @@ def test_names_of_a_model(service: Serving, path: str) -> None:
         (f"/v2/models/{TWICE}/versions/10/infer", 404, "'10'"),
         (f"/v2/models/{TWICE}/infers", 404, "infers"),
         (f"/v2/models/{TWICE}", 405, "POST"),
+        (f"/v2/models/{TWICE}/config", 405, "POST"),
         ("/v2/models/{model}/infer", 404, "{model}"),
         ("/v2", 405, "POST"),
     ],
@@ -136,6 +137,17 @@ def test_a_model_is_described_by_its_declaration(models: Serving) -> None:
     about = models.client.get("/v2/models/Rows").json()
     assert about["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 3, -1]}]
     assert [each["name"] for each in about["outputs"]] == ["rows", "sum"]
+    config = models.client.get("/v2/models/Rows/config").json()
+    assert config == {
+        "name": "Rows", "platform": "python", "backend": "python", "max_batch_size": 8,
+        "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [3, -1]}],
+        "output": [
+            {"name": each["name"], "data_type": f"TYPE_{each['datatype']}",
+             "dims": each["shape"][1:]}
+            for each in about["outputs"]
+        ],
+    }  # fmt: skip
+    assert models.client.get("/v2/models/Rows/versions/1/config").json() == config
     wrong = {"inputs": [{"name": "x", "shape": [1, 2, 1], "datatype": "FP32", "data": [1, 2]}]}
     assert "[-1, 3, -1]" in told(models.post("/v2/models/Rows/infer", wrong), 400)
 
@@ -214,6 +226,8 @@ def test_texts_are_answered_as_predict_does(tiny: ServingHere) -> None:
     text = "happy birthday to [MASK]" if task == "fill-mask" else "a film"
     parameters = PARAMETERS.get(task, {})
     assert tiny.client.get(f"/v2/models/{name}").json()["inputs"][0]["name"] == "text"
+    config = tiny.client.get(f"/v2/models/{name}/config").json()
+    assert config["input"] == [{"name": "text", "data_type": "TYPE_STRING", "dims": []}]
     body = {
         "inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": [text]}],
         "parameters": parameters,

@@ -110,7 +110,7 @@ def test_clients(service: Serving, client: str, clients: Clients) -> None:
 
 
 def test_our_messages_are_tritons(service: Serving, clients: Clients) -> None:
-    assert clients.run("descriptors", rpc(service)) == "7\n"
+    assert clients.run("descriptors", rpc(service)) == "9\n"
 
 
 def test_health_and_reflection(service: Serving, clients: Clients) -> None:
@@ -120,7 +120,7 @@ def test_health_and_reflection(service: Serving, clients: Clients) -> None:
         "SERVING",
         "grpc.health.v1.Health grpc.reflection.v1alpha.ServerReflection "
         "inference.GRPCInferenceService",
-        "inference 15",
+        "inference 22",
     ]
 
 
@@ -174,7 +174,7 @@ def test_a_stream_begins_no_more_than_its_key_may_open(keyed: Serving, clients: 
 def test_questions_about_a_model_need_no_scope(keyed: Serving, clients: Clients) -> None:
     questions = ((TWICE, "scraper"), (TWICE, "wrong"), ("other", "wrong"))
     answers = clients.lines(*(("told", rpc(keyed), *each) for each in questions))
-    assert answers == ["True 1", "UNAUTHENTICATED", "UNAUTHENTICATED"]
+    assert answers == [f"True 1 {TWICE}", "UNAUTHENTICATED", "UNAUTHENTICATED"]
 
 
 def test_a_call_ignores_headers_of_bodies(service: Serving, clients: Clients) -> None:

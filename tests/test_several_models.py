@@ -309,7 +309,9 @@ def states(service: Serving) -> dict[str, str]:
 def test_models_are_loaded_and_unloaded_with_a_key(changing: GatedServing) -> None:
     assert states(changing) == {"a": "READY", "b": "READY"}
     for key, status, says in (("wrong", 401, "wrong API key"), ("user", 403, "scope")):
-        for what in ("index", "models/a/load", "models/a/unload"):
+        index = control(changing, "index", authorization=f"Bearer {key}")
+        assert index.status_code == (200 if key == "user" else 401), "any key may read it"
+        for what in ("models/a/load", "models/a/unload"):
             answer = control(changing, what, authorization=f"Bearer {key}")
             assert (answer.status_code, says in message(answer)) == (status, True)
     assert control(changing, "models/b/unload").status_code == 200
@@ -369,6 +371,7 @@ def test_a_client_that_leaves_within_a_request_is_no_error(service: Serving) -> 
 def test_a_service_without_keys_changes_no_model(partial: Serving) -> None:
     answer = control(partial, "models/a/unload")
     assert (answer.status_code, "SIGHUP" in message(answer)) == (403, True)
+    assert "a" in states(partial)
     assert asked(partial, "a", 1) == (200, 1)
 
 

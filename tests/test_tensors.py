@@ -319,6 +319,7 @@ def test_parameters_of_the_call_are_not_the_models(plain: Tensors) -> None:
         {"timeout": 0, "priority": 0},
         {"timeout": 60_000_000, "priority": 2},
         {"sequence_id": 0, "sequence_start": False},
+        {"triton_enable_empty_final_response": True},
     ):
         assert plain.items_of(inputs=inputs, parameters=parameters) == [1]
     with Tensors(takes_parameters=True) as model:

@@ -135,7 +135,11 @@ class GivenText(TextHandler):
             raise InvalidInput("parameters.regex: leave it out, or leave json_schema out")
         shared = self.read(request)
         options: dict[str, Any] = {"max_new_tokens": self._budget(request)}
-        self._check_least(sent, options)
+        if sent.get("min_new_tokens", 0) > options["max_new_tokens"]:
+            raise InvalidInput(
+                f"parameters.min_new_tokens: must be at most {options['max_new_tokens']}, the "
+                f"maximum number of generated tokens; not {sent['min_new_tokens']}"
+            )
         options["do_sample"] = samples = self._samples(sent)
         for name in (*_PLAIN, *(_SAMPLING if samples else ())):
             if name in sent:
@@ -158,13 +162,6 @@ class GivenText(TextHandler):
         else:
             length = self.same_length(request, options)
             request.group_by({**options, **kept}, *shared, length)
-
-    def _check_least(self, sent: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        if sent.get("min_new_tokens", 0) > options["max_new_tokens"]:
-            raise InvalidInput(
-                f"parameters.min_new_tokens: must be at most {options['max_new_tokens']}, the "
-                f"maximum number of generated tokens; not {sent['min_new_tokens']}"
-            )
 
     def _check_beams(self, options: Mapping[str, Any]) -> None:
         beams = options.get("num_beams", self.defaults.num_beams) or 1

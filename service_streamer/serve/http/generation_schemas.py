@@ -82,7 +82,6 @@ _Tokens = Annotated[int, Meta(ge=1, description="maximum number of generated tok
 _Least = Annotated[
     int, Meta(ge=0, description="no end token or stop string ends the text before so many tokens")
 ]
-_PastEnd = Annotated[bool, Meta(description="go on after the end token, up to max_tokens")]
 _FewTokens = Annotated[
     int, Meta(ge=0, description="maximum number of generated tokens; 0 with echo only")
 ]
@@ -119,7 +118,7 @@ class CompletionsRequest(Struct, forbid_unknown_fields=True):
     min_p: _Share | None = None
     repetition_penalty: _Repetition | None = None
     min_tokens: _Least | None = None
-    ignore_eos: _PastEnd | None = None
+    ignore_eos: bool | None = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
     metadata: Metadata = None
@@ -184,7 +183,7 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
     min_p: _Share | None = None
     repetition_penalty: _Repetition | None = None
     min_tokens: _Least | None = None
-    ignore_eos: _PastEnd | None = None
+    ignore_eos: bool | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None

@@ -1,6 +1,6 @@
 """Loading and unloading of models over HTTP, as Triton has it: the model repository extension.
 
-POST /v2/repository/index                   all models, and how they stand
+POST /v2/repository/index                   all models, and how they stand; for any key
 POST /v2/repository/models/NAME/load        load it, or load it anew; returns when it answers
 POST /v2/repository/models/NAME/unload      take it away; open requests are answered
 """
@@ -74,7 +74,8 @@ class ModelControl:
 
     async def _answer(self, path: str, handler: Handler, request: Request) -> Response:
         service = self._models.first
-        if not service.options.needs_key:
+        is_index = path == CONTROL[0]
+        if not is_index and not service.options.needs_key:
             service.requests.refused(path, 403, "unauthorized")
             raise Refusal(
                 403,
@@ -84,7 +85,7 @@ class ModelControl:
                 reason="unauthorized",
                 code="no_keys",
             )
-        check_caller(service, path, ADMIN, request)
+        check_caller(service, path, None if is_index else ADMIN, request)
         try:
             return await handler(request, await self._read(request))
         except ClientDisconnect:
@@ -126,27 +127,7 @@ class ModelControl:
         return read
 
     async def _index(self, _: Request, body: _Body) -> Response:
-        await self._models.look()
-        repository = self._models.repository
-        states = (
-            {each.model: each.standing()[0] for each in self._models}
-            if repository is None
-            else repository.names()
-        )
-        shown = {name: _STATES.get(state, "UNAVAILABLE") for name, state in states.items()}
-        reasons = {each.model: each.standing()[1] for each in self._models}
-        return _json(
-            [
-                {
-                    "name": name,
-                    "version": "1",
-                    "state": state,
-                    "reason": "" if state == "READY" else reasons.get(name, "unloaded"),
-                }
-                for name, state in shown.items()
-                if state == "READY" or not body.ready
-            ]
-        )
+        return _json(await repository_index(self._models, only_ready=body.ready))
 
     async def _load(self, request: Request, _: _Body) -> Response:
         await self._repository().load(request.path_params["model"])
@@ -171,3 +152,26 @@ class ModelControl:
 
 def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def repository_index(models: Models, *, only_ready: bool) -> list[dict[str, str]]:
+    """All models, or those that are ready, and how they stand."""
+    await models.look()
+    repository = models.repository
+    states = (
+        {each.model: each.standing()[0] for each in models}
+        if repository is None
+        else repository.names()
+    )
+    shown = {name: _STATES.get(state, "UNAVAILABLE") for name, state in states.items()}
+    reasons = {each.model: each.standing()[1] for each in models}
+    return [
+        {
+            "name": name,
+            "version": "1",
+            "state": state,
+            "reason": "" if state == "READY" else reasons.get(name, "unloaded"),
+        }
+        for name, state in shown.items()
+        if state == "READY" or not only_ready
+    ]

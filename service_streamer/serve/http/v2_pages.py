@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..v2.model_metadata import model_metadata, server_metadata
+from ..v2.model_metadata import model_config, model_metadata, server_metadata
 from .endpoint import stopping
 from .locks import check_caller
 from .models import Models
@@ -55,13 +55,17 @@ class V2Pages:
     async def _of_model(self, request: Request) -> Response:
         check_caller(self._models.first, f"{TENSORS}{{model}}", None, request)
         service, place = self._found(request)
-        if place in ("", "/ready") and request.method != "POST":
-            if place:
+        is_read = place in ("", "/ready", "/config")
+        if is_read and request.method != "POST":
+            if place == "/ready":
                 return await self._model_ready(service)
             if not service.is_known:
                 raise stopping(service.standing()[1])
-            return json_answer(model_metadata(service.model, service.description))
-        is_known = place in ("", "/ready", "/infer")
+            name, about = service.model, service.description
+            if place == "/config":
+                return json_answer(model_config(name, about, service.options.batch_size))
+            return json_answer(model_metadata(name, about))
+        is_known = is_read or place == "/infer"
         raise Refusal(
             405 if is_known else 404,
             "invalid_request_error",
@@ -86,7 +90,7 @@ class V2Pages:
         named = self._models.split(path[len(TENSORS) :])
         if named is None:
             name = path[len(TENSORS) :].partition("/versions/")[0]
-            for end in ("/infer", "/ready"):
+            for end in ("/infer", "/ready", "/config"):
                 name = name.removesuffix(end)
             raise self._models.unknown(name)
         service, rest = named

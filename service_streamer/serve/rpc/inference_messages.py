@@ -21,12 +21,14 @@ METHODS = {
     "ModelReady": False,
     "ServerMetadata": False,
     "ModelMetadata": False,
+    "ModelConfig": False,
+    "RepositoryIndex": False,
     "ModelInfer": False,
     "ModelStreamInfer": True,
 }
 
 #: Messages by name; an inner one has its outer one's name before a dot. A field is a number, a type
-#: and a name; "*" is repeated, "map" is a map from strings to InferParameter.
+#: and a name; "*" is repeated, "map" is a map from strings to InferParameter, DataType is an enum.
 _MESSAGES = {
     "ServerLiveRequest": "",
     "ServerLiveResponse": "1 bool live",
@@ -43,6 +45,19 @@ _MESSAGES = {
         "5 ModelMetadataResponse.TensorMetadata* outputs"
     ),
     "ModelMetadataResponse.TensorMetadata": "1 string name, 2 string datatype, 3 int64* shape",
+    "ModelConfigRequest": "1 string name, 2 string version",
+    "ModelInput": "1 string name, 2 DataType data_type, 4 int64* dims",
+    "ModelOutput": "1 string name, 2 DataType data_type, 3 int64* dims",
+    "ModelConfig": (
+        "1 string name, 2 string platform, 17 string backend, 4 int32 max_batch_size, "
+        "5 ModelInput* input, 6 ModelOutput* output"
+    ),
+    "ModelConfigResponse": "1 ModelConfig config",
+    "RepositoryIndexRequest": "1 string repository_name, 2 bool ready",
+    "RepositoryIndexResponse": "1 RepositoryIndexResponse.ModelIndex* models",
+    "RepositoryIndexResponse.ModelIndex": (
+        "1 string name, 2 string version, 3 string state, 4 string reason"
+    ),
     "InferParameter": (
         "1 bool bool_param, 2 int64 int64_param, 3 string string_param, 4 double double_param, "
         "5 uint64 uint64_param"
@@ -73,6 +88,11 @@ _MESSAGES = {
     "ModelStreamInferResponse": "1 string error_message, 2 ModelInferResponse infer_response",
 }
 
+#: Values of the enum DataType, in the order of their numbers.
+_DATA_TYPES = (
+    "INVALID BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 STRING BF16"
+)
+
 _FIELD: Any = descriptor_pb2.FieldDescriptorProto
 
 
@@ -80,6 +100,9 @@ def _file() -> Any:
     file = descriptor_pb2.FileDescriptorProto(
         name="service_streamer/open_inference.proto", package=PACKAGE, syntax="proto3"
     )
+    kinds = file.enum_type.add(name="DataType")
+    for number, name in enumerate(_DATA_TYPES.split()):
+        kinds.value.add(name=f"TYPE_{name}", number=number)
     messages: dict[str, Any] = {}
     for name, fields in _MESSAGES.items():
         outer, _, own = name.rpartition(".")
@@ -114,7 +137,9 @@ def _add(message: Any, owner: str, number: str, kind: str, name: str) -> None:
         _add(entry, "", "2", "InferParameter", "value")
         kind = f"{owner}.ParametersEntry"
     if kind[0].isupper():
-        field.type, field.type_name = _FIELD.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
+        is_enum = kind == "DataType"
+        field.type = _FIELD.TYPE_ENUM if is_enum else _FIELD.TYPE_MESSAGE
+        field.type_name = f".{PACKAGE}.{kind}"
     else:
         field.type = getattr(_FIELD, f"TYPE_{kind.upper()}")
     if owner == "InferParameter":
@@ -129,6 +154,8 @@ def _message(name: str) -> Any:
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 
+ModelConfigRequest = _message("ModelConfigRequest")
+ModelConfigResponse = _message("ModelConfigResponse")
 ModelInferRequest = _message("ModelInferRequest")
 ModelInferResponse = _message("ModelInferResponse")
 ModelMetadataRequest = _message("ModelMetadataRequest")
@@ -136,6 +163,8 @@ ModelMetadataResponse = _message("ModelMetadataResponse")
 ModelReadyRequest = _message("ModelReadyRequest")
 ModelReadyResponse = _message("ModelReadyResponse")
 ModelStreamInferResponse = _message("ModelStreamInferResponse")
+RepositoryIndexRequest = _message("RepositoryIndexRequest")
+RepositoryIndexResponse = _message("RepositoryIndexResponse")
 ServerLiveResponse = _message("ServerLiveResponse")
 ServerMetadataResponse = _message("ServerMetadataResponse")
 ServerReadyResponse = _message("ServerReadyResponse")

@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from ...errors import InvalidInput, Overloaded
 from ..http.api_keys import COMPUTE
 from ..http.endpoint import ServiceCycle, check_served, stopping
+from ..http.model_control import repository_index
 from ..http.models import Models
 from ..http.operations import INFER
 from ..http.refusals import Refusal, refusal
@@ -29,15 +30,19 @@ from ..http.streaming import MAX_BUFFERED
 from ..http.tensor_inference import read_tensors, write_tensors
 from ..v2.infer_answer import VERSION
 from ..v2.infer_request import InferRequest
-from ..v2.model_metadata import model_metadata, server_metadata
+from ..v2.model_metadata import model_config, model_metadata, server_metadata
 from .inference_messages import (
     SERVICE,
+    ModelConfigRequest,
+    ModelConfigResponse,
     ModelInferRequest,
     ModelMetadataRequest,
     ModelMetadataResponse,
     ModelReadyRequest,
     ModelReadyResponse,
     ModelStreamInferResponse,
+    RepositoryIndexRequest,
+    RepositoryIndexResponse,
     ServerLiveResponse,
     ServerMetadataResponse,
     ServerReadyResponse,
@@ -110,6 +115,8 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
             _path("ModelReady"): self._told(_path("ModelReady"), self._model_ready),
             _path("ServerMetadata"): self._told(_path("ServerMetadata"), self._server_metadata),
             _path("ModelMetadata"): self._told(_path("ModelMetadata"), self._model_metadata),
+            _path("ModelConfig"): self._told(_path("ModelConfig"), self._model_config),
+            _path("RepositoryIndex"): self._told(_path("RepositoryIndex"), self._index),
         }
 
     def service(self, details: Any) -> Any:
@@ -164,13 +171,27 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
         return ServerMetadataResponse(**server_metadata(over_http=False))
 
     async def _model_metadata(self, message: bytes) -> Any:
-        service = self._find(_parsed(ModelMetadataRequest, message))
-        if not service.is_known:
-            raise stopping(service.standing()[1])
+        service = self._find_known(_parsed(ModelMetadataRequest, message))
         return ModelMetadataResponse(**model_metadata(service.model, service.description))
+
+    async def _model_config(self, message: bytes) -> Any:
+        service = self._find_known(_parsed(ModelConfigRequest, message))
+        config = model_config(service.model, service.description, service.options.batch_size)
+        return ModelConfigResponse(config=config)
+
+    async def _index(self, message: bytes) -> Any:
+        asked = _parsed(RepositoryIndexRequest, message)
+        models = await repository_index(self._models, only_ready=asked.ready)
+        return RepositoryIndexResponse(models=models)
 
     def _find(self, request: Any) -> Service:
         return self._of(request.name, request.version)
+
+    def _find_known(self, request: Any) -> Service:
+        service = self._find(request)
+        if not service.is_known:
+            raise stopping(service.standing()[1])
+        return service
 
     def _of(self, name: str, version: str) -> Service:
         service = self._models.get(name)

@@ -302,7 +302,9 @@ def calling(parameters: Mapping[str, Any]) -> Calling:
     """
     if not parameters:
         return _PLAIN
-    others = {**parameters}
+    others = {  # Triton reserves these names for its own meanings
+        name: value for name, value in parameters.items() if not name.startswith("triton_")
+    }
     for name in _OF_SEQUENCES:
         if others.pop(name, None):
             raise _unsupported("parameters", name)

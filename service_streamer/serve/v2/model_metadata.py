@@ -11,7 +11,7 @@ from ...pipelines.tasks import TASKS
 from .infer_answer import VERSION
 
 #: What is understood besides the protocol itself, by Triton's names.
-_EXTENSIONS = ("binary_tensor_data", "parameters")
+_EXTENSIONS = ("binary_tensor_data", "model_configuration", "parameters")
 _OVER_HTTP = ("model_repository",)
 
 #: Tasks whose results are numbers: so many dimensions.
@@ -60,3 +60,21 @@ def model_metadata(name: str, description: Mapping[str, Any]) -> dict[str, Any]:
         "inputs": inputs_of(description),
         "outputs": outputs_of(description),
     }
+
+
+def model_config(name: str, description: Mapping[str, Any], most: int | None) -> dict[str, Any]:
+    """The answer to ``GET /v2/models/NAME/config``; ``most`` rows are in a batch, if known."""
+    about = model_metadata(name, description)
+    return {
+        "name": name,
+        "platform": about["platform"],
+        "backend": about["platform"],
+        "max_batch_size": most or 1,  # with 0, dims would have the batch, too
+        "input": [*map(_configured, about["inputs"])],
+        "output": [*map(_configured, about["outputs"])],
+    }
+
+
+def _configured(spec: TensorSpec) -> dict[str, Any]:
+    kind = "STRING" if spec["datatype"] == "BYTES" else spec["datatype"]
+    return {"name": spec["name"], "data_type": f"TYPE_{kind}", "dims": [*spec["shape"][1:]]}
