@@ -173,7 +173,7 @@ def test_bad_inputs_of_embeddings_are_named(embeddings: Any, wrong: Any, says: s
         ("/embed", {"inputs": "a", "dimensions": 0}, "dimensions", "1"),
         ("/embed", {"inputs": "a", "dimensions": 17}, "dimensions", "16"),
         ("/embed", {"inputs": "a", "prompt_name": "query"}, "prompt_name", "prompt_name"),
-        ("/embed", {"inputs": "a", "truncation_direction": "up"}, "truncation_direction", "'up'"),
+        ("/embed", {"inputs": "a", "truncation_direction": "up"}, "truncation_direction", "left"),
         ("/embed", {"inputs": "a", "truncat": True}, "truncat", "truncate"),
         ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}},
          "inputs.sentences", "1"),

@@ -92,6 +92,7 @@ _Stop = Annotated[
 _Seed = Annotated[
     int, Meta(ge=0, le=2**63 - 1, description="makes sampling repeatable on the same machine")
 ]
+_Tools = list[Annotated[Any, Meta(description="not supported")]] | None  # items have a schema
 
 
 class CompletionsRequest(Struct, forbid_unknown_fields=True):
@@ -184,10 +185,10 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
     repetition_penalty: _Repetition | None = None
     min_tokens: _Least | None = None
     ignore_eos: bool | None = None
-    tools: list[Any] | None = None
+    tools: _Tools = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
+    functions: _Tools = None
     function_call: Any = None
     modalities: list[str] | None = None
     store: bool | None = None

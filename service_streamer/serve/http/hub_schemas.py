@@ -13,9 +13,9 @@ from .token_inputs import TextsOrTokens, Token
 _Truncate = Annotated[
     bool | None, Meta(description="truncate a text that is too long instead of refusing it")
 ]
-_Direction = Annotated[
-    Literal["left", "right", "Left", "Right"] | None, Meta(description="side that is truncated")
-]
+#: A pattern, since generated clients give "left" and "Left" of an enum the same name.
+_Side = Annotated[str, Meta(pattern="^(left|right|Left|Right)$")]
+_Direction = Annotated[_Side | None, Meta(description="side that is truncated: left or right")]
 _PromptName = Annotated[
     str | None, Meta(description="which of the model's prompts comes before a text")
 ]

@@ -55,13 +55,13 @@ def v2_components(service: Service) -> dict[str, Any]:
             "type": "object",
             "properties": {"binary_data_size": {"type": "integer", "minimum": 0}},
         },
-        "data": {"type": "array", "description": "The elements, flat or nested"},
+        "data": {"type": "array", "items": {}, "description": "The elements, flat or nested"},
     }
     wanted = {
         "name": {"type": "string"},
         "parameters": {"type": "object", "properties": {"binary_data": {"type": "boolean"}}},
     }
-    output = {**spec, "parameters": parameters, "data": {"type": "array"}}
+    output = {**spec, "parameters": parameters, "data": _list({})}
     return {
         "V2Error": _object({"error": {"type": "string"}}, "error"),
         "V2Server": _object(
@@ -130,17 +130,19 @@ def v2_paths(service: Service) -> dict[str, Any]:
         place = f"/v2/models/{{model_name}}{middle}"
         about = _get("A model's inputs and outputs", "V2Model", unready=True)
         ready = _get("Whether the model is ready", unready=True)
-        for each in (about, ready):
+        config = _get("A model's configuration, in Triton's form", unready=True)
+        for each in (about, ready, config):
             for status in ("401", "404") if service.options.needs_key else ("404",):
                 each["responses"][status] = _response(_ERRORS[status], "V2Error")
         infer = _infer(service)
-        for each in (about, ready, infer):
+        for each in (about, ready, config, infer):
             each["parameters"] = [*parameters, *each.get("parameters", ())]
         paths[place] = {"get": about}
         paths[f"{place}/ready"] = {"get": ready}
+        paths[f"{place}/config"] = {"get": config}
         paths[f"{place}/infer"] = {"post": infer}
-    if service.options.needs_key:
-        paths |= _control_paths(service)
+    control = _control_paths(service)
+    paths |= control if service.options.needs_key else {CONTROL[0]: control[CONTROL[0]]}
     for path, item in paths.items():
         for method, operation in item.items():
             operation["operationId"] = method + path.translate(_NO_SIGNS)
@@ -199,7 +201,7 @@ def _infer(service: Service) -> dict[str, Any]:
             "required": True,
             "content": {
                 "application/json": {"schema": _ref("V2Request")},
-                "application/octet-stream": {},
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
             },
         },
         "responses": {
