@@ -78,6 +78,7 @@ def ok(body: str, more: str = "") -> str:
 
 
 CLOSE = "connection: close\n"
+KEEP = b"connection: Keep-Alive\r\n"
 UPGRADE = b"upgrade: h2c\r\nconnection: upgrade\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -95,6 +96,10 @@ CHUNKED = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
         ([post(b"a", b"connection: close\r\n")], ok("a", CLOSE), True),
         ([post(b"a", b"connection: close\r\n") + post(b"b")], ok("a", CLOSE), True),
         ([post(b"a", version=b"1.0")], ok("a", CLOSE), True),
+        ([post(b"a", KEEP, version=b"1.0")] * 2, 2 * ok("a", "connection: keep-alive\n"), False),
+        ([post(b"a", KEEP)], ok("a"), False),
+        ([CHUNKED.replace(b"1.1\r\n", b"1.0\r\n" + KEEP) + b"1\r\na\r\n0\r\n\r\n"], ok("a", CLOSE),
+         True),  # proxies of HTTP/1.0 may not see where it ends
         ([post(b"hi", UPGRADE)], ok("hi", CLOSE), True),
         ([post(b"hi", UPGRADE)[:-1], b"i"], ok("hi", CLOSE), True),
         ([b"GET / HTTP/1.1\r\n" + UPGRADE + b"\r\n"], ok("", CLOSE), True),

@@ -294,9 +294,11 @@ class Connection(asyncio.Protocol):
             raise _BadHead(f"{self._head_bytes} bytes of HTTP/{version}")
         self._awaits_head = False
         self._has_got_on = True
+        # Proxies of HTTP/1.0 may not see where a chunked body ends.
+        is_framed = is_new or all(name != b"transfer-encoding" for name, _ in self._headers)
         exchange = self._listeners.exchange(
             self, parser.get_method(), self._target, self._headers,
-            is_new=is_new, keeps_alive=is_new and parser.should_keep_alive(),
+            is_new=is_new, keeps_alive=is_framed and parser.should_keep_alive(),
         )  # fmt: skip
         self._arriving = exchange
         if self._serving is None and self.writable is None and not self._queue:

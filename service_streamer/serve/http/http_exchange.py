@@ -279,6 +279,8 @@ class HTTPExchange:
         lines += b"x-request-id: %b\r\n%b" % (self._id or self._identify(), self.more_lines)
         if self.carrier.is_ending:
             self.keeps_alive = False
+        if self.keeps_alive and not self.is_new:  # a client of HTTP/1.0 has to be told
+            more += b"connection: keep-alive\r\n"
         return lines + more + (b"\r\n" if self.keeps_alive else b"connection: close\r\n\r\n")
 
     def _framed(self, part: bytes) -> bytes:
