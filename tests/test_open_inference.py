@@ -102,10 +102,15 @@ def test_a_path_to_no_model_is_refused(service: Serving, path: str, status: int,
     assert text in told(service.post(path, PREDICTING), status)
 
 
-def test_methods_that_are_not_allowed(service: Serving) -> None:
-    response = service.client.get(INFER)
-    assert "GET" in told(response, 405)
-    assert response.headers["allow"] == "POST"
+@pytest.mark.parametrize("path", [INFER, f"/v2/models/{TWICE}", "/v2", "/", "/predict"])
+def test_methods_that_are_not_allowed(service: Serving, path: str) -> None:
+    """An answer with 405 names those that are: no more, and no fewer."""
+    ways = ("GET", "HEAD", "POST", "PUT", "DELETE", "PROPFIND")
+    answers = {way: service.client.request(way, path, json={}) for way in ways}
+    allowed = {way for way, answer in answers.items() if answer.status_code != 405}
+    for way in {*ways} - allowed:
+        assert {*answers[way].headers["allow"].split(", ")} == allowed
+        assert way == "HEAD" or way in answers[way].text
 
 
 def test_errors_have_the_protocols_form(service: Serving) -> None:

@@ -79,7 +79,7 @@ class Pages:
         for path, scope in LOCKED.items():
             handlers[path] = _locked(self._service, path, scope, handlers[path])
         return [
-            Route("/", page),
+            Route("/", page, methods=["GET", "POST"]),  # POST goes to the operation, not here
             Route("/docs", docs),
             *(
                 Route(path.replace("{model}", "{model:path}"), handler)

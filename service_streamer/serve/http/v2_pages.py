@@ -34,12 +34,13 @@ class V2Pages:
         self._models = models
 
     def routes(self) -> list[Route]:
+        of_model = Route(f"{TENSORS}{{place:path}}", self._of_model)
+        of_model.methods = None  # which are allowed depends on the place
         return [
             Route("/v2", self._server),
             Route("/v2/health/live", self._live),
             Route("/v2/health/ready", self._ready),
-            # POST comes here where no model has the name: see ``Routes``.
-            Route(f"{TENSORS}{{place:path}}", self._of_model, methods=["GET", "POST"]),
+            of_model,  # POST comes here where no model has the name: see ``Routes``.
         ]
 
     async def _server(self, _: Request) -> Response:
@@ -56,7 +57,7 @@ class V2Pages:
         check_caller(self._models.first, f"{TENSORS}{{model}}", None, request)
         service, place = self._found(request)
         is_read = place in ("", "/ready", "/config")
-        if is_read and request.method != "POST":
+        if is_read and request.method in ("GET", "HEAD"):
             if place == "/ready":
                 return await self._model_ready(service)
             if not service.is_known:
