@@ -109,11 +109,12 @@ def test_similarity(features: Client) -> None:
     assert len(asked(features, "/similarity", inputs=inputs, parameters={"truncate": True})) == 3
 
 
-@pytest.fixture
-def embeddings(features: Client) -> Iterator[Any]:
+@pytest.fixture(params=["", "/v1"])
+def embeddings(features: Client, request: pytest.FixtureRequest) -> Iterator[Any]:
     import openai
 
-    with openai.OpenAI(base_url=f"{features.url}/v1", api_key="any", max_retries=0) as client:
+    url = features.url + request.param
+    with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
         yield client.embeddings
 
 

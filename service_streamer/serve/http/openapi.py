@@ -204,7 +204,7 @@ _EXAMPLES: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "/generate": lambda value: {"text": value},
     "/v1/completions": lambda value: {"prompt": value},
     "/v1/chat/completions": lambda value: {"messages": [{"role": "user", "content": value}]},
-    "/v1/embeddings": lambda value: {"input": value},
+    **dict.fromkeys(("/v1/embeddings", "/embeddings"), lambda value: {"input": value}),
     "/similarity": lambda value: {"inputs": {"source_sentence": value, "sentences": [value]}},
     "/rerank": lambda value: {"query": value, "texts": [value]},
     **dict.fromkeys(

@@ -8,7 +8,7 @@ operation               items                                   form of the answ
 /generate               {"do": "generate", ...}                 {"text": ...}
 /v1/completions         {"do": "generate", ...} per prompt      OpenAI
 /v1/chat/completions    {"do": "generate", ...}                 OpenAI
-/v1/embeddings          {"do": "embed", ...} per text           OpenAI
+/v1/embeddings          {"do": "embed", ...} per text           OpenAI; also at /embeddings
 /embed, /similarity     {"do": "embed", ...} per text           text-embeddings-inference
 /embed_all              {"do": "embed_all", ...} per text       text-embeddings-inference
 /rerank                 {"do": "rerank", ...} per pair          text-embeddings-inference
@@ -147,6 +147,10 @@ OPERATIONS = (
     ),
     Operation(
         "/v1/embeddings", "embed", "Sentence embeddings, in OpenAI's form",
+        EmbeddingsRequest, EmbeddingsResponse, embeddings, is_openais=True, needs=_EMBEDS,
+    ),
+    Operation(
+        "/embeddings", "embed", "The same",
         EmbeddingsRequest, EmbeddingsResponse, embeddings, is_openais=True, needs=_EMBEDS,
     ),
     Operation(
