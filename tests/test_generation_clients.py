@@ -308,6 +308,25 @@ def test_wrong_chat_is_refused(client: Any, more: dict[str, Any], param: str, sa
     assert says in error.message
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "advised"),
+    [
+        ("/v1/chat/completions", "reasoning_effort", ""),
+        ("/v1/chat/completions", "web_search_options", ""),
+        ("/v1/completions", "max_completion_tokens", ""),
+        ("/v1/completions", "tempreature", "temperature"),
+        ("/predict", "input", "inputs"),
+    ],
+)
+def test_only_a_misspelled_field_has_advice(
+    service: ServingHere, path: str, field: str, advised: str
+) -> None:
+    error = service.post(path, {field: "low"}).json()["error"]
+    assert (error["param"], error["code"]) == (field, "unknown_parameter")
+    assert ("did you mean" in error["message"]) == bool(advised)
+    assert advised in error["message"]
+
+
 def test_chat_may_have_an_empty_answer(client: Any) -> None:
     said = [*CHAT, {"role": "assistant", "content": ""}, *CHAT]
     assert client.chat.completions.create(**ASKED, messages=said).choices

@@ -36,6 +36,10 @@ _PLACE = re.compile(r" - at `\$\.?(.*)`$")
 _LONGEST_NAME = 100  # characters of an unknown field
 _NAMED = re.compile(r"field `([^`]*)`")
 
+#: How like a known field an unknown one must be, from 0 to 1, to be taken for it. OpenAI's
+#: ``top_logprobs`` and our ``logprobs`` are not the same: 0.8.
+_LIKENESS = 0.85
+
 
 class Refusal(Exception):
     """An error answer.
@@ -240,7 +244,7 @@ def _mistyped(text: str, fields: Sequence[str]) -> Refusal:
 
 
 def _meant(name: str, fields: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, fields, 1)
+    close = difflib.get_close_matches(name, fields, 1, _LIKENESS)
     return f"; did you mean `{close[0]}`?" if close else ""
 
 
