@@ -312,7 +312,7 @@ def test_wrong_chat_is_refused(client: Any, more: dict[str, Any], param: str, sa
     ("path", "field", "advised"),
     [
         ("/v1/chat/completions", "reasoning_effort", ""),
-        ("/v1/chat/completions", "web_search_options", ""),
+        ("/v1/completions", "top_logprobs", ""),
         ("/v1/completions", "max_completion_tokens", ""),
         ("/v1/completions", "tempreature", "temperature"),
         ("/predict", "input", "inputs"),
@@ -487,6 +487,19 @@ def test_grammar(hub: Any) -> None:
     assert made in ("yes", "no")
 
 
+@pytest.mark.parametrize("path", ["/", "/generate"])
+def test_langchains_endpoint_samples_typical_tokens(service: ServingHere, path: str) -> None:
+    """A share that has room for one token leaves nothing to chance."""
+    usual = {"max_new_tokens": 12, "top_k": None, "truncate": None, "stop": [], "watermark": False}
+
+    def texts(share: float) -> set[str]:
+        each = [{**usual, "typical_p": share, "seed": seed} for seed in range(3)]
+        answers = [service.post(path, {"inputs": "a", "parameters": every}) for every in each]
+        return {answer.text for answer in answers if answer.is_success}
+
+    assert (len(texts(1e-6)), len(texts(0.95)), len(texts(1))) == (1, 3, 3)
+
+
 def test_best_of_hugging_faces_client_gives_the_likeliest_text(hub: Any) -> None:
     asked: dict[str, Any] = {"max_new_tokens": 6, "temperature": 2.0, "seed": 3, "best_of": 3}
     told = hub.text_generation("the sun", **asked, details=True)
@@ -505,7 +518,7 @@ def test_best_of_hugging_faces_client_gives_the_likeliest_text(hub: Any) -> None
     [
         ({"decoder_input_details": True, "details": True}, "decoder_input_details: is not supp"),
         ({"watermark": True}, "watermark: is not supported"),
-        ({"typical_p": 0.5}, "typical_p: unknown parameter"),
+        ({"typical_p": 0}, "typical_p: must be a number above 0 and at most 1"),
         ({"top_n_tokens": 21}, "top_n_tokens: must be a whole number from 0 to 20"),
         ({"top_n_tokens": -1}, "top_n_tokens: must be a whole number from 0 to 20"),
         ({"details": "yes"}, "details: must be true or false"),

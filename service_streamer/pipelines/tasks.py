@@ -97,6 +97,10 @@ _GENERATION = {
     "min_p": Parameter(
         "number", "Sample from tokens with at least this share of the largest probability.", 0, 1
     ),
+    "typical_p": Parameter(
+        "number", "Sample from the tokens nearest to the expected information that add up to this.",
+        high=1, above=0,
+    ),
     "do_sample": Parameter("boolean", "Sample instead of always taking the most likely token."),
     "num_return_sequences": Parameter(
         "integer", "Number of answers to return; more than one requires sampling.",

@@ -25,7 +25,7 @@ from .texts import vocabulary_size
 #: Default of ``max_new_tokens``, as in transformers' pipeline.
 _NEW_TOKENS = 256
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 _PLAIN = ("num_return_sequences", "num_beams", "repetition_penalty")
 _LEAST_TEMPERATURE = 1e-3
 
