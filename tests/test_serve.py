@@ -244,7 +244,9 @@ def test_timeout_of_a_model_ends_its_requests(models: GatedServing) -> None:
 def late(response: httpx.Response) -> None:
     """504; or 408, if this process was held up between head and body."""
     status = 408 if response.status_code == 408 else 504
-    assert error(response, status)["type"] == "timeout"
+    said = error(response, status)
+    assert said["type"] == "timeout"
+    assert "s (--timeout" in said["message"]
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-1", "nan", "1e99"])

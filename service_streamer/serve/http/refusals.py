@@ -114,15 +114,15 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
         _Row(
             503,
             "overloaded",
-            "the request cannot be computed within its timeout: too much waits, or it is too "
-            "large; retry later, or send less at once",
+            "the request cannot be computed within its timeout{}: too much waits, or it is "
+            "too large; retry later, or send less at once",
             "overloaded",
             1,
         ),
     ),
     (
         PredictTimeout,
-        _Row(504, "timeout", "the result was not ready within the request's timeout", "timeout"),
+        _Row(504, "timeout", "the result was not ready within the request's timeout{}", "timeout"),
     ),
     (
         UnpicklableItem,
@@ -164,12 +164,15 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
 )
 
 
-def refusal(error: Exception, *, debug: bool, request_id: str | None = None) -> Refusal:
+def refusal(
+    error: Exception, *, debug: bool, request_id: str | None = None, timeout: float | None = None
+) -> Refusal:
     """The answer for an error; internal details go to the log.
 
     Args:
         debug: whether the answer shows internal details.
         request_id: the request's id; None if the caller knows none.
+        timeout: of the request, in seconds.
     """
     if isinstance(error, Refusal):
         # Its frames hold the request: a reference cycle.
@@ -181,12 +184,17 @@ def refusal(error: Exception, *, debug: bool, request_id: str | None = None) -> 
     )  # the model's own exception, of any class
     for kind, row in () if is_models else _TABLE:
         if isinstance(error, kind):
-            message = f"{row.message} ({error})" if debug else row.message
+            message = row.message.format("" if timeout is None else seconds_of(timeout))
+            message += f" ({error})" if debug else ""
             return Refusal(
                 row.status, row.kind, message,
                 reason=row.reason, code=row.code or row.kind, retry_after=row.retry_after,
             )  # fmt: skip
     return _internal(error, debug=debug, request_id=request_id)
+
+
+def seconds_of(timeout: float) -> str:
+    return f" of {timeout:g} s (--timeout, or less if the client says so)"
 
 
 def undecodable(error: Exception, fields: Sequence[str] = ()) -> Refusal:
