@@ -270,6 +270,29 @@ def _with_modules(target: Path, mode: str, *more: str) -> Path:
 
 
 @pytest.mark.parametrize(
+    ("name", "task", "limit"),
+    [("features", None, 8), ("entailment", "zero-shot-classification", 8), ("", None, 5),
+     ("gpt2", None, 8)],
+)  # fmt: skip
+def test_a_model_with_a_small_limit_starts_and_its_example_fits(
+    tmp_path: Path, name: str, task: str | None, limit: int
+) -> None:
+    own = variant(name, tmp_path)
+    if name == "features":
+        (own / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": limit}))
+    else:
+        file = own / "tokenizer_config.json"
+        settings = {**json.loads(file.read_text()), "model_max_length": limit}
+        file.write_text(json.dumps(settings))
+    model = loaded(own, task)
+    about = model.describe()
+    assert about["max_tokens"] == limit
+    more = {"candidate_labels": ["a"], "hypothesis_template": "{}"} if task else {}
+    do = "embed" if name == "features" else "predict"
+    assert model.predict([item(about["example"], do, **more)])
+
+
+@pytest.mark.parametrize(
     ("file", "content", "word"),
     [
         ("modules.json", [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense"}], "Dense"),
