@@ -67,7 +67,7 @@ SAME: list[tuple[str, str, list[Any], dict[str, Any]]] = [
     ("gpt2", "feature-extraction", [SHORT, LONG[:40], "it"], {}),
     (
         "entailment", "zero-shot-classification", THREE,
-        {"candidate_labels": ["a king", "foxes", "gardens with apples"]},
+        {"candidate_labels": ["a king", "foxes", "gardens with apples", "foxes"]},
     ),
     (
         "entailment", "zero-shot-classification", [SHORT, LONG],
