@@ -238,7 +238,7 @@ def _mistyped(text: str, fields: Sequence[str]) -> Refusal:
         param = f"{param}.{name}" if param else name
         is_unknown = "unknown" in what
         code = "unknown_parameter" if is_unknown else "missing_required_parameter"
-        what = f"unknown field `{param}`{_meant(name, fields)}"
+        what = f"unknown field `{param}`{'' if place else _meant(name, fields)}"
         what = what if is_unknown else f"missing field `{param}`"
         return Refusal(422, "invalid_request_error", what, reason="invalid", param=param, code=code)
     message = f"{param or 'the body'}: {what[0].lower()}{what[1:]}"
