@@ -292,6 +292,7 @@ def test_fields_without_effect(client: Any) -> None:
         ({"n": -1}, "n", ">= 1"),
         ({"stream": "yes"}, "stream", "bool"),
         ({"stop": ["x"] * 5000}, "stop", "length <= 4"),
+        ({"stop": ["x", ""]}, "stop[1]", "length >= 1"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "must be one of"),
         ({"response_format": {"type": ["json_object"]}}, "response_format.type", "must be one of"),
         ({"response_format": {"type": "json_schema"}}, "response_format.value", "JSON schema"),
@@ -299,7 +300,8 @@ def test_fields_without_effect(client: Any) -> None:
          "response_format.json_schema.schema", "JSON schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}},
          "response_format", "odd"),
-        ({"response_format": {"type": "regex", "value": "(a"}}, "response_format", ""),
+        ({"response_format": {"type": "regex", "value": "(a"}}, "response_format", "unclosed"),
+        ({"response_format": {"type": "regex", "value": "(?=a)"}}, "response_format", "look-ahead"),
         ({"response_format": {"type": "json_object", "a": 1}}, "response_format", "unknown field"),
     ],
 )  # fmt: skip

@@ -104,6 +104,7 @@ def test_a_path_to_no_model_is_refused(service: Serving, path: str, status: int,
 def test_methods_that_are_not_allowed(service: Serving) -> None:
     response = service.client.get(INFER)
     assert "GET" in told(response, 405)
+    assert "/metrics" in told(service.client.get("/v2/models/stats"), 404)
     assert response.headers["allow"] == "POST"
 
 

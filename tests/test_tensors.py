@@ -314,7 +314,8 @@ def test_a_wrong_parameter_is_refused_with_its_name(
 
 
 def test_parameters_of_the_call_are_not_the_models(plain: Tensors) -> None:
-    inputs = [tensor("INT8", [1], [1])]
+    inputs = [tensor("INT8", [1], [1], parameters=None)]
+    assert plain.ask(inputs=inputs, parameters=None).status_code == 200
     for parameters in (
         {"timeout": 0, "priority": 0},
         {"timeout": 60_000_000, "priority": 2},
@@ -416,6 +417,7 @@ def test_an_output_is_refused_when_it_is_unknown_or_named_twice(
         (["a"], spec("y", "BYTES", -1, 1), "[-1, 1]"),
         ([["a"], ["b", "c"]], spec("y", "BYTES", -1, -1), "[-1, -1]"),
         ([["a"]], spec("y", "BYTES", -1, 2), "[-1, 2]"),
+        ([np.longdouble(1)], [], "longdouble, which is not JSON"),
         ([1.5], spec("y", "INT32", -1), "float64"), (["a"], spec("y", "FP32", -1), "no numbers"),
         ([np.ones(3)], spec("y", "FP64", -1, 2), "[-1, 2]"),
         ([{"z": 1}], spec("y", "INT32", -1), "['z']"),

@@ -31,9 +31,6 @@ _EXAMPLES = {
     "zero-shot-classification": "The match ended two to one.",
 }
 
-#: Tokens with which the usual hypothesis leaves room for a text.
-_ROOMY = 32
-
 #: For tasks that require labels.
 _LABELS = ["sports", "politics"]
 
@@ -80,7 +77,8 @@ def example_of(pipeline: Any, limit: int | None) -> dict[str, Any]:
         inputs = _EXAMPLES[task]
     pairs: list[tuple[str, ...]] = [()]  # what a text is read with
     if "candidate_labels" in TASKS[task].parameters:
-        template = "This example is {}." if limit is None or limit >= _ROOMY else "{}"
+        is_roomy = limit is None or limit >= 32  # for more than a label and a word
+        template = "This example is {}." if is_roomy else "{}"
         parameters |= {"candidate_labels": _LABELS, "hypothesis_template": template}
         pairs = [(template.format(label),) for label in _LABELS]
     if task in GENERATING:

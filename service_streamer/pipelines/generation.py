@@ -23,7 +23,8 @@ from .text_pieces import first_of
 from .texts import fit_text, prepare_padding, token_limit
 
 _MOST_MESSAGES = 256
-_MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id"}
+_LEAST = {"role", "content"}  # fields of a message
+_MOST_FIELDS = {*_LEAST, "name", "tool_calls", "tool_call_id"}
 
 
 class Generator(GivenText):
@@ -101,9 +102,7 @@ class Generator(GivenText):
             raise InvalidInput(f"inputs: a chat must have 1 to {_MOST_MESSAGES} messages")
         whole = ""
         for number, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not (
-                {"role", "content"} <= message.keys() <= _MESSAGE_FIELDS
-            ):
+            if not isinstance(message, Mapping) or not _LEAST <= message.keys() <= _MOST_FIELDS:
                 raise InvalidInput(
                     f'inputs[{number}]: must be {{"role": ..., "content": ...}}; '
                     f"not {quote(message)}"
@@ -127,12 +126,10 @@ class Generator(GivenText):
                 return_dict=True,
             )["input_ids"]
         except Exception as error:  # the template's own checks raise errors of jinja2
-            tools = (
-                f"inputs[{at}].role" for at, each in enumerate(messages) if each["role"] == "tool"
-            )
-            raise InvalidInput(
-                f"{next(tools, 'inputs')}: the model's template refuses the chat: {error}"
-            ) from None
+            roles = [message["role"] for message in messages]
+            field = f"inputs[{roles.index('tool')}].role" if "tool" in roles else "inputs"
+            text = f"{field}: the model's template refuses the chat: {error}"
+            raise InvalidInput(text) from None
         return list(ids)
 
 

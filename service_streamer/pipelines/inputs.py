@@ -194,7 +194,7 @@ def _wave_samples(content: bytes, value: object) -> tuple[Any, int]:
         ) from None
     frames = frames[: len(frames) - len(frames) % (channels * width)]
     if is_float and width in (4, 8):
-        samples = np.frombuffer(frames, f"<f{width}").astype(np.float32)
+        samples: Any = np.frombuffer(frames, f"<f{width}").astype(np.float32)
         if not (np.abs(samples) <= 1e6).all():
             raise InvalidInput("inputs: a sample of the WAV file is out of range")
     elif width == 1:  # unsigned, unlike wider samples

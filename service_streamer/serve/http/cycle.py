@@ -25,7 +25,7 @@ from .exchange import Disconnected, Exchange
 from .headers import check_framing, read_priority, read_seconds, read_tenant
 from .json_bodies import READ_AT_ONCE, WRITTEN_AT_ONCE, LargeAnswer
 from .keyring import KeyHolder, Keyring
-from .refusals import Refusal, seconds_of, too_large
+from .refusals import Refusal, too_large
 
 #: A body that is too large is received up to this multiple of the limit.
 _SPILL = 16
@@ -224,7 +224,7 @@ class Cycle:
                     if self._held > self._options.max_body:
                         raise too_large(self._options.max_body)
         except TimeoutError:
-            text = f"the body did not arrive within the request's timeout{seconds_of(self.timeout)}"
+            text = f"the body did not arrive within the timeout of {self.timeout:g} s (--timeout)"
             raise Refusal(408, "timeout", text, reason="timeout", code="request_timeout") from None
         return b"".join(parts)
 

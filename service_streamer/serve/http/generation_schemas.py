@@ -88,8 +88,9 @@ _Tokens = Annotated[int, Meta(ge=1, description="maximum number of generated tok
 _FewTokens = Annotated[
     int, Meta(ge=0, description="maximum number of generated tokens; 0 with echo only")
 ]
+_StopText = Annotated[str, Meta(min_length=1, max_length=2000)]
 _Stop = Annotated[
-    str | Annotated[list[str], Meta(max_length=4)] | None,
+    str | Annotated[list[_StopText], Meta(max_length=4)] | None,
     Meta(description="strings that end the text; they are left out"),
 ]
 _Seed = Annotated[

@@ -184,17 +184,14 @@ def refusal(
     )  # the model's own exception, of any class
     for kind, row in () if is_models else _TABLE:
         if isinstance(error, kind):
-            message = row.message.format("" if timeout is None else seconds_of(timeout))
+            known = "" if timeout is None else f" of {timeout:g} s (--timeout, or the client's)"
+            message = row.message.format(known)
             message += f" ({error})" if debug else ""
             return Refusal(
                 row.status, row.kind, message,
                 reason=row.reason, code=row.code or row.kind, retry_after=row.retry_after,
             )  # fmt: skip
     return _internal(error, debug=debug, request_id=request_id)
-
-
-def seconds_of(timeout: float) -> str:
-    return f" of {timeout:g} s (--timeout, or less if the client says so)"
 
 
 def undecodable(error: Exception, fields: Sequence[str] = ()) -> Refusal:

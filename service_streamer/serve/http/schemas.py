@@ -13,7 +13,7 @@ from .token_inputs import TextsOrTokens
 logger = logging.getLogger(__name__)
 
 Parameters = Annotated[
-    dict[str, Any], Meta(description="parameters of the pipeline, such as top_k")
+    dict[str, Any] | None, Meta(description="parameters of the pipeline, such as top_k")
 ]
 _Options = Annotated[dict[str, Any], Meta(description="accepted for compatibility; has no effect")]
 Stream = Annotated[
@@ -82,7 +82,6 @@ class Usage(Struct):
 
 Ignored = Annotated[str | None, Meta(description="has no effect")]
 Metadata = Annotated[dict[str, Any] | None, Meta(description="has no effect")]
-_Anything = Annotated[Any, Meta(description="has no effect")]
 
 
 class HarmlessFields(Struct, kw_only=True):
@@ -99,11 +98,11 @@ class HarmlessFields(Struct, kw_only=True):
 class HarmlessMessageFields(Struct, kw_only=True):
     """Fields of OpenAI's messages, mostly of answers that are sent again, that do nothing here."""
 
-    annotations: _Anything = None
-    audio: _Anything = None
-    reasoning: _Anything = None
-    reasoning_content: _Anything = None
-    refusal: _Anything = None
+    annotations: Any = None
+    audio: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    refusal: Any = None
 
 
 _logged: set[str] = set()
@@ -172,7 +171,7 @@ def refused_field(request: HubRequest | HubTextRequest) -> str | None:
 
 def hub_parameters(request: HubRequest | HubTextRequest) -> dict[str, Any]:
     """The parameters with the pipeline's names."""
-    parameters = {**request.parameters}
+    parameters = {**(request.parameters or {})}
     if request.truncate is not None:
         parameters.setdefault("truncation", request.truncate)
     return parameters

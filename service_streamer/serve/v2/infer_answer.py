@@ -33,8 +33,8 @@ _OUTPUT = "output"
 def _plain(value: Any) -> Any:
     """For ``msgspec``: numpy and torch values as lists and numbers."""
     tolist = getattr(value, "tolist", None)
-    if tolist is not None:
-        return tolist()
+    if tolist is not None and type(found := tolist()) is not type(value):  # as of np.longdouble
+        return found
     raise TypeError(
         f"the model's result has a {type(value).__name__}, which is not JSON; return plain data"
     )
