@@ -167,6 +167,14 @@ def sound(count: int, rate: int = 16_000, channels: int = 1, width: int = 2) -> 
     return base64.b64encode(file.getvalue()).decode()
 
 
+def extensible(content: bytes, kind: int = 1) -> bytes:
+    """A WAV file of ``wave`` with the longer header of other programs; 1 is PCM, and 3 is float."""
+    guid = struct.pack("<H", kind) + bytes.fromhex("000000001000800000aa00389b71")
+    head = b"WAVEfmt " + struct.pack("<IH", 40, 0xFFFE) + content[22:36]
+    head += struct.pack("<HHI", 22, 16, 4) + guid
+    return b"RIFF" + struct.pack("<I", len(head) + len(content) - 36) + head + content[36:]
+
+
 @cache
 def noise(seconds: float, seed: int = 0) -> bytes:
     """A WAV file of random samples."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -223,7 +224,8 @@ def test_best_of_gives_the_likeliest_texts(client: Any) -> None:
         assert refused(client.completions.create, **{**asked, **more}).param == param
 
 
-def test_chats(client: Any) -> None:
+def test_chats(client: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     said = [
         *CHAT, {"role": "assistant", "content": "b"},
         {"role": "user", "content": [{"type": "text", "text": each} for each in ("th", "e")]},
@@ -240,15 +242,53 @@ def test_chats(client: Any) -> None:
     assert "".join(parts) == choice.message.content
     assert chunks[-1].choices[0].finish_reason == choice.finish_reason
     assert (last.choices, last.usage) == ([], whole.usage)
-    again = [*said, choice.message.model_dump(), *CHAT]
-    assert client.chat.completions.create(**asked | {"messages": again}).choices
+    answer = {
+        **choice.message.model_dump(),
+        "annotations": [],
+        "audio": {"id": "a"},
+        "tool_calls": [],
+    }
+    answer |= {"refusal": "no", "reasoning_content": None, "reasoning": "because"}
+    for _ in range(2):
+        again = client.chat.completions.create(**asked | {"messages": [*said, answer, *CHAT]})
+        assert again.choices
+    said_once = [each for each in caplog.messages if "'reasoning'" in each]
+    assert len(said_once) == 1
+
+
+CALLS = [
+    {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    for arguments in ('{"a": [1]}', "{", "")
+]
+TOOL_CHAT: Any = [
+    *CHAT, {"role": "assistant", "content": None, "tool_calls": CALLS},
+    {"role": "tool", "content": "b", "tool_call_id": "1"},
+]  # fmt: skip
+TOOL_TEMPLATE = (
+    "{% for each in messages %}{{ each.role + each.content + (each.tool_call_id or '') }}"
+    "{% for call in each.tool_calls %}{{ call.function | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+def test_a_history_with_calls_of_tools_goes_to_the_template(folder: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(folder, tmp_path / "tools")
+    (own / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    functions = [{"name": "f", "arguments": each} for each in ({"a": [1]}, "{", {})]
+    prompt = f"useraassistant{''.join(map(json.dumps, functions))}toolb1"
+    asked = {"max_tokens": 8, "temperature": 0}
+    with ServingHere(str(own), kind=SteppedPipeline) as service:
+        chat = service.post("/v1/chat/completions", {**asked, "messages": TOOL_CHAT}).json()
+        text = service.post("/v1/completions", {**asked, "prompt": prompt}).json()
+    assert chat["choices"][0]["message"]["content"] == text["choices"][0]["text"]
+    assert chat["usage"] == text["usage"]
 
 
 def test_fields_without_effect(client: Any) -> None:
     more = {
         "store": False, "service_tier": "auto", "parallel_tool_calls": True, "tools": [],
         "tool_choice": "none", "modalities": ["text"], "user": "me", "logit_bias": {},
-        "safety_identifier": "me", "prompt_cache_key": "mine", "response_format": None,
+        "safety_identifier": "me", "prompt_cache_key": "mine", "prompt_cache_retention": "24h",
+        "response_format": None,
     }  # fmt: skip
     assert client.chat.completions.create(**ASKED, messages=CHAT, extra_body=more).choices
     nothing = {
@@ -275,6 +315,10 @@ def test_fields_without_effect(client: Any) -> None:
         ({"messages": []}, "messages", ""),
         ({"messages": [{"role": "", "content": "a"}]}, "messages[0].role", ""),
         ({"messages": [{"role": "system", "content": "a"}]}, "messages", ""),
+        ({"messages": TOOL_CHAT}, "messages[1].tool_calls", "chat template"),
+        ({"messages": [*CHAT, TOOL_CHAT[-1]]}, "messages[1].role", "no role tool"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", ""),
+        ({"messages": [{"role": "user", "contents": "a"}]}, "messages[0].contents", "unknown"),
         ({"max_tokens": 1000}, "max_tokens", ""),
         ({"n": 2, "temperature": 0}, "n", "set a temperature above 0 to sample"),
         ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
@@ -291,6 +335,7 @@ def test_fields_without_effect(client: Any) -> None:
         ({"stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats",
          "bool"),
         ({"stop": ["x"] * 5000}, "stop", "length <= 4"),
+        ({"stop": ["x", ""]}, "stop[1]", "length >= 1"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "must be one of"),
         ({"response_format": {"type": ["json_object"]}}, "response_format.type", "must be one of"),
         ({"response_format": {"type": "json_schema"}}, "response_format.value", "JSON schema"),
@@ -298,7 +343,8 @@ def test_fields_without_effect(client: Any) -> None:
          "response_format.json_schema.schema", "JSON schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}},
          "response_format", "odd"),
-        ({"response_format": {"type": "regex", "value": "(a"}}, "response_format", ""),
+        ({"response_format": {"type": "regex", "value": "(a"}}, "response_format", "unclosed"),
+        ({"response_format": {"type": "regex", "value": "(?=a)"}}, "response_format", "look-ahead"),
         ({"response_format": {"type": "json_object", "a": 1}}, "response_format", "unknown field"),
     ],
 )  # fmt: skip

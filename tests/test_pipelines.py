@@ -24,6 +24,7 @@ import minilm
 from pipeline_cases import (
     assert_close,
     count_calls,
+    extensible,
     folder,
     image,
     in_threads,
@@ -67,7 +68,7 @@ SAME: list[tuple[str, str, list[Any], dict[str, Any]]] = [
     ("gpt2", "feature-extraction", [SHORT, LONG[:40], "it"], {}),
     (
         "entailment", "zero-shot-classification", THREE,
-        {"candidate_labels": ["a king", "foxes", "gardens with apples"]},
+        {"candidate_labels": ["a king", "foxes", "gardens with apples", "foxes"]},
     ),
     (
         "entailment", "zero-shot-classification", [SHORT, LONG],
@@ -152,6 +153,26 @@ def test_a_file_is_taken_in_every_form(name: str, sent: list[str]) -> None:
         [first, *others] = served(name).predict(forms)
         assert first
         assert others == [first] * 4
+
+
+def test_a_sound_with_an_extensible_header_or_of_floats_is_the_same() -> None:
+    def floats(kind: str, *values: float) -> bytes:
+        frames = struct.pack(f"<{len(values)}{kind}", *values)
+        size, header = struct.calcsize(kind), files[0][:40]
+        return header[:32] + struct.pack("<HH4sI", size, 8 * size, b"data", len(frames)) + frames
+
+    files = [base64.b64decode(sound(1600, width=width)) for width in (2, 3)]
+    both = [floats(kind, *samples(1600)) for kind in "fd"]
+    short = [each[:20] + b"\3" + each[21:] for each in both]  # the header of older programs
+    first, *others = served("sounds").predict(
+        [*files, *map(extensible, files), *(extensible(each, 3) for each in both), *short]
+    )
+    assert_close(others, [first] * 7, 1e-3)
+    for wrong, says in (
+        (extensible(files[0], 6), "WAV"), (extensible(floats("e", 0.5), 3), "2 bytes"),
+        (extensible(floats("f", math.nan), 3), "range"), (files[0][:12] + b"fmt ", "WAV"),
+    ):  # fmt: skip
+        assert says in refusal(served("sounds"), wrong)
 
 
 def test_speech_becomes_text_and_words_with_times() -> None:
@@ -267,6 +288,29 @@ def _with_modules(target: Path, mode: str, *more: str) -> Path:
     (own / "modules.json").write_text(json.dumps(modules))
     (own / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20}))
     return own
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "limit"),
+    [("features", None, 8), ("entailment", "zero-shot-classification", 8), ("", None, 5),
+     ("gpt2", None, 8)],
+)  # fmt: skip
+def test_a_model_with_a_small_limit_starts_and_its_example_fits(
+    tmp_path: Path, name: str, task: str | None, limit: int
+) -> None:
+    own = variant(name, tmp_path)
+    if name == "features":
+        (own / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": limit}))
+    else:
+        file = own / "tokenizer_config.json"
+        settings = {**json.loads(file.read_text()), "model_max_length": limit}
+        file.write_text(json.dumps(settings))
+    model = loaded(own, task)
+    about = model.describe()
+    assert about["max_tokens"] == limit
+    more = {"candidate_labels": ["a"], "hypothesis_template": "{}"} if task else {}
+    do = "embed" if name == "features" else "predict"
+    assert model.predict([item(about["example"], do, **more)])
 
 
 @pytest.mark.parametrize(

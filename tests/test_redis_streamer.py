@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 import pytest
 import redis
+import redis.asyncio
 from fault_processes import running
 
 import models
@@ -183,7 +184,7 @@ def test_host_and_port_are_enough(
         "redis://user:hunter2/x@localhost:6379", "redis://user:hunter2#x@localhost:6379",
         "redis://user:hunter2?x@localhost:6379", "redis://user:[hunter2@localhost:6379",
         b"redis://user:hunter2@localhost:6379", {"host": "localhost", "password": "hunter2"},
-        6379, None,
+        6379, None, redis.asyncio.Redis(host="hunter2"),
     ],
 )  # fmt: skip
 def test_bad_address_is_refused_and_no_password_repeated(broker: Any) -> None:
@@ -191,6 +192,8 @@ def test_bad_address_is_refused_and_no_password_repeated(broker: Any) -> None:
         with pytest.raises((ValueError, TypeError), match="redis_broker") as caught:
             build(redis_broker=broker)
         told: BaseException | None = caught.value
+        is_asynchronous = isinstance(broker, redis.asyncio.Redis)
+        assert ("synchronous redis.Redis client; not redis.asyncio" in str(told)) == is_asynchronous
         while told is not None:  # a log shows the causes, too
             assert "hunter2" not in str(told)
             told = told.__cause__ or (None if told.__suppress_context__ else told.__context__)

@@ -105,6 +105,17 @@ def test_requests_at_the_same_time_are_computed_together(models: GatedServing) -
 MASKED = {"inputs": "a [MASK]"}
 
 
+def test_a_byte_order_mark_and_null_parameters_are_as_if_they_were_not_there(
+    infilling: Serving,
+) -> None:
+    marked = b"\xef\xbb\xbf" + json.dumps(MASKED).encode()
+    for path in ("/predict", "/"):
+        expected = infilling.post(path, MASKED).json()
+        assert len(expected) == 5
+        for body in (MASKED | {"parameters": None}, marked):
+            assert infilling.post(path, body).json() == expected
+
+
 @pytest.mark.parametrize(
     ("body", "code", "param", "word"),
     [
@@ -121,7 +132,11 @@ MASKED = {"inputs": "a [MASK]"}
         (b"", "invalid_json", None, "empty"),
         (b"{", "invalid_json", None, "JSON"),
         (b'{"inputs": "\xff"}', "invalid_json", None, "UTF-8"),
-        (b'{"inputs": "\\ud83d"}', "invalid_json", None, "JSON"),
+        (b'{"inputs": "\\ud83d"}', "invalid_json", None, "lone surrogate"),
+        (b'{"inputs": ["\\ud83d\\n", "b"]}', "invalid_json", None, "lone surrogate"),
+        (b'{"inputs": "\\ud83d', "invalid_json", None, "truncated"),
+        (b'{"input": "\\\\ud83d "}', "unknown_parameter", "input", "`inputs`"),
+        (2 * b"\xef\xbb\xbf" + b'{"inputs": "a [MASK]"}', "invalid_json", None, "byte 0"),
         (b'{"inputs": NaN}', "invalid_json", None, "byte 11"),
         (
             b'{"inputs": "a", "parameters": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001,
@@ -244,7 +259,9 @@ def test_timeout_of_a_model_ends_its_requests(models: GatedServing) -> None:
 def late(response: httpx.Response) -> None:
     """504; or 408, if this process was held up between head and body."""
     status = 408 if response.status_code == 408 else 504
-    assert error(response, status)["type"] == "timeout"
+    said = error(response, status)
+    assert said["type"] == "timeout"
+    assert "s (--timeout" in said["message"]
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-1", "nan", "1e99"])

@@ -25,7 +25,7 @@ from http_in_process import (
     serving_as,
     settled,
 )
-from pipeline_cases import folder, item, loaded, refusal, served, variant
+from pipeline_cases import extensible, folder, item, loaded, refusal, served, variant
 from service_streamer import PredictTimeout
 from service_streamer.options.table import ServeOptions
 from service_streamer.pipelines.sizes import (
@@ -133,6 +133,7 @@ def sound(seconds: float, rate: int = 16_000, width: int = 2, channels: int = 1)
     ("content", "seconds"),
     [
         (sound(2), 2), (sound(0.5, rate=8000, width=1), 0.5), (sound(3, width=4, channels=2), 3),
+        (extensible(sound(2, width=4), 3), 2), (extensible(sound(2, width=3)), 2),
         (sound(2)[:40] + b"\xff\xff\xff\xff" + sound(2)[44:], 2),  # as ffmpeg writes to a pipe
     ],
 )  # fmt: skip

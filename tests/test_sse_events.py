@@ -19,6 +19,9 @@ from web_application import WebApplication
 
 pytestmark = pytest.mark.no_gevent
 
+#: A text with characters at which clients in Python split lines.
+LINES = "a\n\x0b\x1e\x85\u2028\u2029b"
+
 
 class Scripted(NothingToLoad):
     """A model of texts whose outputs are written down: by the prompt.
@@ -83,6 +86,7 @@ def events_of(
     with scripted(outputs if isinstance(outputs, dict) else {"> ": outputs}, scores) as application:
         response = application.post(path, {**request, "stream": True})
     assert response.status_code == 200, response.text
+    assert len(response.text.splitlines()) == response.text.count("\n")
     *events, done, end = response.content.split(b"\n\n")
     assert (done, end) == (b"data: [DONE]", b"")
     assert all(each.startswith(b"data: ") and b"\n" not in each for each in events)
@@ -124,7 +128,7 @@ def piece(text: str, made: int = 0, reason: str | None = None, index: int = 0) -
 
 
 TWO = [
-    {"choices": [piece("a\nb"), piece("", index=1)]},
+    {"choices": [piece(LINES), piece("", index=1)]},
     {"choices": [piece("c", 2, "length")]},
     {"choices": [piece("d", 2, "stop", 1)]},
 ]
@@ -144,7 +148,7 @@ def test_completions_have_a_chunk_for_each_piece(include_usage: bool) -> None:
     assert [chunk.pop("choices") for chunk in chunks] == [
         [{"text": text, "index": index, "logprobs": None, "finish_reason": reason}]
         for text, index, reason in [
-            ("a\nb", 0, None), ("", 1, None), ("c", 0, "length"), ("d", 1, "stop"),
+            (LINES, 0, None), ("", 1, None), ("c", 0, "length"), ("d", 1, "stop"),
         ]
     ]  # fmt: skip
     assert chunks == [{"usage": None} if include_usage else {}] * 4
@@ -165,7 +169,7 @@ def test_each_chunk_counts_the_tokens_of_its_text_if_wanted(ask: Any, numbers: l
 
 def test_prompt_begins_each_sequence_with_echo() -> None:
     chunks = completions(TWO, n=2, echo=True)
-    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["> a\nb", "> ", "c", "d"]
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["> " + LINES, "> ", "c", "d"]
 
 
 def token(text: str, logprob: float | None = -1.0, **more: Any) -> dict[str, Any]:
@@ -208,7 +212,7 @@ def test_chat_says_the_role_first(include_usage: bool) -> None:
         for chunk in chunks
         for choice in chunk["choices"]
     ] == [
-        (0, role, None), (0, {"content": "a\nb"}, None), (1, role, None),
+        (0, role, None), (0, {"content": LINES}, None), (1, role, None),
         (0, {"content": "c"}, None), (0, {}, "length"),
         (1, {"content": "d"}, None), (1, {}, "stop"),
     ]  # fmt: skip
@@ -277,16 +281,16 @@ def test_text_that_was_computed_as_a_whole_is_one_event() -> None:
 
 def test_any_output_is_an_event() -> None:
     numpy = pytest.importorskip("numpy")
-    outputs = [1, "a\n\nb", {"a": numpy.arange(2)}]
+    outputs = [1, LINES, {"a": numpy.arange(2)}]
     assert events_of("/predict", {"inputs": "> ", "parameters": {"top_k": 1}}, outputs) == [
-        {"output": 1}, {"output": "a\n\nb"}, {"output": {"a": [0, 1]}},
+        {"output": 1}, {"output": LINES}, {"output": {"a": [0, 1]}},
     ]  # fmt: skip
 
 
 # -- errors
 
 SECRET = ValueError("a secret")
-REFUSED = InvalidInput("parameters.regex: cannot go on")
+REFUSED = InvalidInput("parameters.regex: cannot go on\u2028")
 
 errors = pytest.mark.parametrize(
     ("failure", "status", "code", "kind"),
@@ -315,6 +319,7 @@ def test_error_in_mid_stream_is_the_last_event(
     told = json.loads(last.removeprefix("data: "))["error"]
     assert (told["code"], told["type"], end) == (code, kind, ""), "and no [DONE]"
     assert "secret" not in last
+    assert "\u2028" not in last
 
 
 @errors

@@ -126,12 +126,15 @@ def test_results_of_any_shape_are_results() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(lambda parts: Pair(*parts), "Pair"), (lambda parts: torch.tensor(parts[1]).max(-1), "max")],
-    ids=["NamedTuple", "torch"],
-)
-def test_a_tuple_with_names_is_no_sequence_of_results(kind: Any, name: str) -> None:
+    [(lambda parts: Pair(*parts), "Pair of 2 fields"),
+     (lambda parts: torch.tensor(parts[1]).max(-1), "max of 2 fields"),
+     (lambda parts: np.array(1.0), "ndarray without dimensions"),
+     (lambda parts: torch.tensor(1.0), "Tensor without dimensions")],
+    ids=["NamedTuple", "torch", "0-d array", "0-d tensor"],
+)  # fmt: skip
+def test_what_is_no_sequence_of_results_is_named(kind: Any, name: str) -> None:
     (report,) = served(loaded(Columns, kind), [1, 2])
-    assert str(raised(report)).endswith(f"it returned {name} of 2 fields")
+    assert str(raised(report)).endswith(f"it returned {name}")
 
 
 # -- overlap

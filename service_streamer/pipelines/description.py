@@ -36,7 +36,7 @@ _LABELS = ["sports", "politics"]
 
 
 def describe_pipeline(pipeline: Any, name: str, operations: list[str]) -> dict[str, Any]:
-    """The model's description, without the limits.
+    """The model's description, without the limits and the example, which depends on them.
 
     Args:
         pipeline: a transformers pipeline.
@@ -59,12 +59,11 @@ def describe_pipeline(pipeline: Any, name: str, operations: list[str]) -> dict[s
         "chats": task == "text-generation" and bool(pipeline.tokenizer.chat_template),
         "device": str(pipeline.device),
         "attention": getattr(model.config, "_attn_implementation", None),
-        "example": example_of(pipeline)["inputs"],
     }
 
 
-def example_of(pipeline: Any) -> dict[str, Any]:
-    """Cheap inputs and parameters that every model of the task accepts."""
+def example_of(pipeline: Any, limit: int | None) -> dict[str, Any]:
+    """Cheap inputs and parameters that every model of the task and token limit accepts."""
     task = pipeline.task
     parameters: dict[str, Any] = {}
     inputs: str
@@ -76,11 +75,29 @@ def example_of(pipeline: Any) -> dict[str, Any]:
         inputs = f"Happy birthday to {pipeline.tokenizer.mask_token}."
     else:
         inputs = _EXAMPLES[task]
+    pairs: list[tuple[str, ...]] = [()]  # what a text is read with
     if "candidate_labels" in TASKS[task].parameters:
-        parameters["candidate_labels"] = _LABELS
+        is_roomy = limit is None or limit >= 32  # for more than a label and a word
+        template = "This example is {}." if is_roomy else "{}"
+        parameters |= {"candidate_labels": _LABELS, "hypothesis_template": template}
+        pairs = [(template.format(label),) for label in _LABELS]
     if task in GENERATING:
         parameters |= {"max_new_tokens": 2, "do_sample": False}
+    if TASKS[task].takes == "text" and limit is not None:
+        room = limit - parameters.get("max_new_tokens", 0)
+        inputs = _shortened(inputs, pairs, room, pipeline.tokenizer)
     return {"inputs": inputs, "parameters": parameters}
+
+
+def _shortened(text: str, pairs: list[tuple[str, ...]], room: int, tokenizer: Any) -> str:
+    """A text that has no more tokens than there is room for, if that is possible."""
+    mask = tokenizer.mask_token
+    shortest = mask if mask and mask in text else text[0]
+    while text != shortest:
+        if all(len(tokenizer(text, *each, verbose=False)["input_ids"]) <= room for each in pairs):
+            break
+        text = shortest if shortest == mask else text.rpartition(" ")[0] or text[:-1]
+    return text
 
 
 def _example_image() -> str:

@@ -8,7 +8,9 @@ Inputs are prompts, or chats of which the tokenizer's template makes prompts.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,8 @@ from .text_pieces import first_of
 from .texts import fit_text, prepare_padding, token_limit
 
 _MOST_MESSAGES = 256
+_LEAST = {"role", "content"}  # fields of a message
+_MOST_FIELDS = {*_LEAST, "name", "tool_calls", "tool_call_id"}
 
 
 class Generator(GivenText):
@@ -98,7 +102,7 @@ class Generator(GivenText):
             raise InvalidInput(f"inputs: a chat must have 1 to {_MOST_MESSAGES} messages")
         whole = ""
         for number, message in enumerate(messages):
-            if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
+            if not isinstance(message, Mapping) or not _LEAST <= message.keys() <= _MOST_FIELDS:
                 raise InvalidInput(
                     f'inputs[{number}]: must be {{"role": ..., "content": ...}}; '
                     f"not {quote(message)}"
@@ -107,11 +111,14 @@ class Generator(GivenText):
                 field = f"inputs[{number}].{name}"
                 if name == "content" and value == "":
                     continue  # an answer may have been empty
+                if name == "tool_calls" and name not in str(self.tokenizer.chat_template):
+                    text = "the model's chat template takes no tool calls; leave them out"
+                    raise InvalidInput(f"{field}: {text}")
                 whole += read_text(value, field=field, may_be_blank=True)
                 fit_text(whole, self.limit, self.tokenizer, field=field)
-        request.inputs = [dict(message) for message in messages]
         goes_on = messages[-1]["role"] == "assistant"
         try:
+            request.inputs = [_for_template(message) for message in messages]
             ids = self._counter.apply_chat_template(
                 request.inputs,
                 add_generation_prompt=not goes_on,
@@ -119,7 +126,10 @@ class Generator(GivenText):
                 return_dict=True,
             )["input_ids"]
         except Exception as error:  # the template's own checks raise errors of jinja2
-            raise InvalidInput(f"inputs: the model's template refuses the chat: {error}") from None
+            roles = [message["role"] for message in messages]
+            field = f"inputs[{roles.index('tool')}].role" if "tool" in roles else "inputs"
+            text = f"{field}: the model's template refuses the chat: {error}"
+            raise InvalidInput(text) from None
         return list(ids)
 
 
@@ -168,6 +178,17 @@ class PipelineGenerator(Generator):
 
     def _config(self, keywords: dict[str, Any]) -> Any:
         return super()._config(self.pipeline._prepare_generate_kwargs(keywords))
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a message in which calls of tools, and their arguments, are no longer JSON."""
+    copied = dict(message)
+    if "tool_calls" in copied:
+        copied["tool_calls"] = json.loads(copied["tool_calls"])
+        for call in copied["tool_calls"]:
+            with contextlib.suppress(ValueError):  # the model that wrote them broke off
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+    return copied
 
 
 def _cut(record: dict[str, Any], inputs: Any, stops: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import InvalidInput
 from .requests import check_unicode, quote
-from .sizes import UNREADABLE, image_pixels
+from .sizes import UNREADABLE, image_pixels, plain_wave
 
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+/;=-]*?);base64,", re.IGNORECASE)
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -184,21 +184,26 @@ def _wave_samples(content: bytes, value: object) -> tuple[Any, int]:
     import numpy as np
 
     try:
+        content, is_float = plain_wave(content)
         with wave.open(io.BytesIO(content)) as file:
             channels, width, rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
             frames = file.readframes(file.getnframes())
     except (wave.Error, EOFError, ValueError, RuntimeError):
         raise InvalidInput(
-            f"inputs: {quote(value)} is not a WAV file of PCM samples; convert it first"
+            f"inputs: {quote(value)} is not a WAV file of PCM or float samples; convert it first"
         ) from None
     frames = frames[: len(frames) - len(frames) % (channels * width)]
-    if width == 1:  # unsigned, unlike wider samples
+    if is_float and width in (4, 8):
+        samples: Any = np.frombuffer(frames, f"<f{width}").astype(np.float32)
+        if not (np.abs(samples) <= 1e6).all():
+            raise InvalidInput("inputs: a sample of the WAV file is out of range")
+    elif width == 1:  # unsigned, unlike wider samples
         samples = np.frombuffer(frames, np.uint8).astype(np.float32) / 128 - 1
     elif width == 3:
         wide = np.zeros((len(frames) // 3, 4), np.uint8)
         wide[:, 1:] = np.frombuffer(frames, np.uint8).reshape(-1, 3)
         samples = wide.view("<i4")[:, 0].astype(np.float32) / 2**31
-    elif width in (2, 4):
+    elif width in (2, 4) and not is_float:
         samples = np.frombuffer(frames, f"<i{width}").astype(np.float32) / 2 ** (8 * width - 1)
     else:
         raise InvalidInput(f"inputs: the WAV file has samples of {width} bytes; send 2")

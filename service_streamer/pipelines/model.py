@@ -175,9 +175,9 @@ class PipelineModel(ManagedModel):
         if self._obstacle:
             logger.warning("There are no sentence embeddings of this model: %s", self._obstacle)
         self.description["no_embeddings"] = self._obstacle or None
-        self.description["max_tokens"] = min(
-            (handler.limit for handler in self.handlers.values() if handler.limit), default=None
-        )
+        limit = min((each.limit for each in self.handlers.values() if each.limit), default=None)
+        self._example = example_of(self.model, limit)
+        self.description |= {"max_tokens": limit, "example": self._example["inputs"]}
         if any(handler.computes_whole for handler in self.handlers.values()):
             rate = self.model.feature_extractor.sampling_rate
             self.description["max_sound_seconds"] = (self.buckets.most or 0) // rate
@@ -362,7 +362,7 @@ class PipelineModel(ManagedModel):
         for do, handler in self.handlers.items():
             if not handler.warms_up:
                 continue
-            example = {"do": do, **example_of(self.model)}
+            example = {"do": do, **self._example}
             batches = [(example, size) for size in dict.fromkeys(sizes)]
             if self.buckets.rows:
                 batches = [

@@ -32,6 +32,9 @@ UNREADABLE = 1_000_000
 _WAVE_HEAD = 4096
 _LEAST_RATE = 8000
 
+#: Formats of WAV files beside 1, PCM: the format is written further on, and floats.
+_EXTENSIBLE, _FLOAT = 0xFFFE, 3
+
 #: Segments of a JPEG that are searched for its size. Photos have about ten.
 _MOST_SEGMENTS = 64
 
@@ -220,6 +223,18 @@ def _little(data: bytes) -> int:
     return int.from_bytes(data, "little")
 
 
+def plain_wave(content: bytes) -> tuple[bytes, bool]:
+    """A WAV file whose header has a format that ``wave`` reads, and whether samples are floats."""
+    at = content.find(b"fmt ", 12) + 8
+    kind = _little(content[at : at + 2])
+    if kind == _EXTENSIBLE:
+        kind = _little(content[at + 24 : at + 26])
+    elif kind != _FLOAT:
+        return content, False
+    known = b"\1\0" if kind in (1, _FLOAT) else content[at : at + 2]
+    return content[:at] + known + content[at + 2 :], kind == _FLOAT
+
+
 def sound_seconds(value: object) -> float:
     """Duration of a sound, from its header or its samples. Never raises."""
     stated = stated_seconds(value)
@@ -235,7 +250,7 @@ def stated_seconds(value: object) -> float | None:
         return 0.0
     read, size = _reader(value)
     try:
-        with wave.open(io.BytesIO(read(0, _WAVE_HEAD))) as file:
+        with wave.open(io.BytesIO(plain_wave(read(0, _WAVE_HEAD))[0])) as file:
             width = file.getnchannels() * file.getsampwidth()
             # A streamed file does not know its length, and says 4 GB.
             return float(min(file.getnframes(), size // width) / file.getframerate())

@@ -83,7 +83,9 @@ class TokenConstraint:
 
 
 def _brief(error: str) -> str:
-    return error.splitlines()[0][:300]
+    """The first line of an error of llguidance, and behind it the reason, if that has its own."""
+    first, *others = error.splitlines()
+    return " ".join([first[:200], *(each for each in others if each.startswith("error: "))])[:300]
 
 
 class Structures:

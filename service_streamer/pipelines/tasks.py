@@ -306,7 +306,7 @@ def _known(table: Mapping[str, Parameter]) -> str:
 def _check_labels(parameters: dict[str, Any]) -> None:
     """Check the labels and the template of a zero-shot task."""
     stripped = (label.strip() for label in parameters.get("candidate_labels", ()))
-    labels = tuple(dict.fromkeys(filter(None, stripped)))
+    labels = tuple(filter(None, stripped))
     if not labels:
         raise InvalidInput(
             "parameters.candidate_labels: name the labels to choose from, such as "

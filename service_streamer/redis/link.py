@@ -62,7 +62,8 @@ class Address:
         else:
             raise TypeError(
                 'redis_broker must be "host:port", a redis://, rediss:// or unix:// URL, or a '
-                f"redis.Redis client; not {type(broker).__name__}"
+                "synchronous redis.Redis client; not "
+                f"{type(broker).__module__}.{type(broker).__qualname__}"
             )
         settings = self.pool().connection_kwargs  # a bad URL is refused here
         if settings.get("decode_responses"):

@@ -359,8 +359,8 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
     if is_sequence(outputs):
         try:
             results = list(outputs)
-        except TypeError:  # an array without dimensions
-            pass
+        except TypeError:
+            got += " without dimensions"
         else:
             count = len(results)
             has_fields = isinstance(outputs, tuple) and _has_fields(type(outputs))

@@ -30,7 +30,7 @@ async def classify(request: ClassificationRequest, context: Context) -> JSONAnsw
         raise invalid("inputs", "is empty; send at least one text")
     if not is_one:
         _check_lists(inputs)
-    parameters: dict[str, Any] = {"top_k": None, **request.parameters, **cutting(request)}
+    parameters: dict[str, Any] = {"top_k": None, **(request.parameters or {}), **cutting(request)}
     if request.raw_scores:
         parameters["function_to_apply"] = "none"
     context.check_count(len(inputs))

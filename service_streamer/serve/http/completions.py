@@ -24,7 +24,7 @@ from .generation_schemas import (
 )
 from .json_bodies import JSONAnswer, read_json
 from .logprobs import Echo, LegacyLogprobs, best_rows, chat_logprobs
-from .schemas import Usage
+from .schemas import Usage, log_harmless
 from .streaming import EventStream
 from .text_forms import text_form
 from .token_inputs import inputs_of
@@ -168,6 +168,7 @@ def _openais_parameters(
     request: CompletionsRequest | ChatRequest, context: Context
 ) -> dict[str, Any]:
     """The model's parameters. Raises Refusal: a field has an effect that is not supported."""
+    log_harmless(request)
     for name, harmless in NOT_OFFERED.items():
         value = getattr(request, name, None)
         if not any(type(value) is type(each) and value == each for each in harmless):

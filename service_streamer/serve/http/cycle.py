@@ -224,10 +224,8 @@ class Cycle:
                     if self._held > self._options.max_body:
                         raise too_large(self._options.max_body)
         except TimeoutError:
-            raise Refusal(
-                408, "timeout", "the body of the request did not arrive in time",
-                reason="timeout", code="request_timeout",
-            ) from None  # fmt: skip
+            text = f"the body did not arrive within the timeout of {self.timeout:g} s (--timeout)"
+            raise Refusal(408, "timeout", text, reason="timeout", code="request_timeout") from None
         return b"".join(parts)
 
     # -- computing

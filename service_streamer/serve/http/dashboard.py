@@ -13,6 +13,7 @@ import msgspec
 
 from ...observe.explain import Finding
 from .background import Failures
+from .events import event, on_one_line
 from .pool_view import PoolFigures
 from .request_figures import RequestFigures, Requests, decoded, question_of, requests_of
 from .service import Service
@@ -93,7 +94,7 @@ class Dashboard:
         before, window = (past[-1], past[0]) if past else (requests, None)
         figures = self._figures(requests, before, window)
         past.append(requests)
-        self._latest = b"event: snapshot\ndata: " + msgspec.json.encode(figures) + b"\n\n"
+        self._latest = b"event: snapshot\n" + on_one_line(event(msgspec.json.encode(figures)))
         self._renewed.set()
         self._renewed = asyncio.Event()
 

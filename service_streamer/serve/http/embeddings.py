@@ -14,7 +14,7 @@ import msgspec
 from ...errors import InvalidInput
 from .context import Context, invalid, renamed
 from .json_bodies import JSONAnswer, read_json
-from .schemas import EmbeddingsRequest, Usage
+from .schemas import EmbeddingsRequest, Usage, log_harmless
 from .token_inputs import inputs_of
 
 _read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
@@ -22,6 +22,7 @@ _read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
 
 async def embeddings(body: bytes, context: Context) -> JSONAnswer:
     request: EmbeddingsRequest = await read_json(_read_embeddings, body)
+    log_harmless(request)
     inputs, _ = inputs_of(request.input, "input")
     context.check_count(len(inputs))
     parameters = {"truncation": True} if request.truncation else {}

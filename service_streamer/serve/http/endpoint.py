@@ -88,7 +88,7 @@ class Endpoint:
         except Exception as error:
             if type(error) is Overloaded:
                 service.overloaded()
-            refused = refusal(error, debug=service.options.debug, request_id=exchange.request_id)
+            refused = _refusals_of(service, cycle)(error)
             exchange.key = exchange.key or refused.key
         finally:  # a drain no longer waits for it
             if stream is None:
@@ -158,7 +158,9 @@ class Endpoint:
 def _refusals_of(service: Service, cycle: ServiceCycle) -> Callable[[Exception], Refusal]:
     """Says what the client of a request is told of an error."""
     request_id = cycle.exchange.request_id
-    return functools.partial(refusal, debug=service.options.debug, request_id=request_id)
+    return functools.partial(
+        refusal, debug=service.options.debug, request_id=request_id, timeout=cycle.timeout
+    )
 
 
 def check_served(service: Service, operation: Operation) -> None:

@@ -31,6 +31,9 @@ KEEP_ALIVE = b": keep-alive\n\n"
 #: What counts tokens: no chunk, a last one, or each chunk those of its text, too.
 UsageIn = Literal["none", "last", "each"]
 
+#: Characters that JSON has as they are, and that clients in Python take for line breaks.
+_LINE_BREAKS = {"\x85": rb"\u0085", "\u2028": rb"\u2028", "\u2029": rb"\u2029"}
+
 #: JSON on one line, in which no line break can end the event.
 _Encode = Callable[[Any], bytes]
 _encode: _Encode = msgspec.json.Encoder().encode
@@ -46,6 +49,14 @@ def hub_reason(reason: str, *, at_string: bool) -> str:
 def event(data: bytes) -> bytes:
     """One event; ``data`` is JSON without line breaks."""
     return b"data: %b\n\n" % data
+
+
+def on_one_line(events: bytes) -> bytes:
+    """The events with every line break in their JSON escaped: ``str.splitlines`` knows many."""
+    if not events.isascii():
+        for character, escaped in _LINE_BREAKS.items():
+            events = events.replace(character.encode(), escaped)
+    return events
 
 
 class Numbered(NamedTuple):

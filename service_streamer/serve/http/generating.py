@@ -27,7 +27,7 @@ async def generate(body: bytes, context: Context) -> JSONAnswer | EventStream:
         raise invalid("text", "is missing; send the text to continue")
     if field == "text" and request.inputs is not None:
         raise invalid("inputs", "means the same as text; leave one of them out")
-    parameters, wishes = hub_generation(request.parameters, is_stream=bool(request.stream))
+    parameters, wishes = hub_generation(request.parameters or {}, is_stream=bool(request.stream))
     if wishes.best_of == 1:
         check_single(parameters)
     parameters.pop("return_full_text", None)

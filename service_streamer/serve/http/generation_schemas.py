@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from .context import invalid
-from .schemas import HubTextRequest, Ignored, Metadata, Parameters, Stream, TextRequest, Usage
+from .schemas import (
+    HarmlessFields,
+    HarmlessMessageFields,
+    HubTextRequest,
+    Ignored,
+    Parameters,
+    Stream,
+    TextRequest,
+    Usage,
+    log_harmless,
+)
 from .token_inputs import TextsOrTokens
 
 
@@ -85,8 +95,9 @@ _Least = Annotated[
 _FewTokens = Annotated[
     int, Meta(ge=0, description="maximum number of generated tokens; 0 with echo only")
 ]
+_StopText = Annotated[str, Meta(min_length=1, max_length=2000)]
 _Stop = Annotated[
-    str | Annotated[list[str], Meta(max_length=4)] | None,
+    str | Annotated[list[_StopText], Meta(max_length=4)] | None,
     Meta(description="strings that end the text; they are left out"),
 ]
 _Seed = Annotated[
@@ -95,7 +106,7 @@ _Seed = Annotated[
 _Tools = list[Annotated[Any, Meta(description="not supported")]] | None  # items have a schema
 
 
-class CompletionsRequest(Struct, forbid_unknown_fields=True):
+class CompletionsRequest(HarmlessFields, forbid_unknown_fields=True):
     """OpenAI's form; unsupported fields must have their default values."""
 
     prompt: TextsOrTokens
@@ -121,8 +132,6 @@ class CompletionsRequest(Struct, forbid_unknown_fields=True):
     min_tokens: _Least | None = None
     ignore_eos: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Ignored = None
-    metadata: Metadata = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -141,26 +150,32 @@ class TextPart(Struct, forbid_unknown_fields=True):
     type: Literal["text"] = "text"
 
 
-class ChatMessage(Struct, forbid_unknown_fields=True):
+class ChatMessage(HarmlessMessageFields, forbid_unknown_fields=True):
     """A message of a chat, also as an answer has it."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: Ignored = None
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
     function_call: None = None
-    tool_calls: None = None
+    tool_calls: list[Raw] | None = None
+    tool_call_id: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """The message with its text."""
+        """The message with its text, and what it has of tools."""
+        log_harmless(self)
         parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": self.role, "content": text}
+        text = "".join(part.text for part in parts) if isinstance(parts, list) else parts
+        message: dict[str, Any] = {"role": self.role, "content": text}
+        if self.tool_calls:  # as JSON: a message has strings only
+            calls = b",".join(map(bytes, self.tool_calls))
+            message |= {"content": text or "", "tool_calls": f"[{calls.decode(errors='replace')}]"}
+        if self.role == "tool":
+            given = {"tool_call_id": self.tool_call_id, "name": self.name}
+            message |= {name: each for name, each in given.items() if each is not None}
+        return message
 
 
-class ChatRequest(Struct, forbid_unknown_fields=True):
+class ChatRequest(HarmlessFields, forbid_unknown_fields=True):
     """OpenAI's form; unsupported fields must have their default values."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
@@ -187,16 +202,11 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     tools: _Tools = None
     tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
     functions: _Tools = None
     function_call: Any = None
     modalities: list[str] | None = None
     store: bool | None = None
     service_tier: str | None = None
-    prompt_cache_key: Ignored = None
-    safety_identifier: Ignored = None
-    user: Ignored = None
-    metadata: Metadata = None
 
     @property
     def most_tokens(self) -> int | None:

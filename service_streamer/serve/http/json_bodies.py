@@ -35,6 +35,7 @@ _PIECE, _VALUES, _LENGTH = 64 << 10, 4096, 16
 #: How deep lists and dicts of a body are taken apart. Each level looks at all bytes once more.
 _LEVELS = 4
 
+_HALF_PAIR = re.compile(rb"\\ud[89ab]..(?:[^\\]|\\[^u]|\\u(?!d[c-f]))", re.I | re.DOTALL)
 _NO_NUMBERS = re.compile(rb'["{]')
 
 #: Bytes of JSON that are sent at once. Up to so many, an answer says how long it is.
@@ -48,12 +49,16 @@ _dict_of: Callable[[Any], dict[str, msgspec.Raw]] = msgspec.json.Decoder(
 
 
 def decoded(decoder: msgspec.json.Decoder[Any], body: bytes | memoryview) -> Any:
-    """Decode a body. Raises Refusal."""
+    """Decode a body, whose byte order mark is skipped. Raises Refusal."""
+    body = body[3:] if body[:3] == b"\xef\xbb\xbf" else body
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if not body:
             raise undecodable(msgspec.DecodeError("it is empty")) from None
+        if type(error) is msgspec.DecodeError and _HALF_PAIR.search(body):  # said to be truncated
+            text = r"it has a lone surrogate, such as \ud83d; send whole pairs"
+            raise undecodable(msgspec.DecodeError(text)) from None
         raise undecodable(error, getattr(decoder.type, "__struct_fields__", ())) from None
 
 

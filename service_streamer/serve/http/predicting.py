@@ -88,9 +88,9 @@ async def predict(body: bytes, context: Context) -> JSONAnswer | EventStream:
                 f"a stream is of one input, not of {len(inputs)}; send a request for each, or "
                 "leave stream out",
             )
-        [item] = _items(inputs, request.parameters, context)
+        [item] = _items(inputs, request.parameters or {}, context)
         return await context.stream(item, OutputEvents(encode))
-    outputs = await context.compute(_items(inputs, request.parameters, context))
+    outputs = await context.compute(_items(inputs, request.parameters or {}, context))
     return await context.answer(lambda: outputs[0] if is_one else outputs)
 
 

@@ -118,15 +118,15 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
         _Row(
             503,
             "overloaded",
-            "the request cannot be computed within its timeout: too much waits, or it is too "
-            "large; retry later, or send less at once",
+            "the request cannot be computed within its timeout{}: too much waits, or it is "
+            "too large; retry later, or send less at once",
             "overloaded",
             1,
         ),
     ),
     (
         PredictTimeout,
-        _Row(504, "timeout", "the result was not ready within the request's timeout", "timeout"),
+        _Row(504, "timeout", "the result was not ready within the request's timeout{}", "timeout"),
     ),
     (
         UnpicklableItem,
@@ -168,12 +168,15 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
 )
 
 
-def refusal(error: Exception, *, debug: bool, request_id: str | None = None) -> Refusal:
+def refusal(
+    error: Exception, *, debug: bool, request_id: str | None = None, timeout: float | None = None
+) -> Refusal:
     """The answer for an error; internal details go to the log.
 
     Args:
         debug: whether the answer shows internal details.
         request_id: the request's id; None if the caller knows none.
+        timeout: of the request, in seconds.
     """
     if isinstance(error, Refusal):
         # Its frames hold the request: a reference cycle.
@@ -185,7 +188,9 @@ def refusal(error: Exception, *, debug: bool, request_id: str | None = None) -> 
     )  # the model's own exception, of any class
     for kind, row in () if is_models else _TABLE:
         if isinstance(error, kind):
-            message = f"{row.message} ({error})" if debug else row.message
+            known = "" if timeout is None else f" of {timeout:g} s (--timeout, or the client's)"
+            message = row.message.format(known)
+            message += f" ({error})" if debug else ""
             return Refusal(
                 row.status, row.kind, message,
                 reason=row.reason, code=row.code or row.kind, retry_after=row.retry_after,
@@ -234,7 +239,7 @@ def _mistyped(text: str, fields: Sequence[str]) -> Refusal:
         param = f"{param}.{name}" if param else name
         is_unknown = "unknown" in what
         code = "unknown_parameter" if is_unknown else "missing_required_parameter"
-        what = f"unknown field `{param}`{_meant(name, fields)}"
+        what = f"unknown field `{param}`{'' if place else _meant(name, fields)}"
         what = what if is_unknown else f"missing field `{param}`"
         return Refusal(422, "invalid_request_error", what, reason="invalid", param=param, code=code)
     message = f"{param or 'the body'}: {what[0].lower()}{what[1:]}"

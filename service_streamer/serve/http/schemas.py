@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -9,8 +10,10 @@ from msgspec import Meta, Struct
 
 from .token_inputs import TextsOrTokens
 
+logger = logging.getLogger(__name__)
+
 Parameters = Annotated[
-    dict[str, Any], Meta(description="parameters of the pipeline, such as top_k")
+    dict[str, Any] | None, Meta(description="parameters of the pipeline, such as top_k")
 ]
 _Options = Annotated[dict[str, Any], Meta(description="accepted for compatibility; has no effect")]
 Stream = Annotated[
@@ -81,7 +84,40 @@ Ignored = Annotated[str | None, Meta(description="has no effect")]
 Metadata = Annotated[dict[str, Any] | None, Meta(description="has no effect")]
 
 
-class EmbeddingsRequest(Struct, forbid_unknown_fields=True):
+class HarmlessFields(Struct, kw_only=True):
+    """Fields of OpenAI's requests that do nothing here."""
+
+    metadata: Metadata = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    user: Ignored = None
+
+
+class HarmlessMessageFields(Struct, kw_only=True):
+    """Fields of OpenAI's messages, mostly of answers that are sent again, that do nothing here."""
+
+    annotations: Any = None
+    audio: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    refusal: Any = None
+
+
+_logged: set[str] = set()
+
+
+def log_harmless(sent: HarmlessFields | HarmlessMessageFields) -> None:
+    """Name the fields with a value in the log, each once in the life of the process."""
+    kind: Any = type(sent).__base__
+    for name in kind.__struct_fields__:
+        if name not in _logged and getattr(sent, name):
+            _logged.add(name)
+            logger.info("requests have the field %r, which has no effect here", name)
+
+
+class EmbeddingsRequest(HarmlessFields, forbid_unknown_fields=True):
     """OpenAI's form, and ``truncation``."""
 
     input: TextsOrTokens
@@ -91,8 +127,6 @@ class EmbeddingsRequest(Struct, forbid_unknown_fields=True):
     truncation: Annotated[
         bool, Meta(description="Truncate a text that is too long instead of refusing it.")
     ] = False
-    user: Ignored = None
-    metadata: Metadata = None
 
 
 class Embedding(Struct):
@@ -137,7 +171,7 @@ def refused_field(request: HubRequest | HubTextRequest) -> str | None:
 
 def hub_parameters(request: HubRequest | HubTextRequest) -> dict[str, Any]:
     """The parameters with the pipeline's names."""
-    parameters = {**request.parameters}
+    parameters = {**(request.parameters or {})}
     if request.truncate is not None:
         parameters.setdefault("truncation", request.truncate)
     return parameters

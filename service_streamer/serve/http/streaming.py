@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from .events import KEEP_ALIVE, Form, event
+from .events import KEEP_ALIVE, Form, event, on_one_line
 from .exchange import Disconnected, Exchange
 from .refusals import Refusal
 
@@ -144,7 +144,7 @@ class EventStream:
                 chunk = await self._next()
             if self._failure is not None:
                 refused = refuse(self._failure)
-                chunk += event(refused.body)
+                chunk += on_one_line(event(refused.body))
             await self._comment_is_sent()
             await exchange.end(chunk)
         finally:
@@ -198,7 +198,7 @@ class EventStream:
             self._failure = error
         finally:
             self._is_waiting = False
-        return b"".join(chunk)
+        return on_one_line(b"".join(chunk))
 
     async def _comment_is_sent(self) -> None:
         """Parts follow each other."""

@@ -93,6 +93,9 @@ class V2Pages:
             name = path[len(TENSORS) :].partition("/versions/")[0]
             for end in ("/infer", "/ready", "/config"):
                 name = name.removesuffix(end)
+            if name == "stats":
+                text = "statistics of this protocol are not offered; see /stats and /metrics"
+                raise Refusal(404, "not_found", text, reason="invalid", code="not_found")
             raise self._models.unknown(name)
         service, rest = named
         version = rest.removeprefix("/versions/").partition("/")[0]

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from ...errors import InvalidInput, Overloaded
+from ...errors import InvalidInput, Overloaded, PredictTimeout
 from ..http.api_keys import COMPUTE
 from ..http.endpoint import ServiceCycle, check_served, stopping
 from ..http.model_control import repository_index
@@ -364,7 +364,7 @@ def _entered(service: Service, context: Any) -> Iterator[ServiceCycle]:
     """A call that counts against the limits of its key within the block.
 
     Raises:
-        Refusal: a key or a header is wrong, or the key's limits are reached.
+        Refusal: a key or a header is wrong, the key's limits are reached, or its time is over.
     """
     cycle = ServiceCycle(service, MetadataExchange(context.invocation_metadata()))
     try:
@@ -373,6 +373,8 @@ def _entered(service: Service, context: Any) -> Iterator[ServiceCycle]:
         if left is not None:
             cycle.hasten(max(left, 0.0), 0)
         yield cycle
+    except PredictTimeout as error:
+        raise refusal(error, debug=service.options.debug, timeout=cycle.timeout) from None
     finally:
         cycle.leave()
 

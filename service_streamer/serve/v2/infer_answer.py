@@ -18,6 +18,7 @@ import msgspec
 
 from ...errors import BadModelOutput, InvalidInput
 from ...pipelines.declared_tensors import TensorSpec
+from ...pipelines.requests import plain
 from .infer_request import InferRequest, WantedOutput, arrays
 
 #: The version of every model: there is one.
@@ -32,8 +33,8 @@ _OUTPUT = "output"
 def _plain(value: Any) -> Any:
     """For ``msgspec``: numpy and torch values as lists and numbers."""
     tolist = getattr(value, "tolist", None)
-    if tolist is not None:
-        return tolist()
+    if tolist is not None and type(found := tolist()) is not type(value):  # as of np.longdouble
+        return found
     raise TypeError(
         f"the model's result has a {type(value).__name__}, which is not JSON; return plain data"
     )
@@ -137,8 +138,7 @@ def _declared(results: Sequence[Any], specs: Sequence[TensorSpec]) -> list[Outpu
 def _as_declared(results: Sequence[Any], spec: TensorSpec) -> OutputTensor:
     name, datatype, wanted = spec["name"], spec["datatype"], spec["shape"]
     if datatype == "BYTES":
-        texts = [each if type(each) in _TEXTS else encode(each).decode() for each in results]
-        return _of_texts(name, texts)
+        return _of_bytes(name, results, wanted)
     found = arrays().stacked(results)
     if found is None:
         raise BadModelOutput(
@@ -155,6 +155,23 @@ def _as_declared(results: Sequence[Any], spec: TensorSpec) -> OutputTensor:
             f"{[*array.shape]}"
         )
     return OutputTensor(name, datatype, array.shape, arrays().cast(array, datatype, name))
+
+
+def _of_bytes(name: str, results: Sequence[Any], wanted: Sequence[int]) -> OutputTensor:
+    """Texts, in lists as deep as the declared shape. Another value in place of a text is JSON."""
+    shape, elements = [len(results)], [plain(each) for each in results]
+    for size in wanted[1:]:
+        lengths = {len(each) if isinstance(each, (list, tuple)) else None for each in elements}
+        [length, *others] = lengths or {max(size, 0)}
+        if length is None or others or size not in (-1, length):
+            raise BadModelOutput(
+                f"the output {name!r} is declared with shape {[*wanted]}, but a result is not of "
+                f"that shape: {elements[0]!r:.100}"
+            )
+        shape.append(length)
+        elements = [part for each in elements for part in each]
+    texts = [each if type(each) in _TEXTS else encode(each).decode() for each in elements]
+    return OutputTensor(name, "BYTES", shape, texts)
 
 
 def chosen(

@@ -84,13 +84,13 @@ class _Input(Struct):
     name: str
     shape: list[int]
     datatype: str
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] | None = None
     data: Raw | UnsetType = UNSET
 
 
 class _Output(Struct):
     name: str
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] | None = None
 
 
 class InferenceHeader(Struct):
@@ -98,7 +98,7 @@ class InferenceHeader(Struct):
 
     inputs: list[_Input]
     id: str = ""
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] | None = None
     outputs: list[_Output] | None = None
 
 
@@ -114,7 +114,7 @@ def parse_header(header: InferenceHeader, binary: memoryview) -> InferRequest:
     Raises:
         InvalidInput: an input or output is wrong.
     """
-    check_counts(len(header.inputs), len(header.outputs or ()), len(header.parameters))
+    check_counts(len(header.inputs), len(header.outputs or ()), len(header.parameters or ()))
     inputs = []
     for number, each in enumerate(header.inputs):
         where = f"inputs[{number}]"
@@ -135,7 +135,7 @@ def parse_header(header: InferenceHeader, binary: memoryview) -> InferRequest:
             f"inputs: {len(binary)} bytes of binary data belong to no input; give each input its "
             "binary_data_size, and the header's length in Inference-Header-Content-Length"
         )
-    parameters = header.parameters
+    parameters = header.parameters or {}
     is_binary = _flag(parameters.get("binary_data_output"), "parameters.binary_data_output")
     wanted = None
     if header.outputs:
@@ -165,7 +165,7 @@ def check_counts(inputs: int, outputs: int, parameters: int) -> None:
 def _binary_size(each: _Input, where: str) -> int | None:
     check_input(where, each.datatype, each.shape)
     size = None
-    for name, value in each.parameters.items():
+    for name, value in (each.parameters or {}).items():
         if name != "binary_data_size":
             raise _unsupported(f"{where}.parameters", name)
         if type(value) is not int or value < 0:
@@ -258,7 +258,7 @@ def split_texts(data: memoryview, count: int) -> list[bytes]:
 
 
 def _wanted(each: _Output, where: str, *, is_binary: bool) -> WantedOutput:
-    for name, value in each.parameters.items():
+    for name, value in (each.parameters or {}).items():
         if name != "binary_data":
             raise _unsupported(f"{where}.parameters", name)
         is_binary = _flag(value, f"{where}.parameters.binary_data")
