@@ -186,6 +186,7 @@ def test_load_tools_choose_the_number_of_tokens(
     bias = {str(token_of(folder, word)): 100}
     asked = {"model": "any", "max_tokens": 6, "logit_bias": bias, "extra_body": more}
     chat = client.chat.completions.create(**asked, messages=CHAT)
+    asked |= {"max_tokens": 9, "extra_body": {**more, "max_completion_tokens": 6}}
     whole = client.completions.create(**asked, prompt="a", temperature=0)
     for answer in (chat, whole):
         assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (made, reason)
@@ -359,7 +360,7 @@ def test_wrong_chat_is_refused(client: Any, more: dict[str, Any], param: str, sa
     [
         ("/v1/chat/completions", "reasoning_effort", ""),
         ("/v1/completions", "top_logprobs", ""),
-        ("/v1/completions", "max_completion_tokens", ""),
+        ("/v1/completions", "max_output_tokens", ""),
         ("/v1/completions", "tempreature", "temperature"),
         ("/predict", "input", "inputs"),
     ],

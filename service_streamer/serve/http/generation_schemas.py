@@ -112,6 +112,7 @@ class CompletionsRequest(HarmlessFields, forbid_unknown_fields=True):
     prompt: TextsOrTokens
     model: Ignored = None
     max_tokens: _FewTokens | None = 16
+    max_completion_tokens: _FewTokens | None = None
     temperature: _Temperature | None = 1.0
     top_p: _TopP | None = 1.0
     n: _Most | None = 1
@@ -135,7 +136,8 @@ class CompletionsRequest(HarmlessFields, forbid_unknown_fields=True):
 
     @property
     def most_tokens(self) -> int | None:
-        return 16 if self.max_tokens is None else self.max_tokens
+        asked = (self.max_completion_tokens, self.max_tokens)  # load tools send both
+        return next((most for most in asked if most is not None), 16)
 
     @property
     def alternatives(self) -> int | None:
