@@ -23,6 +23,7 @@ import torch
 import minilm
 from pipeline_cases import (
     assert_close,
+    compiles_to_itself,
     count_calls,
     extensible,
     folder,
@@ -316,14 +317,16 @@ def test_a_model_with_a_small_limit_starts_and_its_example_fits(
 @pytest.mark.parametrize(
     ("file", "content", "word"),
     [
-        ("modules.json", [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense"}], "Dense"),
-        ("modules.json", [{"type": "a.Transformer", "path": "0_Transformer"}], "0_Transformer"),
+        ("modules.json", [{"type": "sentence_transformers.models.Dense"}], "Dense"),
+        ("modules.json", [{"type": "own.Transformer", "path": ""}], "own.Transformer"),
+        ("modules.json", [{"type": "sentence_transformers.Transformer", "path": "0_A"}], "0_A"),
         ("1_Pooling/config.json", {"pooling_mode": ["mean", "cls"]}, "mean and cls"),
         ("1_Pooling/config.json", {"pooling_mode_weightedmean_tokens": True}, "weightedmean"),
         ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "SparseEncoder"),
         ("config_sentence_transformers.json", {"default_prompt_name": "a"}, "default_prompt_name"),
+        ("config_sentence_transformers.json", {"truncate_dim": 64}, "64 numbers"),
         ("sentence_roberta_config.json", {"tokenizer_args": {"a": 1}}, "tokenizer_args"),
-        ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "plain texts"),
+        ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "chats"),
         ("sentence_bert_config.json",
          {"modality_config": {"text": {"method_output_name": "logits"}}}, "logits"),
     ],
@@ -342,7 +345,12 @@ def test_embeddings_are_not_offered_where_they_would_differ(
         model.predict([item(SHORT, "embed")])
 
 
-PROMPTS = {"query": "Find what says: ", "none": "", "long": "Of all the texts that there are, "}
+PROMPTS = {
+    "query": "Find what says: ",
+    "none": "",
+    "document": "",
+    "long": "Of all the texts that there are, ",
+}
 
 
 @pytest.mark.parametrize(
@@ -370,10 +378,24 @@ def test_embeddings_have_the_prompts_of_sentence_transformers(
     with pytest.raises(InvalidInput, match=r"parameters\.prompt_name: .*query"):
         model.predict([item(SHORT, "embed", prompt_name="passage")])
     tokens = [each["id"] for each in model.predict([item(SHORT, "tokenize")])[0]]
-    found = model.predict([item(SHORT, "embed", prompt_name="none"), item(tokens, "embed")])
+    found = model.predict([item(SHORT, "embed", prompt_name="document"), item(tokens, "embed")])
     assert np.allclose(*(each["embedding"] for each in found), atol=1e-4), "tokens are as they are"
     with pytest.raises(InvalidInput, match="list of tokens"):
         model.predict([item(tokens, "embed", prompt_name="query")])
+
+
+def test_a_model_with_a_long_prompt_is_warmed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its texts have fewer tokens than those of "predict", and the prompt has more than a text."""
+    compiles_to_itself(monkeypatch)
+    own = _with_modules(tmp_path, "pooling_mode_mean_tokens")
+    prompts = {"prompts": {"a": 9 * LONG}, "default_prompt_name": "a"}
+    (own / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    model = loaded(own, compile=True)
+    assert model.predict([item([5, 6], "embed")])[0]["tokens"] == 2
+    with pytest.raises(InvalidInput, match="limit is 20"):
+        model.predict([item("a", "embed")])
 
 
 def test_embeddings_are_those_of_sentence_transformers() -> None:

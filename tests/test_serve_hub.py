@@ -131,7 +131,7 @@ def test_feature_extraction(features: Client) -> None:
     assert np.linalg.norm(one) == pytest.approx(1, abs=1e-5)
     short = client(features).feature_extraction(["the king", "a"], dimensions=4)
     assert short.shape == (2, 4)
-    for more in ({"prompt_name": "query"}, {"encoding_format": "base64"}, {"dimensions": 99}):
+    for more in ({"prompt_name": "passage"}, {"encoding_format": "base64"}, {"dimensions": 99}):
         [name] = more
         with refusal(match=f"{name}: "):
             client(features).feature_extraction("the king", **more)

@@ -136,9 +136,14 @@ def test_pieces_joined_are_the_text(kind: str, cleans: bool) -> None:
         assert "".join(pieces_of(tokenizer, ids)) == whole
         for at in (1, len(ids) // 2, len(ids) - 1):
             before = tokenizer.decode(ids[:at], skip_special_tokens=True)
+            text = "".join(pieces_of(tokenizer, ids[at:], prompt=ids[:at]))
+            assert whole.endswith(text)
             if not whole.startswith(before):  # it ends with a part of a character
                 before = before.rstrip("\ufffd")
-            assert "".join(pieces_of(tokenizer, ids[at:], prompt=ids[:at])) == whole[len(before) :]
+            if whole.startswith(before):
+                assert before + text == whole
+            else:  # blanks were cleaned up
+                assert len("".join((before + text).split())) == len("".join(whole.split()))
         stop = whole[6:9] or "x"
         stops = (stop, whole[-4:] + "never", "nor this")
         pieces = pieces_of(tokenizer, ids, stops)

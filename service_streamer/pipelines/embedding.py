@@ -76,16 +76,17 @@ class SentenceEmbedder(TensorHandler):
         self.can_batch = True  # with a mask, any token will do as padding
         self.settings = settings
         self.limit = min((each for each in (self.limit, settings.limit) if each), default=None)
-        #: Numbers of tokens of prompts, by their names.
-        self._lengths = {name: self._length(text) for name, text in settings.prompts.items()}
+        excluded = {} if settings.pools_prompt else settings.prompts
+        #: Tokens of the prompts that are not pooled.
+        self._excluded = {name: self._tokens_of(text) for name, text in excluded.items() if text}
 
     def fit(self, text: str, request: Request, field: str = "inputs") -> str:
         name, prompts = self._prompt_of(request), self.settings.prompts
         if name is not None and name not in prompts:
-            has = f"its prompts are {', '.join(map(quote, prompts))}" if prompts else "it has none"
             raise InvalidInput(
-                f"parameters.prompt_name: the model has no prompt {quote(name)}, {has}; write what "
-                "comes before the text into the text"
+                f"parameters.prompt_name: {quote(name)} is none of the model's prompts, "
+                f"{', '.join(map(quote, prompts))}; leave it out, and write the prompt before the "
+                "text"
             )
         return super().fit(text if name is None else prompts[name] + text, request, field)
 
@@ -104,46 +105,35 @@ class SentenceEmbedder(TensorHandler):
         name: str | None = request.parameters.get("prompt_name", self.settings.default)
         return name
 
-    def _length(self, prompt: str) -> int:
-        """Tokens of a prompt, with those that come before any text, and without those behind it."""
-        if not prompt:
-            return 0
+    def _tokens_of(self, prompt: str) -> int:
+        """Their number, with those that come before any text, and without those behind it."""
         ids = self.tokenizer(prompt.lower() if self.settings.lowers else prompt)["input_ids"]
-        return len(ids) - bool(ids and ids[-1] in self.tokenizer.all_special_ids)
+        return len(ids) - (ids[-1] in self.tokenizer.all_special_ids)
 
     def plan(self, requests: list[Request]) -> tuple[int, Any, Any]:
-        """The number of texts, and of each text what is not usual; None if all is.
-
-        That is which vectors keep their length, and how many tokens are not pooled.
+        """The number of texts, which vectors keep their length, and how many tokens of each text
+        are not pooled; None in place of what is so of no text.
         """
-        kept = [each.parameters.get("normalize") is False for each in requests]
-        left_out = [0] * len(requests)
-        if not self.settings.pools_prompt:
-            left_out = [
-                self._lengths.get(self._prompt_of(each) or "", 0)
-                if isinstance(each.inputs, str)
-                else 0
-                for each in requests
-            ]
-        if not any(kept) and not any(left_out):
-            return len(requests), None, None
         import torch
 
+        kept = [each.parameters.get("normalize") is False for each in requests]
+        names = [isinstance(each.inputs, str) and self._prompt_of(each) for each in requests]
+        excluded = [self._excluded.get(name or "", 0) for name in names]
         return (
             len(requests),
             torch.tensor(kept)[:, None] if any(kept) else None,
-            torch.tensor(left_out)[:, None] if any(left_out) else None,
+            torch.tensor(excluded)[:, None] if any(excluded) else None,
         )
 
     def compute(self, inputs: Mapping[str, Any], plan: tuple[int, Any, Any]) -> Any:
         import torch
 
-        count, kept, left_out = plan
+        count, kept, excluded = plan
         mask = inputs["attention_mask"][:count]
         states = self.pipeline.model(**inputs)[0][:count]
-        if left_out is not None:
-            places = torch.arange(mask.shape[1], device=mask.device)
-            mask = mask * (places >= left_out)
+        if excluded is not None:
+            rest = mask * (torch.arange(mask.shape[1], device=mask.device) >= excluded)
+            mask = torch.where(rest.any(dim=1, keepdim=True), rest, mask)  # it may be cut off
         pooled = _pool(states.float(), mask, self.settings.pooling)
         vectors = torch.nn.functional.normalize(pooled, dim=-1)
         return vectors if kept is None else torch.where(kept, pooled, vectors)
@@ -160,9 +150,9 @@ def _pool(states: Any, mask: Any, pooling: str) -> Any:
 
     if pooling in ("cls", "lasttoken"):
         rows = torch.arange(len(states), device=states.device)  # numbers of the host's would wait
-        first = mask.argmax(dim=1)  # padding is behind the text, and what is left out before it
+        first = mask.argmax(dim=1)  # padding is behind the text, and what is not pooled before it
         return states[rows, first if pooling == "cls" else first + mask.sum(dim=1) - 1]
     weights = mask.unsqueeze(-1).to(states.dtype)
     if pooling == "max":
         return states.masked_fill(weights == 0, float("-inf")).amax(dim=1)
-    return (states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+    return (states * weights).sum(dim=1) / weights.sum(dim=1)

@@ -363,13 +363,15 @@ class PipelineModel(ManagedModel):
             if not handler.warms_up:
                 continue
             example = {"do": do, **self._example}
-            batches = [(example, size) for size in dict.fromkeys(sizes)]
+            batches = [({**example}, size) for size in dict.fromkeys(sizes)]
             if self.buckets.rows:
                 batches = [
-                    (self._of_length(example, tokens), rows)
+                    (self._of_length(example, min(tokens, handler.limit or tokens)), rows)
                     for rows, tokens in self.buckets.shapes()
                 ]
             for item, size in batches:
+                if do == "embed":  # tokens, since a prompt would lengthen a text
+                    item["inputs"] = self.model.tokenizer(item["inputs"])["input_ids"]
                 try:
                     self.predict([item] * size)
                 except Exception as error:
@@ -383,7 +385,7 @@ class PipelineModel(ManagedModel):
     def _of_length(self, example: dict[str, Any], tokens: int) -> dict[str, Any]:
         """The example, with a text of so many tokens; 0 leaves it as it is."""
         if not tokens:
-            return example
+            return {**example}
         tokenizer = self.model.tokenizer
         word = tokenizer.mask_token if self.task == "fill-mask" else "a"
         return {**example, "inputs": text_of(tokenizer, word, tokens)}

@@ -17,22 +17,16 @@ _TOKENIZING = tuple(
 )
 
 _MODULES = {"Transformer", "Pooling", "Normalize"}
+_POOLINGS = {"cls", "lasttoken", "max", "mean"}
 
-#: Arguments for transformers, by their names in old and new files.
+#: Arguments for transformers, by their names in old and new files, and another tokenizer.
 _ARGUMENTS = (
     "model_args", "tokenizer_args", "config_args", "model_kwargs", "processor_kwargs",
-    "config_kwargs", "processing_kwargs",
+    "config_kwargs", "processing_kwargs", "tokenizer_name_or_path",
 )  # fmt: skip
 
 #: Those that change no vector but for its precision.
 _HARMLESS = {"add_pooling_layer", "attn_implementation", "dtype", "torch_dtype"}
-
-#: How each version calls a pooling, and how this package does.
-_POOLINGS = {
-    "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "lasttoken",
-    "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
-    "cls": "cls", "lasttoken": "lasttoken", "max": "max", "mean": "mean",
-}  # fmt: skip
 
 
 class SentenceSettings(NamedTuple):
@@ -63,57 +57,67 @@ def sentence_settings(read_json: Callable[[str], Any]) -> SentenceSettings:
     Args:
         read_json: reads a JSON file of the model; returns None if there is no such file.
     """
-    modules = read_json("modules.json") or []
-    paths = {str(each.get("type")).rpartition(".")[2]: each.get("path") for each in modules}
+    paths = {_kind(each): each.get("path") for each in read_json("modules.json") or ()}
     pooling = (read_json(f"{paths['Pooling']}/config.json") or {}) if "Pooling" in paths else {}
     own = read_json("config_sentence_transformers.json") or {}
     texts: Any = next((found for name in _TOKENIZING if (found := read_json(name))), {})
-    prompts = {name: text or "" for name, text in (own.get("prompts") or {}).items()}
-    default = own.get("default_prompt_name")
+    #: Two names are known to every model.
+    prompts = {"query": "", "document": "", **(own.get("prompts") or {})}
     modes = _modes(pooling)
-    obstacle = _obstacle(paths, own.get("model_type"), modes) or _obstacle_of_texts(texts)
-    if not obstacle and default is not None and default not in prompts:
-        obstacle = f"its default_prompt_name, {default!r}, is not among its prompts"
     return SentenceSettings(
-        obstacle,
-        pooling=_POOLINGS.get(modes[0], "mean"),
+        _obstacle(paths, modes, own, prompts) or _obstacle_of_texts(texts),
+        pooling=modes[0],
         pools_prompt=pooling.get("include_prompt") is not False,
-        prompts=prompts,
-        default=default,
+        prompts={name: text or "" for name, text in prompts.items()},
+        default=own.get("default_prompt_name"),
         limit=texts.get("max_seq_length"),
         lowers=bool(texts.get("do_lower_case")),
     )
 
 
+def _kind(module: Mapping[str, Any]) -> str:
+    """The class of a module of sentence-transformers; of others with where it comes from."""
+    kind = str(module.get("type"))
+    return kind.rpartition(".")[2] if kind.startswith("sentence_transformers.") else kind
+
+
 def _modes(pooling: Mapping[str, Any]) -> list[str]:
     """The poolings whose vectors are joined."""
     named = pooling.get("pooling_mode")  # of newer versions
-    if named:
-        return [*named] if isinstance(named, (list, tuple)) else [named]
-    chosen = (name for name, on in pooling.items() if name.startswith("pooling_mode") and on)
-    return [*chosen] or ["mean"]
+    old = [name for name, on in pooling.items() if name.startswith("pooling_mode_") and on]
+    names = old or ["mean"] if not named else [named] if isinstance(named, str) else named
+    return [name.removeprefix("pooling_mode_").partition("_token")[0] for name in names]
 
 
-def _obstacle(paths: Mapping[str, Any], kind: str | None, modes: list[str]) -> str:
+def _obstacle(
+    paths: Mapping[str, Any],
+    modes: list[str],
+    own: Mapping[str, Any],
+    prompts: Mapping[str, Any],
+) -> str:
     unknown = sorted(paths.keys() - _MODULES)
     if unknown:
         return f"it has modules of sentence-transformers, such as {unknown[0]}"
-    if kind not in (None, "SentenceTransformer"):
-        return f"it is a {kind} of sentence-transformers"
+    if own.get("model_type") not in (None, "SentenceTransformer"):
+        return f"it is a {own['model_type']} of sentence-transformers"
     if paths.get("Transformer"):
         return f"its transformer is in a folder of its own, {paths['Transformer']}"
     if len(modes) > 1 or modes[0] not in _POOLINGS:
         return f"it pools by {' and '.join(modes)}"
+    if own.get("truncate_dim"):
+        return f"its vectors are cut to {own['truncate_dim']} numbers; ask for so many dimensions"
+    if own.get("default_prompt_name", "query") not in (None, *prompts):
+        return f"its default_prompt_name, {own['default_prompt_name']!r}, is none of its prompts"
     return ""
 
 
 def _obstacle_of_texts(texts: Mapping[str, Any]) -> str:
     for name in _ARGUMENTS:
-        if set(texts.get(name) or ()) - _HARMLESS:
+        if {*(texts.get(name) or ())} - _HARMLESS:
             return f"its texts are prepared with {name} of sentence-transformers"
     how = (texts.get("modality_config") or {"text": {}}).get("text", {"method": ""})
     if how.get("method", "forward") != "forward":
-        return "its texts are no plain texts for sentence-transformers"
+        return "it takes chats or other media, and no texts"
     output = how.get("method_output_name", "last_hidden_state")
     if output != "last_hidden_state":
         return f"its vectors are made of {output}"

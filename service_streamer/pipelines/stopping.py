@@ -7,6 +7,9 @@ from typing import Any
 
 from .text_pieces import PromptTail, first_of
 
+#: Tokens before the new ones that may say how those are written.
+_BEFORE = 64
+
 
 def stopping_at(tokenizer: Any, stops: Sequence[str]) -> Any:
     """A criterion that ends a row once its new text has one of the strings.
@@ -22,8 +25,7 @@ def stopping_at(tokenizer: Any, stops: Sequence[str]) -> Any:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
     def has_stop(before: list[int], tokens: list[int]) -> bool:
-        tail = PromptTail(decode, before)
-        text = tail.behind(decode([*tail.tokens, *tokens]))
+        text = PromptTail(decode, before).text_behind(tokens)
         return first_of(stops, text) is not None
 
     class Stopping(StoppingCriteria):  # type: ignore[misc, unused-ignore]
@@ -35,7 +37,9 @@ def stopping_at(tokenizer: Any, stops: Sequence[str]) -> Any:
             if self.prompt is None:
                 self.prompt = input_ids.shape[1] - 1
             start = max(self.prompt, input_ids.shape[1] - window)
-            done = [has_stop(row[:start], row[start:]) for row in input_ids.tolist()]
+            known = max(0, start - _BEFORE)
+            rows = input_ids[:, known:].tolist()
+            done = [has_stop(row[: start - known], row[start - known :]) for row in rows]
             return torch.tensor(done, device=input_ids.device)
 
     return StoppingCriteriaList([Stopping()])

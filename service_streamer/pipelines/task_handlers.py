@@ -38,7 +38,7 @@ _HANDLERS: Mapping[str, Mapping[str, Callable[[Any], Handler]]] = {
 def handlers_of(
     pipeline: Any, read_json: Callable[[str], Any], batch_size: int
 ) -> tuple[dict[str, Handler], str]:
-    """The handlers of a model's operations, and why it has no sentence embeddings, if its task has.
+    """The handlers of a model's operations, and why it has no sentence embeddings; "" if it has.
 
     Args:
         pipeline: of transformers, or of ``bare_pipeline``.

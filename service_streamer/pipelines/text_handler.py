@@ -312,14 +312,13 @@ class GivenText(TextHandler):
         ends = self.end_tokens()
         length = next((at for at, token in enumerate(row) if token in ends), None)
         reason, count = ("length", len(row)) if length is None else ("stop", length + 1)
-        text = tail.behind(self._text([*tail.tokens, *row[:length]]))
+        text = tail.text_behind(row[:length])
         at = first_of(stops, text)
         if at is not None:
             low, high = 1, count  # the least number of tokens that has it
             while low < high:
                 middle = (low + high) // 2
-                begun = tail.behind(self._text([*tail.tokens, *row[:middle]]))
-                if first_of(stops, begun) is None:
+                if first_of(stops, tail.text_behind(row[:middle])) is None:
                     low = middle + 1
                 else:
                     high = middle

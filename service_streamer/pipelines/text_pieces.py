@@ -26,8 +26,8 @@ _LOCAL = ("ByteLevel", "Metaspace", "WordPiece", "Sequence", "ByteFallback", "Fu
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 #: How many tokens of a prompt are decoded with the new ones. Where their text is empty, or begins
-#: with a part of a character, the next number is tried, then all.
-_CONTEXT = (8, 64)
+#: with a part of a character, which has up to four bytes, the next number is tried, then all.
+_CONTEXT = (8, 9, 10, 11, 64)
 
 #: The clean-up of spaces looks at most so far back (" n't", and one more to be sure).
 _CLEANED = 5
@@ -91,8 +91,8 @@ class TextPieces:
         self._unstopped = unstopped
         self._decoder = decoder
         self._stops = stops
-        self._prompt = tail = PromptTail(decoder.decode, prompt)
-        self._tokens = [*tail.tokens]
+        tail = PromptTail(decoder.decode, prompt)
+        self._tokens, self._prompt = [*tail.tokens], tail.text
         self._sent = 0  # number of characters
         self._held = ""  # settled, but perhaps the beginning of a stop string
         #: The text is settled up to ``_read``. Tokens are decoded from ``_start`` on, where it was
@@ -129,7 +129,8 @@ class TextPieces:
         if self.has_stopped:
             return ""
         # Of all tokens: whatever a decoder does, the whole text is the right one.
-        return self._send(self._prompt.behind(self._decoder.decode(self._tokens))[self._sent :])
+        whole = _behind(self._decoder.decode(self._tokens), self._prompt)
+        return self._send(whole[self._sent :])
 
     def _send(self, piece: str) -> str:
         self._sent += len(piece)
@@ -140,7 +141,7 @@ class TextPieces:
         self._is_broken = text.endswith(_BROKEN)
         if self._decoder.is_local:
             return self._held + _behind(text, self._before)
-        return self._prompt.behind(text)[self._sent :]
+        return _behind(text, self._prompt)[self._sent :]
 
     def _settle(self) -> None:
         text = self._decoder.decode(self._tokens[self._read :])
@@ -165,25 +166,30 @@ class PromptTail:
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]) -> None:
+        self._decode = decode
         for count in (*_CONTEXT, len(prompt)):
             self.tokens = [*prompt[-count:]] if count else []
             self.text = decode(self.tokens) if self.tokens else ""
             if self.text and not self.text.startswith(_BROKEN):
                 break
 
-    def behind(self, text: str) -> str:
-        """What the tokens behind it add.
-
-        Args:
-            text: of its tokens and those.
-        """
-        return _behind(text, self.text)
+    def text_behind(self, tokens: Sequence[int]) -> str:
+        """What these tokens add to the prompt's text."""
+        return _behind(self._decode([*self.tokens, *tokens]), self.text)
 
 
 def _behind(text: str, before: str) -> str:
-    if not text.startswith(before):  # a character has got its other parts
-        before = before.rstrip(_BROKEN)
-    return text[len(before) :]
+    """The part of a text behind its beginning, as that was written by itself."""
+    if not text.startswith(before):
+        before = before.rstrip(_BROKEN)  # a character has got its other parts
+    if text.startswith(before):
+        return text[len(before) :]
+    count = len("".join(before.split()))  # some blanks were cleaned up
+    for at, character in enumerate(text):
+        if not count:
+            return text[at:]
+        count -= not character.isspace()
+    return ""
 
 
 def first_of(stops: Sequence[str], text: str, start: int = 0) -> int | None:

@@ -70,8 +70,7 @@ async def infer_features(request: HubFeaturesRequest, context: Context) -> JSONA
     """The answer of ``/`` for models that embed texts."""
     parameters = hub_parameters(request) | cutting(request, takes_prompts=True)
     inputs = request.inputs
-    asked = (name for name in _OF_VECTORS if getattr(request, name) is not None)
-    field = next(asked, None)
+    field = next((name for name in _OF_VECTORS if getattr(request, name) is not None), None)
     if isinstance(inputs, SimilarityInputs):
         _check_embeds(context, "inputs.sentences")
         return await _similarities(inputs, parameters, context)

@@ -10,6 +10,7 @@ import msgspec
 from ...errors import InvalidInput
 from .context import Context, invalid, renamed, unsupported
 from .hub_schemas import (
+    NO_PROMPTS,
     DecodeRequest,
     DetokenizeRequest,
     DetokenizeResponse,
@@ -27,9 +28,7 @@ _read_detokenize = msgspec.json.Decoder(DetokenizeRequest)
 async def tokenize(body: bytes, context: Context) -> JSONAnswer:
     request: TokenizeRequest = await read_json(_read_tokenize, body)
     if request.prompt_name is not None:
-        raise unsupported(
-            "prompt_name", "is only for sentence embeddings; write the prompt before the text"
-        )
+        raise unsupported("prompt_name", NO_PROMPTS)
     parameters = {"add_special_tokens": request.add_special_tokens}
     if request.prompt is not None:
         if request.inputs is not None:
