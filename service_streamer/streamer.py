@@ -41,15 +41,6 @@ from .supervision.supervisor import Overlap
 if TYPE_CHECKING:  # where it is used: most streamers share no pool
     from .pool.pool_client import PoolClient
 
-__all__ = [
-    "BaseStreamer",
-    "Model",
-    "PoolStreamer",
-    "ScaledStreamer",
-    "Streamer",
-    "ThreadedStreamer",
-]
-
 logger = logging.getLogger(__name__)
 
 _StreamKind = TypeVar("_StreamKind", Stream, AsyncStream)

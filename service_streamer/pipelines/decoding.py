@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from .token_words import TokenWords
+
 #: Decoders (of the package tokenizers) that write each token by itself; only the first one of a
 #: text may be written in another form.
 _PIECEWISE = ("ByteLevel", "Metaspace", "WordPiece")
@@ -47,8 +49,7 @@ class TokenDecoder:
         self._pieces: dict[tuple[int, bool], Piece | None] = {}
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         is_piecewise = type(getattr(self._backend, "decoder", None)).__name__ in _PIECEWISE
-        #: A token with a text of its own: what comes behind it is not the first one.
-        self._anchor = self._find_anchor() if is_piecewise else None
+        self._anchor = TokenWords(tokenizer).anchor if is_piecewise else None
 
     def word(self, token: int) -> str:
         """The text of one token."""
@@ -111,13 +112,6 @@ class TokenDecoder:
             return None
         is_skipped = not first and bool(decode([token], skip_special_tokens=False))
         return Piece(first, both[len(start) :], is_skipped)
-
-    def _find_anchor(self) -> int | None:
-        for token in range(self._backend.get_vocab_size()):
-            text = self._backend.decode([token], skip_special_tokens=True)
-            if text.isascii() and text.isalpha():
-                return token
-        return None
 
     def _whole(self, ids: Sequence[int], *, skips_special: bool) -> str:
         kept = [token for token in ids if token != self._padding]

@@ -33,6 +33,10 @@ class TokenWords:
 
     Args:
         tokenizer: of transformers.
+
+    Attributes:
+        anchor: a token with a text of its own: what comes behind it is not the first one. None if
+            there is none.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -41,7 +45,7 @@ class TokenWords:
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         special = (token for token, each in added if each.special)
         self._special = frozenset((*tokenizer.all_special_ids, *special))
-        self._anchor = self._find_anchor()
+        self.anchor = self._find_anchor()
         self.word = lru_cache(_KNOWN)(self._word)
 
     def _word(self, token: int) -> Word:
@@ -50,9 +54,9 @@ class TokenWords:
         return Word(text, raw, token in self._special)
 
     def _text(self, token: int) -> str:
-        if self._anchor is not None and token not in self._special:
+        if self.anchor is not None and token not in self._special:
             # The first token of a text may lose its blank.
-            before, both = self._decoded(self._anchor), self._decoded(self._anchor, token)
+            before, both = self._decoded(self.anchor), self._decoded(self.anchor, token)
             if both.startswith(before):
                 return both[len(before) :]
         return self._decoded(token)

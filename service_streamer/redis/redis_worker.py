@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from ..engine.build import build_engine
+from ..engine.build import Model, build_engine
 from ..engine.core import EngineState
 from ..engine.operator_signals import (
     SAME_SIGNAL,
@@ -32,7 +32,7 @@ from ..observe.metrics import BatchMetrics
 from ..options.checks import Device, Devices, check_seconds
 from ..options.declare import REDIS_WORKER, options_of
 from ..options.table import RedisWorkerOptions, StreamerOptions
-from ..streamer import BaseStreamer, Model, Streamer
+from ..streamer import BaseStreamer, Streamer
 from .codec import Codec
 from .host import Host
 from .host_parts import HostOptions
