@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from .future import Future
     from .managed_model import ManagedModel
     from .observe.metrics import BatchMetrics, Histogram, StreamerStats, WorkerStats
-    from .observe.record import Reason
-    from .observe.timing import Timing
+    from .observe.record import Reason, Timing
     from .ray.ray_streamer import RayStreamer
     from .redis.redis_stats import RedisStreamerStats, RedisWorkerStats
     from .redis.redis_streamer import RedisStreamer

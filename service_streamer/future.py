@@ -14,8 +14,7 @@ from .observe.record import NO_OUTPUTS
 
 if TYPE_CHECKING:
     from .engine.backend import Accepted, Backend
-    from .observe.record import Call
-    from .observe.timing import Timing
+    from .observe.record import Call, Timing
     from .workers.protocol import Failure
 
 _RLock: Any = type(threading.RLock())

@@ -31,8 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..observe.record import NO_OUTPUT, BatchRecord, BatchReport, Call, Span
-from ..observe.step_report import StepReport
+from ..observe.record import NO_OUTPUT, BatchRecord, BatchReport, Call, Span, StepReport
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound, Health
 from . import tuning

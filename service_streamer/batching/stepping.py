@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..observe.metrics import BatchMetrics
-from ..observe.record import BatchRecord, Call, Reason
+from ..observe.record import BatchRecord, Call, Reason, StepReport
 from ..observe.step_log import StepLog
-from ..observe.step_report import StepReport
 from . import tuning
 from .cost import LearnedCost
 from .policy import Backlog, Decision, Policy

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import StreamerError
-from ..observe.record import NO_OUTPUTS, ORDINARY, Call, Precedence
-from ..observe.timing import Timing
+from ..observe.record import NO_OUTPUTS, ORDINARY, Call, Precedence, Timing
 from ..workers.protocol import Failure
 from .wakeups import Relay
 

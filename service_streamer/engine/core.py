@@ -27,8 +27,7 @@ from ..batching.actions import NOTHING, Actions
 from ..batching.batcher import Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.metrics import StreamerStats, WorkerStats
-from ..observe.record import BatchRecord, BatchReport, Call
-from ..observe.step_report import StepReport
+from ..observe.record import BatchRecord, BatchReport, Call, StepReport
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerState
 from ..workers.diagnosis import counted

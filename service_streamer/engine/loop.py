@@ -21,8 +21,7 @@ from typing import Any
 from ..batching.actions import NOTHING, Actions
 from ..batching.isolation import Search
 from ..errors import InternalError, StreamerBroken, StreamerClosed, WorkerStartError
-from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call
-from ..observe.step_report import StepReport
+from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, StepReport
 from ..supervision.supervisor import Loss
 from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary

@@ -16,8 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from ..observe.record import Precedence
-from ..observe.timing import Timing
+from ..observe.record import Precedence, Timing
 from .backend import Backend
 from .stream_outputs import LoopOutputs, Outputs, ThreadOutputs
 

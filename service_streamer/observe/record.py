@@ -14,13 +14,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from .timing import Timing
-
 if TYPE_CHECKING:
     from ..batching.isolation import Search
 
 
 _NEVER = math.inf
+
+
+class Timing(NamedTuple):
+    """Where the time of a call went, in seconds; of its last batch, if it took several.
+
+    Attributes:
+        queued: it waited for a worker, or for expected calls.
+        sent: on its way to the model, and behind the batch before, if there was one.
+        computed: in the model.
+        returned: on its way back.
+        first_output: of a model of steps, from when the call was accepted to its first output: in
+            the model, or of a stream in this process. None for other models, and without outputs.
+        between_outputs: from one output to the next, the mean; None for less than two.
+        longest_between: the longest of these times; likewise.
+    """
+
+    queued: float
+    sent: float
+    computed: float
+    returned: float
+    first_output: float | None = None
+    between_outputs: float | None = None
+    longest_between: float | None = None
+
+    @property
+    def total(self) -> float:
+        """From when it was accepted to when its result went out to its caller."""
+        return self.queued + self.sent + self.computed + self.returned
 
 
 class Precedence(NamedTuple):
@@ -287,6 +313,42 @@ class BatchReport:
     def pace(self) -> float:
         """Seconds between two batches like this one, back to back: those of the slowest stage."""
         return self.duration if self.stages is None else max(self.stages)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What a worker reports of one step of its model. All fields but ``slot`` travel.
+
+    Of a model of steps a batch is one item: it has a place in its worker until it is over.
+
+    Attributes:
+        outputs: of streams, by batch: those of this step, as they are or encoded.
+        done: the batches that are over, with the joined outputs, or why there are none. Those of
+            streams have the output None, since theirs have been sent.
+        size: states that the model stepped; 0 if there was only something to report.
+        cost: of all of them.
+        duration: what ``step`` took, seconds.
+        started: items that began before it.
+        starting: what ``start`` took for these, seconds.
+        waiting: items that the worker holds and has not begun.
+        evicted: states that were given up for lack of memory, and begin again.
+        started_at: when ``step`` began, by the worker's monotonic clock.
+        released: as in ``BatchReport``.
+        slot: the worker's; set by the transport.
+    """
+
+    outputs: dict[int, Any] = field(default_factory=dict)
+    done: list[BatchReport] = field(default_factory=list)
+    size: int = 0
+    cost: float = 0.0
+    duration: float = 0.0
+    started: int = 0
+    starting: float = 0.0
+    waiting: int = 0
+    evicted: int = 0
+    started_at: float = -math.inf
+    released: list[int] | None = None
+    slot: int = field(default=-1, kw_only=True)
 
 
 class BatchRecord:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .step_report import StepReport
+from .record import StepReport
 
 #: The number of steps that ``explain`` looks at.
 _STEPS = 256

@@ -21,9 +21,12 @@ from .requests import Request
 from .row_sampling import TokenChoice, choose
 from .sizes import item_length
 from .structure import Structures
-from .text_handler import TextHandler
+from .text_handler import BY_STEPS, TextHandler, has_prefix
 from .text_pieces import TextDecoder
-from .whole_texts import check_whole
+
+#: Tokens of all beams of a search: no other text of the worker gets one until it is over. Enough
+#: for what the settings of known models ask for, such as 6 beams of 512 tokens. Arbitrary.
+_MOST_SEARCHED = 8192
 
 
 class WholeAnswer:
@@ -117,7 +120,7 @@ class SteppedPipeline(ManagedModel):
             beginning = handler.begin(request)
             if beginning is not None:
                 return Answer(handler, request, beginning, self.structures, self.decoder, ids)
-            check_whole(request, handler.pipeline)
+            _check_whole(request, handler.pipeline)
         return WholeAnswer(request)
 
     def step(self, states: list[Any]) -> list[tuple[Any, bool]]:
@@ -203,3 +206,35 @@ def _pair(state: Answer | WholeAnswer) -> tuple[Any, bool]:
     if state.failure is not None:
         return None, False  # the next step names it
     return state.take(), state.is_done
+
+
+def _check_whole(request: Request, pipeline: Any) -> None:
+    """Check a request that cannot be computed step by step.
+
+    Args:
+        request: which its handler's ``prepare`` has checked.
+        pipeline: of transformers.
+
+    Raises:
+        InvalidInput: it has a parameter that needs steps, or holds up all others too long.
+    """
+    parameters = request.parameters
+    defaults = pipeline.model.generation_config
+    beams = parameters.get("num_beams", defaults.num_beams) or 1
+    for name in BY_STEPS:
+        if name not in parameters:
+            continue
+        why, out = "this model's generation_config.json asks for a search, such as by beams", name
+        if has_prefix(pipeline):
+            why = "this model's prompts have a text before them, and its answers come as a whole"
+        elif parameters.get("num_beams", 1) > 1:
+            why, out = "num_beams asks for a search by beams", f"num_beams or {name}"
+        raise InvalidInput(f"parameters.{name}: {why}; leave {out} out")
+    asked = parameters.get("max_new_tokens")
+    texts = parameters.get("num_return_sequences", defaults.num_return_sequences) or 1
+    if asked is not None and beams > 1 and beams * texts * asked > _MOST_SEARCHED:
+        raise InvalidInput(
+            f"parameters.max_new_tokens: must be at most {_MOST_SEARCHED // (beams * texts)} for "
+            f"{beams} beams and {texts} texts, since all other texts wait for such a search; not "
+            f"{asked}"
+        )

@@ -16,7 +16,6 @@ from ..errors import InvalidInput
 from .handlers import Handler
 from .requests import Request
 from .row_sampling import PENALTIES, Sampling, sampling_of
-from .stopping import stopping_at
 from .structure import FORMS
 from .tasks import MOST_NEW_TOKENS
 from .text_pieces import PromptTail, first_of
@@ -28,6 +27,9 @@ _NEW_TOKENS = 256
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 _PLAIN = ("num_return_sequences", "num_beams", "repetition_penalty")
 _LEAST_TEMPERATURE = 1e-3
+
+#: Tokens before the new ones that may say how those are written.
+_BEFORE = 64
 
 #: Parameters that need one step after the other.
 BY_STEPS = ("logprobs", "logit_bias", "ignore_eos", "min_new_tokens", *PENALTIES, *FORMS)
@@ -284,7 +286,7 @@ class GivenText(TextHandler):
         if self.defaults.stop_strings:
             options["tokenizer"] = self.tokenizer
         if "stop" in parameters:
-            options["stopping_criteria"] = stopping_at(self.tokenizer, parameters["stop"])
+            options["stopping_criteria"] = _stopping_at(self.tokenizer, parameters["stop"])
         return options
 
     def _generated(self, batch: list[Request], skip: int, **inputs: Any) -> list[list[list[int]]]:
@@ -345,6 +347,40 @@ class GivenText(TextHandler):
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(secrets.randbits(63) if seed is None else seed)
             yield
+
+
+def _stopping_at(tokenizer: Any, stops: Sequence[str]) -> Any:
+    """A criterion that ends a row once its new text has one of the strings.
+
+    transformers' own ``stop_strings`` prepares the whole vocabulary for each new list of strings.
+    """
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    #: A token has at least one byte; some more for tokens without text.
+    window = 8 + 4 * max(map(len, stops))
+
+    def decode(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def has_stop(before: list[int], tokens: list[int]) -> bool:
+        text = PromptTail(decode, before).text_behind(tokens)
+        return first_of(stops, text) is not None
+
+    class Stopping(StoppingCriteria):  # type: ignore[misc, unused-ignore]
+        prompt: int | None = None
+
+        def __call__(self, input_ids: Any, _scores: Any, **_options: Any) -> Any:
+            import torch
+
+            if self.prompt is None:
+                self.prompt = input_ids.shape[1] - 1
+            start = max(self.prompt, input_ids.shape[1] - window)
+            known = max(0, start - _BEFORE)
+            rows = input_ids[:, known:].tolist()
+            done = [has_stop(row[: start - known], row[start - known :]) for row in rows]
+            return torch.tensor(done, device=input_ids.device)
+
+    return StoppingCriteriaList([Stopping()])
 
 
 def has_prefix(pipeline: Any) -> bool:

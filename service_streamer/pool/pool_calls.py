@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from ..observe.timing import Timing
+from ..observe.record import Timing
 from ..remote.call_book import CallBook
 from ..remote.open_calls import Inflow, OpenCalls, RemoteCall
 from .client_memory import inline

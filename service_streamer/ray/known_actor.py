@@ -6,8 +6,7 @@ import threading
 import time
 
 from ..errors import WorkerLost, WorkerStartError
-from ..observe.record import BatchReport
-from ..observe.step_report import StepReport
+from ..observe.record import BatchReport, StepReport
 from ..supervision.supervisor import Loss
 from ..workers.diagnosis import obituary
 from ..workers.protocol import Failure, decode

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..observe.record import BatchReport
-from ..observe.step_report import StepReport
+from ..observe.record import BatchReport, StepReport
 from ..options.table import RayStreamerOptions
 from ..pool.pool_memory import PoolMemory, in_message, whole
 from ..workers.transport import WorkerEvent

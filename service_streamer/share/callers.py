@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..observe.record import ORDINARY, Precedence
-from ..observe.timing import Timing
+from ..observe.record import ORDINARY, Precedence, Timing
 
 
 class Caller:

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..observe.record import BatchReport
-from ..observe.step_report import StepReport
+from ..observe.record import BatchReport, StepReport
 from .coded_channel import CodedChannel
 from .diagnosis import (
     EXIT_FORK_RETURNED,

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import BadMessage, ModelError, UnpicklableItem
-from ..observe.record import BatchReport
-from ..observe.step_report import StepReport
+from ..observe.record import BatchReport, StepReport
 from .item_pickling import Encoding
 from .memory.payload import ATOMS, LARGE_IN_BATCH, PROTOCOL
 from .memory.window import synchronize

@@ -25,8 +25,7 @@ from typing import Any
 
 from ..errors import InvalidItems
 from ..managed_model import ManagedModel
-from ..observe.record import BatchReport
-from ..observe.step_report import StepReport
+from ..observe.record import BatchReport, StepReport
 from ..options.table import WorkerOptions
 from .diagnosis import EXIT_START_FAILED
 from .model_spec import ModelSpec

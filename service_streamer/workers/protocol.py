@@ -35,8 +35,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from ..errors import BadMessage, InvalidInput, ModelError, RemoteTraceback, UnpicklableItem
-from ..observe.record import BatchReport
-from ..observe.step_report import StepReport
+from ..observe.record import BatchReport, StepReport
 
 #: Of the messages from workers: to be raised with every change of them. A worker that starts after
 #: an upgrade of the package has another one than a web process that has been running since before.

@@ -27,8 +27,7 @@ from collections.abc import MutableSequence, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from ..observe.record import BatchReport
-from ..observe.step_report import StepReport
+from ..observe.record import BatchReport, StepReport
 from .model_spec import LoadedModel
 from .protocol import Failure, summary
 from .stages import FORWARD, INTAKE, OUTLET, Job, Stages

@@ -15,8 +15,7 @@ import time
 from collections.abc import MutableSequence
 from typing import TYPE_CHECKING, Any
 
-from ..observe.record import BatchReport
-from ..observe.step_report import StepReport
+from ..observe.record import BatchReport, StepReport
 from .model_spec import LoadedModel
 from .protocol import DROP, HOLD, RESUME
 from .step_admission import StepAdmission

@@ -13,8 +13,7 @@ from multiprocessing import util
 from typing import Any, NamedTuple
 
 from ..errors import WorkerLost, WorkerStartError
-from ..observe.record import BatchReport
-from ..observe.step_report import StepReport
+from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..supervision.supervisor import Loss
 from .model_spec import ModelSpec

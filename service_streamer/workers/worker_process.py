@@ -16,8 +16,7 @@ from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 from ..errors import WorkerStartError
-from ..observe.record import BatchReport
-from ..observe.step_report import StepReport
+from ..observe.record import BatchReport, StepReport
 from ..supervision.supervisor import Loss
 from . import serving
 from .child import STACKS_SIGNAL, held_back, run_child

@@ -16,8 +16,7 @@ from typing import Any
 
 from ...engine.backend import Backend, LoopReply, Mailbox
 from ...engine.streams import AsyncStream
-from ...observe.record import ORDINARY, Call, Precedence
-from ...observe.timing import Timing
+from ...observe.record import ORDINARY, Call, Precedence, Timing
 from .admission import ByteBudgets, ServiceOptions, answer_too_large, make_budgets
 from .api_keys import COMPUTE
 from .content_coding import decompressed

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from ...observe.timing import Timing
+from ...observe.record import Timing
 from ...options.checks import LONGEST_TENANT, check_priority
 from .refusals import Refusal
 
