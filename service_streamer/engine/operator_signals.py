@@ -47,13 +47,18 @@ def run_below_init() -> None:
     child = os.fork()
     if child:
         for each in numbers:
-            signal.signal(each, lambda number, _: os.kill(child, number))
+            signal.signal(each, lambda number, _: _pass_on(child, number))
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     while child:
         ended, status = os.wait()
         if ended == child:
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)  # as shells say that a signal ended it
+
+
+def _pass_on(child: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(child, number)
 
 
 def hold_signals() -> None:

@@ -93,9 +93,9 @@ def _shortened(text: str, pairs: list[tuple[str, ...]], room: int, tokenizer: An
     """A text that has no more tokens than there is room for, if that is possible."""
     mask = tokenizer.mask_token
     shortest = mask if mask and mask in text else text[0]
-    while text != shortest:
-        if all(len(tokenizer(text, *each, verbose=False)["input_ids"]) <= room for each in pairs):
-            break
+    while text != shortest and any(
+        len(tokenizer(text, *each, verbose=False)["input_ids"]) > room for each in pairs
+    ):
         text = shortest if shortest == mask else text.rpartition(" ")[0] or text[:-1]
     return text
 

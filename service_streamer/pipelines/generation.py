@@ -116,9 +116,9 @@ class Generator(GivenText):
                     raise InvalidInput(f"{field}: {text}")
                 whole += read_text(value, field=field, may_be_blank=True)
                 fit_text(whole, self.limit, self.tokenizer, field=field)
+        request.inputs = [*map(_for_template, messages, range(len(messages)))]
         goes_on = messages[-1]["role"] == "assistant"
         try:
-            request.inputs = [_for_template(message) for message in messages]
             ids = self._counter.apply_chat_template(
                 request.inputs,
                 add_generation_prompt=not goes_on,
@@ -180,14 +180,20 @@ class PipelineGenerator(Generator):
         return super()._config(self.pipeline._prepare_generate_kwargs(keywords))
 
 
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+def _for_template(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     """A copy of a message in which calls of tools, and their arguments, are no longer JSON."""
     copied = dict(message)
     if "tool_calls" in copied:
-        copied["tool_calls"] = json.loads(copied["tool_calls"])
-        for call in copied["tool_calls"]:
-            with contextlib.suppress(ValueError):  # the model that wrote them broke off
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+        try:
+            copied["tool_calls"] = json.loads(copied["tool_calls"])
+            functions: list[dict[str, Any]] = [each["function"] for each in copied["tool_calls"]]
+            for function in functions:
+                sent = function.setdefault("arguments", {})
+                with contextlib.suppress(ValueError):  # the model that wrote them broke off
+                    function["arguments"] = json.loads(sent or "{}") if type(sent) is str else sent
+        except (ValueError, TypeError, KeyError, AttributeError):
+            wanted = '[{"function": {"name": ..., "arguments": ...}}, ...]'
+            raise InvalidInput(f"inputs[{place}].tool_calls: must be {wanted}") from None
     return copied
 
 

@@ -194,9 +194,10 @@ def _wave_samples(content: bytes, value: object) -> tuple[Any, int]:
         ) from None
     frames = frames[: len(frames) - len(frames) % (channels * width)]
     if is_float and width in (4, 8):
-        samples: Any = np.frombuffer(frames, f"<f{width}").astype(np.float32)
+        samples: Any = np.frombuffer(frames, f"<f{width}")
         if not (np.abs(samples) <= 1e6).all():
-            raise InvalidInput("inputs: a sample of the WAV file is out of range")
+            raise InvalidInput("inputs: a sample of the WAV file is above 1,000,000; 1 is loudest")
+        samples = samples.astype(np.float32)
     elif width == 1:  # unsigned, unlike wider samples
         samples = np.frombuffer(frames, np.uint8).astype(np.float32) / 128 - 1
     elif width == 3:
@@ -206,5 +207,6 @@ def _wave_samples(content: bytes, value: object) -> tuple[Any, int]:
     elif width in (2, 4) and not is_float:
         samples = np.frombuffer(frames, f"<i{width}").astype(np.float32) / 2 ** (8 * width - 1)
     else:
-        raise InvalidInput(f"inputs: the WAV file has samples of {width} bytes; send 2")
+        kind, best = ("float samples", 4) if is_float else ("samples", 2)
+        raise InvalidInput(f"inputs: the WAV file has {kind} of {width} bytes; send {best}")
     return samples.reshape(-1, channels).mean(axis=1, dtype=np.float32), rate

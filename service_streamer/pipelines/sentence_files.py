@@ -59,13 +59,13 @@ def sentence_settings(read_json: Callable[[str], Any]) -> SentenceSettings:
     """
     paths = {_kind(each): each.get("path") for each in read_json("modules.json") or ()}
     pooling = (read_json(f"{paths['Pooling']}/config.json") or {}) if "Pooling" in paths else {}
-    own = read_json("config_sentence_transformers.json") or {}
+    own: dict[str, Any] = read_json("config_sentence_transformers.json") or {}
     texts: Any = next((found for name in _TOKENIZING if (found := read_json(name))), {})
-    #: Two names are known to every model.
-    prompts = {"query": "", "document": "", **(own.get("prompts") or {})}
+    # Two names are known to every model.
+    prompts = own["prompts"] = {"query": "", "document": "", **(own.get("prompts") or {})}
     modes = _modes(pooling)
     return SentenceSettings(
-        _obstacle(paths, modes, own, prompts) or _obstacle_of_texts(texts),
+        _obstacle(paths, modes, own) or _obstacle_of_texts(texts),
         pooling=modes[0],
         pools_prompt=pooling.get("include_prompt") is not False,
         prompts={name: text or "" for name, text in prompts.items()},
@@ -89,12 +89,7 @@ def _modes(pooling: Mapping[str, Any]) -> list[str]:
     return [name.removeprefix("pooling_mode_").partition("_token")[0] for name in names]
 
 
-def _obstacle(
-    paths: Mapping[str, Any],
-    modes: list[str],
-    own: Mapping[str, Any],
-    prompts: Mapping[str, Any],
-) -> str:
+def _obstacle(paths: Mapping[str, Any], modes: list[str], own: Mapping[str, Any]) -> str:
     unknown = sorted(paths.keys() - _MODULES)
     if unknown:
         return f"it has modules of sentence-transformers, such as {unknown[0]}"
@@ -106,7 +101,7 @@ def _obstacle(
         return f"it pools by {' and '.join(modes)}"
     if own.get("truncate_dim"):
         return f"its vectors are cut to {own['truncate_dim']} numbers; ask for so many dimensions"
-    if own.get("default_prompt_name", "query") not in (None, *prompts):
+    if own.get("default_prompt_name", "query") not in (None, *own["prompts"]):
         return f"its default_prompt_name, {own['default_prompt_name']!r}, is none of its prompts"
     return ""
 

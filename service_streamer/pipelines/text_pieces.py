@@ -14,10 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .decoding import cleans_spaces
-from .token_words import TokenWords
-
-#: What decoders write for a part of a character.
-_BROKEN = "\ufffd"
+from .token_words import BROKEN, TokenWords
 
 #: Decoders (of the package tokenizers) whose text of later tokens does not depend on earlier ones,
 #: but for the token just before.
@@ -138,7 +135,7 @@ class TextPieces:
 
     def _unsent(self) -> str:
         text = self._decoder.decode(self._tokens[self._start :])
-        self._is_broken = text.endswith(_BROKEN)
+        self._is_broken = text.endswith(BROKEN)
         if self._decoder.is_local:
             return self._held + _behind(text, self._before)
         return _behind(text, self._prompt)[self._sent :]
@@ -170,7 +167,7 @@ class PromptTail:
         for count in (*_CONTEXT, len(prompt)):
             self.tokens = [*prompt[-count:]] if count else []
             self.text = decode(self.tokens) if self.tokens else ""
-            if self.text and not self.text.startswith(_BROKEN):
+            if self.text and not self.text.startswith(BROKEN):
                 break
 
     def text_behind(self, tokens: Sequence[int]) -> str:
@@ -181,7 +178,7 @@ class PromptTail:
 def _behind(text: str, before: str) -> str:
     """The part of a text behind its beginning, as that was written by itself."""
     if not text.startswith(before):
-        before = before.rstrip(_BROKEN)  # a character has got its other parts
+        before = before.rstrip(BROKEN)  # a character has got its other parts
     if text.startswith(before):
         return text[len(before) :]
     count = len("".join(before.split()))  # some blanks were cleaned up

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 #: What decoders write for a part of a character.
-_BROKEN = "\ufffd"
+BROKEN = "\ufffd"
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
@@ -50,7 +50,7 @@ class TokenWords:
 
     def _word(self, token: int) -> Word:
         text = self._text(token)
-        raw = self._raw(token) if _BROKEN in text else None
+        raw = self._raw(token) if BROKEN in text else None
         return Word(text, raw, token in self._special)
 
     def _text(self, token: int) -> str:

@@ -27,10 +27,8 @@ from typing import Any, BinaryIO
 
 from ..engine.build import assemble
 from ..errors import StreamerBroken
-from ..workers.process import ProcessTransport
 from ..workers.protocol import summary
 from ..workers.starting import find_interpreter, startable
-from ..workers.transport import Transport
 from .directory import paths_of
 from .election import Leadership
 from .pool_acceptor import turn_away
@@ -169,11 +167,6 @@ def _server(boot: PoolBoot, listener: socket.socket, leadership: Leadership) -> 
     transport = boot.transport(boot.spec, options, memory)
     engine = assemble(transport, options, _given_lengths if boot.has_lengths else None)
     return PoolServer(boot.name, listener, engine, options, boot.wishes, leadership, memory)
-
-
-def process_transport(spec: bytes, options: Any, memory: PoolMemory) -> Transport:
-    """The workers are processes of this host."""
-    return ProcessTransport(spec, options, memory=memory)
 
 
 def _given_lengths(items: Any) -> list[float]:

@@ -14,6 +14,7 @@ from ..options.table import StreamerOptions
 from ..workers.child import refuse_unguarded_main
 from ..workers.item_pickling import ItemPickling, pickled_spec
 from ..workers.payload_channel import SharedMemory
+from ..workers.process import ProcessTransport
 from ..workers.starting import ByValue, has_main
 from . import pool_protocol
 from .directory import own_directory, paths_of
@@ -21,7 +22,7 @@ from .pool_calls import PoolBook
 from .pool_client import PoolClient
 from .pool_link import Connector
 from .pool_log import opened_log
-from .pool_process import main_module, process_transport
+from .pool_process import main_module
 from .pool_protocol import PROTOCOL, Hello, MakeTransport, PoolBoot
 from .support import why_unsupported
 from .wishes import wishes_of
@@ -35,7 +36,7 @@ def pool_clients(
     model: Model,
     options: StreamerOptions,
     *,
-    transport: MakeTransport = process_transport,
+    transport: MakeTransport = ProcessTransport,
     by_value: ByValue | None = None,
 ) -> Callable[[], PoolClient]:
     """Makes clients of the pool, all of which want the same: one for each process after a fork.

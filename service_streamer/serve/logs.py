@@ -63,10 +63,6 @@ def _model_of_thread() -> str | None:
     return _models.get(threading.current_thread())
 
 
-def _no_model() -> None:
-    return None
-
-
 class _TextFormatter(logging.Formatter):
     def __init__(self, model: Callable[[], str | None]) -> None:
         super().__init__(_TEXT)
@@ -88,9 +84,7 @@ def prepare_workers(log_format: LogFormat, model: Callable[[], str | None]) -> N
     serving.preparation = lambda: functools.partial(configure_logging, log_format, model=model())
 
 
-def formatter(
-    log_format: LogFormat, model: Callable[[], str | None] = _no_model
-) -> logging.Formatter:
+def formatter(log_format: LogFormat, model: Callable[[], str | None]) -> logging.Formatter:
     """The form of a line.
 
     Args:

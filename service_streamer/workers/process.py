@@ -79,9 +79,9 @@ class ProcessTransport(Transport):
         self,
         spec: ModelSpec | bytes,
         options: WorkerOptions,
+        memory: SharedMemory | None = None,
         *,
         noun: str = "worker",
-        memory: SharedMemory | None = None,
     ) -> None:
         self._noun = noun
         monkey: Any = sys.modules.get("gevent.monkey")

@@ -209,8 +209,7 @@ def _existing_folder() -> Iterator[None]:
     try:
         os.getcwd()
     except FileNotFoundError:
-        elsewhere = types.SimpleNamespace(**{**vars(os), "getcwd": lambda: "/"})
-        vars(spawn)["os"] = elsewhere
+        vars(spawn)["os"] = types.SimpleNamespace(**{**vars(os), "getcwd": lambda: "/"})
     try:
         yield
     finally:

@@ -223,8 +223,7 @@ class Cycle:
                     if self._held > self._options.max_body:
                         raise too_large(self._options.max_body)
         except TimeoutError:
-            text = f"the body did not arrive within the timeout of {self.timeout:g} s (--timeout)"
-            raise Refusal(408, "timeout", text, reason="timeout", code="request_timeout") from None
+            raise late_body(self.timeout) from None
         return b"".join(parts)
 
     # -- computing
@@ -342,6 +341,11 @@ def answer(
 ) -> None:
     """Answer with JSON."""
     exchange.answer(status, (JSON_TYPE, *headers), body)
+
+
+def late_body(timeout: float) -> Refusal:
+    text = f"the body did not arrive within {timeout:.3g} s, set by --timeout or the client"
+    return Refusal(408, "timeout", text, reason="timeout", code="request_timeout")
 
 
 def answer_early(exchange: Exchange, refused: Refusal, max_body: int) -> None:

@@ -106,23 +106,17 @@ _Seed = Annotated[
 _Tools = list[Annotated[Any, Meta(description="not supported")]] | None  # items have a schema
 
 
-class CompletionsRequest(HarmlessFields, forbid_unknown_fields=True):
-    """OpenAI's form; unsupported fields must have their default values."""
+class GenerationFields(HarmlessFields, kw_only=True):
+    """What both of OpenAI's forms have; unsupported fields must have their default values."""
 
-    prompt: TextsOrTokens
     model: Ignored = None
-    max_tokens: _FewTokens | None = 16
-    max_completion_tokens: _FewTokens | None = None
     temperature: _Temperature | None = 1.0
     top_p: _TopP | None = 1.0
     n: _Most | None = 1
     stop: _Stop = None
     seed: _Seed | None = None
-    echo: bool | None = False
     stream: bool | None = False
-    best_of: _Most | None = None
-    logprobs: _Alternatives | None = None
-    suffix: str | None = None
+    stream_options: StreamOptions | None = None
     presence_penalty: _Penalty | None = 0.0
     frequency_penalty: _Penalty | None = 0.0
     logit_bias: _Biases | None = None
@@ -132,7 +126,18 @@ class CompletionsRequest(HarmlessFields, forbid_unknown_fields=True):
     repetition_penalty: _Repetition | None = None
     min_tokens: _Least | None = None
     ignore_eos: bool | None = None
-    stream_options: StreamOptions | None = None
+
+
+class CompletionsRequest(GenerationFields, forbid_unknown_fields=True):
+    """OpenAI's form of a prompt to continue."""
+
+    prompt: TextsOrTokens
+    max_tokens: _FewTokens | None = 16
+    max_completion_tokens: _FewTokens | None = None
+    echo: bool | None = False
+    best_of: _Most | None = None
+    logprobs: _Alternatives | None = None
+    suffix: str | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -153,7 +158,7 @@ class TextPart(Struct, forbid_unknown_fields=True):
 
 
 class ChatMessage(HarmlessMessageFields, forbid_unknown_fields=True):
-    """A message of a chat, also as an answer has it."""
+    """A message of a chat."""
 
     role: str
     content: str | list[TextPart] | None = None
@@ -177,31 +182,14 @@ class ChatMessage(HarmlessMessageFields, forbid_unknown_fields=True):
         return message
 
 
-class ChatRequest(HarmlessFields, forbid_unknown_fields=True):
-    """OpenAI's form; unsupported fields must have their default values."""
+class ChatRequest(GenerationFields, forbid_unknown_fields=True):
+    """OpenAI's form of a chat."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    model: Ignored = None
     max_tokens: _Tokens | None = None
     max_completion_tokens: _Tokens | None = None
-    temperature: _Temperature | None = 1.0
-    top_p: _TopP | None = 1.0
-    n: _Most | None = 1
-    stop: _Stop = None
-    seed: _Seed | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
     logprobs: bool | None = False
     top_logprobs: _Alternatives | None = None
-    presence_penalty: _Penalty | None = 0.0
-    frequency_penalty: _Penalty | None = 0.0
-    logit_bias: _Biases | None = None
-    response_format: _Format = None
-    top_k: _TopK | None = None
-    min_p: _Share | None = None
-    repetition_penalty: _Repetition | None = None
-    min_tokens: _Least | None = None
-    ignore_eos: bool | None = None
     tools: _Tools = None
     tool_choice: Any = None
     functions: _Tools = None

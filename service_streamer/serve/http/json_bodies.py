@@ -35,7 +35,9 @@ _PIECE, _VALUES, _LENGTH = 64 << 10, 4096, 16
 #: How deep lists and dicts of a body are taken apart. Each level looks at all bytes once more.
 _LEVELS = 4
 
-_HALF_PAIR = re.compile(rb"\\ud[89ab]..(?:[^\\]|\\[^u]|\\u(?!d[c-f]))", re.I | re.DOTALL)
+_HALF_PAIR = re.compile(
+    rb"(?<!\\)(?:\\\\)*\\ud[89ab]..(?:[^\\]|\\[^u]|\\u(?!d[c-f]))", re.IGNORECASE | re.DOTALL
+)
 _NO_NUMBERS = re.compile(rb'["{]')
 
 #: Bytes of JSON that are sent at once. Up to so many, an answer says how long it is.

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from .api_keys import ADMIN
+from .cycle import late_body
 from .endpoint import stopping
 from .json_bodies import decoded
 from .locks import check_caller
@@ -87,7 +88,13 @@ class ModelControl:
             )
         check_caller(service, path, None if is_index else ADMIN, request)
         try:
-            return await handler(request, await self._read(request))
+            async with asyncio.timeout(service.options.timeout) as waiting:
+                body = await self._read(request)
+            return await handler(request, body)
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            refused = late_body(service.options.timeout)
         except ClientDisconnect:
             service.requests.disconnects += 1
             return Response()  # for nobody
@@ -157,20 +164,19 @@ def _json(value: Any) -> Response:
 async def repository_index(models: Models, *, only_ready: bool) -> list[dict[str, str]]:
     """All models, or those that are ready, and how they stand."""
     await models.look()
+    found = {each.model: each.standing() for each in models}
     repository = models.repository
-    states = (
-        {each.model: each.standing()[0] for each in models}
-        if repository is None
-        else repository.names()
-    )
-    shown = {name: _STATES.get(state, "UNAVAILABLE") for name, state in states.items()}
-    reasons = {each.model: each.standing()[1] for each in models}
+    names = {name: each[0] for name, each in found.items()}
+    shown = {
+        name: _STATES.get(state, "UNAVAILABLE")
+        for name, state in (names if repository is None else repository.names()).items()
+    }
     return [
         {
             "name": name,
             "version": "1",
             "state": state,
-            "reason": "" if state == "READY" else reasons.get(name, "unloaded"),
+            "reason": "" if state == "READY" else found.get(name, ("", "unloaded"))[1],
         }
         for name, state in shown.items()
         if state == "READY" or not only_ready

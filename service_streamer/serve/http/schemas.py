@@ -110,7 +110,7 @@ _logged: set[str] = set()
 
 def log_harmless(sent: HarmlessFields | HarmlessMessageFields) -> None:
     """Name the fields with a value in the log, each once in the life of the process."""
-    kind: Any = type(sent).__base__
+    kind = HarmlessFields if isinstance(sent, HarmlessFields) else HarmlessMessageFields
     for name in kind.__struct_fields__:
         if name not in _logged and getattr(sent, name):
             _logged.add(name)

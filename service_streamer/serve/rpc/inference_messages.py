@@ -137,8 +137,7 @@ def _add(message: Any, owner: str, number: str, kind: str, name: str) -> None:
         _add(entry, "", "2", "InferParameter", "value")
         kind = f"{owner}.ParametersEntry"
     if kind[0].isupper():
-        is_enum = kind == "DataType"
-        field.type = _FIELD.TYPE_ENUM if is_enum else _FIELD.TYPE_MESSAGE
+        field.type = _FIELD.TYPE_ENUM if kind == "DataType" else _FIELD.TYPE_MESSAGE
         field.type_name = f".{PACKAGE}.{kind}"
     else:
         field.type = getattr(_FIELD, f"TYPE_{kind.upper()}")
