@@ -260,7 +260,7 @@ def grpc(address: str, model: str) -> None:
         refused("NOT_FOUND", "version 1 only", server.infer, model, given, "3")
         invalid, late = "INVALID_ARGUMENT", "DEADLINE_EXCEEDED"
         refused(invalid, "'sequence_id' is not", server.infer, model, given, sequence_id=3)
-        refused(late, "timeout of 1e-06 s .--timeout", server.infer, model, given, timeout=1)
+        refused(late, "timeout of 1e-06 s, set by --timeout", server.infer, model, given, timeout=1)
         large, many = ([numbers(client, np.ones(count, "f4"))] for count in (1 << 20, 257))
         refused("RESOURCE_EXHAUSTED", "larger than max", server.infer, model, large)
         says = "257 inputs exceed the queue's limit of 256"

@@ -185,7 +185,7 @@ def test_a_batch_that_is_one_array_may_be_larger_than_the_models(models: Serving
 
 def test_the_deadline_of_a_request(service: Serving) -> None:
     asked = PREDICTING | {"parameters": {"timeout": 1}}
-    assert "timeout of 1e-06 s (--timeout" in told(service.post(INFER, asked), 504)
+    assert "timeout of 1e-06 s, set by --timeout" in told(service.post(INFER, asked), 504)
 
 
 def test_metrics_count_a_request(service: Serving) -> None:

@@ -261,7 +261,7 @@ def late(response: httpx.Response) -> None:
     status = 408 if response.status_code == 408 else 504
     said = error(response, status)
     assert said["type"] == "timeout"
-    assert "s (--timeout" in said["message"]
+    assert "s, set by --timeout" in said["message"]
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-1", "nan", "1e99"])
