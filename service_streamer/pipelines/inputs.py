@@ -196,7 +196,7 @@ def _wave_samples(content: bytes, value: object) -> tuple[Any, int]:
     if is_float and width in (4, 8):
         samples: Any = np.frombuffer(frames, f"<f{width}")
         if not (np.abs(samples) <= 1e6).all():
-            raise InvalidInput("inputs: a sample of the WAV file is out of range, at most 1,000,000")
+            raise InvalidInput("inputs: a sample of the WAV file is out of range (1,000,000)")
         samples = samples.astype(np.float32)
     elif width == 1:  # unsigned, unlike wider samples
         samples = np.frombuffer(frames, np.uint8).astype(np.float32) / 128 - 1
