@@ -67,7 +67,7 @@ def start_pool(boot: PoolBoot) -> None:
             _log_of(boot) as log,
             subprocess.Popen(
                 # The argument at the end makes room for the title.
-                [executable, *flags, "-c", _PROGRAM, str(descriptor), " " * 64],
+                [executable, *flags, "-P", "-c", _PROGRAM, str(descriptor), " " * 64],
                 stdin=subprocess.DEVNULL,
                 # Who reads what this process prints, to its end, would wait for that of the pool.
                 stdout=log,

@@ -14,11 +14,13 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvloop
@@ -42,7 +44,6 @@ from .http.app import create_app, create_site, traced
 from .http.asgi import ASGIBridge
 from .http.background import Failures, start_task
 from .http.cors import CrossOrigin
-from .http.descriptors import open_a_file
 from .http.endpoint import stopping
 from .http.keyring import Keyring
 from .http.listening import HTTPServer
@@ -137,13 +138,13 @@ async def _look(*files: TLS | Keyring | None) -> None:
 
     Also say when no file can be opened: uvloop closes new connections then without a word.
     """
-    looks = [
+    looks: list[tuple[Callable[[], object], Failures]] = [
         (each.look, Failures("--ssl-certfile or --api-key-file was not read again"))
         for each in files
         if each is not None
     ]
     lacks_files = "no file can be opened, so new connections are closed: raise `ulimit -n`"
-    looks.append((open_a_file, Failures(lacks_files)))
+    looks.append((Path(os.devnull).read_bytes, Failures(lacks_files)))
     while True:
         await asyncio.sleep(_LOOK)
         for look, failures in looks:

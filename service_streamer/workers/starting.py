@@ -204,16 +204,23 @@ def _existing_folder() -> Iterator[None]:
     """Have new processes run in ``/`` if the folder of this one was removed, as of an old release.
 
     multiprocessing asks for the folder. Only its answer is changed: to change the folder itself
-    would move all threads of the program.
+    would move all threads of the program. And Python 3.13 cannot look for modules there (-P).
     """
+    command: Callable[..., list[str]] = spawn.get_command_line
+
+    def safe_command(**names: Any) -> list[str]:
+        python, *others = command(**names)
+        return [python, "-P", *others] if "-c" in others else [python, *others]
+
     try:
         os.getcwd()
     except FileNotFoundError:
         vars(spawn)["os"] = types.SimpleNamespace(**{**vars(os), "getcwd": lambda: "/"})
+        vars(spawn)["get_command_line"] = safe_command
     try:
         yield
     finally:
-        vars(spawn)["os"] = os
+        vars(spawn).update(os=os, get_command_line=command)
 
 
 def has_main() -> bool:

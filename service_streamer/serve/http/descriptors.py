@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 
 #: Connections of one process, however many files it may open. Arbitrary; bounds their memory.
@@ -26,8 +25,3 @@ def max_connections() -> int:
             break
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _MOST if limit == resource.RLIM_INFINITY else min(_MOST, limit // 2)
-
-
-def open_a_file() -> None:
-    """Raises OSError: this process, or the system, has too many open files."""
-    os.close(os.open(os.devnull, os.O_RDONLY))

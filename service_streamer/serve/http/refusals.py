@@ -188,9 +188,7 @@ def refusal(
     )  # the model's own exception, of any class
     for kind, row in () if is_models else _TABLE:
         if isinstance(error, kind):
-            known = (
-                "" if timeout is None else f" of {timeout:.3g} s, set by --timeout or the client"
-            )
+            known = f" of {timeout:.3g} s, set by --timeout or the client" if timeout else ""
             message = row.message.format(known)
             message += f" ({error})" if debug else ""
             return Refusal(
