@@ -36,7 +36,7 @@ class SentenceSettings(NamedTuple):
         obstacle: why its vectors would differ from sentence-transformers'; empty if they agree.
         pooling: of the tokens' vectors: "mean", "cls", "lasttoken" or "max".
         pools_prompt: whether the tokens of a prompt are pooled, too.
-        prompts: texts that may come before the inputs, by name.
+        prompts: texts that may come before the inputs, by name. Every model has two.
         default: name of the prompt of inputs that choose none; None for no prompt.
         limit: maximum number of tokens of a text; None if the files do not say.
         lowers: whether texts are written in lower case.
@@ -61,7 +61,6 @@ def sentence_settings(read_json: Callable[[str], Any]) -> SentenceSettings:
     pooling = (read_json(f"{paths['Pooling']}/config.json") or {}) if "Pooling" in paths else {}
     own: dict[str, Any] = read_json("config_sentence_transformers.json") or {}
     texts: Any = next((found for name in _TOKENIZING if (found := read_json(name))), {})
-    # Two names are known to every model.
     prompts = own["prompts"] = {"query": "", "document": "", **(own.get("prompts") or {})}
     modes = _modes(pooling)
     return SentenceSettings(

@@ -35,8 +35,9 @@ _PIECE, _VALUES, _LENGTH = 64 << 10, 4096, 16
 #: How deep lists and dicts of a body are taken apart. Each level looks at all bytes once more.
 _LEVELS = 4
 
+#: It begins with fixed bytes, for which re looks fast: 16 MB that do not match take 0.2 s at most.
 _HALF_PAIR = re.compile(
-    rb"(?<!\\)(?:\\\\)*\\ud[89ab]..(?:[^\\]|\\[^u]|\\u(?!d[c-f]))", re.IGNORECASE | re.DOTALL
+    rb"\\u[dD](?<!\\\\u[dD])[89abAB]..(?:[^\\]|\\[^u]|\\u(?![dD][c-fC-F]))", re.DOTALL
 )
 _NO_NUMBERS = re.compile(rb'["{]')
 
@@ -58,7 +59,7 @@ def decoded(decoder: msgspec.json.Decoder[Any], body: bytes | memoryview) -> Any
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if not body:
             raise undecodable(msgspec.DecodeError("it is empty")) from None
-        if type(error) is msgspec.DecodeError and _HALF_PAIR.search(body):  # said to be truncated
+        if type(error) is msgspec.DecodeError and _HALF_PAIR.search(body):
             text = r"it has a lone surrogate, such as \ud83d; send whole pairs"
             raise undecodable(msgspec.DecodeError(text)) from None
         raise undecodable(error, getattr(decoder.type, "__struct_fields__", ())) from None
