@@ -13,8 +13,6 @@ from service_streamer.observe.record import BatchRecord, BatchReport, Call, Prec
 
 BATCH_SIZE = 5
 MAX_LATENCY = 0.05
-#: The longest that a worker is held back while others are tried, seconds.
-LONGEST_TRIAL = 60.0
 #: Seconds of a batch in each stage of its worker: three alike, and one beside which the others
 #: matter.
 STAGES = [(0.01, 0.01, 0.01), (0.001, 0.01, 0.004)]
@@ -218,7 +216,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.slots)
     @rule(data=st.data())
     def fail_all_that_it_holds(self, data: st.DataObject) -> None:
-        """So that there are trials."""
+        """So that it is held back."""
         slot = data.draw(st.sampled_from(self.slots))
         for _ in range(4):
             for batch in [batch for batch in self.in_flight if batch.slot == slot]:
@@ -267,11 +265,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     def nobody_waits_in_vain(self) -> None:
         """While a worker is free less than a batch waits, and not for ever; nor many for one."""
-        tried = self.batcher.health.trials.keys()  # who waits there waits for another worker
-        if tried - self.retiring:
-            assert self.batcher.deadline <= self.now + LONGEST_TRIAL
-        held = {slot: 0 for slot in self.slots if slot not in self.retiring | tried}
-        assert held or not tried
+        suspects = set(self.batcher.health.held_back)
+        held = {slot: 0 for slot in self.slots if slot not in self.retiring | suspects}
+        assert held or not suspects
         for batch in self.in_flight:
             if batch.slot in held:
                 held[batch.slot] += 2 if batch.losses else 1

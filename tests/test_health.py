@@ -12,78 +12,46 @@ from bad_items import Service
 from service_streamer import BadMessage, InvalidInput, UnpicklableItem
 from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
-from service_streamer.supervision.health import INTERVAL, LONGEST_TRIAL, TRIALS, Health, Quarantine
+from service_streamer.supervision.health import INTERVAL, ROW, Health
 from service_streamer.workers.protocol import Failure
 
-# -- rows and trials
+# -- rows
 
 
-class Over:
-    """A trial that has ended."""
-
-    def __init__(self, *, failed: int = 0, runs: int = 1) -> None:
-        self.parts, self.runs, self.failed, self.is_void = 0, runs, failed, False
-
-
-AGAINST, FOR, VOID = {"failed": 0}, {"failed": 1}, {"runs": 0}
-
-
-def try_worker(health: Health, outcome: dict[str, int], slot: int = 1, now: float = 0.0) -> Any:
-    """Fail batches until there is a trial; how many it took, and what came of the trial."""
-    failures = 1
-    while not health.failed(slot, now):
-        failures += 1
-    health.begin_trial(slot, Over(**outcome), now)
-    return failures, *health.judge(now)
-
-
-@pytest.mark.parametrize("outcome", [FOR, VOID])
-def test_three_trials_against_it_condemn_a_worker_in_any_case(outcome: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("others", "row", "is_suspect"),
+    [
+        ("", ROW, False),  # of a lone worker nothing else is known
+        ("c", ROW - 1, False),
+        ("c", ROW, True),
+        ("f", ROW, False),
+        ("cf", ROW, False),
+        ("ccf", ROW, True),
+    ],
+)
+def test_worker_is_suspected_by_its_row_and_what_the_others_did_last(
+    others: str, row: int, is_suspect: bool
+) -> None:
     health = Health()
-    assert try_worker(health, AGAINST) == (2, [1], [])
-    assert try_worker(health, outcome)[1:] == ([1], [])
-    assert try_worker(health, AGAINST)[1:] == ([1], [])
-    assert try_worker(health, AGAINST) == (1, [], [1])
-
-
-def test_what_fails_elsewhere_too_is_looked_at_less_and_less_often() -> None:
-    health = Health()
-    told = [try_worker(health, FOR) for _ in range(9)]
-    assert told == [(n, [1], []) for n in (2, 2, 4, 8, 16, 32, 64, 64, 64)]
+    for _ in range(row):
+        health.failed(0, 0.0)
+    for slot, outcome in enumerate(others, 1):
+        if outcome == "c":
+            health.computed(slot)
+        else:
+            health.failed(slot, 0.0)
+    assert health.is_suspect(0) is is_suspect
 
 
 def test_a_lost_worker_is_forgotten() -> None:
     health = Health()
-    for _ in range(2):
-        try_worker(health, AGAINST)
-    health.failed(1, 0.0)
-    health.begin_trial(1, Over(), 0.0)
+    health.computed(2)
+    for _ in range(ROW):
+        health.failed(1, 0.0)
+    health.held_back.append(1)
     health.lost(1, 0.0, had_new_items=False)
-    assert health.judge(0.0) == ([], [])
-    assert not health.failed(1, 0.0), "of a new worker nothing is known"
-
-
-@pytest.mark.parametrize(
-    ("others", "runs", "failed", "is_over"),
-    [
-        ("oooooooo", 8, 0, True),  # eight computed
-        ("ooooooo", 7, 0, False),
-        ("ooof", 3, 1, True),
-        ("f", 0, 1, True),
-    ],
-)
-def test_a_quarantine_counts_what_the_others_do(
-    others: str, runs: int, failed: int, is_over: bool
-) -> None:
-    health = Health()
-    trial = Quarantine()
-    health.begin_trial(1, trial, 0.0)
-    for outcome in others:
-        if outcome == "o":
-            health.computed(2)
-        else:
-            health.failed(2, 0.0)
-    assert (trial.runs, trial.failed, trial.parts == 0) == (runs, failed, is_over)
+    assert not health.is_suspect(1), "of a new worker nothing is known"
+    assert not health.held_back
 
 
 def test_no_worker_answers_when_ten_batches_in_a_row_failed_lately() -> None:
@@ -129,10 +97,12 @@ KINDS = pytest.mark.parametrize(
 
 @KINDS
 @pytest.mark.parametrize(("good", "bad"), [(0, 2), (1, 8), (3, 2), (8, 8), (64, 1)])
-def test_bad_callers_have_no_worker_replaced(good: int, bad: int, options: dict[str, Any]) -> None:
+def test_bad_callers_have_few_workers_replaced(
+    good: int, bad: int, options: dict[str, Any]
+) -> None:
     service = service_of(good, bad, **options)
     service.run(5.0)
-    assert service.condemned == []
+    assert len(service.condemned) <= (1 if good else 0)
     if not good:
         assert service.batcher.health.is_failing(service.now)
 
@@ -147,8 +117,7 @@ def test_one_that_fails_everything_is_replaced_once(good: int, options: dict[str
     service.run(12.0)
     assert [slot for _, slot in service.condemned] == [2]
     assert service.condemned[0][0] < 10.0
-    if not options:
-        assert service.failed() <= 2
+    assert service.failed() <= 20 * good  # until another one has computed its first batch
     assert not service.batcher.health.is_failing(service.now)
 
 
@@ -158,11 +127,9 @@ def test_one_that_fails_everything_is_replaced_beside_a_bad_caller(options: dict
         8, 1, fails=lambda batch: batch.slot == 2 or "bad" in batch.payloads, **options
     )
     service.run(60.0)
-    if options:  # then it is held back for most of the time at least
-        assert {slot for _, slot in service.condemned} <= {2}
-    else:
-        assert [slot for _, slot in service.condemned] == [2]
-        assert service.failed() <= 8
+    assert [slot for _, slot in service.condemned][:1] == [2]
+    if not options:
+        assert service.failed() <= 8 * ROW
 
 
 @pytest.mark.parametrize("share", [1, 5, 20])
@@ -173,7 +140,7 @@ def test_where_bad_items_are_everywhere_workers_are_not_held_back(share: int) ->
     held_back = batches = 0
     for second in range(200):
         service.run(second / 10)
-        held_back += len(service.batcher.health.trials)
+        held_back += len(service.batcher.health.held_back)
         batches += 4
     assert service.condemned == []
     assert held_back <= 0.1 * batches
@@ -223,79 +190,56 @@ def test_which_errors_blame_an_input(error: Exception, blames: bool) -> None:
     assert pickle.loads(pickle.dumps(Failure.caught(error))).blames_input is blames
 
 
-def failed(batcher: Batcher, batch: BatchRecord) -> Actions:
-    return batcher.batch_returned(BatchReport(batch.id, failure=Error(), slot=batch.slot), 0.0)
-
-
-def submit(batcher: Batcher) -> list[BatchRecord]:
-    """The batches that a call of one item has begin."""
-    return batcher.call_submitted(Call(["x"], None), 0.0).batches
-
-
-def batcher_of_two(**options: Any) -> Batcher:
-    batcher = Batcher(max_latency=0.0, **options)
-    for slot in (0, 1):
-        batcher.worker_ready(slot, 0.0)
-    return batcher
-
-
-def holding_back(**options: Any) -> tuple[Batcher, int]:
-    """A batcher that holds back one of its two workers, and the slot of that."""
-    batcher = batcher_of_two(**options)
-    for _ in range(3):
-        [batch] = submit(batcher)
-        failed(batcher, batch)
-    [held_back] = batcher.health.trials
-    return batcher, held_back
-
-
 # -- one that is held back
 
 
-@pytest.mark.parametrize("other", ["retires", "is lost"])
-def test_one_that_is_held_back_goes_on_at_once_when_no_other_takes_batches(other: str) -> None:
-    batcher, held_back = holding_back(batch_size=2)
-    for _ in range(6):
-        submit(batcher)
-    if other == "retires":
-        actions = batcher.worker_retiring(1 - held_back, 0.0)
-    else:
-        actions = batcher.worker_lost(1 - held_back, None, 0.0)
-        assert not batcher.health.trials
-    assert [batch.slot for batch in actions.batches][:1] == [held_back]
-    batcher.check_invariants()
+def submit(batcher: Batcher) -> Actions:
+    return batcher.call_submitted(Call(["x"], None), 0.0)
 
 
-def test_one_that_is_held_back_stays_so_if_it_is_kept() -> None:
-    batcher, held_back = holding_back(batch_size=2)
-    batcher.worker_retiring(held_back, 0.0)
-    batcher.worker_kept(held_back, 0.0)
+def batcher_that_holds_back() -> Batcher:
+    """Of five workers two fail everything: 1 was replaced just now, so 0 is held back."""
+    batcher = Batcher(max_latency=0.0, batch_size=2)
+    for slot in range(5):
+        batcher.worker_ready(slot, 0.0)
+    condemned: list[int] = []
+    while not (condemned and batcher.health.held_back):
+        batches = [batch for _ in range(5) for batch in submit(batcher).batches]
+        for batch in sorted(batches, key=lambda batch: -batch.slot):
+            failure = Error() if batch.slot < 2 else None
+            report = BatchReport(batch.id, ["y"], failure=failure, slot=batch.slot)
+            for slot in batcher.batch_returned(report, 0.0).condemned:
+                condemned.append(slot)
+                batcher.worker_lost(slot, None, 0.0)
+    assert (condemned, batcher.health.held_back) == ([1], [0])
+    return batcher
+
+
+@pytest.mark.parametrize("others", ["retire", "are lost"])
+def test_worker_that_is_held_back_goes_on_when_no_other_takes_batches(others: str) -> None:
+    batcher = batcher_that_holds_back()
     for _ in range(9):
-        assert held_back not in [batch.slot for batch in submit(batcher)]
+        submit(batcher)
+    for slot in (2, 3, 4):
+        if others == "retire":
+            actions = batcher.worker_retiring(slot, 0.0)
+        else:
+            actions = batcher.worker_lost(slot, None, 0.0)
+    assert [batch.slot for batch in actions.batches][:1] == [0]
     batcher.check_invariants()
 
 
-def test_what_fails_after_its_callers_have_gone_is_not_held_against_the_worker_before() -> None:
-    batcher = batcher_of_two(batch_size=1)
-    for _ in range(2 * TRIALS):
-        while not batcher.health.trials:
-            call = Call(["x"], None)
-            [batch] = batcher.call_submitted(call, 0.0).batches
-            again = failed(batcher, batch).batches
-        [tried] = batcher.health.trials
-        assert again[0].slot != tried
-        batcher.call_expired(call)
-        assert not failed(batcher, again[0]).condemned
-        assert not batcher.health.trials
+def test_worker_that_is_held_back_stays_so_if_it_is_kept() -> None:
+    batcher = batcher_that_holds_back()
+    batcher.worker_retiring(0, 0.0)
+    batcher.worker_kept(0, 0.0)
+    for _ in range(9):
+        assert 0 not in [batch.slot for batch in submit(batcher).batches]
+    batcher.check_invariants()
 
 
-@KINDS
-def test_one_is_not_held_back_for_ever_while_the_others_hang(options: dict[str, Any]) -> None:
-    batcher, tried = holding_back(batch_size=1, **options)
-    for _ in range(8):  # the other worker begins with one of them, and hangs
-        submit(batcher)
-    assert batcher.deadline == LONGEST_TRIAL
-    assert not batcher.time_passed(LONGEST_TRIAL - 0.1).batches
-    batches = batcher.time_passed(LONGEST_TRIAL).batches
-    assert [batch.slot for batch in batches][:1] == [tried]
-    assert batcher.deadline > LONGEST_TRIAL
+def test_worker_that_is_held_back_goes_on_when_most_of_the_others_fail_too() -> None:
+    batcher = batcher_that_holds_back()
+    for batch in [batch for _ in range(3) for batch in submit(batcher).batches]:
+        batcher.batch_returned(BatchReport(batch.id, failure=Error(), slot=batch.slot), 0.0)
+    assert not batcher.health.held_back

@@ -300,7 +300,7 @@ class Batcher:
 
     def worker_kept(self, slot: int, now: float) -> Actions:
         """A worker that was retiring, and is not lost, is to go on after all."""
-        self.slots.reopen(slot, takes=slot not in self.health.trials)
+        self.slots.reopen(slot, takes=slot not in self.health.held_back)
         return self._cutter.cut(now)
 
     def worker_dying(self, slot: int) -> None:
@@ -360,10 +360,9 @@ class Batcher:
         if report.stages is not None:
             self.slots.stages_took(report.stages)
         if failures and len(failures) == batch.size:  # none of it has crossed
-            if self._endings.none_crossed(batch):
-                return self._cutter.cut(now, (), vacant)
-        elif self.health.is_wary:
-            self.health.computed(batch.slot, is_new=batch.search is None)
+            self._endings.suspect_worker(batch, next(iter(failures.values())))
+        else:
+            self.health.computed(batch.slot)
         failed = figures.failed_calls
         calls = self._endings.give_results(batch)
         answered = len(calls)
@@ -371,7 +370,7 @@ class Batcher:
         # What is about to come back is known before it is decided what to cut.
         searches = self._cutter.came_back(batch, answered, duration, now, len(failures))
         figures.took(duration)
-        if self.queue.items or self._retries.waiting or self.health.trials:
+        if self.queue.items or self._retries.waiting or self.health.held_back:
             return self._cutter.cut(now, calls, vacant, searches)
         if answered > 1 and self.slots.idle:
             self.expects_until = now + tuning.MOST_RETURNED * duration
@@ -437,7 +436,7 @@ class Batcher:
         Args:
             calls: all that are not over, in the order of their arrival.
         """
-        self.health.no_other()
+        self.health.release()
         self.slots.recount(now)
         in_flight = self.in_flight()
         self._retries.recount(in_flight)

@@ -42,7 +42,7 @@ class Cutter:
         pending: calls with items that are not cut.
         retries: parts of batches that wait to be run again.
         slots: of the workers; get the batches.
-        endings: ends the calls that are too late, and the trials of workers.
+        endings: ends the calls that are too late, and judges workers.
         health: of the workers.
         overload: knows how long batches take while more wait than fit into one.
         policy: see below.
@@ -104,7 +104,7 @@ class Cutter:
                 and last.trial is None
                 and slots.items < slots.taking
                 and call.deadline - now > self.policy.near
-                and not (self._retries.waiting or self._health.trials)
+                and not (self._retries.waiting or self._health.held_back)
             ):
                 batch = self._alone(call, now)
                 self.set_deadline(math.inf)
@@ -133,7 +133,7 @@ class Cutter:
         return (
             call.precedence is ORDINARY
             and not (self._has_lengths or self._pending.is_fair)
-            and not (self._retries.waiting or self._health.trials)
+            and not (self._retries.waiting or self._health.held_back)
         )
 
     def restore(self, call: Call, positions: Sequence[int]) -> None:
@@ -214,7 +214,7 @@ class Cutter:
             self._endings.expire(call)
             late.append(call)
 
-        condemned = self._endings.judge(now) if self._health.trials else ()
+        condemned = self._endings.judge_workers(now) if self._health.held_back else ()
         wait_until, self._ask_from = math.inf, 0
         idle, without_ahead = self._slots.idle, self._slots.without_ahead
         while True:
@@ -315,8 +315,6 @@ class Cutter:
             deadline = wait_until
         if self._deadlines.next < deadline:
             deadline = self._deadlines.next
-        if self._health.next_end < deadline:
-            deadline = self._health.next_end
         self.deadline = deadline
 
     # -- how a batch is made

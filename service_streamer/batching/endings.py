@@ -5,8 +5,7 @@
     results came                    the calls that have all of theirs are answered
     the model raised on a batch     it is run again in parts, as ``isolation`` says; or its calls
                                     fail
-    the worker may be at fault      it is held back, as ``supervision.health`` says, and another
-                                    worker runs the batch
+    the worker may be at fault      it is held back, as ``supervision.health`` says
     the worker died                 batches that it had not begun are run again as they were; those
                                     that it was at in parts, each alone with a worker
 
@@ -20,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, Call, CallState, Span
-from ..supervision.health import Health, Quarantine
+from ..supervision.health import Health
 from .call_queue import CallQueue, end
 from .cost import LearnedCost
 from .figures import Figures
@@ -196,11 +195,8 @@ class Endings:
     def batch_failed(self, batch: BatchRecord) -> tuple[list[Call], list[Search]]:
         """The model raised on the batch; the calls that fail, and the searches that end by that."""
         failure = batch.report.failure
-        is_doubted = self._is_doubted(batch, failure)
-        is_rerun = self._retries.raised(batch, failure)
-        if is_doubted:
-            is_rerun = self._try_worker(batch, failure, is_rerun=is_rerun) or is_rerun
-        if is_rerun:
+        self.suspect_worker(batch, failure)
+        if self._retries.raised(batch, failure):
             return [], []
         if batch.calls > 1:  # as it ran
             calls = self.fail_shared(batch.spans, failure, is_loss=False)
@@ -211,50 +207,26 @@ class Endings:
             searches.append(Search.not_made(batch, failure, len(calls)))
         return calls, searches
 
-    def none_crossed(self, batch: BatchRecord) -> bool:
-        """No item of the batch could cross between the processes; whether it is run again."""
-        failure = next(iter(batch.report.failures.values()))
-        is_doubted = batch.search is None and self._is_doubted(batch, failure)
-        return is_doubted and self._try_worker(batch, failure)
+    def suspect_worker(self, batch: BatchRecord, failure: Any) -> None:
+        """No item of the batch was computed: its worker may be at fault, and is held back.
 
-    def _is_doubted(self, batch: BatchRecord, failure: Any) -> bool:
-        """Whether the worker may be at fault, which failed the batch.
-
-        Not if the failure, opaque here otherwise, blames an item.
+        Not if the failure, opaque here otherwise, blames an item, or the batch failed before.
         """
-        if getattr(failure, "blames_input", False):
-            return False
-        is_alone = batch.calls < 2
-        if batch.search is not None:
-            return self._health.failed_part(batch.slot, is_alone=is_alone)
-        return self._health.failed(batch.slot, batch.back_at, is_alone=is_alone)
+        if batch.search is not None or getattr(failure, "blames_input", False):
+            return
+        health = self._health
+        health.failed(batch.slot, batch.back_at)
+        if health.is_suspect(batch.slot) and self._slots.takes(batch.slot):
+            health.held_back.append(batch.slot)
+            self._slots.hold_back(batch.slot)
 
-    def _try_worker(self, batch: BatchRecord, failure: Any, *, is_rerun: bool = False) -> bool:
-        """Find out whether the worker that failed the batch is at fault; whether it is run again.
-
-        The batch is run by another worker, in parts if it has several calls.
-
-        Args:
-            is_rerun: whether the batch has been cut in parts already.
-        """
-        slots = self._slots
-        others = slots.taking - slots.takes(batch.slot)
-        if not others or 2 * others < len(slots):  # at most half of the workers are held back
-            return False
-        trial = batch.search if is_rerun else self._retries.again(batch, failure)
-        if batch.slot not in self._health.trials:
-            self._health.begin_trial(batch.slot, trial or Quarantine(), batch.back_at)
-            slots.hold_back(batch.slot)
-        return trial is not None
-
-    def judge(self, now: float) -> list[int]:
-        """End the trials that are over; the slots of workers to be replaced."""
+    def judge_workers(self, now: float) -> list[int]:
+        """Let some of the workers go on that are held back; the slots of those to be replaced."""
         released, condemned = self._health.judge(now)
+        if not self._slots.taking:
+            released += self._health.release()
         for slot in released:
             self._slots.release(slot)
-        if not self._slots.taking:
-            for slot in self._health.no_other():
-                self._slots.release(slot)
         return condemned
 
     def worker_lost(

@@ -74,7 +74,6 @@ class Search:
         parts: how many are not over: they wait to be run, or are being run.
         runs: extra model calls so far.
         failed: calls that failed so far.
-        is_void: whether a part failed after all its callers had gone.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class Search:
         self.parts = 1  # the batch itself
         self.runs = 0
         self.failed = 0
-        self.is_void = False
 
     @classmethod
     def not_made(cls, batch: BatchRecord, failure: Any, failed: int) -> Search:
@@ -334,21 +332,11 @@ class Retries:
             return self.lost(batch, failure, count)
         return self.not_begun(batch, failure, is_outage=True)
 
-    def again(self, batch: BatchRecord, failure: Any) -> Search | None:
-        """Have the batch run again as it is, to see what comes of it; None if it may not be."""
-        spans = _unanswered(batch.spans)
-        if not spans or not self._isolate_errors:
-            return None
-        search = batch.search or self._search(batch, failure, is_loss=False)
-        self._split(search, [spans], batch.losses)
-        return search
-
     def given_up(self, batch: BatchRecord, failed: int) -> list[Search]:
         """So many calls of the batch have failed for good; the search, if it has ended by that."""
         if batch.search is None:
             return []
         batch.search.failed += failed
-        batch.search.is_void |= not failed
         if failed == 1:
             self.isolated_calls += 1
         return self.part_over(batch.search)

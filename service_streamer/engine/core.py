@@ -403,8 +403,8 @@ class Core:
             self.restarted_at.append(now)
             self._note(
                 logging.WARNING,
-                "worker %d is replaced: it failed batch after batch, and other workers computed "
-                "what it had failed; its last error was %s",
+                "worker %d is replaced: it failed batch after batch, and most of the others "
+                "computed theirs; its last error was %s",
                 self.supervisor.place(slot), self._last_error,
             )  # fmt: skip
 

@@ -1,27 +1,9 @@
 """Which worker fails everything while others do not, and whether no worker answers at all.
 
-That batches fail says little of a worker: one caller's bad items fail wherever they go, and calls
-may reach workers in a pattern. So a worker is judged by a trial. It is held back meanwhile, so that
-one that fails at once does not draw the traffic.
-
-    what happens                                        what follows
-    ------------                                        ------------
-    a worker fails two batches in a row                 a trial: the second is run again elsewhere
-    another worker computes all of that                 the worker goes on; one trial against it
-    another worker fails on a part of that              the worker goes on; twice as many failures
-                                                        to the next trial
-    no other worker finds the time for it in a minute   the worker goes on; as above
-    three trials against it, without a batch that it    it is replaced; at most one worker a minute,
-    computed in between                                 and until then it is held back
-
-The parts of its first batch may all reach that worker as well. So when it has failed four model
-calls in a row, it fails no lone call before another worker has failed that, too.
-
-Of a batch of several calls, which is run again in parts, that would hold up the worker for long. So
-it is only done while the others fail few: where bad items are everywhere, a row says nothing.
-
-Where nothing may be run again, the trial is what the other workers do meanwhile: eight batches
-without a failure are against it.
+A worker that has failed ``ROW`` batches in a row is replaced if most of the other workers have
+computed their last batch: at most one a minute, and until then it is held back. It goes on if most
+of the others fail meanwhile, or if no other worker takes batches. Callers who send nothing but bad
+items may have a worker replaced by that, now and then.
 
 How long a worker may be at one batch, before it is taken for hung, is given or learned. What
 "auto" allows:
@@ -38,30 +20,14 @@ How long a worker may be at one batch, before it is taken for hung, is given or 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Literal
 
-#: After how many failures in a row a worker is tried. With one, each bad call would be run twice.
-_PATIENCE = 2
-
-#: The same counted with the parts of batches that failed; more, since in those are bad items.
-_PART_PATIENCE = 4
-
-#: What the others fail is few if it is at most so many times what they compute: one of three is.
-_FEW = 0.67
-
-#: Up to how many failures that doubles, while trials find nothing against it.
-_MOST_PATIENCE = 64
-
-#: So many trials against a worker. Of a model that fails at random once in ten times, about one
-#: worker in 15,000 batches; then ``INTERVAL`` bounds it.
-TRIALS = 3
+#: So many batches in a row say that a worker is at fault. Chosen by reasoning: where one batch in
+#: ten fails at random, one row in 10,000 is as long.
+ROW = 4
 
 #: Between two replacements, seconds: loading may take nearly as long.
 INTERVAL = 60.0
-
-#: How long a trial may take, seconds: the others may be at long batches, or hang.
-LONGEST_TRIAL = 60.0
 
 #: Batches in a row, of all workers, that fail and are reason to say that none answers.
 TROUBLE_ROW = 10
@@ -70,200 +36,60 @@ TROUBLE_ROW = 10
 #: gets no calls, since it is not ready, could never become ready again.
 TROUBLE_FADES = 60.0
 
-#: Of how many batches of other workers none may fail, where nothing may be run again.
-_QUARANTINE = 8
-
-
-class Trial(Protocol):
-    """What ``isolation.Search`` and ``Quarantine`` have in common.
-
-    Attributes:
-        parts: how much is not known yet; 0 when the trial is over.
-        runs: model calls of other workers so far.
-        failed: how many calls have failed there.
-        is_void: whether something failed there after its callers had gone.
-    """
-
-    parts: int
-    runs: int
-    failed: int
-    is_void: bool
-
-
-class Quarantine:
-    """A trial in which nothing is run again: the new batches of the other workers count."""
-
-    __slots__ = ("failed", "is_void", "parts", "runs")
-
-    def __init__(self) -> None:
-        self.parts = _QUARANTINE
-        self.runs = self.failed = 0
-        self.is_void = False
-
-    def computed(self) -> None:
-        self.runs += 1
-        self.parts = max(0, self.parts - 1)
-
-    def has_failed(self) -> None:
-        self.failed += 1
-        self.parts = 0
-
-
-class _Row:
-    """The batches in a row that a worker has failed.
-
-    Attributes:
-        computed, failed: new batches of all workers, up to its beginning.
-        failures: new batches in the row; ``runs`` counts also parts of them that failed.
-        patience, part_patience: when each of the two is reason for the next trial.
-    """
-
-    __slots__ = (
-        "computed",
-        "failed",
-        "failures",
-        "part_patience",
-        "patience",
-        "runs",
-        "trials_against",
-    )
-
-    def __init__(self, computed: int, failed: int) -> None:
-        self.computed = computed
-        self.failed = failed
-        self.failures = self.runs = 0
-        self.patience = _PATIENCE
-        self.part_patience = _PART_PATIENCE
-        self.trials_against = 0
-
 
 class Health:
     """The rows of failures of workers, by their slots. Not thread-safe.
 
     Attributes:
-        is_wary: whether there is any; otherwise computed batches need not be reported.
-        trials: by slot, of the workers that are held back; those that are over wait for ``judge``.
+        held_back: the workers that take no batches until they are replaced.
         row: batches in a row that have failed, of all workers.
-        next_end: when to ask ``judge`` at the latest; infinity while there is no trial.
     """
 
     def __init__(self) -> None:
-        self.is_wary = False
-        self.trials: dict[int, Trial] = {}
+        self.held_back: list[int] = []
         self.row = 0
-        self.next_end = math.inf
-        self._ends: dict[int, float] = {}  # of the trials
         self._failed_at = -math.inf
-        self._rows: dict[int, _Row] = {}
-        self._computed = self._failed = 0  # new batches, while there is a row
+        self._rows: dict[int, int] = {}  # 0: the last batch was computed
         self._next_at = -math.inf  # when another worker may be replaced
 
-    def computed(self, slot: int, *, is_new: bool = True) -> None:
-        """The worker has computed a batch of new items, or one that is run again."""
-        self.row = 0
-        self._rows.pop(slot, None)
-        self._computed += is_new
-        for trial in self._quarantines(slot):
-            trial.computed()
-        self.is_wary = bool(self._rows or self.trials)
+    def computed(self, slot: int) -> None:
+        """The worker has computed a batch."""
+        self.row = self._rows[slot] = 0
 
-    def failed(self, slot: int, now: float, *, is_alone: bool = True) -> bool:
-        """The worker has failed a batch of new items; whether another is to run that again.
+    def failed(self, slot: int, now: float) -> None:
+        """The worker has failed a batch of which it is not known that its items are bad."""
+        self.row += 1
+        self._failed_at = now
+        self._rows[slot] = self._rows.get(slot, 0) + 1
 
-        Args:
-            is_alone: whether the batch was of one call.
-        """
-        self._count(now)
-        for trial in self._quarantines(slot):
-            trial.has_failed()
-        row = self._rows.setdefault(slot, _Row(self._computed, self._failed))
-        row.failures += 1
-        row.runs += 1
-        self._failed += 1
-        others_failed = self._failed - row.failed - row.failures
-        others_computed = self._computed - row.computed
-        # Nor is it done while nothing is known of the others.
-        if not is_alone and others_failed >= _FEW * others_computed:
-            return False
-        return row.failures >= row.patience or slot in self.trials
+    def is_suspect(self, slot: int) -> bool:
+        """Whether the worker fails everything while most of the others do not."""
+        others = [row for each, row in self._rows.items() if each != slot]
+        return self._rows.get(slot, 0) >= ROW and 2 * others.count(0) > len(others)
 
-    def failed_part(self, slot: int, *, is_alone: bool) -> bool:
-        """The same for a part of a batch that failed before."""
-        row = self._rows.get(slot)
-        if row is None:
-            return False
-        row.runs += 1
-        return is_alone and (row.runs >= row.part_patience or slot in self.trials)
+    def judge(self, now: float) -> tuple[list[int], list[int]]:
+        """The slots of workers that go on, and of those that are replaced: they were held back."""
+        released = [slot for slot in self.held_back if not self.is_suspect(slot)]
+        suspects = [slot for slot in self.held_back if slot not in released]
+        condemned = suspects[:1] if now >= self._next_at else []
+        if condemned:
+            self._next_at = now + INTERVAL
+        self.held_back = suspects[len(condemned) :]
+        return released, condemned
 
-    def begin_trial(self, slot: int, trial: Trial, now: float) -> None:
-        """The worker is held back until ``judge`` says otherwise."""
-        self.trials[slot] = trial
-        self._ends[slot] = now + LONGEST_TRIAL
-        self._find_next_end()
-
-    def _end_trial(self, slot: int) -> None:
-        self.trials.pop(slot, None)
-        self._ends.pop(slot, None)
-        self._find_next_end()
-
-    def _find_next_end(self) -> None:
-        self.next_end = min(self._ends.values(), default=math.inf)
+    def release(self) -> list[int]:
+        """No other worker takes batches: the slots of those that were held back go on."""
+        released, self.held_back = self.held_back, []
+        return released
 
     def lost(self, slot: int, now: float, *, had_new_items: bool) -> None:
         """The worker has died."""
         if had_new_items:
-            self._count(now)
+            self.row += 1
+            self._failed_at = now
         self._rows.pop(slot, None)
-        self._end_trial(slot)
-
-    def _count(self, now: float) -> None:
-        self.row += 1
-        self._failed_at = now
-        self.is_wary = True
-
-    def _quarantines(self, but_of: int) -> Iterator[Quarantine]:
-        for slot, trial in self.trials.items():
-            if slot != but_of and isinstance(trial, Quarantine):
-                yield trial
-
-    def judge(self, now: float) -> tuple[list[int], list[int]]:
-        """The slots of workers that may go on, and of those to be replaced: their trials are over.
-
-        Neither has those that are to be replaced, but not yet.
-        """
-        cleared: list[int] = []
-        condemned: list[int] = []
-        for slot, trial in [*self.trials.items()]:
-            is_late = bool(trial.parts)
-            if is_late and now < self._ends.get(slot, math.inf):
-                continue
-            row = self._rows.get(slot)
-            if row is None:  # it has computed something meanwhile
-                cleared.append(slot)
-            elif is_late or not trial.runs or trial.failed or trial.is_void:
-                row.patience = row.failures + min(row.failures, _MOST_PATIENCE)
-                row.part_patience = row.runs + min(row.runs, _MOST_PATIENCE)
-                cleared.append(slot)
-            elif row.trials_against < TRIALS - 1:
-                row.trials_against += 1
-                cleared.append(slot)
-            elif now >= self._next_at:
-                self._next_at = now + INTERVAL
-                condemned.append(slot)
-            else:
-                self._ends[slot] = self._next_at
-        for slot in [*cleared, *condemned]:
-            self._end_trial(slot)
-        self._find_next_end()
-        self.is_wary = bool(self._rows or self.trials or self.row)
-        return cleared, condemned
-
-    def no_other(self) -> list[int]:
-        """No other worker takes batches: the slots of those that were held back go on."""
-        slots = [*self.trials]
-        for slot in slots:
-            self._end_trial(slot)
-        return slots
+        if slot in self.held_back:
+            self.held_back.remove(slot)
 
     def is_failing(self, now: float) -> bool:
         """Whether no worker answers: the last batches of all of them have failed, a while ago."""
@@ -296,17 +122,6 @@ class BatchBound:
         least: what it never is below, seconds.
         notable: a longer batch may change it, seconds.
     """
-
-    __slots__ = (
-        "_batches",
-        "_fixed",
-        "_longest",
-        "_longest_cold",
-        "_unknown",
-        "ends",
-        "least",
-        "notable",
-    )
 
     def __init__(
         self, patience: float | None = None, *, fixed: float | None = None, ends: bool = True

@@ -32,8 +32,8 @@ def test_one_of_four_workers_that_fails_everything_is_replaced(
 
         with ThreadPoolExecutor(16) as callers:
             failed = sum(callers.map(call, range(16)))
-        # Nothing is said of it before the second batch in a row: the first one may be a bad item.
-        assert failed <= batch_size
+        # Nothing is said of it before the fourth batch in a row: the first ones may be bad items.
+        assert failed < 200
         stats = streamer.stats()
         assert (stats.restarts, stats.failed, stats.trouble) == (1, failed, None)
         streamer.wait_ready()
