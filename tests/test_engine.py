@@ -25,8 +25,6 @@ from service_streamer import (
     WorkerStartError,
     WorkerStartTimeout,
 )
-from service_streamer.batching.batcher import Batcher
-from service_streamer.engine.backend import BlockingReply
 from service_streamer.engine.engine import Engine, EngineState
 from service_streamer.observe.record import Call
 from service_streamer.supervision.supervisor import Loss
@@ -46,78 +44,6 @@ def test_a_worker_is_refilled_before_the_callers_are_told(one: StubEngine) -> No
     one.submit("b")
     one.transport.echo()
     assert seen == [2]
-
-
-def blocked(setup: StubEngine, *items: Any) -> tuple[Call, BlockingReply]:
-    """A call of a thread that waits."""
-    reply = BlockingReply()
-    call = Call(items, reply)
-    setup.engine.submit(call)
-    return call, reply
-
-
-@pytest.fixture
-def when_learned(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """What is to be called just before the batcher learns that a batch is back."""
-    looks: list[Callable[[], None]] = []
-    returned = Batcher.batch_returned
-
-    def batch_returned(self: Batcher, report: Any, now: float) -> Any:
-        for look in looks:
-            look()
-        return returned(self, report, now)
-
-    monkeypatch.setattr(Batcher, "batch_returned", batch_returned)
-    return looks
-
-
-def test_threads_have_their_results_before_the_engine_learns_from_the_batch(
-    one: StubEngine, when_learned: list[Callable[[], None]]
-) -> None:
-    calls = [blocked(one, "a"), blocked(one, "b", "c")]
-    one.transport.ready(0)
-    assert one.transport.sent == [(0, 0, ["a", "b", "c"])]
-    seen: list[Any] = []
-    when_learned.append(lambda: seen.extend(reply.wait(0) for _, reply in calls))
-    one.transport.echo()
-    assert seen == [True, True]
-    assert [reply.result() for _, reply in calls] == [["a"], ["b", "c"]]
-    assert one.engine.stats().answered == 2
-    assert all(call.is_over and not call.outputs for call, _ in calls)
-
-
-def test_not_while_something_waits_for_the_worker(
-    one: StubEngine, when_learned: list[Callable[[], None]]
-) -> None:
-    one.transport.ready(0)
-    (_, first), (_, second) = blocked(one, "a"), blocked(one, "b")
-    seen: list[Any] = []
-    when_learned.append(lambda: seen.append((first.wait(0), len(one.transport.sent))))
-    one.transport.echo()
-    assert seen == [(False, 1)]
-    assert len(one.transport.sent) == 2
-    del when_learned[:]
-    one.transport.echo()
-    assert second.wait(0)
-    assert (first.result(), second.result()) == (["a"], ["b"])
-
-
-def test_a_bug_of_ours_answers_nobody_twice(
-    one: StubEngine, when_learned: list[Callable[[], None]], caplog: pytest.LogCaptureFixture
-) -> None:
-    one.transport.ready(0)
-    _, reply = blocked(one, "a")
-
-    def fail() -> None:
-        when_learned.remove(fail)
-        raise RuntimeError("a bug")
-
-    when_learned.append(fail)
-    one.transport.echo()
-    assert reply.wait(0)
-    assert reply.result() == ["a"]
-    assert one.engine.state is EngineState.RUNNING
-    assert [record.levelname for record in caplog.records if record.exc_info] == ["CRITICAL"]
 
 
 def callers_who_come_back(setup: StubEngine, count: int) -> None:
@@ -187,14 +113,14 @@ def test_callers_who_call_again_do_not_wake_the_loop(one: StubEngine) -> None:
     callers_who_come_back(one, 3)
     # When two of them have called again
     looked = one.transport.waits
-    blocked(one, "a")
-    blocked(one, "a")
+    one.submit("a")
+    one.submit("a")
     # Then they are waited for, and the loop need not be told until when
     assert one.clock() < one.batcher.deadline < math.inf
     assert not one.transport.sent
     assert one.transport.waits == looked
     assert one.transport.timeouts[-1] == pytest.approx(0.25 * 0.2)
-    blocked(one, "a")
+    one.submit("a")
     assert one.transport.sent[-1][2] == ["a"] * 3
 
 

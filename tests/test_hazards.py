@@ -108,10 +108,10 @@ def test_a_thread_that_is_stopped_while_it_sends_is_not_overtaken(
 ) -> None:
     engine, transport = sending.engine, sending.transport
     engine.submit(Call(["zeroth"], Future(engine)))
-    [lane] = engine.core.lanes.values()
+    [outbox] = engine.core.outboxes.values()
     transport.echo(0)
-    lock: Any = Watched(lane.lock)
-    lane.lock = lock
+    lock: Any = Watched(outbox.lock)
+    outbox.lock = lock
     other = threading.Thread(target=lambda: engine.submit(Call(["second"], Future(engine))))
     send = transport.send
 
@@ -128,44 +128,15 @@ def test_a_thread_that_is_stopped_while_it_sends_is_not_overtaken(
     assert sending.sent == [["zeroth"], ["first"], ["second"]]
 
 
-def test_a_finalizer_may_submit_while_its_thread_sends(sending: StubEngine) -> None:
+def test_a_signal_handler_may_submit_while_its_thread_sends(sending: StubEngine) -> None:
     engine = sending.engine
     engine.submit(Call(["zeroth"], Future(engine)))
-    [lane] = engine.core.lanes.values()
+    [outbox] = engine.core.outboxes.values()
     sending.transport.echo(0)
-    finalizers = Call(["second"], Future(engine))
-    lane.batches = Interrupted(before=lambda: engine.submit(finalizers))
+    handlers = Call(["second"], Future(engine))
+    outbox.messages = Interrupted(before=lambda: engine.submit(handlers))
     engine.submit(Call(["first"], Future(engine)))
     assert sending.sent == [["zeroth"], ["first"], ["second"]]
-
-
-def test_two_finalizers_do_not_wait_for_each_other_s_locks(
-    sending: StubEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, transport = sending.engine, sending.transport
-    core, send = engine.core, transport.send
-    has_lock = threading.Event()
-
-    def submit_within() -> None:  # as a finalizer that interrupts this thread in a change
-        with core.lock:
-            has_lock.set()
-            engine.submit(Call(["second"], Future(engine)))
-
-    other = threading.Thread(target=submit_within)
-
-    def call_within(slot: int, batch_id: int, payloads: list[Any]) -> None:
-        if payloads == ["first"]:  # as a finalizer that interrupts this thread while it sends
-            other.start()
-            has_lock.wait()
-            assert core.lock.acquire(timeout=5)
-            core.lock.release()
-        send(slot, batch_id, payloads)
-
-    monkeypatch.setattr(transport, "send", call_within)
-    engine.submit(Call(["first"], Future(engine)))
-    other.join()
-    transport.await_that(lambda: len(transport.sent) == 2)
-    assert sending.sent == [["first"], ["second"]]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

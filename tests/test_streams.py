@@ -27,7 +27,6 @@ from service_streamer import (
     ThreadedStreamer,
     WorkerLost,
 )
-from service_streamer.engine.loop import send
 from service_streamer.testing import Gate
 from stream_models import Countdown, Resumed
 from walk.world import World
@@ -68,31 +67,8 @@ class TestStreamForms(StreamForms):
         with engine.core.lock:
             del stream
             gc.collect()
-            assert engine.core.batcher.figures.cancelled_calls == 0
         assert [*streamer.stream(2)] == [1, 2]
         assert streamer.stats().cancelled == 1
-
-    def test_messages_to_workers_are_sent_in_order(self, build: Build) -> None:
-        """Also where one thread is interrupted while it tells, and another one has more to tell."""
-        streamer = build()
-        core = streamer.engine.core
-        told: list[int] = []
-
-        class Telling:
-            def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
-                told.append(what)
-                if what == 1:
-                    core.untold.append((0, 2, 0))
-                    other = threading.Thread(target=send, args=(core, self))
-                    other.start()
-                    other.join()
-                    told.append(-1)
-
-        [*streamer.stream(1)]
-        streamer.close()  # or its own thread might tell them
-        core.untold.append((0, 1, 0))
-        send(core, Telling())  # type: ignore[arg-type]
-        assert told == [1, -1, 2]
 
 
 def outputs_of(stream: Stream | AsyncStream) -> Any:

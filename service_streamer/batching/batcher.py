@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..observe.record import NO_OUTPUT, BatchRecord, BatchReport, Call, Span, StepReport
+from ..observe.record import NO_OUTPUT, BatchRecord, BatchReport, Call, StepReport
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound, Health
 from . import tuning
@@ -191,6 +191,8 @@ class Batcher:
         To say so at once spares its caller the waiting, and everybody else a queue full of calls
         that come to nothing. It counts as refused then.
         """
+        if call.size == 1 and call.lengths is None and not self.is_behind:
+            return 0.0
         takes = self._overload.hopeless_for(call, now)
         if not takes:
             return 0.0
@@ -312,19 +314,6 @@ class Batcher:
         """How many items the worker has that was ready."""
         return sum(batch.size for batch in self.slots.in_flight() if batch.slot == slot)
 
-    def answered_alone(self, report: BatchReport) -> Sequence[Span]:
-        """The spans of a batch that is back, if its results are all that there is to be done.
-
-        It has results for every item, and nothing waits for its worker. So its callers may have
-        their results before ``batch_returned`` learns from it.
-        """
-        if report.failure is not None or report.failures or self.has_steps:
-            return ()
-        if self.queue.items or self._retries.waiting:
-            return ()
-        batch = self.slots.batch(report.slot, report.batch_id)
-        return () if batch is None else batch.spans
-
     def batch_returned(self, report: BatchReport, now: float) -> Actions:
         """A batch came back, with one output for each item or with the model's failure.
 
@@ -361,7 +350,7 @@ class Batcher:
             self.slots.stages_took(report.stages)
         if failures and len(failures) == batch.size:  # none of it has crossed
             self._endings.suspect_worker(batch, next(iter(failures.values())))
-        else:
+        elif self.health.is_wary:
             self.health.computed(batch.slot)
         failed = figures.failed_calls
         calls = self._endings.give_results(batch)

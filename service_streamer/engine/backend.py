@@ -9,15 +9,15 @@ import asyncio
 import contextlib
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import StreamerError
-from ..observe.record import NO_OUTPUTS, ORDINARY, Call, Precedence, Timing
+from ..observe.record import ORDINARY, Call, Precedence, Timing
 from ..workers.protocol import Failure
-from .wakeups import Relay
 
 #: To a callback that would wait for its own thread.
 IN_CALLBACK = (
@@ -59,24 +59,6 @@ class Reply(Protocol):
 
     def fail(self, failure: Failure) -> None:
         """The call failed; the caller asks for the exception, in its own thread."""
-
-
-class TogetherReply:
-    """A base of replies of which many are completed for less than each by itself costs."""
-
-    __slots__ = ()
-
-    @staticmethod
-    def complete_all(calls: Sequence[Call]) -> list[Call]:
-        """These calls succeeded, and all have replies of this class; completes what it can.
-
-        Those are let go of: ``reply`` is None, and ``outputs`` are the reply's only. Never raises,
-        and calls no code of users.
-
-        Returns:
-            The other calls, for ``Reply.complete``.
-        """
-        raise NotImplementedError
 
 
 class Backend(Protocol):
@@ -238,8 +220,9 @@ class BlockingReply:
 
     def __init__(self) -> None:
         self.call: Accepted | None = None
-        #: See ``wakeups.Waiter``.
+        #: What the thread has to pass on; set before it is woken.
         self.relay: Relay | None = None
+        #: Set by the thread before it looks for a relay, if it does not wait any more.
         self.has_left = False
         self._outputs: list[Any] = []
         self._failure: Failure | None = None
@@ -294,6 +277,75 @@ class BlockingReply:
             self._arrived.release()
 
 
+#: So many are woken by whoever answers: one that the operating system does not run for a while does
+#: not hold up the others.
+AT_ONCE = 2
+#: After so many seconds the rest is woken at once. Else a thread that computes in Python would come
+#: between any two of them, for 5 ms each time (``sys.getswitchinterval``).
+PATIENCE = 2e-3
+
+
+class Relay:
+    """Wakes the threads whose calls a batch has answered, one by one and in order.
+
+         engine's thread      caller 1        caller 2        caller 3
+         ---------------      --------        --------        --------
+         wakes 1 and 2   ───▶ wakes 3    ───▶ wakes 4    ───▶ ...
+         waits for events     goes on         goes on
+
+    Only one thread at a time has the interpreter lock. If 64 are woken at once, 63 of them go to
+    sleep again, and a model that computes in this process queues behind all of them for each of its
+    steps.
+    """
+
+    __slots__ = ("_all", "_clock", "_ends_at", "_waiters")
+
+    def __init__(
+        self, waiters: Sequence[BlockingReply], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._all = waiters
+        self._waiters = deque(waiters)
+        self._clock = clock
+        self._ends_at = clock() + PATIENCE
+
+    def pass_on(self) -> None:
+        """Wake the next, which will do the same; all that are left if this has taken too long."""
+        waiters = self._waiters
+        if not waiters:
+            return
+        wakes_all = self._clock() >= self._ends_at
+        while waiters:
+            try:
+                waiter = waiters.popleft()
+            except IndexError:  # another thread was faster
+                return
+            waiter.relay = self
+            waiter.wake()
+            # Either this sees that the thread has left, or the thread sees the relay; or both do,
+            # and two are woken.
+            if not (waiter.has_left or wakes_all):
+                return
+
+    def wake_all(self) -> None:
+        """Wake all, also those that go on already: an exception may have come within ``pass_on``.
+
+        A signal handler raised between taking one out and waking it, say.
+        """
+        for waiter in self._all:
+            waiter.wake()
+
+
+def wake(waiters: Sequence[BlockingReply]) -> None:
+    """Let all of these threads go on, soon."""
+    if len(waiters) <= AT_ONCE:
+        for waiter in waiters:
+            waiter.wake()
+        return
+    relay = Relay(waiters)
+    for _ in range(AT_ONCE):
+        relay.pass_on()
+
+
 async def predict_in_loop(
     backend: Backend,
     batch: Sequence[Any],
@@ -344,7 +396,7 @@ def _time_has_ended(future: asyncio.Future[_Outcome | None]) -> None:
         future.set_result(None)
 
 
-class LoopReply(TogetherReply):
+class LoopReply:
     """Hands the outcome to a future of an asyncio loop, from any thread.
 
     Args:
@@ -371,22 +423,13 @@ class LoopReply(TogetherReply):
             self._mailbox.flush_soon(backend)
 
     def complete(self, outputs: list[Any]) -> None:
-        self.answered, self.call = self.call, None
-        self._mailbox.post(self.future, (outputs, None))
+        self.put(outputs).deliver_soon()
 
-    @staticmethod
-    def complete_all(calls: Sequence[Call]) -> list[Call]:
-        mailboxes: set[Mailbox] = set()
-        for call in calls:
-            reply: LoopReply = call.reply
-            reply.answered, reply.call = reply.call, None
-            mailbox = reply._mailbox
-            mailbox.put(reply.future, (call.outputs, None))
-            mailboxes.add(mailbox)
-            call.reply, call.outputs = None, NO_OUTPUTS
-        for mailbox in mailboxes:
-            mailbox.deliver_soon()
-        return []
+    def put(self, outputs: list[Any]) -> Mailbox:
+        """The call succeeded; the mailbox that is to deliver it, with others."""
+        self.answered, self.call = self.call, None
+        self._mailbox.put(self.future, (outputs, None))
+        return self._mailbox
 
     def fail(self, failure: Failure) -> None:
         self.call = None

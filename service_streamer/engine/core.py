@@ -32,7 +32,7 @@ from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerState
 from ..workers.diagnosis import counted
 from ..workers.protocol import DROP, RESUME, Failure
-from ..workers.transport import WorkerDied, WorkerEvent, WorkerReady, WorkerWaits
+from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerReady, WorkerWaits
 
 _STOP_FIRST = (
     "two workers do not fit: restart_workers(overlap=False) ends the old one first; if there is no "
@@ -48,24 +48,51 @@ class EngineState(enum.Enum):
     CLOSED = "closed"
 
 
-class Lane:
-    """Batches on their way to one worker, which gets them in the order in which they were cut.
+class WorkerOutbox:
+    """What is on its way to one worker, which gets it in this order.
 
-    A thread that has found the lane in ``Core.unsent`` sends all that it finds there, also what
-    another thread has cut: so it overtakes no thread that was stopped on its way here.
+    A thread that has found the outbox in ``Core.unsent`` sends all that it finds there, also what
+    another thread has put in: so it overtakes no thread that was stopped on its way here.
 
     Attributes:
-        batches: not known to be sent. One is taken out when the transport has it, and not before:
-            a signal handler may raise in between.
+        messages: batches, and what the worker is to be told of one: what, and its id. One is taken
+            out when the transport has it, and not before: a signal handler may raise in between.
         lock: held from the look at one until it is taken out. Reentrant, as ``Core.lock``.
     """
 
-    __slots__ = ("batches", "is_locked_here", "lock")
+    __slots__ = ("_is_locked_here", "_slot", "lock", "messages")
 
-    def __init__(self) -> None:
-        self.batches: collections.deque[BatchRecord] = collections.deque()
+    def __init__(self, slot: int) -> None:
+        self._slot = slot
         self.lock = threading.RLock()
-        self.is_locked_here: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
+        self._is_locked_here: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
+        self.messages: collections.deque[BatchRecord | tuple[int, int]] = collections.deque()
+
+    def send(self, transport: Transport, *, has_steps: bool) -> list[BatchRecord]:
+        """Send everything; the batches that were sent. For any thread, without the engine's lock.
+
+        Args:
+            has_steps: whether the model is one of steps.
+        """
+        sent: list[BatchRecord] = []
+        if self._is_locked_here():  # a signal handler has interrupted this thread, which goes on
+            return sent
+        with self.lock:
+            while self.messages:
+                message = self.messages[0]
+                if isinstance(message, tuple):
+                    what, batch_id = message
+                    transport.tell(self._slot, what, [batch_id])
+                    self.messages.popleft()
+                    continue
+                if has_steps and message.spans and message.spans[0][0].is_stream:
+                    transport.send(self._slot, message.id, message.payloads, is_stream=True)
+                else:
+                    transport.send(self._slot, message.id, message.payloads)
+                self.messages.popleft()
+                message.payloads = []
+                sent.append(message)
+        return sent
 
 
 class Core:
@@ -77,19 +104,15 @@ class Core:
         jitter: random numbers from 0 to 1.
 
     Attributes:
-        is_locked_here: whether this thread holds ``lock``. If so, a finalizer interrupts it in the
-            middle of a change.
-        untold: what workers are to be told about batches: slots, what, and ids;
-            as ``unsent``.
-        telling: held by the thread that tells workers what is in ``untold``.
-        unsent: lanes with batches that are cut and not sent yet. Whoever comes by sends what is
-            there, so that nothing is left behind by a thread that was interrupted in between.
+        unsent: outboxes that are not empty. Whoever comes by sends what is there, so that nothing
+            is left behind by a thread that was interrupted in between.
+        outboxes: by slot.
         open: the calls that are accepted and not answered, in the order of their arrival. What
-            they need and what workers hold is the truth from which ``mend`` derives the rest.
+            they need and what workers hold is the truth from which ``settle`` derives the rest.
         is_torn: whether an exception has ended a change in a caller's thread halfway, as a signal
-            handler may raise one anywhere. Whoever takes the lock next calls ``mend``.
-        left: calls whose callers have gone while their thread held the lock: the loop withdraws
-            them.
+            handler may raise one anywhere. Whoever takes the lock next calls ``settle``.
+        left: calls whose callers have gone. A finalizer may say so, at any line and under any lock:
+            so it only appends, and wakes the loop.
         undone: what a caller's call made necessary and the loop is to do.
         notes: to be logged by the loop: level, text and its arguments.
         records: of batches, if somebody watches: the loop hands them out and releases them.
@@ -114,9 +137,8 @@ class Core:
         clock: Callable[[], float],
         jitter: Callable[[], float],
     ) -> None:
-        # Reentrant, since a finalizer of a user's that closes may run while we hold it.
+        # Reentrant, since a signal handler that closes may run while we hold it.
         self.lock = threading.RLock()
-        self.is_locked_here: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         # The state, or that of a worker. Take ``lock`` itself to wait: a signal handler that raises
         # within ``Condition.__enter__``, which is Python, would leave it locked for ever.
         self.changed = threading.Condition(self.lock)
@@ -124,10 +146,8 @@ class Core:
         self.supervisor = supervisor
         self.scaling = scaling or Autoscaling(supervisor.wanted, supervisor.wanted)
         self.clock = clock
-        self.unsent: collections.deque[Lane] = collections.deque()
-        self.lanes: dict[int, Lane] = {}  # by slot
-        self.telling = threading.RLock()  # reentrant, as above
-        self.untold: collections.deque[tuple[int, int, int]] = collections.deque()
+        self.unsent: collections.deque[WorkerOutbox] = collections.deque()
+        self.outboxes: dict[int, WorkerOutbox] = {}
         self.open: dict[Call, None] = {}  # an ordered set
         self.is_torn = False
         self.left: collections.deque[Call] = collections.deque()
@@ -153,13 +173,29 @@ class Core:
     def queue(self, batches: Sequence[BatchRecord]) -> None:
         """Have batches sent that were just cut: of each worker in this order."""
         for batch in batches:
-            lane = self.lanes.get(batch.slot)
-            if lane is None:
-                lane = self.lanes[batch.slot] = Lane()
-            lane.batches.append(batch)
-            self.unsent.append(lane)
+            self._put(batch.slot, batch)
 
-    def mend(self) -> None:
+    def tell(self, slot: int, what: int, batch_id: int) -> None:
+        """Have a worker told something about a batch."""
+        self._put(slot, (what, batch_id))
+
+    def _put(self, slot: int, message: BatchRecord | tuple[int, int]) -> None:
+        outbox = self.outboxes.get(slot)
+        if outbox is None:
+            outbox = self.outboxes[slot] = WorkerOutbox(slot)
+        outbox.messages.append(message)
+        self.unsent.append(outbox)
+
+    def settle(self) -> None:
+        """Call it first whenever the lock was taken: apply what could not be when it happened."""
+        if self.is_torn:
+            self._mend()
+        while self.left:
+            call = self.left.popleft()
+            if self.batcher.call_withdrawn(call):
+                self.forget(call)
+
+    def _mend(self) -> None:
         """A change was left halfway: derive the state anew, so that nothing is lost by that."""
         calls = [*self.open]  # at once: the loop forgets some without the lock
         self.batcher.rebuild([call for call in calls if not call.is_over], self.clock())
@@ -208,12 +244,12 @@ class Core:
 
     def _list_unsent(self) -> None:
         """Have every batch sent that a worker is to have, and may not have been sent."""
-        listed = {batch for lane in self.lanes.values() for batch in [*lane.batches]}
+        listed = {message for box in self.outboxes.values() for message in [*box.messages]}
         # The others were cut last. One that another thread is done with at this moment may be among
         # them: the transport does not send it again.
         batches = [batch for batch in self.batcher.in_flight() if batch.payloads]
         self.queue([batch for batch in batches if batch not in listed])
-        self.unsent.extend([*self.lanes.values()])
+        self.unsent.extend([*self.outboxes.values()])
 
     def begin_drain(self, deadline: float) -> None:
         """Accept nothing any more."""
@@ -232,7 +268,8 @@ class Core:
         """No item of a model of steps is to rest any more, of this worker or of all."""
         steps = self.batcher.steps
         if steps is not None:
-            self.untold += [(each.slot, RESUME, each.id) for each in steps.wake(now, slot)]
+            for batch in steps.wake(now, slot):
+                self.tell(batch.slot, RESUME, batch.id)
 
     def foresee(self, events: list[WorkerEvent]) -> None:
         """Have no batch cut for a worker of which a later one of these events says it is lost."""
@@ -283,7 +320,7 @@ class Core:
         supervisor = self.supervisor
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
-        self.lanes.pop(slot, None)
+        self.outboxes.pop(slot, None)
         self.proven.discard(slot)
         aborted, restarts = supervisor.aborted, supervisor.restarts
         overlap = supervisor.overlap(slot)
@@ -472,7 +509,7 @@ class Core:
     def collect_unwanted(self) -> None:
         """Workers are told which batches have lost their callers."""
         for slot, batch_id in self.batcher.take_unwanted():
-            self.untold.append((slot, DROP, batch_id))
+            self.tell(slot, DROP, batch_id)
 
     def watch(self) -> None:
         """Have the loop hand out the record of every batch from now on."""

@@ -202,6 +202,7 @@ class Engine:
     def stats(self) -> StreamerStats:
         self.check_process()
         with self.core.lock:
+            self.core.settle()
             return self.core.stats()
 
     def metrics(self) -> BatchMetrics:
@@ -286,46 +287,12 @@ class Engine:
         if os.getpid() != self._pid or core.refusal is not None:
             self.check_process()
             self._check_accepting()
-        timeout, batcher = call.timeout, core.batcher
-        is_bounded = self._max_pending is not None
-        is_plain = self.lengths is None and self._on_call is None
-        is_plain = is_plain and (call.size == 1 or (timeout is None and call.size > 0))
-        if timeout is not None and is_plain:
-            is_plain = timeout > 0 and not batcher.is_behind
-        if is_bounded and is_plain:
-            is_plain = batcher.has_room_for(call.size)
-        if is_plain:  # as most calls: ``_is_encoded``, and ``_accept`` below, would do no more
-            try:
-                call.payloads = self.transport.encode(call.payloads)
-            except StreamerError as error:
-                self._cannot_travel(call, error)
-                return
-        elif not self._is_encoded(call):
+        if not self._is_encoded(call):
             return
         try:
             with core.lock:
-                if core.is_torn:
-                    core.mend()
-                if is_plain and is_bounded:
-                    is_plain = batcher.has_room_for(call.size)  # others may have taken it meanwhile
-                if is_plain and timeout is not None:
-                    is_plain = not batcher.is_behind
-                if is_plain and core.refusal is None:
-                    now = core.clock()
-                    if timeout is not None:
-                        call.deadline = now + timeout
-                    call.reply.call = call
-                    core.open[call] = None
-                    actions = batcher.call_submitted(call, now, call.is_watched, call.more)
-                    is_early = False
-                    if (
-                        actions is not NOTHING
-                        or batcher.deadline < core.waits_until
-                        or not core.scaling.is_watching
-                    ):  # else it would find no reason
-                        is_early = self._is_early(actions)
-                else:
-                    is_early = self._accept(call, core.clock())
+                core.settle()
+                is_early = self._accept(call, core.clock())
             if is_early or core.unsent:
                 self._send(is_early)
         except BaseException as error:
@@ -368,7 +335,8 @@ class Engine:
                 except Exception as error:
                     if call in core.open or not isinstance(error, StreamerError):
                         core.open.pop(call, None)  # not refused: as if the call had not come
-                        core.mend()
+                        core.is_torn = True
+                        core.settle()
                     refused.append((call, error))
             return is_early
 
@@ -382,8 +350,7 @@ class Engine:
         core = self.core
         try:
             with core.lock:
-                if core.is_torn:
-                    core.mend()
+                core.settle()
                 result = change()
         except BaseException:
             core.is_torn = True
@@ -393,9 +360,6 @@ class Engine:
 
     def _interrupted(self) -> None:
         """A change was cut off, as by a signal handler that raises: have the loop mend it."""
-        telling = self.core.telling
-        if is_owned(telling):  # perhaps just before it was to be released
-            telling.release()
         self.transport.wakeup()
 
     def _keep_promises(self) -> None:
@@ -467,8 +431,7 @@ class Engine:
             self.check_process()  # before the lock, as above
             self.flush()  # what has come together may go to workers that are free
             with self.core.lock:  # a look without it is free
-                if self.core.is_torn:
-                    self.core.mend()
+                self.core.settle()
                 self._check_room(size)
 
     def flush(self) -> None:
@@ -480,7 +443,7 @@ class Engine:
         """Send what was cut, and let the loop look early if it has to."""
         core = self.core
         try:
-            if core.unsent or core.untold:
+            if core.unsent:
                 send(core, self.transport)
             if is_early:
                 self.transport.wakeup()
@@ -512,13 +475,9 @@ class Engine:
 
     def withdraw(self, call: Call) -> None:
         """The caller has gone: drop what has not been sent, forget the rest."""
-        core = self.core
-        if core.is_locked_here():
-            self.check_process()
-            core.left.append(call)
-            self.transport.wakeup()
-            return
-        self._withdraw(self.core.batcher.call_withdrawn, call)
+        self.check_process()
+        self.core.left.append(call)
+        self.transport.wakeup()
 
     def expire(self, call: Call) -> None:
         """The same, because the call's time has ended."""
@@ -540,8 +499,8 @@ class Engine:
             what = HOLD if is_held else RESUME
             steps = core.batcher.steps
             if steps is not None:
-                batches = steps.hold(call, core.clock(), is_held=is_held)
-                core.untold += [(batch.slot, what, batch.id) for batch in batches]
+                for batch in steps.hold(call, core.clock(), is_held=is_held):
+                    core.tell(batch.slot, what, batch.id)
 
         self._change(tell)
         self._send(is_early=False)
@@ -709,7 +668,7 @@ class Engine:
         """Refuse new calls, finish or fail the accepted ones, end the workers. Idempotent.
 
         Returns when all that is done; but from the loop thread itself (a callback of a future),
-        and from a finalizer that interrupts this engine, when it has begun.
+        and from a signal handler that interrupts this engine, when it has begun.
         """
         if os.getpid() != self._pid:
             return  # a fork's copy: nothing of it is here to be ended
@@ -719,9 +678,9 @@ class Engine:
         with core.lock:
             core.begin_drain(math.inf if timeout is None else core.clock() + timeout)
         self.transport.wakeup()
-        # A finalizer may run while this thread holds the lock, which the loop needs to end.
+        # A signal handler may run while this thread holds the lock, which the loop needs to end.
         is_ours = threading.current_thread() is self._loop.thread
-        if not is_ours and not core.is_locked_here():
+        if not is_ours and not is_owned(core.lock):
             self._loop.join()
 
     def abandon(self) -> None:

@@ -27,16 +27,11 @@ from ..workers.diagnosis import counted
 from ..workers.protocol import Failure, summary
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
 from .at_exit import AtExit
-from .backend import BlockingReply, Mailbox, TogetherReply
-from .core import Core, EngineState, Lane
-from .timer import is_owned, rest_if_copied
-from .wakeups import wake
+from .backend import BlockingReply, LoopReply, Mailbox, wake
+from .core import Core, EngineState
+from .timer import rest_if_copied
 
 logger = logging.getLogger(__name__)
-
-#: The most calls of a batch that are answered before the engine learns from it. Chosen by
-#: measurement: 64 threads lost 3 % by it, and 8 gained some percent.
-_ANSWERED_FIRST = 8
 
 #: How long an idle worker may take to end, seconds: torch takes some tenths of one.
 _STOP_GRACE = 5.0
@@ -161,8 +156,7 @@ class Loop:
         """Seconds until something is due, ``inf`` for never; None when it is time to shut down."""
         core = self._core
         with core.lock:
-            if core.is_torn:  # or what was taken from the queue would seem to be answered
-                core.mend()
+            core.settle()
             if self.is_abandoned:
                 core.begin_drain(math.inf)
             now = core.clock()
@@ -170,10 +164,11 @@ class Loop:
             if now < core.batcher.expects_until < due:
                 due = core.batcher.expects_until
             if core.state is EngineState.DRAINING:
-                if core.batcher.is_answered or core.drain_deadline <= now:
+                is_answered = core.batcher.is_answered and not core.unsent
+                if is_answered or core.drain_deadline <= now:
                     return None
                 due = min(due, core.drain_deadline)
-            if core.undone or core.untold or core.left:
+            if core.undone or core.unsent or core.left:
                 due = now
             core.waits_until = due
             return max(0.0, due - now)
@@ -212,15 +207,12 @@ class Loop:
             self._log_failures(events)  # before they are applied, which releases the failures
         try:
             with core.lock:
-                if core.is_torn:
-                    core.mend()
+                core.settle()
                 now = core.clock()
                 if core.batcher.has_steps:
                     events = self._take_apart(events, parts)
                 if len(events) > 1:
                     core.foresee(events)
-                else:
-                    self._answer_first(events)
                 for event in events:
                     # Nearly every event is a batch that was computed, with nothing else to note.
                     if (
@@ -251,13 +243,9 @@ class Loop:
                     calls += [call for actions in core.undone for call in actions.calls]
                     rest += core.undone
                     core.undone = []
-                while core.left:
-                    call = core.left.popleft()
-                    if core.batcher.call_withdrawn(call):
-                        core.forget(call)
                 core.collect_unwanted()
                 has_more = rest or core.notes or core.supervisor.due <= now
-            if core.unsent or core.untold:
+            if core.unsent:
                 send(core, self._transport)
             timeout = None if has_more else self._time_to_wait()
         finally:  # they are over, so nothing else would answer them
@@ -287,8 +275,7 @@ class Loop:
         """Do what happens seldom: end and start workers, and log."""
         core = self._core
         with core.lock:
-            if core.is_torn:
-                core.mend()
+            core.settle()
             now = core.clock()
             for slot in [slot for actions in rest for slot in actions.condemned]:
                 core.condemn(slot, now)
@@ -378,62 +365,25 @@ class Loop:
         for mailbox in mailboxes:
             mailbox.post_looks()
 
-    def _answer_first(self, events: list[WorkerEvent]) -> None:
-        """Let threads go on whose results are all that a batch brings. Locked.
-
-        It takes some time until they run, and meanwhile this thread learns from the batch. A call
-        that they make next waits for the lock, so it finds the batch taken back. To wake a thread
-        is to release a lock: it calls nothing of users, and needs no lock of ours.
-
-        Not if there are many: to learn of their batch takes longer than a thread needs to wake up,
-        which would then wait for the interpreter lock and be woken twice.
-        """
-        blocked: list[BlockingReply] = []
-        for report in events:
-            if type(report) is not BatchReport:
-                continue
-            outputs, start = report.outputs, 0
-            spans = self._core.batcher.answered_alone(report)
-            for call, first, last in spans if len(spans) <= _ANSWERED_FIRST else ():
-                stop, reply = start + last - first, call.reply
-                is_whole = last - first == call.size and not call.is_over
-                if is_whole and type(reply) is BlockingReply:
-                    call.reply = None
-                    reply.put(outputs[start:stop])
-                    blocked.append(reply)
-                start = stop
-        if len(blocked) == 1:
-            blocked[0].wake()
-        elif blocked:
-            wake(blocked)
-
     def _answer_all(self, calls: list[Call]) -> None:
-        blocked: list[BlockingReply] = []
-        together: dict[type[TogetherReply], list[Call]] = {}
+        """Answer calls that are over; then wake threads and loops, once for all of their calls."""
+        waiters: list[BlockingReply] = []
+        mailboxes: set[Mailbox] = set()
         for call in calls:
             reply = call.reply
             kind = type(reply)
-            if reply is None:  # it was answered first of all
-                call.outputs = NO_OUTPUTS
-            elif call.failure is not None:
+            if call.failure is not None or (kind is not BlockingReply and kind is not LoopReply):
                 self._answer(call)
-            elif kind is BlockingReply:
-                outputs, call.reply, call.outputs = call.outputs, None, NO_OUTPUTS
-                reply.put(outputs)
-                blocked.append(reply)
-            elif kind in together:
-                together[kind].append(call)
-            elif isinstance(reply, TogetherReply):
-                together[kind] = [call]
+                continue
+            outputs, call.reply, call.outputs = call.outputs, None, NO_OUTPUTS
+            if kind is LoopReply:
+                mailboxes.add(reply.put(outputs))
             else:
-                self._answer(call)
-        for kind, group in together.items():
-            for call in kind.complete_all(group):
-                self._answer(call)
-        if len(blocked) == 1:
-            blocked[0].wake()
-        elif blocked:
-            wake(blocked)
+                reply.put(outputs)
+                waiters.append(reply)
+        wake(waiters)
+        for mailbox in mailboxes:
+            mailbox.deliver_soon()
         forget = self._core.open.pop
         for call in calls:
             forget(call, None)
@@ -461,55 +411,18 @@ class Loop:
 
 
 def send(core: Core, transport: Transport) -> None:
-    """Send every batch that is cut, to each worker in order. For any thread, without the lock."""
-    unsent = core.unsent
-    if core.is_locked_here():
-        # It must not wait for the lock of a lane: a finalizer in the thread that has that one may
-        # wait for this one. So the loop sends.
-        transport.wakeup()
-        return
+    """Send what is in the outboxes. For any thread, without the lock."""
+    unsent, has_steps = core.unsent, core.batcher.has_steps
     while unsent:
         try:
-            lane = unsent.popleft()
+            outbox = unsent.popleft()
         except IndexError:  # another thread was faster
             break
-        _send_all(lane, transport, has_steps=core.batcher.has_steps)
-    # By one thread at a time, since to hold an item and to let it go on must not change places.
-    # What is added while it holds the lock it takes along, or the thread that has added it does.
-    while core.untold:
-        try:
-            if not core.telling.acquire(blocking=False):
-                break
-            while core.untold:
-                message = slot, what, batch_id = core.untold[0]
-                transport.tell(slot, what, [batch_id])
-                if core.untold and core.untold[0] is message:  # else a finalizer was faster
-                    core.untold.popleft()
-        finally:  # a signal handler may raise right after it is acquired
-            if is_owned(core.telling):
-                core.telling.release()
-
-
-def _send_all(lane: Lane, transport: Transport, *, has_steps: bool) -> None:
-    if (
-        lane.is_locked_here()
-    ):  # a finalizer interrupts the thread that sends, which goes on with this
-        return
-    sent: list[tuple[int, int, str]] = []
-    is_logged = logger.isEnabledFor(logging.DEBUG)
-    with lane.lock:
-        while lane.batches:
-            batch = lane.batches[0]
-            if has_steps and batch.spans and batch.spans[0][0].is_stream:
-                transport.send(batch.slot, batch.id, batch.payloads, is_stream=True)
-            else:
-                transport.send(batch.slot, batch.id, batch.payloads)
-            lane.batches.popleft()
-            batch.payloads = []
-            if is_logged:
-                sent.append((batch.id, batch.size, batch.reason.value))
-    for batch_id, size, why in sent:
-        _log(logging.DEBUG, "batch %d has %s: %s", batch_id, counted(size, "item"), why)
+        sent = outbox.send(transport, has_steps=has_steps)
+        if logger.isEnabledFor(logging.DEBUG):
+            for batch in sent:
+                size = counted(batch.size, "item")
+                _log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, batch.reason.value)
 
 
 def _log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None:

@@ -43,9 +43,11 @@ class Health:
     Attributes:
         held_back: the workers that take no batches until they are replaced.
         row: batches in a row that have failed, of all workers.
+        is_wary: whether a batch has failed; before that none need be reported that was computed.
     """
 
     def __init__(self) -> None:
+        self.is_wary = False
         self.held_back: list[int] = []
         self.row = 0
         self._failed_at = -math.inf
@@ -55,10 +57,12 @@ class Health:
     def computed(self, slot: int) -> None:
         """The worker has computed a batch."""
         self.row = self._rows[slot] = 0
+        self.is_wary = any(self._rows.values())
 
     def failed(self, slot: int, now: float) -> None:
         """The worker has failed a batch of which it is not known that its items are bad."""
         self.row += 1
+        self.is_wary = True
         self._failed_at = now
         self._rows[slot] = self._rows.get(slot, 0) + 1
 
@@ -86,6 +90,7 @@ class Health:
         """The worker has died."""
         if had_new_items:
             self.row += 1
+            self.is_wary = True
             self._failed_at = now
         self._rows.pop(slot, None)
         if slot in self.held_back:
