@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
+import threading
 from typing import Any
 
 from .engine.backend import Accepted, Backend
@@ -13,6 +15,10 @@ from .workers.protocol import Failure
 #: What a future has failed with until somebody asks for it.
 _UNDECODED = StreamerError("not decoded yet")
 
+#: Held to make the condition of a future, and to finish one that has none: nobody waits for it, and
+#: it has no callback. Reentrant, since a signal handler may run while it is held.
+_making = threading.RLock()
+
 
 class Future(concurrent.futures.Future[list[Any]]):
     """The results of one ``submit``, in the order of its items.
@@ -22,13 +28,31 @@ class Future(concurrent.futures.Future[list[Any]]):
     """
 
     def __init__(self, backend: Backend) -> None:
-        super().__init__()
+        # Not super().__init__(): its condition and lists are a dozen objects, which cost as much as
+        # all the rest of a submission. Most futures are done before anybody waits for them.
+        self._made: threading.Condition | None = None
+        self._state = "PENDING"
+        self._result: Any = None
+        self._exception: BaseException | None = None
         self._backend = backend
         #: Set by the backend before the call can end, and let go of when it ends.
         self.call: Accepted | None = None
         self._answered: Accepted | None = None
         #: The outcome until somebody asks for it.
         self._encoded: list[Any] | Failure | None = None
+
+    @property
+    def _condition(self) -> threading.Condition:  # type: ignore[override]
+        """What the standard library uses, made for the first who waits or has a callback."""
+        condition = self._made
+        if condition is None:
+            with _making:
+                condition = self._made
+                if condition is None:
+                    self._waiters: list[Any] = []
+                    self._done_callbacks: list[Any] = []
+                    condition = self._made = threading.Condition()
+        return condition
 
     @property
     def timing(self) -> Timing | None:
@@ -54,21 +78,24 @@ class Future(concurrent.futures.Future[list[Any]]):
         """
         self._decode(timeout)
         try:
-            return super().result()
+            if self._exception is not None:
+                raise self._exception
+            outputs: list[Any] = self._result
+            return outputs
         finally:
             del self  # as the standard one does: the exception holds this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call failed with, or None if it did not; waits and raises as ``result`` does."""
         self._decode(timeout)
-        return super().exception()
+        return self._exception
 
     def _decode(self, timeout: float | None) -> None:
         """Wait for the outcome, and decode it in this thread: that may run code of users.
 
         If several threads ask at the same time each does, and the last one counts.
         """
-        if not self.done():
+        if self._state != "FINISHED":  # it is set last, so that no lock is needed to see it
             self._backend.check_process()  # in a forked child it never comes
             try:
                 super().exception(timeout)
@@ -114,10 +141,23 @@ class Future(concurrent.futures.Future[list[Any]]):
         """For the backend: the call succeeded."""
         self._answered, self.call = self.call, None
         self._encoded = outputs
-        self.set_result(outputs)
+        with _making:
+            is_watched = self._made is not None
+            if not is_watched:
+                self._result, self._state = outputs, "FINISHED"
+        if is_watched:
+            self.set_result(outputs)
 
     def fail(self, failure: Failure) -> None:
         """For the backend: the call failed."""
         self.call = None
         self._encoded = failure
         self.set_exception(_UNDECODED)
+
+
+def _renew_in_forked_child() -> None:
+    global _making
+    _making = threading.RLock()  # another thread may have held it at the fork
+
+
+os.register_at_fork(after_in_child=_renew_in_forked_child)

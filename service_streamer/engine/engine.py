@@ -291,7 +291,8 @@ class Engine:
             return
         try:
             with core.lock:
-                core.settle()
+                if core.is_torn or core.left:
+                    core.settle()
                 is_early = self._accept(call, core.clock())
             if is_early or core.unsent:
                 self._send(is_early)
@@ -381,7 +382,8 @@ class Engine:
         if not size:
             call.reply.complete([])
             return False
-        self.check_room(size)  # a refusal needs no encoding
+        if self._max_pending is not None:
+            self.check_room(size)  # a refusal needs no encoding
         if self.lengths is not None:
             call.lengths = self.lengths(call.payloads)
         try:

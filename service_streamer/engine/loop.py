@@ -15,7 +15,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..batching.actions import NOTHING, Actions
@@ -145,9 +145,7 @@ class Loop:
         if text != self._last_bug or time.monotonic() - self._logged_at > _LOG_AGAIN:
             self._last_bug, self._logged_at = text, time.monotonic()
             _log(logging.CRITICAL, "%s; %s failed", text, failed, exc_info=True)
-        for call in calls:
-            self._answer(call)
-            core.open.pop(call, None)
+        self._answer_all(calls)
         if self.on_answered is not None:
             self.on_answered()
         return news
@@ -341,8 +339,7 @@ class Loop:
             is_idle = core.batcher.is_empty and not core.supervisor.is_loading
             calls = core.fail_open(reason)
             core.changed.notify_all()
-        for call in calls:
-            self._answer(call)
+        self._answer_all(calls)
         core.open.clear()
         self._transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
         with core.lock:
@@ -365,44 +362,35 @@ class Loop:
         for mailbox in mailboxes:
             mailbox.post_looks()
 
-    def _answer_all(self, calls: list[Call]) -> None:
+    def _answer_all(self, calls: Sequence[Call]) -> None:
         """Answer calls that are over; then wake threads and loops, once for all of their calls."""
         waiters: list[BlockingReply] = []
         mailboxes: set[Mailbox] = set()
         for call in calls:
-            reply = call.reply
+            # Whoever still holds the call does not hold its results.
+            reply, outputs, call.reply, call.outputs = call.reply, call.outputs, None, NO_OUTPUTS
             kind = type(reply)
-            if call.failure is not None or (kind is not BlockingReply and kind is not LoopReply):
-                self._answer(call)
-                continue
-            outputs, call.reply, call.outputs = call.outputs, None, NO_OUTPUTS
-            if kind is LoopReply:
-                mailboxes.add(reply.put(outputs))
-            else:
-                reply.put(outputs)
-                waiters.append(reply)
+            try:
+                if call.failure is not None:
+                    if reply is not None:  # else it was answered before a bug of ours
+                        reply.fail(call.failure)
+                elif kind is BlockingReply:
+                    reply.put(outputs)
+                    waiters.append(reply)
+                elif kind is LoopReply:
+                    mailboxes.add(reply.put(outputs))
+                elif reply is not None:
+                    reply.complete(outputs)
+            except BaseException:
+                # A callback of a user's may raise anything, SystemExit too. Others wait for their
+                # answers, and this thread does not end for it.
+                _log(logging.ERROR, "a callback of a future raised", exc_info=True)
         wake(waiters)
         for mailbox in mailboxes:
             mailbox.deliver_soon()
         forget = self._core.open.pop
         for call in calls:
             forget(call, None)
-
-    def _answer(self, call: Call) -> None:
-        # Whoever still holds the call does not hold its results.
-        reply, outputs = call.reply, call.outputs
-        call.reply, call.outputs = None, NO_OUTPUTS
-        if reply is None:  # it was answered before something of ours went wrong
-            return
-        try:
-            if call.failure is None:
-                reply.complete(outputs)
-            else:
-                reply.fail(call.failure)
-        except BaseException:
-            # A callback of a user's may raise anything, SystemExit too. Others wait for their
-            # answers, and this thread does not end for it.
-            _log(logging.ERROR, "a callback of a future raised", exc_info=True)
 
     def _log_failures(self, events: list[WorkerEvent]) -> None:
         for event in events:
