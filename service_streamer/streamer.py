@@ -606,8 +606,6 @@ class Streamer(ScaledStreamer):
             model.
         mp_start_method: How worker processes are started.
         worker_timeout: How long predict and apredict wait for results, in seconds.
-        target_wait: How long items may wait for a worker before more workers are started, in
-            seconds.
         devices_per_worker: Number of devices that each worker gets.
         cpu_threads: Threads of each worker for numeric libraries on the CPU (OpenMP, MKL, OpenBLAS,
             torch, tokenizers).
@@ -624,8 +622,6 @@ class Streamer(ScaledStreamer):
             replaced.
         start_timeout: How long a worker may load its model, in seconds; then it is killed and
             replaced.
-        max_restarts: Quick restarts in a row of a worker that dies without having had a batch.
-        restart_window: Life of a worker after which its count of quick restarts resets, in seconds.
         length: Function that returns the cost of an item, in any unit, or where to import it:
             "package.module:function".
         max_batch_cost: Upper bound on items × longest item.
@@ -660,7 +656,6 @@ class Streamer(ScaledStreamer):
         mp_start_method: str = "spawn",
         worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
         *,
-        target_wait: float | Literal["auto"] = "auto",
         devices_per_worker: int = 1,
         cpu_threads: int | Literal["auto"] | None = "auto",
         preprocess_workers: int = 0,
@@ -671,8 +666,6 @@ class Streamer(ScaledStreamer):
         isolate_errors: bool = True,
         batch_timeout: Timeout = "auto",
         start_timeout: Timeout = "auto",
-        max_restarts: int = 10,
-        restart_window: float = 60,
         length: Length | None = None,
         max_batch_cost: float | None = None,
         tenant_weights: Mapping[str, float] | None = None,

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -482,27 +481,18 @@ def test_closing_engine_is_not_scaled(setup: Setup) -> None:
     closing.join()
 
 
-# -- what is said of it
-
-
-@pytest.mark.parametrize("command", ["serve", "simulate"])
-def test_a_target_wants_a_range(command: str) -> None:
-    done = CliRunner().invoke(main, [command, "--target-wait", "1s"])
-    assert done.exit_code == 2
-    assert "--workers 1:16" in done.output
-
-
 # -- real workers
 
 
 def test_workers_are_started_by_the_load_and_ended_without_it(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autoscaling, "LEAST_DELAY", 0.2)
     monkeypatch.setattr(autoscaling, "DELAY_OF_START", 0.1)
+    monkeypatch.setattr(autoscaling, "TARGET_BATCHES", 1.0)
     gate = Gate(tmp_path / "gate")
     with Streamer(
-        models.Gated, 1, worker_num=(1, 3), target_wait=0.05, model_init_args=(gate,),
+        models.Gated, 1, worker_num=(1, 3), model_init_args=(gate,),
         worker_timeout=600,
     ) as streamer:  # fmt: skip
         first = streamer.submit([0])
@@ -521,16 +511,10 @@ def test_workers_are_started_by_the_load_and_ended_without_it(
         assert len(streamer.predict([0])) == 1
         assert streamer.stats().restarts == 0
     gate.close()
-    assert "target_wait" not in "".join(caplog.messages).replace("target_wait is", "")
-
-
-def test_target_without_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with Streamer(models.echo, worker_num=1, target_wait=1.0):
-        assert "target_wait" in caplog.text
 
 
 def test_a_shared_pool_scales_for_all_its_processes(shared: Callable[..., Streamer]) -> None:
-    streamer = shared(models.echo, worker_num=[1, 2], target_wait=0.5)
+    streamer = shared(models.echo, worker_num=[1, 2])
     assert streamer.predict([1]) == [1]
     assert streamer.stats().worker_range == (1, 2)
     streamer.scale(1)

@@ -110,7 +110,6 @@ def test_a_model_that_workers_cannot_import_says_what_to_do(fault: str, tmp_path
         wanted = ["NotImportable: Doubler", "pip install cloudpickle"]
     elif fault == "not twice":
         text = "if __name__ != '__main__': raise ValueError('not twice')\n" + MODEL
-        text = text.replace('mp_start_method="spawn"', "max_restarts=0")
         wanted = ["probably because importing the main module again raised an exception"]
     else:
         head, guard, rest = MODEL.partition('if __name__ == "__main__":\n')
@@ -228,7 +227,7 @@ made = types.ModuleType("made_by_a_server")
 sys.modules[made.__name__] = made
 exec("def double(batch): return [2 * item for item in batch]", vars(made))
 from service_streamer import Streamer
-with Streamer(made.double, worker_timeout=None, max_restarts=0) as streamer:
+with Streamer(made.double, worker_timeout=None) as streamer:
     print(streamer.predict([1]))
 """
 

@@ -124,7 +124,7 @@ def scaled(wanted: int, ready: int, wait: float) -> Summary:
         # the number of workers that the load needs
         (scaled(1, 1, 0.1), "scaling", ["1 worker"]),
         (scaled(2, 0, 0.1), "scaling", ["2 workers", "None is ready"]),
-        (scaled(3, 1, 2.0), "scaling", ["Only 1 of them", "2 s", "target_wait"]),
+        (scaled(3, 1, 2.0), "scaling", ["Only 1 of them", "2 s", "target"]),
         (scaled(3, 3, 2.0), "scaling", ["3 workers", "2 s"]),
         (scaled(4, 4, 2.0), "scaled out", ["All 4", "worker_num"]),
     ],

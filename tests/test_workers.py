@@ -124,8 +124,9 @@ def test_a_broken_streamer_is_revived_or_stays_broken(tmp_path: Path) -> None:
         assert streamer.predict([None])
 
 
+@pytest.mark.usefixtures("no_quick_restarts")
 def test_requests_that_kill_do_not_use_up_the_restarts() -> None:
-    with Streamer(models.misbehave, max_restarts=1, mp_start_method="fork") as streamer:
+    with Streamer(models.misbehave, mp_start_method="fork") as streamer:
         for _ in range(3):
             with pytest.raises(WorkerLost, match="SIGKILL"):
                 streamer.predict(["kill"])

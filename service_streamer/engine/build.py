@@ -7,7 +7,6 @@ is worth in seconds. It is asked for in the web process, so nothing here builds 
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 import numbers
 import reprlib
@@ -30,8 +29,6 @@ from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
 from ..workers.transport import ThreadTransport, Transport
 from .engine import Engine, Lengths
-
-logger = logging.getLogger(__name__)
 
 #: A function of an item, or where to import it: "package.module:function".
 Length = Callable[[Any], float] | str
@@ -268,24 +265,13 @@ def assemble(
         expired_suspect=EXPIRED_SUSPECT,
         shared=not_blamed,
     )
-    policy = RestartPolicy(
-        max_restarts=options.max_restarts,
-        window=options.restart_window,
-        start_timeout=None if is_local else options.start_timeout,
-    )
+    policy = RestartPolicy(start_timeout=None if is_local else options.start_timeout)
     least, most = options.worker_range
-    target = None if options.target_wait == "auto" else options.target_wait
-    if target is not None and least == most:
-        logger.warning(
-            "target_wait of %g s has no effect with a fixed number of workers: give the least and "
-            "the most, such as worker_num=(1, 16), or call scale((1, 16)) later",
-            target,
-        )
     return Engine(
         transport,
         batcher,
         Supervisor(least, policy),
-        scaling=Autoscaling(least, most, target),
+        scaling=Autoscaling(least, most),
         max_pending=options.max_pending,
         hang=_why_hung(options, is_local=is_local),
         slow_start="it had not loaded its model within start_timeout of {:g} s",

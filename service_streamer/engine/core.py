@@ -421,7 +421,7 @@ class Core:
         elif wanted > before:
             self._note(
                 logging.INFO,
-                "%s instead of %d, since the queue (%s) takes %.2g s, and target_wait is %.2g s",
+                "%s instead of %d, since the queue (%s) takes %.2g s, and the target is %.2g s",
                 counted(wanted, "worker"), before, counted(load.waiting, "item"),
                 scaling.wait, scaling.target,
             )  # fmt: skip

@@ -183,7 +183,7 @@ def _scaling(now: Snapshot) -> Iterator[Finding]:
     if wait <= target:
         yield Finding("scaling", needs)
         return
-    why = f"A new item waits {_time(wait)} for a worker, and target_wait is {_time(target)}."
+    why = f"A new item waits {_time(wait)} for a worker, and the target is {_time(target)}."
     if ready < now.wanted:
         yield Finding("scaling", f"{needs} {why}")
     elif now.wanted < most:

@@ -189,16 +189,6 @@ class FaultOptions(Options):
         more='"auto" allows one hour, and later ten times as long as loading took, but at least '
         "600 s.",
     )  # fmt: skip
-    max_restarts: int = option(
-        10, Count(least=0),
-        "Quick restarts in a row of a worker that dies without having had a batch.", _HOSTS,
-        more="Then it is started again after 1 s, 2 s, ... 60 s, for ever. The count resets after "
-        "a computed batch.",
-    )  # fmt: skip
-    restart_window: float = option(
-        60.0, Seconds(), "Life of a worker after which its count of quick restarts resets, in "
-        "seconds.", _HOSTS,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +199,9 @@ class WorkerOptions(Options):
         1, WorkerNumber(),
         "Number of workers, which are processes that hold the model; or the least and the most.",
         (*_MODELS, SIMULATE),
-        more="With (1, 16) the streamer starts workers while calls wait longer than target_wait, "
-        "and ends them when the load has been low for some time. Processor cores and shared "
-        "memory are divided by the most.",
+        more="With (1, 16) the streamer starts workers while calls wait longer than 50 ms and than "
+        "two full batches take, and ends them when the load has been low for some time. Processor "
+        "cores and shared memory are divided by the most.",
         flag="--workers",
         at={
             SERVE: {"more": "With 1:16 workers are started and ended by the load."},
@@ -225,13 +215,6 @@ class WorkerOptions(Options):
                 for front in (REDIS_WORKER, WORKER)
             },
         },
-    )  # fmt: skip
-    target_wait: float | Literal["auto"] = option(
-        "auto", Seconds(auto=True),
-        "How long items may wait for a worker before more workers are started, in seconds.",
-        (STREAMER, RAY, SERVE, SIMULATE),
-        more='For a range of workers. "auto" is twice what a full batch takes, but at least '
-        "50 ms. A shorter time than a full batch takes counts as that time.",
     )  # fmt: skip
     cuda_devices: Sequence[Device] | Literal["auto"] | None = option(
         None, Devices(none="leave the devices alone", auto=True),

@@ -35,8 +35,6 @@ class RayStreamer(ScaledStreamer):
             free, in seconds.
         worker_num: Number of workers, which are processes that hold the model; or the least and the
             most.
-        target_wait: How long items may wait for a worker before more workers are started, in
-            seconds.
         num_gpus: GPUs of each worker; 0 for a model on the CPU, 0.5 for half of one.
         num_cpus: Cores that each worker holds of its node.
         resources: Other resources that each worker holds, by name.
@@ -59,8 +57,6 @@ class RayStreamer(ScaledStreamer):
             replaced.
         start_timeout: How long a worker may load its model, in seconds; then it is killed and
             replaced.
-        max_restarts: Quick restarts in a row of a worker that dies without having had a batch.
-        restart_window: Life of a worker after which its count of quick restarts resets, in seconds.
         length: Function that returns the cost of an item, in any unit, or where to import it:
             "package.module:function".
         max_batch_cost: Upper bound on items × longest item.
@@ -91,7 +87,6 @@ class RayStreamer(ScaledStreamer):
         max_latency: float = 0.1,
         worker_num: Workers = 1,
         *,
-        target_wait: float | Literal["auto"] = "auto",
         num_gpus: float = 1,
         num_cpus: float = 1,
         resources: Mapping[str, float] | None = None,
@@ -108,8 +103,6 @@ class RayStreamer(ScaledStreamer):
         isolate_errors: bool = True,
         batch_timeout: _Timeout = "auto",
         start_timeout: _Timeout = "auto",
-        max_restarts: int = 10,
-        restart_window: float = 60,
         length: Length | None = None,
         max_batch_cost: float | None = None,
         tenant_weights: Mapping[str, float] | None = None,

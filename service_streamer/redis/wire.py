@@ -460,8 +460,6 @@ class PoolOptions(TypedDict, total=False):
     isolate_errors: bool
     batch_timeout: Timeout
     start_timeout: Timeout
-    max_restarts: int
-    restart_window: float
     length: Length | None
     max_batch_cost: float | None
     tenant_weights: Mapping[str, float] | None

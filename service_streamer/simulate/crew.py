@@ -20,7 +20,6 @@ class Crew:
 
     Args:
         least, most: the bounds.
-        target: see ``Autoscaling``.
         start_duration: what a worker takes to load its model, seconds. The first ones have done so
             when the simulation begins.
         will_be_ready: called with a slot whose worker has begun to load its model: call ``ready``
@@ -38,13 +37,12 @@ class Crew:
         least: int,
         most: int,
         *,
-        target: float | None,
         start_duration: float,
         will_be_ready: Callable[[int, float], None],
         do: Callable[[Actions, float], None],
     ) -> None:
         self._batcher = batcher
-        self._scaling = Autoscaling(least, most, target)
+        self._scaling = Autoscaling(least, most)
         self._supervisor = Supervisor(least, RestartPolicy())
         self._start_duration = start_duration
         self._will_be_ready = will_be_ready

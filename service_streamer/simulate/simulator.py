@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from ..batching.actions import Actions
 from ..batching.batcher import Batcher, build_batcher
@@ -96,7 +96,6 @@ def simulate(
     *,
     workers: Workers = 1,
     start_duration: float = 0.0,
-    target_wait: float | Literal["auto"] = "auto",
     batch_size: int = 64,
     max_latency: float = 0.1,
     max_batch_cost: float | None = None,
@@ -119,7 +118,6 @@ def simulate(
         workers: how many there are; all alike. With the least and the most they are started and
             ended by the load, as those of a streamer.
         start_duration: what a worker takes that is started, seconds. The first ones are there.
-        target_wait: as that of a streamer.
         batch_size, max_latency, max_batch_cost, tenant_weights: as those of a streamer.
         lengths: draws the length of an item; None where items have none. Those of a trace have
             their own.
@@ -152,7 +150,6 @@ def simulate(
         max_latency=max_latency,
         max_batch_cost=max_batch_cost,
         tenant_weights=tenant_weights or {},
-        target_wait=target_wait,
     )
     policy, has_lengths = None, lengths is not None or _has_lengths(load)
     if fixed_wait is not None:
@@ -160,9 +157,8 @@ def simulate(
         has_lengths = False
     batcher = build_batcher(options, has_lengths=has_lengths, policy=policy)
     run = _Run(batcher, model, overheads or Overheads(), lengths, Random(seed))
-    target = None if options.target_wait == "auto" else options.target_wait
     run.crew = Crew(
-        batcher, least, most, target=target, start_duration=start_duration,
+        batcher, least, most, start_duration=start_duration,
         will_be_ready=run.will_be_ready, do=run.do,
     )  # fmt: skip
     run.run(

@@ -21,8 +21,6 @@ THREADS = 64
 # The killer does not look whom it hits. With bad luck it is one item again and again, which by
 # default would be given up after the third time, and rightly so.
 ATTEMPTS = 100
-# Nor does it look whether they have loaded.
-RESTARTS = 1000
 
 
 class Killer:
@@ -93,9 +91,7 @@ def test_each_future_ends_once_whatever_happens_to_it() -> None:
             if chance.random() < 0.3 and other in futures and futures[other].cancel():
                 cancelled.add(other)
 
-    streamer = Streamer(
-        double_slowly, 4, worker_num=4, max_attempts=ATTEMPTS, max_restarts=RESTARTS
-    )
+    streamer = Streamer(double_slowly, 4, worker_num=4, max_attempts=ATTEMPTS)
     with streamer:
         streamer.wait_ready()
         with killer.at_work(every=200, ended=ended):

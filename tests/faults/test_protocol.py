@@ -40,7 +40,7 @@ BREACHES = {
 
 
 def test_a_breach_of_the_protocol_is_the_death_of_its_worker_alone() -> None:
-    options: dict[str, Any] = {"max_attempts": 2, "max_restarts": 1000, "mp_start_method": "fork"}
+    options: dict[str, Any] = {"max_attempts": 2, "mp_start_method": "fork"}
     with Streamer(breaches, 2, worker_num=2, worker_timeout=None, **options) as streamer:
         for breach in BREACHES:
             before = streamer.stats().restarts

@@ -122,13 +122,13 @@ def weights(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def host_of(redis_server: str, prefix: str) -> HostOf:
+def host_of(redis_server: str, prefix: str, no_quick_restarts: None) -> HostOf:
     """Runs a worker host in a thread: the host, and how that ends."""
 
     @contextlib.contextmanager
     def host_of(model: Any, path: Path) -> Iterator[tuple[RedisWorker, Future[None]]]:
         worker = RedisWorker(
-            model, redis_broker=redis_server, prefix=prefix, model_init_args=(path,), max_restarts=0
+            model, redis_broker=redis_server, prefix=prefix, model_init_args=(path,)
         )
         with ThreadPoolExecutor(1) as threads:
             ended = threads.submit(worker.run_forever)

@@ -297,7 +297,7 @@ def test_a_placement_group_is_removed(build: Build) -> None:
     group = placement_group([{"CPU": 1}])
     ray.get(group.ready())
     strategy = PlacementGroupSchedulingStrategy(group)
-    streamer = build(worker_num=1, retry=False, scheduling_strategy=strategy, max_restarts=0)
+    streamer = build(worker_num=1, retry=False, scheduling_strategy=strategy)
     call = streamer.submit(["hang"])
     remove_placement_group(group)
     with pytest.raises(StreamerError) as lost:

@@ -126,7 +126,7 @@ def test_a_worker_that_is_lost_before_it_is_ready_starts_again_if_it_may_pass(
     build: Build, stub: RayStub, kind: str, flags: dict[str, bool], is_final: bool
 ) -> None:
     stub.has_places = False
-    streamer = build(models.double, max_restarts=1)
+    streamer = build(models.double)
     await_that(lambda: stub.actors)
     stub.has_places = True
     stub.actors[0].die(error_of_ray(kind, "pip failed", **flags))

@@ -31,7 +31,7 @@ _OF_PIPELINES = (
 )  # fmt: skip
 _OF_HOSTS = (
     *_OF_PIPELINES, "revision",
-    "workers", "target_wait", "devices", "devices_per_worker", "cpu_threads", "preprocess_workers",
+    "workers", "devices", "devices_per_worker", "cpu_threads", "preprocess_workers",
     "batch_size", "max_latency", "length", "max_batch_cost", "batch_timeout", "start_timeout",
 )  # fmt: skip
 
@@ -91,7 +91,7 @@ _RULES = (
         "without --ssl-certfile",
     ),
     _Rule(
-        (SERVE, SIMULATE), ("target_wait", "start_duration"),
+        (SIMULATE,), ("start_duration",),
         lambda options: isinstance(options.worker_num, int),
         "with a fixed number of workers; give the least and the most, such as --workers 1:16",
     ),

@@ -148,7 +148,6 @@ def _run(options: SimulateOptions, load: Any, **changes: Any) -> Report:
         load,
         _model(options),
         start_duration=options.start_duration,
-        target_wait=options.target_wait,
         batch_size=options.batch_size,
         max_latency=options.max_latency,
         max_batch_cost=options.max_batch_cost,

@@ -214,9 +214,7 @@ ADVICE = {
     "late": "",
 }
 
-_OPTION = re.compile(
-    r"\b(batch_size|cpu_threads|max_batch_cost|max_latency|max_pending|target_wait)\b"
-)
+_OPTION = re.compile(r"\b(batch_size|cpu_threads|max_batch_cost|max_latency|max_pending)\b")
 
 
 def advised(findings: Iterable[Finding]) -> list[str]:
