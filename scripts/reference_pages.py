@@ -7,14 +7,17 @@ A test compares the pages with what this program writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import service_streamer
 from service_streamer import RedisStreamer, ThreadedStreamer
-from service_streamer.options.declare import COMMANDS, CONSTRUCTORS, SERVE, Option, options_of
-from service_streamer.options.table import GROUPS
+from service_streamer.options import table
+from service_streamer.options.declare import Option, Options, options_of
+from service_streamer.serve.cli.cli_options import COMMANDS, flag_of
+from service_streamer.serve.cli.written import Written
 from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.serve.http.prometheus import (
     _broker,
@@ -26,6 +29,14 @@ from service_streamer.serve.http.prometheus import (
 from service_streamer.serve.http.service import Service
 
 __all__ = ["pages"]
+
+CONSTRUCTORS: dict[str, type[Options]] = {
+    "ThreadedStreamer": table.StreamerOptions,
+    "Streamer": table.StreamerOptions,
+    "RayStreamer": table.RayStreamerOptions,
+    "RedisStreamer": table.RedisStreamerOptions,
+    "RedisWorker": table.RedisWorkerOptions,
+}
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 
@@ -94,13 +105,14 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(line).rstrip() + " |" for line in lines)
 
 
-def _fronts(fronts: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Option]]]:
-    """The options of some fronts, each with how the fronts have it, in the order of the table."""
+def _by_name(fronts: Mapping[str, type[Options]]) -> dict[str, dict[str, Option]]:
+    """The options of constructors or commands, each as they have it, in the order of the table."""
     found: dict[str, dict[str, Option]] = {}
-    for front in fronts:
-        for option in options_of(GROUPS[front], front):
+    for front, options in fronts.items():
+        constructor = getattr(service_streamer, front) if front in CONSTRUCTORS else None
+        for option in options_of(options, constructor):
             found.setdefault(option.name, {})[front] = option
-    yield from found.items()
+    return found
 
 
 def _default(option: Option, *, on_line: bool) -> str:
@@ -129,11 +141,12 @@ def _text(option: Option) -> str:
     return " ".join(filter(None, (option.help, option.more)))
 
 
-def _rows(fronts: tuple[str, ...], *, on_line: bool) -> Iterator[list[str]]:
-    for name, found in _fronts(fronts):
+def _rows(fronts: Mapping[str, type[Options]], *, on_line: bool) -> Iterator[list[str]]:
+    for name, found in _by_name(fronts).items():
         first = next(iter(found.values()))
-        values = first.written.written if on_line else _values(first)
-        shown = "`MODEL`" if name == "model" else f"`--{first.key}`" if on_line else f"`{name}`"
+        values = Written(first).words if on_line else _values(first)
+        shown = f"`--{flag_of(first)}`" if on_line else f"`{name}`"
+        shown = "`MODEL`" if name == "model" else shown
         row = [
             shown,
             values,
@@ -153,13 +166,15 @@ def _values(option: Option) -> str:
 
 
 def options_page() -> str:
-    *commands, simulate = COMMANDS
+    commands = {name: each for name, each in COMMANDS.items() if name != "simulate"}
     head = ["option", "values", "default"]
     return _OPTIONS.format(
-        written=_WRITTEN.format(source="options/table.py"),
+        written=_WRITTEN.format(source="options/table.py and serve/command_options.py"),
         constructors=_table([*head, "in", "what it does"], _rows(CONSTRUCTORS, on_line=False)),
-        commands=_table([*head, "in", "what it does"], _rows(tuple(commands), on_line=True)),
-        simulate=_table([*head, "what it does"], _rows((simulate,), on_line=True)),
+        commands=_table([*head, "in", "what it does"], _rows(commands, on_line=True)),
+        simulate=_table(
+            [*head, "what it does"], _rows({"simulate": COMMANDS["simulate"]}, on_line=True)
+        ),
     )
 
 
@@ -191,7 +206,7 @@ def metrics_page() -> str:
         behind = [*_broker(client.stats())]
     known = {each.name for each in own}
     tables = [
-        f"## `service-streamer {SERVE}`\n\n{_metrics(own)}",
+        f"## `service-streamer serve`\n\n{_metrics(own)}",
         "## `service-streamer serve` of a model of steps, also { #serve-steps }\n\n"
         + _metrics(steps),
         "## `service-streamer serve --workers LEAST:MOST`, also { #serve-scaling }\n\n"

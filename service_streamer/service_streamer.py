@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import service_streamer as package
 
-from .options.checks import check_seconds
-from .streamer import defaults
+from .base_streamer import defaults
+from .options.kinds import Seconds
 
 if TYPE_CHECKING:
     from . import (
@@ -81,7 +81,7 @@ class _Module(types.ModuleType):
 
     @WORKER_TIMEOUT.setter
     def WORKER_TIMEOUT(self, seconds: float | None) -> None:  # noqa: N802
-        defaults.worker_timeout = check_seconds("WORKER_TIMEOUT", seconds, none=True)
+        defaults.worker_timeout = Seconds(none="no limit").check("WORKER_TIMEOUT", seconds)
 
 
 sys.modules[__name__].__class__ = _Module

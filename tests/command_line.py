@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import service_streamer.serve.cli.main as cli
-from service_streamer.options.table import ServeOptions
+from service_streamer.serve.cli.main import ServeOptions
 
 #: How much longer than --timeout a service may take to end: 10 s for its web processes, then 5 s
 #: for its workers.

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from command_line import error_of, invoke, launched
-from service_streamer.options.table import ServeOptions
 from service_streamer.pipelines.hub import HubModel
+from service_streamer.serve.cli.main import ServeOptions
 from service_streamer.serve.opening import pool_options
 
 

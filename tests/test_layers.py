@@ -28,7 +28,7 @@ LAYERS = [
     ["workers"],
     ["testing", "engine", "simulate"],
     ["share", "future", "remote"],
-    ["pool"],
+    ["pool", "base_streamer"],
     ["streamer"],
     ["tracing", "service_streamer"],
     ["pipelines"],

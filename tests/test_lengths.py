@@ -16,7 +16,7 @@ import models
 from conftest import ERROR_TYPES, AnyStreamer, await_that
 from contract.calls import Lengths, two
 from service_streamer import ManagedModel, RedisStreamer, RedisWorker, Streamer, ThreadedStreamer
-from service_streamer.options.table import BatchingOptions, BrokerOptions
+from service_streamer.options.table import BrokerOptions, StreamerOptions
 from service_streamer.redis.wire import make_wire
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def test_bad_length_is_refused_with_the_place_of_its_item() -> None:
 def test_streamer_refuses_a_bad_cost_or_weight(option: str, value: Any, word: str) -> None:
     with pytest.raises((TypeError, ValueError), match=word):
         ThreadedStreamer(models.echo, **{option: value})
-    assert BatchingOptions(batch_size=1, max_latency=0).tenant_weights == {}
+    assert StreamerOptions(batch_size=1, max_latency=0).tenant_weights == {}
 
 
 # -- in a streamer

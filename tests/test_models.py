@@ -17,8 +17,8 @@ import served_models
 from command_line import Launched, error_of, invoke, launched
 from http_in_process import in_event_loop
 from service_streamer import StreamerClosed, ThreadedStreamer, WorkerStartError
-from service_streamer.options.table import ServeOptions
 from service_streamer.pipelines import TASKS
+from service_streamer.serve.cli.main import ServeOptions
 from service_streamer.serve.hosted_model import HostedModel, OpenedModel
 from service_streamer.serve.http.app import Models, create_site
 from service_streamer.serve.http.service import ServiceOptions

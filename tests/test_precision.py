@@ -14,9 +14,9 @@ import transformers
 
 import tiny_models
 from pipeline_cases import assert_close, compiles_to_itself, folder, item, loaded, served, variant
-from service_streamer.options.table import ServeOptions
 from service_streamer.pipelines import PipelineModel
 from service_streamer.pipelines.precision import choose_precision
+from service_streamer.serve.cli.main import ServeOptions
 from service_streamer.serve.opening import pool_options
 
 pytestmark = pytest.mark.xdist_group("precision")

@@ -102,7 +102,7 @@ def test_without_closing_it_is_written_at_exit(path: Path) -> None:
 def test_bad_paths_are_refused_at_once(kind: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="trace must be the path of a file"):
         kind(models.double, trace=7)
-    with pytest.raises(ValueError, match=r"trace: there is no folder .*nowhere"):
+    with pytest.raises(ValueError, match=r"trace .*nowhere"):
         kind(models.double, trace=tmp_path / "nowhere" / "trace")
     with pytest.raises(ValueError, match="is a folder"):
         kind(models.double, trace=tmp_path)

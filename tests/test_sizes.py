@@ -27,7 +27,6 @@ from http_in_process import (
 )
 from pipeline_cases import extensible, folder, item, loaded, refusal, served, variant
 from service_streamer import PredictTimeout
-from service_streamer.options.table import ServeOptions
 from service_streamer.pipelines.sizes import (
     UNREADABLE,
     Sizes,
@@ -36,6 +35,7 @@ from service_streamer.pipelines.sizes import (
     sizes_of,
     sound_seconds,
 )
+from service_streamer.serve.cli.main import ServeOptions
 from service_streamer.serve.http.admission import Admission, ServiceOptions
 from service_streamer.serve.opening import _max_large_pixels
 

@@ -40,7 +40,7 @@ from ..observe.recent import Snapshot, Summary, summarize
 from ..observe.record import BatchRecord, Call
 from ..observe.step_log import summarize_steps
 from ..options.checks import Workers, worker_range
-from ..options.table import BatchingOptions
+from ..options.table import StreamerOptions
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Overlap, Supervisor
 from ..workers.protocol import HOLD, RESUME, Failure
@@ -211,11 +211,11 @@ class Engine:
         with self.core.lock:
             return self.core.batcher.figures.metrics.copy()
 
-    def summary(self, batching: BatchingOptions, *, is_local: bool) -> Summary:
+    def summary(self, options: StreamerOptions, *, is_local: bool) -> Summary:
         """The recent batches and the state of the engine, for ``explain``.
 
         Args:
-            batching: the bounds that the batcher was made with.
+            options: the bounds that the batcher was made with.
             is_local: whether the model is in this process.
         """
         self.check_process()
@@ -237,10 +237,10 @@ class Engine:
             rejected=stats.rejected,
             restarted_at=restarted_at,
             ceilings=stats.ceilings,
-            batch_size=batching.batch_size,
-            max_latency=batching.max_latency,
-            max_batch_cost=batching.max_batch_cost,
-            max_pending=batching.max_pending,
+            batch_size=options.batch_size,
+            max_latency=options.max_latency,
+            max_batch_cost=options.max_batch_cost,
+            max_pending=options.max_pending,
             has_lengths=self.lengths is not None,
             is_local=is_local,
             line=line,

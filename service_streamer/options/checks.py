@@ -1,9 +1,8 @@
-"""What users may set, checked in one place: bad values are refused at once, by name and range."""
+"""Checks of what callers pass with each call, and what is known of devices and workers."""
 
 from __future__ import annotations
 
 import io
-import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
@@ -16,45 +15,19 @@ Devices = Sequence[Device] | Literal["auto"] | None
 Workers = int | tuple[int, int]
 
 #: Seconds; some thirty years. What the operating system can wait for is not much more.
-_LONGEST = 1e9
+LONGEST_WAIT = 1e9
 
 #: What any side can read and keep; both arbitrary.
 _MOST_PRIORITY = 1_000_000_000
 LONGEST_TENANT = 256
-_POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 #: "package.module:Name".
 IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-#: What CUDA_VISIBLE_DEVICES takes: indices, GPU or MIG identifiers, several with commas between.
-_DEVICE_NAME = re.compile(r"(cuda:)?\d+(,\d+)*|(GPU|MIG)-[\w/-]+(,(GPU|MIG)-[\w/-]+)*|cpu")
-
 
 #: What can be iterated over, and is a single item nevertheless.
 _SINGLE = (str, bytes, bytearray, memoryview, Mapping, io.IOBase, type)
 #: What version 0.1.2 took for the items of such a batch.
 _PARTS: dict[type, str] = {str: "characters", bytes: "byte values", dict: "keys"}
-
-
-def check_seconds(
-    name: str, value: object, *, zero: bool = False, none: bool = False, auto: bool = False
-) -> float | None:
-    """Refuse what is no finite number of seconds.
-
-    Args:
-        zero: whether 0 is in range.
-        none: whether None ("no limit") is.
-        auto: whether "auto" would be, too, for the message.
-    """
-    if value is None and none:
-        return None
-    allowed = "at least 0" if zero else "above 0"
-    allowed += f" and at most {_LONGEST:.0e}" + (", or None for no limit" if none else "")
-    allowed += ', or "auto"' if auto else ""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number of seconds, {allowed}; not {value!r}")
-    if not 0 <= value <= _LONGEST or (value == 0 and not zero):
-        raise ValueError(f"{name} must be a number of seconds, {allowed}; not {value!r}")
-    return float(value)
 
 
 def check_batch(batch: object) -> Sequence[Any]:
@@ -78,29 +51,6 @@ def check_batch(batch: object) -> Sequence[Any]:
         "put a single item into a list: [item]"
         + (f", or pass list(...) of it, whose items are its {parts}" if parts else "")
     )
-
-
-def check_count(name: str, value: object, *, alternatives: str = "", least: int | None = 1) -> None:
-    """Refuse what is no whole number of at least ``least``; None sets no bound."""
-    bound = "" if least is None else f" of at least {least}"
-    wanted = f"{name} must be a whole number{bound}" + (f", {alternatives}" if alternatives else "")
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{wanted}; not {value!r}") from None
-    if least is not None and number < least:
-        raise ValueError(f"{wanted}; not {value!r}")
-
-
-def check_overlap(value: object) -> bool | Literal["auto"]:
-    """Whether a new worker starts before the old one ends."""
-    if isinstance(value, bool):
-        return value
-    if value != "auto":
-        raise ValueError(f'overlap must be True, False or "auto"; not {value!r}')
-    return "auto"
 
 
 def check_priority(value: object) -> int:
@@ -129,84 +79,26 @@ def check_tenant(value: object) -> str:
     return str.__str__(value)  # no enumeration of the application, which a pool cannot import
 
 
-def check_pool_name(name: str, value: object) -> str:
-    """The name of a shared pool, which is also that of its files."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string; not {value!r}")
-    if not _POOL_NAME.fullmatch(value):
-        raise ValueError(
-            f"{name} must have 1 to 64 letters, digits, '.', '_' and '-', and start with a letter "
-            f"or digit; not {value!r}"
-        )
-    return value
-
-
-def check_workers(name: str, value: object) -> Workers:
-    """A number of workers, or the least and the most in a tuple."""
-    wanted = (
-        f"{name} must be a whole number of at least 1, or the least and the most workers, such as "
-        f"(1, 16); not {value!r}"
-    )
-    several: Sequence[Any] = value if is_sequence(value) else (value, value)  # type: ignore[assignment]
-    if len(several) != 2:
-        raise ValueError(wanted)
-    try:
-        for each in several:
-            check_count(name, each)
-    except (TypeError, ValueError) as error:
-        raise type(error)(wanted) from None
-    least, most = map(int, several)
-    if least > most:
-        raise ValueError(wanted)
-    return (least, most) if is_sequence(value) else least
-
-
 def worker_range(worker_num: Workers) -> tuple[int, int]:
     """The least and the most workers."""
     return worker_num if isinstance(worker_num, tuple) else (worker_num, worker_num)
 
 
-def check_positive(name: str, value: object, alternatives: str = "") -> None:
-    wanted = f"{name} must be a finite number above 0{alternatives}; not {value!r}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(wanted)
-    if not 0 < value < math.inf:
-        raise ValueError(wanted)
-
-
 def check_timeout(value: object) -> float | None:
     """A caller's patience in seconds, None for no end of it; what is not above 0 is over already.
 
-    Unlike ``check_seconds`` for options: callers compute what is left of their time.
+    Unlike options it may be negative: callers compute what is left of their time.
     """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"timeout must be a number of seconds, or None for no limit; not {value!r}")
-    if not value <= _LONGEST:
+    if not value <= LONGEST_WAIT:
         raise ValueError(
-            f"timeout must be a number of seconds, at most {_LONGEST:.0e}, or None for no limit; "
-            f"not {value!r}"
+            f"timeout must be a number of seconds, at most {LONGEST_WAIT:.0e}, or None for no "
+            f"limit; not {value!r}"
         )
     return max(0.0, float(value))
-
-
-def check_devices(name: str, devices: object) -> None:
-    if devices is None or (isinstance(devices, str) and devices == "auto"):
-        return
-    if not is_sequence(devices):
-        raise TypeError(
-            f'{name} must be a list or tuple of devices, "auto" or None; not {devices!r}'
-        )
-    names: Sequence[object] = devices  # type: ignore[assignment]
-    if not len(names):
-        raise ValueError(f"{name} is empty; name a device, or None to leave the choice alone")
-    for device in names:
-        wanted = 'a GPU number such as 0, a string such as "0" or "GPU-1a2b", or "cpu"'
-        if isinstance(device, bool) or not isinstance(device, (int, str)):
-            raise TypeError(f"an entry of {name} must be {wanted}; not {device!r}")
-        if not _DEVICE_NAME.fullmatch(str(device)):
-            raise ValueError(f"an entry of {name} must be {wanted}; not {device!r}")
 
 
 def check_devices_per_worker(count: int, devices: Devices) -> None:

@@ -1,24 +1,19 @@
-"""The record of an option, and the base class of the objects that options travel in.
+"""How an option is declared, and the base class of the objects that options travel in.
 
-An option is a field of a frozen dataclass in ``table``. The field's metadata says the rest: what
-values it may have, what it does, and which fronts have it. Constructors, the command line and the
-reference pages are derived from that, or compared with it.
+An option is a field of a frozen dataclass in ``table``. Its metadata says the rest: what values it
+may have, and what it does. A class that has the option with another default, check or sentence
+declares it again. Docstrings, reference pages and the command line are derived from that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self, TypeVar
 
 from .kinds import Kind
-
-# The fronts: constructors by the names of their classes, and commands.
-THREADED, STREAMER, RAY = "ThreadedStreamer", "Streamer", "RayStreamer"
-REDIS_STREAMER, REDIS_WORKER = "RedisStreamer", "RedisWorker"
-SERVE, WORKER, SIMULATE = "serve", "worker", "simulate"
-CONSTRUCTORS = (THREADED, STREAMER, RAY, REDIS_STREAMER, REDIS_WORKER)
-COMMANDS = (SERVE, WORKER, SIMULATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,52 +21,45 @@ class Option:
     """What is known of an option.
 
     Attributes:
-        default: what holds if the option is not given.
+        name: that of its field, and of its argument in constructors.
+        default: what holds if it is not given.
         kind: which values it may have.
         help: what it does, in one plain sentence.
-        fronts: the constructors and commands that have it.
         more: what else a user should know, in a few sentences.
         shown: the default in words, if its value says too little.
-        flag: its name on the command line; its own name with dashes if this is empty.
-        variable: its environment variable, if that does not follow from the flag.
-        several: whether it may be given more than once on the command line.
-        is_private: whether it may hold a password or key, so that no ``repr`` shows it.
-        at: by front, what is different there: the other attributes by their names.
-        name: that of the field.
     """
 
+    name: str
     default: Any
     kind: Kind
     help: str
-    fronts: tuple[str, ...]
     more: str = ""
     shown: str = ""
-    flag: str = ""
-    variable: str = ""
-    several: bool = False
-    is_private: bool = False
-    at: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    name: str = ""
-
-    def on(self, front: str) -> Option:
-        """The option as a front has it."""
-        return replace(self, **self.at.get(front, {}))
-
-    @property
-    def written(self) -> Kind:
-        """The kind on the command line and in files: without None where that is the default."""
-        return self.kind if self.default is not None else replace(self.kind, none="")
-
-    @property
-    def key(self) -> str:
-        """Its name on the command line and in TOML files, without dashes in front."""
-        return self.flag.lstrip("-") or self.name.replace("_", "-")
 
 
-def option(default: Any, kind: Kind, help: str, fronts: Iterable[str], **more: Any) -> Any:  # noqa: A002
-    """A field of an ``Options`` class; for the arguments see ``Option``."""
-    about = Option(default, kind, help, tuple(fronts), **more)
-    return field(default=default, repr=not about.is_private, metadata={"option": about})
+def option(
+    default: Any,
+    kind: Kind,
+    help: str,  # noqa: A002
+    more: str = "",
+    *,
+    shown: str = "",
+    is_private: bool = False,
+) -> Any:
+    """A field of an ``Options`` class; for the arguments see ``Option``.
+
+    Args:
+        is_private: whether it may hold a password or key, so that no ``repr`` shows it.
+    """
+    metadata = {"kind": kind, "help": help, "more": more, "shown": shown}
+    return field(default=default, repr=not is_private, metadata=metadata)
+
+
+def changed(group: type[Options], name: str, **changes: Any) -> Any:
+    """The field of an option of another class, with some of what is known of it changed."""
+    [found] = [each for each in fields(group) if each.name == name]  # type: ignore[arg-type]
+    default = changes.pop("default", found.default)
+    return field(default=default, repr=found.repr, metadata={**found.metadata, **changes})
 
 
 class Options:
@@ -81,18 +69,11 @@ class Options:
         TypeError, ValueError: a value is of the wrong type or out of range.
     """
 
-    #: Whose options they are, where fronts differ; None for all.
-    front: ClassVar[str | None] = None
-
     def __post_init__(self) -> None:
         for each in options_of(type(self)):
-            about = each if self.front is None else each.on(self.front)
             value = getattr(self, each.name)
-            if about.several:
-                value = tuple(about.kind.check(each.name, part) for part in value)
-            elif value is not each.default or value is None:
-                value = about.kind.check(each.name, value)
-            object.__setattr__(self, each.name, value)
+            if value is not each.default or value is None:
+                object.__setattr__(self, each.name, each.kind.check(each.name, value))
 
     @classmethod
     def select(cls, given: Options | Mapping[str, Any], **changes: Any) -> Self:
@@ -105,19 +86,42 @@ class Options:
         known = {each.name for each in options_of(cls)}
         return cls(**{name: values[name] for name in known & values.keys()} | changes)
 
-    def arguments(self, front: str) -> dict[str, Any]:
-        """The values by name, for the constructor of a front."""
-        return {each.name: getattr(self, each.name) for each in options_of(type(self), front)}
+    def arguments(self, constructor: type) -> dict[str, Any]:
+        """The values by name, for a constructor that has some of them."""
+        return {each.name: getattr(self, each.name) for each in options_of(self, constructor)}
 
 
-def options_of(cls: type[Options], front: str | None = None) -> Iterator[Option]:
-    """The options of a class in order, or those of them that a front has."""
-    for each in fields(cls):  # type: ignore[arg-type]
-        about: Option | None = each.metadata.get("option")
-        if about is None:
-            continue
-        about = replace(about, name=each.name)
-        if front is None:
-            yield about
-        elif front in about.fronts:
-            yield about.on(front)
+def options_of(of: Options | type[Options], constructor: type | None = None) -> Iterator[Option]:
+    """The options of a class in order, or those of them that a constructor has."""
+    names = None if constructor is None else inspect.signature(constructor).parameters
+    for each in fields(of):  # type: ignore[arg-type]
+        if "kind" in each.metadata and (names is None or each.name in names):
+            yield Option(each.name, each.default, **each.metadata)
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def documented(options: type[Options]) -> Callable[[_Class], _Class]:
+    """Add the options of a class's constructor to the section "Args" of its docstring."""
+
+    def add(cls: _Class) -> _Class:
+        if cls.__doc__ is not None:  # it is with python -OO
+            cls.__doc__ = with_arguments(cls.__doc__, options, inspect.signature(cls).parameters)
+        return cls
+
+    return add
+
+
+def with_arguments(docstring: str, options: type[Options], names: Iterable[str]) -> str:
+    """A docstring of Google's style, with a line in "Args" for each of some options."""
+    known = {each.name: each for each in options_of(options)}
+    entries = [
+        textwrap.fill(
+            f"{name}: {known[name].help}", 96, initial_indent=" " * 4, subsequent_indent=" " * 8
+        )
+        for name in names if name in known
+    ]  # fmt: skip
+    own, raises, errors = inspect.cleandoc(docstring).partition("\n\nRaises:\n")
+    head = [] if "\n\nArgs:\n" in own else ["\nArgs:"]
+    return "\n".join([own, *head, *entries]) + raises + errors

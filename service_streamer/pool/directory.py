@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..options.checks import check_pool_name
+from ..options.kinds import POOL_NAME
 
 #: The most bytes of a socket's path: ``sun_path`` has 108, with a zero at its end.
 _LONGEST_PATH = 107
@@ -113,7 +113,7 @@ def paths_of(name: str, directory: str) -> PoolPaths:
     Raises:
         ValueError: the name is none, or the path of the socket would be too long.
     """
-    check_pool_name("shared", name)
+    POOL_NAME.check("shared", name)
     socket = os.path.join(directory, f"{name}.sock")
     size = len(os.fsencode(socket))
     if size > _LONGEST_PATH:
@@ -132,7 +132,7 @@ def names_in(directory: str) -> list[str]:
 
 def _is_name(name: str) -> bool:
     try:
-        check_pool_name("shared", name)
+        POOL_NAME.check("shared", name)
     except ValueError:  # another program has made the file
         return False
     return True

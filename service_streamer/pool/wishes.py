@@ -15,8 +15,11 @@ from ..options.table import (
     BatchingOptions,
     ClusterOptions,
     FaultOptions,
+    HangOptions,
     LengthOptions,
+    PendingOptions,
     StreamerOptions,
+    TenantOptions,
     WorkerOptions,
 )
 from .canonical import canonical
@@ -25,7 +28,10 @@ from .model_code import code_of, digest
 #: By name, in words that equal only what is equal.
 Wishes = Mapping[str, str]
 
-_GROUPS = (BatchingOptions, FaultOptions, LengthOptions, WorkerOptions)
+_GROUPS = (
+    PendingOptions, BatchingOptions, TenantOptions, FaultOptions, HangOptions, LengthOptions,
+    WorkerOptions,
+)  # fmt: skip
 
 #: Known by a digest only: they may have keys and passwords, and errors and commands show wishes.
 _HIDDEN = frozenset({"model_init_args", "model_init_kwargs", "runtime_env"})

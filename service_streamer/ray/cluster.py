@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ray as _ray
 import ray.exceptions as _errors  # which a mere folder of the name ray has not
 
-from ..options.table import ClusterOptions
+from ..options.table import ResourceOptions
 from .actor import RayWorker
 from .addresses import is_same, last_started, look_for
 from .leaving import when_exiting, when_left
@@ -54,7 +54,7 @@ class WorkerResources(NamedTuple):
     scheduling_strategy: Any
 
     @classmethod
-    def of(cls, options: ClusterOptions) -> WorkerResources:
+    def of(cls, options: ResourceOptions) -> WorkerResources:
         """What the options say."""
         return cls(
             options.num_cpus,

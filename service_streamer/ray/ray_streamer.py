@@ -7,17 +7,20 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from ..base_streamer import LIBRARY_TIMEOUT, DefaultTimeout
 from ..engine.build import Length, Model, assemble, check_wanted, make_lengths, make_spec
 from ..engine.engine import Engine
 from ..options.checks import Workers
+from ..options.declare import documented
 from ..options.table import RayStreamerOptions
-from ..streamer import _LIBRARY_TIMEOUT, ScaledStreamer, _Default
+from ..streamer import ScaledStreamer
 from .cluster import Cluster, WorkerResources, connected_address
 from .ray_transport import RayByValue, RayTransport
 
 _Timeout = float | Literal["auto"] | None
 
 
+@documented(RayStreamerOptions)
 class RayStreamer(ScaledStreamer):
     """Batches for models on a Ray cluster: each worker is an actor, wherever Ray has a place.
 
@@ -30,45 +33,6 @@ class RayStreamer(ScaledStreamer):
         predict_function_or_model: A ManagedModel subclass, which each worker builds and loads; a
             function or bound method, which is copied to the workers with all that it holds; or an
             import string ``"package.module:Name"`` for either, imported in the workers only.
-        batch_size: Upper bound on the items of a batch.
-        max_latency: Upper bound on the time that an item waits for other items while a worker is
-            free, in seconds.
-        worker_num: Number of workers, which are processes that hold the model; or the least and the
-            most.
-        num_gpus: GPUs of each worker; 0 for a model on the CPU, 0.5 for half of one.
-        num_cpus: Cores that each worker holds of its node.
-        resources: Other resources that each worker holds, by name.
-        runtime_env: What Ray brings to the node before the worker starts, such as packages.
-        scheduling_strategy: Which node a worker goes to: "SPREAD", or an object of Ray's, such as a
-            PlacementGroupSchedulingStrategy.
-        address: Address of the Ray cluster.
-        model_init_args: Positional arguments of init_model.
-        model_init_kwargs: Keyword arguments of init_model.
-        wait_for_worker_ready: Whether the constructor returns only when every worker has loaded its
-            model.
-        worker_timeout: How long predict and apredict wait for results, in seconds.
-        max_pending: Upper bound on the items that wait; calls beyond it fail at once with
-            Overloaded.
-        retry: Whether an item may be computed twice.
-        max_attempts: Worker crashes that an item may be involved in before it fails.
-        isolate_errors: Whether a batch on which the model raises is run again in smaller parts, to
-            find the items that it raises on.
-        batch_timeout: How long a worker may compute one batch, in seconds; then it is killed and
-            replaced.
-        start_timeout: How long a worker may load its model, in seconds; then it is killed and
-            replaced.
-        length: Function that returns the cost of an item, in any unit, or where to import it:
-            "package.module:function".
-        max_batch_cost: Upper bound on items × longest item.
-        tenant_weights: Relative weight per tenant (default 1).
-        trace: File that records when calls arrive, for the simulator.
-        deduplicate: Whether identical items that are in flight at the same time are computed once.
-        cache_size: Number of items whose results are kept for later callers.
-        cache_ttl: How long results are kept, in seconds.
-        shared: Name of the pool that all processes of this user on this host share; the first
-            starts it.
-        linger: How long the pool stays after its last process has left, in seconds.
-        pool_log: File to which the pool appends its log, and what its workers print.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.
@@ -96,7 +60,7 @@ class RayStreamer(ScaledStreamer):
         model_init_args: Sequence[Any] | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
         wait_for_worker_ready: bool = False,
-        worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
+        worker_timeout: float | DefaultTimeout | None = LIBRARY_TIMEOUT,
         max_pending: int | None = None,
         retry: bool = True,
         max_attempts: int = 3,

@@ -6,11 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from ..base_streamer import LIBRARY_TIMEOUT, BaseStreamer, DefaultTimeout
 from ..engine.backend import Backend
 from ..engine.trace_file import Recording
+from ..options.declare import documented
 from ..options.table import RedisStreamerOptions
 from ..share.single_flight import make_share
-from ..streamer import _LIBRARY_TIMEOUT, BaseStreamer, _Default
 from .client import Client
 from .link import Address
 from .redis_stats import RedisStreamerStats
@@ -22,6 +23,7 @@ from .wire import Secret, Serializer, make_wire
 _SLACK = 2.0
 
 
+@documented(RedisStreamerOptions)
 class RedisStreamer(BaseStreamer):
     """Batches for models on other hosts: any number of web servers share their worker hosts.
 
@@ -29,24 +31,6 @@ class RedisStreamer(BaseStreamer):
     It holds no model and starts no process: see ``RedisWorker`` and ``run_redis_workers_forever``.
 
     docs/reference/options.md says more about each option.
-
-    Args:
-        redis_broker: Address of Redis: host:port or a redis://, rediss:// or unix:// URL.
-        prefix: Name that keeps the models on one Redis apart; the same on all sides.
-        worker_timeout: How long predict and apredict wait for results, in seconds.
-        max_pending: Upper bound on the calls of one prefix that wait or are computed; calls beyond
-            it fail with Overloaded.
-        serializer: Format of items and results in Redis; the same on all sides.
-        secret: Key that signs messages in Redis, at least 16 bytes; the same on all sides.
-        error_types: Exceptions of models that are raised here as themselves, besides the built-in
-            ones.
-        max_message_bytes: Upper bound on the bytes of one call, or of its results.
-        reply_ttl: How long replies are kept for a client that cannot fetch them, in seconds.
-        drain_timeout: How long close waits for open calls that make no progress, in seconds.
-        trace: File that records when calls arrive, for the simulator.
-        deduplicate: Whether identical items that are in flight at the same time are computed once.
-        cache_size: Number of items whose results are kept for later callers.
-        cache_ttl: How long results are kept, in seconds.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong type or out of range.
@@ -56,7 +40,7 @@ class RedisStreamer(BaseStreamer):
         self,
         redis_broker: Any = "localhost:6379",
         prefix: str = "",
-        worker_timeout: float | _Default | None = _LIBRARY_TIMEOUT,
+        worker_timeout: float | DefaultTimeout | None = LIBRARY_TIMEOUT,
         *,
         max_pending: int = 100_000,
         serializer: Serializer = "msgpack",

@@ -13,9 +13,10 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self
 
-from ..engine.build import Model, build_engine
+from ..base_streamer import BaseStreamer
+from ..engine.build import Length, Model, build_engine
 from ..engine.core import EngineState
 from ..engine.operator_signals import (
     SAME_SIGNAL,
@@ -29,16 +30,18 @@ from ..engine.timer import start_thread
 from ..errors import StreamerBroken, StreamerClosed
 from ..observe.explain import Finding
 from ..observe.metrics import BatchMetrics
-from ..options.checks import Device, Devices, check_seconds
-from ..options.declare import REDIS_WORKER, options_of
+from ..options.checks import Device, Devices
+from ..options.declare import documented
+from ..options.kinds import PATIENCE
 from ..options.table import RedisWorkerOptions, StreamerOptions
-from ..streamer import BaseStreamer, Streamer
+from ..streamer import Streamer
+from ..supervision.health import Timeout
 from .codec import Codec
 from .host import Host
 from .host_parts import HostOptions
 from .link import Address, log
 from .redis_stats import RedisWorkerStats
-from .wire import PoolOptions, Secret, Serializer, make_wire
+from .wire import Secret, Serializer, make_wire
 
 logger = logging.getLogger(__name__)
 
@@ -59,34 +62,17 @@ class _EncodedStreamer(Streamer):
         )
 
 
+@documented(RedisWorkerOptions)
 class RedisWorker:
     """A worker host: claims calls from Redis and lets a pool of workers compute them.
 
     Any number of hosts may serve the same prefix. If a host dies, another one takes over its calls.
+    With ``length`` the host decodes each item once more, which takes time.
 
     docs/reference/options.md says more about each option.
 
     Args:
         model_class: As the model of ``Streamer``.
-        batch_size: Upper bound on the items of a batch.
-        max_latency: Upper bound on the time that an item waits for other items while a worker is
-            free, in seconds.
-        redis_broker: Address of Redis: host:port or a redis://, rediss:// or unix:// URL.
-        prefix: Name that keeps the models on one Redis apart; the same on all sides.
-        model_init_args: Positional arguments of init_model.
-        model_init_kwargs: Keyword arguments of init_model.
-        serializer: Format of items and results in Redis; the same on all sides.
-        secret: Key that signs messages in Redis, at least 16 bytes; the same on all sides.
-        max_message_bytes: Upper bound on the bytes of one call, or of its results.
-        reply_ttl: How long replies are kept for a client that cannot fetch them, in seconds.
-        claim_timeout: Silence of a worker host after which other hosts take over its calls, in
-            seconds.
-        retry: Whether an item may be computed twice.
-        model_name: Name by which the hosts of a prefix know that they serve the same model.
-        allow_other_models: Whether this host may serve beside hosts with another model.
-        pool: The other options of ``Streamer`` that worker hosts have: ``worker_num``,
-            ``cuda_devices``, ... With ``length`` the host decodes each item once more, which takes
-            time.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or is out of range.
@@ -110,12 +96,21 @@ class RedisWorker:
         retry: bool = True,
         model_name: str | None = None,
         allow_other_models: bool = False,
-        **pool: Unpack[PoolOptions],
+        worker_num: int = 1,
+        cuda_devices: Devices = None,
+        devices_per_worker: int = 1,
+        mp_start_method: str = "spawn",
+        cpu_threads: int | Literal["auto"] | None = "auto",
+        preprocess_workers: int = 0,
+        max_attempts: int = 3,
+        isolate_errors: bool = True,
+        batch_timeout: Timeout = "auto",
+        start_timeout: Timeout = "auto",
+        length: Length | None = None,
+        max_batch_cost: float | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
-        given = {**locals(), **pool}  # the table of options knows their names
-        unknown = pool.keys() - {each.name for each in options_of(RedisWorkerOptions, REDIS_WORKER)}
-        if unknown:
-            raise TypeError(f"a worker host has no option {sorted(unknown)[0]!r}")
+        given = locals()  # the table of options knows their names
         options = self._pool_options = RedisWorkerOptions.select(given, worker_timeout=None)
         self._wire = make_wire(options)
         self._address = Address(redis_broker)
@@ -258,7 +253,7 @@ class RedisWorker:
             drain: finish the claimed calls; otherwise hand them back to other hosts.
             timeout: seconds to finish them; the rest is handed back.
         """
-        timeout = check_seconds("timeout", timeout, zero=True, none=True)
+        timeout = PATIENCE.check("timeout", timeout)
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
             pool, host = self._pool, self._host

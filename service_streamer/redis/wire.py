@@ -32,18 +32,16 @@ import hmac
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 import msgpack
 
 from .. import errors
-from ..engine.build import Length
 from ..errors import BadMessage, ModelError, RemoteTraceback
 from ..observe.record import ORDINARY, Precedence
-from ..options.checks import Devices, check_priority, check_tenant
+from ..options.checks import check_priority, check_tenant
 from ..options.table import BrokerOptions
 from ..remote.open_calls import Attempt, OutputRun, RemoteAnswer
-from ..supervision.health import Timeout
 from ..workers.protocol import Failure, summary
 from .codec import Codec, MsgpackCodec, PickleCodec, check_complete
 
@@ -445,24 +443,6 @@ _KNOWN: dict[str, type[BaseException]] = _BUILT_IN | {
 
 Serializer = Literal["msgpack", "pickle"]
 Secret = str | bytes
-
-
-class PoolOptions(TypedDict, total=False):
-    """The options of ``Streamer`` that a worker host takes as well, and passes on."""
-
-    worker_num: int
-    cuda_devices: Devices
-    devices_per_worker: int
-    mp_start_method: str
-    cpu_threads: int | Literal["auto"] | None
-    preprocess_workers: int
-    max_attempts: int
-    isolate_errors: bool
-    batch_timeout: Timeout
-    start_timeout: Timeout
-    length: Length | None
-    max_batch_cost: float | None
-    tenant_weights: Mapping[str, float] | None
 
 
 def make_wire(options: BrokerOptions) -> Wire:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..options.table import ServeOptions
+from .command_options import ServeOptions
 
 if TYPE_CHECKING:
     from .hosted_model import OpenedModel

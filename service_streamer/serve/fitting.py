@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 
 from ..options.checks import Devices, device_names
-from ..options.table import PipelineOptions, ServeOptions, WorkerCommandOptions, WorkerOptions
 from ..pipelines.quantization import check_quantization
 from ..pipelines.suiting import check_suits, known_task
 from ..pipelines.weights import check_accelerate, check_attention
 from ..workers.diagnosis import counted
 from ..workers.placement import find_gpus
 from ..workers.visibility import places, visible
+from .command_options import ModelCommandOptions, PipelineOptions, ServeOptions
 
 #: Of the model that comes with this package.
 _SHIPPED_TASK = "fill-mask"
@@ -31,7 +31,7 @@ def check_task(task: str | None, options: PipelineOptions) -> None:
         check_suits(known_task(task), vars(options), lambda name: f"--{name.replace('_', '-')}")
 
 
-def check_pipeline(options: PipelineOptions) -> None:
+def check_pipeline(options: ModelCommandOptions) -> None:
     """Refuse what does not suit the task or the devices, or needs a package that is missing.
 
     Args:
@@ -43,35 +43,34 @@ def check_pipeline(options: PipelineOptions) -> None:
     """
     check_task(options.task or (_SHIPPED_TASK if options.model is None else None), options)
     needs_device = options.quantization is not None or options.attention is not None
-    workers = WorkerOptions.select(options)
     device = device_of(options) if needs_device else None
     if options.quantization is not None:
         check_quantization(options.quantization, device)
     if options.attention is not None:
         check_attention(options.attention, device)
-    if workers.devices_per_worker > 1:
+    if options.devices_per_worker > 1:
         places(
-            workers.cuda_devices, workers.most_workers, find_gpus(), os.environ,
-            workers.devices_per_worker,
+            options.cuda_devices, options.most_workers, find_gpus(), os.environ,
+            options.devices_per_worker,
         )  # fmt: skip
-        check_accelerate(workers.devices_per_worker)
+        check_accelerate(options.devices_per_worker)
 
 
-def device_of(options: PipelineOptions) -> str | None:
+def device_of(options: ModelCommandOptions) -> str | None:
     """The kind of device of the workers of a command: "cuda" or "cpu"; None if unknown."""
     if isinstance(options, ServeOptions) and options.ray is not None:
         return "cuda" if options.num_gpus else "cpu"
-    return device_kind(WorkerOptions.select(options).cuda_devices)
+    return device_kind(options.cuda_devices)
 
 
-def gpus_of_worker(options: ServeOptions | WorkerCommandOptions) -> int:
+def gpus_of_worker(options: ModelCommandOptions) -> int:
     """The number of GPUs that a pipeline of a command is spread over."""
     if isinstance(options, ServeOptions) and options.ray is not None:
         return max(1, int(options.num_gpus))
     return options.devices_per_worker
 
 
-def unused_gpus(options: ServeOptions | WorkerCommandOptions) -> str:
+def unused_gpus(options: ModelCommandOptions) -> str:
     """A sentence on GPUs that no worker of a pipeline uses, and what to do; empty if none is.
 
     A single worker is the default, and its pipeline uses one GPU of those that it sees.

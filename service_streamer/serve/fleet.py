@@ -36,8 +36,8 @@ from ..engine.operator_signals import (
     take_signals,
 )
 from ..errors import PoolMismatch
-from ..options.table import ServeOptions
 from ..workers.starting import startable
+from .command_options import ServeOptions
 from .configuration import Configuration
 from .fleet_models import FleetModels
 from .followed_models import FollowedModels

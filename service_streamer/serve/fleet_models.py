@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from ..engine.operator_signals import SignalSocket
 from ..errors import StreamerClosed, StreamerError
-from ..options.table import ServeOptions
+from .command_options import ServeOptions
 from .configuration import Configuration, changes
 from .launching import waits_for
 from .plans import Plan, PlanDone, PlannedModel, Wish, WishAnswer

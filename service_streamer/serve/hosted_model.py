@@ -8,8 +8,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..base_streamer import BaseStreamer
 from ..errors import StreamerBroken
-from ..streamer import BaseStreamer, PoolStreamer, ScaledStreamer
+from ..streamer import PoolStreamer, ScaledStreamer
 from .http.admission import ServiceOptions
 from .http.dashboard import advised
 from .http.pool_view import PoolFigures

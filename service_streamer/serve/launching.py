@@ -9,14 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..engine.operator_signals import SAME_SIGNAL
-from ..options.declare import REDIS_WORKER
-from ..options.table import (
-    AddressOptions,
-    RedisWorkerOptions,
-    ServeOptions,
-    WorkerCommandOptions,
-)
+from ..options.table import RedisWorkerOptions
 from ..workers.diagnosis import counted
+from .command_options import AddressOptions, ServeOptions, WorkerCommandOptions
 from .configuration import Configuration, NamedModel
 from .hosted_model import OpenedModel
 from .http.models import Models
@@ -161,7 +156,7 @@ def launch_worker(options: WorkerCommandOptions) -> None:
         run_until_signalled(worker)
 
 
-def make_redis_worker(options: ServeOptions | WorkerCommandOptions) -> RedisWorker:
+def make_redis_worker(options: WorkerCommandOptions) -> RedisWorker:
     """The worker host of a command. Raises as ``pool_options`` does."""
     from ..redis.redis_worker import RedisWorker
 
@@ -169,7 +164,7 @@ def make_redis_worker(options: ServeOptions | WorkerCommandOptions) -> RedisWork
     host = RedisWorkerOptions.select(
         {**vars(options), **vars(pool)}, model_name=model_name(options.model)
     )
-    return RedisWorker(target, **host.arguments(REDIS_WORKER))
+    return RedisWorker(target, **host.arguments(RedisWorker))
 
 
 def shown_url(url: str) -> str:

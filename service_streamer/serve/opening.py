@@ -7,19 +7,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from ..base_streamer import BaseStreamer
 from ..engine.build import find_function
-from ..options.declare import RAY, REDIS_STREAMER, STREAMER
-from ..options.kinds import RayAddress
-from ..options.table import (
-    PipelineOptions,
-    RayStreamerOptions,
-    RedisStreamerOptions,
-    ServeOptions,
-    StreamerOptions,
-    WorkerCommandOptions,
-)
-from ..streamer import BaseStreamer, ScaledStreamer, Streamer
+from ..options.table import RayStreamerOptions, RedisStreamerOptions, StreamerOptions
+from ..streamer import ScaledStreamer, Streamer
 from ..workers.memory.shared_memory import default_limit
+from .command_options import ANY_CLUSTER, ModelCommandOptions, ServeOptions
 from .configuration import NamedModel
 from .fitting import check_task, gpus_of_worker, unused_gpus
 from .hosted_model import OpenedModel
@@ -80,13 +73,13 @@ def streamer_of(target: str, pool: StreamerOptions, model: str) -> ScaledStreame
     """
     if not isinstance(pool, RayStreamerOptions):
         with preparing(model), lines_of(model):
-            return Streamer(target, **pool.arguments(STREAMER))
+            return Streamer(target, **pool.arguments(Streamer))
     from ..ray.cluster import UnusableCluster
     from ..ray.ray_streamer import RayStreamer
 
     try:
         with preparing(model):
-            return RayStreamer(target, **pool.arguments(RAY))
+            return RayStreamer(target, **pool.arguments(RayStreamer))
     except (ConnectionError, UnusableCluster) as error:
         raise ClusterUnavailable(" ".join(str(error).split())) from error.__cause__
 
@@ -100,7 +93,7 @@ def pool_of_service(options: ServeOptions) -> tuple[str, StreamerOptions]:
         max_pending=_max_pending(options),
     )
     if options.ray is not None:
-        address = None if options.ray == RayAddress.bare else options.ray
+        address = None if options.ray == ANY_CLUSTER else options.ray
         pool = RayStreamerOptions.select({**vars(options), **vars(pool)}, address=address)
     return target, pool
 
@@ -157,10 +150,10 @@ def make_redis_streamer(options: ServeOptions) -> BaseStreamer:
         max_pending=_max_pending(options),
         error_types=(InvalidInput,),
     )
-    return RedisStreamer(**client.arguments(REDIS_STREAMER))
+    return RedisStreamer(**client.arguments(RedisStreamer))
 
 
-def pool_options(options: ServeOptions | WorkerCommandOptions) -> tuple[str, StreamerOptions]:
+def pool_options(options: ModelCommandOptions) -> tuple[str, StreamerOptions]:
     """The model of a command, and the options of its workers.
 
     The revision of a model on the hub is looked up here, once for all workers. They load the same
@@ -212,7 +205,7 @@ def _max_batch_cost(cost: float | None, tokens: int | None) -> float | None:
     return min((each for each in bounds if each is not None), default=None)
 
 
-def _pinned(options: PipelineOptions) -> dict[str, str | None]:
+def _pinned(options: ModelCommandOptions) -> dict[str, str | None]:
     """Which model the workers load: of the hub's one commit.
 
     Raises:

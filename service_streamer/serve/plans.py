@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..options.table import ServeOptions, StreamerOptions
+from ..options.table import StreamerOptions
+from .command_options import ServeOptions
 from .configuration import NamedModel, default_name
 from .hosted_model import OpenedModel
 from .opening import make_redis_streamer, pool_of_service, service_options, streamer_of

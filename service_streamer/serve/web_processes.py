@@ -6,9 +6,9 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from ..options.table import ServeOptions
 from ..pool.support import why_unsupported
 from ..workers.placement import available_cores
+from .command_options import ServeOptions
 from .configuration import NamedModel
 from .fitting import device_of
 

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
 from ..observe.record import ORDINARY, Precedence
-from ..options.checks import check_count
+from ..options.kinds import Count
 
 
 class Arrival(NamedTuple):
@@ -50,8 +50,8 @@ class ClosedLoop:
     items: int = 1
 
     def __post_init__(self) -> None:
-        check_count("callers", self.callers)
-        check_count("items", self.items)
+        Count().check("callers", self.callers)
+        Count().check("items", self.items)
         _check_number("think_time", self.think_time, zero=True)
 
 
@@ -72,7 +72,7 @@ class Poisson:
 
     def __post_init__(self) -> None:
         _check_number("rate", self.rate)
-        check_count("items", self.items)
+        Count().check("items", self.items)
 
     def arrivals(self, random: Random) -> Iterator[Arrival]:
         """The calls in their order, without end."""
@@ -104,11 +104,11 @@ class Bursts:
     items: int = 1
 
     def __post_init__(self) -> None:
-        check_count("size", self.size)
+        Count().check("size", self.size)
         _check_number("every", self.every)
         _check_number("rate", self.rate, zero=True)
         _check_number("gap", self.gap, zero=True)
-        check_count("items", self.items)
+        Count().check("items", self.items)
         if self.gap * self.size > self.every:
             raise ValueError(
                 f"{self.size} calls {self.gap} s apart take longer than {self.every} s"

@@ -25,7 +25,8 @@ from typing import Any, TypeAlias
 from ..batching.actions import Actions
 from ..batching.batcher import Batcher, build_batcher
 from ..observe.record import BatchRecord, BatchReport, Call, Reason
-from ..options.checks import Workers, check_count, check_seconds, check_workers, worker_range
+from ..options.checks import Workers, worker_range
+from ..options.kinds import PATIENCE, Count, Seconds, WorkerNumber
 from ..options.table import StreamerOptions
 from .crew import Crew
 from .loads import Arrival, ClosedLoop, Load, Phases, Replay
@@ -134,17 +135,17 @@ def simulate(
     Raises:
         TypeError, ValueError: a value is out of range.
     """
-    least, most = worker_range(check_workers("workers", workers))
-    start_duration = check_seconds("start_duration", start_duration, zero=True) or 0.0
+    least, most = worker_range(WorkerNumber().check("workers", workers))
+    start_duration = Seconds(zero=True).check("start_duration", start_duration)
     if requests is not None:
-        check_count("requests", requests)
+        Count().check("requests", requests)
     elif seconds is None and _is_endless(load):
         requests = 20_000
     if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"seconds must be a finite number above 0; not {seconds!r}")
     if not 0 <= warm_up < 1:
         raise ValueError(f"warm_up must be a share of at least 0 and below 1; not {warm_up!r}")
-    check_seconds("fixed_wait", fixed_wait, zero=True, none=True)
+    PATIENCE.check("fixed_wait", fixed_wait)
     options = StreamerOptions(
         batch_size=batch_size,
         max_latency=max_latency,

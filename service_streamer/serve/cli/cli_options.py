@@ -1,4 +1,4 @@
-"""The options of a command, derived from the table of options.
+"""The options of a command, derived from its class of options.
 
 Every option can also come from an environment variable (SERVICE_STREAMER_PORT) or from a TOML file
 (``port = 8000`` in the table of the command). The line wins over the environment, and that over the
@@ -16,10 +16,29 @@ import click
 from click.core import ParameterSource
 
 from ...options.checks import IMPORT_STRING
-from ...options.declare import SERVE, SIMULATE, WORKER, Option, options_of
-from ...options.kinds import Flag, Kind
-from ...options.table import GROUPS
-from .config import read_defaults, tables_of
+from ...options.declare import Option, Options, options_of
+from ..command_options import ServeOptions, WorkerCommandOptions
+from .config import SERVE, read_defaults, tables_of
+from .simulate_options import SimulateOptions
+from .written import Written
+
+WORKER, SIMULATE = "worker", "simulate"
+
+#: The options of each command.
+COMMANDS: dict[str, type[Options]] = {
+    SERVE: ServeOptions, WORKER: WorkerCommandOptions, SIMULATE: SimulateOptions
+}  # fmt: skip
+
+#: Names on the command line that are not those of the library.
+_FLAGS = {
+    "worker_num": "workers", "cuda_devices": "devices", "redis_broker": "redis",
+    "num_gpus": "ray-num-gpus", "num_cpus": "ray-num-cpus", "resources": "ray-resources",
+    "runtime_env": "ray-runtime-env", "scheduling_strategy": "ray-scheduling-strategy",
+    "api_keys": "api-key", "cors_origins": "cors-origin", "allowed_hosts": "allowed-host",
+}  # fmt: skip
+
+#: Environment variables that do not follow from the name: both commands may share an environment.
+_VARIABLES = {(WORKER, "port"): "SERVICE_STREAMER_WORKER_PORT"}
 
 #: In ``click.Context.meta``: the TOML file, and whether it has tables of several models. Each of
 #: them is looked at with its own options, so the common ones may have no effect on some.
@@ -149,7 +168,7 @@ def without_effect(given: Iterable[str], options: Any, front: str) -> Iterator[s
 
 def in_flags(text: str, front: str = SERVE) -> str:
     """A message of the library, with the names that its options have on the command line."""
-    flags = {each.name: f"--{each.key}" for each in options_of(GROUPS[front], front)}
+    flags = {each.name: f"--{flag_of(each)}" for each in options_of(COMMANDS[front])}
     # Names without an underscore, such as "length", are words of the sentence, too.
     names = "|".join(name for name in flags if "_" in name)
     return re.sub(rf"\b({names})\b", lambda found: flags[found[1]], text)
@@ -161,19 +180,14 @@ Command = Callable[..., Any]
 _NOTHING: tuple[Any, ...] = (None, False, "", b"", ())
 
 
-class KindOf(click.ParamType[Any]):
-    """What an option of a kind may be on the command line, in the environment and in a file."""
+def flag_of(option: Option) -> str:
+    """The name of an option on the command line and in TOML files, without dashes in front."""
+    return _FLAGS.get(option.name, option.name.replace("_", "-"))
 
-    def __init__(self, kind: Kind) -> None:
-        self.name = kind.metavar.lower()
-        self.kind = kind
-        self.toml = kind.toml
 
-    def convert(self, value: Any, param: Any, context: Any) -> Any:
-        try:
-            return self.kind.parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, context)
+def parameter_of(option: Option) -> str:
+    """The name that click has for an option."""
+    return flag_of(option).replace("-", "_")
 
 
 def _read_config(context: click.Context, _: Any, path: Path | None) -> None:
@@ -205,24 +219,23 @@ _config = click.option(
 )
 
 
-def _parameter(option: Option) -> Callable[[Command], Command]:
-    name = option.key.replace("-", "_")
-    variable = option.variable or f"SERVICE_STREAMER_{name.upper()}"
+def _parameter(option: Option, front: str) -> Callable[[Command], Command]:
+    name, written = parameter_of(option), Written(option)
+    variable = _VARIABLES.get((front, option.name), f"SERVICE_STREAMER_{name.upper()}")
     if name == "model":
         return click.argument(
-            name, type=KindOf(option.written), metavar="[MODEL]", required=False, envvar=variable
+            name, type=written, metavar="[MODEL]", required=False, envvar=variable
         )
     text = " ".join(filter(None, (option.help, option.more)))
     if option.shown:
         text += f"  [default: {option.shown}]"
-    is_flag = isinstance(option.kind, Flag)
-    bare: dict[str, Any] = {} if option.kind.bare is None else {"flag_value": option.kind.bare}
+    bare: dict[str, Any] = {} if written.bare is None else {"flag_value": written.bare}
     return click.option(
-        f"--{option.key}", name,
-        type=bool if is_flag else KindOf(option.written),
-        metavar=None if is_flag else option.kind.metavar,
-        is_flag=is_flag,
-        multiple=option.several,
+        f"--{flag_of(option)}", name,
+        type=bool if written.is_flag else written,
+        metavar=None if written.is_flag else written.metavar,
+        is_flag=written.is_flag,
+        multiple=written.is_repeated,
         default=option.default,
         show_default=not option.shown and option.default not in _NOTHING,
         envvar=variable,
@@ -234,14 +247,14 @@ def _parameter(option: Option) -> Callable[[Command], Command]:
 
 def with_options(front: str) -> Callable[[Command], Command]:
     """Give a command its options; it is called with one object of them."""
-    group = GROUPS[front]
-    table = list(options_of(group, front))
+    group = COMMANDS[front]
+    table = list(options_of(group))
 
     def add(command: Command) -> Command:
         @click.pass_context
         def called(context: click.Context, /, **given: Any) -> Any:
             try:
-                options = group(**{each.name: given[each.key.replace("-", "_")] for each in table})
+                options = group(**{each.name: given[parameter_of(each)] for each in table})
             except (TypeError, ValueError) as error:
                 raise click.UsageError(in_flags(str(error), front)) from None
             if not context.meta.get(SEVERAL):
@@ -252,7 +265,7 @@ def with_options(front: str) -> Callable[[Command], Command]:
         called.__name__ = command.__name__
         decorated: Command = called
         for each in reversed(table):
-            decorated = _parameter(each)(decorated)
+            decorated = _parameter(each, front)(decorated)
         return _config(decorated)
 
     return add

@@ -16,9 +16,11 @@ from typing import Any
 
 import click
 
-from ...options.declare import SERVE
 from ...workers.placement import COUNT as GPU_COUNT
 from ..http.tls import PASSWORD
+
+#: The command whose file may have several models.
+SERVE = "serve"
 
 _PREFIX = "SERVICE_STREAMER_"
 

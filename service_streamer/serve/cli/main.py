@@ -24,10 +24,9 @@ except ModuleNotFoundError:
 from ... import __version__
 from ...engine.operator_signals import SAME_SIGNAL, hold_signals, run_below_init
 from ...options.checks import IMPORT_STRING
-from ...options.declare import SERVE, WORKER
-from ...options.table import PipelineOptions, ServeOptions, WorkerCommandOptions
-from .cli_options import CONFIG, SEVERAL, in_flags, with_options
-from .config import check_environment, tables_of
+from ..command_options import ModelCommandOptions, ServeOptions, WorkerCommandOptions
+from .cli_options import CONFIG, SEVERAL, WORKER, in_flags, with_options
+from .config import SERVE, check_environment, tables_of
 from .failures import explain_name, reason, users_traceback
 from .key_command import key_command
 from .model_tables import common_again, read_models
@@ -259,7 +258,7 @@ def _check_ray(options: ServeOptions) -> None:
         )
 
 
-def _check_model(options: PipelineOptions) -> None:
+def _check_model(options: ModelCommandOptions) -> None:
     """Say at once what would otherwise be said by every worker, one import of torch later."""
     model = options.model
     if isinstance(options, ServeOptions) and options.redis_broker is not None:
@@ -294,7 +293,7 @@ def _check_model(options: PipelineOptions) -> None:
         )
 
 
-def _check_pipeline(options: PipelineOptions) -> None:
+def _check_pipeline(options: ModelCommandOptions) -> None:
     from ..fitting import check_pipeline
 
     try:
@@ -366,7 +365,7 @@ def _need(*modules: str, extra: str) -> None:
             _end(_NOT_INSTALLED, missing("this", name, extra))
 
 
-def _end_without_model(text: str, error: BaseException, options: PipelineOptions) -> NoReturn:
+def _end_without_model(text: str, error: BaseException, options: ModelCommandOptions) -> NoReturn:
     """Say why once: in the log, in the traceback of the user's code, or in the last line."""
     from ..logs import was_logged
 

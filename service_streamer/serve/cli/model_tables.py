@@ -14,11 +14,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ...options.declare import SERVE, options_of
-from ...options.table import AddressOptions, ServeOptions, WebOptions
+from ...options.declare import options_of
+from ..command_options import AddressOptions, ServeOptions
 from ..configuration import NamedModel
-from .cli_options import without_effect
-from .config import checked, read_defaults, tables_of
+from ..http.web_options import WebOptions
+from .cli_options import parameter_of, without_effect
+from .config import SERVE, checked, read_defaults, tables_of
 
 #: The name of the tables.
 MODEL = "model"
@@ -46,8 +47,8 @@ _COMMON = {
 def _fields() -> dict[str, str]:
     """The options that a model may have for itself: their fields, by the names that click has."""
     return {
-        each.key.replace("-", "_"): each.name
-        for each in options_of(ServeOptions, SERVE)
+        parameter_of(each): each.name
+        for each in options_of(ServeOptions)
         if each.name not in _COMMON
     }
 
@@ -108,7 +109,7 @@ def common_again(
         if context.get_parameter_source(name) in of_file
     }
     values = {name: value for name, value in defaults.items() if name in fields}
-    own = {each.name: each.default for each in options_of(ServeOptions, SERVE)}
+    own = {each.name: each.default for each in options_of(ServeOptions)}
     changed = {field: own[field] for field in fields.values()}
     try:
         return dataclasses.replace(common, **changed | _converted(values, serve, context))

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ...errors import StreamerError
-from ...options.checks import check_pool_name
+from ...options.kinds import POOL_NAME
 from ...pool.directory import own_directory
 from ...pool.visits import ask_pool, await_end, pool_names
 
@@ -105,7 +105,7 @@ def replace(name: str) -> None:
 
 def _asked(name: str, method: str, *arguments: Any) -> Any:
     try:
-        check_pool_name("NAME", name)
+        POOL_NAME.check("NAME", name)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     try:

@@ -9,8 +9,6 @@ from typing import Any
 
 import click
 
-from ...options.declare import SIMULATE
-from ...options.table import SimulateOptions
 from ...simulate.loads import (
     Arrival,
     Bursts,
@@ -23,7 +21,8 @@ from ...simulate.loads import (
 )
 from ...simulate.model_cost import CostModel, LogNormal, Observed
 from ...simulate.simulator import Report, simulate
-from .cli_options import with_options
+from .cli_options import SIMULATE, with_options
+from .simulate_options import SimulateOptions
 
 #: Of a sweep, as shares of the capacity.
 _LOADS = [number / 10 for number in range(1, 13)]

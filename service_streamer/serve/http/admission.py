@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...options.table import WebOptions
 from ...pipelines.sizes import Sizes, sizes_of
 from .json_bodies import LargeAnswer
 from .refusals import Refusal
+from .web_options import WebOptions
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+from ...base_streamer import BaseStreamer
 from ...errors import StreamerError
 from ...observe.explain import Finding
 from ...observe.metrics import BatchMetrics, StreamerStats, WorkerStats
-from ...streamer import BaseStreamer, PoolStreamer
+from ...streamer import PoolStreamer
 
 if TYPE_CHECKING:  # most services share no pool
     from ...pool.pool_client import PoolClient

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
+from ...base_streamer import BaseStreamer
 from ...engine.backend import Mailbox
 from ...errors import (
     BadMessage,
@@ -24,7 +25,6 @@ from ...errors import (
     WorkerStartError,
 )
 from ...observe.metrics import StreamerStats
-from ...streamer import BaseStreamer
 from .admission import Admission, ServiceOptions, make_budgets
 from .background import start_task
 from .context import Description

@@ -10,8 +10,8 @@ import os
 import ssl
 from pathlib import Path
 
-from ...options.table import WebOptions
 from .file_stamps import Stamp, stamp_of
+from .web_options import WebOptions
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,207 @@
+"""How the values of options are written: on the command line, in the environment, in TOML files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import click
+
+from ...options.declare import Option
+from ...options.kinds import (
+    Arguments,
+    Broker,
+    Choice,
+    Count,
+    Devices,
+    File,
+    FixedNumber,
+    Flag,
+    Function,
+    Kind,
+    Number,
+    Numbers,
+    Seconds,
+    Strategy,
+    WorkerNumber,
+)
+from ..command_options import ANY_CLUSTER, RayAddress
+from ..http.web_options import Header, HostName, Origin, Several, Size
+from .simulate_options import BurstLoad, LoadPhases, MeanLength
+
+_DURATION = re.compile(r"\s*([^a-z\s]+(?:e[+-]?\d+)?)\s*(s|ms|us|)\s*")
+_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+_SIZE = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
+_RANGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
+_BURSTS = re.compile(r"(\d+)/(.+)")
+_LENGTHS = re.compile(r"([\d.]+)(?::([\d.]+))?")
+
+
+# How a text is read. What is no text comes from a file, and is a value already.
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, str) else value
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value
+
+
+def _seconds(value: Any) -> Any:
+    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    return value if match is None else float(match[1]) * _UNITS[match[2]]
+
+
+def _workers(value: Any) -> Any:
+    match = _RANGE.fullmatch(value) if isinstance(value, str) else None
+    return _whole(value) if match is None else (int(match[1]), int(match[2]))
+
+
+def _size(value: Any) -> int:
+    match = _SIZE.fullmatch(str(value).strip())
+    if match is None:
+        raise ValueError
+    return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]
+
+
+def _amounts(value: Any) -> dict[str, float]:
+    parts = [part.rpartition("=") for part in str(value).split(",")]
+    amounts = {name.strip(): float(amount) for name, _, amount in parts}
+    if "" in amounts or len(amounts) < len(parts):
+        raise ValueError
+    return amounts
+
+
+def _devices(value: Any) -> Any:
+    parts = value.split(",") if isinstance(value, str) else value
+    parts = parts if isinstance(parts, (list, tuple)) else [parts]
+    names = [str(part).strip() for part in parts]
+    if names == ["auto"]:
+        return "auto"
+    return tuple(int(name) if name.isdecimal() else name for name in names)
+
+
+def _json(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _bursts(value: Any) -> tuple[int, float]:
+    match = _BURSTS.fullmatch(str(value))
+    if match is None or not int(match[1]):
+        raise ValueError
+    return int(match[1]), Seconds().check("", _seconds(match[2]))
+
+
+def _mean_length(value: Any) -> tuple[float, float]:
+    match = _LENGTHS.fullmatch(str(value))
+    if match is None or not float(match[1]):
+        raise ValueError
+    return float(match[1]), float(match[2] or 0.6)
+
+
+def _phases(value: Any) -> tuple[tuple[float, float], ...]:
+    parts = [part.partition(":") for part in str(value).split(",")]
+    return tuple(
+        (Number().check("", float(load)), Seconds().check("", _seconds(last)))
+        for load, _, last in parts
+    )
+
+
+class WrittenForm(NamedTuple):
+    """How the values of a kind are written.
+
+    Attributes:
+        metavar: stands for the value in the help.
+        toml: the types that it has in a TOML file.
+        read: makes a value of a text.
+        words: what a value must be, if it is written in other words than the library's.
+    """
+
+    metavar: str = "TEXT"
+    toml: tuple[type, ...] = (str,)
+    read: Callable[[Any], Any] = lambda value: value
+    words: str = ""
+
+
+_NUMBER: tuple[type, ...] = (float, int, str)
+
+_FORMS: dict[type[Kind], WrittenForm] = {
+    Flag: WrittenForm("", (bool,)),
+    Count: WrittenForm("INTEGER", (int, str), _whole),
+    FixedNumber: WrittenForm("INTEGER", (int, str), _whole),
+    WorkerNumber: WrittenForm(
+        "N|LEAST:MOST", (int, str), _workers,
+        "a whole number of at least 1, or the least and the most, such as 1:16",
+    ),
+    Seconds: WrittenForm("SECONDS", _NUMBER, _seconds),
+    Number: WrittenForm("NUMBER", _NUMBER, _number),
+    Numbers: WrittenForm(
+        "NAME=NUMBER,...", read=_amounts,
+        words="names with numbers, such as disk=1,accelerator_type:A100=0.001",
+    ),
+    Strategy: WrittenForm("[DEFAULT|SPREAD]", words="DEFAULT or SPREAD"),
+    Broker: WrittenForm("URL"),
+    RayAddress: WrittenForm("[ADDRESS]"),
+    Size: WrittenForm("SIZE", (str, int), _size),
+    Devices: WrittenForm("DEVICES", (str, int, list), _devices),
+    Arguments: WrittenForm("JSON", read=_json, words="""JSON such as '{"working_dir": "."}'"""),
+    Function: WrittenForm("MODULE:FUNCTION"),
+    File: WrittenForm("FILE"),
+    Header: WrittenForm("NAME"),
+    HostName: WrittenForm("HOST"),
+    Origin: WrittenForm("ORIGIN"),
+    BurstLoad: WrittenForm("N/SECONDS", read=_bursts),
+    MeanLength: WrittenForm("MEAN[:SIGMA]", read=_mean_length),
+    LoadPhases: WrittenForm("LOAD:SECONDS,...", read=_phases),
+}  # fmt: skip
+
+
+class Written(click.ParamType[Any]):
+    """How the values of an option are written.
+
+    Attributes:
+        words: what a value must be.
+        metavar, toml: see ``WrittenForm``.
+        is_flag: whether the option has no value on the command line.
+        is_repeated: whether it may be given several times.
+        bare: what it means without a value; None if it needs one.
+    """
+
+    def __init__(self, option: Option) -> None:
+        kind = option.kind
+        self.is_flag = isinstance(kind, Flag)
+        self.is_repeated = isinstance(kind, Several)
+        self.bare = ANY_CLUSTER if isinstance(kind, RayAddress) else None
+        if isinstance(kind, Several):
+            kind = kind.each
+        if option.default is None:  # to say that, the option is left out
+            kind = replace(kind, none="")
+        form = _FORMS.get(type(kind), WrittenForm())
+        self._kind, self._read = kind, form.read
+        self.toml = form.toml
+        self.metavar = f"[{'|'.join(kind.among)}]" if isinstance(kind, Choice) else form.metavar
+        self.name = self.metavar.lower()
+        others = ["auto"] * kind.auto + ["none"] * bool(kind.none)
+        self.words = ", ".join([form.words or kind.words, *others[:-1]])
+        self.words += "".join(f" or {word}" for word in others[-1:])
+
+    def convert(self, value: Any, param: Any, context: Any) -> Any:
+        if self._kind.auto and value == "auto":
+            return value
+        if self._kind.none and value == "none":
+            return None
+        text = f"must be {self.words}; not {value!r}"
+        try:
+            read = self._read(value)
+        except (TypeError, ValueError):
+            self.fail(text, param, context)
+        if self._kind.auto and isinstance(read, str) and read == "auto":
+            return read
+        try:
+            return self._kind.convert(read)
+        except (TypeError, ValueError) as error:
+            self.fail(str(error) or text, param, context)
