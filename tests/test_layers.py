@@ -47,7 +47,6 @@ IMPURE = {"threading", "time", "multiprocessing", "logging", "queue", "selectors
 
 #: Optional packages, and the rooms that may need them.
 OPTIONAL = {
-    "options": {"click"},
     "workers.memory": {"numpy", "torch"},
     "share": {"cachetools"},
     "tracing": {"opentelemetry"},

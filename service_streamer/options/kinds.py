@@ -128,6 +128,11 @@ class FixedNumber(Count):
 
     words = "a whole number of at least 1 (a worker host does not scale: start more hosts)"
 
+    def convert(self, value: Any) -> Any:
+        if is_sequence(value):
+            raise ValueError
+        return super().convert(value)
+
 
 @dataclass(frozen=True)
 class Seconds(Kind):

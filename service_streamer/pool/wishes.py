@@ -11,36 +11,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..options.declare import options_of
-from ..options.table import (
-    BatchingOptions,
-    ClusterOptions,
-    FaultOptions,
-    HangOptions,
-    LengthOptions,
-    PendingOptions,
-    StreamerOptions,
-    TenantOptions,
-    WorkerOptions,
-)
+from ..options.table import CallerOptions, HostPoolOptions, SharingOptions, StreamerOptions
 from .canonical import canonical
 from .model_code import code_of, digest
 
 #: By name, in words that equal only what is equal.
 Wishes = Mapping[str, str]
 
-_GROUPS = (
-    PendingOptions, BatchingOptions, TenantOptions, FaultOptions, HangOptions, LengthOptions,
-    WorkerOptions,
-)  # fmt: skip
+#: What only concerns the process that calls.
+_OF_CALLERS = {
+    each.name
+    for group in (CallerOptions, HostPoolOptions, SharingOptions) for each in options_of(group)
+} | {"wait_for_worker_ready"}  # fmt: skip
 
 #: Known by a digest only: they may have keys and passwords, and errors and commands show wishes.
 _HIDDEN = frozenset({"model_init_args", "model_init_kwargs", "runtime_env"})
 
 #: Characters from which on other options are known by a digest, too.
 _LONG = 200
-
-#: Of the caller's process, though it is among the options of workers.
-_CALLERS = frozenset({"wait_for_worker_ready"})
 
 
 def wishes_of(model: Any, options: StreamerOptions, version: str) -> dict[str, str]:
@@ -55,13 +43,11 @@ def wishes_of(model: Any, options: StreamerOptions, version: str) -> dict[str, s
         "model": canonical(model),
         "code": code_of(model, canonical),
     }
-    groups = (*_GROUPS, ClusterOptions) if isinstance(options, ClusterOptions) else _GROUPS
-    for group in groups:
-        for each in options_of(group):
-            if each.name not in _CALLERS:
-                words = canonical(value := getattr(options, each.name))
-                is_hidden = each.name in _HIDDEN and value is not None
-                wishes[each.name] = _digested(words) if is_hidden or len(words) > _LONG else words
+    for each in options_of(options):
+        if each.name not in _OF_CALLERS:
+            words = canonical(value := getattr(options, each.name))
+            is_hidden = each.name in _HIDDEN and value is not None
+            wishes[each.name] = _digested(words) if is_hidden or len(words) > _LONG else words
     return wishes
 
 
