@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checks import LONGEST_WAIT, check_tenant, is_sequence
+from .checks import LONGEST_WAIT, is_sequence
 
 _SHORTEST_SECRET = 16
 
@@ -52,7 +52,8 @@ class Kind:
         except (TypeError, ValueError) as error:
             others = ['"auto"'] * self.auto + [f"None for {self.none}"] * bool(self.none)
             text = f"must be {', or '.join([self.words, *others])}; not {value!r}"
-            raise type(error)(f"{name} {str(error) or text}") from None
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{name} {str(error) or text}") from None
 
     def convert(self, value: Any) -> Any:
         """The checked value. An error's text goes behind the name; one without gets ``words``."""
@@ -190,12 +191,10 @@ class Numbers(Kind):
         return super().check(name, {} if value is None else value)
 
     def convert(self, value: Any) -> Any:
-        if not isinstance(value, Mapping):
+        if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
             raise TypeError
-        return {
-            check_tenant(each): Number(zero=self.zero).convert(number)
-            for each, number in value.items()
-        }
+        number = Number(zero=self.zero)
+        return {each: number.convert(value[each]) for each in value}
 
 
 @dataclass(frozen=True)
