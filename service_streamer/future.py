@@ -5,19 +5,22 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .engine.backend import Accepted, Backend
 from .errors import ModelError, StreamerError
 from .observe.record import Timing
 from .workers.protocol import Failure
 
+_RLock: Any = type(threading.RLock())
+
+
+_CANCELLED = frozenset({"CANCELLED", "CANCELLED_AND_NOTIFIED"})
+#: The states that do not change any more.
+_OVER = frozenset({"FINISHED", *_CANCELLED})
+
 #: What a future has failed with until somebody asks for it.
 _UNDECODED = StreamerError("not decoded yet")
-
-#: Held to make the condition of a future, and to finish one that has none: nobody waits for it, and
-#: it has no callback. Reentrant, since a signal handler may run while it is held.
-_making = threading.RLock()
 
 
 class Future(concurrent.futures.Future[list[Any]]):
@@ -28,31 +31,57 @@ class Future(concurrent.futures.Future[list[Any]]):
     """
 
     def __init__(self, backend: Backend) -> None:
-        # Not super().__init__(): its condition and lists are a dozen objects, which cost as much as
-        # all the rest of a submission. Most futures are done before anybody waits for them.
-        self._made: threading.Condition | None = None
-        self._state = "PENDING"
-        self._result: Any = None
-        self._exception: BaseException | None = None
+        # Not super().__init__(), which makes a Condition and two lists: they cost more than all the
+        # rest of a submission, most futures are never waited for before they are done, and what
+        # many futures hold the garbage collector goes through again and again.
         self._backend = backend
-        #: Set by the backend before the call can end, and let go of when it ends.
-        self.call: Accepted | None = None
-        self._answered: Accepted | None = None
-        #: The outcome until somebody asks for it.
-        self._encoded: list[Any] | Failure | None = None
+        # Of each, since Python 3.11 finds what is of all in five times as long.
+        self._state = "PENDING"
+        #: The lock, where somebody has needed it. See ``_making``.
+        self._own_lock: Any = None
+
+    #: Set by the backend before the call can end, and let go of when it ends.
+    call: Accepted | None = None
+
+    # What a standard one sets for itself (a test compares them): until they change, of all.
+    _result: Any = None
+    _exception: BaseException | None = None
+    #: The outcome until it is asked for; then it is decoded into the two above.
+    _encoded: list[Any] | Failure | None = None
+    #: The call when it was answered.
+    _answered: Accepted | None = None
+    #: For threads that wait in ``result`` and ``exception``; made by the first of them.
+    _awaited: threading.Condition | None = None
+    _own_waiters: list[Any] | None = None
+    _own_callbacks: list[Any] | None = None
+
+    if not TYPE_CHECKING:  # for which they are attributes of the standard one
+
+        @property
+        def _condition(self) -> Any:
+            lock = self._own_lock
+            if lock is None:
+                with _making:
+                    lock = self._own_lock
+                    if lock is None:
+                        lock = self._own_lock = _Lock()
+            return lock
+
+        # The standard library holds the lock when it adds to the next two.
+
+        @property
+        def _waiters(self) -> list[Any]:
+            waiters = self._own_waiters
+            if waiters is None:
+                waiters = self._own_waiters = []
+            return waiters
 
     @property
-    def _condition(self) -> threading.Condition:  # type: ignore[override]
-        """What the standard library uses, made for the first who waits or has a callback."""
-        condition = self._made
-        if condition is None:
-            with _making:
-                condition = self._made
-                if condition is None:
-                    self._waiters: list[Any] = []
-                    self._done_callbacks: list[Any] = []
-                    condition = self._made = threading.Condition()
-        return condition
+    def _done_callbacks(self) -> list[Any]:
+        callbacks = self._own_callbacks
+        if callbacks is None:
+            callbacks = self._own_callbacks = []
+        return callbacks
 
     @property
     def timing(self) -> Timing | None:
@@ -76,34 +105,47 @@ class Future(concurrent.futures.Future[list[Any]]):
             concurrent.futures.CancelledError: the call was cancelled.
             Exception: whatever the call failed with.
         """
-        self._decode(timeout)
-        try:
-            if self._exception is not None:
+        # Often it is there by now. It is set before the state is, so no lock is needed to see it.
+        if self._state != "FINISHED":
+            self._wait(timeout)
+        encoded = self._encoded
+        if encoded is not None:
+            self._decode(encoded)
+        if self._exception is not None:
+            try:
                 raise self._exception
-            outputs: list[Any] = self._result
-            return outputs
-        finally:
-            del self  # as the standard one does: the exception holds this frame
+            finally:
+                self = None  # type: ignore[assignment]  # as the standard one does: no cycle
+        outputs: list[Any] = self._result
+        return outputs
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call failed with, or None if it did not; waits and raises as ``result`` does."""
-        self._decode(timeout)
+        if self._state != "FINISHED":
+            self._wait(timeout)
+        encoded = self._encoded
+        if encoded is not None:
+            self._decode(encoded)
         return self._exception
 
-    def _decode(self, timeout: float | None) -> None:
-        """Wait for the outcome, and decode it in this thread: that may run code of users.
+    def _wait(self, timeout: float | None) -> None:
+        self._backend.check_process()  # in a forked child it never comes
+        with self._condition:
+            if self._state not in _OVER:
+                if self._awaited is None:
+                    self._awaited = threading.Condition(self._own_lock)
+                self._awaited.wait(timeout)
+            state = self._state
+        if state not in _OVER:
+            raise self._backend.late(timeout)
+        if state != "FINISHED":
+            raise concurrent.futures.CancelledError
 
-        If several threads ask at the same time each does, and the last one counts.
+    def _decode(self, encoded: list[Any] | Failure) -> None:
+        """Done by the first thread that asks: it may run code of users.
+
+        If several ask at the same time each does, and the last one counts.
         """
-        if self._state != "FINISHED":  # it is set last, so that no lock is needed to see it
-            self._backend.check_process()  # in a forked child it never comes
-            try:
-                super().exception(timeout)
-            except TimeoutError:
-                raise self._backend.late(timeout) from None
-        encoded = self._encoded
-        if encoded is None:
-            return
         try:
             if isinstance(encoded, list):
                 self._result = self._backend.decode(encoded)
@@ -112,6 +154,13 @@ class Future(concurrent.futures.Future[list[Any]]):
         except ModelError as error:
             self._result, self._exception = None, error.with_traceback(None)
         self._encoded = None
+
+    def __repr__(self) -> str:
+        """Its state; not what is still encoded, as the standard one would show it."""
+        state = self._state.lower()
+        if self._encoded is not None or self._state == "FINISHED":
+            state = "finished" if self._exception is None else "failed"
+        return f"<{type(self).__name__} at {id(self):#x} {state}>"
 
     def cancel(self) -> bool:
         """Withdraw the call if none of it is with a worker yet; whether it is cancelled."""
@@ -128,9 +177,24 @@ class Future(concurrent.futures.Future[list[Any]]):
 
     def _withdrawn(self) -> None:
         """The call is withdrawn: the future is cancelled, unless it has results by now."""
-        if super().cancel() and self._state == "CANCELLED":
-            self.set_running_or_notify_cancel()  # as_completed() and wait() hear of it
-            self.call = None
+        with self._condition:
+            is_cancelled = self._state == "PENDING"
+            if is_cancelled:
+                self.call = None
+                self._state = "CANCELLED_AND_NOTIFIED"
+                for waiter in self._own_waiters or ():  # wait() and as_completed()
+                    waiter.add_cancelled(self)
+                self._notify()
+        if is_cancelled and self._own_callbacks:  # last: they may do, and raise, anything
+            self._invoke_callbacks()  # type: ignore[attr-defined]  # typeshed lacks it
+
+    def done(self) -> bool:
+        """Whether it has results or an error, or was cancelled. Needs no lock: it stays so."""
+        return self._state in _OVER
+
+    def cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return self._state in _CANCELLED
 
     def running(self) -> bool:
         """Whether a part of the call is with a worker: it cannot be cancelled any more."""
@@ -140,19 +204,85 @@ class Future(concurrent.futures.Future[list[Any]]):
     def complete(self, outputs: list[Any]) -> None:
         """For the backend: the call succeeded."""
         self._answered, self.call = self.call, None
-        self._encoded = outputs
         with _making:
-            is_watched = self._made is not None
-            if not is_watched:
-                self._result, self._state = outputs, "FINISHED"
-        if is_watched:
-            self.set_result(outputs)
+            has_lock = self._own_lock is not None or self._state != "PENDING"
+            if not has_lock:
+                self._encoded = self._result = outputs
+                self._state = "FINISHED"
+        if has_lock:
+            self._encoded = outputs
+            self._finish(outputs, None)
 
     def fail(self, failure: Failure) -> None:
         """For the backend: the call failed."""
         self.call = None
         self._encoded = failure
-        self.set_exception(_UNDECODED)
+        self._finish(None, _UNDECODED)
+
+    def set_result(self, result: Any) -> None:
+        """As of a standard one; the backend has ``complete`` instead."""
+        self._finish(result, None)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """As of a standard one; the backend has ``fail`` instead."""
+        self._finish(None, exception)
+
+    def _finish(self, result: Any, exception: BaseException | None) -> None:
+        with self._condition:
+            if self._state not in ("PENDING", "RUNNING"):
+                raise concurrent.futures.InvalidStateError(f"{self._state}: {self!r}")
+            self._result = result
+            self._exception = exception
+            self._state = "FINISHED"
+            for waiter in self._own_waiters or ():
+                (waiter.add_result if exception is None else waiter.add_exception)(self)
+            self._notify()
+        if self._own_callbacks:
+            self._invoke_callbacks()  # type: ignore[attr-defined]  # typeshed lacks it
+
+    def _notify(self) -> None:
+        """Wake the threads that wait. With the lock."""
+        awaited = self._awaited
+        if awaited is not None:
+            self._awaited = None  # it holds the lock, which need not live longer
+            awaited.notify_all()
+
+
+def _know_attributes() -> None:
+    """Set every attribute once, before there are other futures.
+
+    Python 3.11 and later keep the attributes of an instance without a dict, as long as they have
+    room in the keys that all instances share. Each instance that is made leaves less room there, so
+    what the thousandth one sets first has none, and it gets a dict.
+    """
+    future = Future(None)  # type: ignore[arg-type]
+    for name in (
+        "call", "_result", "_exception", "_encoded", "_answered", "_awaited", "_own_waiters",
+        "_own_callbacks",
+    ):  # fmt: skip
+        setattr(future, name, None)
+
+
+_know_attributes()
+
+
+class _Lock(_RLock):  # type: ignore[misc]
+    """The lock of a future, in the place of a standard one's Condition.
+
+    The lock itself and not something that has one: entering and leaving it are then in C. It is
+    reentrant as a Condition's is, since a signal handler may run while it is held. And one that
+    raises within ``Condition.__enter__``, which is Python, would leave it locked for ever.
+    """
+
+    __slots__ = ()
+
+
+#: Held to make the lock of a future, and to finish one that has none. Most futures are asked
+#: for their results when they have them. To make a lock for each of these, and to take it once,
+#: would be a tenth of what such a call costs. A future that has no lock has no waiter and no
+#: callback, since the lock is made first. No lock is taken while this one is held, and nothing
+#: waits. Reentrant, as above.
+_making = threading.RLock()
 
 
 def _renew_in_forked_child() -> None:

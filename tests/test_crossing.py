@@ -21,7 +21,7 @@ from service_streamer import Streamer, ThreadedStreamer
 #: The most modules that one ``predict`` may cross, and one request. Three of the latter decide
 #: which of several models it is for, and check what it asks of that one. Six are the batcher's:
 #: what happens, when to cut, making the batch, counting it, how late it may be, and the states of
-#: calls. One is the core, which puts each worker's batches in its lane in the order in which they
+#: calls. One is the core, which puts each worker's batches in its outbox in the order in which they
 #: were cut.
 PREDICT = 17
 REQUEST = 32

@@ -243,3 +243,29 @@ def test_worker_that_is_held_back_goes_on_when_most_of_the_others_fail_too() -> 
     for batch in [batch for _ in range(3) for batch in submit(batcher).batches]:
         batcher.batch_returned(BatchReport(batch.id, failure=Error(), slot=batch.slot), 0.0)
     assert not batcher.health.held_back
+
+
+def test_worker_that_is_held_back_is_replaced_in_its_time_though_nothing_happens() -> None:
+    batcher = batcher_that_holds_back()
+    for _ in range(9):  # the others are at them, for long
+        submit(batcher)
+    assert batcher.deadline == INTERVAL
+    assert batcher.time_passed(INTERVAL).condemned == [0]
+
+
+def test_failing_worker_goes_on_if_the_only_other_one_is_about_to_end() -> None:
+    batcher = Batcher(max_latency=0.0, batch_size=1)
+    for slot in (0, 1):
+        batcher.worker_ready(slot, 0.0)
+    batches = [batch for _ in range(3) for batch in submit(batcher).batches]
+    for batch in batches:
+        if batch.slot:
+            batcher.batch_returned(BatchReport(batch.id, ["y"], slot=1), 0.0)
+    batcher.worker_retiring(1, 0.0)
+    for _ in range(2 * ROW):
+        submit(batcher)
+    for _ in range(2 * ROW):
+        [batch, *_] = [batch for batch in batcher.in_flight() if batch.slot == 0]
+        report = BatchReport(batch.id, failure=Error(), slot=0)
+        assert not batcher.batch_returned(report, 0.0).condemned
+    batcher.check_invariants()

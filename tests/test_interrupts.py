@@ -94,3 +94,20 @@ def test_accepted_calls_end_when_a_handler_raises_in_a_message_to_a_worker_proce
 
 def echo(batch: list[Any]) -> list[Any]:
     return batch
+
+
+def test_future_is_answered_though_a_handler_has_raised_in_a_look_at_it() -> None:
+    with ThreadedStreamer(HeldByFirst(), batch_size=1) as streamer:
+        for _ in interrupted_everywhere(lambda: look(streamer)):
+            assert streamer.submit(["fresh"]).result(ALARM) == ["fresh"]
+
+
+def look(streamer: ThreadedStreamer) -> None:
+    """All that a program may ask of a future, before and after it is answered."""
+    future = streamer.submit(["looked at"])
+    future.add_done_callback(lambda _: None)
+    future.done()
+    future.running()
+    repr(future)
+    future.exception(ALARM)
+    future.done()

@@ -350,7 +350,7 @@ class Batcher:
             self.slots.stages_took(report.stages)
         if failures and len(failures) == batch.size:  # none of it has crossed
             self._endings.suspect_worker(batch, next(iter(failures.values())))
-        elif self.health.is_wary:
+        else:
             self.health.computed(batch.slot)
         failed = figures.failed_calls
         calls = self._endings.give_results(batch)

@@ -315,6 +315,8 @@ class Cutter:
             deadline = wait_until
         if self._deadlines.next < deadline:
             deadline = self._deadlines.next
+        if self._health.due < deadline:
+            deadline = self._health.due
         self.deadline = deadline
 
     # -- how a batch is made

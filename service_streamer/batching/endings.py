@@ -222,9 +222,10 @@ class Endings:
 
     def judge_workers(self, now: float) -> list[int]:
         """Let some of the workers go on that are held back; the slots of those to be replaced."""
-        released, condemned = self._health.judge(now)
-        if not self._slots.taking:
-            released += self._health.release()
+        if self._slots.taking:
+            released, condemned = self._health.judge(now)
+        else:
+            released, condemned = self._health.release(), []
         for slot in released:
             self._slots.release(slot)
         return condemned

@@ -77,22 +77,36 @@ class WorkerOutbox:
         sent: list[BatchRecord] = []
         if self._is_locked_here():  # a signal handler has interrupted this thread, which goes on
             return sent
-        with self.lock:
-            while self.messages:
-                message = self.messages[0]
-                if isinstance(message, tuple):
-                    what, batch_id = message
-                    transport.tell(self._slot, what, [batch_id])
+        # No thread waits for the lock: what is added while another one holds it that one sends,
+        # since it looks again when it has released it.
+        while self.messages and self.lock.acquire(blocking=False):
+            try:
+                while self.messages:
+                    message = self.messages[0]
+                    self._send(message, transport, has_steps=has_steps)
                     self.messages.popleft()
-                    continue
-                if has_steps and message.spans and message.spans[0][0].is_stream:
-                    transport.send(self._slot, message.id, message.payloads, is_stream=True)
-                else:
-                    transport.send(self._slot, message.id, message.payloads)
-                self.messages.popleft()
-                message.payloads = []
-                sent.append(message)
+                    if isinstance(message, BatchRecord):
+                        message.payloads = []
+                        sent.append(message)
+            finally:
+                self.release()
         return sent
+
+    def release(self) -> None:
+        """Let others send, if this thread holds the lock: perhaps a signal handler has raised."""
+        if self._is_locked_here():
+            self.lock.release()
+
+    def _send(
+        self, message: BatchRecord | tuple[int, int], transport: Transport, *, has_steps: bool
+    ) -> None:
+        if isinstance(message, tuple):
+            what, batch_id = message
+            transport.tell(self._slot, what, [batch_id])
+        elif has_steps and message.spans and message.spans[0][0].is_stream:
+            transport.send(self._slot, message.id, message.payloads, is_stream=True)
+        else:
+            transport.send(self._slot, message.id, message.payloads)
 
 
 class Core:
@@ -104,8 +118,8 @@ class Core:
         jitter: random numbers from 0 to 1.
 
     Attributes:
-        unsent: outboxes that are not empty. Whoever comes by sends what is there, so that nothing
-            is left behind by a thread that was interrupted in between.
+        unsent: outboxes into which something was put. Whoever comes by sends what is there, so that
+            nothing is left behind by a thread that was interrupted in between.
         outboxes: by slot.
         open: the calls that are accepted and not answered, in the order of their arrival. What
             they need and what workers hold is the truth from which ``settle`` derives the rest.
@@ -190,10 +204,15 @@ class Core:
         """Call it first whenever the lock was taken: apply what could not be when it happened."""
         if self.is_torn:
             self._mend()
+        if not self.left:
+            return
+        self.is_torn = True  # until this is done: a signal handler may raise in between
         while self.left:
-            call = self.left.popleft()
+            call = self.left[0]
             if self.batcher.call_withdrawn(call):
                 self.forget(call)
+            self.left.popleft()
+        self.is_torn = False
 
     def _mend(self) -> None:
         """A change was left halfway: derive the state anew, so that nothing is lost by that."""
@@ -533,6 +552,7 @@ class Core:
         return sorted(workers, key=lambda worker: worker.number)
 
     def stats(self) -> StreamerStats:
+        self.settle()
         batcher, supervisor = self.batcher, self.supervisor
         states = dict(supervisor.states())
         busy = batcher.slots.busy - states[WorkerState.RETIRING]

@@ -202,7 +202,6 @@ class Engine:
     def stats(self) -> StreamerStats:
         self.check_process()
         with self.core.lock:
-            self.core.settle()
             return self.core.stats()
 
     def metrics(self) -> BatchMetrics:
@@ -361,6 +360,8 @@ class Engine:
 
     def _interrupted(self) -> None:
         """A change was cut off, as by a signal handler that raises: have the loop mend it."""
+        for outbox in [*self.core.outboxes.values()]:
+            outbox.release()
         self.transport.wakeup()
 
     def _keep_promises(self) -> None:

@@ -23,7 +23,7 @@ import math
 from typing import Literal
 
 #: So many batches in a row say that a worker is at fault. Chosen by reasoning: where one batch in
-#: ten fails at random, one row in 10,000 is as long.
+#: ten fails at random, one of 10,000 batches ends such a row.
 ROW = 4
 
 #: Between two replacements, seconds: loading may take nearly as long.
@@ -41,13 +41,11 @@ class Health:
     """The rows of failures of workers, by their slots. Not thread-safe.
 
     Attributes:
-        held_back: the workers that take no batches until they are replaced.
+        held_back: the workers that take no batches until they are replaced, or released.
         row: batches in a row that have failed, of all workers.
-        is_wary: whether a batch has failed; before that none need be reported that was computed.
     """
 
     def __init__(self) -> None:
-        self.is_wary = False
         self.held_back: list[int] = []
         self.row = 0
         self._failed_at = -math.inf
@@ -57,12 +55,10 @@ class Health:
     def computed(self, slot: int) -> None:
         """The worker has computed a batch."""
         self.row = self._rows[slot] = 0
-        self.is_wary = any(self._rows.values())
 
     def failed(self, slot: int, now: float) -> None:
         """The worker has failed a batch of which it is not known that its items are bad."""
         self.row += 1
-        self.is_wary = True
         self._failed_at = now
         self._rows[slot] = self._rows.get(slot, 0) + 1
 
@@ -70,6 +66,11 @@ class Health:
         """Whether the worker fails everything while most of the others do not."""
         others = [row for each, row in self._rows.items() if each != slot]
         return self._rows.get(slot, 0) >= ROW and 2 * others.count(0) > len(others)
+
+    @property
+    def due(self) -> float:
+        """When to ``judge`` at the latest; infinity while no worker is held back."""
+        return self._next_at if self.held_back else math.inf
 
     def judge(self, now: float) -> tuple[list[int], list[int]]:
         """The slots of workers that go on, and of those that are replaced: they were held back."""
@@ -90,7 +91,6 @@ class Health:
         """The worker has died."""
         if had_new_items:
             self.row += 1
-            self.is_wary = True
             self._failed_at = now
         self._rows.pop(slot, None)
         if slot in self.held_back:
