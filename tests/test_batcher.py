@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 from typing import Any
 
 import pytest
@@ -59,33 +58,6 @@ def test_a_lone_call_is_cut_past_the_queue_as_it_would_be_from_it(
         return said
 
     assert cut_at(past=True) == cut_at(past=False)
-
-
-def test_a_lone_call_takes_few_function_calls() -> None:
-    """A caller alone waits for each of them. Through the queue, and learned from, it took 57."""
-    walk = Walk()
-    counted = 0
-
-    def count(_: Any, event: str, __: Any) -> None:
-        nonlocal counted
-        counted += event == "call"
-
-    def rounds(many: int) -> None:
-        for number in range(many):
-            call = Call([number], None)
-            [batch] = walk.batcher.call_submitted(call, walk.now).batches
-            walk.now += 0.01
-            report = BatchReport(batch.id, ["done"], duration=0.01, slot=batch.slot)
-            walk.batcher.batch_returned(report, walk.now)
-            walk.now += 0.001
-
-    rounds(50)
-    sys.setprofile(count)
-    try:
-        rounds(64)
-    finally:
-        sys.setprofile(None)
-    assert counted / 64 < 35
 
 
 @pytest.mark.parametrize(

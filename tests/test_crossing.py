@@ -19,11 +19,11 @@ from http_in_process import StubClient, post, serving
 from service_streamer import Streamer, ThreadedStreamer
 
 #: The most modules that one ``predict`` may cross, and one request. Three of the latter decide
-#: which of several models it is for, and check what it asks of that one. Six are the batcher's:
-#: what happens, when to cut, making the batch, counting it, how late it may be, and the states of
-#: calls. One is the core, which puts each worker's batches in its outbox in the order in which they
-#: were cut.
-PREDICT = 17
+#: which of several models it is for, and check what it asks of that one. Nine are the batcher's:
+#: what happens, the queue, when to cut, arrivals, the cost of batches, making the batch, the
+#: workers, counting it, and the states of calls. A lone call goes the way of all others. One is the
+#: core, which puts each worker's batches in its outbox in the order in which they were cut.
+PREDICT = 18
 REQUEST = 32
 #: Until the streamer takes its worker for warm.
 WARM = 20

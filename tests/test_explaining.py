@@ -105,7 +105,7 @@ def scaled(wanted: int, ready: int, wait: float) -> Summary:
          "batch_size", ["unit of length", "24 %"]),
         (about(**FLAT), "flat", ["64", "1 ms"]),
         (about(**FULL), "full", ["90 %", "batch_size"]),
-        (about(**but(PAYS=65)), "pays", ["65 %", "cpu_threads"]),
+        (about(**but(PAYS=65)), "pays", ["65 %", "hardly faster"]),
         (about(BOUNDED, **but(COST=40)), "cost", ["40 %", "max_batch_cost", "Raise"]),
         (about(padding=0.371), "padding", ["37 %", "length="]),
         (about(LENGTHS, padding=0.371), "padding", ["37 %", "callers"]),

@@ -19,7 +19,7 @@ from service_streamer import (
     Streamer,
     ThreadedStreamer,
 )
-from service_streamer.batching.policy import LearnedPolicy
+from service_streamer.batching.policy import Policy
 from service_streamer.observe.record import BatchRecord
 from service_streamer.testing import Gate
 from worker_loop import loaded, model_of, raised, served, texts
@@ -189,8 +189,8 @@ def test_invalid_items_are_copied_and_pickled_with_their_errors() -> None:
 
 
 def test_nothing_is_learned_from_items_that_were_not_computed() -> None:
-    def policy(*, invalid: int, computed: int) -> LearnedPolicy:
-        learned = LearnedPolicy(64, 0.1)
+    def policy(*, invalid: int, computed: int) -> Policy:
+        learned = Policy(64, 0.1)
         for _ in range(20):
             for failed, size, took in [
                 (0, 64, 0.068),
@@ -198,7 +198,7 @@ def test_nothing_is_learned_from_items_that_were_not_computed() -> None:
                 (invalid, invalid + computed, 0.0001 if not computed else 0.004 + 0.001 * computed),
             ]:
                 batch = BatchRecord(0, 0, [], [None] * size)
-                learned.came_back(batch, size, took, 1, 0, 1.0, failed)
+                learned.batch_returned(batch, size, took, 1, 0, 1.0, failed)
         return learned
 
     expected = policy(invalid=0, computed=32).cost

@@ -43,9 +43,9 @@ from .endings import Endings
 from .figures import Figures
 from .isolation import Retries, Search, Suspects
 from .overload import Overload
-from .policy import LearnedPolicy, Policy
+from .policy import Policy
 from .slots import Slots
-from .stepping import Stepping, StepPolicy, room_of_places
+from .stepping import Stepping, room_of_places
 
 
 class Batcher:
@@ -117,10 +117,9 @@ class Batcher:
             # What is never run twice should not go down with a batch that it only waited behind.
             sends_ahead=max_attempts > 1,
         )
-        self._has_lengths = has_lengths
         self._new_policy: Callable[[], Policy] = lambda: (
             policy
-            or LearnedPolicy(
+            or Policy(
                 batch_size,
                 max_latency,
                 has_lengths=has_lengths,
@@ -160,7 +159,7 @@ class Batcher:
         self._overload = Overload(pending, self.slots, policy)
         self._cutter = Cutter(
             pending, self._retries, self.slots, self._endings, self.health, self._overload, policy,
-            self._ids, batch_size=self._batch_size, has_lengths=self._has_lengths,
+            self._ids, batch_size=self._batch_size,
         )  # fmt: skip
         self._endings.pending = self.figures.pending = pending
         self._endings.cost, self.figures.policy = policy.cost, policy
@@ -241,7 +240,7 @@ class Batcher:
     def _left(self, call: Call, *, has_expired: bool) -> bool:
         has_ended = self._endings.left(call, has_expired=has_expired)
         if has_ended and not self.queue.items:
-            self._cutter.none_waits()
+            self._cutter.set_deadline(math.inf)
         return has_ended
 
     def take_unwanted(self) -> list[tuple[int, int]]:
@@ -280,11 +279,6 @@ class Batcher:
         self.steps = Stepping(places, self.slots, self.figures.metrics, resumes=resumes)
         self.slots.begin_steps(places, room_of_places(places), tuning.GRACE)
         self._retries.grace = tuning.GRACE
-        self._begin_steps()
-
-    def _begin_steps(self) -> None:
-        self._overload.policy = self.figures.policy = policy = StepPolicy()
-        self._cutter.begin_steps(policy)
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
         """A worker has taken a step; the calls of streams, each with an output to be handed out.
@@ -430,8 +424,6 @@ class Batcher:
         in_flight = self.in_flight()
         self._retries.recount(in_flight)
         self._assemble()
-        if self.steps is not None:
-            self._begin_steps()
         running = [call for batch in in_flight for call, _, _ in batch.spans]
         self._endings.abandoned = {call for call in running if call.is_over}
         taken: defaultdict[Call, set[int]] = defaultdict(set)

@@ -20,9 +20,8 @@ from typing import Any
 from ..observe.record import ORDINARY, BatchRecord, Call, CallState, Reason, Span
 from . import tuning
 from .cost import LearnedCost
-from .deadlines import Finish
 from .length_window import LengthWindow
-from .policy import Decision
+from .policy import Decision, Finish
 from .turns import TurnOrder, work_of
 
 #: Members of an enum are looked up in Python, and every call asks for these.
@@ -181,11 +180,6 @@ class CallQueue:
         if self._window is not None:
             ahead += self._window.ahead(call, size_class, work, unit)
         return ahead
-
-    @property
-    def is_fair(self) -> bool:
-        """Whether the calls that wait have turns."""
-        return self._turns is not None
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; there must be one."""

@@ -21,7 +21,7 @@ class Overload:
         policy: see below.
 
     Attributes:
-        policy: knows what batches cost. Another one takes its place if the model is one of steps.
+        policy: knows what batches cost.
         is_behind: whether more waits than workers keep up with.
         rate: units of cost that come back per second, items of a model of steps; infinity while
             that is not known.
@@ -44,6 +44,11 @@ class Overload:
         self._since = -1.0  # when the batches began that are counted for the next rate
         self._batches, self._work = 0, 0.0  # of these
 
+    @property
+    def full(self) -> int:
+        """Items of a full batch; of a model of steps each item is a batch."""
+        return 1 if self._slots.places else self.policy.full
+
     def came_back(self, work: float, took: float, now: float) -> None:
         """A batch came back: learn of it, but only while there is overload.
 
@@ -51,7 +56,7 @@ class Overload:
             work: of the batch, in units of ``rate``; 0 if it has been counted before.
             took: from when it was cut, seconds.
         """
-        if self._pending.items >= self.policy.full:
+        if self._pending.items >= self.full:
             self.is_behind = True
             self._took.append(took)
             if work:

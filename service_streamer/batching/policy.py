@@ -16,8 +16,10 @@ from typing import NamedTuple
 from ..observe.record import BatchRecord, Call, Reason
 from . import tuning
 from .arrivals import ArrivalForecast
-from .cost import BestCost, LearnedCost, PaddedCost, SizeTrial
-from .deadlines import Finish, least_in_time, size_in_time
+from .cost import LearnedCost, PaddedCost
+
+#: Of items, so that a batch which is back just in time is not one item smaller.
+_ROUNDING = 1e-9
 
 #: Why expected arrivals are not waited for any longer.
 _BOUNDS = (Reason.MAX_LATENCY, Reason.DEADLINE)
@@ -29,152 +31,88 @@ class Decision(NamedTuple):
     Attributes:
         size: the most items to cut into a batch now; 0 to wait.
         reason: why the batch gets no more items.
-        wait_until: when to ask again if nothing happens before; infinity in the past for a cut.
+        wait_until: when to decide again if nothing happens before; infinity in the past for a cut.
         max_cost: the most that the batch may cost, unless one item costs more.
         cost_reason: why the batch gets no more items, if ``max_cost`` ends it.
-        best_size: items of a batch beyond which each would be done later; ``batch_size`` if there
-            is no such size.
-        trial: the trial of a batch size that is due with this batch, if there is one.
     """
 
     size: int
     reason: Reason
-    wait_until: float
-    max_cost: float
-    cost_reason: Reason
-    best_size: int
-    trial: SizeTrial | None = None
+    wait_until: float = -math.inf
+    max_cost: float = math.inf
+    cost_reason: Reason = Reason.COST
 
 
-class Backlog:
-    """The items that wait, and the workers for them: what a policy is asked about.
+#: Nothing is sent ahead: what waits may still grow until a worker is free.
+_NOT_AHEAD = Decision(0, Reason.ALONE, math.inf)
 
-    Its owner writes it anew before each question: every call that comes to a free worker is one,
-    and a new object would cost more than the attributes do.
 
-    Args:
-        last: the decision that counts as the first.
+class Backlog(NamedTuple):
+    """The items that wait, and the workers for them: what a decision depends on.
 
     Attributes:
         items: that wait; at least one.
         oldest: when the oldest of them arrived.
         deadline: of the call that is next, for the slowest stage of a worker.
-        free: workers that could begin with a batch now; at least one.
-        slots: workers that take batches.
+        free: workers that could begin with a batch now.
+        workers: that take batches.
         in_flight: items that workers hold.
-        last: the decision before.
+        waited_until: until when the last decision was to wait; infinity in the past if it was to
+            cut a batch.
         now: the time.
-        ask_from: of an answer to wait: with fewer items than so many it would be the same until its
-            time, so nobody need ask. 0 where that is not known.
     """
 
-    def __init__(self, last: Decision) -> None:
-        self.items = self.free = self.slots = self.in_flight = self.ask_from = 0
-        self.oldest = self.now = -math.inf
-        self.deadline = math.inf
-        self.last = last
+    items: int
+    oldest: float
+    deadline: float
+    free: int
+    workers: int
+    in_flight: int
+    waited_until: float
+    now: float
+
+
+class Finish(NamedTuple):
+    """When a batch is back, by its size; as far as that is known.
+
+    Attributes:
+        likely: a batch without items, as predicted.
+        earliest: the same, if it is as fast as it hardly ever is.
+        each: what each item adds, seconds.
+        least: the smallest batch that is worth it for the sake of its first call. The others have
+            to wait for another batch. Infinity for none.
+        safely: a batch without items, if it is as slow as it hardly ever is.
+        safely_each: what each item adds then, seconds.
+    """
+
+    likely: float
+    earliest: float = -math.inf
+    each: float = 0.0
+    least: float = math.inf
+    safely: float = math.inf
+    safely_each: float = 0.0
+
+    def last(self, now: float, size: int) -> float:
+        """When a batch of that size is likely back: a call with a later deadline is in time."""
+        return max(now, self.likely + self.each * size)
+
+    def room(self, deadline: float, most: int) -> int:
+        """The most items of a batch that is surely back by then, if a smaller one is worth it."""
+        if self.least >= most or not self.safely_each:
+            return most
+        fits = int((deadline - self.safely) / self.safely_each + _ROUNDING)
+        return min(most, fits) if fits >= self.least else most
+
+
+#: Nothing is known, so no call is late before its time has ended.
+UNKNOWN = Finish(-math.inf)
 
 
 class Policy:
-    """Decides when to cut and how much. Times are of one monotonic clock, in seconds.
-
-    The three methods that decide change nothing, so they may be asked any number of times. The
-    others say what has happened, or ask what is known: here nothing is learned.
-
-    Attributes:
-        cost: what a batch costs.
-        near: with so much time or less, a lone call is not computed before ``decide`` was asked,
-            seconds.
-        margin: by which share of its time a batch may take longer than is predicted, or less long.
-        full: how many items are a full batch.
-    """
-
-    cost: LearnedCost
-    full: int
-    near = margin = 0.0
-
-    def arrived(self, size: int, now: float, is_first: bool) -> bool:  # noqa: ARG002
-        """A call of ``size`` items arrived; the first if nothing waits and a worker is free.
-
-        Returns:
-            Whether a first call of one item may be computed at once, without asking ``decide``.
-        """
-        return False
-
-    def time_passed(self, now: float) -> None:
-        """It is ``now``, and ``decide`` is about to be asked."""
-
-    def was_cut(self, batch: BatchRecord, decision: Decision, now: float) -> None:
-        """A batch was cut, as decided."""
-
-    def came_back(
-        self,
-        batch: BatchRecord,
-        calls: int,
-        duration: float,
-        slots: int,
-        waiting: int,
-        now: float,
-        failed: int = 0,
-    ) -> None:
-        """A batch is back.
-
-        Args:
-            calls: how many are answered.
-            slots: workers that are ready.
-            waiting: items that wait.
-            failed: items that the model did not compute.
-        """
-
-    def duration(self, items: float) -> float:
-        """Seconds for a batch of so many items as they were lately; 0 while nothing is known."""
-        return self.cost.duration(items)
-
-    def finish(self, start: float, size: int, slots: int) -> Finish | None:  # noqa: ARG002
-        """When a batch is back with which a worker begins then; None while that is not known.
-
-        Args:
-            size: items that it would have.
-            slots: workers that take batches.
-        """
-        return None
-
-    def least_duration(self, call: Call, ahead: float, slots: int) -> float:  # noqa: ARG002
-        """Seconds that a call takes at the least; 0 while that is not known.
-
-        Args:
-            ahead: what is computed before, in units of cost.
-            slots: workers that take batches.
-        """
-        return 0.0
-
-    def decide(self, backlog: Backlog) -> Decision:
-        """What to do with the items that wait while workers are free."""
-        raise NotImplementedError
-
-    def decide_ahead(self, backlog: Backlog) -> Decision:
-        """What to do with the items that wait while a busy worker may be sent a batch ahead.
-
-        The times and the free workers of the backlog may be those of an earlier question.
-        """
-        return self.decide(backlog)
-
-    def decide_early(self, backlog: Backlog, held: int, batches: int, beside: float) -> Decision:  # noqa: ARG002
-        """What to do with the items that wait when the slowest stage of a worker is free.
-
-        Its batches are in other stages, and not answered yet. It is the only free worker of the
-        backlog.
-
-        Args:
-            held: items in those batches.
-            batches: how many those are.
-            beside: what a batch takes in other stages, seconds.
-        """
-        return self.decide(backlog)
-
-
-class LearnedPolicy(Policy):
     """Waits for arrivals that are expected soon enough to pay, and shares out what waits.
+
+    Times are of one monotonic clock, in seconds. Events say what happened; the other methods ask,
+    and may be asked any number of times.
 
     Args:
         batch_size: the most items of a batch.
@@ -187,9 +125,8 @@ class LearnedPolicy(Policy):
 
     Attributes:
         cost: what a batch costs.
-        best: up to which cost a batch gains from being larger.
-        near: a deadline that is so near is worth waiting for others, where there are several
-            workers, seconds; 0 while little is known.
+        full: how many items are a full batch.
+        margin: by which share of its time a batch may take longer than is predicted, or less long.
     """
 
     def __init__(
@@ -206,7 +143,6 @@ class LearnedPolicy(Policy):
         self._has_lengths = has_lengths
         self._max_batch_cost = max_batch_cost
         self._arrivals = ArrivalForecast(round_trip)
-        self._alone = 0  # batches in a row of one item, behind which none waited
         self._arrived = 0  # items, so far
         self._cut_at = -math.inf  # when a batch was cut last
         self._rate = 0.0  # items that arrive per second for each worker, recently
@@ -217,54 +153,45 @@ class LearnedPolicy(Policy):
         self._transit = 0.0  # seconds of a batch beside its duration, where none was before it
         self._largest = 0.0  # cost of a batch so far
         self._longest = 0.0  # item so far
-        self.full = batch_size if max_batch_cost >= batch_size else max(1, round(max_batch_cost))
         self.cost = PaddedCost() if has_lengths else LearnedCost()
-        self.best = BestCost(max_batch_cost)
-        self.near = 0.0
+        self._set_bounds()
 
-    def arrived(self, size: int, now: float, is_first: bool) -> bool:
+    # -- what happens
+
+    def call_arrived(self, size: int, now: float, *, is_first: bool) -> None:
+        """A call of ``size`` items arrived; the first if nothing waits and a worker is free."""
         self._arrived += size
-        arrivals = self._arrivals
-        arrivals.arrived(size, now)
-        if not is_first:
-            return False
-        cost = self.cost
-        return (
-            arrivals.began(cost.base + cost.per_unit * size * self._unit, now)
-            < tuning.LEAST_EXPECTED
-        )
+        self._arrivals.arrived(size, now)
+        if is_first:
+            self._arrivals.began(self.cost.duration(size * self._unit), now)
 
-    def time_passed(self, now: float) -> None:
-        self._arrivals.time_passed(now)
-
-    def was_cut(self, batch: BatchRecord, decision: Decision, now: float) -> None:
+    def batch_cut(self, batch: BatchRecord, now: float) -> None:
+        """A batch was cut, as decided."""
         batch.arrived = self._arrived
         self._cut_at = now
-        if decision.trial is not None:
-            self.best.begin(decision.trial)
 
-    def came_back(
+    def batch_returned(
         self,
         batch: BatchRecord,
         calls: int,
         duration: float,
-        slots: int,
+        workers: int,
         waiting: int,
         now: float,
         failed: int = 0,
     ) -> None:
-        cost, size = batch.cost, batch.size
-        if size > 1 or waiting or failed:
-            self._alone = 0
-        else:
-            self._alone += 1
-            if self._alone > tuning.ALONE_BATCHES and self._alone % tuning.ALONE_INTERVAL:
-                return
+        """A batch is back.
+
+        Args:
+            calls: how many are answered.
+            workers: that take batches.
+            waiting: items that wait.
+            failed: items that the model did not compute.
+        """
         self._arrivals.answered(calls, duration, now)
-        if failed:
-            size -= failed
-            cost *= size / batch.size
+        size = batch.size - failed
         if size:
+            cost = batch.cost * size / batch.size
             if self.cost.was_fitted:  # of the line before this batch
                 error = abs(duration / (self.cost.duration(cost) or math.inf) - 1.0)
                 error = min(tuning.MARGIN_FACTOR * error, tuning.URGENCY - 1.0)
@@ -272,21 +199,16 @@ class LearnedPolicy(Policy):
                 weight = max(tuning.NOISE_LEARNING_RATE, 1.0 / self._errors)
                 self.margin += (error - self.margin) * weight
             self.cost.observe(cost, duration, size)
-            self.best.observe(cost, duration, is_full=batch.is_full, model=self.cost)
         self._largest = max(self._largest, batch.cost, 1e-9)  # items of no length are known, too
         self._longest = max(self._longest, batch.cost / batch.size)
         self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * tuning.LEARNING_RATE
-        if self.cost.was_fitted and not self._has_lengths:
-            # What cannot be predicted cannot be timed: then it is better to begin at once.
-            is_exact = self.margin < tuning.NEAR_MARGIN
-            self.near = tuning.NEAR_RUNS * self.cost.duration(self._unit) if is_exact else 0.0
-        limit = min(self.best.limit, self._max_batch_cost) / self._unit
-        self.full = self._batch_size if limit >= self._batch_size else max(1, round(limit))
+        self._set_bounds()
         self._later += (waiting - self._later) * tuning.LEARNING_RATE
         # What came to this worker meanwhile; but no more than keeps the queue as long as it is,
         # since a burst is no stream. In a closed loop calls come when the batch is back.
         came = max(
-            (self._arrived - batch.arrived) / max(1, slots), self._arrivals.closedness * batch.size
+            (self._arrived - batch.arrived) / max(1, workers),
+            self._arrivals.closedness * batch.size,
         )
         flight = now - batch.cut_at
         # Of a batch that was sent ahead it has the wait for the one before, which counts little.
@@ -297,23 +219,67 @@ class LearnedPolicy(Policy):
             rate = min(came / flight, batch.size / duration)
             self._rate += (rate - self._rate) / tuning.RATE_BATCHES
 
+    def _set_bounds(self) -> None:
+        """Derive what bounds a batch from what is known of its cost."""
+        bound, reason = self._max_batch_cost, Reason.COST
+        longest = self._longest_cost()
+        # With lengths a batch of short items may have more of them than one of usual ones.
+        items = min(bound, math.inf if self._has_lengths else longest) / self._unit
+        if longest < bound:
+            bound, reason = longest, Reason.LONG
+        self.full, self._full_reason = self._batch_size, Reason.FULL
+        if items < self._batch_size:
+            self.full, self._full_reason = max(1, round(items)), reason
+        self._most_cost = bound
+        largest = tuning.GROWTH * self._largest
+        if self._has_lengths and 0.0 < largest < bound:
+            bound, reason = largest, Reason.TRIED
+        self._max_cost, self._cost_reason = bound, reason
+
+    def _longest_cost(self) -> float:
+        """From which cost on a batch takes longer, and hardly less for each item."""
+        base, per_unit = self.cost.base, self.cost.per_unit
+        # Without lengths all items are alike, so nothing has to be bounded before it is known.
+        if not per_unit or not (self._has_lengths or self.cost.is_fitted):
+            return math.inf
+        longest = max(tuning.LONGEST, tuning.FIXED_COSTS * base)
+        if not self._has_lengths:
+            return math.ceil((longest - base) / per_unit)
+        padded = max(tuning.LONGEST_PADDED, tuning.PADDED_FIXED_COSTS * base)
+        return (min(longest, padded) - base) / per_unit
+
+    # -- what is known
+
     def duration(self, items: float) -> float:
+        """Seconds for a batch of so many items as they were lately; 0 while nothing is known."""
         return self.cost.duration(items * self._unit)
 
-    def finish(self, start: float, size: int, slots: int) -> Finish | None:
+    def finish(self, start: float, size: int, workers: int) -> Finish | None:
+        """When a batch is back with which a worker begins then; None while that is not known.
+
+        Args:
+            size: items that it would have.
+            workers: that take batches.
+        """
         cost = self.cost
         if not cost.was_fitted or self._has_lengths:
             return None
         base, item = cost.base, cost.per_unit * self._unit
         begins, longer = start + self._transit, 1.0 + self.margin
         # With one worker the others wait for two batches if the first of them has one of its own.
-        least = least_in_time(size, base, item) if slots > 1 else math.inf
+        least = least_in_time(size, base, item) if workers > 1 else math.inf
         earliest = begins + base - self.margin * (base + size * item)
         return Finish(begins + base, earliest, item, least, begins + longer * base, longer * item)
 
-    def least_duration(self, call: Call, ahead: float, slots: int) -> float:
+    def least_duration(self, call: Call, ahead: float, workers: int) -> float:
+        """Seconds that a call takes at the least; 0 while that is not known.
+
+        Args:
+            ahead: what is computed before, in units of cost.
+            workers: that take batches.
+        """
         cost = self.cost
-        if not cost.is_fitted or not slots:
+        if not cost.is_fitted or not workers:
             return 0.0
         lengths, most, alone = call.lengths, self._longest, 0.0
         if lengths is None:  # all are alike: nothing says that it is this call that is slow
@@ -326,181 +292,122 @@ class LearnedPolicy(Policy):
         work, together = ahead + own, 0.0
         batches = (ahead / self._unit + call.size) / self._batch_size
         # What a full batch costs, of items as they were lately.
-        full = min(
-            self._batch_size * self._unit, self.best.limit, self._max_batch_cost, self._long()
-        )
+        full = min(self._batch_size * self._unit, self._most_cost)
         if tuning.GROWTH * self._largest >= min(work, full):
             # Of batches that are much larger than all so far only trying tells.
             margin = self.margin / math.sqrt(max(1.0, batches))
-            together = (1.0 - margin) * (work * cost.per_unit + batches * cost.base) / slots
+            together = (1.0 - margin) * (work * cost.per_unit + batches * cost.base) / workers
         return max(0.0, alone, together)
 
-    def _long(self) -> float:
-        """From which cost on a batch takes too long for calls that come meanwhile."""
-        base, per_unit = self.cost.base, self.cost.per_unit
-        # Without lengths all items are alike, so nothing has to be bounded before it is known.
-        if not per_unit or not (self._has_lengths or self.cost.is_fitted):
-            return math.inf
-        longest = (max(tuning.LONGEST, tuning.FIXED_COSTS * base) - base) / per_unit
-        return longest if self._has_lengths else math.ceil(longest)
-
-    def decide_ahead(self, backlog: Backlog) -> Decision:
-        waiting, slots, in_flight = backlog.items, backlog.slots, backlog.in_flight
-        last = backlog.last
-        # What is not full may still grow until a worker can take it. And where another worker has
-        # less than a full batch, it is the first to be free, and takes its share.
-        full = size = self.full
-        best_size = last.best_size
-        if backlog.deadline < math.inf:
-            # Whether a call is late is known best when a worker is free. And only what fills all
-            # workers goes ahead: a smaller batch that waits costs a base.
-            total = backlog.deadline - backlog.oldest
-            is_near = total < tuning.AHEAD_RUNS * self.cost.duration(full * self._unit)
-            if is_near or waiting < full or (slots > 1 and in_flight < full * slots):
-                return last._replace(size=0) if last.size else last
-        if waiting < full or (slots > 1 and in_flight < full * slots):
-            if waiting < best_size * slots and not last.size:
-                return last  # mostly
-            if waiting >= best_size * slots:
-                size, reason = self._size(waiting, slots, in_flight)
-                best_size = min(size, full) if reason is Reason.PAYS else self._batch_size
-            size = best_size
-            if waiting < size * slots:
-                return Decision(0, Reason.ALONE, last.wait_until, math.inf, Reason.COST, best_size)
-        size, max_cost, cost_reason, trial = self._bounded(size, waiting)
-        reason = cost_reason if size < self._batch_size else Reason.FULL
-        return Decision(size, reason, -math.inf, max_cost, cost_reason, best_size, trial)
-
-    def _bounded(self, size: int, waiting: int) -> tuple[int, float, Reason, SizeTrial | None]:
-        """The size of a batch while sizes are being learned.
-
-        Returns:
-            The size, or another one that is to be tried; the most that the batch may cost, and why;
-            the trial of a batch size, if one is due.
-        """
-        most, limit = self._max_batch_cost, self.best.limit
-        largest = tuning.GROWTH * self._largest if self._has_lengths else math.inf
-        max_cost, trial = min(limit, largest), None
-        cost_reason = Reason.TRIED if largest < limit else Reason.PAYS
-        if not largest:
-            size, max_cost = min(size, tuning.FIRST_ITEMS), math.inf
-        elif waiting > size:
-            trial = self.best.trial(self.cost)
-            if trial is not None and trial.is_run:
-                size = min(self._batch_size, max(1, round(trial.cost / self._unit)))
-                max_cost, cost_reason = trial.cost, Reason.TRIED
-        longest = self._long()
-        if longest < max_cost:
-            max_cost, cost_reason = longest, Reason.LONG
-        if most < math.inf and most <= max_cost:
-            max_cost, cost_reason = most, Reason.COST
-        return size, max_cost, cost_reason, trial
+    # -- decisions
 
     def decide(self, backlog: Backlog) -> Decision:
-        waiting, slots, in_flight = backlog.items, backlog.slots, backlog.in_flight
-        last, now = backlog.last, backlog.now
-        arrivals = self._arrivals
-        if slots > 1 and 0.0 < backlog.deadline - backlog.oldest < self.near:
-            size, until, most = 0, self._latest(backlog), self._max_batch_cost
-            if until <= now:
-                size, until = min(waiting, self.full), -math.inf
-            reason = Reason.FULL if size == self._batch_size else Reason.DEADLINE
-            return Decision(size, reason, until, most, Reason.COST, self._batch_size)
+        """What to do with the items that wait while workers are free."""
+        items, now, arrivals = backlog.items, backlog.now, self._arrivals
+        arrivals.time_passed(now)
         calls = arrivals.expected(now)
         if calls < tuning.LEAST_EXPECTED:
-            if waiting == 1 and in_flight < slots and last.wait_until == -math.inf:
-                # So often that the rest would be felt: mostly it is the same decision again.
-                if last.size == 1 and last.reason is Reason.ALONE and last.trial is None:
-                    return last
-                return Decision(
-                    1, Reason.ALONE, -math.inf, math.inf, Reason.COST, last.best_size, None
-                )
             calls = 0.0
         expected = calls * arrivals.call_size
-        size, reason = self._size(waiting + expected, slots, in_flight)
-        full = self.full
-        if reason is Reason.PAYS and slots == 1 and self._is_tight(backlog, size):
-            size = waiting
-        if size >= full:
-            size, reason = full, Reason.FULL
-            if full < self._batch_size:
-                is_cost = self._max_batch_cost < self.best.limit
-                reason = Reason.COST if is_cost else Reason.PAYS
-        bounded, max_cost, cost_reason, trial = self._bounded(size, waiting)
-        if bounded != size:
-            size, reason = bounded, Reason.TRIED
+        size, reason = self._wanted_size(backlog, expected)
+        missing = size - items
+        if missing > 0:
+            if calls:
+                later = self._later + max(0.0, expected / backlog.workers - missing)
+                worth = self._worth(items, missing, later)
+                wait_until = arrivals.wait_until(missing / arrivals.call_size, worth, now)
+            else:
+                wait_until = self._cut_at + self._pause(size, backlog.workers)
+            if wait_until > now:
+                longest_wait = backlog.oldest + self._max_latency
+                latest = self._latest_start(backlog)
+                if longest_wait > now and latest > now:
+                    return Decision(0, reason, min(wait_until, longest_wait, latest))
+                reason = Reason.DEADLINE if latest <= now else Reason.MAX_LATENCY
+            if backlog.free > 1:  # each of them takes some
+                size = min(size, max(1, math.ceil((items + expected) / backlog.free - 1e-9)))
+        is_all = items <= size and (items < size or size < self.full)
+        if is_all and reason not in _BOUNDS:
+            reason = Reason.ALONE
+            if backlog.waited_until > backlog.oldest:
+                is_late = missing > 0 or now >= backlog.waited_until
+                reason = Reason.LATE if is_late else Reason.COMPANY
+        return self._cut(min(items, size), reason)
+
+    def _cut(self, size: int, reason: Reason) -> Decision:
+        return Decision(size, reason, -math.inf, self._max_cost, self._cost_reason)
+
+    def decide_ahead(self, backlog: Backlog) -> Decision:
+        """What to do with the items that wait while a busy worker may be sent a batch ahead.
+
+        What is not full may still grow until a worker can take it. And where another worker has
+        less than a full batch, it is the first to be free, and takes its share.
+        """
+        full, all_full = self.full, self.full * backlog.workers
+        if backlog.items < full or max(backlog.items, backlog.in_flight) < all_full:
+            return _NOT_AHEAD
+        # Whether a call is late is known best when a worker is free.
+        if backlog.deadline - backlog.oldest < tuning.AHEAD_RUNS * self.duration(full):
+            return _NOT_AHEAD
+        return self._cut(*self._wanted_size(backlog, 0.0))
+
+    def decide_stage(self, backlog: Backlog) -> Decision:
+        """What to do with the items that wait when the slowest stage of a worker is free.
+
+        Its batches are in other stages, and not answered yet. It is the only free worker of the
+        backlog.
+        """
+        decision = self.decide(backlog)
+        if decision.size and decision.reason not in _BOUNDS:
+            decision = decision._replace(reason=Reason.STAGE)
+        return decision
+
+    def stays_together(self, backlog: Backlog, beside: float) -> bool:
+        """Whether callers are better all in one batch than in one for each stage of a worker.
+
+        If those who are answered call again at once, one more batch of them costs a base each time.
+        Without it the slowest stage is idle until they are answered.
+
+        Args:
+            beside: what a batch takes in other stages than the slowest, seconds.
+        """
+        fits = backlog.items + backlog.in_flight <= self.full * backlog.workers
+        return fits and beside <= self._arrivals.closedness * self.cost.base
+
+    def _wanted_size(self, backlog: Backlog, expected: float) -> tuple[int, Reason]:
+        """How many items the next batch should have, of those that wait or are expected, and why.
+
+        Args:
+            expected: items that are about to come.
+        """
+        size, reason = self._size(backlog.items + expected, backlog.workers, backlog.in_flight)
+        if reason is Reason.PAYS and backlog.workers == 1 and self._is_tight(backlog, size):
+            size = backlog.items
+        if size >= self.full:
+            size, reason = self.full, self._full_reason
+        if not self._largest and size > self._first_size(size):
+            size, reason = self._first_size(size), Reason.TRIED
         if backlog.deadline < math.inf:
-            most = min(size, waiting)
+            most = min(size, backlog.items)
             in_time = self._in_time(backlog, most)
             if in_time < most:
                 size, reason = in_time, Reason.DEADLINE
-        best_size = size if reason is Reason.PAYS else self._batch_size
-        is_late = False
-        if waiting < size:
-            missing = size - waiting
-            if calls:
-                later = self._later + max(0.0, expected / slots - missing)
-                worth = self._worth(waiting, missing, later)
-                wait_until = arrivals.wait_until(missing / arrivals.call_size, worth, now)
-            else:
-                wait_until = self._cut_at + self._pause(size, slots)
-            if wait_until > now:
-                longer = 1.0 + max(tuning.LEAST_MARGIN, self.margin)
-                longest = longer * self.cost.duration(waiting * self._unit)
-                urgent = backlog.deadline - self._transit - longest
-                bound = backlog.oldest + self._max_latency
-                if now < bound and now < urgent:
-                    wait_until = min(wait_until, bound, urgent)
-                    # Each that comes is one of those that are expected. But a larger batch takes
-                    # longer, which counts if a deadline is near.
-                    full_time = longer * self.cost.duration(size * self._unit)
-                    if calls and wait_until + full_time <= backlog.deadline - self._transit:
-                        backlog.ask_from = waiting + int(missing * tuning.SURE)
-                    return Decision(0, reason, wait_until, max_cost, cost_reason, best_size, trial)
-                reason = Reason.DEADLINE if urgent <= now else Reason.MAX_LATENCY
-            is_late = True
-            if backlog.free > 1:  # each of them takes some
-                size = min(size, max(1, math.ceil((waiting + expected) / backlog.free - 1e-9)))
-        if waiting <= size and reason not in _BOUNDS:
-            has_waited = last.wait_until > backlog.oldest
-            is_late = is_late or (has_waited and now >= last.wait_until)
-            if size < full or waiting < size:
-                reason = Reason.ALONE
-                if has_waited:
-                    reason = Reason.LATE if is_late else Reason.COMPANY
-        size = min(waiting, int(size))
-        return Decision(size, reason, -math.inf, max_cost, cost_reason, best_size, trial)
+        return size, reason
 
-    def decide_early(self, backlog: Backlog, held: int, batches: int, beside: float) -> Decision:
-        decision = self.decide(backlog)
-        if not decision.size:
-            return decision
-        # If those who are answered come back at once, all of them will go round in so many batches
-        # for as long as they call. One more of them costs a base each time; without it the stage
-        # is idle until the others are answered.
-        closedness = self._arrivals.closedness
-        needed = math.ceil((backlog.items + closedness * held) / self.full)
-        if batches + 1 > needed and beside <= closedness * self.cost.base:
-            return decision._replace(size=0, wait_until=math.inf)
-        return decision if decision.reason in _BOUNDS else decision._replace(reason=Reason.STAGE)
+    def _first_size(self, size: int) -> int:
+        """How many items to compute while no batch has come back."""
+        return min(size, tuning.FIRST_ITEMS) if self._has_lengths else size
 
-    def _latest(self, backlog: Backlog) -> float:
-        """When a batch of what waits and one more item has to begin; the past if none can join."""
-        waiting = backlog.items
-        if waiting >= self.full:
-            return -math.inf
-        longer = 1.0 + max(tuning.NEAR_LEAST_MARGIN, self.margin)
-        took = longer * self.cost.duration((waiting + 1) * self._unit)
-        return min(backlog.deadline - self._transit - took, backlog.oldest + self._max_latency)
+    def _latest_start(self, backlog: Backlog) -> float:
+        """When a batch of what waits has to begin to be in time for the next call."""
+        longer = 1.0 + max(tuning.LEAST_MARGIN, self.margin)
+        return backlog.deadline - self._transit - longer * self.duration(backlog.items)
 
     def _is_tight(self, backlog: Backlog, size: int) -> bool:
         """Whether calls may be late if all that wait are computed in batches of this size."""
-        longer, waiting = 1.0 + self.margin, backlog.items
-        takes = (
-            math.ceil(waiting / size) * self.cost.base + waiting * self.cost.per_unit * self._unit
-        )
-        left = backlog.deadline - self._transit - backlog.now
-        return longer * takes > tuning.TIGHT * left
+        longer, items, unit = 1.0 + self.margin, backlog.items, self._unit
+        takes = math.ceil(items / size) * self.cost.base + items * self.cost.per_unit * unit
+        return longer * takes > tuning.TIGHT * (backlog.deadline - self._transit - backlog.now)
 
     def _in_time(self, backlog: Backlog, size: int) -> int:
         """The most items of a batch of at most ``size`` that keeps the deadline of the next call.
@@ -514,7 +421,7 @@ class LearnedPolicy(Policy):
         first = backlog.deadline - self._transit
         fits = size_in_time(size, base, item, first - backlog.oldest, first - backlog.now)
         # By a guess at what items cost only if no more wait than can be computed at the same time.
-        is_sure = self.cost.was_fitted or backlog.items <= backlog.slots * fits
+        is_sure = self.cost.was_fitted or backlog.items <= backlog.workers * fits
         return fits if is_sure else size
 
     def _worth(self, waiting: int, missing: float, later: float) -> float:
@@ -570,3 +477,46 @@ class LearnedPolicy(Policy):
             if batches > 1:
                 size, reason = size / batches, Reason.PAYS
         return max(1, math.ceil(size - 1e-9)), reason
+
+
+def size_in_time(size: int, base: float, item: float, total: float, left: float) -> int:
+    """How many of so many items to compute at once, of calls with deadlines.
+
+    A batch that takes most of the time until a deadline makes the calls late that just missed it.
+    So it is bounded. And it is smaller still if the first call would be late otherwise, and that
+    costs little throughput. If it costs much, that call gives way to others.
+
+    Args:
+        size: the items; at least one.
+        base, item: what a batch takes, and what each item adds, seconds; with a margin.
+        total: from the arrival of the first call to its deadline, seconds.
+        left: from now to its deadline, seconds.
+
+    Returns:
+        At least 1, at most ``size``.
+    """
+    most = tuning.DEADLINE_SHARE * total - base
+    largest = min(float(size), (total - base) / item)
+    if most < size * item and largest >= 1.0:
+        least = tuning.LEAST_SPEED * largest / (base + largest * item)
+        fast = least * base / (1.0 - least * item)  # the size with that speed
+        size = min(size, max(1, int(max(most / item, fast))))
+    fits = int(max(0.0, left - base) / item)
+    if 1 <= fits < size and fits * (base + size * item) >= tuning.LEAST_SPEED * size * (
+        base + fits * item
+    ):
+        return fits
+    return size
+
+
+def least_in_time(size: int, base: float, item: float) -> int:
+    """The smallest batch that is worth it to keep the deadline of its first call.
+
+    Args:
+        size: items that a batch would have otherwise; at least one.
+        base, item: what a batch takes, and what each item adds, seconds.
+    """
+    if base <= tuning.FLAT * item:
+        return 1  # the items are nearly all of it
+    speed = tuning.LEAST_SPEED_OF_FIRST * size / (base + size * item)
+    return math.ceil(speed * base / (1.0 - speed * item))

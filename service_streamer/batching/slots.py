@@ -51,7 +51,6 @@ class _Slot:
         self.is_hung = False  # it was reported that its batch takes too long
         self.is_ending = False  # it is killed for that, whatever it still reports
         self.free_at = -math.inf  # when its slowest stage has computed all that it was sent
-        self.waits = False  # a batch that is not full waits until all are answered
 
 
 class Slots:
@@ -69,8 +68,6 @@ class Slots:
         places: of a model of steps, how many items a worker steps at a time; else 0.
         sizes: those that the model pads batches to, ascending; none if it computes any size.
         grace: how many workers may have died with a batch that need not be alone with its worker.
-        next_open: when the slowest stage of one of these is free, so that it takes any batch. For
-            models with stages; else infinity.
         items: how many are in flight.
         taking: how many slots take batches: all that are neither closing nor held back.
         next_look: when to look for hung ones, if something is in flight. May be too early, which
@@ -90,7 +87,7 @@ class Slots:
         self.idle: dict[int, None] = {}
         self.without_ahead: dict[int, None] = {}
         self.items = self.taking = 0
-        self.next_look = self.next_open = math.inf
+        self.next_look = math.inf
 
     def recount(self, now: float) -> None:
         """Derive what is counted and ordered here from the workers and their batches.
@@ -101,11 +98,10 @@ class Slots:
         self.idle, self.without_ahead = {}, {}
         for number, slot in self._slots.items():
             slot.takes = not slot.is_closing
-            slot.busy_since, slot.free_at, slot.waits = now, now, False
+            slot.busy_since = slot.free_at = now
             self._arrange(number, slot)
         self.taking = sum(slot.takes for slot in self._slots.values())
         self.next_look = now + self._least if self.items else math.inf
-        self._set_next_open()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -193,8 +189,6 @@ class Slots:
         self.taking -= holder.takes
         holder.takes = False
         self._arrange(slot, holder)
-        if self.next_open < math.inf:
-            self._set_next_open()
 
     def release(self, slot: int) -> None:
         """Let the worker take batches again, unless it is closing."""
@@ -243,7 +237,6 @@ class Slots:
             self.room = room
             for number, holder in self._slots.items():
                 self._arrange(number, holder)
-            self._set_next_open()
 
     def give(
         self, batch: BatchRecord, now: float, *, is_ahead: bool, duration: float = 0.0
@@ -255,7 +248,6 @@ class Slots:
         """
         slot = self._slots[batch.slot]
         slot.free_at = (now if slot.free_at < now else slot.free_at) + duration
-        slot.waits = False
         slot.batches[batch.id] = batch
         self.items += batch.size
         if is_ahead:
@@ -267,35 +259,25 @@ class Slots:
             self.without_ahead[batch.slot] = None  # at the end
         if now + self._least < self.next_look:
             self.next_look = now + self._least
-        if self.room > 2:
-            self._set_next_open()
 
     @property
     def beside(self) -> float:
         """What a batch takes in other stages than the slowest, seconds; 0 if that is little."""
         return self._seconds - self._slowest if self.room > 2 else 0.0
 
-    def _set_next_open(self) -> None:
-        if not self.beside:
-            self.next_open = math.inf
-            return
-        slots = (self._slots[number] for number in self.without_ahead)
-        self.next_open = min((slot.free_at for slot in slots if not slot.waits), default=math.inf)
+    def next_open(self) -> tuple[int, float]:
+        """Which worker's slowest stage is free first, and when; infinity if no worker takes more.
 
-    def opened(self) -> int:
-        """The slot whose slowest stage is free first, of those that take a batch ahead."""
-        open_ones = (number for number in self.without_ahead if not self._slots[number].waits)
-        return min(open_ones, key=lambda number: self._slots[number].free_at)
-
-    def held(self, slot: int) -> tuple[int, int]:
-        """How many items the worker holds, and in how many batches."""
-        batches = self._slots[slot].batches
-        return sum(batch.size for batch in batches.values()), len(batches)
-
-    def have_wait(self, slot: int) -> None:
-        """Until it was given another batch, it takes full ones only."""
-        self._slots[slot].waits = True
-        self._set_next_open()
+        It holds a batch for each stage at most. One more would wait, and is sent if it is full.
+        """
+        slots = self._slots
+        opens_at = {
+            number: slots[number].free_at
+            for number in self.without_ahead
+            if len(slots[number].batches) < self.room - 1
+        }
+        slot = min(opens_at, key=opens_at.__getitem__, default=-1)
+        return slot, opens_at.get(slot, math.inf)
 
     def begins_at(self, slot: int, now: float, duration: Callable[[float], float]) -> float:
         """When the worker begins with a batch that it is given now.
@@ -325,8 +307,6 @@ class Slots:
         if (holder.done < WARM or now - holder.busy_since > self._notable) and is_done:
             self._observe(holder, now)
         holder.is_hung = False
-        # `waits` stays: a batch of those that come back first would leave the others to another
-        # one, for good. Three stages of 20 ms and 64 callers would make 22 % fewer calls a second.
         if holder.batches:
             holder.busy_since = now
             self._arrange(slot, holder)
@@ -336,8 +316,6 @@ class Slots:
             self.idle[slot] = None
         elif holder.is_closing:
             return batch, [slot]
-        if self.next_open < math.inf:
-            self._set_next_open()
         return batch, ()
 
     def _observe(self, holder: _Slot, now: float) -> None:

@@ -13,28 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..observe.metrics import BatchMetrics
-from ..observe.record import BatchRecord, Call, Reason, StepReport
+from ..observe.record import BatchRecord, Call, StepReport
 from ..observe.step_log import StepLog
 from . import tuning
-from .cost import LearnedCost
-from .policy import Backlog, Decision, Policy
 from .slots import Slots
 
 
 def room_of_places(places: int) -> int:
     """How many items a worker holds that steps so many of them."""
     return places + max(1, math.ceil(places * tuning.DECK_SHARE))
-
-
-class StepPolicy(Policy):
-    """Sends each item as soon as there is room for it. How long it takes is not known before."""
-
-    def __init__(self) -> None:
-        self.cost, self.full = LearnedCost(), 1
-        self._one = Decision(1, Reason.PLACE, -math.inf, math.inf, Reason.COST, 1)
-
-    def decide(self, backlog: Backlog) -> Decision:  # noqa: ARG002
-        return self._one
 
 
 class Stepping:

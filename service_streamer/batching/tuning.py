@@ -27,10 +27,6 @@ BURST_FACTOR = 4.0
 #: engine looks at the time then. Chosen by reasoning: below ``WATCH_SHARE``, and 64 threads take
 #: about 1.5 ms. If it is too short, the engine's thread wakes up once more for each batch.
 MOST_RETURNED = 0.25
-#: While the scheduler waits for callers, it decides again when this share of those who are missing
-#: has come. To decide with each of 64 took 0.7 ms of every batch. Chosen by reasoning: the number
-#: that is expected is seldom further off. If it is, the wait ends at its time.
-SURE = 0.875
 #: The share of answered callers that seems to return at once where all calls are independent.
 #: Chosen by reasoning, checked with ``pytest tests/test_batching.py -k by_chance``, over loads of
 #: 0.5 to 4 calls in the time of one.
@@ -54,6 +50,9 @@ URGENCY = 2.0
 #: ``python -m policies --only goodput gpu``: with twice the duration nothing is ever waited for
 #: where the deadline is twice a single run, and all workers begin at once.
 MARGIN_FACTOR = 4.0
+#: Weight of the newest batch in that share.
+#: Chosen by reasoning: low, since a device that changes is no noise.
+NOISE_LEARNING_RATE = 0.05
 #: And never less than this share of a duration.
 #: Chosen by reasoning, and better than none with the same command: to answer takes time, too.
 LEAST_MARGIN = 0.1
@@ -73,26 +72,13 @@ DEADLINE_SHARE = 0.6
 #: Tuned between 0.8 and 0.9 with the same.
 LEAST_SPEED = 0.8
 #: The same for a batch that is cut small for its first call while other workers take the rest.
-#: Tuned between 0.3 and 0.9 with ``python -m policies --only goodput "4, 2.0"``: with less, batches
-#: become tiny under load, where the base is most of a batch.
-LEAST_SPEED_OF_FIRST = 0.55
+#: Tuned between 0.4 and 0.9 with ``python -m policies --only goodput "Azure, code, gpu, 4, 5.0"``:
+#: with more, a call that just missed a batch is late. With less, batches become tiny under load.
+LEAST_SPEED_OF_FIRST = 0.4
 #: What waits is not cut into small batches, so that the first items are sooner back, if all of it
 #: would take more than this share of the time that is left to the next deadline.
 #: Tuned between 0.3 and 0.8 with ``python -m policies --only goodput minilm-even``.
 TIGHT = 0.4
-#: A deadline of less than so many runs of one item is near: with several workers, a batch then
-#: begins as late as one more call could still join in time, as in Symphony.
-#: Chosen by reasoning, and compared with infinity (``python -m policies --only goodput``): with
-#: longer deadlines it makes no difference, or is worse, and it costs latency.
-NEAR_RUNS = 6.0
-#: But only if batches take at most this share longer than is predicted, by the learned margin.
-#: Found necessary with ``python -m policies --only goodput minilm-even --noise 0.2``; its size is
-#: arbitrary.
-NEAR_MARGIN = 0.4
-#: And at least this share of a duration before the last moment.
-#: Chosen by reasoning: to answer takes time that varies, too. Twice as much loses up to 3 % with
-#: ``python -m policies --only goodput "4, 2.0"``.
-NEAR_LEAST_MARGIN = 0.01
 #: With a deadline of less than so many full batches, none is sent ahead to a busy worker.
 #: Chosen by reasoning: what is sent ahead cannot be left out any more when it turns out to be late.
 AHEAD_RUNS = 8.0
@@ -108,13 +94,6 @@ GROWTH = 2.0
 
 # -- the line of durations over costs
 
-#: Of lone items in a row, behind which none waits, all batches are learned from up to so many.
-#: Chosen by reasoning: as long as the line forgets the half of what it knew.
-ALONE_BATCHES = 16
-#: Then one of so many, since another one that is like them changes nothing that is decided.
-#: Chosen by reasoning, checked with ``make yardstick ARGS='--only costs'``: a batch of one item
-#: costs a quarter less. When others come, all is learned again.
-ALONE_INTERVAL = 8
 #: The weight of a batch after one more batch: half after 17.
 #: Chosen by reasoning, checked with ``pytest tests/test_cost.py``: low enough to follow a throttled
 #: device, high enough to tell noise from slope.
@@ -149,58 +128,6 @@ PADDING_FORGETTING = 0.99
 #: Found with ``make yardstick ARGS='--only infilling'``, checked with ``pytest
 #: tests/test_cost.py -k small``: of batches that are more alike noise decides.
 PADDING_SPREAD = 1e-3
-
-# -- batch size trials
-
-#: A rate within this factor of the best one is as good: the difference may be noise.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "noise or vary"``.
-AS_GOOD = 0.95
-#: It is that factor less the noise, which is by how much batches of one size differ, but at most so
-#: much less. Chosen by reasoning: where half of the time can be saved, no noise hides it. Checked
-#: with ``pytest tests/test_cost.py -k "noise or spite"``: without it, noise of a fifth has a third
-#: of the batches cut small.
-MOST_NOISE = 0.25
-#: Weight of the newest batch in the noise.
-#: Chosen by reasoning: low, since a device that changes is no noise.
-NOISE_LEARNING_RATE = 0.05
-#: Smaller batches are chosen only by sizes with at least this many batches.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "knee or slows"``.
-ENOUGH_BATCHES = 3
-#: Weight of the newest batch in the rate of its size.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "knee or held_up"``.
-SIZE_LEARNING_RATE = 0.25
-#: The same for a batch that is much faster than its size was: the model was cold before.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k cold``.
-SIZE_UNLEARNING_RATE = 0.5
-#: Much faster is below this share of what was known.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k cold``.
-MUCH_FASTER = 0.8
-#: A larger size with fewer batches than this is believed to be as fast as the line predicts.
-#: Found with ``make yardstick``: the first batches of a real model are cold.
-FEW_BATCHES = 16
-#: A size that is believed is cut until this many of its batches are measured.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "cold or believed"``.
-MEASURED_BATCHES = 8
-#: Or until this many batches beyond the size that would be cut otherwise have come back.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k believed``: then that many items
-#: never wait.
-PATIENCE_BATCHES = 64
-#: The share of the time that trials may waste.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k not_slower``.
-TRIAL_SHARE = 0.01
-#: The most of that time that is saved up, in durations of a batch.
-#: Chosen by reasoning: enough for a batch of twice the size whose units take three times as long.
-MOST_SAVED = 4.0
-#: Full batches between two trials at first.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "knee or slows"``.
-FIRST_INTERVAL = 3
-#: And at most: the interval doubles with each trial that finds nothing better.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k not_slower``.
-LAST_INTERVAL = 96
-#: The sizes that are tried in turn, in steps of the square root of two beside the best size.
-#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k "slows or another"``: mostly
-#: smaller, which costs least.
-TRIAL_STEPS = (-1, -2, 1, 2, -4)
 
 # -- the window of lengths
 
@@ -288,6 +215,13 @@ LONGEST = 1.0
 #: It is as fast if it takes so many times what a batch costs beside its items.
 #: Chosen by reasoning: then about a tenth of the throughput is lost.
 FIXED_COSTS = 9.0
+#: Where items have lengths, it takes no longer than this, seconds, if the next one is nearly as
+#: fast. Chosen by reasoning: no hand-over of a batch costs much beside it.
+LONGEST_PADDED = 0.01
+#: With lengths it is as fast if it takes so many times what a batch costs beside its items.
+#: Tuned between 5 and 33 with ``python -m policies --only latency minilm``: with 9, mean latency at
+#: a load of 0.9 is up to a fifth higher, since batches have fewer neighbours in length.
+PADDED_FIXED_COSTS = 17.0
 #: What a batch has of large calls, where small ones come beside them, takes at least this time,
 #: seconds. Chosen by reasoning: nobody feels it, and no hand-over costs as much.
 LARGE_SECONDS = 0.05

@@ -309,8 +309,8 @@ def _batches(of: Summary) -> Iterator[Finding]:
         yield Finding(
             "pays",
             f"{_share(of.share(Reason.PAYS))} of the batches had fewer items than waited, because "
-            "the model computes more of them at once slower than one batch after the other.",
-            "If the model is on the CPU, and other programs use its cores: set cpu_threads to 1.",
+            "calls are answered sooner by several small batches: the model computes large ones "
+            "hardly faster.",
         )
     if of.share(Reason.COST) >= _SOME:
         yield Finding(

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, fields
 from random import Random
 
-from ..batching.cost import LearnedCost
 from ..batching.policy import Backlog, Decision, Policy
 from ..observe.record import Reason
 
@@ -133,26 +132,21 @@ class FixedWait(Policy):
     """
 
     def __init__(self, batch_size: int, wait: float, max_batch_cost: float = math.inf) -> None:
-        self.full = batch_size
+        super().__init__(batch_size, wait, max_batch_cost=max_batch_cost)
         self._wait = wait
-        self._max_cost = max_batch_cost
-        self._all = self._cut(batch_size, Reason.FULL)
-        self._nothing = self._cut(0, Reason.ALONE)
-        self.cost = LearnedCost()  # that has seen nothing
+        self._full_batch = Decision(batch_size, Reason.FULL, max_cost=max_batch_cost)
 
-    def _cut(self, size: int, reason: Reason, wait_until: float = -math.inf) -> Decision:
-        return Decision(size, reason, wait_until, self._max_cost, Reason.COST, self.full, None)
+    def batch_returned(self, *_: object, **__: object) -> None:
+        """Learn nothing."""
 
     def decide_ahead(self, backlog: Backlog) -> Decision:
-        return self._all if backlog.items >= self.full else self._nothing
-
-    def decide_early(self, backlog: Backlog, held: int, batches: int, beside: float) -> Decision:  # noqa: ARG002
-        return self._nothing
+        is_full = backlog.items >= self._full_batch.size
+        return self._full_batch if is_full else Decision(0, Reason.ALONE, math.inf)
 
     def decide(self, backlog: Backlog) -> Decision:
-        if backlog.items >= self.full:
-            return self._all
+        if backlog.items >= self._full_batch.size:
+            return self._full_batch
         wait_until = backlog.oldest + self._wait
         if wait_until > backlog.now:
-            return self._cut(0, Reason.MAX_LATENCY, wait_until)
-        return self._cut(backlog.items, Reason.MAX_LATENCY)
+            return Decision(0, Reason.MAX_LATENCY, wait_until)
+        return self._full_batch._replace(size=backlog.items, reason=Reason.MAX_LATENCY)
