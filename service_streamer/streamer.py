@@ -258,8 +258,9 @@ class ScaledStreamer(PoolStreamer):
 
     @property
     def share_counts(self) -> tuple[int, int]:
-        """As ``stats().deduplicated`` and ``.cached``, without asking the pool. Likewise."""
-        return (0, 0) if self._single_flight is None else self._single_flight.counts
+        """``stats().deduplicated`` and ``.cached``, without asking the pool. For this package."""
+        flight = self._single_flight
+        return (0, 0) if flight is None else (flight.deduplicated, flight.cached)
 
 
 @documented(StreamerOptions)

@@ -125,7 +125,6 @@ class Flights:
         """A call for items that are letters."""
         outcome = Outcome()
         self.single.submit(Call(items, outcome, timeout, precedence))
-        self.single.computations.check_invariants()
         return outcome
 
     def end(self, what: list[Any] | Exception) -> None:
@@ -136,7 +135,6 @@ class Flights:
             call.reply.fail(Failure(what))
         else:
             call.reply.complete(what)
-        self.single.computations.check_invariants()
 
 
 #: What has, what wants, and whether it joins; both have a second, or what is said.
@@ -231,7 +229,7 @@ def test_callers_that_try_again_and_again_do_not_fill_up_a_computation() -> None
     for _ in range(1000):
         flights.single.withdraw(flights.submit("a").call)
     [call] = flights.open
-    assert len(call.reply.waiting[0]) < 100
+    assert len(call.reply.callers) == 1
 
 
 def test_the_timing_of_one_who_came_later_has_no_time_before_that() -> None:
@@ -391,7 +389,6 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_twice_or_in_vain(self) -> None:
-        self.single.computations.check_invariants()
         assert all(outcome.times == 1 for outcome in self.ended)
         assert not self.backend.unflushed
         for call in self.backend.open:
@@ -411,7 +408,7 @@ class AnyOrder(RuleBasedStateMachine):
             call.reply.complete([f"result of {item}" for item in call.items])
         self.settle()
         assert self.waiting == []
-        assert not len(self.single.computations)
+        assert not self.single.computations
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -4,20 +4,32 @@
      --------------              ------------                     -----------
      submit(call)
        key: the item, pickled
-       ├─ lock ── computations: join ── unlock
-       └─ those that are not in flight ─────────────────────────▶ one call: a computation
+       ├─ lock ── join ── unlock
+       └─ the items that are not in flight ─────────────────────▶ one call: a computation
      ◀── reply.complete / reply.fail ─── to all who wait ◀─────── its outcome
        decode, in the caller's thread again
 
+A caller is complete when all its items are. Its new items are one call of the backend and not one
+each: a call costs a message to a pool or to Redis, counts as a call in stats and traces, and is
+accepted or refused as a whole.
+
+A caller waits for another's item only if its computation serves as well as its own would:
+
+    the computation                             is joined by
+    ---------------                             ------------
+    is with a worker                            every caller
+    waits, of another tenant                    none: a flood must not delay the other tenants
+    waits, with a deadline of its caller's      callers with a later deadline, or without one
+    waits, with a priority                      callers without a deadline, of at most that priority
+    ends before the caller's time does          none, if it cannot be extended
+
 Two items are the same if they pickle to the same bytes: so 1, 1.0 and True are three. An item that
-does not pickle, which a thread can compute all the same, is computed for itself. The decisions are
-in ``computations.py``; the lock guards them, and nothing else is done under it.
+does not pickle, which a thread can compute all the same, is computed for itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import logging
@@ -25,19 +37,18 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..engine.backend import IN_CALLBACK, Backend, PassThrough
 from ..engine.build import of_shared_call
 from ..engine.timer import Timer, is_owned, start_thread
-from ..errors import PredictTimeout, StreamerError
-from ..observe.record import Call
+from ..errors import StreamerError
+from ..observe.record import ORDINARY, Call, Precedence, Timing
 from ..options.table import SharingOptions
 from ..workers.payload_channel import kept
 from ..workers.protocol import Failure
 from .cache import SharedOutput, key_of, make_cache
-from .callers import Caller, Computation
-from .computations import Computations, Ending
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -46,12 +57,105 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MISSING = object()
+
+#: Errors of ours by which only callers fail whose time ends when that of the computation does.
+_LATE = frozenset({"PredictTimeout", "TooLate"})
 #: Errors of ours that mean that nothing was computed. Others may come after a part was.
-_ENDINGS = {
-    "PredictTimeout": Ending.LATE,
-    "TooLate": Ending.HOPELESS,
-    "UnpicklableItem": Ending.NOT_SENT,
-}
+_NOT_COMPUTED = _LATE | {"UnpicklableItem"}
+
+
+@dataclass(slots=True, eq=False)
+class Caller:
+    """A call of a caller's. Guarded by the lock of single flight until it is over."""
+
+    reply: Any  # where its outcome goes; None when it is over
+    timeout: float | None  # as its caller gave it
+    deadline: float  # when that ends; infinity for never
+    precedence: Precedence
+    joined_at: float
+    outputs: list[Any]  # by position, as they come in
+    missing: int  # outputs that have not come
+    items: list[Item] = field(default_factory=list)  # that it waits for, or has waited for
+    is_over: bool = False  # answered, failed or gone; never changes back
+    answered_by: Any = None  # the backend's call that gave the last output, if one did
+    missed: float = 0.0  # how long that had been under way when this caller came, seconds
+
+    @property
+    def computations(self) -> dict[Computation, None]:
+        """Those that it waits for, or has waited for. Any thread."""
+        return dict.fromkeys([item.computation for item in self.items])
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a part of it is known to be with a worker. Any thread."""
+        return any(computation.is_running for computation in self.computations)
+
+    @property
+    def timing(self) -> Timing | None:
+        """Where its time went, with the last computation. None from the cache."""
+        timing: Timing | None = getattr(self.answered_by, "timing", None)
+        missed = self.missed
+        if timing is None or not missed:
+            return timing
+        first = timing.first_output
+        since = {} if first is None else {"first_output": max(0.0, first - missed)}
+        for stage in ("queued", "sent", "computed", "returned"):
+            seconds = getattr(timing, stage)
+            since[stage] = max(0.0, seconds - missed)
+            missed = max(0.0, missed - seconds)
+        return timing._replace(**since)
+
+    def end(self) -> tuple[Any, list[Any], list[Item]]:
+        """It is over; returns the reply, outputs and items, which it lets go of. Locked."""
+        parts = self.reply, self.outputs, self.items
+        self.is_over = True
+        self.reply, self.outputs, self.items = None, [], []
+        return parts
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """An item in flight."""
+
+    key: bytes | None  # None of an item that cannot be shared
+    payload: Any  # as the backend gets it
+    computation: Computation
+    callers: dict[Caller, list[int]] = field(default_factory=dict)  # and positions of the output
+
+
+@dataclass(slots=True, eq=False)
+class Computation:
+    """One call of the backend's, whose reply it is."""
+
+    flight: SingleFlight  # gets the outcome
+    precedence: Precedence  # as the backend has it
+    due: float  # when the time of the caller ends that it was made for
+    until: float  # when the backend drops it, if it is not with a worker by then
+    submitted_at: float
+    items: list[Item] = field(default_factory=list)  # none when it is over
+    call: Any = None  # the backend's, set by the backend when it has accepted it
+    is_joined: bool = False  # by other callers
+    is_stale: bool = False  # its outputs are too old for the cache
+    is_over: bool = False  # answered, failed or given up; never changes back
+
+    @property
+    def callers(self) -> dict[Caller, None]:
+        """All that wait for an item of it."""
+        return dict.fromkeys(caller for item in self.items for caller in item.callers)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a part of it is known to be with a worker."""
+        return not self.is_over and self.call is not None and bool(self.call.is_running)
+
+    def complete(self, outputs: list[Any]) -> None:
+        """For the backend: it succeeded."""
+        self.flight.answered(self, outputs)
+
+    def fail(self, failure: Failure) -> None:
+        """For the backend: it failed."""
+        self.flight.failed(self, failure)
 
 
 class SingleFlight(PassThrough):
@@ -62,14 +166,18 @@ class SingleFlight(PassThrough):
             each caller must get a copy.
         extend: keeps a call of the backend's until a deadline; False if it is over. None if that
             cannot be done.
-        slack: see ``Computations``.
-        may_rerun: whether anything may be computed twice.
+        slack: then, how many times longer than its first caller waits the backend keeps a
+            computation, for callers that come later.
+        may_rerun: whether an item may be computed again for others, when the call failed that it
+            was a part of.
         cache: of outputs by key; None keeps none.
         clock: seconds from a monotonic clock: the one that ``extend`` goes by.
 
     Attributes:
-        computations: what is in flight, and for whom; guarded by ``lock``.
-        lock: guards ``computations``.
+        computations: all that are in flight; guarded by ``lock``.
+        deduplicated: items that were answered by the computation of another, so far.
+        cached: items that were answered from the cache, so far.
+        lock: guards all records, and the cache. Nothing else is done under it.
         timer: ends calls whose time is over before their computation is.
     """
 
@@ -85,196 +193,310 @@ class SingleFlight(PassThrough):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(inner)
-        # Reentrant as an engine's: a finalizer of a user's may run while it is held.
-        self.lock = threading.RLock()
-        self.computations = Computations(
-            can_extend=extend is not None,
-            slack=slack,
-            may_rerun=may_rerun,
-            cache=cache,
-            shared=SharedOutput if copies else kept,
-        )
         self._copies = copies
         self._extend = extend
+        self._slack = slack
+        self._may_rerun = may_rerun
+        self._cache = cache
         self._clock = clock
+        # Reentrant as an engine's: a finalizer of a user's may run while it is held.
+        self.lock = threading.RLock()
         self.timer: Timer[Caller] = Timer(self._time_ended, clock)
+        self.computations: set[Computation] = set()
+        # Nearly always one for each; never many: one that waits for each tenant and priority.
+        self._items: dict[bytes, list[Item]] = {}
+        self.deduplicated = self.cached = 0
         self._is_closing = False
 
-    # -- calls
+    # -- callers
 
     def check_room(self) -> None:
         """A call that is shared, or whose results are kept, needs no room."""
 
     def submit(self, call: Call) -> None:
         self._inner.check_process()  # before the lock, which a fork may have copied while held
-        items, timeout, more = call.payloads, call.timeout, call.more
-        if call.is_stream:  # its outputs are handed out once
-            self._inner.submit(call)
-            return
-        keys = [key_of(item) for item in items]
+        timeout, more = call.timeout, call.more
         is_refused = self._is_closing or (timeout is not None and timeout <= 0)
-        if is_refused or not any(keys):  # it cannot be shared
+        # The outputs of a stream are handed out once.
+        keys = [] if is_refused or call.is_stream else [key_of(item) for item in call.payloads]
+        if not any(keys):  # it cannot be shared
             self._inner.submit(call)
             return
-        now = self._clock()
-        deadline = math.inf if timeout is None else now + timeout
-        caller = call.reply.call = Caller(len(keys), call.reply, deadline, call.precedence, timeout)
+        now, wants = self._clock(), call.precedence
+        deadline = until = math.inf
+        if timeout is not None:
+            deadline, until = now + timeout, now + timeout * self._slack
+        size = call.size
+        caller = Caller(call.reply, timeout, deadline, wants, now, [None] * size, size)
+        call.reply.call = caller
+        own = Computation(self, wants, deadline, until, now)
         try:
             with self.lock:
-                computation, outlived, is_complete = self.computations.join(
-                    caller, keys, items, now
-                )
-            if is_complete:  # from the cache
-                _finish(caller)
+                outlived = self._join(caller, own, zip(keys, call.payloads, strict=True))
+                has_own, is_complete = bool(own.items), not caller.missing
+                if is_complete:  # from the cache
+                    reply, outputs, _ = caller.end()
+            if is_complete:
+                _finish(reply, outputs)
                 return
-            for other in outlived:
-                self._prolong(other, deadline)
-            if computation is not None:
-                self._start(computation, now, more)
-                caller.own = None
+            for computation in outlived:
+                self._prolong(computation, deadline)
+            if has_own:
+                self._start(own, more)
         except BaseException as error:  # also of a signal handler: others may have joined already
-            if self._refused(caller.own, caller, error):
-                raise
-            return
-        if computation is not None:
-            # Others may have joined, and flushed, before there was anything to flush.
-            if more and computation.caller_count + computation.left_count > 1:
-                self._inner.flush()
-        elif not more:
-            self._inner.flush()  # what it shares may wait for others to be made, and it must not
+            reply = self._leave(caller, self._inner.withdraw)
+            self.failed(own, None)
+            if reply is None and isinstance(error, Exception):
+                return  # another computation of it has failed meanwhile, so it was answered
+            raise
+        # A call that is flushed later must not hold up others. These may have joined, and flushed,
+        # before there was anything to flush.
+        if own.is_joined if more else not has_own:
+            self._inner.flush()
         if call.is_watched and timeout is not None:
             self.timer.watch(caller)
 
-    def _start(self, computation: Computation, now: float, more: bool) -> None:
-        computation.owner = self
-        timeout = None if computation.until == math.inf else computation.until - now
-        self._inner.submit(
-            Call(computation.items, computation, timeout, computation.precedence, more=more)
-        )
-        with self.lock:
-            call = computation.accepted = computation.call
-            is_over = computation.is_over
-        if is_over and call is not None:
-            # It is answered already; or all callers left meanwhile, and none could withdraw it.
-            self._inner.withdraw(call)
+    def _join(
+        self, caller: Caller, own: Computation, items: Iterable[tuple[bytes | None, Any]]
+    ) -> set[Computation]:
+        """Look each item up, or put it into the caller's own computation. Locked.
+
+        An interrupt may end it between any lines: what it has left behind, ``_remove`` finds.
+
+        Returns:
+            The computations that the backend keeps for less long than the caller waits.
+        """
+        outlived: set[Computation] = set()
+        for position, (key, payload) in enumerate(items):
+            if self._cache is not None and key is not None:
+                output = self._cache.get(key, _MISSING)
+                if output is not _MISSING:
+                    caller.outputs[position] = output
+                    caller.missing -= 1
+                    self.cached += 1
+                    continue
+            item = self._find(key, own, caller)
+            if item is None:
+                item = Item(key, payload, own)
+                caller.items.append(item)
+                self._add(item, own)
+            elif item.computation is not own:
+                caller.items.append(item)
+                computation = item.computation
+                computation.is_joined = True
+                if caller.deadline > computation.until and not computation.precedence.has_deadline:
+                    outlived.add(computation)
+            item.callers.setdefault(caller, []).append(position)
+        return outlived
+
+    def _find(self, key: bytes | None, own: Computation, caller: Caller) -> Item | None:
+        """The item in flight that the caller can wait for."""
+        if key is not None:
+            for item in reversed(self._items.get(key, ())):
+                if item.computation is own or self._serves(item.computation, caller):
+                    return item
+        return None
+
+    def _serves(self, computation: Computation, caller: Caller) -> bool:
+        """Whether the caller fares no worse with the computation than with its own."""
+        if self._extend is None and caller.deadline > computation.until:
+            return False
+        has, wants = computation.precedence, caller.precedence
+        if (has is ORDINARY and wants is ORDINARY) or computation.is_running:
+            return True
+        if has.tenant != wants.tenant:
+            return False
+        if wants.has_deadline:
+            return has.has_deadline and computation.due <= caller.deadline
+        return has.has_deadline or has.priority >= wants.priority
 
     def _prolong(self, computation: Computation, deadline: float) -> None:
         """Have the backend keep a computation for a caller that waits longer than those before.
 
         If that comes too late, it fails of its time, and starts again for the other callers.
         """
-        extend, call = self._extend, computation.accepted
+        extend, call = self._extend, computation.call
         if extend is not None and call is not None and extend(call, deadline):
             with self.lock:
                 computation.until = max(computation.until, deadline)
-
-    def _refused(
-        self, computation: Computation | None, caller: Caller, error: BaseException
-    ) -> bool:
-        """The backend did not accept a computation; whether to raise that at its caller.
-
-        Args:
-            computation: of the caller's own; None if it has none.
-        """
-        with self.lock:
-            was_over = caller.is_over  # another computation of it has failed meanwhile
-            abandoned = self.computations.refused(computation, caller)
-            has_others = computation is not None and not computation.is_over
-        self._drop(abandoned, self._inner.withdraw)
-        if computation is not None and has_others:  # which have joined it meanwhile
-            self._fail(computation, Failure(copy.copy(error).with_traceback(None)), Ending.REFUSED)
-        return not was_over or not isinstance(error, Exception)
-
-    def answered(self, computation: Computation, outputs: list[Any]) -> None:
-        """For a computation: it succeeded."""
-        with self.lock:
-            complete = self.computations.answered(computation, outputs, computation.call)
-        for caller in complete:
-            _finish(caller)
-        if self._is_closing:
-            self.timer.look()  # it ends when nothing is left
-
-    def failed(self, computation: Computation, failure: Failure) -> None:
-        """For a computation: it failed."""
-        is_ours = failure.remote_traceback is None  # and not of a model, which may raise ours, too
-        kind = failure.text.partition(":")[0] if is_ours else ""  # without unpickling it
-        self._fail(computation, failure, _ENDINGS.get(kind, Ending.COMPUTED))
-
-    def _fail(self, computation: Computation, failure: Failure, ending: Ending) -> None:
-        # A list and not a recursion: what is started for the others may fail at once, too.
-        failing = [(computation, failure, ending)]
-        has_submitted = False
-        while failing:
-            computation, failure, ending = failing.pop()
-            with self.lock:
-                failed, sharers, restarted, abandoned = self.computations.failed(
-                    computation, self._clock(), ending
-                )
-            self._drop(abandoned, self._inner.withdraw)
-            for caller in failed:
-                _finish(caller, failure)
-            for caller in sharers:
-                _finish(caller, of_shared_call(failure))
-            for again in restarted:
-                try:
-                    self._start(again, self._clock(), more=True)
-                    has_submitted = True
-                except (Exception, SystemExit) as error:  # which may be of the user's ``length``
-                    # Also for lack of time: then callers that have more are tried.
-                    is_late = isinstance(error, PredictTimeout)
-                    ending = Ending.LATE if is_late else Ending.NOT_SENT
-                    failing.append((again, Failure(error.with_traceback(None)), ending))
-        if has_submitted:
-            self._inner.flush()
-        if self._is_closing:
-            self.timer.look()
-
-    # -- callers that give up
 
     def cancel(self, call: Any) -> bool:
         """Withdraw a call of which nothing has been sent but what others wait for, too."""
         if type(call) is not Caller:
             return self._inner.cancel(call)
         self._inner.check_process()
-        with self.lock:
-            if not self.computations.can_cancel(call):
-                return False
-            abandoned = self.computations.leave(call)
-        call.reply = None
-        self._drop(abandoned, self._inner.withdraw)
-        return True
+        return self._leave(call, self._inner.withdraw, is_cancel=True) is not None
 
     def withdraw(self, call: Any) -> None:
-        self._leave(call, self._inner.withdraw)
+        self._give_up(call, self._inner.withdraw)
 
     def expire(self, call: Any) -> None:
-        self._leave(call, self._inner.expire)
+        self._give_up(call, self._inner.expire)
 
-    def _leave(self, call: Any, how: Callable[[Any], None]) -> None:
+    def _give_up(self, call: Any, how: Callable[[Any], None]) -> None:
         if type(call) is not Caller:
             how(call)
-            return
-        self._inner.check_process()
-        with self.lock:
-            if call.is_over:
-                return
-            abandoned = self.computations.leave(call)
-        call.reply = None
-        self._drop(abandoned, how)
+        else:
+            self._inner.check_process()
+            self._leave(call, how)
 
     def _time_ended(self, caller: Caller) -> None:
+        reply = self._leave(caller, self._inner.expire)
+        if reply is not None:
+            _finish(reply, failure=Failure(self._inner.late(caller.timeout)))
+
+    def _leave(self, caller: Caller, how: Callable[[Any], None], *, is_cancel: bool = False) -> Any:
+        """The caller no longer waits; returns its reply, None if it stays or was over.
+
+        Args:
+            how: to drop a call of the backend's for which no caller waits any more.
+            is_cancel: whether it stays if a worker has what nobody else waits for.
+        """
         with self.lock:
-            if caller.is_over:
-                return
-            abandoned = self.computations.leave(caller)
-        self._drop(abandoned, self._inner.expire)
-        _finish(caller, Failure(self._inner.late(caller.timeout)))
+            if caller.is_over or (is_cancel and any(map(_serves_one, caller.computations))):
+                return None
+            reply, abandoned = self._remove(caller)
+        self._drop(abandoned, how)
+        return reply
+
+    def _remove(self, caller: Caller) -> tuple[Any, list[Computation]]:
+        """End a caller; returns its reply, and the computations that were only for it. Locked."""
+        computations = caller.computations
+        reply, _, items = caller.end()
+        for item in items:
+            item.callers.pop(caller, None)
+        abandoned = [
+            computation
+            for computation in computations
+            if not computation.is_over and not any(item.callers for item in computation.items)
+        ]
+        for computation in abandoned:
+            self._end(computation)
+        return reply, abandoned
 
     @staticmethod
     def _drop(computations: Iterable[Computation], how: Callable[[Any], None]) -> None:
         for computation in computations:
-            if computation.accepted is not None:  # else ``_start`` sees that it is over
-                how(computation.accepted)
+            if computation.call is not None:  # else ``_start`` sees that it is over
+                how(computation.call)
+
+    # -- computations
+
+    def _add(self, item: Item, computation: Computation) -> None:
+        """Have an item computed, for all who come. Locked."""
+        item.computation = computation
+        computation.items.append(item)
+        self.computations.add(computation)
+        if item.key is not None:
+            self._items.setdefault(item.key, []).append(item)
+
+    def _end(self, computation: Computation) -> list[Item]:
+        """The computation is over, and nobody can join it; returns its items. Locked."""
+        computation.is_over = True
+        self.computations.discard(computation)
+        items, computation.items = computation.items, []  # they refer to each other
+        for item in items:
+            if item.key is not None:
+                others = [each for each in self._items.pop(item.key, ()) if each is not item]
+                if others:
+                    self._items[item.key] = others
+        return items
+
+    def _start(self, computation: Computation, more: bool) -> None:
+        """Submit it. If all callers have left by now, it has no items, or is withdrawn."""
+        timeout = None if computation.until == math.inf else computation.until - self._clock()
+        payloads = [item.payload for item in computation.items]
+        self._inner.submit(Call(payloads, computation, timeout, computation.precedence, more=more))
+        if computation.is_over and computation.call is not None:
+            self._inner.withdraw(computation.call)
+
+    def answered(self, computation: Computation, outputs: list[Any]) -> None:
+        """A computation succeeded."""
+        complete: list[tuple[Any, list[Any], list[Item]]] = []
+        with self.lock:
+            if computation.is_over:  # given up, just now
+                return
+            cache = None if computation.is_stale else self._cache
+            for item, output in zip(self._end(computation), outputs, strict=True):
+                wanted = sum(map(len, item.callers.values()))
+                self.deduplicated += max(0, wanted - 1)
+                if cache is not None or wanted > 1:
+                    output = SharedOutput(output) if self._copies else kept(output)
+                if cache is not None and item.key is not None:
+                    cache[item.key] = output
+                for caller, positions in item.callers.items():
+                    for position in positions:
+                        caller.outputs[position] = output
+                    caller.missing -= len(positions)
+                    if not caller.missing:
+                        caller.answered_by = computation.call
+                        caller.missed = max(0.0, caller.joined_at - computation.submitted_at)
+                        complete.append(caller.end())
+        for reply, results, _ in complete:
+            _finish(reply, results)
+        if self._is_closing:
+            self.timer.look()  # it ends when nothing is left
+
+    def failed(self, computation: Computation, failure: Failure | None) -> None:
+        """A computation failed: fail callers as ``_failures`` says, and serve the others anew.
+
+        Args:
+            failure: None if its own caller was refused, which is no matter of the others'.
+        """
+        failing = [(computation, failure)]
+        has_started = False
+        for computation, failure in failing:  # which grows: what starts again may fail at once
+            ended: list[tuple[Any, Failure]] = []
+            abandoned: list[Computation] = []
+            with self.lock:
+                failures = {} if failure is None else self._failures(computation, failure)
+                items = self._end(computation)
+                for caller, why in failures.items():
+                    reply, others = self._remove(caller)
+                    ended.append((reply, why))
+                    abandoned += others
+                restarted = [self._for_item(item) for item in items if item.callers]
+            self._drop(abandoned, self._inner.withdraw)
+            for reply, why in ended:
+                _finish(reply, failure=why)
+            for again in restarted:
+                try:
+                    self._start(again, more=True)
+                    has_started = True
+                except (Exception, SystemExit) as error:  # which may be of the user's ``length``
+                    failing.append((again, Failure(error.with_traceback(None))))
+        if has_started:
+            self._inner.flush()
+        if self._is_closing:
+            self.timer.look()
+
+    def _failures(self, computation: Computation, failure: Failure) -> dict[Caller, Failure]:
+        """The callers that fail of a failed computation. Locked.
+
+        A call fails of any of its items. Who waits for only some of them does not know that it is
+        of theirs: so these are computed again, each by itself.
+        """
+        is_ours = failure.remote_traceback is None  # and not of a model, which may raise ours, too
+        kind = failure.text.partition(":")[0] if is_ours else ""  # without unpickling it
+        failures: dict[Caller, Failure] = {}
+        for caller in computation.callers:
+            has_all = all(caller in item.callers for item in computation.items)
+            fails = has_all or kind == "PredictTimeout"
+            if fails and (kind not in _LATE or caller.deadline <= computation.until):
+                failures[caller] = failure
+            elif kind not in _NOT_COMPUTED and not self._may_rerun:
+                failures[caller] = of_shared_call(failure)
+        return failures
+
+    def _for_item(self, item: Item) -> Computation:
+        """A computation of an item that some still wait for. Locked."""
+        first = min(item.callers, key=_urgency)
+        until = first.deadline
+        if not first.precedence.has_deadline:
+            until = max(caller.deadline for caller in item.callers)
+        again = Computation(self, first.precedence, first.deadline, until, self._clock())
+        self._add(item, again)
+        return again
 
     # -- the rest
 
@@ -287,19 +509,10 @@ class SingleFlight(PassThrough):
 
     def with_counts(self, stats: Stats) -> Stats:
         """The stats of the backend, with what was done here."""
-        deduplicated, cached = self.counts
-        return dataclasses.replace(stats, deduplicated=deduplicated, cached=cached)
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Items that were answered by another caller's computation, and from the cache."""
-        return self.computations.deduplicated, self.computations.cached
+        return dataclasses.replace(stats, deduplicated=self.deduplicated, cached=self.cached)
 
     def describe(self) -> str:
-        counts = (
-            ("deduplicated", self.computations.deduplicated),
-            ("cached", self.computations.cached),
-        )
+        counts = (("deduplicated", self.deduplicated), ("cached", self.cached))
         return " | ".join(
             [self._inner.describe(), *(f"{name} {count}" for name, count in counts if count)]
         )
@@ -308,7 +521,10 @@ class SingleFlight(PassThrough):
         """Empty the cache. What is being computed does not come into it either."""
         self._inner.check_process()
         with self.lock:
-            self.computations.forget()
+            if self._cache is not None:
+                self._cache.clear()
+            for computation in self.computations:
+                computation.is_stale = True
 
     def check_not_in_callback(self) -> None:
         self._inner.check_not_in_callback()
@@ -326,12 +542,10 @@ class SingleFlight(PassThrough):
             return
         self._is_closing = True
         self._inner.close(drain=drain, timeout=timeout)
-        with self.lock:
-            is_over = not len(self.computations)
-        if is_over:  # else this is a callback, and the backend closes when that returns
-            self.timer.close()
-        else:
+        if self.computations:  # this is a callback, and the backend closes when that returns
             self.timer.abandon()
+        else:
+            self.timer.close()
 
     def abandon(self) -> None:
         """The streamer was forgotten. For a finalizer, which may run under our lock."""
@@ -339,11 +553,7 @@ class SingleFlight(PassThrough):
         self.timer.abandon()
 
 
-#: Makes a backend one that computes nothing twice.
-Share = Callable[..., SingleFlight]
-
-
-def make_share(options: SharingOptions) -> Share | None:
+def make_share(options: SharingOptions) -> Callable[..., SingleFlight] | None:
     """What to call with a backend, and the keyword arguments of ``SingleFlight``; None for nothing.
 
     Raises:
@@ -357,10 +567,19 @@ def make_share(options: SharingOptions) -> Share | None:
     return functools.partial(SingleFlight, cache=cache)
 
 
-def _finish(caller: Caller, failure: Failure | None = None) -> None:
-    """Hand out the outcome. Without the lock, and only by the thread that found the caller over."""
-    reply, outputs = caller.reply, caller.outputs
-    caller.reply, caller.outputs = None, []
+def _serves_one(computation: Computation) -> bool:
+    """Whether a worker has it, for one caller only."""
+    return computation.is_running and len(computation.callers) == 1
+
+
+def _urgency(caller: Caller) -> tuple[bool, float]:
+    """The least is the most urgent."""
+    has_deadline = caller.precedence.has_deadline
+    return not has_deadline, caller.deadline if has_deadline else -caller.precedence.priority
+
+
+def _finish(reply: Any, outputs: list[Any] | None = None, failure: Failure | None = None) -> None:
+    """Hand out the outcome of a caller that is over. Without the lock."""
     try:
         if failure is None:
             reply.complete(outputs)

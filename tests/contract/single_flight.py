@@ -113,7 +113,7 @@ class SharedComputations(Counted):
         for thread in threads:
             thread.join()
         assert wrong == []
-        assert not len(streamer.backend.computations)
+        assert not streamer.backend.computations
 
 
 class CallsThatShare(Counted):
