@@ -68,7 +68,7 @@ class PoolStreamer(BaseStreamer):
 
     def findings(self) -> list[Finding]:
         """What ``explain`` says, one by one. For this package."""
-        return explain(self._engine.summary(self._options, is_local=self._is_local))
+        return explain(self._engine.summary(), self._options, is_local=self._is_local)
 
     def workers(self) -> list[WorkerStats]:
         """What each worker is doing, by number; none when the streamer is closed."""

@@ -10,24 +10,22 @@ from typing import Any
 import pytest
 
 import models
-from service_streamer import Reason, RedisStreamer, RedisWorker, ThreadedStreamer
+from service_streamer import Reason, RedisStreamer, RedisWorker, StreamerStats, ThreadedStreamer
 from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.explain import explain
-from service_streamer.observe.recent import RECENT, Snapshot, Summary, summarize
+from service_streamer.observe.recent import RECENT, Summary, summarize
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
+from service_streamer.options.table import BatchingOptions
 
 
-def snapshot_with(**now: Any) -> Snapshot:
-    usual: dict[str, Any] = {
-        "state": "running", "workers": {"idle": 0, "busy": 1, "starting": 0}, "pending": 0,
-        "answered": 0, "failed": 0, "expired": 0, "rejected": 0, "restarted_at": (), "ceilings": {},
-        "batch_size": 64, "max_latency": 0.1, "max_batch_cost": None, "max_pending": None,
-        "has_lengths": False, "is_local": False,
-    }  # fmt: skip
-    return Snapshot(**usual | now)
+def stats_with(**now: Any) -> StreamerStats:
+    counts = ("pending", "in_flight", "batches_in_flight", "restarts", "accepted", "answered")
+    counts += ("failed", "retries", "expired", "cancelled", "rejected", "isolated")
+    usual = {"state": "running", "workers": {"idle": 0, "busy": 1, "starting": 0}, "ceilings": {}}
+    return StreamerStats(**dict.fromkeys(counts, 0) | usual | now)
 
 
-SNAPSHOT = snapshot_with()
+STATS = stats_with()
 
 #: One worker that is half busy, with nothing to say but that.
 PLAIN: dict[str, Any] = {
@@ -37,17 +35,22 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def about(now: dict[str, Any] | None = None, **seen: Any) -> Summary:
-    return Summary(now=snapshot_with(**now or {}), **PLAIN | seen)
+def said_of(summary: Summary, is_local: bool = False, **bounds: Any) -> dict[str, str]:
+    """What is said of it, in order, by the names of the findings."""
+    findings = explain(summary, BatchingOptions(**bounds), is_local=is_local)
+    return {finding.name: str(finding) for finding in findings}
 
 
-def names(of: Summary) -> list[str]:
-    return [finding.name for finding in explain(of)]
+def about(now: dict[str, Any] | None = None, **seen: Any) -> dict[str, str]:
+    """What is said of a summary that differs from a plain one.
 
-
-def said(of: Summary, name: str) -> str:
-    [text] = [str(finding) for finding in explain(of) if finding.name == name]
-    return text
+    Args:
+        now: other values of its stats.
+        seen: other values of the summary and of the bounds of batches, and ``is_local``.
+    """
+    elsewhere = ("is_local", "max_batch_cost", "max_pending")
+    given = {name: seen.pop(name) for name in elsewhere if name in seen}
+    return said_of(Summary(now=stats_with(**now or {}), **PLAIN | seen), **given)
 
 
 ALONE: dict[str, Any] = {
@@ -57,10 +60,10 @@ ALONE: dict[str, Any] = {
 FEW: dict[str, Any] = {"largest": 9, "callers": 8.2, "items": 800}
 FULL: dict[str, Any] = {"reasons": {Reason.FULL: 90, Reason.COMPANY: 10}}
 #: What a batch takes where larger ones are better, and where they are not.
-LINE: dict[str, Any] = {"base": 0.005, "per_unit": 0.0001}
-FLAT: dict[str, Any] = {"base": 0.0001, "per_unit": 0.001}
-LENGTHS = {"has_lengths": True}
-BOUNDED = {"max_batch_cost": 4096.0}
+LINE: dict[str, Any] = {"line": (0.005, 0.0001)}
+FLAT: dict[str, Any] = {"line": (0.0001, 0.001)}
+LENGTHS: dict[str, Any] = {"has_lengths": True}
+BOUNDED: dict[str, Any] = {"max_batch_cost": 4096.0}
 #: What limits throughput: exactly one of these is said.
 LIMITS = {
     "saturated", "one caller", "few callers", "overhead", "small batches", "idle", "keeping up",
@@ -73,7 +76,7 @@ def but(**reasons: int) -> dict[str, Any]:
     return {"reasons": given | {Reason.COMPANY: 100 - sum(reasons.values())}}
 
 
-def scaled(wanted: int, ready: int, wait: float) -> Summary:
+def scaled(wanted: int, ready: int, wait: float) -> dict[str, str]:
     """So many workers are wanted, of 1 to 4, and items wait so many seconds."""
     return about({
         "workers": {"idle": 0, "busy": ready}, "worker_range": (1, 4), "wanted": wanted,
@@ -82,7 +85,7 @@ def scaled(wanted: int, ready: int, wait: float) -> Summary:
 
 
 @pytest.mark.parametrize(
-    ("of", "name", "words"),
+    ("said", "name", "words"),
     [
         (about(), "summary", ["100 batches", "32 items", "42 ms"]),
         (about(), "keeping up", ["75 %"]),
@@ -90,10 +93,10 @@ def scaled(wanted: int, ready: int, wait: float) -> Summary:
         (about(**ALONE), "one caller", ["93 %", "one item", "1.0", "submit"]),
         (about(**ALONE | {"items": 1000}), "one caller", ["the items of one call"]),
         (about(**FEW, **LINE), "few callers", ["8.2", "9 items of 64", "307 %"]),
-        (about(**FEW, base=0.0, per_unit=0.001), "few callers", [" 0 % more"]),
+        (about(**FEW, line=(0.0, 0.001)), "few callers", [" 0 % more"]),
         (about({"workers": {"idle": 1, "busy": 7}}, busy=0.97, pending=86.5, **FULL),
          "saturated", ["the workers compute 97 %", "86.5 items", "worker_num"]),
-        (about({"is_local": True}, busy=0.97, **FULL), "saturated", ["Streamer"]),
+        (about(is_local=True, busy=0.97, **FULL), "saturated", ["Streamer"]),
         (about(busy=0.97, **but(LONG=50, TURN=45)), "saturated", ["97 %"]),
         (about(busy=0.97, pending=512.4, pending_before=20.5, pending_after=1012.0),
          "saturated", ["ever more", "20.5", "1012"]),
@@ -101,19 +104,19 @@ def scaled(wanted: int, ready: int, wait: float) -> Summary:
         (about(busy=0.2, callers=0.3), "idle", ["20 %"]),
         # batches
         (about(**FULL, **LINE), "batch_size", ["90 %", "5 ms", "28 %", "batch_size"]),
-        (about(LENGTHS, cost=25.0, base=0.01, per_unit=1e-5, **FULL),
+        (about(**LENGTHS, cost=25.0, line=(0.01, 1e-5), **FULL),
          "batch_size", ["unit of length", "24 %"]),
         (about(**FLAT), "flat", ["64", "1 ms"]),
         (about(**FULL), "full", ["90 %", "batch_size"]),
         (about(**but(PAYS=65)), "pays", ["65 %", "hardly faster"]),
-        (about(BOUNDED, **but(COST=40)), "cost", ["40 %", "max_batch_cost", "Raise"]),
+        (about(**BOUNDED, **but(COST=40)), "cost", ["40 %", "max_batch_cost", "Raise"]),
         (about(padding=0.371), "padding", ["37 %", "length="]),
-        (about(LENGTHS, padding=0.371), "padding", ["37 %", "callers"]),
+        (about(**LENGTHS, padding=0.371), "padding", ["37 %", "callers"]),
         # latency
         (about(queued=0.048), "queue", ["60 %", "48 ms", "busy"]),
         (about(queued=0.048, busy=0.1), "queue", ["expected calls"]),
         (about(moved=0.02), "transport", ["20 ms", "30 ms", "ThreadedStreamer"]),
-        (about({"is_local": True}, moved=0.02), "transport", ["interpreter"]),
+        (about(is_local=True, moved=0.02), "transport", ["interpreter"]),
         (about(**but(MAX_LATENCY=7)), "max_latency", ["7 %", "100 ms"]),
         (about(**but(LATE=20)), "late", ["20 %"]),
         (about(**but(DEADLINE=5)), "deadline", ["5 %"]),
@@ -130,21 +133,20 @@ def scaled(wanted: int, ready: int, wait: float) -> Summary:
     ],
 )  # fmt: skip
 def test_finding_names_its_numbers_and_the_option_that_helps(
-    of: Summary, name: str, words: list[str]
+    said: dict[str, str], name: str, words: list[str]
 ) -> None:
-    text = said(of, name)
-    assert all(word in text for word in words), text
-    assert len(LIMITS & {*names(of)}) == 1
+    assert all(word in said[name] for word in words), said[name]
+    assert len(LIMITS & {*said}) == 1
 
 
 @pytest.mark.parametrize(
-    ("of", "name", "words"),
+    ("said", "name", "words"),
     [
         (about(restarts=1), "restarts", ["1 worker"]),
         (about({"workers": {"starting": 1}, "state": "starting"}, restarts=2),
          "no worker", ["starting"]),
         (about(failed=2), "failed", ["2 calls"]),
-        (about({"max_pending": 256}, rejected=12), "overloaded", ["12 calls", "max_pending"]),
+        (about(max_pending=256, rejected=12), "overloaded", ["12 calls", "max_pending"]),
         (about(rejected=1), "overloaded", ["1 call was", "add workers"]),
         (about(expired=1), "expired", ["1 call", "capacity"]),
         (about(expired=3, rejected=1), "expired", ["3 calls"]),
@@ -152,10 +154,9 @@ def test_finding_names_its_numbers_and_the_option_that_helps(
         (about(**but(AGAIN=12)), "again", ["12 %"]),
     ],
 )  # fmt: skip
-def test_trouble_is_said_first(of: Summary, name: str, words: list[str]) -> None:
-    text = said(of, name)
-    assert all(word in text for word in words), text
-    assert names(of).index(name) < 3
+def test_trouble_is_said_first(said: dict[str, str], name: str, words: list[str]) -> None:
+    assert all(word in said[name] for word in words), said[name]
+    assert [*said].index(name) < 3
 
 
 @pytest.mark.parametrize(
@@ -169,14 +170,14 @@ def test_trouble_is_said_first(of: Summary, name: str, words: list[str]) -> None
     ],
 )  # fmt: skip
 def test_nothing_was_computed_yet(now: dict[str, Any], words: list[str]) -> None:
-    [text] = [str(finding) for finding in explain(Summary(now=snapshot_with(**now), reasons={}))]
+    [text] = said_of(Summary(now=stats_with(**now), reasons={})).values()
     assert text.startswith("Nothing has been computed yet")
     assert all(word in text for word in words), text
 
 
 def test_trouble_is_said_before_anything_was_computed() -> None:
-    of = Summary(now=SNAPSHOT, reasons={}, rejected=1, restarts=1)
-    assert names(of) == ["nothing", "restarts", "overloaded"]
+    said = said_of(Summary(now=STATS, reasons={}, rejected=1, restarts=1))
+    assert [*said] == ["nothing", "restarts", "overloaded"]
 
 
 @pytest.mark.parametrize(
@@ -187,16 +188,16 @@ def test_items_that_wait_are_not_put_down_to_missing_callers(busy: float, larges
     waiting: dict[str, Any] = {
         "items": 160, "callers": 136.0, "pending": 134.0, "queued": 0.5, "computed": 0.9,
     }  # fmt: skip
-    of = about(parts=160, answered=160, largest=largest, busy=busy, **waiting)
-    assert not {"few callers", "idle", "keeping up"} & {*names(of)}
-    assert "cpu_threads" in said(of, "small batches")
-    assert "1.6 of 64" in said(of, "small batches")
-    bound = about(BOUNDED, busy=0.8, **waiting, **but(COST=100))
-    assert "1.6 of 64" not in said(bound, "small batches"), "larger ones may not be"
+    said = about(parts=160, answered=160, largest=largest, busy=busy, **waiting)
+    assert not {"few callers", "idle", "keeping up"} & {*said}
+    assert "cpu_threads" in said["small batches"]
+    assert "1.6 of 64" in said["small batches"]
+    bound = about(**BOUNDED, busy=0.8, **waiting, **but(COST=100))
+    assert "1.6 of 64" not in bound["small batches"], "larger ones may not be"
 
 
 @pytest.mark.parametrize(
-    ("of", "name"),
+    ("said", "name"),
     [
         (about(**ALONE | {"callers": 0.2, "busy": 0.2}), "one caller"),  # a call now and then
         (about(**ALONE | {"callers": 4.0}), "one caller"),  # several workers, each with one
@@ -215,13 +216,13 @@ def test_items_that_wait_are_not_put_down_to_missing_callers(busy: float, larges
         (about(busy=0.9, stages=(0.004, 0.005, 0.004)), "postprocess"),
     ],
 )
-def test_finding_that_does_not_matter_is_not_said(of: Summary, name: str) -> None:
-    assert name not in names(of)
+def test_finding_that_does_not_matter_is_not_said(said: dict[str, str], name: str) -> None:
+    assert name not in said
 
 
 def test_advice_is_left_out_where_it_would_not_help() -> None:
-    assert "Raise" not in said(about(BOUNDED, **but(COST=40), base=0.0, per_unit=0.001), "cost")
-    assert "add workers" not in said(about(expired=3, rejected=1), "expired")
+    assert "Raise" not in about(**BOUNDED, **but(COST=40), line=(0.0, 0.001))["cost"]
+    assert "add workers" not in about(expired=3, rejected=1)["expired"]
 
 
 # -- summing up
@@ -248,7 +249,7 @@ def walked(
 
 
 def test_nothing_sums_up_to_nothing() -> None:
-    of = summarize([], snapshot_with(failed=2, restarted_at=[10.0, 100.0]), 130.0)
+    of = summarize([], stats_with(failed=2), 130.0, restarted_at=[10.0, 100.0])
     assert (of.batches, of.failed, of.restarts) == (0, 2, 1)
     assert (of.gain(1, 2), of.mean_size, of.share(Reason.FULL), of.latency) == (None, 0, 0, 0)
 
@@ -256,7 +257,7 @@ def test_nothing_sums_up_to_nothing() -> None:
 def test_what_a_worker_did_is_parted_into_where_the_time_went() -> None:
     # The second was sent ahead: it waited until the first was back.
     past = walked((0.0, 1.0, 1, 0.5), (0.5, 2.0, 3, 0.75))
-    of = summarize(past, SNAPSHOT, 4.0)
+    of = summarize(past, STATS, 4.0)
     assert (of.batches, of.items, of.parts, of.singles, of.largest) == (2, 4, 4, 1, 3)
     assert (of.seconds, of.ago, of.busy, of.mean_size) == (2.0, 2.0, 1.25 / 2, 2)
     assert of.behind == 3 * 0.5 / 4
@@ -268,43 +269,43 @@ def test_what_a_worker_did_is_parted_into_where_the_time_went() -> None:
 
 def test_workers_are_busy_on_average() -> None:
     past = walked((0.0, 1.0, 1, 1.0), (0.0, 1.0, 1, 0.5), slots=2)
-    assert summarize(past, snapshot_with(workers={"idle": 3, "busy": 1}), 1.0).busy == 1.5 / 4
-    gone = summarize(past, snapshot_with(workers={"idle": 0, "busy": 0}), 1.0)
+    assert summarize(past, stats_with(workers={"idle": 3, "busy": 1}), 1.0).busy == 1.5 / 4
+    gone = summarize(past, stats_with(workers={"idle": 0, "busy": 0}), 1.0)
     assert gone.busy == 1.5 / 2, "those that there were"
 
 
 def test_of_late_is_the_last_minute_or_the_last_batches() -> None:
     past = walked((0.0, 1.0, 1, 1.0), (100.0, 101.0, 2, 1.0), (101.0, 102.0, 3, 1.0))
-    assert summarize(past, SNAPSHOT, 150.0).items == 5
-    assert summarize(past, SNAPSHOT, 161.5).items == 3
-    of = summarize(past, SNAPSHOT, 500.0)
+    assert summarize(past, STATS, 150.0).items == 5
+    assert summarize(past, STATS, 161.5).items == 3
+    of = summarize(past, STATS, 500.0)
     assert (of.items, of.ago) == (6, 398.0)
-    assert "the last one 398 s ago" in said(of, "summary")
+    assert "the last one 398 s ago" in said_of(of)["summary"]
 
 
 def test_of_many_those_after_the_first_count_and_totals_since_then() -> None:
     past = walked(*[(i / 4, (i + 1) / 4, 2, 0.25) for i in range(RECENT)], queued=8.0, failed=3)
     past[-1].queued = 16.0
-    snapshot = snapshot_with(failed=5, rejected=1, expired=2, answered=7)
-    of = summarize(past, snapshot, RECENT / 4 - 60.5)  # they are all of the last minute
+    stats = stats_with(failed=5, rejected=1, expired=2, answered=7)
+    of = summarize(past, stats, RECENT / 4 - 60.5)  # they are all of the last minute
     assert (of.batches, of.items) == (RECENT - 1, 2 * RECENT - 2)
     assert of.queued == 8.0 / of.parts
     assert (of.failed, of.rejected, of.expired, of.answered) == (2, 1, 2, 7)
-    few = summarize(past[:10], snapshot, 2.5)
+    few = summarize(past[:10], stats, 2.5)
     assert (few.batches, few.failed, few.queued) == (10, 5, 8.0 / 20), "since the start"
 
 
 def test_padding_counts_by_the_time_that_it_took() -> None:
     past = walked((0.0, 1.0, 1, 1.0), padding=0.5) + walked((1.0, 4.0, 1, 3.0), padding=0.25)
-    assert summarize(past, SNAPSHOT, 4.0).padding == 1.25 / 4
-    assert summarize(walked((0.0, 1.0, 1, 0.0), padding=0.5), SNAPSHOT, 1.0).padding is None
+    assert summarize(past, STATS, 4.0).padding == 1.25 / 4
+    assert summarize(walked((0.0, 1.0, 1, 0.0), padding=0.5), STATS, 1.0).padding is None
 
 
 def test_what_waits_grows() -> None:
     past = walked(*[(float(i), i + 1.0, 1, 1.0) for i in range(8)])
     for i, batch in enumerate(past):
         batch.pending = 10 * i
-    of = summarize(past, SNAPSHOT, 8.0)
+    of = summarize(past, STATS, 8.0)
     assert (of.pending, of.pending_before, of.pending_after) == (35, 10, 60)
 
 
@@ -325,12 +326,11 @@ def test_whatever_happened_there_is_something_to_say_and_no_number_is_odd() -> N
                 queued=queued, pending=rng.randrange(300),
             )  # fmt: skip
             past.append(batch)
-        has_lengths, failed = rng.random() < 0.5, rng.randrange(3)
-        snapshot = snapshot_with(max_batch_cost=100.0, has_lengths=has_lengths, failed=failed)
-        of = summarize(past, snapshot, now)
+        has_lengths, stats = rng.random() < 0.5, stats_with(failed=rng.randrange(3))
+        of = summarize(past, stats, now, has_lengths=has_lengths)
         assert 0 <= of.busy <= 1
         assert min(of.queued, of.behind, of.moved, of.computed, of.callers) >= 0
-        for finding in explain(of):
+        for finding in explain(of, BatchingOptions(max_batch_cost=100.0), is_local=False):
             assert finding.text.endswith(".")
             assert not finding.advice or finding.advice.endswith(".")
             assert not re.search("nan|inf", str(finding))

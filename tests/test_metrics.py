@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import signal
 from typing import Any
 
@@ -44,21 +43,6 @@ def test_a_value_is_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None
     assert made.counts == [3, 2, 3, 2]
     assert (made.count, made.total) == (10, sum(values))
     assert histogram().counts == [0, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        (0,), (9,), (1, 1, 1), (9, 9, 1), (4, 2, 1), (4.5, 3, 3, 2.5, 0.5), (5, 4.5), (3, 2.5, 2),
-        *(random.Random(seed).choices([0, 1, 1.5, 2, 3, 4, 5], k=70) for seed in (1, 2)),
-        [random.Random(3).uniform(0, 5)] * 70, [i * 0.07 for i in range(70)],
-    ],
-)  # fmt: skip
-def test_many_at_a_time_count_like_one_by_one(values: tuple[float, ...]) -> None:
-    made = histogram(1.5)
-    made.add_all([*values])
-    assert made.counts == histogram(1.5, *values).counts
-    assert made.total == pytest.approx(1.5 + sum(values))
 
 
 @pytest.mark.parametrize("bounds", [(), (1, 1), (2, 1), (1, 3, 2)])

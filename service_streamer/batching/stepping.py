@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..observe.metrics import BatchMetrics
+from ..observe.recent import StepLog
 from ..observe.record import BatchRecord, Call, StepReport
-from ..observe.step_log import StepLog
 from . import tuning
 from .slots import Slots
 

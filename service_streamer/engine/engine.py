@@ -36,11 +36,9 @@ from ..errors import (
     WorkerStartTimeout,
 )
 from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
-from ..observe.recent import Snapshot, Summary, summarize
+from ..observe.recent import Summary, summarize
 from ..observe.record import BatchRecord, Call
-from ..observe.step_log import summarize_steps
 from ..options.checks import Workers, worker_range
-from ..options.table import StreamerOptions
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Overlap, Supervisor
 from ..workers.protocol import HOLD, RESUME, Failure
@@ -210,46 +208,25 @@ class Engine:
         with self.core.lock:
             return self.core.batcher.figures.metrics.copy()
 
-    def summary(self, options: StreamerOptions, *, is_local: bool) -> Summary:
-        """The recent batches and the state of the engine, for ``explain``.
-
-        Args:
-            options: the bounds that the batcher was made with.
-            is_local: whether the model is in this process.
-        """
+    def summary(self) -> Summary:
+        """The recent batches and the state of the engine, for ``explain``."""
         self.check_process()
         core = self.core
         with core.lock:
             now, stats = core.clock(), core.stats()
-            recent, restarted_at = [*core.batcher.figures.recent], [*core.restarted_at]
-            line = core.batcher.figures.policy.cost.line
-            log = None if core.batcher.steps is None else core.batcher.steps.log
-            logged = None if log is None else ([*log.steps], [*log.first_outputs])
-            ready = len(core.batcher.slots)
-        snapshot = Snapshot(
-            state=stats.state,
-            workers=stats.workers,
-            pending=stats.pending,
-            answered=stats.answered,
-            failed=stats.failed,
-            expired=stats.expired,
-            rejected=stats.rejected,
+            figures, steps = core.batcher.figures, core.batcher.steps
+            recent, restarted_at = [*figures.recent], [*core.restarted_at]
+            line = figures.policy.cost.line
+            of_steps = None if steps is None else steps.log.summary(len(core.batcher.slots))
+        return summarize(
+            recent,
+            stats,
+            now,
             restarted_at=restarted_at,
-            ceilings=stats.ceilings,
-            batch_size=options.batch_size,
-            max_latency=options.max_latency,
-            max_batch_cost=options.max_batch_cost,
-            max_pending=options.max_pending,
-            has_lengths=self.lengths is not None,
-            is_local=is_local,
             line=line,
-            worker_range=stats.worker_range,
-            wanted=stats.wanted,
-            target_wait=stats.target_wait,
-            wait=stats.wait,
-            steps=summarize_steps(log.places, *logged, ready) if log and logged else None,
+            has_lengths=self.lengths is not None,
+            steps=of_steps,
         )
-        return summarize(recent, snapshot, now)
 
     def workers(self) -> list[WorkerStats]:
         """Each worker, by number."""

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .recent import Snapshot, Summary
+from ..options.table import BatchingOptions
+from .recent import StepSummary, Summary
 from .record import Reason
-from .step_log import StepSummary
 
 #: Shares, from which on something is worth a sentence. All are arbitrary.
 _SATURATED = 0.85
@@ -52,19 +52,24 @@ class Finding(NamedTuple):
         return f"{self.text} {self.advice}".strip()
 
 
-def explain(of: Summary) -> list[Finding]:
-    """What there is to say, the most important first."""
-    if of.now.steps is not None:
-        return [*_steps(of.now, of.now.steps), *_troubles(of), *_scaling(of.now)]
+def explain(of: Summary, bounds: BatchingOptions, *, is_local: bool) -> list[Finding]:
+    """What there is to say, the most important first.
+
+    Args:
+        bounds: of the batches.
+        is_local: whether the model is in this process.
+    """
+    troubles = [*_troubles(of, bounds), *_scaling(of)]
+    if of.steps is not None:
+        return [*_steps(of.steps, bounds), *troubles]
     if not of.batches:
-        return [*_nothing(of), *_troubles(of), *_scaling(of.now)]
+        return [*_nothing(of), *troubles]
     return [
         _summary(of),
-        *_troubles(of),
-        *_scaling(of.now),
-        *_throughput(of),
-        *_batches(of),
-        *_latency(of),
+        *troubles,
+        *_throughput(of, bounds, is_local),
+        *_batches(of, bounds, is_local),
+        *_latency(of, bounds, is_local),
     ]
 
 
@@ -74,7 +79,7 @@ def explain(of: Summary) -> list[Finding]:
 def _nothing(of: Summary) -> Iterator[Finding]:
     now = of.now
     waiting = f"; {_count(now.pending, 'item')} wait" if now.pending else ""
-    if now.workers.get("idle", 0) + now.workers.get("busy", 0):
+    if of.ready:
         yield Finding("nothing", f"Nothing has been computed yet{waiting}.")
         return
     states = ", ".join(f"{count} {state}" for state, count in now.workers.items() if count)
@@ -106,11 +111,10 @@ def _summary(of: Summary) -> Finding:
     )
 
 
-def _troubles(of: Summary) -> Iterator[Finding]:
+def _troubles(of: Summary, bounds: BatchingOptions) -> Iterator[Finding]:
     """What went wrong."""
-    now = of.now
-    if of.batches and not now.workers.get("idle", 0) + now.workers.get("busy", 0):
-        yield Finding("no worker", f"No worker is ready: the streamer is {now.state}.")
+    if of.batches and not of.ready:
+        yield Finding("no worker", f"No worker is ready: the streamer is {of.now.state}.")
     if of.restarts:
         yield Finding(
             "restarts",
@@ -126,8 +130,8 @@ def _troubles(of: Summary) -> Iterator[Finding]:
             f"{_count(of.rejected, 'call was', 'calls were')} rejected recently, since "
             + (
                 ""
-                if now.max_pending is None
-                else f"max_pending of {now.max_pending} items waited, or "
+                if bounds.max_pending is None
+                else f"max_pending of {bounds.max_pending} items waited, or "
             )
             + "they could not be computed in time.",
             "The load exceeds the workers' capacity: add workers, or have callers slow down.",
@@ -140,20 +144,20 @@ def _troubles(of: Summary) -> Iterator[Finding]:
             if of.rejected
             else "Either timeouts are too short for the model, or the load exceeds its capacity.",
         )
-    for number, ceiling in now.ceilings.items():
+    for number, ceiling in of.now.ceilings.items():
         if isinstance(ceiling, float):  # in items times the longest of them
-            if now.max_batch_cost is None or ceiling < now.max_batch_cost:
+            if bounds.max_batch_cost is None or ceiling < bounds.max_batch_cost:
                 yield Finding(
                     "ceiling",
                     f"Worker {number} ran out of device memory and computes at most a cost (items "
                     f"times the longest) of {ceiling:g} at once.",
                     f"Set max_batch_cost to {ceiling:g}, or give the model more memory.",
                 )
-        elif ceiling < now.batch_size:
+        elif ceiling < bounds.batch_size:
             yield Finding(
                 "ceiling",
                 f"Worker {number} ran out of device memory and computes at most "
-                f"{_count(ceiling, 'item')} at once, though batch_size is {now.batch_size}.",
+                f"{_count(ceiling, 'item')} at once, though batch_size is {bounds.batch_size}.",
                 f"Set batch_size to {ceiling}, or give the model more memory.",
             )
     if of.share(Reason.AGAIN) >= _LITTLE:
@@ -168,13 +172,13 @@ def _troubles(of: Summary) -> Iterator[Finding]:
 # -- workers
 
 
-def _scaling(now: Snapshot) -> Iterator[Finding]:
+def _scaling(of: Summary) -> Iterator[Finding]:
     """What the load makes of the number of workers."""
+    now, ready = of.now, of.ready
     if now.worker_range is None or now.wanted is None:
         return
     least, most = now.worker_range
     needs = f"The load needs {_count(now.wanted, 'worker')} ({least} to {most} are allowed)."
-    ready = now.workers.get("idle", 0) + now.workers.get("busy", 0)
     if not ready:
         needs += " None is ready."
     elif ready < now.wanted:
@@ -199,31 +203,30 @@ def _scaling(now: Snapshot) -> Iterator[Finding]:
 # -- throughput
 
 
-def _throughput(of: Summary) -> Iterator[Finding]:
-    now = of.now
+def _throughput(of: Summary, bounds: BatchingOptions, is_local: bool) -> Iterator[Finding]:
+    batch_size, workers = bounds.batch_size, of.ready
     are_alone = of.singles >= _MOST * of.batches and not _is_split(of)
-    workers = now.workers.get("idle", 0) + now.workers.get("busy", 0)
     busy = f"{_plural(workers, 'the worker computes', 'the workers compute')} "
     busy += f"{_share(of.busy)} of the time"
     # What waits would fill more than two batches as they are: callers are not what is missing.
     is_held_up = of.pending > 2 * of.mean_size and of.pending >= 2
     full = Reason.FULL, Reason.PAYS, Reason.TRIED, Reason.COST, Reason.LONG, Reason.TURN
     are_full = of.share(*full) >= _MOST
-    if of.busy >= _SATURATED and (of.pending >= now.batch_size or are_full):
+    if of.busy >= _SATURATED and (of.pending >= batch_size or are_full):
         if of.pending >= 1:
             waits = f"{_number(of.pending)} items wait on average"
         else:
             waits = "a batch is as large as it may be"
-        if of.pending_after > 2 * of.pending_before + now.batch_size:
+        if of.pending_after > 2 * of.pending_before + batch_size:
             waits += f", ever more: {_number(of.pending_before)} in the first quarter of the time, "
             waits += f"{_number(of.pending_after)} in the last"
         yield Finding(
             "saturated",
             f"The workers limit throughput: {busy}, and {waits}.",
             "Make the model faster, or use a Streamer with several workers."
-            if now.is_local
+            if is_local
             else ""
-            if now.worker_range is not None  # see ``_scaling``
+            if of.now.worker_range is not None  # see ``_scaling``
             else "Add workers (worker_num), each with a device of its own, or make the model "
             "faster.",
         )
@@ -236,13 +239,13 @@ def _throughput(of: Summary) -> Iterator[Finding]:
             "Raise the web server's threads or workers, or make calls before the last one is "
             "answered (submit, apredict, more items in each call).",
         )
-    elif of.busy >= _BUSY and of.largest < now.batch_size and not (is_held_up or _is_split(of)):
-        gain = of.gain(of.mean_size, now.batch_size)
+    elif of.busy >= _BUSY and of.largest < batch_size and not (is_held_up or _is_split(of)):
+        gain = of.gain(of.mean_size, batch_size)
         more = "" if gain is None else f" Full ones would compute {_share(gain)} more items/s."
         yield Finding(
             "few callers",
             f"Too few calls are under way to fill batches: {of.callers:.1f} at a time. The "
-            f"largest batch had {_count(of.largest, 'item')} of {now.batch_size}, and {busy}."
+            f"largest batch had {_count(of.largest, 'item')} of {batch_size}, and {busy}."
             f"{more}",
             "For more throughput have more callers at a time: raise the web server's threads or "
             "workers."
@@ -257,7 +260,7 @@ def _throughput(of: Summary) -> Iterator[Finding]:
             "Have fewer threads in this process, or more items in each call.",
         )
     elif is_held_up:
-        are_small = f"though batches had {_number(of.mean_size)} of {now.batch_size} and"
+        are_small = f"though batches had {_number(of.mean_size)} of {batch_size} and"
         if of.share(Reason.COST) >= _SOME:
             are_small = "though"  # larger ones were not allowed
         yield Finding(
@@ -277,34 +280,35 @@ def _is_split(of: Summary) -> bool:
     return of.parts > 1.5 * max(1, of.answered + of.failed)
 
 
-def _batches(of: Summary) -> Iterator[Finding]:
+def _batches(of: Summary, bounds: BatchingOptions, is_local: bool) -> Iterator[Finding]:
     """Whether other batches would be better."""
-    now = of.now
-    full, gain = of.share(Reason.FULL), of.gain(now.batch_size, 2 * now.batch_size)
-    if of.base is not None and of.per_unit is not None:
-        unit = "item" if not now.has_lengths else "unit of length"
-        line = f"a batch takes {_time(of.base)}, and {_time(of.per_unit)} more for each {unit}"
+    batch_size = bounds.batch_size
+    full, gain = of.share(Reason.FULL), of.gain(batch_size, 2 * batch_size)
+    if of.line is not None:
+        base, per_unit = of.line
+        unit = "item" if not of.has_lengths else "unit of length"
+        line = f"a batch takes {_time(base)}, and {_time(per_unit)} more for each {unit}"
         if full >= _MUCH and gain is not None and gain >= _WORTH:
             yield Finding(
                 "batch_size",
                 f"{_share(full)} of the batches were full: {line}, so that twice the items at once "
                 f"would give {_share(gain)} more throughput.",
-                f"Raise batch_size from {now.batch_size}, if the device has the memory.",
+                f"Raise batch_size from {batch_size}, if the device has the memory.",
             )
         elif gain is not None and gain < _WORTH and of.busy >= _BUSY:
             yield Finding(
                 "flat",
-                f"Larger batches than {now.batch_size} would gain little: {line}.",
+                f"Larger batches than {batch_size} would gain little: {line}.",
             )
     elif full >= _MUCH and of.busy >= _BUSY:
         yield Finding(
             "full",
-            f"{_share(full)} of the batches had batch_size of {now.batch_size} items. Whether "
+            f"{_share(full)} of the batches had batch_size of {batch_size} items. Whether "
             "larger ones would be faster is unknown: they were all alike.",
             "Try twice the batch_size.",
         )
     if of.stages is not None and of.busy >= _BUSY:
-        yield from _stages(of.stages, is_local=now.is_local)
+        yield from _stages(of.stages, is_local)
     if of.share(Reason.PAYS) >= _SOME:
         yield Finding(
             "pays",
@@ -316,7 +320,7 @@ def _batches(of: Summary) -> Iterator[Finding]:
         yield Finding(
             "cost",
             f"{_share(of.share(Reason.COST))} of the batches were as large as max_batch_cost of "
-            f"{now.max_batch_cost:g} allows.",
+            f"{bounds.max_batch_cost:g} allows.",
             "Raise it, if the device has the memory." if gain is None or gain >= _WORTH else "",
         )
     if of.padding is not None and of.padding >= _MUCH:
@@ -324,14 +328,14 @@ def _batches(of: Summary) -> Iterator[Finding]:
             "padding",
             f"{_share(of.padding)} of what the model computes is padding.",
             ""
-            if now.has_lengths and of.pending >= now.batch_size
+            if of.has_lengths and of.pending >= batch_size
             else "More callers at a time would leave more items of like length to choose from."
-            if now.has_lengths
+            if of.has_lengths
             else "Say how long an item is (length=), and those of like length are put together.",
         )
 
 
-def _stages(stages: tuple[float, ...], *, is_local: bool) -> Iterator[Finding]:
+def _stages(stages: tuple[float, ...], is_local: bool) -> Iterator[Finding]:
     """Whether the device waits for the work around it."""
     before, forward, after = stages
     if max(before, after) <= forward:
@@ -361,7 +365,7 @@ def _stages(stages: tuple[float, ...], *, is_local: bool) -> Iterator[Finding]:
 # -- models of steps
 
 
-def _steps(now: Snapshot, of: StepSummary) -> Iterator[Finding]:
+def _steps(of: StepSummary, bounds: BatchingOptions) -> Iterator[Finding]:
     first = (
         ""
         if of.first_output is None
@@ -378,7 +382,7 @@ def _steps(now: Snapshot, of: StepSummary) -> Iterator[Finding]:
             "places",
             f"Nearly all places are taken, and {_number(of.pending)} items wait for one.",
             "If a step takes little longer with more items, and they fit into memory, set "
-            f"batch_size above {now.batch_size}; else add workers.",
+            f"batch_size above {bounds.batch_size}; else add workers.",
         )
     elif of.pending >= 1 and of.stepping >= _BUSY:
         yield Finding(
@@ -407,8 +411,7 @@ def _steps(now: Snapshot, of: StepSummary) -> Iterator[Finding]:
 # -- latency
 
 
-def _latency(of: Summary) -> Iterator[Finding]:
-    now = of.now
+def _latency(of: Summary, bounds: BatchingOptions, is_local: bool) -> Iterator[Finding]:
     if of.latency and of.queued >= _MOST * of.latency and of.queued > 1e-3:
         why = "the workers are busy with those before" if of.busy >= _BUSY else "for expected calls"
         yield Finding(
@@ -424,14 +427,14 @@ def _latency(of: Summary) -> Iterator[Finding]:
             f"Items and results are on the way for {_time(of.moved)}, and in the model for "
             f"{_time(of.computed)}: they are large, or the model is tiny.",
             others
-            if now.is_local
+            if is_local
             else "Use a ThreadedStreamer, send less for each item, or more items in each call.",
         )
     if of.share(Reason.MAX_LATENCY) >= _LITTLE:
         yield Finding(
             "max_latency",
             f"{_share(of.share(Reason.MAX_LATENCY))} of the batches were sent because an item had "
-            f"waited for max_latency of {_time(now.max_latency)}.",
+            f"waited for max_latency of {_time(bounds.max_latency)}.",
             "If latency matters more than throughput, lower it.",
         )
     if of.share(Reason.LATE) >= _SOME:

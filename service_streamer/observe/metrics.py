@@ -11,7 +11,7 @@ but how long its items had waited is counted.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -162,22 +162,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += n
         self.total += value * n
 
-    def add_all(self, values: list[float]) -> None:
-        """Count values, of which there must be one; sorts them.
-
-        For many at a time it is three times as fast as ``add``: they are not looked at one by one,
-        but each bucket takes its part of them.
-        """
-        bounds, counts = self.bounds, self.counts
+    def add_all(self, values: Sequence[float]) -> None:
+        """Count values."""
+        for value in values:
+            self.counts[bisect_left(self.bounds, value)] += 1
         self.total += sum(values)
-        values.sort()  # takes no time where they are in order already, be it the other way round
-        bucket, start, size = bisect_left(bounds, values[0]), 0, len(values)
-        last = bisect_left(bounds, values[-1])
-        while bucket < last:
-            stop = bisect_right(values, bounds[bucket], start)
-            counts[bucket] += stop - start
-            bucket, start = bucket + 1, stop
-        counts[last] += size - start
 
     @property
     def count(self) -> int:

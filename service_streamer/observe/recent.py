@@ -1,4 +1,4 @@
-"""The recent batches, summed up. Pure arithmetic, without a clock.
+"""The recent batches, or steps, summed up for ``explain``. Pure arithmetic, without a clock.
 
 Recent batches are the last 256 that came back, and of them those of the last minute. If none came
 back in the last minute, they are the last 256 whenever that was.
@@ -6,121 +6,68 @@ back in the last minute, they are the last 256 whenever that was.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .record import BatchRecord, Reason
-from .step_log import StepSummary
+from .metrics import StreamerStats
+from .record import BatchRecord, Reason, StepReport
 
-#: How many batches are kept. Enough for shares to the nearest percent or so.
+#: How many batches are kept, and how many steps. Enough for shares to the nearest percent or so.
 RECENT = 256
 
-#: For how long they count as recent, seconds.
+#: How many times until a first output are kept.
+_FIRST_OUTPUTS = 64
+
+#: For how long batches count as recent, seconds.
 _HORIZON = 60.0
-
-
-class Snapshot(NamedTuple):
-    """The state of an engine now, without its recent batches.
-
-    Attributes:
-        state: see ``StreamerStats``.
-        workers: how many are in which state.
-        pending: items that wait for a worker.
-        answered, failed, expired, rejected: calls, in total.
-        restarted_at: when workers were started in place of lost ones, the last times.
-        ceilings: see ``StreamerStats``.
-        batch_size, max_latency, max_batch_cost, max_pending: the bounds.
-        has_lengths: whether the items have lengths.
-        is_local: whether the model is in this process.
-        line: what a batch takes however small it is, and what each unit of its cost adds, seconds;
-            None if the batches were too much alike to tell.
-        worker_range, wanted, target_wait, wait: see ``StreamerStats``.
-        steps: of a model of steps, the recent ones; None if there were none.
-    """
-
-    state: str
-    workers: Mapping[str, int]
-    pending: int
-    answered: int
-    failed: int
-    expired: int
-    rejected: int
-    restarted_at: Sequence[float]
-    ceilings: Mapping[int, float]
-    batch_size: int
-    max_latency: float
-    max_batch_cost: float | None
-    max_pending: int | None
-    has_lengths: bool
-    is_local: bool
-    line: tuple[float, float] | None = None
-    worker_range: tuple[int, int] | None = None
-    wanted: int | None = None
-    target_wait: float | None = None
-    wait: float | None = None
-    steps: StepSummary | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The recent batches and the state of the engine. Durations are in seconds.
+    """The recent batches and the state of the engine. Durations are in seconds, and averages."""
 
-    Attributes:
-        now: the state of the engine.
-        batches, items: that came back.
-        parts: calls, each once for every batch that it had items in.
-        answered, failed, expired, rejected: calls.
-        restarts: of workers in place of lost ones.
-        seconds: from when the first of the batches was cut until the last was back.
-        ago: how long ago that was.
-        reasons: why the batches had no more items.
-        singles: of the batches, those with items of one call only.
-        largest: the most items of a batch.
-        busy: the share of the time in which the average worker computed.
-        callers: how many calls were under way at a time, on average.
-        queued: how long a call waited for its batch, on average, of all the parts.
-        behind: how long it waited then for the batch before, with its worker.
-        moved: how long it and its results were on the way.
-        computed: how long it was in the model.
-        padding: the share of padding; None if the model does not report it.
-        stages: seconds of a batch in each of ``STAGES``, on average; None without stages.
-        pending: how many items waited for a worker when a batch was back, on average.
-        pending_before, pending_after: the same for the first quarter of them, and for the last.
-        base, per_unit: what a batch takes, however small, and what each unit of its cost adds; None
-            if the batches were too much alike to tell.
-        cost: of an item: its length, or 1 without lengths.
-    """
+    now: StreamerStats
+    has_lengths: bool = False  # whether the items have lengths
+    steps: StepSummary | None = None  # of a model of steps
 
-    now: Snapshot
+    # Of the recent batches:
     batches: int = 0
     items: int = 0
-    parts: int = 0
-    answered: int = 0
+    parts: int = 0  # calls, each once for every batch that it had items in
+    answered: int = 0  # calls; so are the next three
     failed: int = 0
     expired: int = 0
     rejected: int = 0
-    restarts: int = 0
-    seconds: float = 0.0
-    ago: float = 0.0
-    reasons: Mapping[Reason, int]
-    singles: int = 0
-    largest: int = 0
-    busy: float = 0.0
-    callers: float = 0.0
-    queued: float = 0.0
-    behind: float = 0.0
-    moved: float = 0.0
-    computed: float = 0.0
-    padding: float | None = None
-    stages: tuple[float, ...] | None = None
-    pending: float = 0.0
-    pending_before: float = 0.0
-    pending_after: float = 0.0
-    base: float | None = None
-    per_unit: float | None = None
-    cost: float = 1.0
+    restarts: int = 0  # of workers in place of lost ones
+    seconds: float = 0.0  # from when the first was cut until the last was back
+    ago: float = 0.0  # how long ago that was
+    reasons: Mapping[Reason, int]  # why they had no more items
+    singles: int = 0  # those with items of one call only
+    largest: int = 0  # the most items of a batch
+    busy: float = 0.0  # the share of the time in which the average worker computed
+    callers: float = 0.0  # calls that were under way at a time
+    # Of all the parts:
+    queued: float = 0.0  # waiting for its batch
+    behind: float = 0.0  # waiting then for the batch before, with its worker
+    moved: float = 0.0  # on the way, with its results
+    computed: float = 0.0  # in the model
+    # Of all batches:
+    padding: float | None = None  # the share of it; None if the model does not report it
+    stages: tuple[float, ...] | None = None  # seconds of each of ``STAGES``; None without stages
+    pending: float = 0.0  # items that waited for a worker when one was back
+    pending_before: float = 0.0  # the same of the first quarter of them
+    pending_after: float = 0.0  # and of the last
+    #: What a batch takes, however small, and what each unit of its cost adds; None if the batches
+    #: were too much alike to tell.
+    line: tuple[float, float] | None = None
+    cost: float = 1.0  # of an item: its length, or 1 without lengths
+
+    @property
+    def ready(self) -> int:
+        """Workers that take batches now."""
+        return self.now.workers.get("idle", 0) + self.now.workers.get("busy", 0)
 
     @property
     def latency(self) -> float:
@@ -140,20 +87,32 @@ class Summary:
 
         If the model's time goes on as it does; None if that is not known.
         """
-        if self.base is None or self.per_unit is None or not size:
+        if self.line is None or not size:
             return None
-        took = (self.base + self.per_unit * self.cost * size) / size
-        other_took = (self.base + self.per_unit * self.cost * other) / other
+        base, per_unit = self.line
+        took = (base + per_unit * self.cost * size) / size
+        other_took = (base + per_unit * self.cost * other) / other
         return took / other_took - 1 if other_took > 0 else None
 
 
-def summarize(recent: Sequence[BatchRecord], snapshot: Snapshot, now: float) -> Summary:
+def summarize(
+    recent: Sequence[BatchRecord],
+    stats: StreamerStats,
+    now: float,
+    *,
+    restarted_at: Sequence[float] = (),
+    line: tuple[float, float] | None = None,
+    has_lengths: bool = False,
+    steps: StepSummary | None = None,
+) -> Summary:
     """Sum up.
 
     Args:
         recent: the last batches, in the order in which they came back. These are all that there
             ever were, if there are fewer than ``RECENT`` of them.
         now: by the engine's clock.
+        restarted_at: when workers were started in place of lost ones, the last times.
+        line, has_lengths, steps: see ``Summary``.
     """
     first = next((i for i, one in enumerate(recent) if one.back_at >= now - _HORIZON), 0)
     if len(recent) >= RECENT:
@@ -161,13 +120,13 @@ def summarize(recent: Sequence[BatchRecord], snapshot: Snapshot, now: float) -> 
     before = recent[first - 1] if first else None
     batches = recent[first:]
     counts = {
-        name: getattr(snapshot, name) - (getattr(before, name) if before else 0)
+        name: getattr(stats, name) - (getattr(before, name) if before else 0)
         for name in ("answered", "failed", "expired", "rejected")
     }
     since = min(batches[0].cut_at, now - _HORIZON) if batches else now - _HORIZON
-    counts["restarts"] = sum(at >= since for at in snapshot.restarted_at)
+    counts["restarts"] = sum(at >= since for at in restarted_at)
     if not batches:
-        return Summary(now=snapshot, reasons={}, **counts)
+        return Summary(now=stats, has_lengths=has_lengths, steps=steps, reasons={}, **counts)
     ends: dict[int, float] = {one.slot: one.back_at for one in recent[:first]}
     parts = sum(one.calls for one in batches)
     behind = moved = computed = 0.0
@@ -180,17 +139,18 @@ def summarize(recent: Sequence[BatchRecord], snapshot: Snapshot, now: float) -> 
         computed += one.calls * inference
     queued = batches[-1].queued - (before.queued if before else 0.0)
     seconds = max(one.back_at for one in batches) - min(one.cut_at for one in batches)
-    ready = snapshot.workers.get("idle", 0) + snapshot.workers.get("busy", 0)
-    slots = max(1, ready, len({one.slot for one in batches}) if not ready else 0)
+    ready = stats.workers.get("idle", 0) + stats.workers.get("busy", 0)
+    workers = max(1, ready or len({one.slot for one in batches}))
     spent = sum(one.report.pace for one in batches)
-    base, per_unit = snapshot.line or (None, None)
     items = sum(one.size for one in batches)
     reports = [one.report for one in batches]
     paddings = [(one.padding, one.duration) for one in reports if one.padding is not None]
     weight = sum(duration for _, duration in paddings)
     stages = [one.stages for one in reports if one.stages is not None]
     return Summary(
-        now=snapshot,
+        now=stats,
+        has_lengths=has_lengths,
+        steps=steps,
         batches=len(batches),
         items=items,
         parts=parts,
@@ -199,7 +159,7 @@ def summarize(recent: Sequence[BatchRecord], snapshot: Snapshot, now: float) -> 
         reasons=Counter(one.reason for one in batches),
         singles=sum(one.calls == 1 for one in batches),
         largest=max(one.size for one in batches),
-        busy=min(1.0, spent / (seconds * slots)) if seconds > 0 else 0.0,
+        busy=min(1.0, spent / (seconds * workers)) if seconds > 0 else 0.0,
         callers=(queued + behind + moved + computed) / seconds if seconds > 0 else 0.0,
         queued=queued / parts,
         behind=behind / parts,
@@ -210,8 +170,7 @@ def summarize(recent: Sequence[BatchRecord], snapshot: Snapshot, now: float) -> 
         pending=_pending(batches),
         pending_before=_pending(batches[: len(batches) // 4 + 1]),
         pending_after=_pending(batches[-(len(batches) // 4 + 1) :]),
-        base=base,
-        per_unit=per_unit,
+        line=line,
         cost=sum(one.cost for one in batches) / items,
         **counts,
     )
@@ -219,3 +178,73 @@ def summarize(recent: Sequence[BatchRecord], snapshot: Snapshot, now: float) -> 
 
 def _pending(batches: Sequence[BatchRecord]) -> float:
     return sum(one.pending for one in batches) / len(batches)
+
+
+class Step(NamedTuple):
+    """One step of one worker: what ``explain`` needs of its ``StepReport``."""
+
+    at: float  # when it was reported, by the engine's clock
+    size: int
+    duration: float
+    starting: float
+    evicted: int
+    pending: int  # items that waited for a worker
+
+
+class StepLog:
+    """The last steps, the oldest first. Not thread-safe.
+
+    Attributes:
+        first_outputs: of the last streams, how long after their calls the first output was here.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._steps: deque[Step] = deque(maxlen=RECENT)
+        self.first_outputs: deque[float] = deque(maxlen=_FIRST_OUTPUTS)
+
+    def add(self, report: StepReport, pending: int, now: float) -> None:
+        """A worker has reported one."""
+        self._steps.append(
+            Step(now, report.size, report.duration, report.starting, report.evicted, pending)
+        )
+
+    def summary(self, workers: int) -> StepSummary | None:
+        """Sum up; None if there were no steps.
+
+        Args:
+            workers: how many are ready.
+        """
+        steps = self._steps
+        stepped = [step for step in steps if step.size]
+        if not stepped:
+            return None
+        begin = min(step.at - step.duration - step.starting for step in steps)
+        seconds = max(steps[-1].at - begin, 1e-9) * max(1, workers)
+        ordered = sorted(self.first_outputs)
+        return StepSummary(
+            places=self._places,
+            steps=len(stepped),
+            size=sum(step.size for step in stepped) / len(stepped),
+            duration=sum(step.duration for step in stepped) / len(stepped),
+            starting=min(1.0, sum(step.starting for step in steps) / seconds),
+            stepping=min(1.0, sum(step.duration for step in steps) / seconds),
+            pending=sum(step.pending for step in steps) / len(steps),
+            evicted=sum(step.evicted for step in steps),
+            first_output=ordered[len(ordered) // 2] if ordered else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSummary:
+    """The recent steps. Durations are in seconds, and averages."""
+
+    places: int  # how many items a worker steps at a time
+    steps: int
+    size: float  # items of a step
+    duration: float  # of a step
+    starting: float  # the share of the workers' time in which items began
+    stepping: float  # the share in which they were stepped
+    pending: float  # items that waited for a worker
+    evicted: int  # items that were given up for lack of memory
+    first_output: float | None  # of a stream, after its call, the median; None without streams

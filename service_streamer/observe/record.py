@@ -351,93 +351,42 @@ class StepReport:
     slot: int = field(default=-1, kw_only=True)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class BatchRecord:
     """One batch, which is one model invocation. Times are those of the engine's clock.
 
-    It is made when the batch is cut. The attributes of the second group are there when it is back.
-
-    Attributes:
-        id, slot: which batch, and the slot of its worker.
-        spans: in order; those of a call stand together. Empty after ``release``.
-        payloads: of the items, until they are sent.
-        size: items.
-        search: what it was split off for, if it is run again; None for a batch of new items.
-        losses: how many workers died while they held its items. If any, it is computed alone.
-        cut_at: when it was cut; 0 until then.
-        cost: what the model pays for: its size times its longest item.
-        reason: why it was cut then, and of no more items.
-        calls: how many have items in it.
-        is_full: whether more items waited than it took.
-        arrived: items that had arrived when it was cut, since the start.
-
-        report: of the worker.
-        back_at: when it came back.
-        has_failed: whether the model raised on it.
-        pending: items that waited for a worker when it came back.
-        queued: how long all calls until then had waited for their batches, seconds, in total.
-        answered, failed, expired, rejected: calls until then, in total.
-        worker: the number of the worker; only if the batches are watched.
+    It is made when the batch is cut. Its report, and what follows that, are there when it is back.
     """
 
-    __slots__ = (
-        "answered",
-        "arrived",
-        "back_at",
-        "calls",
-        "cost",
-        "cut_at",
-        "expired",
-        "failed",
-        "has_failed",
-        "id",
-        "is_full",
-        "losses",
-        "payloads",
-        "pending",
-        "queued",
-        "reason",
-        "rejected",
-        "report",
-        "search",
-        "size",
-        "slot",
-        "spans",
-        "worker",
-    )
+    id: int
+    slot: int  # of its worker
+    spans: Sequence[Span]  # in order; those of a call stand together. Empty after ``release``.
+    payloads: list[Any]  # of the items, until they are sent
+    search: Search | None = None  # what it was split off for; None for a batch of new items
+    losses: int = 0  # workers that died while they held its items. If any, it is computed alone.
+    cut_at: float = field(default=0.0, init=False)
+    size: int = field(init=False)
+    cost: float = field(init=False)  # what the model pays for: its size times its longest item
+    reason: Reason = field(default=_AGAIN, init=False)  # why it was cut then, and of no more items
+    calls: int = field(init=False)  # those that have items in it
+    is_full: bool = field(default=False, init=False)  # whether more items waited than it took
+    arrived: int = field(default=0, init=False)  # items that had arrived when it was cut, in total
 
-    report: BatchReport
-    back_at: float
-    has_failed: bool
-    pending: int
-    queued: float
-    answered: int
-    failed: int
-    expired: int
-    rejected: int
-    worker: int
+    report: BatchReport = field(init=False)  # of the worker
+    back_at: float = field(init=False)
+    has_failed: bool = field(init=False)  # whether the model raised on it
+    pending: int = field(init=False)  # items that waited for a worker when it came back
+    queued: float = field(init=False)  # how long all calls had waited until then, seconds, in total
+    answered: int = field(init=False)  # calls until then, in total; so are the next three
+    failed: int = field(init=False)
+    expired: int = field(init=False)
+    rejected: int = field(init=False)
+    worker: int = field(init=False)  # its number; only if the batches are watched
 
-    def __init__(
-        self,
-        id: int,
-        slot: int,
-        spans: Sequence[Span],
-        payloads: list[Any],
-        search: Search | None = None,
-        losses: int = 0,
-    ) -> None:
-        self.id = id
-        self.slot = slot
-        self.spans = spans
-        self.payloads = payloads
-        self.size = len(payloads)
-        self.search = search
-        self.losses = losses
-        self.cut_at = 0.0
+    def __post_init__(self) -> None:
+        self.size = len(self.payloads)
         self.cost = float(self.size)
-        self.reason = _AGAIN
-        self.calls = len(spans)  # unless one has several
-        self.is_full = False
-        self.arrived = 0
+        self.calls = len(self.spans)  # unless one has several
 
     @property
     def is_rerun(self) -> bool:

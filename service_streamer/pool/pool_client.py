@@ -35,7 +35,6 @@ from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from ..observe.recent import Summary
 from ..observe.record import ORDINARY, Call
 from ..options.checks import Workers
-from ..options.table import StreamerOptions
 from ..remote.deliveries import Deliveries
 from ..remote.open_calls import RemoteCall
 from ..remote.quiet_log import quiet_log
@@ -241,8 +240,7 @@ class PoolClient(RemoteClient[PoolCalls]):
         workers: list[WorkerStats] = self._ask("workers")
         return workers
 
-    def summary(self, options: StreamerOptions, *, is_local: bool) -> Summary:  # noqa: ARG002
-        """As the engine's; of the pool's own options, which are the same."""
+    def summary(self) -> Summary:
         summary: Summary = self._ask("summary")
         return summary
 

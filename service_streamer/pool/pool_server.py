@@ -29,7 +29,6 @@ from typing import Any
 
 from ..engine.engine import Engine
 from ..engine.timer import start_thread
-from ..options.table import StreamerOptions
 from ..supervision.supervisor import Overlap
 from .client_requests import ClientRequests, Deferred
 from .election import Leadership
@@ -52,7 +51,6 @@ class PoolServer:
     Args:
         listener: the pool's socket.
         engine: not started yet; ended by ``run``.
-        options: of the engine.
         wishes: of whoever has started the pool.
         memory: what the workers read.
         leadership: given up when the pool retires, or has ended.
@@ -63,7 +61,6 @@ class PoolServer:
         name: str,
         listener: socket.socket,
         engine: Engine,
-        options: StreamerOptions,
         wishes: Wishes,
         leadership: Leadership,
         memory: PoolMemory,
@@ -82,7 +79,7 @@ class PoolServer:
                 "stats": engine.stats,
                 "metrics": engine.metrics,
                 "workers": engine.workers,
-                "summary": lambda: engine.summary(options, is_local=False),
+                "summary": engine.summary,
                 "model_description": engine.model_description,
                 "wait_ready": lambda timeout: Deferred(timeout, lambda: engine.wait_ready(0)),
                 "restart_workers": self._restart_workers,
