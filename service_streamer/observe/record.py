@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from ..batching.isolation import Search
 
 
-_NEVER = math.inf
-
-
 class Timing(NamedTuple):
     """Where the time of a call went, in seconds; of its last batch, if it took several.
 
@@ -90,10 +87,6 @@ class Reason(enum.Enum):
     FAILING = "batches failed, and smaller batches fail less often"
 
 
-#: A member of an enum is looked up in Python, and every batch asks for this one.
-_AGAIN = Reason.AGAIN
-
-
 class CallState(enum.Enum):
     """Who holds a call. ``batching`` changes it, and the counts that follow from it.
 
@@ -112,10 +105,11 @@ class CallState(enum.Enum):
     OVER = enum.auto()
 
 
-#: Members of an enum are looked up in Python, and every call asks for these.
-_NEW, _OVER = CallState.NEW, CallState.OVER
+#: A member of an enum is looked up in Python, and every call is often asked for this one.
+_OVER = CallState.OVER
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Call:
     """One ``predict``/``submit``: its items as payloads, and its outputs as they come in.
 
@@ -128,88 +122,45 @@ class Call:
         precedence: among those that wait.
         is_watched: whether the backend fails the call when its time ends. If not, its caller does,
             with ``expire``.
-        is_stream: whether the outputs of its item are wanted as they come. It has one item.
         more: whether other calls follow at once, and then ``flush``, so that they share a batch.
-
-    Attributes:
-        state: who holds it.
-        outputs: by position; empty until the first batch with items of it is back, and then
-            ``NO_OUTPUT`` where that one had no item.
-        pending: items not yet cut into a batch.
-        unanswered: items without an output.
-        handed_out: outputs of a stream that can go on where they end; else None.
-        part_at: when the last output of a stream was handed out; None before the first.
-        first_output, parts, longest_between: see ``Timing``, and how many outputs were handed out.
-            Not there before the first.
-        is_held: whether its item rests in its worker: its consumer is behind.
-        failure: why it failed, opaque here; None when it has not.
-        deadline: the time at which its caller stops waiting.
-        context: what an observer noted when the call was submitted; opaque here.
-        lengths: of its items, if lengths are known; else None, and each counts one.
-        batch: the last batch with items of it that came back with results. Not there before the
-            first.
+        is_stream: whether the outputs of its item are wanted as they come. It has one item.
     """
 
-    __slots__ = (
-        "arrived_at",
-        "batch",
-        "context",
-        "deadline",
-        "failure",
-        "first_output",
-        "handed_out",
-        "is_held",
-        "is_stream",
-        "is_watched",
-        "lengths",
-        "longest_between",
-        "more",
-        "outputs",
-        "part_at",
-        "parts",
-        "payloads",
-        "pending",
-        "precedence",
-        "reply",
-        "size",
-        "state",
-        "timeout",
-        "unanswered",
-    )
+    payloads: Sequence[Any]
+    reply: Any
+    timeout: float | None = None
+    precedence: Precedence = ORDINARY
+    is_watched: bool = False
+    more: bool = False
+    is_stream: bool = False
+    size: int = field(init=False)  # its items
+    state: CallState = field(default=CallState.NEW, init=False)  # who holds it
+    arrived_at: float = field(default=0.0, init=False)
+    deadline: float = field(default=math.inf, init=False)  # when its caller stops waiting
+    lengths: Sequence[float] | None = field(default=None, init=False)  # None: each counts one
+    context: Any = field(default=None, init=False)  # what an observer noted at the submission
+    pending: int = field(init=False)  # items that are not cut into a batch yet
+    unanswered: int = field(init=False)  # items without an output
+    #: By position; empty until the first batch with items of it is back, and then ``NO_OUTPUT``
+    #: where that one had no item.
+    outputs: list[Any] = field(init=False)
+    failure: Any = field(default=None, init=False)  # why it failed; opaque here
+    #: The last batch with items of it that came back with results. Not there before the first.
+    batch: BatchRecord = field(init=False)
 
-    batch: BatchRecord
-    first_output: float
-    parts: int
-    longest_between: float
+    # Of streams:
+    is_held: bool = field(default=False, init=False)  # its item rests: its consumer is behind
+    #: Its outputs so far, if it can go on where they end.
+    handed_out: list[Any] | None = field(default=None, init=False)
+    part_at: float | None = field(default=None, init=False)  # when the last one was handed out
+    # Not there before the first one: how many were handed out, and see ``Timing``.
+    parts: int = field(init=False)
+    first_output: float = field(init=False)
+    longest_between: float = field(init=False)
 
-    def __init__(
-        self,
-        payloads: Sequence[Any],
-        reply: Any,
-        timeout: float | None = None,
-        precedence: Precedence = ORDINARY,
-        is_watched: bool = False,
-        more: bool = False,
-        is_stream: bool = False,
-    ) -> None:
-        self.is_stream = is_stream
-        self.is_held = False
-        self.handed_out: list[Any] | None = None
-        self.part_at: float | None = None
-        self.payloads = payloads
-        self.outputs: list[Any] = NO_OUTPUTS
-        self.reply = reply
-        self.timeout = timeout
-        self.precedence = precedence
-        self.is_watched = is_watched
-        self.more = more
-        self.size = self.pending = self.unanswered = len(payloads)
-        self.state = _NEW
-        self.failure: Any = None
-        self.arrived_at = 0.0
-        self.deadline = _NEVER
-        self.lengths: Sequence[float] | None = None
-        self.context: Any = None
+    def __post_init__(self) -> None:
+        self.size = self.pending = self.unanswered = len(self.payloads)
+        self.outputs = NO_OUTPUTS
 
     @property
     def is_running(self) -> bool:
@@ -367,7 +318,7 @@ class BatchRecord:
     cut_at: float = field(default=0.0, init=False)
     size: int = field(init=False)
     cost: float = field(init=False)  # what the model pays for: its size times its longest item
-    reason: Reason = field(default=_AGAIN, init=False)  # why it was cut then, and of no more items
+    reason: Reason = field(default=Reason.AGAIN, init=False)  # why it has no more items
     calls: int = field(init=False)  # those that have items in it
     is_full: bool = field(default=False, init=False)  # whether more items waited than it took
     arrived: int = field(default=0, init=False)  # items that had arrived when it was cut, in total
@@ -391,7 +342,7 @@ class BatchRecord:
     @property
     def is_rerun(self) -> bool:
         """Whether its items have been in a batch before."""
-        return self.reason is _AGAIN
+        return self.reason is Reason.AGAIN
 
     def spent(self) -> tuple[float, float, float]:
         """Of its time, once it is back: on the way to the model, in it, and on the way back."""
