@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from service_streamer import Overloaded, PredictTimeout, StreamerError, Timing
+from service_streamer import Overloaded, PredictTimeout, StreamerError, Timing, UnpicklableItem
 from service_streamer.observe.record import ORDINARY, Call, Precedence
 from service_streamer.share.single_flight import SingleFlight
 from service_streamer.testing import ManualClock
@@ -56,11 +56,19 @@ class StubBackend:
         self.clock = clock
         self.open: list[AcceptedCall] = []
         self.refuses = self.fails_at_once = False
+        #: Called in the middle of the next call, as if by another thread.
+        self.before_next: Callable[[], object] | None = None
+        self.raises: list[BaseException] = []  # by the next calls
         self.unflushed = False
 
     def submit(self, call: Call) -> None:
         reply, timeout = call.reply, call.timeout
         assert not call.is_watched
+        before, self.before_next = self.before_next, None
+        if before is not None:
+            before()
+        if self.raises:
+            raise self.raises.pop(0)
         if self.refuses:
             raise Overloaded("no room")
         if timeout is not None and timeout <= 0:
@@ -243,22 +251,44 @@ def test_the_timing_of_one_who_came_later_has_no_time_before_that() -> None:
     assert second.call.timing == Timing(0.0, 0.5, 2.0, 0.5, 0.75, 0.5, 1.0)
 
 
-def test_a_refused_computation_starts_again_for_callers_that_came_meanwhile() -> None:
+@pytest.mark.parametrize("may_rerun", [True, False])
+@pytest.mark.parametrize("items", ["x", "xz"])
+@pytest.mark.parametrize(
+    "error", [Overloaded("no room"), ValueError("a secret"), KeyboardInterrupt("a secret")]
+)
+def test_what_a_call_is_refused_for_is_no_failure_of_one_that_joined_it(
+    error: BaseException, items: str, may_rerun: bool
+) -> None:
+    flights = Flights(may_rerun=may_rerun)
+    joined: list[Outcome] = []
+    flights.backend.before_next = lambda: joined.append(flights.submit("x"))
+    flights.backend.raises = [error]
+    with pytest.raises(type(error)):
+        flights.submit(items)
+    assert [call.items for call in flights.open] == [["x"]]
+    flights.end(["X"])
+    assert joined[0].outputs == ["X"]
+
+
+def test_a_call_that_joined_a_refused_one_may_be_refused_itself() -> None:
     flights = Flights()
-    later: list[Outcome] = []
-    submit = flights.backend.submit
+    joined: list[Outcome] = []
+    flights.backend.before_next = lambda: joined.append(flights.submit("x"))
+    flights.backend.raises = [Overloaded("no room"), Overloaded("none either")]
+    with pytest.raises(Overloaded, match="no room"):
+        flights.submit("xz")
+    assert flights.open == []
+    assert joined[0].failure is not None
+    assert joined[0].failure.text == "Overloaded: none either"
 
-    def refuse(_: Call) -> None:
-        flights.backend.submit = submit
-        later.append(flights.submit("a"))
-        raise Overloaded("no room")
 
-    flights.backend.submit = refuse
-    with pytest.raises(Overloaded):
-        flights.submit("a")
-    assert [call.items for call in flights.open] == [["a"]]
-    flights.end(["A"])
-    assert later[0].outputs == ["A"]
+def test_an_item_that_cannot_be_sent_is_no_failure_of_a_call_without_it() -> None:
+    flights = Flights(may_rerun=False)
+    first, second = flights.submit("xz"), flights.submit("x")
+    flights.end(UnpicklableItem("item 1 of the batch"))
+    assert first.failure is not None
+    flights.end(["X"])
+    assert second.outputs == ["X"]
 
 
 # -- in any order

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import threading
@@ -19,7 +18,6 @@ from service_streamer import (
     Future,
     ManagedModel,
     ModelError,
-    Overloaded,
     PredictTimeout,
     SharedBatchError,
     Streamer,
@@ -27,7 +25,6 @@ from service_streamer import (
     StreamerError,
     ThreadedStreamer,
     TooLate,
-    UnpicklableItem,
     WorkerStartError,
 )
 from service_streamer.observe.record import Call
@@ -52,96 +49,7 @@ class TestCallsThatShare(CallsThatShare):
         return request.param
 
 
-# -- a call that fails before it is computed
-
-
-class Measured:
-    """The length of an item; that of "x" is not told before a test says so, and raises once."""
-
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.is_asked, self.may_go_on = threading.Event(), threading.Event()
-        self.error = error
-
-    def __call__(self, item: Any) -> int:
-        if item == "x":
-            self.is_asked.set()
-            self.may_go_on.wait()
-            error, self.error = self.error, None
-            if error is not None:
-                raise error
-        return 1
-
-
-@contextlib.contextmanager
-def in_the_making(streamer: AnyStreamer, measured: Measured, items: list[Any]) -> Iterator[Any]:
-    """A call that is being made in the block; its future, or what was raised, is there after it."""
-    made: list[Any] = []
-
-    def make() -> None:
-        try:
-            made.append(streamer.submit(items))
-        except BaseException as error:
-            made.append(error)
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    measured.is_asked.wait()
-    yield made
-    measured.may_go_on.set()
-    thread.join()
-
-
-@pytest.mark.parametrize("waiting", [3, 4])
-def test_a_call_that_shares_with_a_refused_one_is_served_or_refused_itself(
-    gate: Gate, waiting: int
-) -> None:
-    def predict(batch: list[Any]) -> list[Any]:
-        gate.go_through()
-        return batch
-
-    measured = Measured()
-    with ThreadedStreamer(
-        predict, 1, max_pending=4, deduplicate=True, retry=False, length=measured
-    ) as streamer:
-        others = [streamer.submit([0])]
-        gate.await_arrival()
-        with in_the_making(streamer, measured, ["x", "z"]) as made:
-            shared = streamer.submit(["x"])
-            others += [streamer.submit([number]) for number in range(1, waiting + 1)]
-        gate.let_through(9)
-        assert isinstance(made[0], Overloaded)
-        if waiting == 3:
-            assert shared.result() == ["x"]
-        else:
-            assert isinstance(shared.exception(), Overloaded)
-        assert results(others) == [[number] for number in range(waiting + 1)]
-
-
-@pytest.mark.parametrize("error", [ValueError("a secret"), KeyboardInterrupt("a secret")])
-@pytest.mark.parametrize("items", [["x"], ["x", "z"]])
-def test_what_was_raised_while_a_call_was_made_is_no_failure_of_another(
-    error: BaseException, items: list[str]
-) -> None:
-    measured = Measured(error)
-    with ThreadedStreamer(models.echo, deduplicate=True, retry=False, length=measured) as streamer:
-        with in_the_making(streamer, measured, items) as made:
-            shared = streamer.submit(["x"])
-        assert made == [error]
-        assert shared.exception() is None
-        assert shared.result() == ["x"]
-
-
-@pytest.mark.no_gevent
-def test_an_item_that_cannot_be_pickled_is_no_failure_of_another_call() -> None:
-    measured = Measured()
-    with Streamer(
-        models.echo, mp_start_method="fork", deduplicate=True, retry=False, length=measured
-    ) as streamer:
-        with in_the_making(streamer, measured, ["x", lambda: None]) as made:
-            shared = streamer.submit(["x"])
-        with pytest.raises(UnpicklableItem, match="item 1 of the batch"):
-            made[0].result()
-        assert shared.result() == ["x"]
+# -- failures
 
 
 def test_a_model_that_raises_our_errors_is_not_run_again(gate: Gate) -> None:

@@ -235,6 +235,7 @@ class BatchMetrics:
         between_outputs: of streams, from one output to the next, seconds.
         stages: seconds that workers were in preprocess (with decoding), forward (or predict) and
             postprocess (with encoding), in total, of batches for which that is known.
+        reasons: how many batches were cut why; one that is run again counts again, as ``AGAIN``.
     """
 
     def __init__(self) -> None:
@@ -246,25 +247,18 @@ class BatchMetrics:
         self.first_output = Histogram(SECONDS)
         self.between_outputs = Histogram(SECONDS)
         self.stages = [0.0, 0.0, 0.0]
-        # By name: the hash of an enum's member is computed in Python.
-        self._reasons: Counter[str] = Counter()
-
-    @property
-    def reasons(self) -> Counter[Reason]:
-        """How many batches were cut why; one that is run again counts again, as ``AGAIN``."""
-        return Counter({Reason[name]: n for name, n in self._reasons.items()})
+        self.reasons: Counter[Reason] = Counter()
 
     def came_back(self, batches: Sequence[BatchRecord]) -> None:
-        """Batches came back, with results or with the model's error; at least one.
+        """Batches came back, with results or with the model's error.
 
-        Many at a time cost a third for each. How long their items waited is not counted here.
+        How long their items waited is not counted here.
         """
         self.sizes.add_all([float(batch.size) for batch in batches])
         self.inference.add_all([batch.report.duration for batch in batches])
         self.batch.add_all([batch.back_at - batch.cut_at for batch in batches])
-        reasons = self._reasons
+        self.reasons.update([batch.reason for batch in batches])
         for batch in batches:
-            reasons[batch.reason._name_] += 1
             report = batch.report
             if report.padding is not None:
                 self.padding.add(report.padding)
@@ -281,7 +275,7 @@ class BatchMetrics:
     def item_over(self, batch: BatchRecord) -> None:
         """An item of a model of steps is over."""
         self.batch.add(batch.back_at - batch.cut_at)
-        self._reasons[batch.reason._name_] += 1
+        self.reasons[batch.reason] += 1
         if batch.search is None:
             self.was_cut(batch)
 
