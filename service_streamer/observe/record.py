@@ -12,10 +12,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-
-if TYPE_CHECKING:
-    from ..batching.isolation import Search
+from typing import Any, NamedTuple, TypeAlias
 
 
 class Timing(NamedTuple):
@@ -313,7 +310,7 @@ class BatchRecord:
     slot: int  # of its worker
     spans: Sequence[Span]  # in order; those of a call stand together. Empty after ``release``.
     payloads: list[Any]  # of the items, until they are sent
-    search: Search | None = None  # what it was split off for; None for a batch of new items
+    search: Any = None  # what it was split off for, opaque here; None for a batch of new items
     losses: int = 0  # workers that died while they held its items. If any, it is computed alone.
     cut_at: float = field(default=0.0, init=False)
     size: int = field(init=False)

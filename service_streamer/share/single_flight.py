@@ -324,38 +324,35 @@ class SingleFlight(PassThrough):
         """Withdraw a call of which nothing has been sent but what others wait for, too."""
         if type(call) is not Caller:
             return self._inner.cancel(call)
-        self._inner.check_process()
         return self._leave(call, self._inner.withdraw, is_cancel=True) is not None
 
     def withdraw(self, call: Any) -> None:
-        self._give_up(call, self._inner.withdraw)
+        self._leave(call, self._inner.withdraw)
 
     def expire(self, call: Any) -> None:
-        self._give_up(call, self._inner.expire)
-
-    def _give_up(self, call: Any, how: Callable[[Any], None]) -> None:
-        if type(call) is not Caller:
-            how(call)
-        else:
-            self._inner.check_process()
-            self._leave(call, how)
+        self._leave(call, self._inner.expire)
 
     def _time_ended(self, caller: Caller) -> None:
         reply = self._leave(caller, self._inner.expire)
         if reply is not None:
             _finish(reply, failure=Failure(self._inner.late(caller.timeout)))
 
-    def _leave(self, caller: Caller, how: Callable[[Any], None], *, is_cancel: bool = False) -> Any:
-        """The caller no longer waits; returns its reply, None if it stays or was over.
+    def _leave(self, call: Any, how: Callable[[Any], None], *, is_cancel: bool = False) -> Any:
+        """A caller no longer waits; returns its reply, None if it stays or was over.
 
         Args:
+            call: of a caller, or one of the backend's that is not shared.
             how: to drop a call of the backend's for which no caller waits any more.
             is_cancel: whether it stays if a worker has what nobody else waits for.
         """
+        if type(call) is not Caller:
+            how(call)
+            return None
+        self._inner.check_process()
         with self.lock:
-            if caller.is_over or (is_cancel and any(map(_serves_one, caller.computations))):
+            if call.is_over or (is_cancel and any(map(_serves_one, call.computations))):
                 return None
-            reply, abandoned = self._remove(caller)
+            reply, abandoned = self._remove(call)
         self._drop(abandoned, how)
         return reply
 
