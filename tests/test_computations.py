@@ -68,7 +68,10 @@ class StubBackend:
         if before is not None:
             before()
         if self.raises:
-            raise self.raises.pop(0)
+            error = self.raises.pop(0)
+            if isinstance(error, KeyboardInterrupt):  # halfway, and cannot be withdrawn
+                reply.call = AcceptedCall(call.payloads, reply, math.inf)
+            raise error
         if self.refuses:
             raise Overloaded("no room")
         if timeout is not None and timeout <= 0:
@@ -268,6 +271,16 @@ def test_what_a_call_is_refused_for_is_no_failure_of_one_that_joined_it(
     assert [call.items for call in flights.open] == [["x"]]
     flights.end(["X"])
     assert joined[0].outputs == ["X"]
+
+
+def test_a_call_that_is_interrupted_before_it_is_accepted_is_not_withdrawn() -> None:
+    flights = Flights()
+    flights.backend.raises = [KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        flights.submit("x")
+    assert not flights.single.computations
+    flights.submit("x")
+    assert [call.items for call in flights.open] == [["x"]]
 
 
 def test_a_call_that_joined_a_refused_one_may_be_refused_itself() -> None:

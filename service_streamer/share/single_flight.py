@@ -134,7 +134,8 @@ class Computation:
     until: float  # when the backend drops it, if it is not with a worker by then
     submitted_at: float
     items: list[Item] = field(default_factory=list)  # none when it is over
-    call: Any = None  # the backend's, set by the backend when it has accepted it
+    call: Any = None  # the backend's, set by the backend before it can be over
+    accepted: Any = None  # the same, when ``submit`` of the backend has returned
     is_joined: bool = False  # by other callers
     is_stale: bool = False  # its outputs are too old for the cache
     is_over: bool = False  # answered, failed or given up; never changes back
@@ -315,7 +316,7 @@ class SingleFlight(PassThrough):
 
         If that comes too late, it fails of its time, and starts again for the other callers.
         """
-        extend, call = self._extend, computation.call
+        extend, call = self._extend, computation.accepted
         if extend is not None and call is not None and extend(call, deadline):
             with self.lock:
                 computation.until = max(computation.until, deadline)
@@ -374,8 +375,8 @@ class SingleFlight(PassThrough):
     @staticmethod
     def _drop(computations: Iterable[Computation], how: Callable[[Any], None]) -> None:
         for computation in computations:
-            if computation.call is not None:  # else ``_start`` sees that it is over
-                how(computation.call)
+            if computation.accepted is not None:  # else ``_start`` sees that it is over
+                how(computation.accepted)
 
     # -- computations
 
@@ -404,6 +405,7 @@ class SingleFlight(PassThrough):
         timeout = None if computation.until == math.inf else computation.until - self._clock()
         payloads = [item.payload for item in computation.items]
         self._inner.submit(Call(payloads, computation, timeout, computation.precedence, more=more))
+        computation.accepted = computation.call  # an interrupt leaves none that can be withdrawn
         if computation.is_over and computation.call is not None:
             self._inner.withdraw(computation.call)
 
