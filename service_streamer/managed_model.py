@@ -81,10 +81,7 @@ class ManagedModel(ABC):
             ``(n, *shape of an item)``, of numpy or torch as the items are, which then all have to
             be arrays or tensors. If a batch has several shapes or dtypes, ``predict`` is called
             once for each. In a worker process large ones mostly lie so already, and are not copied.
-            With False it gets a list.
-        pin_memory: whether the memory of large items is registered with CUDA, so that
-            ``.to(device, non_blocking=True)`` copies from it directly. Then ``predict`` must not
-            write to its items: they are not a copy of its own. Both are asked of the class.
+            With False it gets a list. Asked of the class.
         preprocesses_only: True in a process of ``preprocess_workers``, which has no model.
         deterministic_steps: whether an item that starts again gets the outputs that it got before,
             whatever other items share its steps. Then a stream whose state had to be given up, for
@@ -101,7 +98,6 @@ class ManagedModel(ABC):
     padding: float | None = None
     preprocesses_only: bool = False
     stack: bool = False
-    pin_memory: bool = False
     deterministic_steps: bool = False
 
     def __init__(self, gpu_id: int | str | None = None) -> None:

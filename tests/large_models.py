@@ -135,27 +135,3 @@ def tensors(batch: list[Any]) -> Any:
         torch.ones(shape, dtype=getattr(torch, dtype)).requires_grad_(dtype == "float32")
         for dtype, shape in batch
     ]
-
-
-class Pinning(NothingToLoad):
-    pin_memory = True
-
-    def predict(self, batch: list[Any]) -> list[Any]:
-        return [float(item.sum()) for item in batch]
-
-
-class PinnedOnGPU(ManagedModel):
-    pin_memory = True
-    stack = True
-
-    def init_model(self) -> None:
-        import torch
-
-        torch.zeros(1, device="cuda")
-
-    def predict(self, batch: Any) -> list[Any]:
-        import torch
-
-        tensor = torch.from_numpy(batch)
-        sums = tensor.to("cuda", non_blocking=True).sum((1, 2, 3)).tolist()
-        return [(len(batch) == 1 or tensor.is_pinned(), total) for total in sums]

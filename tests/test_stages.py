@@ -261,7 +261,7 @@ class TimedBatches(Batches):
         self.clock.now += UNIT * self.seconds.get("decode", 0.0)
         return super().decode(received)
 
-    def encode(self, report: BatchReport, *, is_device_done: bool) -> None:
+    def encode(self, report: BatchReport) -> None:
         self.clock.now += UNIT * self.seconds.get("encode", 0.0)
 
 
@@ -363,7 +363,7 @@ class FillsInForward(Fills):
 class Encoded(Batches):
     """As that of a process: nothing holds the outputs afterwards."""
 
-    def encode(self, report: BatchReport, *, is_device_done: bool) -> None:
+    def encode(self, report: BatchReport) -> None:
         report.outputs = [
             (int(output), threading.current_thread().name) for output in report.outputs
         ]

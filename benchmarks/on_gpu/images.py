@@ -14,7 +14,7 @@ from on_gpu.running import Row, answer
 from on_gpu.streamed import PATIENCE, feed
 from service_streamer import ManagedModel, Streamer
 
-__all__ = ["Listed", "Pinned", "Returned", "Stacked"]
+__all__ = ["Listed", "Returned", "Stacked"]
 
 _SHAPE = 3, 224, 224
 _COUNT = 64  # different ones
@@ -22,7 +22,7 @@ _BATCH = 32
 
 
 class Listed(ManagedModel):
-    """Means of images, computed on the device; and whether the memory they came from is pinned."""
+    """Means of images, computed on the device."""
 
     def init_model(self, device: str) -> None:
         import torch
@@ -32,13 +32,11 @@ class Listed(ManagedModel):
         self.device = device
 
     def predict(self, batch: Any) -> Any:
-        images, is_pinned = self.moved(batch)
-        means = images.mean(dim=(1, 2, 3))
-        return self.torch.stack([means, self.torch.full_like(means, is_pinned)], dim=1)
+        return self.moved(batch).mean(dim=(1, 2, 3))
 
-    def moved(self, batch: Any) -> tuple[Any, bool]:
+    def moved(self, batch: Any) -> Any:
         images = self.torch.stack([self.torch.from_numpy(image) for image in batch])
-        return images.to(self.device), False
+        return images.to(self.device)
 
 
 class Stacked(Listed):
@@ -46,30 +44,22 @@ class Stacked(Listed):
 
     stack = True
 
-    def moved(self, batch: Any) -> tuple[Any, bool]:
-        images = self.torch.from_numpy(batch)
-        is_pinned = self.device != "cpu" and images.is_pinned()
-        return images.to(self.device, non_blocking=True), is_pinned
-
-
-class Pinned(Stacked):
-    """In memory that is registered with CUDA."""
-
-    pin_memory = True
+    def moved(self, batch: Any) -> Any:
+        return self.torch.from_numpy(batch).to(self.device)
 
 
 class Returned(Stacked):
     """The images themselves, from the device, twice as bright."""
 
     def predict(self, batch: Any) -> Any:
-        return self.moved(batch)[0] * 2
+        return self.moved(batch) * 2
 
 
 def measure(settings: Row) -> Iterator[Row]:
     import numpy as np
 
     images = [np.full(_SHAPE, number, np.float32) for number in range(_COUNT)]
-    for model in (Listed, Stacked, Pinned, Returned):
+    for model in (Listed, Stacked, Returned):
         if model.__name__ not in settings["models"]:
             continue
         with Streamer(
@@ -98,7 +88,6 @@ def measure(settings: Row) -> Iterator[Row]:
                 "gb_per_s": window.rate * images[0].nbytes / 1e9,
                 "checked": seen.checked,
                 "wrong": seen.wrong,
-                "pinned": seen.pinned,
                 "arrived_on": seen.arrived_on,
                 "web_process_has_cuda": _has_cuda(),
             }
@@ -110,7 +99,7 @@ class _Seen:
     def __init__(self, expected: Iterator[int], *, is_image: bool) -> None:
         self._expected = expected
         self._is_image = is_image
-        self.checked = self.wrong = self.pinned = 0
+        self.checked = self.wrong = 0
         self.arrived_on = ""
 
     def __call__(self, results: list[Any]) -> None:
@@ -123,8 +112,7 @@ class _Seen:
                 float(result[0, 0, 0]) == float(result[-1, -1, -1]) == 2 * wanted
             )
         else:
-            self.wrong += abs(float(result[0]) - wanted) > 1e-2
-            self.pinned += bool(result[1])
+            self.wrong += abs(float(result) - wanted) > 1e-2
 
 
 def _has_cuda() -> bool:

@@ -52,7 +52,7 @@ class Scale:
     served_rounds: int
     served_seconds: float
     ways: tuple[str, ...] = ("share", "ballast")
-    models: tuple[str, ...] = ("Listed", "Stacked", "Pinned", "Returned")
+    models: tuple[str, ...] = ("Listed", "Stacked", "Returned")
 
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -92,7 +92,7 @@ QUICK = Scale(
     served_rounds=1,
     served_seconds=1.0,
     ways=("share",),
-    models=("Listed", "Pinned"),
+    models=("Listed", "Stacked"),
 )
 
 #: Shows that the program runs; its figures are none of a GPU.

@@ -203,7 +203,6 @@ def _images(rows: list[Row]) -> list[str]:
         "GB/s": "gb_per_s",
         "checked": "checked",
         "wrong": "wrong",
-        "pinned": "pinned",
         "results arrive on": "arrived_on",
         "CUDA in the web process": "web_process_has_cuda",
     }

@@ -71,8 +71,7 @@ class _WorkerChannel(PayloadChannel):
                 if type(payload) is not Placed or type(payload.lease) is not _ItemLease:
                     continue
                 items = payload.lease.items
-                # A device reads the pool's memory by itself, and that of clients it does not know.
-                if self.is_pinned or not self._sender.send(items.memory):
+                if not self._sender.send(items.memory):
                     payloads[position] = items.copied(payload.wire, self.arena)
             return super().sent(payloads)
 

@@ -26,7 +26,6 @@ from .diagnosis import (
     EXIT_UNGUARDED_MAIN,
 )
 from .memory.passing import Windows
-from .memory.window import cuda_runtime
 from .model_spec import LoadedModel, Wrapper
 from .payload_channel import Memories, in_worker
 from .placement import set_environment
@@ -171,9 +170,6 @@ class _PipeChannel(CodedChannel):
         model.view = self.exchange.view
         if isinstance(model.managed, Wrapper):
             model.managed.view = model.view
-        runtime = cuda_runtime() if model.pins else None
-        if runtime is not None:
-            self.pins = self.exchange.window.pin(runtime)
 
     def advise(self, error: BaseException) -> str:
         if isinstance(error, (AttributeError, ImportError)) and "__mp_main__" in str(error):
@@ -191,9 +187,9 @@ class _PipeChannel(CodedChannel):
                 return self.exchange.loader()
         return super()._decoder(payloads)
 
-    def encode(self, report: BatchReport, *, is_device_done: bool) -> None:
+    def encode(self, report: BatchReport) -> None:
         self._results.batch = len(report.outputs)
-        super().encode(report, is_device_done=is_device_done)
+        super().encode(report)
 
     def next_frame(self) -> Frame:
         self.check_owner()

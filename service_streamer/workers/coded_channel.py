@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from abc import abstractmethod
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from ..errors import BadMessage, ModelError, UnpicklableItem
 from ..observe.record import BatchReport, StepReport
 from .item_pickling import Encoding
 from .memory.payload import ATOMS, LARGE_IN_BATCH, PROTOCOL
-from .memory.window import synchronize
 from .model_spec import ItemCodec, LoadedModel, ModelSpec
 from .protocol import Failure, FromWorker, encode, summary
 from .runner import Channel
@@ -25,7 +23,6 @@ class CodedChannel(Channel):
     Attributes:
         codec: how items come and results go; None for pickled.
         cannot_send: what is said of a result that cannot go.
-        pins: whether a device copies items by itself.
         guard: looks at what items and results raise that cannot travel.
     """
 
@@ -35,7 +32,6 @@ class CodedChannel(Channel):
     def __init__(self, encoder: Encoding) -> None:
         self.codec: ItemCodec | None = None
         self.cannot_send = ModelSpec.cannot_send
-        self.pins = False
         self.guard = Guard()
         self._encoder = encoder
 
@@ -93,10 +89,10 @@ class CodedChannel(Channel):
             end.batch_id = batch_id
             raise
 
-    def encode(self, report: BatchReport, *, is_device_done: bool) -> None:
+    def encode(self, report: BatchReport) -> None:
         self.check_owner()  # before anything is written to memory that is shared
         payloads: list[Any] = []
-        if self.codec is None and not self.pins and _are_small_atoms(report.outputs):
+        if self.codec is None and _are_small_atoms(report.outputs):
             # As most results are. These can travel, so nothing is to be said of any.
             report.outputs = [pickle.dumps(output, PROTOCOL) for output in report.outputs]
             self._place(report, report.outputs)
@@ -109,9 +105,6 @@ class CodedChannel(Channel):
                 self._look(error, report.batch_id)
                 report.failures[position] = Failure.caught(self._unsendable(output, error))
                 payloads.append(None)
-        if self.pins and not is_device_done:
-            with contextlib.suppress(Exception):  # whatever it is, it is the next batch's error
-                synchronize()  # or the device may still copy from what is released here
         report.outputs.clear()
         output = None  # or the blocks that the results look at would not be released
         self._place(report, payloads)
@@ -120,7 +113,7 @@ class CodedChannel(Channel):
     def encode_step(self, report: StepReport) -> None:
         self.check_owner()
         for done in report.done:
-            self.encode(done, is_device_done=True)
+            self.encode(done)
         encode = self._encoder.encode if self.codec is None else self.codec.encode
         outputs, payloads = report.outputs, []
         for batch_id, output in [*outputs.items()]:

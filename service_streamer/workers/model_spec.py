@@ -47,7 +47,6 @@ class LoadedModel:
         ceiling: how much it is given at once.
         measure: says what items cost, for the ceiling; None where each counts one.
         stack: whether they are given to it as the rows of an array.
-        pins: whether a GPU is to copy its items by itself.
         guard: looks at what it raises; set where an error may end the process.
         view: see ``stacking``; set likewise.
         managed: the ManagedModel, if it is one.
@@ -74,7 +73,6 @@ class LoadedModel:
         "moves_to_cpu",
         "name",
         "out_of_memory_errors",
-        "pins",
         "places",
         "postprocess",
         "predict",
@@ -117,7 +115,6 @@ class LoadedModel:
         self.measure = measure
         # Of the class: an attribute of the object, or what is not True, is the user's own.
         self.stack = getattr(type(managed), "stack", None) is True
-        self.pins = getattr(type(managed), "pin_memory", None) is True
         self.view: View | None = None
         self.moves_to_cpu = False
         self.keeps_outputs = False

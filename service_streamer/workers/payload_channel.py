@@ -172,16 +172,12 @@ class PayloadChannel:
         arena: that the other side looks at, if any.
         window: for what the other side writes.
         more: windows for what third processes write, if any.
-
-    Attributes:
-        is_pinned: whether a device reads the arena by itself.
     """
 
     def __init__(self, arena: Arena | None, window: Window, more: Windows | None = None) -> None:
         self.arena = arena
         self.window = window
         self.more = more
-        self.is_pinned = False
         self._lent = Lent()
         self._lock = threading.RLock()  # a finalizer of a user's may call us while it is held
 
@@ -297,12 +293,6 @@ class SharedMemory:
         arena = self.arena
         if arena is not None:
             arena.rows = max(count, arena.rows - 1)  # one large batch is soon forgotten
-
-    def keep(self) -> None:
-        """Give no page back: a device has them."""
-        arena = self.arena
-        if arena is not None:
-            arena.is_kept = True
 
     def close(self) -> None:
         """Let go of it. What still looks at it, or writes there, can."""

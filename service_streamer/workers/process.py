@@ -179,8 +179,6 @@ class ProcessTransport(Transport):
             self.memory.encoder.batch = len(payloads)
             if worker.wants_rows:
                 self.memory.expect_rows(len(payloads))
-            if worker.pins:
-                self.memory.keep()
             exchange = worker.exchange
             released = None
             # With small payloads it is never used, and looking costs less than asking.

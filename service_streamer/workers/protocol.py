@@ -39,7 +39,7 @@ from ..observe.record import BatchReport, StepReport
 
 #: Of the messages from workers: to be raised with every change of them. A worker that starts after
 #: an upgrade of the package has another one than a web process that has been running since before.
-VERSION = 4
+VERSION = 5
 
 #: In the place of a batch's id, to a worker of a model of steps: a list of batches to be dropped.
 #: Others are at a batch until it is over, and read in shared memory that nobody waits for it.
@@ -256,14 +256,12 @@ class WorkerStarted(NamedTuple):
 
     Attributes:
         wants_rows: whether the model gets its items as the rows of an array.
-        pins: whether a GPU copies items by itself.
         description: what the model says of itself; None if it says nothing.
         places: of a model of steps, how many items it steps at a time; 0 for other models.
         resumes: whether such a model can go on with an item where its outputs ended.
     """
 
     wants_rows: bool = False
-    pins: bool = False
     description: dict[str, Any] | None = None
     places: int = 0
     resumes: bool = False

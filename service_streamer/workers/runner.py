@@ -83,12 +83,8 @@ class Channel(ABC):
         batch: tuple[int, list[Any], dict[int, Failure]] = received[:3]
         return batch
 
-    def encode(self, report: BatchReport, *, is_device_done: bool) -> None:  # noqa: B027 - optional
-        """Make the outputs ready to travel; one that cannot becomes a failure of its position.
-
-        Args:
-            is_device_done: whether a GPU is known to have copied the batch's items.
-        """
+    def encode(self, report: BatchReport) -> None:  # noqa: B027 - optional
+        """Make the outputs ready to travel; one that cannot becomes a failure of its position."""
 
     def check_owner(self) -> None:  # noqa: B027
         """End a process that the model has forked and that came back from the model."""
@@ -166,8 +162,7 @@ def _answer(channel: Channel, stages: Stages, job: Job, *, is_overlapped: bool =
     """The rest of OUTLET: encode and send."""
     report = stages.report(job)
     began = time.monotonic()
-    is_device_done = is_overlapped and job.mark is not None and job.mark.is_of_device
-    channel.encode(report, is_device_done=is_device_done)
+    channel.encode(report)
     if job.memory is not None:
         stages.sent(job)
     job.encoding = time.monotonic() - began

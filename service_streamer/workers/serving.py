@@ -86,9 +86,7 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
     # If the parent is gone, there is no one left to report to.
     with contextlib.suppress(BrokenPipeError, EOFError):
         channel.send_message(
-            WorkerStarted(
-                model.wants_rows, channel.pins, model.description, model.places, model.resumes
-            )
+            WorkerStarted(model.wants_rows, model.description, model.places, model.resumes)
         )
         try:
             shared = boot.progress.for_worker(model.places) if boot.progress else ()

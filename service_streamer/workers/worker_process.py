@@ -76,7 +76,7 @@ class KnownWorker:
         start_failure: what that raised.
         device_failure: what it said of its GPU before it ended; None if it did not.
         killed_for: why it was ended by force, in words; None if it was not.
-        wants_rows, pins: see ``WorkerStarted``.
+        wants_rows: see ``WorkerStarted``.
         has_steps: whether its model is one of steps.
     """
 
@@ -90,7 +90,7 @@ class KnownWorker:
         self.start_failure: Failure | None = None
         self.device_failure: DeviceFailure | None = None
         self.killed_for: str | None = None
-        self.wants_rows = self.pins = self.has_steps = False
+        self.wants_rows = self.has_steps = False
 
 
 class WorkerProcess(KnownWorker):
@@ -370,10 +370,8 @@ def event_of(worker: KnownWorker, message: FromWorker) -> WorkerEvent | None:
     if worker.is_ready or worker.start_failure is not None:
         raise Breach("it reported its start twice")
     if isinstance(message, WorkerStarted):
-        worker.wants_rows, worker.pins, description, places, resumes = message
+        worker.wants_rows, description, places, resumes = message
         worker.has_steps = places > 0
-        if worker.exchange is not None:
-            worker.exchange.is_pinned = worker.pins
         if type(description) not in (dict, type(None)):
             raise Breach("the description of its model is not a dict")
         worker.is_ready = True

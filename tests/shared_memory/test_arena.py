@@ -99,20 +99,16 @@ def test_after_a_burst_the_memory_is_given_back_to_the_machine(private: bool) ->
         link.settle()
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
 @pytest.mark.parametrize("is_in_use", [True, False])
-def test_memory_is_not_given_back_while_it_is_in_use_or_registered(
-    is_kept: bool, is_in_use: bool
-) -> None:
+def test_memory_is_not_given_back_while_it_is_in_use(is_in_use: bool) -> None:
     link = Link(8 * MB)
-    link.arena.is_kept = is_kept
     burst = [link.encode(filled(1, 6 * MB)), link.encode(filled(2, MB))]
     del burst[0]
     if not is_in_use:
         burst.clear()
     for _ in range(3):
         pass_time(link)
-    assert (pages_of(link.arena.memory) > 6 * MB) is (is_kept or is_in_use)
+    assert (pages_of(link.arena.memory) > 6 * MB) is is_in_use
 
 
 # -- rows

@@ -46,7 +46,6 @@ class Arena:
         rows: number of payloads of one size and one buffer to place side by side; at most 1 gives
             each its own pages.
         is_used: whether anything was ever put there.
-        is_kept: whether to keep unused pages.
 
     Raises:
         OSError: the memory cannot be mapped.
@@ -55,7 +54,7 @@ class Arena:
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.rows = 0
-        self.is_used = self.is_kept = False
+        self.is_used = False
         self._map = memory.mapped()
         self._bytes = memoryview(self._map)
         self._extents = Extents(memory.size // PAGE * PAGE)
@@ -158,7 +157,7 @@ class Arena:
         while self._ended:
             self._extents.give_back(*self._ended.popleft())
         cut = self._extents.review()
-        if cut is not None and not self.is_kept:
+        if cut is not None:
             with contextlib.suppress(OSError):
                 self._map.madvise(mmap.MADV_REMOVE, cut, self.memory.size - cut)
                 self._reach = min(self._reach, cut)

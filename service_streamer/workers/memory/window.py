@@ -1,4 +1,4 @@
-"""The reader's side of shared memory: views of blocks, the report of their release, pinning.
+"""The reader's side of shared memory: views of blocks, the report of their release.
 
 A reader may write to what it gets. If another reader may need the same data later (an item that is
 computed again after a crash), the mapping is private: a write copies the page, and the copy is
@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
-import logging
 import mmap
 import os
 import pickle
@@ -88,28 +87,11 @@ class Window:
         self._map: mmap.mmap | None = None
         self._address = 0  # of the mapping; 0 if unused
         self._pages: _PrivatePages | None = None
-        self._pinned: Pinned | None = None
         with contextlib.suppress(OSError):  # then everything is copied
             self._map = memory.mapped(private=private)
             if private:
                 self._address = _address(self._map)
                 self._pages = _PrivatePages(self._map, self._address)
-
-    def pin(self, runtime: Any) -> bool:
-        """Register the memory with CUDA; call before the first look. It is not private then.
-
-        Args:
-            runtime: see ``Pinned``.
-
-        Returns:
-            Whether it succeeded.
-        """
-        with contextlib.suppress(OSError):
-            self._map = self.memory.mapped()
-            self._address = _address(self._map)
-            self._pages = None
-            self._pinned = Pinned(runtime, self._address, self.memory.size)
-        return self._pinned is not None
 
     def look(self, wire: Wire) -> Look:
         """Count a block as in use until the returned look is dropped.
@@ -125,8 +107,6 @@ class Window:
         look = Look(self._ended, block, size, is_copied=is_copied)
         if self._address and not is_copied:
             self._seen[block] = look
-            if self._pinned is not None:
-                self._pinned.cover(block + size)
         return look
 
     def load(self, wire: Wire, look: Look) -> Any:
@@ -247,80 +227,3 @@ class _PrivatePages:
                 highest = entries[7::8] if sys.byteorder == "little" else entries[::8]
                 return bool(highest.translate(None, self._CLEAN))
         return True
-
-
-logger = logging.getLogger(__name__)
-
-#: Minimum bytes per registration, which take about a millisecond.
-_STEP = 64 << 20
-
-#: Flag: for all contexts of the process.
-#: https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
-_PORTABLE = 1
-
-
-def cuda_runtime() -> Any:
-    """torch's CUDA runtime; None without torch or a device."""
-    torch: Any = sys.modules.get("torch")
-    with contextlib.suppress(Exception):
-        if torch is not None and torch.cuda.is_available():
-            return torch.cuda.cudart()
-    return None
-
-
-def synchronize() -> None:
-    """Wait until the device has finished its work and its copies."""
-    torch: Any = sys.modules["torch"]
-    torch.cuda.synchronize()
-
-
-class Pinned:
-    """The used start of a mapping, registered with CUDA. Belongs to one thread.
-
-    One registration, renewed when it grows, since CUDA may refuse a copy from two. Each renewal at
-    least doubles it. Registered pages occupy memory, so it is at most twice the used part plus
-    64 MB.
-
-    Args:
-        runtime: has ``cudaHostRegister`` and ``cudaHostUnregister``, as torch's.
-        address: start of the mapping, at the start of a page.
-        size: bytes of the mapping.
-
-    Attributes:
-        size: registered bytes.
-    """
-
-    def __init__(self, runtime: Any, address: int, size: int) -> None:
-        self.size = 0
-        self._runtime = runtime
-        self._address = address
-        self._most = size
-
-    def cover(self, stop: int) -> None:
-        """Register up to ``stop``. A failure is logged once, and copies are slower then."""
-        if stop > self.size and self._runtime is not None:
-            try:
-                self._grow(stop)
-            except Exception as error:  # such as a failed device
-                self._give_up(0, error)
-
-    def _grow(self, stop: int) -> None:
-        wanted = min(self._most, max(2 * self.size, -(-stop // _STEP) * _STEP))
-        if self.size:
-            synchronize()  # copies may be in progress
-            self._runtime.cudaHostUnregister(self._address)
-            self.size = 0
-        error = int(self._runtime.cudaHostRegister(self._address, wanted, _PORTABLE))
-        if error:
-            self._give_up(wanted, f"error {error}")
-        else:
-            self.size = wanted
-
-    def _give_up(self, wanted: int, why: object) -> None:
-        self._runtime = None
-        with contextlib.suppress(Exception):  # raised by a user's filter or handler
-            logger.warning(
-                "%d MB cannot be registered with CUDA (%s): items are copied to the device "
-                "through another buffer, which is slower",
-                wanted // 1_000_000, why,
-            )  # fmt: skip
