@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         WorkerStartTimeout,
     )
     from .future import Future
+    from .gpu.transfers import OnHost, to_device, to_host, to_pinned
     from .managed_model import ManagedModel
     from .observe.metrics import BatchMetrics, Histogram, StreamerStats, WorkerStats
     from .observe.record import Reason, Timing
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from .redis.redis_streamer import RedisStreamer
     from .redis.redis_worker import RedisWorker, run_redis_workers_forever
     from .streamer import Streamer, ThreadedStreamer
-    from .workers.device import OnHost, to_device, to_host, to_pinned
 
 __version__ = "1.0.0"
 
@@ -106,7 +106,7 @@ _MODULES = {
     "Histogram": "observe.metrics",
     "ManagedModel": "managed_model",
     "Reason": "observe.record",
-    "OnHost": "workers.device",
+    "OnHost": "gpu.transfers",
     "AsyncStream": "engine.streams",
     "Stream": "engine.streams",
     "RayStreamer": "ray.ray_streamer",
@@ -119,9 +119,9 @@ _MODULES = {
     "ThreadedStreamer": "streamer",
     "Timing": "observe.record",
     "WorkerStats": "observe.metrics",
-    "to_device": "workers.device",
-    "to_host": "workers.device",
-    "to_pinned": "workers.device",
+    "to_device": "gpu.transfers",
+    "to_host": "gpu.transfers",
+    "to_pinned": "gpu.transfers",
     "run_redis_workers_forever": "redis.redis_worker",
 }
 

@@ -21,6 +21,7 @@ _WEB = (
 #: The packages of each extra.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "cache": ("cachetools",),
+    "gpu": ("nvidia-ml-py",),
     "grpc": ("grpcio", "grpcio-health-checking", "grpcio-reflection", "numpy", "protobuf"),
     "notebook": ("cloudpickle",),
     "opentelemetry": (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from abc import ABC, abstractmethod
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from .gpu.places import show_only
 
 
 class ManagedModel(ABC):
@@ -115,14 +116,7 @@ class ManagedModel(ABC):
         """
         if gpu_id is None or gpu_id == _shown:
             return
-        name = str(gpu_id)
-        value = "" if name == "cpu" else name.removeprefix("cuda:")
-        os.environ["CUDA_VISIBLE_DEVICES"] = value
-        # ROCm prefers lists of its own, and takes an empty one for none.
-        of_rocm = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-        if name == "cpu" or any(each in os.environ for each in of_rocm):
-            os.environ["HIP_VISIBLE_DEVICES"] = value or "-1"
-            os.environ.pop("ROCR_VISIBLE_DEVICES", None)
+        show_only(gpu_id)
 
     @classmethod
     def _variant(cls, *args: Any, **kwargs: Any) -> type[ManagedModel]:  # noqa: ARG003

@@ -209,16 +209,6 @@ class Tensor:
             return self
         return self.storage.gpu.on_device(device.index or 0).copy_(self, non_blocking=non_blocking)
 
-    def __int__(self) -> int:
-        return int(self.value)
-
-    def add_(self, number: int) -> Tensor:
-        memory = self.storage.memory
-        self.storage.gpu.stream_of(self).launch(
-            lambda: setattr(memory, "content", memory.content + number)
-        )
-        return self
-
     def cpu(self) -> Tensor:
         return self if self.device.type == "cpu" else self.storage.gpu.on_host().copy_(self)
 
@@ -329,19 +319,7 @@ class Gpu:
             finally:
                 gpu.current[number] = before
 
-        def zeros(_: int, dtype: str, device: str = "cpu", pin_memory: bool = False) -> Tensor:
-            assert dtype == "int64"
-            where = Device(device)
-            tensor = (
-                gpu.on_host(is_pinned=pin_memory)
-                if where.type == "cpu"
-                else gpu.on_device(index(where))
-            )
-            tensor.storage.memory.content = 0
-            return tensor
-
         torch: Any = types.ModuleType("torch")
-        torch.zeros, torch.int64 = zeros, "int64"
         torch.Tensor, torch.device, torch.strided = Tensor, Device, Tensor.layout
         torch.empty = lambda _, dtype, pin_memory: gpu.on_host(is_pinned=pin_memory)
         torch._C = types.SimpleNamespace(_cuda_hasPrimaryContext=lambda _: True)

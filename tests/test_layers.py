@@ -20,8 +20,10 @@ PACKAGE = Path(__file__).parent.parent / "service_streamer"
 
 #: From the ground up. A folder, or a module at the top level, imports from lines before its own.
 LAYERS = [
-    ["", "errors", "extras", "managed_model"],
+    ["", "errors", "extras"],
     ["options"],
+    ["gpu"],
+    ["managed_model"],
     ["observe", "supervision"],
     ["batching"],
     ["workers.memory"],
@@ -47,6 +49,7 @@ IMPURE = {"threading", "time", "multiprocessing", "logging", "queue", "selectors
 
 #: Optional packages, and the rooms that may need them.
 OPTIONAL = {
+    "gpu": {"pynvml"},
     "workers.memory": {"numpy", "torch"},
     "share": {"cachetools"},
     "tracing": {"opentelemetry"},

@@ -161,7 +161,6 @@ def test_a_conjugated_tensor_is_converted_before_it_goes_to_the_host(gpu: Gpu) -
 
 
 def test_pinned_memory_is_copied_from_directly(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So is what the worker has registered with CUDA."""
     batch = to_pinned(gpu.on_host("there"))
     monkeypatch.setattr(Tensor, "pin_memory", None)
     assert to_host(to_device(batch, "cuda")).wait().value == "there"
@@ -282,7 +281,7 @@ def test_other_results_stay_as_they_are_and_are_waited_for_if_no_stage_does(gpu:
     assert served(loaded(Returns, to_host([2, 4])), [None] * 2)[0].outputs == [2, 4]
 
 
-# -- which batch a GPU failed at
+# -- which batches a GPU may have failed at
 
 FAULT = "CUDA error: device-side assert triggered"
 
@@ -318,30 +317,24 @@ def on_stub(gpu: Gpu, *items: str, together: bool = False) -> list[BatchReport]:
 
 @pytest.mark.parametrize("at", range(5))
 @pytest.mark.parametrize("together", [True, False])
-def test_the_batch_at_which_a_gpu_failed_is_named(gpu: Gpu, at: int, together: bool) -> None:
+def test_the_batch_at_which_a_gpu_failed_is_a_suspect(gpu: Gpu, at: int, together: bool) -> None:
     """Whichever batch's call to the GPU is the first to raise the error."""
     items = ["good"] * 5
     items[at] = "fail"
     with pytest.raises(DeviceFailed) as caught:
         on_stub(gpu, *items, together=together)
-    assert caught.value.batch_id == at
+    assert at in caught.value.batch_ids
+    assert len(caught.value.batch_ids) <= (3 if together else 1)
 
 
-def test_the_batch_of_the_error_is_named_where_the_gpu_notes_nothing(gpu: Gpu) -> None:
-    gpu.torch.cuda.Event = None
-    with pytest.raises(DeviceFailed) as caught:  # at the third error in a row
-        on_stub(gpu, *["good"] * 5)
-    assert caught.value.batch_id == 2
-
-
-def marks() -> int:
+def timers() -> int:
     gc.collect()
-    return sum(type(each).__name__ == "StageMark" for each in gc.get_objects())
+    return sum(type(each).__name__ == "StageTimer" for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_batches_that_were_answered_are_forgotten(gpu: Gpu, together: bool) -> None:
-    before = marks()
+    before = timers()
     reports = on_stub(gpu, *map(str, range(9)), together=together)
     assert [report.outputs for report in reports] == [[str(number)] for number in range(9)]
-    assert marks() == before
+    assert timers() == before

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import InvalidInput
-from ..workers.device import to_device
+from ..gpu.transfers import to_device
 from .decoding import TokenDecoder
 from .masked_head import MaskedHead
 from .requests import Request, quote

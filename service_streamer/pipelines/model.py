@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..errors import InvalidInput, InvalidItems
+from ..gpu.out_of_memory import is_out_of_memory
 from ..managed_model import ManagedModel
-from ..workers.batch_ceiling import is_out_of_memory
 from .buckets import NO_BUCKETS, Buckets, make_buckets
 from .compiling import compile_model, text_of
 from .description import describe_pipeline, example_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..errors import InvalidInput
-from ..workers.batch_ceiling import is_out_of_memory
+from ..gpu.out_of_memory import is_out_of_memory
 
 
 @contextmanager

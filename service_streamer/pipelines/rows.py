@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..errors import InvalidInput
-from ..workers.device import OnHost, to_device, to_host, to_pinned
+from ..gpu.transfers import OnHost, to_device, to_host, to_pinned
 from .handlers import Handler
 from .requests import Request
 

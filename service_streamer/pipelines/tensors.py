@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import InvalidInput
-from ..workers.device import OnHost, to_device, to_host, to_pinned
+from ..gpu.transfers import OnHost, to_device, to_host, to_pinned
 from .encoding import Text, TextEncoder
 from .handlers import Handler
 from .inputs import read_text, read_tokens

@@ -26,8 +26,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from ..gpu.places import set_environment
 from ..workers.coded_channel import CodedChannel
-from ..workers.placement import set_environment
 from ..workers.serving import Boot, serve_model
 from .apart import Apart, ApartEncoder, Frame, frame, unframed
 

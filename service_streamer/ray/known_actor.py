@@ -59,9 +59,9 @@ class KnownActor(KnownWorker):
         """How it was lost, for the engine."""
         name = str(self)
         if self.device_failure is not None and self.killed_for is None:
-            batch_id, fault, report = self.device_failure
-            error: Exception = obituary(name, None, is_ready=True, device_fault=fault)
-            return WorkerDied(self.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, report)
+            failed = self.device_failure
+            error: Exception = obituary(name, None, is_ready=True, device_fault=failed.fault)
+            return self.device_died(error, failed)
         loss = Loss.CRASHED if self.is_ready else Loss.DIED_STARTING
         if self.killed_for is not None or self.loss is None:
             error = obituary(

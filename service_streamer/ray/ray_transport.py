@@ -28,17 +28,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import WorkerLost, WorkerStartError
+from ..gpu.accelerators import allocator_variables
+from ..gpu.places import UNPLACED
 from ..observe.record import BatchReport
 from ..options.checks import Device
 from ..supervision.supervisor import Loss
-from ..workers.device_memory import allocator_variables
 from ..workers.item_pickling import ItemPickling, pickled_spec
 from ..workers.model_spec import ModelSpec
 from ..workers.protocol import Breach, Failure, summary
 from ..workers.serving import Boot
 from ..workers.starting import ByValue
 from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerReady, WorkerWaits
-from ..workers.visibility import UNPLACED
 from .apart import ApartEncoder, frame
 from .cluster import Actor, Cluster, LeftCluster, WorkerResources, verdict
 from .known_actor import KnownActor

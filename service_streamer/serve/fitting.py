@@ -6,15 +6,12 @@ such as the task of a model folder, is left to it.
 
 from __future__ import annotations
 
-import os
-
+from ..gpu.places import places, visible_gpus
 from ..options.checks import Devices, device_names
 from ..pipelines.quantization import check_quantization
 from ..pipelines.suiting import check_suits, known_task
 from ..pipelines.weights import check_accelerate, check_attention
 from ..workers.diagnosis import counted
-from ..workers.placement import find_gpus
-from ..workers.visibility import places, visible
 from .command_options import ModelCommandOptions, PipelineOptions, ServeOptions
 
 #: Of the model that comes with this package.
@@ -50,9 +47,11 @@ def check_pipeline(options: ModelCommandOptions) -> None:
         check_attention(options.attention, device)
     if options.devices_per_worker > 1:
         places(
-            options.cuda_devices, options.most_workers, find_gpus(), os.environ,
+            options.cuda_devices,
+            options.most_workers,
+            visible_gpus(),
             options.devices_per_worker,
-        )  # fmt: skip
+        )
         check_accelerate(options.devices_per_worker)
 
 
@@ -77,8 +76,8 @@ def unused_gpus(options: ModelCommandOptions) -> str:
     """
     is_local = not (isinstance(options, ServeOptions) and options.ray is not None)
     is_asked = is_local and options.cuda_devices == "auto"
-    seen = visible(find_gpus(), os.environ) if is_asked else None
-    count, each = len(seen or ()), options.devices_per_worker
+    count = (visible_gpus().count if is_asked else None) or 0
+    each = options.devices_per_worker
     workers = options.most_workers
     used = workers * each
     if count <= used:
@@ -93,7 +92,7 @@ def device_kind(devices: Devices) -> str | None:
     """The kind of device that every worker has to do with: "cuda" or "cpu"; None if unknown."""
     if devices is not None and not isinstance(devices, str):
         return "cpu" if "cpu" in device_names(devices) else "cuda"
-    found = visible(find_gpus(), os.environ)
-    if found is None:
+    count = visible_gpus().count
+    if count is None:
         return None
-    return "cuda" if found else "cpu"
+    return "cuda" if count else "cpu"

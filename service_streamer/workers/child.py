@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ..gpu.places import set_environment
 from ..observe.record import BatchReport, StepReport
 from .coded_channel import CodedChannel
 from .diagnosis import (
@@ -28,7 +29,6 @@ from .diagnosis import (
 from .memory.passing import Windows
 from .model_spec import LoadedModel, Wrapper
 from .payload_channel import Memories, in_worker
-from .placement import set_environment
 from .protocol import Frame, FrameReader, FrameWriter
 from .serving import Boot, serve_model
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InvalidItems
-from .batch_ceiling import Chunk, is_out_of_memory
-from .device import cuda_in_use
+from ..gpu.faults import DeviceFailed
+from ..gpu.out_of_memory import is_out_of_memory
+from ..gpu.torch_process import release_memory
+from .batch_ceiling import Chunk
 from .model_spec import LoadedModel
 from .protocol import Failure
 from .stage_calls import StageCalls, at_positions
-from .sticky_errors import DeviceFailed
 
 if TYPE_CHECKING:  # it imports this module
     from .stages import Job
@@ -43,7 +42,7 @@ def caught(error: BaseException, model: LoadedModel, batch_id: int) -> Failure |
         try:
             model.guard.look(error)  # before it loses its causes
         except DeviceFailed as end:
-            end.batch_id = batch_id
+            end.batch_ids.add(batch_id)
             raise
     failure = Failure.caught(error)
     return OutOfMemory(failure) if too_large else failure
@@ -128,13 +127,3 @@ def _run(
     if isinstance(ran, OutOfMemory):
         release_memory()
     return ran
-
-
-def release_memory() -> None:
-    """Give unused memory back to the device; a fragmented cache is of no use there."""
-    gc.collect()  # a frame that holds its own exception is a cycle
-    # Where that fails, so will the next run, and with an error that says more.
-    with contextlib.suppress(Exception):
-        cuda = cuda_in_use()
-        if cuda is not None:
-            cuda.empty_cache()

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import BadMessage, ModelError, UnpicklableItem
+from ..gpu.faults import DeviceFailed, Guard
 from ..observe.record import BatchReport, StepReport
 from .item_pickling import Encoding
 from .memory.payload import ATOMS, LARGE_IN_BATCH, PROTOCOL
 from .model_spec import ItemCodec, LoadedModel, ModelSpec
 from .protocol import Failure, FromWorker, encode, summary
 from .runner import Channel
-from .sticky_errors import DeviceFailed, Guard
 
 
 class CodedChannel(Channel):
@@ -86,7 +86,7 @@ class CodedChannel(Channel):
         try:
             self.guard.look(error)
         except DeviceFailed as end:
-            end.batch_id = batch_id
+            end.batch_ids.add(batch_id)
             raise
 
     def encode(self, report: BatchReport) -> None:

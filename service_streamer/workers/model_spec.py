@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..gpu.faults import Guard
+from ..gpu.out_of_memory import Named, check_named
 from ..managed_model import ManagedModel, find_length, has_stages, has_steps
-from .batch_ceiling import Ceiling, Measure, Named, check_named
+from .batch_ceiling import Ceiling, Measure
 from .stacking import View
-from .sticky_errors import Guard
 
 if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
     from ..options.table import WorkerOptions

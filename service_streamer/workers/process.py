@@ -38,11 +38,11 @@ from ..options.checks import Device
 from ..options.table import WorkerOptions
 from ..supervision.supervisor import Loss
 from .diagnosis import MAIN_FAILURES, obituary
+from .environment import Placement
 from .item_pickling import ItemPickling, pickled_spec
 from .memory.payload import ATOMS, LARGE_IN_BATCH
 from .model_spec import ModelSpec
 from .payload_channel import SharedMemory
-from .placement import Placement
 from .protocol import (
     Breach,
     Failure,
@@ -380,11 +380,8 @@ class ProcessTransport(Transport):
         if device_failure is not None and worker.killed_for is None:
             device = self._placement.at(worker.place).device
             name += "" if device is None else f" on device {device}"
-            batch_id, fault, report = device_failure
-            error = obituary(name, exit_code, is_ready=True, device_fault=fault)
-            return [
-                WorkerDied(worker.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, report, begun)
-            ]
+            error = obituary(name, exit_code, is_ready=True, device_fault=device_failure.fault)
+            return [worker.device_died(error, device_failure, begun)]
         if worker.start_failure is not None:
             return []
         error = obituary(name, exit_code, is_ready=worker.is_ready, killed_for=worker.killed_for)

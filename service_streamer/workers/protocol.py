@@ -283,12 +283,12 @@ class DeviceFailure(NamedTuple):
     """From a worker: its GPU is of no use to it any more, and it ends.
 
     Attributes:
-        batch_id: the batch that it was computing.
+        batch_ids: the batches that the GPU may have failed at.
         fault: what the GPU reported.
         error: what the model raised, with its traceback; may quote items.
     """
 
-    batch_id: int
+    batch_ids: frozenset[int]
     fault: str
     error: str
 

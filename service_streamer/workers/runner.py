@@ -27,12 +27,12 @@ from collections.abc import MutableSequence, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+from ..gpu.faults import DeviceFailed
+from ..gpu.torch_process import copy_thread_modes
 from ..observe.record import BatchReport, StepReport
 from .model_spec import LoadedModel
 from .protocol import Failure, summary
 from .stages import FORWARD, INTAKE, OUTLET, Job, Stages
-from .sticky_errors import DeviceFailed
-from .thread_modes import thread_modes
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def serve(
     try:
         _serve(channel, stages)
     except DeviceFailed as end:
-        end.batch_id = stages.culprit(end.batch_id)
+        end.batch_ids |= stages.launched
         raise
 
 
@@ -232,7 +232,7 @@ class _Overlap:
         self._saved_nothing = 0  # of those, in a row until now
         self._outlet_error: BaseException | None = None
         self._has_failed = False  # nothing is computed any more
-        self._take_over_modes = thread_modes()
+        self._take_over_modes = copy_thread_modes()
         self._intake, self._outlet = (
             threading.Thread(target=target, name=f"service_streamer {name}", daemon=True)
             for target, name in ((self._take, "intake"), (self._answer, "outlet"))

@@ -9,19 +9,19 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..gpu.faults import DeviceFailed, Guard
+from ..gpu.out_of_memory import is_out_of_memory
+from ..gpu.places import Place, missing_gpu, visible_gpus
+from ..gpu.torch_process import check_torch, limit_memory
 from ..managed_model import is_shown
-from .batch_ceiling import is_out_of_memory
 from .coded_channel import CodedChannel
-from .device_memory import limit_device_memory
 from .diagnosis import EXIT_DEVICE_FAILED, EXIT_START_FAILED
+from .environment import limit_loaded_torch
 from .model_spec import LoadedModel, ModelSpec
 from .payload_channel import Memories
-from .placement import check_gpu, check_loaded_torch, limit_loaded_torch
 from .progress import StageProgress
 from .protocol import DeviceFailure, Failure, Frame, StartFailure, WorkerStarted
 from .runner import serve
-from .sticky_errors import DeviceFailed, Guard
-from .visibility import Place
 
 if TYPE_CHECKING:
     from .preprocess_pool import PreprocessPool
@@ -68,7 +68,7 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
             boot.prepare()
         limit_loaded_torch(boot.variables)
         spec: ModelSpec = boot.spec or _unpickled_spec(channel, pickled)
-        check_gpu(boot.place)
+        _check_gpu(boot.place)
         is_shown(boot.place.gpu_id)
         pool = _start_preprocessing(spec, pickled)
         del pickled
@@ -92,21 +92,28 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
             shared = boot.progress.for_worker(model.places) if boot.progress else ()
             serve(channel, model, *shared)
         except DeviceFailed as end:
-            channel.send_message(DeviceFailure(end.batch_id, end.fault, end.error))
+            channel.send_message(DeviceFailure(frozenset(end.batch_ids), end.fault, end.error))
             sys.exit(EXIT_DEVICE_FAILED)
     if pool is not None:
         pool.close()
 
 
+def _check_gpu(place: Place) -> None:
+    """Raises RuntimeError: its GPU is missing, and the model would silently run on the CPU."""
+    problem = missing_gpu(place, visible_gpus()) if place.needs_gpu else ""
+    if problem:
+        raise RuntimeError(f'{problem}; name an available device, or "cpu"')
+
+
 def _load(spec: ModelSpec, boot: Boot, pool: PreprocessPool | None) -> LoadedModel:
     # If its module imports torch; a limit that the model sets itself comes later, and counts.
-    is_limited = limit_device_memory(boot.sharers)
+    is_limited = limit_memory(boot.sharers)
     model = spec.load(boot.place.gpu_id, attach=None if pool is None else pool.attach)
     if not is_limited:
-        limit_device_memory(boot.sharers)
+        limit_memory(boot.sharers)
     if pool is not None:
         pool.wait_ready()
-    check_loaded_torch(boot.place)
+    check_torch(boot.place)
     return model
 
 

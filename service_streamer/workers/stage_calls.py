@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ..errors import BadModelOutput, InvalidItems
-from .device import PLAIN, first_value
+from ..gpu.transfers import PLAIN, first_value
 from .model_spec import LoadedModel, Predict
 from .stacking import stacks
 

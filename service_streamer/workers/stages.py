@@ -20,6 +20,9 @@ from collections.abc import MutableSequence, Sequence
 from typing import Any
 
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
+from ..gpu.accelerators import kind_in_use
+from ..gpu.stage_timer import StageTimer
+from ..gpu.transfers import PLAIN, OnHost, results_on_host
 from ..observe.record import BatchReport
 from ..options.checks import is_sequence
 from .chunked_run import (
@@ -29,12 +32,10 @@ from .chunked_run import (
     compute_in_chunks,
     prepared_chunks,
 )
-from .device import PLAIN, OnHost, cuda_in_use, results_on_host
 from .model_spec import LoadedModel
 from .progress import is_unwanted
 from .protocol import Failure
 from .stage_calls import StageCalls, by_position, memory_of, one_at_a_time, stacked
-from .stage_mark import StageMark
 
 INTAKE, FORWARD, OUTLET = range(3)
 
@@ -56,7 +57,7 @@ class Job:
         started_at: when the model began with it, of the monotonic clock.
         memory: of the outputs of ``forward``, where they are to be sent before the next call if the
             model keeps it; else None.
-        mark: measures ``forward``, where a GPU may be in use; else None.
+        timer: measures ``forward``, where a GPU may be in use; else None.
         seconds: of the model's code, by stage; of ``forward`` the GPU's time, where it has one.
         decoding, encoding: seconds.
     """
@@ -71,11 +72,11 @@ class Job:
         "failures",
         "is_redone",
         "items",
-        "mark",
         "memory",
         "ran_out",
         "seconds",
         "started_at",
+        "timer",
         "too_large",
     )
 
@@ -90,7 +91,7 @@ class Job:
         self.ran_out: OutOfMemory | None = None
         self.is_redone = False
         self.memory: weakref.ref[Any] | None = None
-        self.mark: StageMark | None = None
+        self.timer: StageTimer | None = None
         self.started_at = 0.0
         self.seconds = [0.0, 0.0, 0.0]
         self.decoding = self.encoding = 0.0
@@ -159,8 +160,9 @@ class Stages:
         self._has_plain_results = self._postprocess is None and not model.stack
         calls = StageCalls(one_at_a_time(model.preprocess), model.forward, self._results, memory_of)
         self._calls = stacked(calls, model) if model.stack else calls
-        #: Batches that a GPU may not have finished, by id, oldest first.
-        self._unfinished: dict[int, StageMark] = {}
+        #: Batches that a GPU may not have finished. If it fails, it failed at one of them: an error
+        #: comes up in any stage of any batch, often in ``forward`` of the next one.
+        self.launched: set[int] = set()
 
     def take_in(self, job: Job) -> None:
         """Preprocess. Raises DeviceFailed, and whatever ends the worker, as the others do."""
@@ -188,8 +190,9 @@ class Stages:
         started = time.monotonic()
         if not job.started_at:
             job.started_at = started
-        if "torch" in sys.modules and cuda_in_use() is not None:
-            job.mark = self._unfinished[job.batch_id] = StageMark()
+        if "torch" in sys.modules and kind_in_use() is not None:
+            job.timer = StageTimer()
+            self.launched.add(job.batch_id)
         is_whole = job.ran_out is None and job.chunks is None and not self.model.ceiling.limit
         if is_whole:
             try:
@@ -199,17 +202,17 @@ class Stages:
                 is_whole = job.ran_out is None
         if not is_whole:
             compute_in_chunks(job, self.model, self._calls)
-        if job.mark is not None:
-            job.mark.end()
+        if job.timer is not None:
+            job.timer.stop()
         else:
             job.seconds[FORWARD] += time.monotonic() - started
 
     def finish(self, job: Job, *, is_overlapped: bool = False) -> bool:
         """Make results. False: the batch is too large, and has to go back to ``compute``."""
-        mark = job.mark
+        timer = job.timer
         outputs = job.data
         if (
-            mark is None
+            timer is None
             and self._has_plain_results
             and type(outputs) is list
             and job.chunks is None
@@ -221,28 +224,27 @@ class Stages:
             job.data = list(outputs)
             return True
         del outputs
-        if mark is not None:
-            job.seconds[FORWARD] += mark.seconds()
+        if timer is not None:
+            job.seconds[FORWARD] += timer.seconds()
         started = time.monotonic()
         if job.failure is None and job.items:
             moves_to_cpu = self.model.moves_to_cpu
             try:
                 if moves_to_cpu:
                     self._look_at_memory(job)
-                if moves_to_cpu and mark is not None and is_overlapped and mark.is_of_device:
-                    with mark.following():
+                if moves_to_cpu and timer is not None and is_overlapped and timer.is_of_device:
+                    with timer.following():
                         self._finish(job)
                 else:
                     self._finish(job)
             except BaseException as error:
                 job.fail(caught(error, self.model, job.batch_id))
         job.seconds[OUTLET] += time.monotonic() - started
-        if mark is not None:
-            self._unfinished.pop(job.batch_id, None)
+        self.launched.discard(job.batch_id)
         if job.ran_out is None:
             return True
         job.is_redone = True
-        job.mark = None
+        job.timer = None
         return False
 
     def report(self, job: Job) -> BatchReport:
@@ -281,17 +283,6 @@ class Stages:
         """Its results are encoded, and nothing here looks at them any more."""
         if job.memory is not None and job.memory() is not None:
             self.model.keeps_outputs = True
-
-    def culprit(self, batch_id: int) -> int:
-        """The batch at which the GPU failed, if its error came up with ``batch_id``.
-
-        An error comes up in any stage of any batch, often in ``forward`` of the next one. The GPU
-        computes batches in order: it failed at the first one that it has not finished.
-        """
-        for each, mark in list(self._unfinished.items()):
-            if not mark.is_reached:
-                return each
-        return batch_id
 
     # -- the stages, without what becomes of errors
 

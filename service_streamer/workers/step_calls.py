@@ -21,9 +21,10 @@ from collections.abc import Callable, Collection, MutableSequence, Sequence
 from typing import Any
 
 from ..errors import BadModelOutput, WorkerLost
+from ..gpu.torch_process import release_memory
+from ..gpu.transfers import results_on_host
 from ..managed_model import ManagedModel
-from .chunked_run import OutOfMemory, caught, release_memory
-from .device import results_on_host
+from .chunked_run import OutOfMemory, caught
 from .model_spec import LoadedModel, describe
 from .protocol import Failure
 from .step_batch import NO_STATE, StepBatch, StepRequest

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import BadModelOutput
+from ..gpu.transfers import OnHost, results_on_host
 from ..options.checks import is_sequence
-from .device import OnHost, results_on_host
 from .protocol import Failure
 
 #: What a model returned for a state: its output, and whether it is done; or why its item fails.

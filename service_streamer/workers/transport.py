@@ -49,7 +49,7 @@ class WorkerDied(NamedTuple):
 
     Attributes:
         failure: a ``WorkerStartError`` if it never was ready, else an ``errors.WorkerLost``.
-        batch_id: with ``Loss.DEVICE_FAILED``, the batch for which the error was raised.
+        batch_id: with ``Loss.DEVICE_FAILED``, one of the batches that it may have failed at.
         report: what the model raised to end the worker, where it is known. For the log only: it may
             quote items of any of the callers whose calls fail.
         begun: the batches that it was at; others it had not begun, or between two stages. None if

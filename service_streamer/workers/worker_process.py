@@ -20,9 +20,9 @@ from ..observe.record import BatchReport, StepReport
 from ..supervision.supervisor import Loss
 from . import serving
 from .child import STACKS_SIGNAL, held_back, run_child
+from .environment import Placement
 from .model_spec import ModelSpec
 from .payload_channel import Memories, PayloadChannel
-from .placement import Placement
 from .progress import StageProgress
 from .protocol import (
     Breach,
@@ -91,6 +91,21 @@ class KnownWorker:
         self.device_failure: DeviceFailure | None = None
         self.killed_for: str | None = None
         self.wants_rows = self.has_steps = False
+
+    def device_died(
+        self, error: Exception, failed: DeviceFailure, begun: frozenset[int] | None = None
+    ) -> WorkerDied:
+        """The end of a worker whose GPU failed, at one of the batches that it had begun.
+
+        Args:
+            error: for the calls that fail by it.
+            begun: the batches that it was at, if that is known otherwise, too.
+        """
+        suspects = failed.batch_ids | (begun or frozenset())
+        batch_id = min(failed.batch_ids, default=-1)
+        return WorkerDied(
+            self.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, failed.error, suspects
+        )
 
 
 class WorkerProcess(KnownWorker):
@@ -364,8 +379,8 @@ def event_of(worker: KnownWorker, message: FromWorker) -> WorkerEvent | None:
     if isinstance(message, DeviceFailure):
         if not worker.is_ready:
             raise Breach("it reported a failure of its device before it was ready")
-        batch_id, fault, error = message
-        worker.device_failure = DeviceFailure(int(batch_id), str(fault), str(error))
+        batch_ids, fault, error = message
+        worker.device_failure = DeviceFailure(frozenset(batch_ids), str(fault), str(error))
         return None
     if worker.is_ready or worker.start_failure is not None:
         raise Breach("it reported its start twice")

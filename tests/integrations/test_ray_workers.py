@@ -10,12 +10,12 @@ import math
 import pickle
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from sticky_models import Gpu, make_error
 
 import models
 from conftest import PATIENCE, await_that
@@ -147,22 +147,21 @@ def test_a_model_that_ends_its_worker_is_told_with_the_code(build: Build) -> Non
             build(end_with, max_attempts=1).predict([code])
 
 
-class AcceleratorError(RuntimeError):
-    """As torch's."""
+GPU = Gpu()
 
 
 def fail_device(batch: list[Any]) -> list[Any]:
     if batch == ["fail"]:
-        raise AcceleratorError("CUDA error: device-side assert triggered")
+        GPU.error = make_error("assert")
+        GPU.call()
     return batch
 
 
 def test_a_device_that_fails_is_the_reason_of_the_end(
     build: Build, stub: RayStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch: Any = types.ModuleType("torch")
-    torch.AcceleratorError = AcceleratorError
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(GPU, "error", None)
+    monkeypatch.setitem(sys.modules, "torch", GPU.module())
     streamer = build(fail_device, max_attempts=1)
     with pytest.raises(WorkerLost, match="device-side assert"):
         streamer.predict(["fail"])

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from ...workers.placement import COUNT as GPU_COUNT
+from ...gpu.accelerators import GPU_COUNT
 from ..http.tls import PASSWORD
 
 #: The command whose file may have several models.

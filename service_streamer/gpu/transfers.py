@@ -9,8 +9,7 @@ computed. Only ``postprocess`` waits, in its own thread and for its own batch:
     current    computes batch k                            its copy
     to host    copies results k-1 to pinned memory         their computation
 
-Nothing here imports torch, and nothing makes a CUDA context in a process that has none: it would
-take about 0.5 GB of the device's memory.
+Nothing here imports torch, and nothing makes a context on a device in a process that has none.
 """
 
 from __future__ import annotations
@@ -21,12 +20,15 @@ import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any, Generic, TypeVar, cast
 
+from .accelerator import Accelerator
+from .accelerators import TORCH_KINDS, kind_in_use
+
 T = TypeVar("T")
 
 #: Classes of results that are in nobody's memory but the interpreter's, as most are.
 PLAIN = frozenset((bool, bytes, float, int, str, type(None)))
 
-#: One stream per device and direction, of this torch: a GPU has an engine for each.
+#: By torch's module, direction and device: a GPU has an engine for each direction.
 _streams: dict[tuple[Any, str, int], Any] = {}
 
 
@@ -39,14 +41,14 @@ def to_pinned(batch: T) -> T:
         batch: a tensor, or a dict, list, tuple or dataclass of tensors and other values, nested at
             will; the tensors on the CPU are replaced in a copy of it.
     """
-    return batch if cuda_in_use() is None else cast(T, _mapped(batch, _pinned))
+    return batch if kind_in_use() is None else cast(T, _mapped(batch, _pinned))
 
 
 def to_device(batch: T, device: Any) -> T:
     """A batch on the device, for ``forward``. It does not wait for the copy; what computes does.
 
     To a GPU it copies through pinned memory, on a stream of its own: while the previous batch
-    computes. Registered memory (``pin_memory = True``) is copied from directly.
+    computes.
 
     Args:
         batch: as for ``to_pinned``.
@@ -56,11 +58,12 @@ def to_device(batch: T, device: Any) -> T:
     if torch is None:
         return batch
     device = torch.device(device)
-    if device.type != "cuda":
+    kind = TORCH_KINDS.get(device.type)
+    if kind is None:
         return cast(T, _mapped(batch, lambda tensor: tensor.to(device)))
-    cuda = torch.cuda
-    number = cuda.current_device() if device.index is None else device.index
-    current, copies = cuda.current_stream(number), stream_of(cuda, "to GPU", number)
+    module = kind.torch
+    number = module.current_device() if device.index is None else device.index
+    current, copies = module.current_stream(number), stream_of(kind, "to GPU", number)
     moved: list[Any] = []
 
     def move(tensor: Any) -> Any:
@@ -68,7 +71,7 @@ def to_device(batch: T, device: Any) -> T:
             return tensor.to(device, non_blocking=True)
         # Its memory is not reused before the copy is done: torch's allocator knows of it.
         pinned = _pinned(tensor)
-        with cuda.stream(copies):
+        with module.stream(copies):
             tensor = pinned.to(device, non_blocking=True)
         tensor.record_stream(current)  # or the next copy may get its memory, while this computes
         moved.append(tensor)
@@ -109,18 +112,19 @@ def to_host(outputs: T) -> OnHost[T]:
     Args:
         outputs: as the batch of ``to_pinned``.
     """
-    streams: dict[int, Any] = {}
+    streams: dict[int, tuple[Accelerator, Any]] = {}
 
     def fetch(tensor: Any) -> Any:
         tensor = tensor.detach()
-        if tensor.device.type != "cuda" or not _is_plain(tensor):
+        kind = TORCH_KINDS.get(tensor.device.type)
+        if kind is None or not _is_plain(tensor):
             return tensor.cpu()
         torch, number = sys.modules["torch"], tensor.device.index
-        stream = streams.get(number)
-        if stream is None:
-            stream = streams[number] = stream_of(torch.cuda, "to host", number)
-            stream.wait_stream(torch.cuda.current_stream(number))
-        with torch.cuda.stream(stream):
+        if number not in streams:
+            streams[number] = kind, stream_of(kind, "to host", number)
+            streams[number][1].wait_stream(kind.torch.current_stream(number))
+        stream = streams[number][1]
+        with kind.torch.stream(stream):
             # What is not plain memory torch would convert on the CPU, before it has arrived.
             source = tensor.resolve_conj().resolve_neg().contiguous()
             there = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
@@ -129,7 +133,7 @@ def to_host(outputs: T) -> OnHost[T]:
         return there
 
     outputs = _mapped(outputs, fetch)
-    return OnHost(outputs, [_recorded(stream) for stream in streams.values()])
+    return OnHost(outputs, [stream.record_event(kind.event()) for kind, stream in streams.values()])
 
 
 def results_on_host(outputs: Any) -> Any:
@@ -163,15 +167,12 @@ def first_value(outputs: Any) -> Any:
     return first
 
 
-def _recorded(stream: Any) -> Any:
-    return stream.record_event(cuda_in_use().Event(blocking=True))
-
-
-def stream_of(cuda: Any, direction: str, device: int) -> Any:
+def stream_of(kind: Accelerator, direction: str, device: int) -> Any:
     """A device's stream for one purpose, made at its first use."""
-    stream = _streams.get((cuda, direction, device))
+    module = kind.torch
+    stream = _streams.get((module, direction, device))
     if stream is None:
-        stream = _streams.setdefault((cuda, direction, device), cuda.Stream(device))
+        stream = _streams.setdefault((module, direction, device), module.Stream(device))
     return stream
 
 
@@ -209,12 +210,3 @@ def _mapped(value: Any, move: Callable[[Any], Any]) -> Any:
                 object.__setattr__(clone, field.name, _mapped(getattr(value, field.name), move))
         return clone
     return value
-
-
-def cuda_in_use() -> Any:
-    """``torch.cuda`` once it is in use in this process; else None."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    try:
-        return cuda if cuda is not None and cuda.is_initialized() else None
-    except AttributeError:  # half loaded, or another module of that name
-        return None

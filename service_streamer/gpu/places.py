@@ -1,0 +1,222 @@
+"""Which GPUs each worker of a streamer sees.
+
+GPUs are numbered as CUDA and ROCm number them in this process: ``CUDA_VISIBLE_DEVICES=4,5`` shows
+two GPUs, 0 and 1. A worker on number 1 gets ``CUDA_VISIBLE_DEVICES=5``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..options.checks import Device, Devices, device_names
+from .accelerator import Accelerator, Gpu
+from .accelerators import CUDA, find_gpus, hidden_variables, kind_of
+
+
+class Place(NamedTuple):
+    """Where a worker runs.
+
+    Attributes:
+        device: number or name of its GPU; None if it sees what its parent sees.
+        gpu_id: the model's ``gpu_id``; None if the user named no device.
+        variables: environment variables to set; None removes one.
+        shown: values of the GPUs that it sees; None if it sees what its parent sees.
+        problem: why the device is unavailable; empty if it is available.
+        expects_gpu: whether a worker without a device should see a GPU.
+    """
+
+    device: Device | None
+    gpu_id: Device | None
+    variables: Mapping[str, str | None]
+    shown: tuple[str, ...] | None = None
+    problem: str = ""
+    expects_gpu: bool = False
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self.expects_gpu or (self.device is not None and str(self.device) != "cpu")
+
+
+#: For a worker that sees what its parent sees.
+UNPLACED = Place(None, None, {})
+
+
+@dataclasses.dataclass(frozen=True)
+class VisibleGpus:
+    """The GPUs that a process sees.
+
+    Attributes:
+        kind: of the GPUs.
+        gpus: in the order of their numbers; None if unknown.
+        lists: the environment variables that select some, such as "CUDA_VISIBLE_DEVICES=4,5".
+    """
+
+    kind: Accelerator
+    gpus: Sequence[Gpu] | None
+    lists: str
+
+    @property
+    def count(self) -> int | None:
+        """How many; None if unknown."""
+        return None if self.gpus is None else len(self.gpus)
+
+    def describe(self) -> str:
+        """A sentence for messages."""
+        if self.gpus is None:
+            return "the number of GPUs is unknown"
+        among = f" with {self.lists}" if self.lists else ""
+        names = (f"{number} ({gpu.name or gpu.value})" for number, gpu in enumerate(self.gpus))
+        if not self.gpus:
+            return f"no GPU is visible{among}"
+        return f"these GPUs are visible{among}: {', '.join(names)}"
+
+
+#: Where no worker needs a GPU, the drivers are not asked.
+UNKNOWN_GPUS = VisibleGpus(CUDA, None, "")
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> VisibleGpus:
+    """The GPUs that a process of this machine sees. Takes some milliseconds.
+
+    Args:
+        environment: of the process.
+    """
+    return select_visible(*find_gpus(), environment)
+
+
+def select_visible(
+    kind: Accelerator, machine: Sequence[Gpu] | None, environment: Mapping[str, str]
+) -> VisibleGpus:
+    """Those of a machine's GPUs that a process with this environment sees. Pure."""
+    lists = [f"{name}={environment[name]}" for name in kind.variables if name in environment]
+    return VisibleGpus(kind, kind.visible(machine, environment), " and ".join(lists))
+
+
+def show_only(device: Device) -> None:
+    """Show this process one device, by its number of the driver or its name."""
+    kind = kind_of(os.environ)
+    if str(device) == "cpu":
+        set_environment(hidden_variables())
+    else:
+        names = device_names([device])
+        set_environment(dict.fromkeys(kind.variables) | kind.showing(",".join(names)))
+
+
+def set_environment(variables: Mapping[str, str | None]) -> None:
+    """Set variables of this process; None removes one."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def places(
+    devices: Devices, worker_num: int, visible: VisibleGpus, per_worker: int = 1
+) -> list[Place]:
+    """Where workers run: worker i at ``places[i % len(places)]``. Pure.
+
+    Args:
+        devices: as for ``Streamer``. With "auto" the workers get the visible GPUs in turn; a single
+            worker sees all of them, since its model may use several.
+        visible: the GPUs that the parent sees.
+        per_worker: number of devices of each worker.
+
+    Raises:
+        ImportError: a package that would count the GPUs is missing.
+        ValueError: the visible GPUs cannot be divided so.
+    """
+    if devices is None:
+        return [UNPLACED]
+    if not isinstance(devices, str):
+        if per_worker > 1:
+            devices = _joined(device_names(devices), per_worker)
+        return [_place(device, visible) for device in devices]
+    if visible.gpus is None:
+        visible.kind.require_count()
+    count = visible.count or 0
+    if per_worker > 1:
+        if not count or count % per_worker:
+            raise ValueError(
+                f"devices_per_worker={per_worker} must divide the number of visible GPUs, and "
+                f"{visible.describe()}; name the devices to use in cuda_devices, or lower it"
+            )
+        joined = _joined([str(number) for number in range(count)], per_worker)
+        # The user has named none of them.
+        return [_place(each, visible)._replace(gpu_id=None) for each in joined]
+    if not count:
+        return [UNPLACED]
+    found = [_place(number, visible)._replace(gpu_id=None) for number in range(count)]
+    # A single worker sees all GPUs, and expects some: they may be lost when it restarts.
+    return [UNPLACED._replace(expects_gpu=True), *found[1:]] if worker_num == 1 else found
+
+
+def _joined(names: list[str], per_worker: int) -> list[Device]:
+    return [",".join(names[at : at + per_worker]) for at in range(0, len(names), per_worker)]
+
+
+def _place(device: Device, visible: VisibleGpus) -> Place:
+    if str(device) == "cpu":
+        return Place(device, device, hidden_variables(), ())
+    gpus = [_find(name, visible) for name in device_names([device])]
+    problem = _problem(f"device {device} was requested", gpus, visible)
+    if problem:
+        return Place(device, device, hidden_variables(), (), problem)
+    shown = tuple(gpu.value for gpu in gpus if gpu is not None)
+    return Place(device, device, visible.kind.showing(",".join(shown)), shown)
+
+
+def _find(name: str, visible: VisibleGpus) -> Gpu | None:
+    """The GPU that a user names by its number or UUID; None if it is missing."""
+    if name.isdecimal() and visible.gpus is not None:
+        return dict(enumerate(visible.gpus)).get(int(name))
+    # A UUID that is not known here the driver may know.
+    found = (gpu for gpu in visible.gpus or () if gpu.uuid.startswith(name))
+    return next(found, Gpu(name))
+
+
+def _problem(wish: str, gpus: Sequence[Gpu | None], visible: VisibleGpus) -> str:
+    """Why these GPUs cannot be used; empty if they can."""
+    if not gpus or None in gpus:
+        return f"{wish}, but {visible.describe()}"
+    problem = next((gpu.problem for gpu in gpus if gpu and gpu.problem), "")
+    return problem and f"{wish}, but it cannot be used: {problem}"
+
+
+def missing_gpu(place: Place, visible: VisibleGpus) -> str:
+    """In a worker, why its GPU is missing; empty if it is there, or if that is unknown. Pure.
+
+    Args:
+        visible: the GPUs that the worker sees.
+    """
+    if place.problem or not place.needs_gpu or visible.gpus is None:
+        return place.problem
+    if place.device is None:
+        wish, wanted = "a GPU was visible when the streamer was built", 1
+    else:
+        wish, wanted = f"device {place.device} was requested", len(device_names([place.device]))
+    lost = [None] * (wanted - len(visible.gpus))
+    return _problem(wish, [*visible.gpus, *lost], visible)
+
+
+def sharers(
+    found: Sequence[Place], visible: VisibleGpus, number: int, worker_num: int
+) -> tuple[int, ...]:
+    """How many workers compute on each GPU that worker ``number`` sees; empty if unknown. Pure.
+
+    Args:
+        found: where the workers run: see ``places``.
+        visible: the GPUs that the parent sees.
+    """
+    # Of several GPUs the model chooses.
+    only = tuple(gpu.value for gpu in visible.gpus or ()) if visible.count == 1 else ()
+
+    def seen(worker: int) -> tuple[str, ...]:
+        shown = found[worker % len(found)].shown
+        return only if shown is None else shown
+
+    all_seen = [seen(worker) for worker in range(worker_num)]
+    return tuple(sum(value in each for each in all_seen) for value in seen(number))

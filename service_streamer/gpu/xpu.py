@@ -1,0 +1,36 @@
+"""Intel's GPUs: XPU."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from .accelerator import Accelerator, Gpu
+
+
+class Xpu(Accelerator):
+    """Devices of Level Zero. Only the driver can count them, as it may divide a card into several.
+
+    With ``cuda_devices=["cpu"]`` a worker still sees them: no value of the variable hides all.
+    """
+
+    variables: ClassVar[tuple[str, ...]] = ("ZE_AFFINITY_MASK",)
+    torch_name = "xpu"
+
+    def find(self) -> Sequence[Gpu] | None:
+        return None if is_torch_for_xpu() and any(Path("/dev/dri").glob("renderD*")) else ()
+
+    def is_built(self) -> bool:
+        return self.torch is not None and bool(sys.modules["torch"]._C._has_xpu)
+
+
+def is_torch_for_xpu() -> bool:
+    """Whether the installed torch is built for XPU. It is not imported."""
+    from importlib.metadata import version  # only here: it takes some milliseconds to import
+
+    with contextlib.suppress(Exception):
+        return "+xpu" in version("torch")
+    return False
