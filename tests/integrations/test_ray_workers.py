@@ -147,21 +147,21 @@ def test_a_model_that_ends_its_worker_is_told_with_the_code(build: Build) -> Non
             build(end_with, max_attempts=1).predict([code])
 
 
-GPU = Gpu()
+STUB = Gpu()
 
 
 def fail_device(batch: list[Any]) -> list[Any]:
     if batch == ["fail"]:
-        GPU.error = make_error("assert")
-        GPU.call()
+        STUB.error = make_error("assert")
+        STUB.call()
     return batch
 
 
 def test_a_device_that_fails_is_the_reason_of_the_end(
     build: Build, stub: RayStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GPU, "error", None)
-    monkeypatch.setitem(sys.modules, "torch", GPU.module())
+    monkeypatch.setattr(STUB, "error", None)
+    monkeypatch.setitem(sys.modules, "torch", STUB.module())
     streamer = build(fail_device, max_attempts=1)
     with pytest.raises(WorkerLost, match="device-side assert"):
         streamer.predict(["fail"])
