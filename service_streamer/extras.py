@@ -34,7 +34,15 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "plot": ("matplotlib",),
     "ray": ("cloudpickle", "ray"),
     "redis": ("hiredis", "msgpack", "redis"),
-    "serve": (*_WEB, "pillow", "safetensors", "tokenizers", "torch", "transformers"),
+    "serve": (
+        *_WEB,
+        "nvidia-ml-py",
+        "pillow",
+        "safetensors",
+        "tokenizers",
+        "torch",
+        "transformers",
+    ),
     "structured": ("llguidance",),
     "web": _WEB,
 }

@@ -135,7 +135,7 @@ def places(
         if per_worker > 1:
             devices = _joined(device_names(devices), per_worker)
         return [_place(device, visible) for device in devices]
-    if visible.gpus is None:
+    if visible.gpus is None and max(worker_num, per_worker) > 1:
         visible.kind.require_count()
     count = visible.count or 0
     if per_worker > 1:

@@ -21,7 +21,7 @@ class Xpu(Accelerator):
     torch_name = "xpu"
 
     def find(self) -> Sequence[Gpu] | None:
-        return None if is_torch_for_xpu() and any(Path("/dev/dri").glob("renderD*")) else ()
+        return None if any(Path("/dev/dri").glob("renderD*")) and is_torch_for_xpu() else ()
 
     def is_built(self) -> bool:
         return self.torch is not None and bool(sys.modules["torch"]._C._has_xpu)
