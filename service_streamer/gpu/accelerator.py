@@ -127,7 +127,7 @@ class Accelerator:
                 sys.modules["torch"].zeros(1, device=f"{self.torch_name}:{device}").add_(1)
                 self.torch.synchronize(device)
         except Exception as error:
-            text = f"{type(error).__qualname__}: {error}".partition("\n")[0]
+            text = str(error).partition("\n")[0] or type(error).__qualname__
             return None if _OUT_OF_MEMORY.search(text) else text
         return None
 

@@ -53,9 +53,7 @@ STARTS = 2
 
 KILLED = r"died: killed by SIGKILL \(perhaps out of memory"
 CRASHED = r"died: killed by SIGSEGV \(a crash in native code\)"
-GPU_FAILED = (
-    "ended itself, since its GPU failed .* the same process: CUDA error: device-side assert$"
-)
+GPU_FAILED = "ended itself, since its GPU failed .*: CUDA error: device-side assert triggered$"
 HUNG = r"was killed: it was at one batch for more than batch_timeout of 4 s"
 NOT_LOADED = "died before it had loaded its model: "
 SLOW = r"was killed: it had not loaded its model within start_timeout of 15 s"
