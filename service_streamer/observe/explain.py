@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..options.table import BatchingOptions
+from ..options.table import StreamerOptions
 from .recent import StepSummary, Summary
 from .record import Reason
 
@@ -52,7 +52,7 @@ class Finding(NamedTuple):
         return f"{self.text} {self.advice}".strip()
 
 
-def explain(of: Summary, bounds: BatchingOptions, *, is_local: bool) -> list[Finding]:
+def explain(of: Summary, bounds: StreamerOptions, *, is_local: bool) -> list[Finding]:
     """What there is to say, the most important first.
 
     Args:
@@ -111,7 +111,7 @@ def _summary(of: Summary) -> Finding:
     )
 
 
-def _troubles(of: Summary, bounds: BatchingOptions) -> Iterator[Finding]:
+def _troubles(of: Summary, bounds: StreamerOptions) -> Iterator[Finding]:
     """What went wrong."""
     if of.batches and not of.ready:
         yield Finding("no worker", f"No worker is ready: the streamer is {of.now.state}.")
@@ -203,7 +203,7 @@ def _scaling(of: Summary) -> Iterator[Finding]:
 # -- throughput
 
 
-def _throughput(of: Summary, bounds: BatchingOptions, is_local: bool) -> Iterator[Finding]:
+def _throughput(of: Summary, bounds: StreamerOptions, is_local: bool) -> Iterator[Finding]:
     batch_size, workers = bounds.batch_size, of.ready
     are_alone = of.singles >= _MOST * of.batches and not _is_split(of)
     busy = f"{_plural(workers, 'the worker computes', 'the workers compute')} "
@@ -280,7 +280,7 @@ def _is_split(of: Summary) -> bool:
     return of.parts > 1.5 * max(1, of.answered + of.failed)
 
 
-def _batches(of: Summary, bounds: BatchingOptions, is_local: bool) -> Iterator[Finding]:
+def _batches(of: Summary, bounds: StreamerOptions, is_local: bool) -> Iterator[Finding]:
     """Whether other batches would be better."""
     batch_size = bounds.batch_size
     full, gain = of.share(Reason.FULL), of.gain(batch_size, 2 * batch_size)
@@ -365,7 +365,7 @@ def _stages(stages: tuple[float, ...], is_local: bool) -> Iterator[Finding]:
 # -- models of steps
 
 
-def _steps(of: StepSummary, bounds: BatchingOptions) -> Iterator[Finding]:
+def _steps(of: StepSummary, bounds: StreamerOptions) -> Iterator[Finding]:
     first = (
         ""
         if of.first_output is None
@@ -411,7 +411,7 @@ def _steps(of: StepSummary, bounds: BatchingOptions) -> Iterator[Finding]:
 # -- latency
 
 
-def _latency(of: Summary, bounds: BatchingOptions, is_local: bool) -> Iterator[Finding]:
+def _latency(of: Summary, bounds: StreamerOptions, is_local: bool) -> Iterator[Finding]:
     if of.latency and of.queued >= _MOST * of.latency and of.queued > 1e-3:
         why = "the workers are busy with those before" if of.busy >= _BUSY else "for expected calls"
         yield Finding(
