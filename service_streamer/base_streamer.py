@@ -184,9 +184,7 @@ class BaseStreamer:
                 default is the streamer's ``worker_timeout``.
             priority, tenant: as in ``predict``.
             max_buffered: how many outputs may wait to be asked for. Beyond it the item rests until
-                half of them have been: it keeps its place and its memory, and its time goes on. A
-                model that keeps its batch together (``join``) cannot let one rest: its stream fails
-                with Overloaded when some thousands more have come.
+                half of them have been: it keeps its place and its memory, and its time goes on.
             fails_behind: whether the stream fails with Overloaded at ``max_buffered`` instead.
 
         Returns:

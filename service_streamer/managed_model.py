@@ -54,13 +54,8 @@ class ManagedModel(ABC):
         def start(self, items: list[str]) -> list[State]: ...
         def step(self, states: list[State]) -> list[tuple[Output | None, bool]]: ...
 
-    ``release``, ``cost`` and ``join_outputs`` may be defined besides. A model that keeps its states
-    together, say as the rows of a tensor, defines ``join(batch, states)`` and ``leave(batch,
-    positions)``. Each returns the batch that ``step`` gets from then on in place of the list.
-    ``join`` adds new states behind the others; the batch is None if there are no others. If it
-    raises, the batch must be as it was. ``leave`` removes the states at some positions, ascending;
-    it is not called if no state would be left. All these methods are called in the thread that
-    called ``init_model``.
+    ``release``, ``cost`` and ``join_outputs`` may be defined besides. All these methods are called
+    in the thread that called ``init_model``.
 
     Attributes:
         inputs, outputs: for clients that send tensors (``/v2``): what an item and a result are
@@ -84,10 +79,6 @@ class ManagedModel(ABC):
             once for each. In a worker process large ones mostly lie so already, and are not copied.
             With False it gets a list. Asked of the class.
         preprocesses_only: True in a process of ``preprocess_workers``, which has no model.
-        deterministic_steps: whether an item that starts again gets the outputs that it got before,
-            whatever other items share its steps. Then a stream whose state had to be given up, for
-            lack of memory say, starts again and goes on where it was. Otherwise only an item of
-            which no output was handed out starts again. Asked of the class.
         padding: what share of the last batch's elements (tokens, say) was padding, 0.0 to 1.0, for
             the metrics: set it in ``predict`` or ``postprocess``, each time. Of a batch that was
             computed in parts the last one counts. What is no such float is ignored.
@@ -99,7 +90,6 @@ class ManagedModel(ABC):
     padding: float | None = None
     preprocesses_only: bool = False
     stack: bool = False
-    deterministic_steps: bool = False
 
     def __init__(self, gpu_id: int | str | None = None) -> None:
         self.model: Any = None
@@ -228,7 +218,7 @@ class ManagedModel(ABC):
         """
         raise NotImplementedError(f"{type(self).__qualname__} defines no start")
 
-    def step(self, states: Any) -> Sequence[tuple[Any, bool] | Exception]:
+    def step(self, states: list[Any]) -> Sequence[tuple[Any, bool] | Exception]:
         """Of a model of steps: take one step with each state.
 
         If it raises, it is called again at once with fewer of the states, to find the one at fault,
@@ -236,8 +226,7 @@ class ManagedModel(ABC):
         cannot do that returns an exception in place of a pair.
 
         Args:
-            states: a list of 1 to ``batch_size`` of them, others at each step; for a model that
-                defines ``join``, what that has made of them.
+            states: 1 to ``batch_size`` of them, others at each step.
 
         Returns:
             For each state its output, or None for none this time, and whether it is done. Outputs
@@ -245,10 +234,7 @@ class ManagedModel(ABC):
             item fails with it, and the others go on.
 
         Raises:
-            InvalidItems: to have some items fail, and the step taken again with the others. After
-                any other exception a batch that ``join`` has made is given up, since it cannot be
-                divided: its items start again, in smaller batches. Streams that have had outputs
-                fail, unless the model has ``deterministic_steps``.
+            InvalidItems: to have some items fail, and the step taken again with the others.
             NotImplementedError: it is not defined.
         """
         raise NotImplementedError(f"{type(self).__qualname__} defines no step")

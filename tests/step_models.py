@@ -91,28 +91,6 @@ class Counting(ManagedModel):
         return cost
 
 
-class Joined(Counting):
-    """The same for a batch that the model keeps together."""
-
-    def join(self, batch: tuple[State, ...] | None, states: list[State]) -> tuple[State, ...]:
-        assert batch is None or batch
-        return (*(batch or ()), *states)
-
-    def leave(self, batch: tuple[State, ...], positions: list[int]) -> tuple[State, ...]:
-        assert positions == sorted(set(positions))
-        left = tuple(each for i, each in enumerate(batch) if i not in positions)
-        assert left
-        return left
-
-
-class Certain(Counting):
-    deterministic_steps = True
-
-
-class JoinedCertain(Joined):
-    deterministic_steps = True
-
-
 class Turns(Channel):
     """Hands out messages, turn by turn: one turn before each step. Ends when nothing is left.
 

@@ -21,7 +21,7 @@ from service_streamer.workers.model_spec import check_model
 from service_streamer.workers.protocol import HOLD, RESUME
 from service_streamer.workers.runner import DeviceFailed
 from stage_models import ForwardOnly
-from step_models import Certain, Counting, Joined, JoinedCertain, Turns, item, loaded, served
+from step_models import Counting, Turns, item, loaded, served
 from worker_loop import Clock, run, with_guard
 
 FAULT = "CUDA error: unspecified launch failure"
@@ -33,12 +33,6 @@ def releases(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     releases: list[None] = []
     monkeypatch.setattr(gc, "collect", lambda: releases.append(None))
     return releases
-
-
-@pytest.fixture(params=[Counting, Joined], ids=["list", "joined"])
-def counting(request: pytest.FixtureRequest) -> Any:
-    """The class of a model that gets a list of states, and of one that joins them."""
-    return request.param
 
 
 def model_of(model: Any) -> Counting:
@@ -66,8 +60,6 @@ def test_start_and_step_make_a_model_of_steps() -> None:
     [
         ({"start"}, "step, as a model with start must"),
         ({"step"}, "start, as a model with step must"),
-        ({"start", "step", "join"}, "leave, as a model with join must"),
-        ({"start", "step", "leave"}, "join, as one with leave must"),
     ],
 )
 def test_half_a_model_of_steps_is_refused(methods: set[str], missing: str) -> None:
@@ -81,8 +73,8 @@ def test_half_a_model_of_steps_is_refused(methods: set[str], missing: str) -> No
 # -- who runs when
 
 
-def test_outputs_of_streams_go_out_with_each_step_and_others_at_the_end(counting: Any) -> None:
-    model = loaded(counting)
+def test_outputs_of_streams_go_out_with_each_step_and_others_at_the_end() -> None:
+    model = loaded()
     channel = served(model, [[item(3)], item(2)])
     assert channel.outputs == {0: [0, 1, 2]}
     assert channel.results == {0: None, 1: [0, 1]}
@@ -96,8 +88,8 @@ def test_outputs_of_streams_go_out_with_each_step_and_others_at_the_end(counting
     model_of(model)
 
 
-def test_a_place_is_taken_again_in_the_next_step(counting: Any) -> None:
-    model = loaded(counting, 2)
+def test_a_place_is_taken_again_in_the_next_step() -> None:
+    model = loaded(Counting, 2)
     channel = served(model, [item(5), item(1), item(1), item(1)])
     assert [[each.batch_id for each in step.done] for step in channel.steps] == [[1], [2], [3], [0]]
     assert [step.waiting for step in channel.steps][:3] == [2, 1, 0]
@@ -106,8 +98,8 @@ def test_a_place_is_taken_again_in_the_next_step(counting: Any) -> None:
     assert sizes_of(model, "step") == [2, 2, 2, 1, 1]
 
 
-def test_dropped_ones_free_their_place_before_the_next_step(counting: Any) -> None:
-    model = loaded(counting, 2)
+def test_dropped_ones_free_their_place_before_the_next_step() -> None:
+    model = loaded(Counting, 2)
     channel = served(
         model, [[item(9)], [item(9)], item(9), item(2)], [], [(0, 2, 77)], [], [], [(1,)], [(1, 3)]
     )
@@ -134,7 +126,7 @@ def test_an_item_that_cannot_be_decoded_never_starts() -> None:
     assert model_of(model).calls[0] == ("start", 1)
 
 
-def test_a_worker_that_has_nothing_to_do_holds_nothing(counting: Any) -> None:
+def test_a_worker_that_has_nothing_to_do_holds_nothing() -> None:
     class Blocks(Turns):
         def receive(self) -> Any:
             received = super().receive()
@@ -142,7 +134,7 @@ def test_a_worker_that_has_nothing_to_do_holds_nothing(counting: Any) -> None:
                 alive.append([each() is not None for each in states])
             return received
 
-    class Watched(counting):  # type: ignore[misc] # a class of the parameter
+    class Watched(Counting):
         def start(self, items: list[Any]) -> Any:
             found = super().start(items)
             states.extend(map(weakref.ref, found))
@@ -154,8 +146,8 @@ def test_a_worker_that_has_nothing_to_do_holds_nothing(counting: Any) -> None:
     assert alive == [[False] * 2, [False] * 3]
 
 
-def test_at_the_end_what_runs_is_released_and_nothing_is_sent(counting: Any) -> None:
-    model = loaded(counting, 2)
+def test_at_the_end_what_runs_is_released_and_nothing_is_sent() -> None:
+    model = loaded(Counting, 2)
     channel = served(model, [item(9), item(9), item(9)], [None])
     assert not channel.ends
     model_of(model)
@@ -309,38 +301,25 @@ ERRORS = {"error": "ValueError", "full": "NoRoomError", "invalid": "InvalidInput
      *(("step", what) for what in ("raise", "invalid", "error"))],
 )  # fmt: skip
 @pytest.mark.parametrize("bad", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
-def test_an_item_that_raises_fails_alone(
-    counting: Any, where: str, what: str, bad: set[int]
-) -> None:
+def test_an_item_that_raises_fails_alone(where: str, what: str, bad: set[int]) -> None:
     wrong = item(3, start=what) if where == "start" else item(3, step={1: what})
-    model = loaded(counting)
+    model = loaded()
     channel = served(model, [wrong if i in bad else item(3) for i in range(4)])
     name = ERRORS.get(what, "ValueError")
     assert channel.results == {i: name if i in bad else [0, 1, 2] for i in range(4)}
     if what == "invalid" and where == "start":
         assert sizes_of(model, "start") == ([4] if len(bad) == 4 else [4, 4 - len(bad)])
-    if where == "step" and (what != "raise" or counting is Counting):
+    if where == "step":
         assert len(channel.steps) == 2 + (len(bad) < 4), "the others take each step together"
-
-
-def test_only_streams_with_outputs_fail_with_another_item_of_a_joined_batch() -> None:
-    bad = item(6, step={3: "raise"}, secret="x")
-    quiet = item(6, step=dict.fromkeys(range(5), "quiet"))
-    model = loaded(Joined, 8)
-    channel = served(model, [item(6), [item(6)], bad, [quiet]])
-    assert channel.results == {0: [*range(6)], 1: "SharedBatchError", 2: "ValueError", 3: None}
-    assert channel.outputs == {1: [0, 1, 2], 3: [5]}
-    assert sum(step.evicted for step in channel.steps) >= 3
-    model_of(model)
 
 
 @pytest.mark.parametrize("where", ["start", "step"])
 @pytest.mark.parametrize("what", ["raise", "full"])
 def test_nothing_is_computed_again_that_may_not(
-    counting: Any, where: str, what: str, caplog: pytest.LogCaptureFixture
+    where: str, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = item(3, start=what) if where == "start" else item(3, step={1: what})
-    model = loaded(counting, may_rerun=False)
+    model = loaded(Counting, may_rerun=False)
     channel = served(model, [item(3), bad, item(3)])
     assert set(channel.results.values()) == {"SharedBatchError"}
     expected = [("start", 3)] if where == "start" else [("start", 3), ("step", 3), ("step", 3)]
@@ -350,7 +329,7 @@ def test_nothing_is_computed_again_that_may_not(
         shared = channel.ends[0].failure
         assert "raised ValueError on a batch that this call shared" in shared.text
         assert "it happens" not in shared.text, "which may quote an item of another"
-        (alone,) = served(loaded(counting, may_rerun=False), [bad]).results.values()
+        (alone,) = served(loaded(Counting, may_rerun=False), [bad]).results.values()
         assert alone == "ValueError"
 
 
@@ -484,20 +463,6 @@ def test_outputs_of_a_device_go_to_the_host_together(monkeypatch: pytest.MonkeyP
     assert len(waits) == 3, "one for each step"
 
 
-def test_a_joined_batch_that_fails_whenever_it_is_large_ends_all_the_same() -> None:
-    class Small(Joined):
-        def step(self, states: Any) -> Any:
-            if len(states) > 2 and any(state.at for state in states):
-                raise ValueError("more than two")
-            return super().step(states)
-
-    model = loaded(Small, 8)
-    channel = served(model, [item(9) for _ in range(8)], [item(9) for _ in range(8)])
-    assert channel.results == {i: [*range(9)] for i in range(16)}
-    steps = sizes_of(model, "step")
-    assert sum(steps) <= 4 * 16 * 9
-
-
 def test_errors_between_steps_that_succeed_are_no_reason_to_look_at_the_device() -> None:
     model = with_guard(loaded(), FAULT)
     bad = item(9, step={0: "raise"})
@@ -508,18 +473,16 @@ def test_errors_between_steps_that_succeed_are_no_reason_to_look_at_the_device()
 # -- memory
 
 
-def test_fewer_items_start_at_once_if_the_starts_of_many_do_not_fit(
-    counting: Any, releases: list[None]
-) -> None:
-    model = loaded(counting, 8, 1000, 3)
+def test_fewer_items_start_at_once_if_the_starts_of_many_do_not_fit(releases: list[None]) -> None:
+    model = loaded(Counting, 8, 1000, 3)
     channel = served(model, [item(2) for _ in range(8)])
     assert len(releases) == 2, "before each further try"
     assert channel.results == {i: [0, 1] for i in range(8)}
     assert sizes_of(model, "start") == [8, 4, 2, 2, 2, 2]
 
 
-def test_an_item_that_does_not_fit_beside_others_waits_for_a_place(counting: Any) -> None:
-    model = loaded(counting, 8, 3)
+def test_an_item_that_does_not_fit_beside_others_waits_for_a_place() -> None:
+    model = loaded(Counting, 8, 3)
     channel = served(model, [item(4) for _ in range(7)])
     assert channel.results == {i: [0, 1, 2, 3] for i in range(7)}
     managed = model_of(model)
@@ -547,8 +510,8 @@ def test_as_many_start_as_the_cost_allows(max_cost: float, starts: list[int]) ->
     assert max(sizes_of(model, "step")) == max(1, min(4, max_cost // 12))
 
 
-def test_a_bound_of_lack_of_memory_is_raised_by_one_after_every_32_items(counting: Any) -> None:
-    class Full(counting):  # type: ignore[misc] # a class of the parameter
+def test_a_bound_of_lack_of_memory_is_raised_by_one_after_every_32_items() -> None:
+    class Full(Counting):
         def start(self, items: list[Any]) -> Any:
             if len(self.calls) >= 6:  # another process has ended
                 self.room = 1000
@@ -574,18 +537,11 @@ class Grows(Counting):
         return super().step(states)
 
 
-@pytest.mark.parametrize("is_certain", [True, False])
-def test_a_stream_that_has_had_outputs_is_given_up_only_if_it_gets_the_same_again(
-    is_certain: bool,
-) -> None:
-    class Some(Grows):
-        deterministic_steps = is_certain
-
-    model = loaded(Some, 4, 4)
+def test_a_stream_that_has_had_outputs_fails_if_memory_runs_out() -> None:
+    model = loaded(Grows, 4, 4)
     channel = served(model, [[item(5)], [item(5)], [item(5)], [item(5)]])
-    lost = "RuntimeError"
-    assert channel.results == {0: None, 1: None, 2: None, 3: None if is_certain else lost}
-    assert channel.outputs[3] == ([0, 1, 2, 3, 4] if is_certain else [0])
+    assert channel.results == {0: None, 1: None, 2: None, 3: "RuntimeError"}
+    assert channel.outputs[3] == [0]
     for number in range(3):
         assert channel.outputs[number] == [0, 1, 2, 3, 4]
     model_of(model)
@@ -601,10 +557,10 @@ def test_streams_that_cannot_start_again_outlive_one_that_does_not_fit() -> None
 
 @pytest.mark.parametrize("where", ["start", "step"])
 def test_an_item_that_never_fits_fails_alone_and_leaves_no_bound(
-    counting: Any, where: str, releases: list[None]
+    where: str, releases: list[None]
 ) -> None:
     bad = item(3, start="full") if where == "start" else item(3, step={1: "full"})
-    model = loaded(counting)
+    model = loaded()
     channel = served(model, [item(3), bad, item(3), *(item(2) for _ in range(12))])
     twelve = {i: [0, 1] for i in range(3, 15)}
     assert channel.results == {0: [0, 1, 2], 1: "NoRoomError", 2: [0, 1, 2], **twelve}
@@ -614,30 +570,14 @@ def test_an_item_that_never_fits_fails_alone_and_leaves_no_bound(
     assert releases
 
 
-def test_an_item_that_grows_beyond_the_cost_starts_again_when_one_is_over(counting: Any) -> None:
-    model = loaded(counting, 8, max_batch_cost=20.0)
+def test_an_item_that_grows_beyond_the_cost_starts_again_when_one_is_over() -> None:
+    model = loaded(Counting, 8, max_batch_cost=20.0)
     channel = served(model, [item(8, cost=4, grows=1) for _ in range(50)])
     assert channel.results == {i: [*range(8)] for i in range(50)}
     managed = model_of(model)
     assert 18.0 <= managed.most_cost <= 20.0
     evicted = [step.evicted for step in channel.steps]
     assert sum(evicted) <= 5, "none, once it is known how they grow"
-
-
-class BadLeave(Joined):
-    """Nothing can leave a batch that has one that says so."""
-
-    def leave(self, batch: Any, positions: list[int]) -> Any:
-        if any(state.item.get("stays") for state in batch):
-            raise ValueError("it cannot leave")
-        return super().leave(batch, positions)
-
-
-def test_a_joined_batch_that_cannot_be_left_starts_again() -> None:
-    model = loaded(BadLeave)
-    channel = served(model, [item(2), item(4, stays=True), [item(4)], item(6)])
-    assert channel.results == {0: [0, 1], 1: [*range(4)], 2: "SharedBatchError", 3: [*range(6)]}
-    model_of(model)
 
 
 # -- the end of a worker
@@ -655,12 +595,12 @@ def test_a_device_that_fails_ends_the_worker_and_names_who_ran() -> None:
 
 @pytest.mark.parametrize(("where", "ids"), [("start", {2, 3}), ("step", {0, 1, 2, 3})])
 def test_the_parent_sees_which_batches_a_call_was_of_that_ends_the_worker(
-    counting: Any, where: str, ids: set[int]
+    where: str, ids: set[int]
 ) -> None:
     progress = [0] * 8
     bad = item(3, start="exit") if where == "start" else item(3, step={1: "exit"})
     with pytest.raises(SystemExit):
-        served(loaded(counting), [item(9)], [item(9)], [bad, item(3)], progress=progress)
+        served(loaded(), [item(9)], [item(9)], [bad, item(3)], progress=progress)
     assert set(progress) - {0} == {batch_id + 1 for batch_id in ids}
 
 
@@ -712,7 +652,6 @@ def expected_of(one: dict[str, Any]) -> tuple[list[int], bool]:
 @settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
     turns=st.lists(st.lists(MESSAGES, max_size=5), min_size=1, max_size=8),
-    kind=st.sampled_from([Counting, Joined, Certain, JoinedCertain]),
     places=st.integers(1, 6),
     room=st.integers(1, 8),
     at_once=st.integers(1, 8),
@@ -721,22 +660,19 @@ def expected_of(one: dict[str, Any]) -> tuple[list[int], bool]:
 )
 def test_each_item_is_over_once_with_all_its_outputs(
     turns: list[list[Any]],
-    kind: Any,
     places: int,
     room: int,
     at_once: int,
     max_cost: float,
     may_rerun: bool,
 ) -> None:
-    model = loaded(kind, places, room, at_once, may_rerun=may_rerun, max_batch_cost=max_cost)
+    model = loaded(Counting, places, room, at_once, may_rerun=may_rerun, max_batch_cost=max_cost)
     channel = served(model, *turns)
     managed = model_of(model)
     assert managed.most <= min(places, room)
     items = [each for turn in turns for each in turn if not isinstance(each, tuple)]
     dropped = {i for turn in turns for each in turn if isinstance(each, tuple) for i in each}
     assert sorted(channel.ends) == list(range(len(items))), "each is over, and once"
-    if kind.deterministic_steps and may_rerun:
-        assert managed.most_cost <= max_cost
     for number, one in enumerate(items):
         is_stream = isinstance(one, list)
         outputs, fails = expected_of(one[0] if is_stream else one)
@@ -746,10 +682,9 @@ def test_each_item_is_over_once_with_all_its_outputs(
         if number in dropped or (has_failed and not fails):
             # An innocent one fails only where it cannot start again.
             assert number in dropped or not may_rerun or (is_stream and got)
-            assert number in dropped or not (may_rerun and kind.deterministic_steps)
         else:
             assert has_failed == fails
             # Of one that fails in the end others may have taken the memory before.
-            is_sure = may_rerun and (kind.deterministic_steps or not has_failed)
+            is_sure = may_rerun and not has_failed
             assert got == outputs or not (is_stream and is_sure)
             assert is_stream or has_failed or report.outputs == [outputs]

@@ -354,11 +354,6 @@ def _missing_steps(model: type[ManagedModel]) -> list[str]:
     missing = [] if starts else ["start, as a model with step must"]
     if not has_steps(model):
         missing.append("step, as a model with start must")
-    joins, leaves = (callable(getattr(model, name, None)) for name in ("join", "leave"))
-    if joins != leaves:
-        missing.append(
-            "leave, as a model with join must" if joins else "join, as one with leave must"
-        )
     return missing
 
 

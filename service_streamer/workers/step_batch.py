@@ -23,10 +23,6 @@ NO_STATE: Any = object()
 #: Arbitrary, as ``batch_ceiling.FIRST_INTERVAL``: running out again costs a start and some steps.
 ENDS_PER_PROBE = 32
 
-#: A batch that cannot be divided and fails is started again in halves. This often an item is
-#: cleared of suspicion once it has come further. 1024 places are halved as often.
-MOST_CLEARED = 10
-
 
 class StepRequest:
     """One item: what its caller wants, and how far it is.
@@ -39,16 +35,12 @@ class StepRequest:
         cost: of the state.
         first_cost: the same, when it started.
         outputs: all so far; of a stream those of this step.
-        steps: since it started.
         made: outputs since it started.
         sent: outputs of a stream that went out, in all.
         started_at: when it started first, by the monotonic clock; infinity before.
         timed: outputs of one that is no stream of which the time is known.
         first_at, last_at: when the first and the last of these were made.
         longest_between: the longest time from one to the next, seconds.
-        limit: the most with which it may run, because a larger batch failed; infinity for none.
-        cleared_after: the limit ends after so many steps.
-        suspected: how often it was in a batch that failed.
         is_held: whether it rests: its consumer is behind.
         is_done: whether it has come to its end.
         failure: why it failed; opaque here. None if it has not.
@@ -58,7 +50,6 @@ class StepRequest:
 
     __slots__ = (
         "batch_id",
-        "cleared_after",
         "cost",
         "failure",
         "first_at",
@@ -68,7 +59,6 @@ class StepRequest:
         "is_stream",
         "item",
         "last_at",
-        "limit",
         "longest_between",
         "made",
         "names_item",
@@ -76,8 +66,6 @@ class StepRequest:
         "sent",
         "started_at",
         "state",
-        "steps",
-        "suspected",
         "timed",
     )
 
@@ -88,25 +76,17 @@ class StepRequest:
         self.state: Any = NO_STATE
         self.cost = self.first_cost = 0.0
         self.outputs: list[Any] = []
-        self.steps = self.made = self.sent = self.timed = 0
+        self.made = self.sent = self.timed = 0
         self.started_at = self.first_at = self.last_at = math.inf
         self.longest_between = 0.0
-        self.limit = math.inf
-        self.cleared_after = self.suspected = 0
         self.failure: Any = None
         self.is_done = self.is_held = self.names_item = False
 
     def stepped(self, output: Any, is_done: bool) -> None:
         """Take up what a step has made of it; an output of None is nothing."""
-        self.steps += 1
         self.is_done = is_done
-        if self.steps > self.cleared_after and self.suspected <= MOST_CLEARED:
-            self.limit = math.inf
-        if output is None:
-            return
-        self.made += 1
-        # Of a stream that has started again, its caller has the first ones.
-        if not self.is_stream or self.made > self.sent:
+        if output is not None:
+            self.made += 1
             self.outputs.append(output)
 
     def time_output(self, now: float) -> None:
@@ -144,7 +124,6 @@ class StepBatch:
         places: how many run at most.
         max_cost: what they may cost together.
         may_rerun: whether an item may start again.
-        is_deterministic: whether it gets the same outputs then.
 
     Attributes:
         deck: those that wait, in order.
@@ -161,7 +140,6 @@ class StepBatch:
         max_cost: float = math.inf,
         *,
         may_rerun: bool = True,
-        is_deterministic: bool = False,
     ) -> None:
         self.deck: deque[StepRequest] = deque()
         self.running: list[StepRequest] = []
@@ -170,7 +148,6 @@ class StepBatch:
         self.evicted = 0
         self._max_cost = max_cost
         self._may_rerun = may_rerun
-        self._is_deterministic = is_deterministic
         self._ends = 0
         self._before: tuple[int, int] | None = None  # room and at_once, before they were cut
 
@@ -194,7 +171,7 @@ class StepBatch:
         running = len(self.running)
         if self.awaits_end and running:
             return []
-        size: float = min(self.places, self.room, *(each.limit for each in self.running), math.inf)
+        size = min(self.places, self.room)
         most = min(most, self.at_once)
         is_bounded = self._max_cost < math.inf
         if is_bounded and mean_cost is None:
@@ -205,7 +182,6 @@ class StepBatch:
         )
         chosen: list[StepRequest] = []
         while self.deck and len(chosen) < most:
-            size = min(size, self.deck[0].limit)
             then = running + len(chosen) + 1
             if is_bounded:
                 insort(costs, (growth, mean_cost or 0.0))
@@ -219,14 +195,14 @@ class StepBatch:
         """These have a state now."""
         for request in requests:
             request.started_at = min(request.started_at, now)
-            request.steps = request.made = 0
+            request.made = 0
             if not self._may_rerun:
                 request.item = None
         self.running += requests
 
     def can_start_again(self, request: StepRequest) -> bool:
         """Whether it may, and its caller sees nothing of it."""
-        return self._may_rerun and (self._is_deterministic or not request.sent)
+        return self._may_rerun and not request.sent
 
     def excess(self) -> StepRequest | None:
         """The one to be given up since all together cost too much; None if none is."""
@@ -248,13 +224,6 @@ class StepBatch:
         for request in reversed(requests):
             request.outputs = []
             self.deck.appendleft(request)
-
-    def suspect(self, requests: Sequence[StepRequest]) -> None:
-        """These failed together: they are to start again with half as many."""
-        for request in requests:
-            request.limit = max(1, len(requests) // 2)
-            request.cleared_after = max(request.cleared_after, request.steps)
-            request.suspected += 1
 
     def ran_out(self, size: int) -> None:
         """There is memory for no more than so many."""

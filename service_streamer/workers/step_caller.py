@@ -108,13 +108,11 @@ class StepCaller:
             text = "a model raised on several items, and which is at fault is not known:\n%s"
             logger.error(text, failure.remote_traceback)
         kind = failure.text.partition(": ")[0]
-        advice = "with retry=True only that call fails"
-        if self._model.may_rerun:
-            advice = "streams that have begun can start again if the model has deterministic_steps"
         return Failure(
             SharedBatchError(
                 f"the model raised {kind} on a batch that this call shared with other calls, and "
-                f"the call at fault is not known; {advice}. The log has the exception"
+                "the call at fault is not known; with retry=True only that call fails. The log has "
+                "the exception"
             )
         )
 

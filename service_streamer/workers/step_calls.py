@@ -5,8 +5,7 @@
     InvalidItems       those fail, the others start     those fail, the step is taken again
     out of memory      they are put back, and fewer     the youngest is put back, and the step is
                        start the next time              taken again; in halves, if none can be
-    another error      in halves, to a single item      the same; a batch that the model has joined
-                                                        is given up, and starts in halves
+    another error      in halves, to a single item      the same
 
 Results that cannot be read fail all items of the call, since the model may have taken the step.
 Where nothing may be computed again, all items of a call fail. An item that was alone in the call
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any
 
 from ..errors import BadModelOutput, WorkerLost
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepCalls:
-    """The calls of one model, and the batch that it has joined. For the thread of the model.
+    """The calls of one model. For the thread of the model.
 
     No method raises what a model raises, but for what ends the worker. An item that fails gets its
     ``failure``. Those that run have to be ended then, as all others that are done.
@@ -45,7 +44,6 @@ class StepCalls:
 
     Attributes:
         has_costs: whether the model says what a state costs.
-        can_rest: whether some states may be left out of a step: not of a batch that is joined.
     """
 
     def __init__(
@@ -61,12 +59,7 @@ class StepCalls:
         self._batch = batch
         self._caller = StepCaller(model, check_owner, progress)
         self._call = self._caller.call
-        self._join: Callable[[Any, list[Any]], Any] | None = getattr(managed, "join", None)
-        self._leave: Callable[[Any, list[int]], Any] | None = getattr(managed, "leave", None)
-        self.can_rest = self._leave is None
         self.has_costs = type(managed).cost is not ManagedModel.cost
-        self._joined: Any = None
-        self._rows: list[StepRequest] = []  # those in it, in order
         self._has_logged = False
 
     # -- start
@@ -119,18 +112,10 @@ class StepCalls:
         name = describe(self._managed.start)
         found = self._managed.start([request.item for request in requests])
         try:
-            states = read_states(found, len(requests), name)
+            return read_states(found, len(requests), name)
         except UnreadableError as error:
             self._release(error.parts)
             raise
-        if self._join is not None:
-            try:
-                self._joined = self._join(self._joined, list(states))
-            except Exception:
-                self._release(states)
-                raise
-            self._rows += requests
-        return states
 
     def resume(self, request: StepRequest, outputs: list[Any]) -> None:
         """Have the item go on where these outputs ended; or it has a failure."""
@@ -167,19 +152,12 @@ class StepCalls:
                 self._fail(part, ran.failure)
             elif len(part) == 1 or not self._model.may_rerun:
                 self._fail(part, self._caller.blame(part, ran))
-            elif self._leave is not None:
-                self._give_up(part, ran)
             else:
                 waiting += _halves(part)
-            if waiting and self._leave is not None:  # those that have failed must not step again
-                self._take_out([each for each in self._rows if each.failure is not None])
             waiting = [left for some in waiting if (left := _able(some))]
 
     def _advance(self, requests: list[StepRequest]) -> list[StepPair]:
-        states: Any = self._joined
-        if self._leave is None:
-            states = [request.state for request in requests]
-        found = self._managed.step(states)
+        found = self._managed.step([request.state for request in requests])
         name = describe(self._managed.step)
         return read_pairs(found, len(requests), name, moves_to_cpu=self._model.moves_to_cpu)
 
@@ -213,68 +191,30 @@ class StepCalls:
             youngest = batch.youngest(able)
         else:
             batch.ran_out_alone()
-        lost = part[-1:]
         if youngest is not None:
-            self.put_back([youngest], failure)
-        elif len(part) > 1 and self._leave is None:
+            self.put_back([youngest])
+        elif len(part) > 1:
             release_memory()
             first, second = reversed(_halves(part))
             return [first, second]  # the youngest next: if it fails the others have more
         else:
-            self._fail(lost, self._caller.blame(part, failure), names_item=True)
-            self._let_go(lost)
-            self._take_out(lost, failure)
+            self._fail(part, failure, names_item=True)
+            self._let_go(part)
         release_memory()  # as above
         return [part]
 
     # -- the end of a state
 
     def end(self, requests: Sequence[StepRequest]) -> None:
-        """These are over, wherever they are. In a joined batch others may fail by it."""
+        """These are over, wherever they are."""
         for request in requests:
             self._batch.end(request)
         self._let_go(requests)
-        self._take_out(requests)
 
-    def put_back(self, requests: Sequence[StepRequest], failure: Failure | None = None) -> None:
-        """Give up these states: their items start again.
-
-        Args:
-            failure: with which others of a joined batch fail if that is lost; None for what
-                ``leave`` raises then.
-        """
+    def put_back(self, requests: Sequence[StepRequest]) -> None:
+        """Give up these states: their items start again."""
         self._batch.put_back(requests)
         self._let_go(requests)
-        self._take_out(requests, failure)
-
-    def _take_out(self, requests: Collection[StepRequest], failure: Failure | None = None) -> None:
-        out = set(requests)
-        positions = [i for i, each in enumerate(self._rows) if each in out]
-        rest = [each for each in self._rows if each not in out]
-        if not positions:
-            return
-        if not rest:
-            self._joined, self._rows = None, []
-            return
-        leave = self._leave
-        assert leave is not None
-        ran = self._call(lambda _: leave(self._joined, positions), rest)
-        if isinstance(ran, Returned):
-            self._joined, self._rows = ran.value, rest
-        else:
-            self._give_up(rest, failure or failure_of(ran))
-
-    def _give_up(self, requests: list[StepRequest], failure: Failure) -> None:
-        """The joined batch is lost: they start again in halves, or fail if they cannot."""
-        self._joined, self._rows = None, []
-        going_on = [each for each in requests if each.failure is None and not each.is_done]
-        self._batch.suspect(going_on)
-        again = [each for each in going_on if self._batch.can_start_again(each)]
-        self._batch.put_back(again)
-        self._let_go(again)
-        lost = [each for each in going_on if each.state is not NO_STATE]
-        if lost:
-            self._fail(lost, self._caller.not_blamed(failure))
 
     def _let_go(self, requests: Sequence[StepRequest]) -> None:
         states = [each.state for each in requests if each.state is not NO_STATE]

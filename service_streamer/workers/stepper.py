@@ -65,13 +65,7 @@ class _Stepper:
     ) -> None:
         self._channel = channel
         self._model = model
-        self._batch = StepBatch(
-            model.places,
-            model.max_cost,
-            may_rerun=model.may_rerun,
-            # Of the class, as ``stack``.
-            is_deterministic=getattr(type(model.managed), "deterministic_steps", None) is True,
-        )
+        self._batch = StepBatch(model.places, model.max_cost, may_rerun=model.may_rerun)
         self._calls = StepCalls(model, self._batch, channel.check_owner, progress)
         self._admission = StepAdmission(None if self._calls.has_costs else 1.0)
         self._report = StepReport()
@@ -170,9 +164,7 @@ class _Stepper:
         while (costly := batch.excess()) is not None:
             calls.put_back([costly])
             self._sweep(time.monotonic())
-        running = list(batch.running)
-        if calls.can_rest:
-            running = [each for each in running if not each.is_held]
+        running = [each for each in batch.running if not each.is_held]
         if not running:
             return
         self._has_worked = True
@@ -186,8 +178,7 @@ class _Stepper:
         for request in batch.running:
             if request.is_stream and request.outputs:
                 (report.outputs[request.batch_id],) = request.take_outputs()
-                if not batch.can_start_again(request):
-                    request.item = None
+                request.item = None  # it does not start again
             elif not request.is_stream:
                 request.time_output(now)
         self._sweep(now)
@@ -195,11 +186,9 @@ class _Stepper:
         self._sweep(now)
 
     def _sweep(self, now: float) -> None:
-        """End those that are done or have failed. In a joined batch that may make others fail."""
+        """End those that are done or have failed."""
         running = self._batch.running
-        while over := [each for each in running if each.is_done or each.failure is not None]:
-            self._end(over, now)
-            running = self._batch.running
+        self._end([each for each in running if each.is_done or each.failure is not None], now)
 
     def _end(self, over: list[StepRequest], now: float) -> None:
         for request in over:
