@@ -326,7 +326,7 @@ def test_nothing_is_computed_again_that_may_not(
     assert model_of(model).calls == expected
     if what == "raise":
         assert "ValueError: it happens" in caplog.text
-        shared = channel.ends[0].failure
+        shared = channel.ends[0].failures[0]
         assert "raised ValueError on a batch that this call shared" in shared.text
         assert "it happens" not in shared.text, "which may quote an item of another"
         (alone,) = served(loaded(Counting, may_rerun=False), [bad]).results.values()
@@ -353,7 +353,7 @@ def test_a_wrong_result_of_a_step_is_an_error_that_shows_it(returned: Any, text:
     model = loaded(Bad)
     channel = served(model, [item(2), item(2), item(2)])
     for report in channel.ends.values():
-        failure = report.failure or report.failures[0]
+        failure = report.failures[0]
         with pytest.raises(ValueError, match=rf"Bad\.step must return {'.*'}{text}"):
             raise failure.exception()
     assert model_of(model).calls == [("start", 3), ("step", 3)], "it may have taken the step"
@@ -393,7 +393,7 @@ def test_a_wrong_number_of_states_is_said_and_they_are_released() -> None:
     model = loaded(Loses)
     channel = served(model, [item(2), item(2), item(2)])
     assert set(channel.results.values()) == {"BadModelOutput"}
-    assert "Loses.start must return a sequence of 3 states" in channel.ends[0].failure.text
+    assert "Loses.start must return a sequence of 3 states" in channel.ends[0].failures[0].text
     managed: Any = model.managed
     assert len(managed.released) == 2
 
@@ -416,7 +416,7 @@ def test_an_error_in_another_method_fails_one_item_at_most(
     channel = served(model, [item(2), item(6), [item(6, bad=3)], item(6, bad=0)])
     assert channel.results == {0: "IndexError", 1: 5, 2: "BadModelOutput", 3: "BadModelOutput"}
     assert channel.outputs == {2: [0, 1, 2]}
-    assert "Raises.cost must return a number" in channel.ends[2].failure.text
+    assert "Raises.cost must return a number" in channel.ends[2].failures[0].text
     assert caplog.text.count("what the state held may not be free") == 1
     model_of(model)
 
@@ -677,7 +677,7 @@ def test_each_item_is_over_once_with_all_its_outputs(
         is_stream = isinstance(one, list)
         outputs, fails = expected_of(one[0] if is_stream else one)
         report, got = channel.ends[number], channel.outputs.get(number, [])
-        has_failed = bool(report.failure or report.failures)
+        has_failed = bool(report.failures)
         assert got == outputs[: len(got)], "in order, none twice"
         if number in dropped or (has_failed and not fails):
             # An innocent one fails only where it cannot start again.

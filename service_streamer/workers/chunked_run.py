@@ -9,6 +9,7 @@ from ..gpu.faults import DeviceFailed
 from ..gpu.out_of_memory import is_out_of_memory
 from ..gpu.torch_process import release_memory
 from .batch_ceiling import Chunk
+from .bisection import OutOfMemory
 from .model_spec import LoadedModel
 from .protocol import Failure
 from .stage_calls import StageCalls, at_positions
@@ -23,12 +24,6 @@ class StagedChunk(NamedTuple):
     start: int
     stop: int
     data: Any
-
-
-class OutOfMemory(NamedTuple):
-    """What became of a run for which the device had not enough memory."""
-
-    failure: Failure
 
 
 def caught(error: BaseException, model: LoadedModel, batch_id: int) -> Failure | OutOfMemory:

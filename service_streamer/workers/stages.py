@@ -25,8 +25,8 @@ from ..gpu.stage_timer import StageTimer
 from ..gpu.transfers import PLAIN, OnHost, results_on_host
 from ..observe.record import BatchReport
 from ..options.checks import is_sequence
+from .bisection import OutOfMemory
 from .chunked_run import (
-    OutOfMemory,
     StagedChunk,
     caught,
     compute_in_chunks,

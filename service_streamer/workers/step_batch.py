@@ -16,12 +16,32 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from ..batching.cost import LearnedCost
+
 #: Of an item that does not run. A model's own states may be anything, and None, too.
 NO_STATE: Any = object()
 
 #: After so many items that are over, a bound that lack of memory has set is raised by one.
 #: Arbitrary, as ``batch_ceiling.FIRST_INTERVAL``: running out again costs a start and some steps.
 ENDS_PER_PROBE = 32
+
+#: Before each step, as many items start as take this many steps' time.
+#: Chosen by reasoning: outputs then come at half their pace at worst while items start, and where a
+#: start is shorter than a step, most places are filled in one or two steps.
+STALL_STEPS = 1.0
+#: Or as many as take this many times what one takes that starts anyway.
+#: Chosen by reasoning: where it is the call of ``start`` that costs, and not its items, the others
+#: come along for little.
+STALL_STARTS = 1.5
+#: Weight of the newest step in what a step takes.
+#: Chosen by reasoning: a few steps, since their number of states changes as fast.
+STEP_RATE = 0.25
+#: A step counts at most this many times what steps have taken.
+#: Chosen by reasoning: one that was held up says nothing of the next.
+LONGEST_STEP = 2.0
+#: Weight of the newest item in what a new one costs.
+#: Chosen by reasoning: items differ, so that a mean of some is needed.
+COST_RATE = 0.1
 
 
 class StepRequest:
@@ -44,8 +64,6 @@ class StepRequest:
         is_held: whether it rests: its consumer is behind.
         is_done: whether it has come to its end.
         failure: why it failed; opaque here. None if it has not.
-        names_item: whether the failure is this item's by what the model said, as by
-            ``InvalidItems``, and not by what was found out.
     """
 
     __slots__ = (
@@ -61,7 +79,6 @@ class StepRequest:
         "last_at",
         "longest_between",
         "made",
-        "names_item",
         "outputs",
         "sent",
         "started_at",
@@ -80,7 +97,7 @@ class StepRequest:
         self.started_at = self.first_at = self.last_at = math.inf
         self.longest_between = 0.0
         self.failure: Any = None
-        self.is_done = self.is_held = self.names_item = False
+        self.is_done = self.is_held = False
 
     def stepped(self, output: Any, is_done: bool) -> None:
         """Take up what a step has made of it; an output of None is nothing."""
@@ -258,6 +275,63 @@ class StepBatch:
             self._ends = 0
             self.room = min(self.places, self.room + 1)
             self.at_once = min(self.places, self.at_once + 1)
+
+
+class StepAdmission:
+    """Learns what starts and steps take and what new items cost. Not thread-safe: one per worker.
+
+    While items start, those that run wait: a language model reads prompts, and no text goes on. To
+    put starts off saves no time in all, since the work stays the same, and others run by then. But
+    to start many at once makes a long pause between two outputs of all who run. So as many start as
+    take about one step, and always one, so that each gets its turn.
+
+    Args:
+        cost: of each state, if it is the same for all.
+
+    Attributes:
+        step: seconds of a step, lately; 0 while none is known.
+        cost: of a new item's state, lately; None while none is known.
+        growth: by how much that grows until it is done.
+    """
+
+    __slots__ = ("_has_grown", "_starts", "cost", "growth", "step")
+
+    def __init__(self, cost: float | None = None) -> None:
+        self._starts = LearnedCost()
+        self.step = 0.0
+        self.cost = cost
+        self.growth = 0.0
+        self._has_grown = False
+
+    def started(self, size: int, seconds: float) -> None:
+        """So many items have started together, without an error."""
+        self._starts.observe(size, seconds)
+
+    def costs(self, cost: float) -> None:
+        """A state that has just started costs this much."""
+        self.cost = cost if self.cost is None else self.cost + (cost - self.cost) * COST_RATE
+
+    def grew(self, growth: float) -> None:
+        """A state that is done costs so much more than when it started."""
+        self.growth += (growth - self.growth) * (COST_RATE if self._has_grown else 1.0)
+        self._has_grown = True
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so many seconds, without an error."""
+        if self.step:
+            self.step += (min(seconds, LONGEST_STEP * self.step) - self.step) * STEP_RATE
+        else:
+            self.step = seconds
+
+    def most(self, running: int) -> float:
+        """How many items may start now: at least one, and all if nothing runs that would wait."""
+        starts = self._starts
+        if not running or not starts.is_known:
+            return math.inf
+        allowed = max(STALL_STEPS * self.step, STALL_STARTS * starts.duration(1))
+        if starts.per_unit * 1e9 <= allowed:  # each takes nothing beside the call
+            return math.inf
+        return max(1, int((allowed - starts.base) / starts.per_unit))
 
 
 def _peak(costs: Sequence[tuple[float, float]]) -> float:

@@ -5,8 +5,8 @@
     step      once, with all that run
     report    outputs of streams, and what is over, in one message
 
-All in the thread that loaded the model. The decisions are in ``step_batch`` and ``step_admission``,
-and what becomes of errors in ``step_calls``.
+All in the thread that loaded the model. The decisions are in ``step_batch``, and what becomes of
+errors in ``step_calls``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..observe.record import BatchReport, StepReport
 from .model_spec import LoadedModel
 from .protocol import DROP, HOLD, RESUME
-from .step_admission import StepAdmission
-from .step_batch import StepBatch, StepRequest
+from .step_batch import StepAdmission, StepBatch, StepRequest
 from .step_calls import StepCalls
 
 if TYPE_CHECKING:  # it imports this module
@@ -209,10 +208,8 @@ class _Stepper:
         report.output_times = request.output_times
         if self._batch.room < self._batch.places:
             report.ceiling = self._batch.room
-        if request.failure is not None and request.names_item:
+        if request.failure is not None:
             report.failures = {0: request.failure}
-        elif request.failure is not None:
-            report.outputs, report.failure = [], request.failure
         request.item = None
         return report
 
