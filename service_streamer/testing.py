@@ -104,7 +104,13 @@ class StubTransport(Transport):
             self._changed.notify_all()
 
     def send(
-        self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
+        self,
+        slot: int,
+        batch_id: int,
+        payloads: list[Any],
+        *,
+        calls: int | list[int] = 0,
+        is_stream: bool = False,
     ) -> None:
         self.sent.append((slot, batch_id, payloads))
 

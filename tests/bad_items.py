@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 import math
@@ -12,9 +13,14 @@ from typing import Any
 
 from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
+from worker_loop import served
 
 #: The time in which a worker finds that a batch kills it, as a share of that of the batch.
 _DEATH = 0.5
+
+
+class Text(str):
+    """Equal ones are not identical."""
 
 
 class Service:
@@ -33,8 +39,8 @@ class Service:
     Attributes:
         ends: what calls ended with, by item: "done", a failure, or "expired".
         waits: how long those took that were sent as good and answered, seconds.
-        batches: how many the model was called with.
-        new_batches: how many of them were of new items.
+        batches: how often the model was called.
+        new_batches: how many batches were of new items.
         deaths: of workers.
         condemned: when which worker was to be replaced.
     """
@@ -134,28 +140,54 @@ class Service:
         if slot in self._computing or not self._queues[slot]:
             return
         batch = self._computing[slot] = self._queues[slot].popleft()
-        self.batches += 1
         self.new_batches += batch.search is None
-        took = self._seconds(batch)
-        is_death = "kill" in batch.payloads
-        self._at(self.now + (_DEATH * took if is_death else took), lambda: self._end(slot))
-
-    def _end(self, slot: int) -> None:
-        batch = self._computing.pop(slot, None)
-        if batch is None:  # it was replaced
-            return
-        took = self._seconds(batch)
         if "kill" in batch.payloads:
+            self.batches += 1
+            self._at(self.now + _DEATH * self._seconds(batch), lambda: self._die(slot))
+        else:
+            report = self._computed(batch)
+            self._at(self.now + report.duration, lambda: self._end(slot, report))
+
+    def _computed(self, batch: BatchRecord) -> BatchReport:
+        """What its worker says of the batch: which items are bad, if these may be looked for."""
+        took, runs = 0.0, 0
+        if not self._fails(batch):
+            self.batches += 1
+            outputs = ["result"] * batch.size
+            return BatchReport(batch.id, outputs, duration=self._seconds(batch), slot=batch.slot)
+
+        def predict(positions: list[int]) -> list[int]:
+            nonlocal took, runs
+            items = [batch.payloads[position] for position in positions]
+            part = BatchRecord(0, batch.slot, [], items)
+            took, runs = took + self._seconds(part), runs + 1
+            if self._fails(part):
+                raise ValueError
+            return positions
+
+        may_search = batch.calls > 1 and self.batcher.isolates_errors
+        (report,) = served(predict, [*range(batch.size)], calls=int(may_search))
+        self.batches += runs
+        failures = {position: self._new_failure() for position in report.failures}
+        failure = None if report.failure is None else self._failure
+        return BatchReport(
+            batch.id, report.outputs, failures, failure, took, runs=report.runs, slot=batch.slot
+        )
+
+    def _new_failure(self) -> Any:
+        """Another one for each time that the model raises."""
+        failure = self._failure
+        return Text(failure) if isinstance(failure, str) else copy.copy(failure)
+
+    def _die(self, slot: int) -> None:
+        if self._computing.pop(slot, None) is not None:  # else it was replaced
             self.deaths += 1
             self._lose(slot, "died")
-            return
-        self._begin(slot)
-        if self._fails(batch):
-            report = BatchReport(batch.id, failure=self._failure, duration=took, slot=slot)
-        else:
-            outputs = ["result"] * batch.size
-            report = BatchReport(batch.id, outputs, duration=took, slot=slot)
-        self._do(self.batcher.batch_returned(report, self.now))
+
+    def _end(self, slot: int, report: BatchReport) -> None:
+        if self._computing.pop(slot, None) is not None:  # else it was replaced
+            self._begin(slot)
+            self._do(self.batcher.batch_returned(report, self.now))
 
     def _lose(self, slot: int, failure: str | None) -> None:
         del self._queues[slot]

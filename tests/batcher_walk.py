@@ -53,14 +53,16 @@ class Walk:
         batch: BatchRecord,
         duration: float = 0.01,
         padding: float | None = None,
+        runs: int = 0,
         **failures: Any,
     ) -> Actions:
         """It comes back; ``_1="why"`` is why its item 1 has failed."""
         outputs = [f"result of {payload}" for payload in batch.payloads]
         by_position = {int(position[1:]): failure for position, failure in failures.items()}
         report = BatchReport(
-            batch.id, outputs, by_position, duration=duration, padding=padding, slot=batch.slot
-        )
+            batch.id, outputs, by_position, duration=duration, padding=padding, runs=runs,
+            slot=batch.slot,
+        )  # fmt: skip
         return self.checked(self.batcher.batch_returned(report, self.now))
 
     def checked(self, actions: Actions) -> Actions:

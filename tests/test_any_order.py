@@ -155,7 +155,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule(
         data=st.data(),
-        outcome=st.sampled_from(["done", "done", "done", "failed", "failed", "partly"]),
+        outcome=st.sampled_from(["done", "done", "done", "failed", "partly", "all failed"]),
         stages=st.sampled_from([None, None, *STAGES]),
     )
     def come_back(
@@ -168,6 +168,8 @@ class AnyOrder(RuleBasedStateMachine):
             return
         outputs = [("result", *item) for item in batch.payloads]
         failures = {batch.size - 1: "lost on the way"} if outcome == "partly" else {}
+        if outcome == "all failed":
+            failures = {i: f"failed {batch.id} at {i}" for i in range(batch.size)}
         self.done(batch, outputs, failures, stages)
 
     def done(

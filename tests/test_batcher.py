@@ -142,9 +142,7 @@ def full_batch(walk: Walk, *names: str) -> tuple[list[Call], BatchRecord]:
     return [call for call, _ in submitted], (ahead + list(after))[0]
 
 
-def run_out(
-    walk: Walk, batches: list[BatchRecord], *, raise_on: str = "", die_on: str = ""
-) -> list[Any]:
+def run_out(walk: Walk, batches: list[BatchRecord], die_on: str) -> list[Any]:
     """Run batches and all that follow; the payloads of each run. Workers that die come back."""
     runs = []
     while batches:
@@ -153,8 +151,6 @@ def run_out(
         if set(batch.payloads) & set(die_on):
             batches += walk.lost(batch.slot).batches
             batches += walk.checked(walk.batcher.worker_ready(batch.slot, walk.now)).batches
-        elif set(batch.payloads) & set(raise_on):
-            batches += walk.failed(batch).batches
         else:
             batches += walk.done(batch).batches
     assert walk.batcher.is_empty
@@ -169,77 +165,61 @@ def failures(calls: list[Call]) -> list[Any]:
 @pytest.mark.parametrize(
     ("items", "options", "culprit", "runs"),
     [
-        ("abcdefgh", {}, "raises c", "abcdefgh abcd efgh ab cd c d"),
-        ("abcd", {"isolate_errors": False}, "raises a", "abcd"),
-        ("abcdefgh", {}, "dies f", "abcdefgh abcd efgh ef gh e f"),
-        ("a", {"max_attempts": 3}, "dies a", "a a a"),
-        ("abcd", {"max_attempts": 1, "isolate_errors": False}, "dies c", "abcd"),
+        ("abcdefgh", {}, "f", "abcdefgh abcd efgh ef gh e f"),
+        ("a", {"max_attempts": 3}, "a", "a a a"),
+        ("abcd", {"max_attempts": 1, "isolate_errors": False}, "c", "abcd"),
     ],
 )
-def test_item_at_fault_is_found_by_halves_and_fails_alone_if_it_may_run_again(
+def test_item_that_kills_is_found_by_halves_and_fails_alone_if_it_may_run_again(
     items: str, options: dict[str, Any], culprit: str, runs: str
 ) -> None:
     walk = Walk(batch_size=8, **options)
     calls, batch = full_batch(walk, *items)
-    how, name = culprit.split()
-    found = run_out(walk, [batch], **{"raise_on" if how == "raises" else "die_on": name})
+    found = run_out(walk, [batch], die_on=culprit)
     assert found == runs.split()
-    failure = "why" if how == "raises" else "died"
     is_searched = len(found) > 1
     assert failures(calls) == [
-        failure if item == name or not is_searched else None for item in items
+        "died" if item == culprit or not is_searched else None for item in items
     ]
-    if is_searched and how == "raises":
-        assert walk.batcher.figures.retries.isolated_calls == 1
-    if is_searched and len(items) == 8 and how == "dies":
+    if len(items) == 8:
         assert walk.batcher.figures.retries.retried_items == 8 + 4 + 2
 
 
-@pytest.mark.parametrize(
-    ("bad", "most_runs"),
-    [
-        ([37], 1 + 2 * 6),  # two for each halving
-        ([0, 1], 1 + 22),
-        ([0, 63], 1 + 22),
-        ([17, 48], 1 + 22),
-        ([*range(64)], 2 * 64 - 1),
-    ],
-    ids=["one", "neighbours", "the ends", "two", "all"],
-)
-def test_bad_items_are_found_in_few_model_calls(bad: list[int], most_runs: int) -> None:
-    walk = Walk(batch_size=64)
-    names = [chr(0x100 + i) for i in range(64)]
-    calls, batch = full_batch(walk, *names)
-    runs = run_out(walk, [batch], raise_on="".join(names[i] for i in bad))
-    assert len(runs) <= most_runs
-    assert [i for i, failure in enumerate(failures(calls)) if failure] == bad
-    assert walk.batcher.figures.retries.isolated_calls == len(bad), "each with its own error"
-
-
-def test_calls_are_parted_and_the_items_of_one_only_after_a_death() -> None:
-    walk = Walk(batch_size=4)
-    _, [busy] = walk.submit("busy")
-    bad, _ = walk.submit("a", "b")
-    good, [batch] = walk.submit("c", "d")
-    walk.done(busy)
-    assert run_out(walk, [batch], raise_on="a") == ["abcd", "ab", "cd"]
-    assert failures([bad, good]) == ["why", None]
+def test_items_of_a_call_are_parted_after_a_death() -> None:
     walk = Walk(batch_size=4)
     call, [batch] = walk.submit(*"abcd")
     assert run_out(walk, [batch], die_on="c") == ["abcd", "ab", "cd", "c"]
     assert failures([call]) == ["died"]
 
 
-@pytest.mark.parametrize("has_died", [False, True])
-def test_neighbour_of_a_call_that_is_over_is_not_blamed_for_it(has_died: bool) -> None:
+def test_items_that_a_worker_found_to_be_at_fault_fail_and_are_counted() -> None:
+    walk = Walk(batch_size=4)
+    calls, batch = full_batch(walk, *"abcd")
+    done = walk.done(batch, runs=5, _1="of b", _2="of c")
+    assert failures(calls) == [None, "of b", "of c", None]
+    assert walk.batcher.figures.retries.isolated_calls == 2
+    assert [tuple(each) for each in done.searches] == [(4, 2, "of b", 5)]
+
+
+def test_a_batch_that_fails_as_a_whole_is_nobodys_fault() -> None:
+    walk = Walk(batch_size=4, isolate_errors=False, shared=lambda failure, _: f"not {failure}")
+    calls, batch = full_batch(walk, *"ab")
+    done = walk.failed(batch)
+    assert failures(calls) == ["not why", "not why"]
+    assert [tuple(each) for each in done.searches] == [(2, 2, "why", 0)]
+    call, [batch] = walk.submit("c")
+    assert not walk.failed(batch).searches
+    assert failures([call]) == ["why"], "it was alone"
+
+
+def test_neighbour_of_a_call_that_is_over_is_not_blamed_for_it() -> None:
     walk = Walk(batch_size=2, max_attempts=2)
     (bad, good), batch = full_batch(walk, *"ab")
-    if has_died:
-        walk.lost(batch.slot)
-        [batch] = walk.checked(walk.batcher.worker_ready(1, 0.0)).batches
-        assert batch.payloads == ["a"]
+    walk.lost(batch.slot)
+    [batch] = walk.checked(walk.batcher.worker_ready(1, 0.0)).batches
+    assert batch.payloads == ["a"]
     walk.batcher.call_withdrawn(bad)
-    [again] = walk.done(batch).batches if has_died else walk.failed(batch).batches
+    [again] = walk.done(batch).batches
     assert again.payloads == ["b"]
     walk.done(again)
     assert good.failure is None

@@ -26,7 +26,7 @@ from service_streamer import (
     WorkerStartTimeout,
 )
 from service_streamer.engine.engine import Engine, EngineState
-from service_streamer.observe.record import Call
+from service_streamer.observe.record import Call, StepReport
 from service_streamer.supervision.supervisor import Loss
 from stub_engine import StubEngine
 
@@ -268,6 +268,22 @@ def test_a_forked_child_is_refused_what_needs_the_lock(ask: Callable[[Engine], o
             patch.setattr(one.engine, "_pid", -1)  # as if this were a child
             with pytest.raises(StreamerForked):
                 ask(one.engine)
+
+
+def test_a_worker_that_says_that_it_has_not_hung_gets_its_time_anew() -> None:
+    """Between two model calls of a search for bad items, which may take many times as long."""
+    with StubEngine(batch_timeout=10.0) as setup:
+        setup.transport.ready(0)
+        future = setup.submit("a")
+        for _ in range(3):
+            setup.advance(9.0)
+            setup.transport.deliver(StepReport(slot=0))
+        assert not setup.transport.killed
+        setup.transport.echo()
+        assert future.result() == ["a"]
+        setup.submit("b")
+        setup.advance(10.0)
+        assert setup.transport.killed == [0]
 
 
 def test_an_idle_engine_is_not_woken_by_every_call_that_has_a_timeout() -> None:

@@ -151,7 +151,7 @@ def test_two_that_fail_everything_are_replaced_a_minute_apart() -> None:
     service.run(100.0)
     (first, _), (second, _) = service.condemned
     assert {slot for _, slot in service.condemned} == {1, 2}
-    assert INTERVAL <= second - first < INTERVAL + 1
+    assert INTERVAL - 0.001 <= second - first < INTERVAL + 1
     assert service.failed() <= 2 * 64
 
 
@@ -170,7 +170,7 @@ def test_workers_are_left_alone_when_no_other_one_does_better(
         64, workers=worker_num, fails=lambda batch: batch.slot in fails,
         failure=Error(blames_input=blames_input),
     )  # fmt: skip
-    service.run(30.0)
+    service.run(100.0)
     assert service.condemned == []
     assert service.batcher.health.is_failing(service.now) == is_failing
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 
 from bad_items import Service, share_of_bad
 from service_streamer.batching.batcher import Batcher
-from service_streamer.observe.record import BatchReport, Call
+from service_streamer.observe.record import BatchRecord, BatchReport, Call
 
 #: So often a host may be lost with an item until that counts as an attempt.
 MOST_OUTAGES = 3
@@ -68,23 +69,29 @@ def test_what_it_costs_to_find_the_bad_ones(share: float, calls_for_each: float)
     assert {end for (item, end), _ in service.ends.items() if item == "bad"} == {"raised"}
 
 
-def test_one_who_sends_nothing_good_takes_about_half_of_the_batches() -> None:
-    alone = Service(lambda _: "good")
+@pytest.mark.parametrize(
+    ("seconds", "share"),
+    [(lambda batch: 0.001, 1 / 10), (lambda batch: 0.001 + 0.0001 * batch.size, 1 / 4)],
+)
+def test_one_who_sends_nothing_good_costs_one_search_for_each_batch(
+    seconds: Callable[[BatchRecord], float], share: float
+) -> None:
+    """Nobody but that caller fails. A search takes log2(n) calls of the model, of fewer items."""
+    alone = Service(lambda _: "good", seconds=seconds)
     alone.run(0.5)
-    service = Service(lambda caller: "good" if caller else "bad", callers=65)
+    service = Service(lambda caller: "good" if caller else "bad", callers=65, seconds=seconds)
     service.run(0.5)
     assert service.failed("good") == 0
-    assert service.new_batches > 0.4 * service.batches
-    assert service.answered("good") > alone.answered("good") / 3
+    assert service.answered("good") > share * alone.answered("good")
 
 
-def test_a_model_that_fails_at_all_is_called_once_for_each_call() -> None:
+def test_a_model_that_fails_at_all_is_called_little_more_than_once_for_each_call() -> None:
     service = Service(share_of_bad(1.0))
     service.run(1.0)
     first = service.failed("bad")
     before = service.batches
     service.run(2.0)
-    assert service.batches - before <= 1.05 * (service.failed("bad") - first)
+    assert service.batches - before <= 1.4 * (service.failed("bad") - first)
 
 
 def test_batches_grow_again_when_the_model_has_recovered() -> None:

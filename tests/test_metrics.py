@@ -154,17 +154,18 @@ def test_a_batch_that_is_run_again_in_parts_counts_as_batches_but_not_as_waiting
     walk.now = 1.0
     [both] = walk.done(first, 0.25).batches
     walk.now = 2.0
-    [half] = walk.failed(both, 0.25).batches
+    walk.lost(both.slot)
+    [half] = walk.checked(walk.batcher.worker_ready(1, 2.0)).batches
     walk.now = 2.5
-    [other] = walk.failed(half, 0.25).batches
+    [other] = walk.done(half, 0.25).batches
     walk.now = 3.0
     walk.done(other, 0.25)
     metrics = walk.batcher.figures.metrics
-    assert told(metrics.sizes) == {1: 3, 2: 1}, "four times the model was called"
+    assert told(metrics.sizes) == {1: 3}, "those that came back"
     assert (metrics.queued.count, metrics.queued.total) == (3, 0 + 1.0 + 1.0)
-    assert (metrics.inference.count, metrics.inference.total) == (4, 1.0)
-    assert (metrics.batch.count, metrics.batch.total) == (4, 1.0 + 1.0 + 0.5 + 0.5)
-    assert ended(walk) == (3, 2, 1, 0, 0)
+    assert (metrics.inference.count, metrics.inference.total) == (3, 0.75)
+    assert (metrics.batch.count, metrics.batch.total) == (3, 1.0 + 0.5 + 0.5)
+    assert ended(walk) == (3, 3, 0, 0, 0)
 
 
 def test_a_batch_that_is_lost_is_none_but_its_items_have_waited() -> None:
@@ -285,11 +286,12 @@ def test_a_batch_that_is_run_again_is_told_to_be(ready: StubEngine) -> None:
     for item in ("first", "a", "b"):
         ready.submit(item)
     ready.transport.echo()
-    ready.transport.report(0, 1, failure=Failure(ValueError("bad")))
+    ready.transport.lose(0)
+    ready.transport.ready(1)
     ready.transport.echo()
     ready.transport.echo()
     assert [(record.size, record.is_rerun) for record in records] == [
-        (1, False), (2, False), (1, True), (1, True),
+        (1, False), (1, True), (1, True),
     ]  # fmt: skip
     assert [record.reason for record in records if record.is_rerun] == [Reason.AGAIN] * 2
 

@@ -16,7 +16,7 @@ from unittest import mock
 from service_streamer import ManagedModel
 from service_streamer.workers.model_spec import LoadedModel, ModelSpec
 from service_streamer.workers.runner import Channel, serve
-from service_streamer.workers.transport import BatchReport
+from service_streamer.workers.transport import BatchReport, StepReport
 
 
 class Clock:
@@ -40,28 +40,38 @@ class Batches(Channel):
     Args:
         together: whether the next batch is always there when one is answered.
         failures: of each batch, by position, why an item is missing.
+        calls: items of each call, as in ``Transport.send``.
     """
 
     def __init__(
-        self, *batches: list[Any], together: bool = False, failures: dict[int, Any] | None = None
+        self,
+        *batches: list[Any],
+        together: bool = False,
+        failures: dict[int, Any] | None = None,
+        calls: int | list[int] = 0,
     ) -> None:
         self._batches = list(enumerate(batches))
         self._together = together
         self._failures = failures or {}
+        self._calls = calls
         self.reports: list[BatchReport] = []
+        self.signs = 0  # that it has not hung
         self.is_interrupted = False
 
     def receive(self) -> tuple[Any, ...] | None:
         if not self._batches or self.is_interrupted:
             return None
         number, items = self._batches.pop(0)
-        return number, items, dict(self._failures)
+        return number, items, dict(self._failures), self._calls
 
     def is_waiting(self) -> bool:
         return self._together
 
-    def send(self, report: BatchReport) -> None:  # type: ignore[override] # there are no steps
-        self.reports.append(report)
+    def send(self, report: BatchReport | StepReport) -> None:
+        if isinstance(report, BatchReport):
+            self.reports.append(report)
+        else:
+            self.signs += 1
 
     def interrupt(self) -> bool:
         self.is_interrupted = True
@@ -100,15 +110,17 @@ def served(
     *batches: list[Any],
     together: bool = False,
     failures: dict[int, Any] | None = None,
+    calls: int | list[int] = 0,
 ) -> list[BatchReport]:
     """What the worker answers. It goes on with the state that it has.
 
     Args:
         together: whether batches overlap: each is there in time, and all stages take long.
+        calls: items of each call, as in ``Transport.send``.
     """
     if not isinstance(model, LoadedModel):
         model = loaded(model)
-    channel = Batches(*batches, together=together, failures=failures)
+    channel = Batches(*batches, together=together, failures=failures, calls=calls)
     return channel.serve(model, ticking() if together else None)
 
 

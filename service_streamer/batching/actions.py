@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..observe.record import BatchRecord, Call
-from .isolation import Search
+from .isolation import Raised, Search
 
 
 class Actions(NamedTuple):
@@ -17,7 +17,7 @@ class Actions(NamedTuple):
         calls: to answer; they are over.
         hung: slots whose batch has taken too long: end their workers, or say so.
         vacant: retiring slots that have nothing left to do: let their workers end.
-        searches: that have come to an end, for the log.
+        searches: for the items at fault that have come to an end, for the log.
         condemned: slots whose workers fail everything while others do not: replace them.
     """
 
@@ -25,7 +25,7 @@ class Actions(NamedTuple):
     calls: Sequence[Call] = ()
     hung: Sequence[int] = ()
     vacant: Sequence[int] = ()
-    searches: Sequence[Search] = ()
+    searches: Sequence[Search | Raised] = ()
     condemned: Sequence[int] = ()
 
 

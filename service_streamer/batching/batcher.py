@@ -58,7 +58,7 @@ class Batcher:
             batches; None sets no bound.
         max_attempts: worker crashes that an item may be involved in before it fails; 1 for models
             that must not run twice.
-        isolate_errors: whether a batch on which the model raises is run again in smaller parts.
+        isolate_errors: whether a worker is to find the calls on which the model raises.
         shared: makes of a failure what calls fail with that shared a batch with the one at fault,
             when it is not known which that is: without anything of the other's. Gets the failure
             and whether it is the loss of a worker.
@@ -82,6 +82,7 @@ class Batcher:
             None if the batches are not watched. Of a model of steps also with those that are lost
             with their worker.
         health: of the workers.
+        isolates_errors: as given.
         has_steps: whether the model is known to be one of steps. Then each batch is one item, which
             has a place in its worker until it is over.
         steps: what is known of these items; None without.
@@ -117,6 +118,7 @@ class Batcher:
             # What is never run twice should not go down with a batch that it only waited behind.
             sends_ahead=max_attempts > 1,
         )
+        self.isolates_errors = isolate_errors
         self._new_policy: Callable[[], Policy] = lambda: (
             policy
             or Policy(
@@ -130,9 +132,7 @@ class Batcher:
         self._new_queue: Callable[[LearnedCost], CallQueue] = lambda cost: CallQueue(
             cost, batch_size, tenant_weights, has_lengths=has_lengths
         )
-        self._retries = Retries(
-            batch_size=batch_size, max_attempts=max_attempts, isolate_errors=isolate_errors
-        )
+        self._retries = Retries(max_attempts=max_attempts)
         self.health = Health()
         self.figures = Figures(self._retries, self.slots)
         self._endings = Endings(
@@ -309,11 +309,11 @@ class Batcher:
         return sum(batch.size for batch in self.slots.in_flight() if batch.slot == slot)
 
     def batch_returned(self, report: BatchReport, now: float) -> Actions:
-        """A batch came back, with one output for each item or with the model's failure.
+        """A batch came back, with an output or a failure for each item, or one failure for all.
 
-        The calls of items that could not cross between the processes fail; others are not affected.
+        The calls of items that failed fail; others are not affected.
         """
-        has_failed = report.failure is not None
+        has_failed = report.has_failed
         batch, vacant = self.slots.take_back(
             report.slot, report.batch_id, now, is_done=not has_failed
         )
@@ -323,10 +323,10 @@ class Batcher:
         is_wasted = has_failed and all(call.is_over for call, _, _ in batch.spans)  # given up, say
         if (self.queue.items or self._overload.is_behind) and not is_wasted:
             work = 0.0
-            if batch.search is None:
+            if batch.search is None and not report.runs:
                 work = batch.size if self.has_steps else batch.cost
             self._overload.came_back(work, now - batch.cut_at, now)
-        if has_failed:
+        if report.failure is not None:
             calls, searches = self._endings.batch_failed(batch)
             actions = self._cutter.cut(now, calls, vacant, searches)
         else:
@@ -340,18 +340,20 @@ class Batcher:
     def _batch_done(self, batch: BatchRecord, vacant: Sequence[int]) -> Actions:
         now, report = batch.back_at, batch.report
         failures, duration, figures = report.failures, report.pace, self.figures
-        if report.stages is not None:
+        if report.stages is not None and not report.runs:
             self.slots.stages_took(report.stages)
-        if failures and len(failures) == batch.size:  # none of it has crossed
+        if batch.has_failed:
             self._endings.suspect_worker(batch, next(iter(failures.values())))
         else:
             self.health.computed(batch.slot)
-        failed = figures.failed_calls
+        failed_before = figures.failed_calls
         calls = self._endings.give_results(batch)
-        answered = len(calls)
-        figures.answered_calls += answered - (figures.failed_calls - failed)
+        answered, failed = len(calls), figures.failed_calls - failed_before
+        figures.answered_calls += answered - failed
+        raised = self._endings.some_failed(batch, failed) if failures or report.runs else ()
         # What is about to come back is known before it is decided what to cut.
-        searches = self._cutter.came_back(batch, answered, duration, now, len(failures))
+        over = self._cutter.came_back(batch, answered, duration, now)
+        searches = [*over, *raised] if raised else over
         figures.took(duration)
         if self.queue.items or self._retries.waiting or self.health.held_back:
             return self._cutter.cut(now, calls, vacant, searches)

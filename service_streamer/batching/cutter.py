@@ -16,7 +16,7 @@ from .actions import NOTHING, Actions
 from .call_queue import CallQueue, run
 from .deadlines import Deadlines
 from .endings import Endings
-from .isolation import Retries, Search
+from .isolation import Raised, Retries, Search
 from .overload import Overload
 from .policy import UNKNOWN, Backlog, Decision, Finish, Policy
 from .slots import Slots
@@ -32,7 +32,7 @@ _URGENT = (Reason.DEADLINE, Reason.MAX_LATENCY)
 _FITTING_GAIN = 1.1
 
 #: Most batches end no search.
-_NONE: Sequence[Search] = ()
+_NONE: Sequence[Search | Raised] = ()
 
 
 class Cutter:
@@ -119,27 +119,25 @@ class Cutter:
         return self.cut(now) if self._slots.idle or self._slots.beside else NOTHING
 
     def came_back(
-        self, batch: BatchRecord, answered: int, duration: float, now: float, failures: int
-    ) -> Sequence[Search]:
+        self, batch: BatchRecord, answered: int, duration: float, now: float
+    ) -> Sequence[Search | Raised]:
         """A batch came back, and the policy learns of it; the searches that end by that.
 
         Args:
             answered: calls that are over by that.
             duration: what the model took for it, seconds.
-            failures: items that failed.
         """
-        retries, slots, searches = self._retries, self._slots, _NONE
         if batch.search is not None:  # it says nothing of what batches are like
-            searches = retries.part_over(batch.search)
-        else:
-            if retries.limit < retries.no_limit:
-                retries.came_back_clean()
-            if not slots.places:
-                waiting = self._pending.items
-                self.policy.batch_returned(
-                    batch, answered, duration, slots.taking, waiting, now, failures
-                )
-        return searches
+            return self._retries.part_over(batch.search)
+        slots = self._slots
+        if not slots.places:
+            # What it took to find who is at fault says nothing of what items cost.
+            failed = batch.size if batch.report.runs else len(batch.report.failures)
+            waiting = self._pending.items
+            self.policy.batch_returned(
+                batch, answered, duration, slots.taking, waiting, now, failed
+            )
+        return _NONE
 
     def ended(self, now: float) -> list[Call]:
         """The calls whose time has ended, of those that are watched."""
@@ -152,7 +150,7 @@ class Cutter:
         now: float,
         calls: list[Call] | tuple[()] = (),
         vacant: Sequence[int] = (),
-        searches: Sequence[Search] = (),
+        searches: Sequence[Search | Raised] = (),
         hung: Sequence[int] = (),
     ) -> Actions:
         """Cut every batch that should go out now, and set the deadline of what should wait instead.
@@ -173,9 +171,7 @@ class Cutter:
         wait_until = math.inf
         idle, without_ahead = self._slots.idle, self._slots.without_ahead
         while True:
-            if retries.waiting and (
-                not pending.items or retries.go_first(pending.items, self._slots.taking)
-            ):
+            if retries.waiting and (not pending.items or retries.goes_first):
                 if idle:
                     self._cut_part(next(iter(idle)), batches, over, expire, now)
                 elif without_ahead and retries.may_go_ahead:
@@ -188,12 +184,11 @@ class Cutter:
             else:
                 is_ahead = not idle
                 slot, decision = self._decide_ahead(now) if is_ahead else self._decide(now)
-                if not decision.size and not is_ahead:
-                    if pending.items >= retries.limit:  # more items would not be taken along
-                        decision = decision._replace(size=int(retries.limit), reason=Reason.FAILING)
-                    elif retries.waiting:  # there is something to do meanwhile
-                        self._cut_part(slot, batches, over, expire, now)
-                        continue
+                if not decision.size and not is_ahead and retries.waiting:
+                    self._cut_part(
+                        slot, batches, over, expire, now
+                    )  # something to do meanwhile
+                    continue
                 if not decision.size:
                     wait_until = decision.wait_until
                     break
@@ -277,8 +272,6 @@ class Cutter:
             fitted = _fit_size(min(size, pending.items), self._slots.sizes, self.policy.duration)
             if fitted < min(size, pending.items):
                 size, reason = fitted, Reason.PAYS
-        if size > retries.limit:
-            size, reason = int(retries.limit), Reason.FAILING
         if size != decision.size:
             decision = decision._replace(size=size, reason=reason)
         batch = pending.take(decision, now, self._finish(slot, size, now), expire)
@@ -348,7 +341,7 @@ class Cutter:
         slots, waiting, retries = self._slots, self._pending.items, self._retries
         if slots.idle and (retries.waiting or waiting):
             assert not retries.waiting
-            assert waiting < min(self._batch_size, retries.limit)
+            assert waiting < self._batch_size
             assert self.deadline < math.inf
         elif slots.without_ahead and waiting and not retries.waiting:
             full = self._overload.full

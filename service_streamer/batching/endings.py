@@ -3,8 +3,7 @@
     what happened                   what follows
     -------------                   ------------
     results came                    the calls that have all of theirs are answered
-    the model raised on a batch     it is run again in parts, as ``isolation`` says; or its calls
-                                    fail
+    the model raised                its calls fail, or those that the worker found to be at fault
     the worker may be at fault      it is held back, as ``supervision.health`` says
     the worker died                 batches that it had not begun are run again as they were; those
                                     that it was at in parts, each alone with a worker
@@ -23,7 +22,7 @@ from ..supervision.health import Health
 from .call_queue import CallQueue, end
 from .cost import LearnedCost
 from .figures import Figures
-from .isolation import Retries, Search, parts_after_death
+from .isolation import Raised, Retries, Search, parts_after_death
 from .slots import Slots
 
 #: A member of an enum is looked up in Python, and every call asks for this one.
@@ -192,23 +191,32 @@ class Endings:
 
     # -- batches that failed or were lost
 
-    def batch_failed(self, batch: BatchRecord) -> tuple[list[Call], list[Search]]:
+    def batch_failed(self, batch: BatchRecord) -> tuple[list[Call], list[Search | Raised]]:
         """The model raised on the batch; the calls that fail, and the searches that end by that."""
         failure = batch.report.failure
         self.suspect_worker(batch, failure)
-        if self._retries.raised(batch, failure):
-            return [], []
         if batch.calls > 1:  # as it ran
             calls = self.fail_shared(batch.spans, failure, is_loss=False)
         else:
             calls = self.fail_spans(batch.spans, failure)
-        searches = self._retries.given_up(batch, len(calls))
+        searches: list[Search | Raised] = [*self._retries.given_up(batch, len(calls))]
         if batch.calls > 1 and calls:
-            searches.append(Search.not_made(batch, failure, len(calls)))
+            searches.append(Raised(batch.calls, len(calls), failure, 0))
         return calls, searches
 
+    def some_failed(self, batch: BatchRecord, failed: int) -> Sequence[Raised]:
+        """So many calls of the batch have failed, each by itself; what to log of them."""
+        report = batch.report
+        if batch.search is not None:
+            batch.search.failed += failed
+        if not report.runs:
+            return ()
+        self._retries.isolated_calls += failed
+        failure = next(iter(report.failures.values()), None)
+        return [Raised(batch.calls, failed, failure, report.runs)]
+
     def suspect_worker(self, batch: BatchRecord, failure: Any) -> None:
-        """No item of the batch was computed: its worker may be at fault, and is held back.
+        """No item of the batch has a result: its worker may be at fault, and is held back.
 
         Not if the failure, opaque here otherwise, blames an item, or the batch failed before.
         """

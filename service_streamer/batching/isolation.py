@@ -1,16 +1,12 @@
-"""Who is at fault when a batch fails: its items are run again in parts, until that is known.
+"""Which item is at fault when a worker dies: its batches are run again in parts.
 
-    what happened        a part that fails       the search ends
-    -------------        -----------------       ---------------
-    the model raised     is cut in half,         when each call that the model raises on was alone
-                         between calls           with its exception: 2n - 2 model calls at the most
-    the worker died      is cut in as many       when each item that kills was alone with a worker
-                         parts as is fastest,    that died, ``max_attempts`` deaths in all; or after
-                         within calls, too       ``deaths_allowed``: what is left then fails
+A part with which a worker dies is cut in as many parts as is fastest, within calls, too. The search
+ends when each item that kills was alone with a worker that died, ``max_attempts`` deaths in all; or
+after ``deaths_allowed``: what is left then fails.
 
-Parts alternate with batches of new items, so that a search delays no other call. A part of a batch
-that a worker died of has a worker for itself: if that dies, its items are known. A part of a batch
-on which the model raised is a batch as any other.
+Parts alternate with batches of new items, so that a search delays no other call. A part has a
+worker for itself: if that dies, its items are known. What the model raises on the items of a part,
+its worker deals with as for any other batch.
 
 The oldest search goes first, and of its parts those that were cut off first, which are the largest:
 so most calls are answered early.
@@ -21,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..observe.record import BatchRecord, Call, Span
 from . import tuning
@@ -60,13 +56,11 @@ _BY_SEARCH = attrgetter("search.number")
 
 
 class Search:
-    """What is known about one batch that failed; shared by all the parts of it.
+    """What is known about one batch that was lost with its worker; shared by all the parts of it.
 
     Attributes:
         items: of the batch.
-        calls: of the batch.
         failure: what began it, opaque here.
-        is_loss: whether that was the loss of a worker; otherwise the model raised.
         deaths_left: how many more workers may die of it.
         outages: how many were lost with their host while they had an item of it, by item. Not one
             number for all: a host with many workers takes many parts with it at once.
@@ -77,12 +71,10 @@ class Search:
     """
 
     def __init__(
-        self, batch: BatchRecord, failure: Any, *, is_loss: bool, deaths: int = 0, number: int = 0
+        self, batch: BatchRecord, failure: Any, *, deaths: int = 0, number: int = 0
     ) -> None:
         self.items = batch.size
-        self.calls = batch.calls
         self.failure = failure
-        self.is_loss = is_loss
         self.deaths_left = deaths
         self.outages: Counter[tuple[Call, int]] = Counter()
         self.number = number
@@ -90,12 +82,21 @@ class Search:
         self.runs = 0
         self.failed = 0
 
-    @classmethod
-    def not_made(cls, batch: BatchRecord, failure: Any, failed: int) -> Search:
-        """Of a batch on which the model raised, and that is not run again: for the log."""
-        search = cls(batch, failure, is_loss=False)
-        search.failed = failed
-        return search
+
+class Raised(NamedTuple):
+    """A batch of several calls on which the model raised, for the log.
+
+    Attributes:
+        calls: of the batch.
+        failed: how many of them failed.
+        failure: of the first one, opaque here; None if none failed.
+        runs: model calls that it took to find them; 0 if they were not looked for.
+    """
+
+    calls: int
+    failed: int
+    failure: Any
+    runs: int
 
 
 class Suspects:
@@ -118,28 +119,19 @@ class Retries:
     """The parts of batches that failed and wait to be run again, and their searches.
 
     Args:
-        batch_size: the most items of a batch.
         max_attempts: how many deaths of workers an item may have been there for; 1 for none again.
-        isolate_errors: whether what the model raised on is run again.
 
     Attributes:
-        limit: the most items of a batch of new ones. Where a share of all items is bad, batches
-            are best as large as fail half of the time (group testing): halved by one that failed
-            with several calls in it, doubled by one that did not, the limit settles there.
-        no_limit: what it grows to.
         grace: how many workers may have died with a part that need not be alone with its worker.
         waiting: the parts that wait, in their order.
         retried_items: how many were to be run again since their worker died.
         isolated_calls: how many failed by themselves, so that others did not.
     """
 
-    def __init__(self, *, batch_size: int, max_attempts: int, isolate_errors: bool) -> None:
-        self._batch_size = batch_size
+    def __init__(self, *, max_attempts: int) -> None:
         self._max_attempts = max_attempts
-        self._isolate_errors = isolate_errors
         self._searches = 0  # so far
-        self._row = 0  # how many of the last batches were parts
-        self.limit = self.no_limit = tuning.HEADROOM * batch_size
+        self._is_turn_of_new = False
         self.grace = 0
         self.waiting: list[Suspects] = []
         self.retried_items = 0
@@ -157,16 +149,10 @@ class Retries:
 
     # -- whose turn it is
 
-    def go_first(self, new: int, slots: int) -> bool:
-        """Whether the next batch is a part, though new items wait as well.
-
-        Args:
-            new: how many.
-            slots: workers that are ready.
-        """
-        items = sum([part.size for part in self.waiting])
-        row = 1 if new >= items else tuning.PARTS_IN_A_ROW
-        return self._row < row or items > tuning.MOST_PART_BATCHES * self._batch_size * slots
+    @property
+    def goes_first(self) -> bool:
+        """Whether the next batch is a part, though new items wait as well."""
+        return not self._is_turn_of_new
 
     @property
     def may_go_ahead(self) -> bool:
@@ -175,11 +161,11 @@ class Retries:
         Not behind another part, also if no new items wait: when the callers have their answers,
         they come back.
         """
-        return not self.has_waiting_alone and (self.grace > 0 or not self._row)
+        return not self.has_waiting_alone and (self.grace > 0 or not self._is_turn_of_new)
 
     def gave_way(self) -> None:
         """The batch that was cut is one of new items."""
-        self._row = 0
+        self._is_turn_of_new = False
 
     def take(
         self, now: float, expire: Callable[[Call], None], over: list[Search]
@@ -190,7 +176,7 @@ class Retries:
             expire: ends a call on the way there whose time has ended.
             over: gets the searches that end since no caller waits for the rest of them.
         """
-        self._row += 1
+        self._is_turn_of_new = True
         while self.waiting:
             part = self.waiting[0]
             for call, _, _ in _unanswered(part.spans):
@@ -247,23 +233,6 @@ class Retries:
 
     # -- what became of batches
 
-    def came_back_clean(self) -> None:
-        """The model did not raise on a batch of new items."""
-        self.limit = min(2.0 * self.limit, self.no_limit)
-
-    def raised(self, batch: BatchRecord, failure: Any) -> bool:
-        """The model raised on the batch; whether it is run again, in parts: else its calls fail."""
-        spans = _unanswered(batch.spans)
-        if batch.calls < 2 or not self._isolate_errors or not spans:
-            return False
-        if batch.search is None:
-            self.limit = max(batch.size / batch.calls, 0.5 * self.limit)
-        search = batch.search or self._search(batch, failure, is_loss=False)
-        batch.search = search  # observers read the outcome from it
-        # As it ran there were several calls. If one is left, another may have been to blame.
-        self._split(search, _between_calls(spans), batch.losses)
-        return True
-
     def lost(self, batch: BatchRecord, failure: Any, count: int) -> bool:
         """A worker died with the batch; whether it is run again: else its calls fail.
 
@@ -274,7 +243,7 @@ class Retries:
         spans = _unanswered(batch.spans)
         if not spans or self._max_attempts == 1:
             return False
-        search = batch.search or self._search(batch, failure, is_loss=True)
+        search = batch.search or self._search(batch, failure)
         search.deaths_left -= 1
         # As it ran: if one item is left of several, it is not known to be to blame.
         is_guilty = batch.size == 1 and losses >= self._max_attempts
@@ -300,7 +269,7 @@ class Retries:
         calls: dict[Call, list[Span]] = {}
         for span in spans:
             calls.setdefault(span[0], []).append(span)
-        search = batch.search or self._search(batch, failure, is_loss=True)
+        search = batch.search or self._search(batch, failure)
         self._split(search, calls.values(), losses)
         self.retried_items += _size(spans)
         return True
@@ -310,7 +279,7 @@ class Retries:
         spans = _unanswered(batch.spans)
         if not spans or self._max_attempts == 1:
             return False
-        search = batch.search or self._search(batch, failure, is_loss=True)
+        search = batch.search or self._search(batch, failure)
         if is_outage:
             search.outages.update(_items(spans))
         self._split(search, [spans], batch.losses)
@@ -346,10 +315,10 @@ class Retries:
         search.parts -= 1
         return [] if search.parts else [search]
 
-    def _search(self, batch: BatchRecord, failure: Any, *, is_loss: bool) -> Search:
+    def _search(self, batch: BatchRecord, failure: Any) -> Search:
         self._searches += 1
         deaths = deaths_allowed(batch.size, self._max_attempts)
-        return Search(batch, failure, is_loss=is_loss, deaths=deaths, number=self._searches)
+        return Search(batch, failure, deaths=deaths, number=self._searches)
 
     def _split(self, search: Search, halves: Iterable[list[Span]], losses: int) -> None:
         parts = [Suspects(half, search, losses) for half in halves if half]
@@ -360,7 +329,6 @@ class Retries:
     def check_invariants(self) -> None:
         waiting = Counter(part.search for part in self.waiting)
         assert all(search.parts >= count for search, count in waiting.items())
-        assert 1.0 <= self.limit <= self.no_limit
 
 
 def _size(spans: Sequence[Span]) -> int:
@@ -373,13 +341,6 @@ def _items(spans: Sequence[Span]) -> Iterator[tuple[Call, int]]:
 
 def _unanswered(spans: Sequence[Span]) -> list[Span]:
     return [span for span in spans if not span[0].is_over]
-
-
-def _between_calls(spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:
-    """Two halves; those of a call, which stand together, stay together."""
-    calls = dict.fromkeys([call for call, _, _ in spans])
-    first = {*[*calls][: len(calls) // 2]}
-    return [span for span in spans if span[0] in first], [s for s in spans if s[0] not in first]
 
 
 def _in_parts(spans: Sequence[Span], room: int) -> Iterator[list[Span]]:

@@ -188,17 +188,6 @@ GRACE = 1
 
 # -- batches that failed
 
-#: The limit of items that share a batch while batches fail grows to this many ``batch_size``.
-#: Chosen by reasoning: more than one, so that a bad item now and then changes nothing.
-HEADROOM = 4.0
-#: Parts of failed batches that go in a row while new items wait, if the parts have more items.
-#: Tuned between 1 and 8 with the simulation of ``pytest tests/test_isolation.py``, 64 callers with
-#: up to 20 % of bad items: with 1 there are many small batches, and callers of parts wait twice as
-#: long.
-PARTS_IN_A_ROW = 3
-#: Parts go first when they fill this many full batches for each worker.
-#: Chosen by reasoning: beyond that, new items only add to what waits, since they fail as well.
-MOST_PART_BATCHES = 2
 #: The most failures of a device that a call may be involved in.
 #: Chosen by reasoning: each costs the start of a worker.
 MOST_DEVICE_FAILURES = 2

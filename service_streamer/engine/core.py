@@ -68,11 +68,11 @@ class WorkerOutbox:
         self._is_locked_here: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         self.messages: collections.deque[BatchRecord | tuple[int, int]] = collections.deque()
 
-    def send(self, transport: Transport, *, has_steps: bool) -> list[BatchRecord]:
+    def send(self, transport: Transport, batcher: Batcher) -> list[BatchRecord]:
         """Send everything; the batches that were sent. For any thread, without the engine's lock.
 
         Args:
-            has_steps: whether the model is one of steps.
+            batcher: which has cut the batches.
         """
         sent: list[BatchRecord] = []
         if self._is_locked_here():  # a signal handler has interrupted this thread, which goes on
@@ -83,7 +83,7 @@ class WorkerOutbox:
             try:
                 while self.messages:
                     message = self.messages[0]
-                    self._send(message, transport, has_steps=has_steps)
+                    self._send(message, transport, batcher)
                     self.messages.popleft()
                     if isinstance(message, BatchRecord):
                         message.payloads = []
@@ -98,13 +98,16 @@ class WorkerOutbox:
             self.lock.release()
 
     def _send(
-        self, message: BatchRecord | tuple[int, int], transport: Transport, *, has_steps: bool
+        self, message: BatchRecord | tuple[int, int], transport: Transport, batcher: Batcher
     ) -> None:
         if isinstance(message, tuple):
             what, batch_id = message
             transport.tell(self._slot, what, [batch_id])
-        elif has_steps and message.spans and message.spans[0][0].is_stream:
+        elif batcher.has_steps and message.spans and message.spans[0][0].is_stream:
             transport.send(self._slot, message.id, message.payloads, is_stream=True)
+        elif message.calls > 1 and batcher.isolates_errors:
+            calls = message.items_by_call()
+            transport.send(self._slot, message.id, message.payloads, calls=calls)
         else:
             transport.send(self._slot, message.id, message.payloads)
 
@@ -301,11 +304,13 @@ class Core:
         if isinstance(event, BatchReport):
             if event.ceiling or self.ceilings:
                 self._ceiling_changed(event.slot, event.ceiling)
-            if event.failure is None:
+            if not event.has_failed:
                 self.supervisor.progressed(event.slot)
                 self.proven.add(event.slot)
-            elif not event.failure.blames_input:
-                self._last_error = event.failure.text[:100].partition(":")[0]
+            else:
+                failure = event.failure or next(iter(event.failures.values()))
+                if not failure.blames_input:
+                    self._last_error = failure.text[:100].partition(":")[0]
             return self.batcher.batch_returned(event, now)
         if isinstance(event, WorkerDied):
             return self._lost(event, now)
@@ -314,6 +319,8 @@ class Core:
             self._workers_changed()
             return NOTHING
         if isinstance(event, StepReport):  # what of it is over, the loop has taken apart
+            if not self.batcher.has_steps:
+                self.batcher.slots.stepped(event.slot, now)  # it says that it has not hung
             return NOTHING
         return self._ready(event, now)
 

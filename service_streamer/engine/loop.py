@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..batching.actions import NOTHING, Actions
-from ..batching.isolation import Search
+from ..batching.isolation import Raised, Search
 from ..errors import InternalError, StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, StepReport
 from ..supervision.supervisor import Loss
@@ -400,13 +400,13 @@ class Loop:
 
 def send(core: Core, transport: Transport) -> None:
     """Send what is in the outboxes. For any thread, without the lock."""
-    unsent, has_steps = core.unsent, core.batcher.has_steps
+    unsent = core.unsent
     while unsent:
         try:
             outbox = unsent.popleft()
         except IndexError:  # another thread was faster
             break
-        sent = outbox.send(transport, has_steps=has_steps)
+        sent = outbox.send(transport, core.batcher)
         if logger.isEnabledFor(logging.DEBUG):
             for batch in sent:
                 size = counted(batch.size, "item")
@@ -418,25 +418,28 @@ def _log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None
         logger.log(level, text, *arguments, exc_info=exc_info)
 
 
-def _log_search(search: Search) -> None:
+def _log_search(search: Search | Raised) -> None:
     """Log what the search for the faulty item cost."""
-    cause = search.failure.text
-    if search.is_loss:
+    failure = search.failure
+    if isinstance(search, Search):
         _log(
             logging.WARNING if search.failed else logging.INFO,
             "%s with a worker that was lost (%s): %s to compute again, %s failed",
-            counted(search.items, "item"), cause, counted(search.runs, "model call"),
+            counted(search.items, "item"), failure.text, counted(search.runs, "model call"),
             counted(search.failed, "call"),
         )  # fmt: skip
-    elif search.failed and not search.runs:
-        _log(
-            logging.WARNING,
-            "%s failed together with %s, and the call at fault is not known:\n%s",
-            counted(search.failed, "call"), cause, search.failure.remote_traceback or cause,
-        )  # fmt: skip
-    else:
+    elif search.runs:
         _log(
             logging.WARNING,
             "%d of %s in a batch failed (%s); to find out took %s more",
-            search.failed, counted(search.calls, "call"), cause, counted(search.runs, "model call"),
+            search.failed, counted(search.calls, "call"),
+            "none of them when it was alone" if failure is None else failure.text,
+            counted(search.runs, "model call"),
+        )  # fmt: skip
+    elif search.failed:
+        _log(
+            logging.WARNING,
+            "%s failed together with %s, and the call at fault is not known:\n%s",
+            counted(search.failed, "call"), failure.text,
+            failure.remote_traceback or failure.text,
         )  # fmt: skip

@@ -81,7 +81,6 @@ class Reason(enum.Enum):
     DEADLINE = "the deadline of an item was near"
     STAGE = "the slowest stage of its worker was about to be free"
     AGAIN = "its items were run again after a failure"
-    FAILING = "batches failed, and smaller batches fail less often"
 
 
 class CallState(enum.Enum):
@@ -228,9 +227,9 @@ class BatchReport:
     Attributes:
         batch_id: which batch.
         outputs: one for each item, as they are or encoded; empty when the batch failed.
-        failures: by position, of items and outputs that could not cross the border, and of items
-            that did not fit into the device's memory; opaque here.
-        failure: of the batch as a whole, opaque here; None when it has results.
+        failures: by position, of the items that failed; opaque here. Those of one call may share
+            one, and so may all that failed together.
+        failure: of the batch as a whole, opaque here; None when items failed one by one, or none.
         duration: what the model took, seconds; with stages, all of them together.
         started_at: when the model began, by the worker's monotonic clock: on one host everybody's.
         ceiling: the most that the worker now computes at once, for lack of device memory: see
@@ -239,6 +238,7 @@ class BatchReport:
         released: blocks of shared memory that the worker no longer reads; None where none is used.
         stages: seconds of each of ``STAGES``; None for a model without stages whose batches did not
             overlap.
+        runs: how many more model calls it took to find the calls on which the model raises.
         output_times: of a model of steps, seconds from ``started_at`` to the first output, and from
             one to the next the mean and the longest; None without outputs, and of streams.
         slot: the worker's; set by the transport.
@@ -255,7 +255,13 @@ class BatchReport:
     released: list[int] | None = None
     stages: tuple[float, float, float] | None = None
     output_times: tuple[float, float | None, float | None] | None = None
+    runs: int = 0
     slot: int = field(default=-1, kw_only=True)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no item has a result: the worker may be at fault."""
+        return self.failure is not None or 0 < len(self.failures) == len(self.outputs)
 
     @property
     def pace(self) -> float:
@@ -350,6 +356,15 @@ class BatchRecord:
         if not 0.0 <= sent <= took - computed:
             sent = took - computed
         return sent, computed, took - computed - sent
+
+    def items_by_call(self) -> int | list[int]:
+        """How many items each call has in it, in order; 1 if each has one."""
+        if self.calls == self.size:
+            return 1
+        counts: dict[Call, int] = {}
+        for call, start, stop in self.spans:
+            counts[call] = counts.get(call, 0) + stop - start
+        return [*counts.values()]
 
     def each_call(self) -> list[Call]:
         """The calls that have items in it, until ``release``."""

@@ -70,6 +70,10 @@ class RayWorker:
         self._channel.put(batch)
         return self._channel.next_answer()
 
+    def answer(self) -> Frame | None:
+        """Block for the next answer."""
+        return self._channel.next_answer()
+
     def take(self, number: int, message: Frame) -> None:
         """What a model of steps is to know: a batch, or what becomes of one. Does not block.
 

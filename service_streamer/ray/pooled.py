@@ -33,10 +33,16 @@ class PooledRayTransport(RayTransport):
     """Items and results travel between the pool and Ray; clients pickle and unpickle them."""
 
     def send(
-        self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
+        self,
+        slot: int,
+        batch_id: int,
+        payloads: list[Any],
+        *,
+        calls: int | list[int] = 0,
+        is_stream: bool = False,
     ) -> None:
         payloads = [in_message(each) for each in payloads]
-        super().send(slot, batch_id, payloads, is_stream=is_stream)
+        super().send(slot, batch_id, payloads, calls=calls, is_stream=is_stream)
 
     def _tell_of(self, event: WorkerEvent) -> WorkerEvent:
         if isinstance(event, BatchReport):

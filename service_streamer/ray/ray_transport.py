@@ -30,7 +30,7 @@ from typing import Any
 from ..errors import WorkerLost, WorkerStartError
 from ..gpu.accelerators import allocator_variables
 from ..gpu.places import UNPLACED
-from ..observe.record import BatchReport
+from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..supervision.supervisor import Loss
 from ..workers.item_pickling import ItemPickling, pickled_spec
@@ -124,13 +124,19 @@ class RayTransport(Transport):
         self._at(times.placing, functools.partial(self._ask_for_place, worker, _LOOKS))
 
     def send(
-        self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
+        self,
+        slot: int,
+        batch_id: int,
+        payloads: list[Any],
+        *,
+        calls: int | list[int] = 0,
+        is_stream: bool = False,
     ) -> None:
         worker = self._workers.get(slot)
         if worker is None or batch_id <= worker.last_sent:
             return  # it was lost, and the batch with it, between its cutting and now; or it has it
         worker.unanswered[batch_id] = 1 if is_stream else len(payloads)
-        message = (batch_id, payloads, None, True) if is_stream else (batch_id, payloads)
+        message = (batch_id, payloads, None, is_stream or calls)
         if worker.is_stepped:
             self._take(worker, message)
         else:
@@ -303,7 +309,10 @@ class RayTransport(Transport):
         if error is not None:
             self._refuse(worker, batch_id, error)
         elif result is not None:
-            self._take_in(worker, result)
+            event = self._take_in(worker, result)
+            if type(event) is StepReport:  # it only says that the worker has not hung
+                done = functools.partial(self._answered, batch_id)
+                self._call(worker, done, "answer")
 
     def _reported(self, worker: KnownActor, result: Any, error: BaseException | None) -> None:
         if error is None and result is not None:
@@ -311,12 +320,13 @@ class RayTransport(Transport):
             for each in result:
                 self._take_in(worker, each)
 
-    def _take_in(self, worker: KnownActor, result: Any) -> None:
+    def _take_in(self, worker: KnownActor, result: Any) -> WorkerEvent | None:
         event = worker.heard(result)
         if event is None:  # its GPU has failed, so it ends by itself
             self._end(worker, times.stop)
         else:
             self._tell(worker, event)
+        return event
 
     def _refuse(self, worker: KnownActor, batch_id: int, error: BaseException) -> None:
         """Ray did not take the batch: it fails, or smaller parts of it are sent."""

@@ -18,7 +18,7 @@ about other items. An item that costs more than the limit is computed alone.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 #: Number of full chunks that must fit before a probe. Arbitrary: a probe that runs out costs about
@@ -28,31 +28,14 @@ FIRST_INTERVAL = 32
 #: Upper bound of that number, which doubles when a probe runs out. Arbitrary: minutes at 0.1 s.
 LONGEST_INTERVAL = 1024
 
-#: A probe exceeds the limit by 1/4. Arbitrary: recovers from half the size after four probes.
-_PROBE_PART = 4
+#: A probe exceeds the limit by this share. Arbitrary: recovers from half the size after four.
+GROWTH = 0.25
 
-#: A chunk counts as full if no further item fits, and it costs at least 3/4 of the limit.
-_FULL_PARTS = 3
+#: A chunk counts as full if no further item fits, and it costs this share of the limit.
+FULL = 0.75
 
 #: Minimum length of the longest item, so that items of length 0 have a cost.
 _LEAST_LENGTH = 1e-9
-
-
-class Chunk:
-    """A part of a batch, ``items[start:stop]``, to compute at once.
-
-    Attributes:
-        is_last_try: whether running out is final for these items.
-        has_run_out: the caller sets it before it asks for the next chunk.
-    """
-
-    __slots__ = ("has_run_out", "is_last_try", "start", "stop")
-
-    def __init__(self, start: int, stop: int, *, is_last_try: bool) -> None:
-        self.start = start
-        self.stop = stop
-        self.is_last_try = is_last_try
-        self.has_run_out = False
 
 
 class Ceiling:
@@ -63,102 +46,101 @@ class Ceiling:
     ratio of the costliest chunk to the cheapest. Later, while the device's memory stays the same,
     only probes run out: at most one per interval, which doubles.
 
+    Args:
+        growth: by which share of the limit a probe exceeds it, and by one item at the least.
+
     Attributes:
         limit: maximum cost of a chunk that is no probe; 0 for no limit. An int without lengths,
             else a float.
     """
 
-    __slots__ = ("_asked", "_interval", "_until_probe", "limit")
+    __slots__ = ("_asked", "_before", "_growth", "_interval", "_until_probe", "limit")
 
-    def __init__(self) -> None:
+    def __init__(self, growth: float = GROWTH) -> None:
         self.limit: float = 0
+        self._growth = growth
         self._asked: float = 0  # cost of the largest batch since the limit was set
+        self._before: float | None = None  # the limit before a batch ran out
         self._interval = FIRST_INTERVAL
         self._until_probe = FIRST_INTERVAL  # full chunks until the next probe
 
-    def chunks(
-        self, size: int, lengths: Sequence[float] | None = None, *, may_rerun: bool
-    ) -> Iterator[Chunk]:
-        """The chunks of a batch, from left to right; chunks that ran out are cut smaller.
+    def begin(self, size: int, lengths: Sequence[float] | None = None) -> None:
+        """A batch of so many items is to be computed.
 
         Args:
-            size: number of items.
             lengths: lengths of the items, at least 0; None if unknown. A ceiling must always get
                 the one or the other.
-            may_rerun: whether items of a chunk that ran out may be computed again. If not, the
-                ceiling only learns from it.
         """
-        asked = size * _longest(lengths, 0, size)
+        asked = size * _longest(lengths)
         self._asked = max(self._asked, asked) if self.limit else asked
-        before: float | None = None  # the limit before the cut
-        todo = [(0, size)] if size else []  # a stack, the left-most chunk last
-        while todo:
-            start, end = todo.pop()
-            stop = self._stop(lengths, start, end)
-            if stop < end:
-                todo.append((stop, end))
-            ran = stop - start
-            chunk = Chunk(start, stop, is_last_try=ran == 1 or not may_rerun)
-            yield chunk
-            longest = _longest(lengths, start, stop)
-            if not chunk.has_run_out:
-                self._fitted(ran, longest, was_cut=stop < end)
-            elif ran > 1:
-                if may_rerun:
-                    todo.append((start, stop))
-                    before = self.limit if before is None else before
-                self._ran_out(ran, longest)
-            elif before is not None:
-                # One item was to blame, so the old limit is right. If the device is full after all,
-                # the remaining chunks start small and run out again.
-                self.limit, before = before, None
+        self._before = None
+
+    def room(self, size: int, lengths: Sequence[float] | None = None) -> int:
+        """How many of the next ``size`` items to compute at once: at least one."""
+        if not self.limit:
+            return size
+        room = _within(self.limit, lengths, 0, size)
+        if room == size or self._until_probe:
+            return room
+        # A probe: at least one item more.
+        return max(room + 1, _within(self.limit * (1 + self._growth), lengths, 0, size))
 
     def planned(self, size: int, lengths: Sequence[float] | None = None) -> list[tuple[int, int]]:
         """The chunks of a batch if all of them fit, as ``(start, stop)``. Changes nothing."""
         planned: list[tuple[int, int]] = []
         start = 0
         while start < size:
-            stop = self._stop(lengths, start, size)
-            planned.append((start, stop))
-            start = stop
+            room = self.room(size - start, lengths and lengths[start:])
+            planned.append((start, start + room))
+            start += room
         return planned
 
-    def _stop(self, lengths: Sequence[float] | None, start: int, end: int) -> int:
-        """The end of the chunk that begins at ``start``."""
-        if not self.limit:
-            return end
-        stop = _within(self.limit, lengths, start, end)
-        if stop == end or self._until_probe:
-            return stop
-        # A probe: 1/4 more, at least one item more.
-        probe = _within(self.limit * (_PROBE_PART + 1) / _PROBE_PART, lengths, start, end)
-        return max(stop + 1, probe)
+    def fitted(
+        self, size: int, lengths: Sequence[float] | None = None, *, was_cut: bool = False
+    ) -> None:
+        """A chunk was computed.
 
-    def _fitted(self, size: int, longest: float, *, was_cut: bool) -> None:
-        cost = size * longest
+        Args:
+            was_cut: whether there were more items.
+        """
+        cost = size * _longest(lengths)
         if not self.limit:
             return
         if cost > self.limit and size > 1:
             self.limit = cost if cost < self._asked else 0
             self._interval = self._until_probe = FIRST_INTERVAL
         # A single item is no probe, even beyond the limit.
-        elif cost >= self.limit or (was_cut and cost * _PROBE_PART >= self.limit * _FULL_PARTS):
+        elif cost >= self.limit or (was_cut and cost >= self.limit * FULL):
             self._until_probe = max(0, self._until_probe - 1)
 
-    def _ran_out(self, size: int, longest: float) -> None:
+    def ran_out(
+        self, size: int, lengths: Sequence[float] | None = None, *, keep: int | None = None
+    ) -> None:
+        """A chunk ran out of memory.
+
+        Args:
+            keep: how many items to compute at once from now on; None for half of them.
+        """
+        longest = _longest(lengths)
+        if size == 1 and keep is None:
+            # One item was to blame, so the old limit is right. If the device is full after all,
+            # others run out again.
+            if self._before is not None:
+                self.limit, self._before = self._before, None
+            return
+        if self._before is None:
+            self._before = self.limit
         if self.limit and size * longest > self.limit:
             self._interval = min(2 * self._interval, LONGEST_INTERVAL)
         else:
             # Rounded up, so that two chunks cover the whole.
-            self.limit = (size + 1) // 2 * longest
+            self.limit = ((size + 1) // 2 if keep is None else keep) * longest
             self._interval = FIRST_INTERVAL
         self._until_probe = self._interval
 
 
-def _longest(lengths: Sequence[float] | None, start: int, stop: int) -> float:
-    if lengths is None or start == stop:
-        return 1
-    return float(max(_LEAST_LENGTH, *lengths[start:stop]))
+def _longest(lengths: Sequence[float] | None) -> float:
+    return float(max(_LEAST_LENGTH, *lengths)) if lengths else 1
 
 
 def _within(limit: float, lengths: Sequence[float] | None, start: int, end: int) -> int:

@@ -2,14 +2,16 @@
 
     a part             what follows
     ------             ------------
-    has results        the next part has up to twice as many calls
-    raised             it is run again with half of its calls; a call that was alone fails
+    raised             it is run again in halves, until a call fails alone
+    has results        if it is half of a part that raised, the other half is run in halves, too:
+                       the call at fault is there; else the next part has up to twice as many calls
     has invalid items  they fail, and the rest of the part is run again
     ran out of memory  whoever runs the parts decides: smaller parts, or items that fail or wait
 
-The parts go from left to right. One bad call among n takes 2 log2(n) more runs, and n bad ones take
-n + log2(n); no mixture takes more than 2n + log2(n). Where a share p of the calls is bad, the parts
-settle at about 0.7 / p calls, of which half fail: group testing is cheapest there.
+The parts go from left to right. To find one bad call among n takes log2(n) + 3 more runs at most,
+and no mixture of good and bad ones takes more than 2n + log2(n). Each part that raises halves the
+number of calls for the parts after it. So where a share p of the calls is bad, the parts settle at
+about 0.7 / p calls, of which half raise: group testing is cheapest there.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ Outcome: TypeAlias = Returned | Invalid | Unreadable | OutOfMemory | Failure
 
 
 class Bisection(Generic[T]):
-    """Items that have neither results nor failed, and how many calls of them to run at once.
+    """Items that have neither results nor failed, and how many of them to run at once.
 
     Args:
         items: in order; those of a call are adjacent.
@@ -65,36 +67,55 @@ class Bisection(Generic[T]):
     def __init__(self, items: Iterable[T], call_of: Callable[[T], object] | None = None) -> None:
         self.items = list(items)
         self._call_of: Callable[[T], object] = id if call_of is None else call_of
-        self._most_calls = 0  # in a part; 0 for no bound
+        self._suspects: list[T] = []  # the first items, if a call of them is known to be at fault
+        self._most_calls = self._most_items = 0  # in a part; 0 for no bound
 
     def part(self, most: int) -> list[T]:
         """What to run next: at most ``most`` items, and at least one."""
-        part = self.items[:most]
-        if self._most_calls:
-            calls = [list(items) for _, items in groupby(part, self._call_of)]
-            part = [item for items in calls[: self._most_calls] for item in items]
+        items, calls = self.items, self._most_calls
+        if self._suspects:
+            items, calls = self._suspects, (self._count(self._suspects) + 1) // 2
+        part = items[: min(most, self._most_items or most)]
+        if calls:
+            groups = [list(group) for _, group in groupby(part, self._call_of)]
+            part = [item for group in groups[:calls] for item in group]
         return part
 
     def drop(self, items: Iterable[T]) -> None:
         """These have failed, or wait for another time."""
         dropped = set(map(id, items))
         self.items = [item for item in self.items if id(item) not in dropped]
+        self._suspects = [item for item in self._suspects if id(item) not in dropped]
 
     def done(self, part: Sequence[T]) -> None:
         """The part has results."""
         del self.items[: len(part)]
-        self._most_calls *= 2
+        self._most_items *= 2
+        if self._suspects:
+            del self._suspects[: len(part)]
+        else:
+            self._most_calls *= 2
 
     def halve(self, part: Sequence[T]) -> bool:
-        """Run half of its calls next; False if it is of a single one."""
-        calls = sum(1 for _ in groupby(part, self._call_of))
-        self._most_calls = (calls + 1) // 2
+        """The part raised: run half of its calls next; False if it is of a single one."""
+        calls = self._count(part)
+        if not self._suspects:
+            self._most_calls = (calls + 1) // 2
+        self._suspects = list(part) if calls > 1 else []
         return calls > 1
+
+    def shrink(self, part: Sequence[T]) -> None:
+        """The part ran out of memory: run half as many items next, whatever their calls are."""
+        self._most_items = (len(part) + 1) // 2
 
     def call(self, part: Sequence[T]) -> list[T]:
         """All items of the call that the part begins with, as far as they are left."""
         call = self._call_of(part[0])
         return [item for item in self.items if self._call_of(item) == call]
+
+    def _count(self, items: Sequence[T]) -> int:
+        """Of how many calls these are."""
+        return sum(1 for _ in groupby(items, self._call_of))
 
 
 class Runner(Protocol[T]):

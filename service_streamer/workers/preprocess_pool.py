@@ -10,7 +10,7 @@ A batch is split, so that it is ready n times sooner and no more batches wait in
 The processes are workers of the worker: the same transport starts them and tells their ends.
 
 One that dies takes a part of a batch with it. The batch fails as if ``preprocess`` had raised, so
-the engine searches for the item at fault, while a new process starts and the model stays loaded.
+the worker searches for the item at fault, while a new process starts and the model stays loaded.
 """
 
 from __future__ import annotations

@@ -167,7 +167,13 @@ class ProcessTransport(Transport):
             self._has_unwritten = True
 
     def send(
-        self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
+        self,
+        slot: int,
+        batch_id: int,
+        payloads: list[Any],
+        *,
+        calls: int | list[int] = 0,
+        is_stream: bool = False,
     ) -> None:
         worker = self._workers.get(slot)
         if worker is None or batch_id <= worker.last_sent:
@@ -188,8 +194,8 @@ class ProcessTransport(Transport):
                 released = exchange.sent(payloads)
             message: tuple[Any, ...]
             message = (batch_id, payloads, released) if released else (batch_id, payloads)
-            if is_stream:
-                message = (batch_id, payloads, released, True)
+            if is_stream or calls:
+                message = (batch_id, payloads, released, is_stream or calls)
             self._write(worker, pickle.dumps(message, _PROTOCOL))
         except BaseException:
             self._interrupted(worker)

@@ -18,6 +18,11 @@ from .memory.shared_memory import Memory
 #: A worker has fewer at a time.
 UNWANTED = 8
 
+#: After so many seconds without news a worker says that it has not hung: between two steps, or two
+#: runs of parts of one batch. For the engine takes it for hung that is silent for batch_timeout,
+#: which may be short.
+SIGN_OF_LIFE = 0.1
+
 
 def add_unwanted(numbers: MutableSequence[int], batch_id: int) -> None:
     """Note a batch that nobody waits for any more; for the parent."""

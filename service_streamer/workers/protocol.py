@@ -1,6 +1,6 @@
 """The messages between the web process and a worker process, and how exceptions travel.
 
-    to a worker process      (batch_id, payloads[, released[, is_stream]])
+    to a worker process      (batch_id, payloads[, released[, calls or is_stream]])
                              (DROP or HOLD or RESUME, batch_ids), of a model of steps
     from a worker process    (VERSION, kind, *fields), of one of these:
                                  WorkerStarted   the first one
@@ -355,6 +355,7 @@ def _report(fields: tuple[Any, ...]) -> BatchReport:
         or report.padding is not None
         or report.stages is not None
         or report.output_times is not None
+        or report.runs
         or not type(report.duration) is type(report.started_at) is float
     ):
         _check_report(report)
@@ -384,6 +385,8 @@ def _check_report(report: BatchReport) -> None:
     if report.failures:
         for each in report.failures.values():
             check_failure(each)
+    if type(report.runs) is not int:
+        raise Breach("the number of runs in its answer is not a number")
     if report.padding is not None and type(report.padding) is not float:
         raise Breach("the share of padding in its answer is not a number")
     stages = report.stages

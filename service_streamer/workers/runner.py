@@ -10,8 +10,8 @@ than one stage takes time, it goes on with three threads:
                           │ one batch
     outlet thread     postprocess, encode, send        batch k - 1
 
-until batches come one by one again. The batches keep their order, but for one that did not fit into
-the device's memory. If ``forward`` or ``predict`` of a process returns memory that the model keeps,
+until batches come one by one again. The batches keep their order, but for one that is
+computed in parts. If ``forward`` or ``predict`` of a process returns memory that the model keeps,
 batches do not overlap: its next call could write to what is not sent yet.
 """
 
@@ -30,9 +30,10 @@ from typing import Any
 from ..gpu.faults import DeviceFailed
 from ..gpu.torch_process import copy_thread_modes
 from ..observe.record import BatchReport, StepReport
+from .batch_parts import Job
 from .model_spec import LoadedModel
 from .protocol import Failure, summary
-from .stages import FORWARD, INTAKE, OUTLET, Job, Stages
+from .stages import FORWARD, INTAKE, OUTLET, Stages
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +59,10 @@ class Channel(ABC):
     def receive(self) -> tuple[Any, ...] | None:
         """Block for the next batch: its id, and the rest of it for ``decode``. None: end now.
 
-        Of a model of steps its fourth member, if there are as many, says whether it is a stream.
-        And it may be ``DROP``, ``HOLD`` or ``RESUME`` with the ids of batches: whose callers
-        have gone, that are not to be stepped for a while, and that are again.
+        Its fourth member, if there are as many, are the items of each call, as in
+        ``Transport.send``; of a model of steps it says whether it is a stream. To a model of steps
+        it may also be ``DROP``, ``HOLD`` or ``RESUME`` with the ids of batches: whose callers have
+        gone, that are not to be stepped for a while, and that are again.
         """
 
     @abstractmethod
@@ -126,6 +128,7 @@ def serve(
 
 def _serve(channel: Channel, stages: Stages) -> None:
     may_overlap = _has_real_threads()
+    stages.on_run = lambda: channel.send(StepReport())
     received = channel.receive()
     while received is not None:
         job = _taken(channel, stages, received)
@@ -152,7 +155,8 @@ def _taken(channel: Channel, stages: Stages, received: tuple[Any, ...]) -> Job:
     """INTAKE: decode and preprocess."""
     began = time.monotonic()
     stages.progress[INTAKE] = received[0] + 1
-    job = Job(*channel.decode(received))
+    calls = received[3] if len(received) > 3 else 0
+    job = Job(*channel.decode(received), calls)
     job.decoding = time.monotonic() - began
     stages.take_in(job)
     return job
@@ -223,7 +227,8 @@ class _Overlap:
         self._channel = channel
         self._stages = stages
         self._prepared: SimpleQueue[Job | _End] = SimpleQueue()  # for this thread
-        self._computed: SimpleQueue[Job | _End | None] = SimpleQueue()  # for the outlet
+        #: For the outlet.
+        self._computed: SimpleQueue[Job | StepReport | _End | None] = SimpleQueue()
         self._before_forward: SimpleQueue[None] = SimpleQueue()
         self._before_outlet: SimpleQueue[None] = SimpleQueue()
         self._before_forward.put(None)
@@ -258,6 +263,8 @@ class _Overlap:
             BaseException: what ended one of the threads.
         """
         intake, outlet = self._intake, self._outlet
+        stages, on_run = self._stages, self._stages.on_run
+        stages.on_run = lambda: self._computed.put(StepReport())
         try:
             end = self._compute()
             if end.error is not None:
@@ -271,6 +278,7 @@ class _Overlap:
             if self._channel.interrupt():
                 intake.join(_LAST_RESULTS)
             raise
+        stages.on_run = on_run
         intake.join()
         outlet.join()
         return end.received
@@ -334,6 +342,9 @@ class _Overlap:
                     return
                 if isinstance(job, _End):
                     is_ending = True
+                    continue
+                if isinstance(job, StepReport):
+                    self._channel.send(job)
                     continue
                 if not job.is_redone:
                     self._before_outlet.put(None)

@@ -6,17 +6,16 @@
     FORWARD    forward; or predict, of a model without stages   the thread that loaded the model
     OUTLET     postprocess, check the results, encode, send     a thread of its own
 
-A batch that is too large for the device's memory goes back to FORWARD, whichever stage ran out: it
-is computed there in smaller parts, from its items on. So a stage may be called in the thread of
-another one, but never twice at the same time.
+A batch that is too large for the device's memory, or of which a call is at fault, goes back to
+FORWARD, whichever stage raised: it is computed there in parts, from its items on. So a stage may be
+called in the thread of another one, but never twice at the same time.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-import weakref
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any
 
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
@@ -25,121 +24,27 @@ from ..gpu.stage_timer import StageTimer
 from ..gpu.transfers import PLAIN, OnHost, results_on_host
 from ..observe.record import BatchReport
 from ..options.checks import is_sequence
+from .batch_parts import Job, caught, compute_in_parts, prepared_parts
 from .bisection import OutOfMemory
-from .chunked_run import (
-    StagedChunk,
-    caught,
-    compute_in_chunks,
-    prepared_chunks,
-)
 from .model_spec import LoadedModel
 from .progress import is_unwanted
-from .protocol import Failure
-from .stage_calls import StageCalls, by_position, memory_of, one_at_a_time, stacked
+from .stage_calls import StageCalls, memory_of, one_at_a_time, stacked
 
 INTAKE, FORWARD, OUTLET = range(3)
-
-
-class Job:
-    """One batch on its way through the stages. Belongs to one stage at a time.
-
-    Attributes:
-        batch_id: of the batch.
-        items: those that could be decoded; empty once they are not needed any more.
-        failures: by position, of the others.
-        too_large: by position, of those that do not fit into memory.
-        data: what the last stage made of all items: at first these themselves, at last the list of
-            results.
-        chunks: the same where the batch is computed in parts; else None, as it is at last.
-        failure: why the batch failed; None if it did not.
-        ran_out: what became of computing it at once, if the device's memory was too small.
-        is_redone: whether it has been through all stages, and is computed again in parts.
-        started_at: when the model began with it, of the monotonic clock.
-        memory: of the outputs of ``forward``, where they are to be sent before the next call if the
-            model keeps it; else None.
-        timer: measures ``forward``, where a GPU may be in use; else None.
-        seconds: of the model's code, by stage; of ``forward`` the GPU's time, where it has one.
-        decoding, encoding: seconds.
-    """
-
-    __slots__ = (
-        "batch_id",
-        "chunks",
-        "data",
-        "decoding",
-        "encoding",
-        "failure",
-        "failures",
-        "is_redone",
-        "items",
-        "memory",
-        "ran_out",
-        "seconds",
-        "started_at",
-        "timer",
-        "too_large",
-    )
-
-    def __init__(self, batch_id: int, items: list[Any], failures: dict[int, Failure]) -> None:
-        self.batch_id = batch_id
-        self.items = items
-        self.failures = failures
-        self.too_large: dict[int, Failure] | None = None
-        self.data: Any = items
-        self.chunks: list[StagedChunk] | None = None
-        self.failure: Failure | None = None
-        self.ran_out: OutOfMemory | None = None
-        self.is_redone = False
-        self.memory: weakref.ref[Any] | None = None
-        self.timer: StageTimer | None = None
-        self.started_at = 0.0
-        self.seconds = [0.0, 0.0, 0.0]
-        self.decoding = self.encoding = 0.0
-
-    def fail(self, ran: Failure | OutOfMemory) -> None:
-        """It goes no further like this, and lets go of what the stages made."""
-        self.data = self.chunks = None
-        if isinstance(ran, Failure):
-            self.failure = ran
-        else:
-            self.ran_out = ran
-
-    def drop(self, invalid: InvalidItems) -> None:
-        """Go on without these items. Raises BadModelOutput: there are no such items."""
-        size = len(self.items) + len(self.failures)
-        left = [i for i in range(size) if i not in self.failures]
-        errors = by_position(invalid, left)
-        self.failures |= {position: Failure.caught(error) for position, error in errors.items()}
-        self.items = self.data = [
-            item for position, item in zip(left, self.items, strict=True) if position not in errors
-        ]
-
-    @property
-    def by_stage(self) -> tuple[float, float, float]:
-        """Seconds of each stage, with decoding and encoding."""
-        intake, forward, outlet = self.seconds
-        return self.decoding + intake, forward, outlet + self.encoding
-
-    def saves(self, worth: float) -> bool:
-        """Whether more than ``worth`` seconds are saved of each batch if such batches overlap.
-
-        Then the slowest stage is left. Decoding and encoding hold the interpreter's lock: they can
-        be hidden behind what the model does, but not behind each other.
-        """
-        if sum(self.seconds) <= worth:  # of a fast model, and all that is looked at
-            return False
-        stages = self.by_stage
-        return sum(stages) - max(stages) > worth
 
 
 class Stages:
     """Runs the stages of one model. Each method belongs to the thread of its stage.
 
-    None of them raises what a model raises: that becomes the failure of the batch.
+    None of them raises what a model raises: that becomes the failure of the batch, or of the calls
+    at fault.
 
     Args:
         progress: where each stage writes which batch it is at: its id plus 1, or 0.
         unwanted: batches that nobody waits for any more: see ``StageProgress``. They go no further.
+
+    Attributes:
+        on_run: called between two runs of parts of one batch, by whoever calls ``compute``.
     """
 
     def __init__(
@@ -151,6 +56,7 @@ class Stages:
         self.model = model
         self.progress = [0, 0, 0] if progress is None else progress
         self._unwanted = unwanted
+        self.on_run: Callable[[], None] = lambda: None
         managed: Any = model.managed
         if hasattr(managed, "raise_if_unwanted"):
             managed.raise_if_unwanted = lambda: self._check_wanted(self.progress[FORWARD])
@@ -174,14 +80,27 @@ class Stages:
         try:
             self._prepare(job)
         except BaseException as error:
-            job.fail(caught(error, self.model, job.batch_id))
+            self._failed(job, error)
         job.seconds[INTAKE] = time.monotonic() - started
+
+    def _is_wanted(self, number: int) -> bool:
+        """Whether anybody waits for the batch of this number."""
+        unwanted = self._unwanted
+        return not (unwanted and unwanted[0] and is_unwanted(unwanted, number))
 
     def _check_wanted(self, number: int) -> None:
         """Raises InvalidInput, of which nobody learns: the batch of this number is unwanted."""
-        unwanted = self._unwanted
-        if unwanted and unwanted[0] and is_unwanted(unwanted, number):
+        if not self._is_wanted(number):
             raise InvalidInput("nobody waits for the results any more")
+
+    def _failed(self, job: Job, error: BaseException) -> None:
+        """What a stage raised: the batch fails, or is computed in parts."""
+        ran = caught(error, self.model, job.batch_id)
+        if isinstance(ran, OutOfMemory) or (job.is_shared and self._is_wanted(job.batch_id + 1)):
+            job.data = job.parts = None
+            job.known = ran
+        else:
+            job.fail(ran)
 
     def compute(self, job: Job) -> None:
         """Run ``forward``, or ``predict``."""
@@ -193,29 +112,35 @@ class Stages:
         if "torch" in sys.modules and kind_in_use() is not None:
             job.timer = StageTimer()
             self.launched.add(job.batch_id)
-        is_whole = job.ran_out is None and job.chunks is None and not self.model.ceiling.limit
+        is_whole = job.known is None and job.parts is None and not self.model.ceiling.limit
         if is_whole:
             try:
-                self._compute(job)
+                is_whole = self._compute(job)
             except BaseException as error:
-                job.fail(caught(error, self.model, job.batch_id))
-                is_whole = job.ran_out is None
+                self._failed(job, error)
+                is_whole = job.known is None
         if not is_whole:
-            compute_in_chunks(job, self.model, self._calls)
+            compute_in_parts(
+                job,
+                self.model,
+                self._calls,
+                is_wanted=lambda: self._is_wanted(job.batch_id + 1),
+                on_run=self.on_run,
+            )
         if job.timer is not None:
             job.timer.stop()
         else:
             job.seconds[FORWARD] += time.monotonic() - started
 
     def finish(self, job: Job, *, is_overlapped: bool = False) -> bool:
-        """Make results. False: the batch is too large, and has to go back to ``compute``."""
+        """Make results. False: the batch has to go back to ``compute``, which does it in parts."""
         timer = job.timer
         outputs = job.data
         if (
             timer is None
             and self._has_plain_results
             and type(outputs) is list
-            and job.chunks is None
+            and job.parts is None
             and len(outputs) == len(job.items) != self.model.columns
             and PLAIN.issuperset(map(type, outputs))
         ):
@@ -238,10 +163,10 @@ class Stages:
                 else:
                     self._finish(job)
             except BaseException as error:
-                job.fail(caught(error, self.model, job.batch_id))
+                self._failed(job, error)
         job.seconds[OUTLET] += time.monotonic() - started
         self.launched.discard(job.batch_id)
-        if job.ran_out is None:
+        if job.known is None:
             return True
         job.is_redone = True
         job.timer = None
@@ -260,12 +185,9 @@ class Stages:
             results, failures = [], {}
         else:
             model.guard.row = 0
-            if job.too_large:
-                failures = failures | job.too_large
             if failures:
                 left = iter(results)
-                size = len(results) + len(failures)
-                results = [None if i in failures else next(left) for i in range(size)]
+                results = [None if i in failures else next(left) for i in range(job.size)]
             if model.managed is not None:
                 padding = model.padding
         return BatchReport(
@@ -277,6 +199,7 @@ class Stages:
             job.started_at or time.monotonic(),  # no item could be decoded
             model.ceiling.limit,
             padding,
+            runs=job.runs,
         )
 
     def sent(self, job: Job) -> None:
@@ -293,46 +216,44 @@ class Stages:
         while prepare is not None and job.items:
             try:
                 if self.model.ceiling.limit:
-                    job.chunks = prepared_chunks(job.items, self.model, calls)
+                    job.parts = prepared_parts(job, self.model, calls)
                 else:
                     job.data = prepare(job.items)
                 return
             except InvalidItems as error:
-                job.drop(error)
+                job.drop_invalid(error)
 
-    def _compute(self, job: Job) -> None:
+    def _compute(self, job: Job) -> bool:
+        """Whether that was all: else the batch has to be computed without its invalid items."""
         self._check_wanted(job.batch_id + 1)
-        while True:
-            try:
-                job.data = self._calls.compute(job.data)
-                return
-            except InvalidItems as error:
-                # Of a batch that preprocess has made the positions are not known.
-                if self.has_stages:
-                    raise
-                job.drop(error)
-            if not job.items:
-                return
-            self._prepare(job)
+        try:
+            job.data = self._calls.compute(job.data)
+        except InvalidItems as error:
+            # Of a batch that preprocess has made the positions are not known.
+            if self.has_stages:
+                raise
+            job.drop_invalid(error)
+            job.data = None
+            return False
+        return True
 
     def _look_at_memory(self, job: Job) -> None:
-        if job.chunks is None:
+        if job.parts is None:
             job.memory = self._calls.memory(job.data)
-        elif job.chunks:
-            # Of a batch that is computed again these are results.
-            memory = memory_of if job.is_redone else self._calls.memory
-            job.memory = memory(job.chunks[0].data)
+        elif job.parts:
+            first = job.parts[0]
+            job.memory = (memory_of if first.is_finished else self._calls.memory)(first.data)
 
     def _finish(self, job: Job) -> None:
         self._check_wanted(job.batch_id + 1)
-        chunks, finish = job.chunks, self._calls.finish
-        if chunks is None:
+        parts, finish = job.parts, self._calls.finish
+        if parts is None:
             job.data = finish(job.data, len(job.items))
             return
         results: list[Any] = []
-        for start, stop, data in chunks:
-            results += data if job.is_redone else finish(data, stop - start)
-        job.data, job.chunks = results, None
+        for positions, data, is_finished in parts:
+            results += data if is_finished else finish(data, len(positions))
+        job.data, job.parts = results, None
 
     def _results(self, outputs: Any, size: int) -> list[Any]:
         if self._postprocess is not None:

@@ -25,8 +25,8 @@ from ..gpu.torch_process import release_memory
 from ..gpu.transfers import OnHost, results_on_host
 from ..managed_model import ManagedModel
 from ..options.checks import is_sequence
+from .batch_parts import caught
 from .bisection import Bisection, Invalid, Outcome, Returned, Unreadable, bisect
-from .chunked_run import caught
 from .model_spec import LoadedModel, describe
 from .protocol import Failure
 from .stage_calls import by_position
@@ -289,7 +289,8 @@ class _Step(_Calls):
         if youngest is not None:
             self._calls.put_back([youngest])
             search.drop([youngest])
-        elif self._may_rerun and search.halve(part):
+        elif self._may_rerun and len(part) > 1:
+            search.shrink(part)
             # The youngest next: if they fail the others have more.
             left = set(search.items)
             search.items = [each for each in reversed(batch.running) if each in left]

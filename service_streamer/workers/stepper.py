@@ -17,16 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..observe.record import BatchReport, StepReport
 from .model_spec import LoadedModel
+from .progress import SIGN_OF_LIFE
 from .protocol import DROP, HOLD, RESUME
 from .step_batch import StepAdmission, StepBatch, StepRequest
 from .step_calls import StepCalls
 
 if TYPE_CHECKING:  # it imports this module
     from .runner import Channel
-
-#: A step that has nothing to report is reported after so many seconds: the engine takes a worker
-#: for hung that is silent for batch_timeout, which may be short.
-SIGN_OF_LIFE = 0.1
 
 #: So many that were dropped, or are to rest, and are unknown are remembered: many times what two
 #: threads may have under way.

@@ -109,7 +109,13 @@ class Transport(ABC):
 
     @abstractmethod
     def send(
-        self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
+        self,
+        slot: int,
+        batch_id: int,
+        payloads: list[Any],
+        *,
+        calls: int | list[int] = 0,
+        is_stream: bool = False,
     ) -> None:
         """Send a batch. Never blocks, whatever the worker is doing.
 
@@ -118,6 +124,8 @@ class Transport(ABC):
         does not know whether it was, and calls this again.
 
         Args:
+            calls: how many items each call has that shares the batch, in order, if what one of them
+                raises is not to fail the others; 1 if each has one, 0 if they fail together.
             is_stream: whether its outputs are wanted as they come, of a model of steps. Then it is
                 one item, followed by the outputs that have been handed out, if it is to go on
                 where these ended.
@@ -217,13 +225,19 @@ class ThreadTransport(Transport):
         self._threads[slot] = thread
 
     def send(
-        self, slot: int, batch_id: int, payloads: list[Any], *, is_stream: bool = False
+        self,
+        slot: int,
+        batch_id: int,
+        payloads: list[Any],
+        *,
+        calls: int | list[int] = 0,
+        is_stream: bool = False,
     ) -> None:
         channel = self._channels.get(slot)
         if channel is None or batch_id <= channel.last_sent:
             return  # it was lost, and the batch with it; or it has the batch
         no_failures: dict[int, Failure] = {}
-        message = (batch_id, payloads, no_failures, *((True,) if is_stream else ()))
+        message = (batch_id, payloads, no_failures, is_stream or calls)
         put = channel.batches.put
         # A signal handler can raise after a call only, so not between these two lines.
         channel.last_sent = batch_id
