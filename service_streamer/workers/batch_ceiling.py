@@ -1,4 +1,4 @@
-"""How much of a batch a worker computes at once, learned from out-of-memory errors. Pure.
+"""How much a worker computes at once, learned from out-of-memory errors. Pure.
 
 A chunk costs its items times its longest item, as a padded batch does. Without lengths, each item
 counts 1, and the cost is the number of items.

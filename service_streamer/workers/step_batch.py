@@ -17,13 +17,10 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..batching.cost import LearnedCost
+from .batch_ceiling import Ceiling
 
 #: Of an item that does not run. A model's own states may be anything, and None, too.
 NO_STATE: Any = object()
-
-#: After so many items that are over, a bound that lack of memory has set is raised by one.
-#: Arbitrary, as ``batch_ceiling.FIRST_INTERVAL``: running out again costs a start and some steps.
-ENDS_PER_PROBE = 32
 
 #: Before each step, as many items start as take this many steps' time.
 #: Chosen by reasoning: outputs then come at half their pace at worst while items start, and where a
@@ -145,8 +142,8 @@ class StepBatch:
     Attributes:
         deck: those that wait, in order.
         running: in the order in which they began.
-        room: how many fit into memory; ``places`` if all do.
-        at_once: how many may start in one call, likewise.
+        memory: how many may run, learned from lack of memory.
+        starts: how many may start in one call, likewise.
         awaits_end: nothing starts before an item is over: they cost too much.
         evicted: states that were given up; whoever reports them sets it to 0.
     """
@@ -160,13 +157,15 @@ class StepBatch:
     ) -> None:
         self.deck: deque[StepRequest] = deque()
         self.running: list[StepRequest] = []
-        self.places = self.room = self.at_once = places
+        self.places = places
+        # One more at a time: of too many, each is given up after a step that ran out.
+        self.memory, self.starts = Ceiling(growth=0.0), Ceiling(growth=0.0)
+        self.memory.begin(places)
+        self.starts.begin(places)
         self.awaits_end = False
         self.evicted = 0
         self._max_cost = max_cost
         self._may_rerun = may_rerun
-        self._ends = 0
-        self._before: tuple[int, int] | None = None  # room and at_once, before they were cut
 
     @property
     def cost(self) -> float:
@@ -188,8 +187,8 @@ class StepBatch:
         running = len(self.running)
         if self.awaits_end and running:
             return []
-        size = min(self.places, self.room)
-        most = min(most, self.at_once)
+        size = self.memory.room(self.places)
+        most = min(most, self.starts.room(self.places))
         is_bounded = self._max_cost < math.inf
         if is_bounded and mean_cost is None:
             most = 1
@@ -242,25 +241,14 @@ class StepBatch:
             request.outputs = []
             self.deck.appendleft(request)
 
-    def ran_out(self, size: int) -> None:
+    def ran_out(self, keep: int) -> None:
         """There is memory for no more than so many."""
-        self._before = self._before or (self.room, self.at_once)
-        self.room = max(1, min(self.room, size))
-        self._ends = 0
-
-    def start_ran_out(self, size: int) -> None:
-        """So many did not start at once."""
-        self._before = self._before or (self.room, self.at_once)
-        self.at_once = max(1, min(self.at_once, (size + 1) // 2))
-        self._ends = 0
+        self.memory.ran_out(keep + 1, keep=max(1, keep))
 
     def ran_out_alone(self) -> None:
-        """An item does not fit, whoever runs. So it may have been the reason for the bounds.
-
-        If memory is short all the same, others run out and set them again.
-        """
-        self.room, self.at_once = self._before or (self.room, self.at_once)
-        self._before = None
+        """An item does not fit, whoever runs. So it may have been the reason for the bounds."""
+        self.memory.ran_out(1)
+        self.starts.ran_out(1)
 
     def end(self, request: StepRequest) -> None:
         """It is over, wherever it is."""
@@ -270,11 +258,6 @@ class StepBatch:
             return
         self.running.remove(request)
         self.awaits_end = False
-        self._ends += 1
-        if self._ends >= ENDS_PER_PROBE:
-            self._ends = 0
-            self.room = min(self.places, self.room + 1)
-            self.at_once = min(self.places, self.at_once + 1)
 
 
 class StepAdmission:

@@ -249,7 +249,7 @@ class _Start(_Calls):
             batch.ran_out(others)
             search.drop(search.items)
         else:
-            batch.start_ran_out(len(part))
+            batch.starts.ran_out(len(part))
             search.drop(search.items)
         release_memory()  # only now: where it was raised, frames still held tensors
 

@@ -150,6 +150,7 @@ class _Stepper:
             admission.costs(request.cost)
         if len(started) == len(chosen):
             admission.started(len(started), now - began)
+            batch.starts.fitted(len(started))
         report.started += len(started)
         report.starting += now - began
         self._end([each for each in chosen if each.failure is not None], now)
@@ -164,6 +165,7 @@ class _Stepper:
         if not running:
             return
         self._has_worked = True
+        over, size = len(report.done), len(batch.running)
         report.size, report.cost = len(running), batch.cost
         report.started_at = began = time.monotonic()
         calls.step(running)
@@ -180,6 +182,8 @@ class _Stepper:
         self._sweep(now)
         calls.look_at_costs(batch.running)
         self._sweep(now)
+        if len(report.done) > over:  # as many have run until one was done
+            batch.memory.fitted(size)
 
     def _sweep(self, now: float) -> None:
         """End those that are done or have failed."""
@@ -203,8 +207,7 @@ class _Stepper:
             request.batch_id, [result], duration=now - started_at, started_at=started_at
         )
         report.output_times = request.output_times
-        if self._batch.room < self._batch.places:
-            report.ceiling = self._batch.room
+        report.ceiling = self._batch.memory.limit
         if request.failure is not None:
             report.failures = {0: request.failure}
         request.item = None
