@@ -22,9 +22,10 @@ from service_streamer import Streamer, ThreadedStreamer
 #: which of several models it is for, and check what it asks of that one. Nine are the batcher's:
 #: what happens, the queue, when to cut, arrivals, the cost of batches, making the batch, the
 #: workers, counting it, and the states of calls. A lone call goes the way of all others. One is the
-#: core, which puts each worker's batches in its outbox in the order in which they were cut.
-PREDICT = 18
-REQUEST = 32
+#: core, which puts each worker's batches in its outbox in the order in which they were cut. One is
+#: the codec, the only place where a value becomes bytes.
+PREDICT = 19
+REQUEST = 33
 #: Until the streamer takes its worker for warm.
 WARM = 20
 

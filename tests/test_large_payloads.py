@@ -18,9 +18,11 @@ from large_models import checksum, is_mapped
 from models import echo, process_ids
 from service_streamer import PredictTimeout, Streamer, ThreadedStreamer
 from service_streamer.testing import Gate
-from service_streamer.workers.memory.payload import LARGE, LARGE_IN_BATCH
 
 Build = Callable[..., Streamer]
+
+#: An item of so many bytes is shared; and one of a batch of several.
+LARGE, LARGE_IN_BATCH = 32 << 10, 16 << 10
 
 
 @pytest.fixture

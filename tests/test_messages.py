@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import models
 from service_streamer import ModelError
-from service_streamer.workers.protocol import Failure, summary
+from service_streamer.workers.protocol import Failure
 
 
 def caught(error: BaseException) -> Failure:
@@ -34,5 +34,5 @@ class UnprintableError(Exception):
 
 
 def test_a_summary_never_raises() -> None:
-    assert summary(UnprintableError()) == "UnprintableError: its text cannot be made"
-    assert summary(ValueError()) == "ValueError"
+    assert Failure(UnprintableError()).text == "UnprintableError: its text cannot be made"
+    assert Failure(ValueError()).text == "ValueError"

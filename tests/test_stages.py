@@ -320,7 +320,6 @@ def test_batches_do_not_overlap_where_no_thread_can_be_started(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", fails)
-    monkeypatch.setattr("service_streamer.workers.runner.has_warned", False)
     each = [[(stage, "thread")] for stage in STAGES]
     reports = served(loaded(Staged), *each, *each, together=True)
     assert {report.outputs[0] for report in reports} == {threading.current_thread().name}

@@ -23,7 +23,8 @@ from ..supervision.health import BatchBound
 from ..supervision.supervisor import RestartPolicy, Supervisor
 from ..workers.batch_ceiling import Measure
 from ..workers.child import refuse_unguarded_main
-from ..workers.model_spec import ItemCodec, ModelSpec, check_model, describe
+from ..workers.codec import Codec
+from ..workers.model_spec import ModelSpec, check_model, describe
 from ..workers.preprocessing import check_preprocess
 from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
@@ -38,7 +39,7 @@ _LONGEST = 1e15
 
 
 def make_lengths(
-    length: Length | None, model: object, codec: ItemCodec | None = None
+    length: Length | None, model: object, codec: Codec | None = None
 ) -> Lengths | None:
     """The function that gives the lengths of items; None if neither options nor model name one.
 
@@ -125,7 +126,7 @@ def _of_class(model: Any, name: str) -> Callable[[Any], object]:
     return length
 
 
-def _decoding(function: Callable[[Any], object], codec: ItemCodec) -> Callable[[Any], object]:
+def _decoding(function: Callable[[Any], object], codec: Codec) -> Callable[[Any], object]:
     decode = codec.decode
 
     def length(payload: bytes) -> object:
@@ -189,7 +190,7 @@ def build_engine(
     options: StreamerOptions,
     *,
     is_local: bool = False,
-    codec: ItemCodec | None = None,
+    codec: Codec | None = None,
     round_trip: float = 0.0,
 ) -> Engine:
     """An engine with its workers, which has not been started.
@@ -226,7 +227,7 @@ def check_wanted(model: Model, options: StreamerOptions) -> None:
 
 
 def make_spec(
-    model: Model, options: StreamerOptions, *, codec: ItemCodec | None = None, has_lengths: bool
+    model: Model, options: StreamerOptions, *, codec: Codec | None = None, has_lengths: bool
 ) -> ModelSpec:
     """What workers load.
 

@@ -28,9 +28,9 @@ from ..batching.batcher import Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.metrics import StreamerStats, WorkerStats
 from ..observe.record import BatchRecord, BatchReport, Call, StepReport
+from ..reporting import counted
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerState
-from ..workers.diagnosis import counted
 from ..workers.protocol import DROP, RESUME, Failure
 from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerReady, WorkerWaits
 

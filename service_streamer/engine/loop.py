@@ -22,9 +22,9 @@ from ..batching.actions import NOTHING, Actions
 from ..batching.isolation import Raised, Search
 from ..errors import InternalError, StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, StepReport
+from ..reporting import counted, summary
 from ..supervision.supervisor import Loss
-from ..workers.diagnosis import counted
-from ..workers.protocol import Failure, summary
+from ..workers.protocol import Failure
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
 from .at_exit import AtExit
 from .backend import BlockingReply, LoopReply, Mailbox, wake

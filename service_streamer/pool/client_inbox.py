@@ -102,7 +102,7 @@ class ClientInbox:
         if ends:
             self._deliveries.deliver(ends)
         if results is not None:
-            released = results.ended()
+            released = results.pop_ended()
             link = self._link
             if released and link is not None:
                 link.put((RELEASED, 0, released))

@@ -12,8 +12,7 @@ from typing import Any
 from ..engine.timer import Doorbell, rest_if_copied
 from ..errors import PoolMismatch, StreamerBroken, StreamerError, WorkerLost
 from ..remote.call_book import CallBook, answer
-from ..remote.quiet_log import quiet_log
-from ..workers.diagnosis import counted
+from ..reporting import counted, quiet_log
 from ..workers.protocol import Failure
 from .client_inbox import ClientInbox
 from .pool_calls import PoolCall, PoolCalls

@@ -20,10 +20,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..workers.memory.memory_link import Received, receive
 from ..workers.memory.passing import MemorySocket, Windows, memory_sockets
 from ..workers.memory.shared_memory import Memory
-from ..workers.memory.window import Look
-from ..workers.payload_channel import Received
+from ..workers.memory.window import Window
 from .pool_memory import ClientItems, PoolMemory, inlined
 
 _FIRST = b"\0"
@@ -160,26 +160,14 @@ class ResultMemory:
 
     def received(self, outputs: list[Any]) -> bool:
         """Hold what came and lies in such memory; in place. False: some of it cannot be read."""
-        looks: dict[tuple[int, int], Look] = {}
-        is_whole = True
-        for position, output in enumerate(outputs):
-            if type(output) is not tuple:
-                continue
-            key = output[5], output[1]
-            try:
-                window = self._windows.window(*key)
-            except OSError:
-                is_whole = False
-                continue
-            look = looks.get(key)
-            if look is None:
-                look = looks[key] = window.look(output)
-            outputs[position] = Received(window, output, look)
-        return is_whole
+        return receive(outputs, self._window_of)
 
-    def ended(self) -> list[tuple[int, int]]:
+    def _window_of(self, wire: Any) -> Window:
+        return self._windows.window(wire[5], wire[1])
+
+    def pop_ended(self) -> list[tuple[int, int]]:
         """The blocks that are no longer in use."""
-        return self._windows.ended() if self._windows.is_used else []
+        return self._windows.pop_ended() if self._windows.is_used else []
 
 
 def inline(outputs: list[Any]) -> list[Any]:

@@ -37,13 +37,12 @@ from ..observe.record import ORDINARY, Call
 from ..options.checks import Workers
 from ..remote.deliveries import Deliveries
 from ..remote.open_calls import RemoteCall
-from ..remote.quiet_log import quiet_log
 from ..remote.remote_client import RemoteClient
+from ..reporting import counted, quiet_log
 from ..supervision.supervisor import Overlap
-from ..workers.diagnosis import counted
-from ..workers.item_pickling import ItemPickling
+from ..workers.codec import Codec
+from ..workers.memory.memory_link import SharedMemory
 from ..workers.memory.shared_memory import Placed
-from ..workers.payload_channel import SharedMemory
 from ..workers.protocol import Failure
 from .client_inbox import ClientInbox
 from .client_loop import ClientDoorbell, ClientLoop
@@ -62,8 +61,8 @@ class PoolClient(RemoteClient[PoolCalls]):
 
     Args:
         connector: finds the pool, or starts it.
-        pickling: of items and results.
-        memory: what that writes to; closed with the client.
+        codec: of items and results; closed with the client.
+        memory: what that writes to; closed, too.
         lengths: of items; None if each counts one.
         book: of its calls.
         may_rerun: whether a call may be computed twice.
@@ -72,7 +71,7 @@ class PoolClient(RemoteClient[PoolCalls]):
     def __init__(
         self,
         connector: Connector,
-        pickling: ItemPickling,
+        codec: Codec,
         memory: SharedMemory,
         lengths: Lengths | None,
         book: PoolBook,
@@ -81,9 +80,9 @@ class PoolClient(RemoteClient[PoolCalls]):
     ) -> None:
         self._bell = book.doorbell = ClientDoorbell(book)
         deliveries = Deliveries(book)
-        super().__init__(pack, pickling.decode, book, deliveries, None)
+        super().__init__(pack, codec.decode_outputs, book, deliveries, None)
         self._connector = connector
-        self._pickling = pickling
+        self._codec = codec
         self._memory = memory
         self.lengths = lengths
         self._may_rerun = may_rerun
@@ -96,10 +95,10 @@ class PoolClient(RemoteClient[PoolCalls]):
     # -- calls
 
     def _encoded(self, items: Sequence[Any]) -> Any:
-        return self._pickling.encode(items)
+        return self._codec.encode_items(items)
 
     def decode(self, outputs: list[Any]) -> list[Any]:
-        return self._pickling.decode(outputs)
+        return self._codec.decode_outputs(outputs)
 
     def _addressed(self, call: Call, number: int, payloads: Any, deadline: float) -> RemoteCall:
         lengths = call.lengths
@@ -317,6 +316,7 @@ class PoolClient(RemoteClient[PoolCalls]):
         self._inbox.close()
         self._connector.memory = None
         self._memory.close()
+        self._codec.close()
 
     def _why_cut_off(self) -> str:
         return ": the pool could not be reached" if self._bell.link is None else ""

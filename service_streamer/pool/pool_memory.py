@@ -13,12 +13,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..workers.memory.arena import PAGE, Arena
+from ..workers.memory.memory_link import Memories, MemoryLink, Received, SharedMemory
 from ..workers.memory.passing import MemorySender, memory_sockets
 from ..workers.memory.payload import Parts
-from ..workers.memory.shared_memory import Memory, Placed, Wire
+from ..workers.memory.shared_memory import PAGE, Arena, Memory, Placed, Wire
 from ..workers.memory.window import Window
-from ..workers.payload_channel import Memories, PayloadChannel, Received, SharedMemory
 
 
 class PoolMemory(SharedMemory):
@@ -31,18 +30,18 @@ class PoolMemory(SharedMemory):
     def __init__(self, limit: int | None) -> None:
         super().__init__(limit)
         self.clients = 0
-        self._channels: weakref.WeakSet[_WorkerChannel] = weakref.WeakSet()
+        self._links: weakref.WeakSet[_WorkerLink] = weakref.WeakSet()
         self._lock = threading.RLock()  # of these: the engine's thread adds, the server's looks
 
-    def for_worker(self, worker_num: int) -> tuple[Memories, PayloadChannel] | None:
+    def for_worker(self, worker_num: int) -> tuple[Memories, MemoryLink] | None:
         if self.arena is None:
             return None
         responses = Memory(max(PAGE, self.size // worker_num))
         sender, receiver = memory_sockets()
-        channel = _WorkerChannel(self.arena, Window(responses), sender)
+        link = _WorkerLink(self.arena, Window(responses), sender)
         with self._lock:
-            self._channels.add(channel)
-        return Memories(self.arena.memory, responses, receiver), channel
+            self._links.add(link)
+        return Memories(self.arena.memory, responses, receiver), link
 
     def expect_items(self) -> None:
         """Messages to workers may have large items from now on."""
@@ -53,19 +52,21 @@ class PoolMemory(SharedMemory):
         """A client has gone: workers unmap its memory when they have read it."""
         memory.is_left = True
         with self._lock:
-            channels = [*self._channels]
-        for channel in channels:
-            channel.forget(memory.number)
+            links = [*self._links]
+        for link in links:
+            link.forget(memory.number)
 
 
-class _WorkerChannel(PayloadChannel):
+class _WorkerLink(MemoryLink):
     """The pool's end of what it shares with one worker. Any thread."""
 
     def __init__(self, arena: Arena, window: Window, sender: MemorySender) -> None:
         super().__init__(arena, window)
         self._sender = sender
 
-    def sent(self, payloads: list[Any]) -> list[Any]:
+    def lend(self, payloads: list[Any]) -> list[Any]:
+        if not self.is_used:
+            return []
         with self._lock:
             for position, payload in enumerate(payloads):
                 if type(payload) is not Placed or type(payload.lease) is not _ItemLease:
@@ -73,11 +74,11 @@ class _WorkerChannel(PayloadChannel):
                 items = payload.lease.items
                 if not self._sender.send(items.memory):
                     payloads[position] = items.copied(payload.wire, self.arena)
-            return super().sent(payloads)
+            return super().lend(payloads)
 
-    def released(self, blocks: list[Any]) -> None:
+    def release(self, blocks: list[Any]) -> None:
         with self._lock:
-            super().released(blocks)
+            super().release(blocks)
             if any(type(block) is tuple for block in blocks):
                 for memory in self._sender.passed():
                     if memory.is_left:
@@ -86,7 +87,7 @@ class _WorkerChannel(PayloadChannel):
     def forget(self, number: int) -> None:
         """Have the worker unmap a memory, unless it still reads there."""
         with self._lock:
-            if not self._lent.has_of(number):
+            if not self._loans.includes(number):
                 self._sender.forget(number)
 
     def close(self) -> None:
@@ -129,7 +130,7 @@ class ClientItems:
             placed = None if arena is None else arena.put(Parts([stream], buffers))
             payload = whole(stream, buffers) if placed is None else placed
             del buffers
-            window.ended()  # which the client is not told: the lease holds the block
+            window.pop_ended()  # which the client is not told: the lease holds the block
             return payload
 
 

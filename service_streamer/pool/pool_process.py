@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 from ..engine.build import assemble
 from ..errors import StreamerBroken
-from ..workers.protocol import summary
+from ..reporting import summary
 from ..workers.starting import find_interpreter, startable
 from .directory import paths_of
 from .election import Leadership

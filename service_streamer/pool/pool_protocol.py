@@ -31,7 +31,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..remote.quiet_log import report_bug
+from ..reporting import report_bug
 from ..workers.protocol import Failure
 from ..workers.transport import Transport
 from .wishes import Wishes

@@ -12,8 +12,8 @@ from .. import __version__
 from ..engine.build import Model, check_wanted, make_lengths, make_spec
 from ..options.table import StreamerOptions
 from ..workers.child import refuse_unguarded_main
-from ..workers.item_pickling import ItemPickling, pickled_spec
-from ..workers.payload_channel import SharedMemory
+from ..workers.codec import Codec, encode_spec
+from ..workers.memory.memory_link import SharedMemory
 from ..workers.process import ProcessTransport
 from ..workers.starting import ByValue, has_main
 from . import pool_protocol
@@ -71,7 +71,7 @@ def pool_clients(
     by_value = by_value or ByValue()
     spec = make_spec(model, options, has_lengths=lengths is not None)
     cannot_load = spec.cannot_load
-    pickled = pickled_spec(spec, by_value)
+    pickled = encode_spec(spec, by_value)
     wishes = wishes_of(model, options, __version__)
     is_by_value = by_value.is_used or not has_this_main
     # Only what the pool itself needs: it imports nothing of the model's.
@@ -121,7 +121,7 @@ def pool_clients(
         own_memory = None if arena is None else arena.memory
         return PoolClient(
             Connector(name, paths, lambda: hello, boot, own_memory, user),
-            ItemPickling(memory.encoder, by_value if is_by_value else None, cannot_load),
+            Codec(arena, by_value if is_by_value else None, cannot_load),
             memory,
             lengths,
             PoolBook(options.max_pending, most_in_flight),

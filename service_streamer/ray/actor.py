@@ -16,20 +16,18 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import pickle
 import queue
 import socket
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 from ..gpu.places import set_environment
-from ..workers.coded_channel import CodedChannel
-from ..workers.serving import Boot, serve_model
-from .apart import Apart, ApartEncoder, Frame, frame, unframed
+from ..workers.codec import Codec
+from ..workers.serving import Boot, CodedChannel, serve_model
+from .apart import Apart, ApartStore, Frame, frame, unframed
 
 #: The host, the process id, and the GPUs that it sees, as a variable lists them.
 Whereabouts = tuple[str, int, str]
@@ -116,6 +114,13 @@ class RayWorker:
             self._channel.close()
 
 
+class _ActorCodec(Codec):
+    """Items are views of Ray's memory."""
+
+    def decode(self, payload: Any) -> Any:
+        return payload.view() if type(payload) is Apart else super().decode(payload)
+
+
 class _ActorChannel(CodedChannel):
     """What goes in and out of the thread that computes."""
 
@@ -125,7 +130,7 @@ class _ActorChannel(CodedChannel):
     )
 
     def __init__(self) -> None:
-        super().__init__(ApartEncoder())
+        super().__init__(_ActorCodec(ApartStore()))
         self._batches: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # None comes after the last one, and stays.
         self._answers: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
@@ -183,12 +188,5 @@ class _ActorChannel(CodedChannel):
         self._batches.put(None)
         return True
 
-    def _decoder(self, payloads: list[Any], *more: Any) -> Callable[[Any], Any]:
-        return _viewed if Apart in map(type, payloads) else super()._decoder(payloads, *more)
-
     def send_raw(self, message: tuple[Any, ...]) -> None:
         self._answers.put(frame((time.monotonic(), message)))
-
-
-def _viewed(payload: Any) -> Any:
-    return pickle.loads(payload) if type(payload) is bytes else payload.view()

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pickle import PickleBuffer
 from typing import Any
 
-from ..workers.memory.payload import ATOMS, LARGE, PROTOCOL, Parts, dump
-from ..workers.payload_channel import Dump
+from ..workers.memory.payload import LARGE, PROTOCOL, Parts
 
 #: A message: the pickle, and what lies beside it, if anything does.
 Frame = bytes | tuple[bytes, list[Any]]
@@ -54,24 +53,13 @@ def _apart(stream: Any, *buffers: Any) -> Apart:
     return Apart(stream, list(buffers))
 
 
-class ApartEncoder:
-    """Makes items, or results, into what goes with a message. Any thread."""
+class ApartStore:
+    """Where a codec puts what is large."""
 
-    def encode(self, value: Any) -> bytes | Apart:
-        """Raises whatever pickling it raises."""
-        kind = type(value)
-        if kind in ATOMS and (kind is not str or len(value) < LARGE):  # as most are
-            return pickle.dumps(value, PROTOCOL)
-        return self.encode_with(dump, value)
+    large = LARGE
 
-    def encode_with(self, dump: Dump, value: Any) -> bytes | Apart:
-        """The same, pickled by another function."""
-        pickled = dump(value, LARGE)
-        return pickled if isinstance(pickled, bytes) else _copied(pickled)
-
-
-def _copied(parts: Parts) -> Apart:
-    return Apart(b"".join(parts.stream), [bytes(each) for each in parts.buffers])
+    def put(self, parts: Parts) -> Apart:
+        return Apart(b"".join(parts.stream), [bytes(each) for each in parts.buffers])
 
 
 def frame(message: Any) -> Frame:

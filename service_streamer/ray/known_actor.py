@@ -8,10 +8,9 @@ import time
 from ..errors import WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
 from ..supervision.supervisor import Loss
-from ..workers.diagnosis import obituary
 from ..workers.protocol import Failure, decode
 from ..workers.transport import WorkerDied, WorkerEvent
-from ..workers.worker_process import KnownWorker, event_of
+from ..workers.worker_process import KnownWorker, event_of, obituary
 from .apart import Frame, unframed
 from .clock import RemoteClock
 from .cluster import Actor
@@ -43,7 +42,7 @@ class KnownActor(KnownWorker):
         """What it says, as ``event_of``; times by this process's clock.
 
         Raises:
-            Breach: it may not send that now. Whatever else is raised, it is no message at all.
+            Breach: see ``event_of``. Whatever else is raised, it is no message at all.
         """
         sent, message = unframed(received)
         event = event_of(self, decode(message))

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from ..remote.quiet_log import quiet_log
+from ..reporting import quiet_log
 
 log = quiet_log(__name__)
 

@@ -15,7 +15,6 @@ polls, and no thread waits for a call.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import heapq
 import itertools
@@ -32,21 +31,22 @@ from ..gpu.accelerators import allocator_variables
 from ..gpu.places import UNPLACED
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
+from ..reporting import quiet_log, summary
 from ..supervision.supervisor import Loss
-from ..workers.item_pickling import ItemPickling, pickled_spec
+from ..workers.codec import Codec, encode_spec
 from ..workers.model_spec import ModelSpec
-from ..workers.protocol import Breach, Failure, summary
+from ..workers.protocol import Failure, describe_breach
 from ..workers.serving import Boot
 from ..workers.starting import ByValue
 from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerReady, WorkerWaits
-from .apart import ApartEncoder, frame
+from .apart import ApartStore, frame
 from .cluster import Actor, Cluster, LeftCluster, WorkerResources, verdict
 from .known_actor import KnownActor
 from .losses import Verdict
 from .placing import Unplaced, why_not_placed
 from .times import times
 
-logger = logging.getLogger(__name__)
+_log = quiet_log(__name__)
 
 #: So often it is asked whether a worker that replaces another has a place, if there is room for
 #: both: a busy host takes more than ``times.placing`` to start a process.
@@ -73,13 +73,13 @@ class RayTransport(Transport):
         self._cluster = cluster
         self._request = request
         self._start_actor = cluster.workers(request)
-        self._pickling: ItemPickling | None = None
+        self._codec: Codec | None = None
         if isinstance(spec, bytes):
             self._spec = cluster.put(spec)
         else:
             by_value = RayByValue()
-            self._spec = cluster.put(pickled_spec(spec, by_value))
-            self._pickling = ItemPickling(ApartEncoder(), by_value, spec.cannot_load)
+            self._spec = cluster.put(encode_spec(spec, by_value))
+            self._codec = Codec(ApartStore(), by_value, spec.cannot_load)
         sharers = (math.floor(1 / request.num_gpus + 1e-9),) if 0 < request.num_gpus < 1 else ()
         place = UNPLACED._replace(gpu_id=0 if request.num_gpus else None)
         # Ray leaves a worker without a GPU all those of its node.
@@ -97,10 +97,10 @@ class RayTransport(Transport):
         self._stop_watching = cluster.when_left(left)
 
     def encode(self, items: Sequence[Any]) -> Sequence[Any]:
-        return items if self._pickling is None else self._pickling.encode(items)
+        return items if self._codec is None else self._codec.encode_items(items)
 
     def decode(self, outputs: list[Any]) -> list[Any]:
-        return outputs if self._pickling is None else self._pickling.decode(outputs)
+        return outputs if self._codec is None else self._codec.decode_outputs(outputs)
 
     def device(self, place: int) -> Device | None:
         """The GPUs that Ray has given to it, with their host; None if it has none, or no place."""
@@ -389,9 +389,7 @@ class RayTransport(Transport):
     def _give_up(self, worker: KnownActor, error: Exception) -> None:
         """What the worker has sent cannot be read; the rest makes no sense then."""
         if worker.killed_for is None:
-            breach = str(error) if isinstance(error, Breach) else ""
-            breach = breach or f"its answer cannot be read ({summary(error)})"
-            worker.killed_for = f"it broke the protocol: {breach}"
+            worker.killed_for = describe_breach(error)
         self._kill(worker)
 
     def _look(self, worker: KnownActor) -> None:
@@ -435,12 +433,12 @@ class RayTransport(Transport):
         else:
             worker.is_waiting = True
             self._tell(worker, WorkerWaits(worker.slot))
-            with contextlib.suppress(Exception):  # of a filter or handler of a user's
-                logger.warning(
-                    "%s has no place on the cluster yet: %s. It is started when there is one; "
-                    "until then the others serve",
-                    worker, found.why,
-                )  # fmt: skip
+            _log(
+                logging.WARNING,
+                "%s has no place on the cluster yet: %s. It is started when there is one; "
+                "until then the others serve",
+                worker, found.why,
+            )  # fmt: skip
 
     def _end_unplaced(self, worker: KnownActor, why: str) -> None:
         def found(unplaced: Unplaced) -> None:

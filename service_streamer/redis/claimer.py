@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
-from ..remote.quiet_log import report_bug
+from ..reporting import report_bug
 from .finisher import Finisher
 from .held_calls import HeldCalls
 from .host_parts import HostParts

@@ -41,8 +41,8 @@ from ..errors import (
 from ..observe.record import Call
 from ..remote.call_book import CallBook
 from ..remote.open_calls import FIRST_ATTEMPT, RemoteCall
-from ..remote.quiet_log import report_bug
 from ..remote.remote_client import RemoteClient
+from ..reporting import report_bug
 from ..workers.protocol import Failure
 from .hosts_seen import HostsSeen
 from .ledger import SentCalls

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from threading import Lock
 
-from ..remote.quiet_log import report_bug
+from ..reporting import report_bug
 from ..workers.protocol import Failure
 from .held_calls import HeldCalls
 from .host_outcomes import HostOutcomes

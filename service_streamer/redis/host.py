@@ -29,7 +29,7 @@ from collections.abc import Callable
 from ..engine.engine import Engine
 from ..engine.timer import start_thread
 from ..errors import BrokerUnavailable, StreamerError, WorkerStartError
-from ..workers.diagnosis import counted
+from ..reporting import counted
 from .claimer import Claimer
 from .finisher import Finisher
 from .held_calls import HeldCalls

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..errors import BadMessage, PredictTimeout, StreamerError, WorkerLost
 from ..observe.record import Call
-from ..remote.quiet_log import report_bug
-from ..workers.protocol import Failure, summary
+from ..reporting import report_bug, summary
+from ..workers.protocol import Failure
 from .claims import Claim
 from .held_calls import HeldCalls
 from .host_parts import HostParts

@@ -16,7 +16,7 @@ from redis.retry import Retry
 
 from ..engine.timer import rest_if_copied
 from ..errors import BrokerError
-from ..remote.quiet_log import quiet_log
+from ..reporting import quiet_log
 from ..supervision.supervisor import backoff
 from .scripts import Script
 

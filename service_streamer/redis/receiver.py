@@ -12,8 +12,8 @@ from ..errors import BadMessage, BrokerUnavailable
 from ..remote.call_book import CallBook
 from ..remote.deliveries import Deliveries
 from ..remote.open_calls import Inflow, RemoteAnswer, RemoteCall
-from ..remote.quiet_log import report_bug
-from ..workers.protocol import Failure, summary
+from ..reporting import report_bug, summary
+from ..workers.protocol import Failure
 from .ledger import SentCalls
 from .link import Address, Backoff, Link, LinkError, Outages, entries, log
 from .lost_calls import LostCalls

@@ -36,11 +36,11 @@ from ..options.kinds import PATIENCE
 from ..options.table import RedisWorkerOptions, StreamerOptions
 from ..streamer import Streamer
 from ..supervision.health import Timeout
-from .codec import Codec
 from .host import Host
 from .host_parts import HostOptions
 from .link import Address, log
 from .redis_stats import RedisWorkerStats
+from .serializers import WireCodec
 from .wire import Secret, Serializer, make_wire
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ _ROUND_TRIP = 4e-3
 class _EncodedStreamer(Streamer):
     """A pool that takes encoded items, from callers behind Redis."""
 
-    def __init__(self, model: Model, options: StreamerOptions, codec: Codec) -> None:
+    def __init__(self, model: Model, options: StreamerOptions, codec: WireCodec) -> None:
         BaseStreamer.__init__(self, options.worker_timeout)
         self._run(
             options, lambda: build_engine(model, options, codec=codec, round_trip=_ROUND_TRIP)

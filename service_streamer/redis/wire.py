@@ -42,8 +42,9 @@ from ..observe.record import ORDINARY, Precedence
 from ..options.checks import check_priority, check_tenant
 from ..options.table import BrokerOptions
 from ..remote.open_calls import Attempt, OutputRun, RemoteAnswer
-from ..workers.protocol import Failure, summary
-from .codec import Codec, MsgpackCodec, PickleCodec, check_complete
+from ..reporting import summary
+from ..workers.protocol import Failure
+from .serializers import MsgpackCodec, PickleCodec, WireCodec, check_complete
 
 #: Reasons in notices why a message cannot be read, and their explanations for its sender.
 REASONS: Mapping[str, str] = {
@@ -96,7 +97,7 @@ class Wire:
 
     def __init__(
         self,
-        codec: Codec,
+        codec: WireCodec,
         *,
         secret: bytes | None,
         prefix: str,
@@ -447,7 +448,7 @@ Secret = str | bytes
 
 def make_wire(options: BrokerOptions) -> Wire:
     """What both sides of a broker read and write messages with."""
-    codec: Codec = MsgpackCodec() if options.serializer == "msgpack" else PickleCodec()
+    codec: WireCodec = MsgpackCodec() if options.serializer == "msgpack" else PickleCodec()
     secret = options.secret
     return Wire(
         codec,

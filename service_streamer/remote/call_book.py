@@ -9,9 +9,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from ..engine.timer import Doorbell
 from ..errors import Overloaded, StreamerClosed
+from ..reporting import quiet_log
 from ..workers.protocol import Failure
 from .open_calls import OpenCalls, RemoteCall
-from .quiet_log import quiet_log
 
 log = quiet_log(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 
 from ..engine.backend import Mailbox
 from ..errors import Overloaded
+from ..reporting import quiet_log
 from .call_book import CallBook, answer
 from .open_calls import Attempt, Inflow, OpenCalls, OutputRun, RemoteAnswer, RemoteCall
-from .quiet_log import quiet_log
 
 log = quiet_log(__name__)
 

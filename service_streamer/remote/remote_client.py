@@ -40,12 +40,11 @@ from ..errors import (
     WorkerLost,
 )
 from ..observe.record import Call
-from ..workers.diagnosis import counted
+from ..reporting import counted, quiet_log
 from ..workers.protocol import Failure
 from .call_book import CallBook, Ledger, answer
 from .deliveries import Deliveries
 from .open_calls import Patience, RemoteCall
-from .quiet_log import quiet_log
 
 log = quiet_log(__name__)
 

@@ -11,7 +11,7 @@ from ..options.checks import Devices, device_names
 from ..pipelines.quantization import check_quantization
 from ..pipelines.suiting import check_suits, known_task
 from ..pipelines.weights import check_accelerate, check_attention
-from ..workers.diagnosis import counted
+from ..reporting import counted
 from .command_options import ModelCommandOptions, PipelineOptions, ServeOptions
 
 #: Of the model that comes with this package.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.operator_signals import SAME_SIGNAL
 from ..options.table import RedisWorkerOptions
-from ..workers.diagnosis import counted
+from ..reporting import counted
 from .command_options import AddressOptions, ServeOptions, WorkerCommandOptions
 from .configuration import Configuration, NamedModel
 from .hosted_model import OpenedModel

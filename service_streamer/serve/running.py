@@ -34,7 +34,7 @@ from ..engine.operator_signals import (
     hold_signals,
     log_standing,
 )
-from ..workers.diagnosis import counted
+from ..reporting import counted
 from .configuration import Configuration
 from .heap import keep_freed_memory
 from .hosted_model import HostedModel, OpenedModel, ServiceFailed

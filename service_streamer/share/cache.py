@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ModelError
 from ..extras import missing
-from ..workers.protocol import summary
+from ..reporting import summary
 
 #: Not the highest one, so that a key means the same whatever Python computes it.
 _PROTOCOL = 5

@@ -46,7 +46,7 @@ from ..engine.timer import Timer, is_owned, start_thread
 from ..errors import StreamerError
 from ..observe.record import ORDINARY, Call, Precedence, Timing
 from ..options.table import SharingOptions
-from ..workers.payload_channel import kept
+from ..workers.memory.memory_link import shareable
 from ..workers.protocol import Failure
 from .cache import SharedOutput, key_of, make_cache
 
@@ -420,7 +420,7 @@ class SingleFlight(PassThrough):
                 wanted = sum(map(len, item.callers.values()))
                 self.deduplicated += max(0, wanted - 1)
                 if cache is not None or wanted > 1:
-                    output = SharedOutput(output) if self._copies else kept(output)
+                    output = SharedOutput(output) if self._copies else shareable(output)
                 if cache is not None and item.key is not None:
                     cache[item.key] = output
                 for caller, positions in item.callers.items():

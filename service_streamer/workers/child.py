@@ -13,24 +13,26 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 from ..gpu.places import set_environment
 from ..observe.record import BatchReport, StepReport
-from .coded_channel import CodedChannel
-from .diagnosis import (
+from .codec import Codec
+from .memory.memory_link import Memories, link_in_worker
+from .memory.passing import Windows
+from .model_spec import LoadedModel, Wrapper
+from .protocol import (
     EXIT_FORK_RETURNED,
     EXIT_NO_FREEZE_SUPPORT,
     EXIT_START_FAILED,
     EXIT_UNGUARDED_MAIN,
+    Frame,
+    FrameReader,
+    FrameWriter,
 )
-from .memory.passing import Windows
-from .model_spec import LoadedModel, Wrapper
-from .payload_channel import Memories, in_worker
-from .protocol import Frame, FrameReader, FrameWriter
-from .serving import Boot, serve_model
+from .serving import Boot, CodedChannel, serve_model
 
 _FORK_RETURNED = (
     b"service_streamer: a process that the model has forked returned from the model, and ends; "
@@ -92,7 +94,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     set_environment(boot.variables)  # a fork server has an environment of its own
     channel = _PipeChannel(requests, responses, boot.memories)
     os.register_at_fork(after_in_child=channel.disown)
-    more = None if channel.exchange is None else channel.exchange.more
+    more = None if channel.link is None else channel.link.more
     threading.Thread(
         target=_exit_with_parent, args=(requests.fileno(), more), name="parent watch", daemon=True
     ).start()
@@ -129,8 +131,8 @@ class _PipeChannel(CodedChannel):
     def __init__(
         self, requests: Connection, responses: Connection, memories: Memories | None
     ) -> None:
-        self._results, self.exchange = in_worker(memories)
-        super().__init__(self._results)
+        self.link = link_in_worker(memories)
+        super().__init__(Codec(None if self.link is None else self.link.arena))
         self._is_forked = False
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
@@ -165,9 +167,9 @@ class _PipeChannel(CodedChannel):
         return bool(self._frames or self._poll.poll(0))
 
     def attach(self, model: LoadedModel) -> None:
-        if self.exchange is None:
+        if self.link is None:
             return
-        model.view = self.exchange.view
+        model.view = self.link.view
         if isinstance(model.managed, Wrapper):
             model.managed.view = model.view
 
@@ -179,28 +181,24 @@ class _PipeChannel(CodedChannel):
             )
         return super().advise(error)
 
-    def _decoder(self, payloads: list[Any], *more: Any) -> Callable[[Any], Any]:
-        if self.exchange is not None:
-            if more and more[0]:
-                self.exchange.released(more[0])
-            if tuple in map(type, payloads):
-                return self.exchange.loader()
-        return super()._decoder(payloads)
-
-    def encode(self, report: BatchReport) -> None:
-        self._results.batch = len(report.outputs)
-        super().encode(report)
-
     def next_frame(self) -> Frame:
         self.check_owner()
         while not self._frames:
             self._frames.extend(self._reader.read())
         return self._frames.popleft()
 
-    def _place(self, report: BatchReport | StepReport, payloads: list[Any]) -> None:
-        """What lies in shared memory goes as its place there; the report says what is read."""
-        if self.exchange is not None:
-            released = self.exchange.sent(payloads)
+    def _receive(self, payloads: list[Any], *more: Any) -> None:
+        if self.link is not None:
+            self.link.expect(len(payloads))  # as many results
+            if more and more[0]:
+                self.link.release(more[0])
+            if tuple in map(type, payloads):
+                self.link.receive(payloads)
+
+    def _lend(self, report: BatchReport | StepReport, payloads: list[Any]) -> None:
+        """The wires of large payloads go with the report, and the blocks that it releases."""
+        if self.link is not None:
+            released = self.link.lend(payloads)
             if released or tuple in map(type, payloads):
                 report.released = released
 

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..gpu.faults import Guard
 from ..gpu.out_of_memory import Named, check_named
 from ..managed_model import ManagedModel, find_length, has_stages, has_steps
+from ..reporting import quiet_log
 from .batch_ceiling import Ceiling, Measure
+from .codec import Codec
 from .stacking import View
 
 if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
     from ..options.table import WorkerOptions
 
-logger = logging.getLogger(__name__)
+_log = quiet_log(__name__)
 
 Predict = Callable[[Any], Any]
-
-
-class ItemCodec(Protocol):
-    """How items and results travel to and from a worker process, if they are not pickled."""
-
-    def encode(self, item: Any) -> bytes:
-        """Raises TypeError or ValueError: it cannot travel."""
-
-    def decode(self, payload: bytes) -> Any:
-        """Raises ValueError: it is not what ``encode`` makes."""
 
 
 class LoadedModel:
@@ -59,28 +50,6 @@ class LoadedModel:
         places: how many states a model of steps has at once; 0 for a model without steps.
         max_cost: the most that these may cost together, by the model's ``cost``.
     """
-
-    __slots__ = (
-        "ceiling",
-        "columns",
-        "description",
-        "forward",
-        "guard",
-        "keeps_outputs",
-        "managed",
-        "max_cost",
-        "may_rerun",
-        "measure",
-        "moves_to_cpu",
-        "name",
-        "out_of_memory_errors",
-        "places",
-        "postprocess",
-        "predict",
-        "preprocess",
-        "stack",
-        "view",
-    )
 
     def __init__(
         self,
@@ -189,19 +158,6 @@ class ModelSpec:
     #: And of one that cannot be decoded where it comes to.
     cannot_load = "a result cannot be unpickled in the web process"
 
-    __slots__ = (
-        "args",
-        "batch_size",
-        "codec",
-        "has_lengths",
-        "kwargs",
-        "max_batch_cost",
-        "may_rerun",
-        "measure",
-        "model",
-        "preprocess_options",
-    )
-
     def __init__(
         self,
         model: Any,
@@ -209,7 +165,7 @@ class ModelSpec:
         kwargs: Mapping[str, Any] | None = None,
         *,
         may_rerun: bool = True,
-        codec: ItemCodec | None = None,
+        codec: Codec | None = None,
         has_lengths: bool = False,
         measure: Measure | None = None,
         preprocess_options: WorkerOptions | None = None,
@@ -278,7 +234,8 @@ class ModelSpec:
 
     def _warn_of_length(self, model: type[ManagedModel]) -> None:
         if find_length(model) is not None:
-            logger.warning(
+            _log(
+                logging.WARNING,
                 "%s.length is not used: the web process does not import a model that is named by a "
                 'string. Set length="%s.length" (--length %s.length), which the web process '
                 "imports, or name a function in a lighter module",
@@ -304,9 +261,8 @@ def _description(model: ManagedModel) -> dict[str, Any] | None:
         plain: dict[str, Any] = json.loads(json.dumps(dict(found)))
         return plain
     except (Exception, SystemExit):
-        with contextlib.suppress(Exception):  # of a filter or handler of a user's
-            text = "%s.describe() failed; the model is served without a description"
-            logger.warning(text, describe(type(model)), exc_info=True)
+        text = "%s.describe() failed; the model is served without a description"
+        _log(logging.WARNING, text, describe(type(model)), exc_info=True)
         return None
 
 

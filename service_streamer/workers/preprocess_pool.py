@@ -27,11 +27,11 @@ from ..errors import InvalidItems
 from ..managed_model import ManagedModel
 from ..observe.record import BatchReport, StepReport
 from ..options.table import WorkerOptions
-from .diagnosis import EXIT_START_FAILED
+from ..reporting import summary
 from .model_spec import ModelSpec
 from .preprocessing import InvalidPart, PreprocessSpec, check_preprocess
 from .process import ProcessTransport
-from .protocol import Failure, summary
+from .protocol import EXIT_START_FAILED, Failure
 from .stage_calls import by_position
 from .transport import WorkerDied, WorkerReady, WorkerWaits
 

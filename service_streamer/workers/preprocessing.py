@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 from ..errors import InvalidItems
 from ..managed_model import ManagedModel
-from .diagnosis import EXIT_START_FAILED
 from .model_spec import LoadedModel, ModelSpec, describe, import_model
-from .protocol import Failure
+from .protocol import EXIT_START_FAILED, Failure
 
 #: Of Linux's prctl.
 _PR_SET_PDEATHSIG = 1
@@ -72,8 +71,6 @@ class PreprocessSpec(ModelSpec):
 
     cannot_send = "what preprocess returned, of type {kind}, cannot be sent to the worker"
     cannot_load = "what preprocess returned cannot be unpickled in the worker"
-
-    __slots__ = ("_worker",)
 
     def __init__(self, spec: ModelSpec | bytes) -> None:
         super().__init__(spec)

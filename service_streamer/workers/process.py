@@ -17,7 +17,7 @@ How ends are noticed: the parent sees a worker die through its process descripto
 response pipe to its end before it says so; a worker sees its parent die by end-of-file on the
 request pipe, also in the midst of a batch (see ``child.py``).
 
-What is large goes beside the messages, in memory that both sides have (see ``exchange.py``).
+Large payloads lie outside of the messages, in shared memory (see ``memory/memory_link.py``).
 """
 
 from __future__ import annotations
@@ -36,22 +36,20 @@ from typing import Any
 from ..errors import WorkerLost
 from ..options.checks import Device
 from ..options.table import WorkerOptions
+from ..reporting import summary
 from ..supervision.supervisor import Loss
-from .diagnosis import MAIN_FAILURES, obituary
+from .codec import Codec, encode_spec
 from .environment import Placement
-from .item_pickling import ItemPickling, pickled_spec
-from .memory.payload import ATOMS, LARGE_IN_BATCH
+from .memory.memory_link import SharedMemory
 from .model_spec import ModelSpec
-from .payload_channel import SharedMemory
 from .protocol import (
-    Breach,
     Failure,
     decode,
-    summary,
+    describe_breach,
 )
 from .starting import ByValue, has_main
 from .transport import Transport, WorkerDied, WorkerEvent
-from .worker_process import WorkerProcess, event_of
+from .worker_process import MAIN_FAILURES, WorkerProcess, event_of, obituary
 
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
 
@@ -97,14 +95,14 @@ class ProcessTransport(Transport):
         by_value = ByValue()
         self._spec: ModelSpec | bytes = spec
         if not isinstance(spec, bytes) and options.mp_start_method != "fork":
-            self._spec = pickled_spec(spec, by_value)
+            self._spec = encode_spec(spec, by_value)
         self.memory = memory or SharedMemory(0 if is_encoded else options.shared_memory_limit)
-        self._pickling: ItemPickling | None = None
+        self._codec: Codec | None = None
         if not (is_encoded or isinstance(spec, bytes)):
             # Items may be of classes that workers cannot import, either.
             is_by_value = by_value.is_used or not (options.mp_start_method == "fork" or has_main())
-            self._pickling = ItemPickling(
-                self.memory.encoder, by_value if is_by_value else None, spec.cannot_load
+            self._codec = Codec(
+                self.memory.arena, by_value if is_by_value else None, spec.cannot_load
             )
         self._workers: dict[int, WorkerProcess] = {}
         self._ending: set[WorkerProcess] = set()
@@ -127,24 +125,10 @@ class ProcessTransport(Transport):
         return self._placement.at(place).device
 
     def encode(self, items: Sequence[Any]) -> Sequence[Any]:
-        if self._pickling is None:
-            return items
-        if len(items) == 1:  # the usual call, which need not go through another module
-            (item,) = items
-            kind = type(item)
-            if kind in ATOMS and (kind is not str or len(item) < LARGE_IN_BATCH):
-                return (pickle.dumps(item, _PROTOCOL),)
-        return self._pickling.encode(items)
+        return items if self._codec is None else self._codec.encode_items(items)
 
     def decode(self, outputs: list[Any]) -> list[Any]:
-        if self._pickling is None:
-            return outputs
-        if len(outputs) == 1 and type(outputs[0]) is bytes:  # as above
-            try:
-                return [pickle.loads(outputs[0])]
-            except (Exception, SystemExit) as error:  # in unpickling it is no wish to end
-                raise self._pickling.unloadable(error) from error.with_traceback(None)
-        return self._pickling.decode(outputs)
+        return outputs if self._codec is None else self._codec.decode_outputs(outputs)
 
     def start(self, slot: int, place: int, worker_num: int) -> None:
         # Known before the fork, whose hook in the child closes the copies of our ends.
@@ -182,16 +166,14 @@ class ProcessTransport(Transport):
             worker.last_sent = batch_id
             # Before the worker can answer. After the item of a stream come outputs that it has had.
             worker.unanswered[batch_id] = 1 if is_stream else len(payloads)
-            self.memory.encoder.batch = len(payloads)
-            if worker.wants_rows:
-                self.memory.expect_rows(len(payloads))
-            exchange = worker.exchange
+            link, arena = worker.link, self.memory.arena
             released = None
-            # With small payloads it is never used, and looking costs less than asking.
-            if exchange is not None and (
-                exchange.window.is_used or (exchange.arena is not None and exchange.arena.is_used)
-            ):
-                released = exchange.sent(payloads)
+            if link is not None and arena is not None:
+                arena.batch = len(payloads)
+                if worker.wants_rows:
+                    self.memory.expect_rows(len(payloads))
+                if arena.is_used or link.window.is_used:  # not with small payloads
+                    released = link.lend(payloads)
             message: tuple[Any, ...]
             message = (batch_id, payloads, released) if released else (batch_id, payloads)
             if is_stream or calls:
@@ -289,7 +271,7 @@ class ProcessTransport(Transport):
             self._selector.close()
             os.close(self._wakeup_reader)
             os.close(self._wakeup_writer)
-        self.memory.close()
+        self._close_memory()
         _transports.discard(self)  # now that a fork has nothing to let go of
 
     def abandon_in_forked_child(self) -> None:
@@ -301,10 +283,15 @@ class ProcessTransport(Transport):
         for worker in self._workers.values():
             worker.abandon_in_forked_child()
         self._workers.clear()
-        self.memory.close()
+        self._close_memory()
         self._selector.close()
         os.close(self._wakeup_reader)
         os.close(self._wakeup_writer)
+
+    def _close_memory(self) -> None:
+        self.memory.close()
+        if self._codec is not None:
+            self._codec.close()
 
     def _end(self, worker: WorkerProcess, grace: float) -> None:
         worker.end_gently(grace)
@@ -350,9 +337,7 @@ class ProcessTransport(Transport):
         """What the worker has written cannot be read; the rest makes no sense then."""
         self._unregister(worker.response_end.fileno())
         if worker.killed_for is None:
-            breach = str(error) if isinstance(error, Breach) else ""
-            breach = breach or f"its answer cannot be read ({summary(error)})"
-            worker.killed_for = f"it broke the protocol: {breach}"
+            worker.killed_for = describe_breach(error)
         worker.process.kill()
 
     def _lost(self, worker: WorkerProcess) -> list[WorkerEvent]:

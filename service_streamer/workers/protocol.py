@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, cast
 
 from ..errors import BadMessage, InvalidInput, ModelError, RemoteTraceback, UnpicklableItem
 from ..observe.record import BatchReport, StepReport
+from ..reporting import MAX_TEXT, summary
 
 #: Of the messages from workers: to be raised with every change of them. A worker that starts after
 #: an upgrade of the package has another one than a web process that has been running since before.
@@ -47,14 +48,19 @@ DROP = -1
 #: The same for streams that are not to be stepped for a while, and for those that are again.
 HOLD, RESUME = -2, -3
 
-#: The most characters of an exception's text that messages, tracebacks and logs repeat; arbitrary.
-_LONGEST_TEXT = 16_384
 #: The most bytes of a pickled exception. A larger one would hold up every caller whose answer comes
 #: from the same worker. Arbitrary; a thousand times what exceptions have.
 _LARGEST_ERROR_BYTES = 1 << 20
 #: These say nothing of the worker that they come from.
 _BLAMES_INPUT = (InvalidInput, UnpicklableItem, BadMessage)
 
+
+#: Exit codes of worker processes; Python itself uses 1 and 2.
+EXIT_START_FAILED = 3
+EXIT_FORK_RETURNED = 70  # EX_SOFTWARE of sysexits.h
+EXIT_DEVICE_FAILED = 74  # EX_IOERR
+EXIT_UNGUARDED_MAIN = 78  # EX_CONFIG of sysexits.h
+EXIT_NO_FREEZE_SUPPORT = 79
 
 Frame = bytes | bytearray | memoryview
 
@@ -196,20 +202,6 @@ def _set(error: BaseException, name: str, value: Any) -> None:
     BaseException.__setattr__(error, name, value)
 
 
-def summary(error: BaseException) -> str:
-    """Type and text of an exception in one line; never raises."""
-    try:
-        text = str(error)
-    except (Exception, SystemExit):
-        text = "its text cannot be made"
-    return f"{type(error).__qualname__}: {_cut(text)}" if text else type(error).__qualname__
-
-
-def _cut(text: str) -> str:
-    more = len(text) - _LONGEST_TEXT
-    return text if more <= 0 else f"{text[:_LONGEST_TEXT]}... ({more} more characters)"
-
-
 def _formatted(error: BaseException) -> str:
     """The traceback of an exception and of its causes, with the text of each cut."""
     chain = _chain(error)
@@ -243,8 +235,8 @@ def _is_long(error: BaseException) -> bool:
     try:
         inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
         return (
-            len(summary(error)) > _LONGEST_TEXT
-            or sum(map(len, getattr(error, "__notes__", ()))) > _LONGEST_TEXT
+            len(summary(error)) > MAX_TEXT
+            or sum(map(len, getattr(error, "__notes__", ()))) > MAX_TEXT
             or any(map(_is_long, inner))
         )
     except Exception:  # notes that are none, groups in groups in groups
@@ -313,6 +305,14 @@ class Breach(Exception):
     """A worker has written what the protocol does not allow; the text says what."""
 
 
+def describe_breach(error: Exception) -> str:
+    """Why a worker is killed whose message raised ``error`` when it was read."""
+    why = (
+        str(error) if isinstance(error, Breach) else f"its answer cannot be read ({summary(error)})"
+    )
+    return f"it broke the protocol: {why}"
+
+
 def encode(message: FromWorker) -> tuple[Any, ...]:
     """The message as the tuple that is pickled."""
     if isinstance(message, BatchReport):
@@ -325,89 +325,24 @@ def encode(message: FromWorker) -> tuple[Any, ...]:
 def decode(message: tuple[Any, ...]) -> FromWorker:
     """The message that was encoded so.
 
+    Only its version is checked: unpickling it has run whatever code it names, so checks of its
+    contents could not protect this process from a worker.
+
     Raises:
-        Breach: it would do harm in the engine, or it is of another version. Whatever else is
-            raised, it is no message at all.
+        Breach: it is of another version. Whatever else is raised, it is no message at all.
     """
-    version = message[0]
+    version, kind, *fields = message
     if version != VERSION:
         raise Breach(
             f"its messages have version {version!r:.40}, and this process reads version {VERSION}; "
             "restart this process if the package was upgraded while it ran"
         )
-    kind = message[1]
     if kind == _REPORT:
-        return _report(message[2:])
+        return BatchReport(*fields)
     if kind == _STEP:
-        return _step(message[2:])
-    if type(kind) is not int or not 0 <= kind < len(_KINDS):
-        raise Breach(f"it sent a message of unknown kind {kind!r:.40}")
-    return _KINDS[kind](*message[2:])
-
-
-def _report(fields: tuple[Any, ...]) -> BatchReport:
-    report = BatchReport(*fields)
-    # Most reports are in order, and their check is not worth a call.
-    if (
-        report.failure is not None
-        or report.failures
-        or report.ceiling
-        or report.padding is not None
-        or report.stages is not None
-        or report.output_times is not None
-        or report.runs
-        or not type(report.duration) is type(report.started_at) is float
-    ):
-        _check_report(report)
-    return report
-
-
-def _step(fields: tuple[Any, ...]) -> StepReport:
-    done, outputs, *numbers, released = fields
-    if type(outputs) is not dict or not {*map(type, outputs)} <= {int}:
-        raise Breach("the outputs of its step are not by batch")
-    if not {*map(type, numbers)} <= {int, float}:
-        raise Breach("the sizes or times of its step are not numbers")
-    reports = [_report(each) for each in done]
-    return StepReport(outputs, reports, *numbers, released)  # type: ignore[call-arg] # as many
-
-
-def _check_report(report: BatchReport) -> None:
-    """Refuse a report that would do harm in the engine. The size is checked by the transport."""
-    if report.failure is not None:
-        check_failure(report.failure)
-    if not type(report.duration) is type(report.started_at) is float:
-        raise Breach("the times or the ceiling in its answer are not numbers")
-    if report.ceiling and type(report.ceiling) not in (int, float):
-        raise Breach("the times or the ceiling in its answer are not numbers")
-    if type(report.failures) is not dict:
-        raise Breach("its answer has no dict of failures")
-    if report.failures:
-        for each in report.failures.values():
-            check_failure(each)
-    if type(report.runs) is not int:
-        raise Breach("the number of runs in its answer is not a number")
-    if report.padding is not None and type(report.padding) is not float:
-        raise Breach("the share of padding in its answer is not a number")
-    stages = report.stages
-    if stages is not None and not (
-        type(stages) is tuple and len(stages) == 3 and all(type(each) is float for each in stages)
-    ):
-        raise Breach("the times of the stages in its answer are not three numbers")
-    times = report.output_times
-    if times is not None and not (
-        type(times) is tuple
-        and len(times) == 3
-        and type(times[0]) is float
-        and all(type(each) in (float, type(None)) for each in times)
-    ):
-        raise Breach("the times of the outputs in its answer are not three numbers")
-
-
-def check_failure(failure: object) -> None:
-    """Raises Breach if it is none."""
-    if not isinstance(failure, Failure):
-        raise Breach(f"its failure is a {type(failure).__qualname__}")
+        done, outputs, *others = fields
+        return StepReport(outputs, [BatchReport(*each) for each in done], *others)
+    return _KINDS[kind](*fields)
 
 
 class FrameReader:

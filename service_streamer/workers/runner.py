@@ -17,25 +17,23 @@ batches do not overlap: its next call could write to what is not sent yet.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 from ..gpu.faults import DeviceFailed
 from ..gpu.torch_process import copy_thread_modes
 from ..observe.record import BatchReport, StepReport
+from ..reporting import quiet_log, summary
 from .batch_parts import Job
 from .model_spec import LoadedModel
-from .protocol import Failure, summary
+from .protocol import Failure
 from .stages import FORWARD, INTAKE, OUTLET, Stages
-
-logger = logging.getLogger(__name__)
 
 #: Batches do not overlap if that saves less than so many seconds of each: handing a batch on to
 #: another thread takes about 5e-5 each time.
@@ -129,6 +127,7 @@ def serve(
 def _serve(channel: Channel, stages: Stages) -> None:
     may_overlap = _has_real_threads()
     stages.on_run = lambda: channel.send(StepReport())
+    warn_once = quiet_log(__name__, once=True)  # it tries again and again
     received = channel.receive()
     while received is not None:
         job = _taken(channel, stages, received)
@@ -144,7 +143,7 @@ def _serve(channel: Channel, stages: Stages) -> None:
         stages.progress[FORWARD] = 0
         overlaps = may_overlap and job.saves(_WORTH) and not stages.model.keeps_outputs
         if overlaps and channel.is_waiting():
-            overlap = _Overlap(channel, stages)
+            overlap = _Overlap(channel, stages, warn_once)
             if overlap.start():
                 received = overlap.run()
                 continue
@@ -181,24 +180,6 @@ def _has_real_threads() -> bool:
     return monkey is None or not monkey.is_module_patched("threading")
 
 
-#: Whether this process has said that no threads can be started.
-has_warned = False
-
-
-def _log_once(error: BaseException) -> None:
-    """In each process: as often as the worker tries, the log would be full of it."""
-    global has_warned
-    if not has_warned:
-        has_warned = True
-        with contextlib.suppress(Exception):  # of a filter or handler of a user's
-            logger.warning(
-                "the worker computes batches one after the other, since no threads can be started "
-                "(%s). It tries again while batches wait; raise the limit of processes and threads "
-                "(ulimit -u, or pids of the container)",
-                summary(error),
-            )
-
-
 class _End:
     """Follows the last job in a queue.
 
@@ -223,7 +204,8 @@ class _Overlap:
     the token back. A batch that comes back from the outlet needs none.
     """
 
-    def __init__(self, channel: Channel, stages: Stages) -> None:
+    def __init__(self, channel: Channel, stages: Stages, warn: Callable[..., None]) -> None:
+        self._warn = warn
         self._channel = channel
         self._stages = stages
         self._prepared: SimpleQueue[Job | _End] = SimpleQueue()  # for this thread
@@ -252,7 +234,13 @@ class _Overlap:
             if self._outlet.ident is not None:
                 self._computed.put(None)
                 self._outlet.join()
-            _log_once(error)
+            self._warn(
+                logging.WARNING,
+                "the worker computes batches one after the other, since no threads can be started "
+                "(%s). It tries again while batches wait; raise the limit of processes and threads "
+                "(ulimit -u, or pids of the container)",
+                summary(error),
+            )
             return False
         return True
 

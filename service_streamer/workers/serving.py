@@ -6,22 +6,35 @@ import contextlib
 import gc
 import pickle
 import sys
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..errors import ModelError
 from ..gpu.faults import DeviceFailed, Guard
 from ..gpu.out_of_memory import is_out_of_memory
 from ..gpu.places import Place, missing_gpu, visible_gpus
 from ..gpu.torch_process import check_torch, limit_memory
 from ..managed_model import is_shown
-from .coded_channel import CodedChannel
-from .diagnosis import EXIT_DEVICE_FAILED, EXIT_START_FAILED
+from ..observe.record import BatchReport, StepReport
+from ..reporting import summary
+from .codec import Codec
 from .environment import limit_loaded_torch
+from .memory.memory_link import Memories
 from .model_spec import LoadedModel, ModelSpec
-from .payload_channel import Memories
 from .progress import StageProgress
-from .protocol import DeviceFailure, Failure, Frame, StartFailure, WorkerStarted
-from .runner import serve
+from .protocol import (
+    EXIT_DEVICE_FAILED,
+    EXIT_START_FAILED,
+    DeviceFailure,
+    Failure,
+    Frame,
+    FromWorker,
+    StartFailure,
+    WorkerStarted,
+    encode,
+)
+from .runner import Channel, serve
 
 if TYPE_CHECKING:
     from .preprocess_pool import PreprocessPool
@@ -53,6 +66,113 @@ class Boot(NamedTuple):
     prepare: Callable[[], None] | None = None
 
 
+class CodedChannel(Channel):
+    """A worker's end of a connection over which items and results travel as payloads.
+
+    The subclasses carry the messages.
+
+    Attributes:
+        codec: decodes items and encodes results.
+        cannot_send: what is said of a result that cannot go.
+        guard: looks at what items and results raise that cannot travel.
+    """
+
+    #: Follows what is said of an item, or of a model, of which this process cannot import a part.
+    advice = ". Define it in a module that the worker can import"
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.cannot_send = ModelSpec.cannot_send
+        self.guard = Guard()
+
+    @abstractmethod
+    def send_raw(self, message: tuple[Any, ...]) -> None:
+        """Send what is encoded already."""
+
+    def attach(self, model: LoadedModel) -> None:
+        """The model has been loaded."""
+
+    def advise(self, error: BaseException) -> str:
+        """What to do about something that this process cannot import, to follow what is wrong."""
+        return self.advice if isinstance(error, (AttributeError, ImportError)) else ""
+
+    def send(self, report: BatchReport | StepReport) -> None:
+        self.send_raw(encode(report))
+
+    def send_message(self, message: FromWorker) -> None:
+        """Send a message of any kind. Any thread."""
+        self.send_raw(encode(message))
+
+    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
+        batch_id, payloads, *more = received
+        self._receive(payloads, *more)
+        decode = self.codec.decode
+        items: list[Any] = []
+        failures: dict[int, Failure] = {}
+        for position, payload in enumerate(payloads):
+            try:
+                items.append(decode(payload))
+            except (Exception, SystemExit) as error:  # unpickling must not end the worker
+                self._look(error, batch_id)
+                failed = self.codec.refuse_item(error, self.advise(error))
+                failed.__cause__ = error
+                failures[position] = Failure.caught(failed)
+        payloads.clear()  # or blocks would be kept until the next batch
+        return batch_id, items, failures
+
+    def encode(self, report: BatchReport) -> None:
+        self.check_owner()  # before anything is written to memory that is shared
+        encode, payloads = self.codec.encode, []
+        for position, output in enumerate(report.outputs):
+            try:
+                payloads.append(encode(output))
+            except (Exception, SystemExit) as error:
+                report.failures[position] = self._unsendable(output, error, report.batch_id)
+                payloads.append(None)
+        report.outputs.clear()
+        output = None  # or the blocks that the results look at would not be released
+        report.outputs = payloads
+        self._lend(report, payloads)
+
+    def encode_step(self, report: StepReport) -> None:
+        self.check_owner()
+        for done in report.done:
+            self.encode(done)
+        encode, outputs, payloads = self.codec.encode, report.outputs, []
+        for batch_id, output in [*outputs.items()]:
+            try:
+                payloads.append(encode(output))
+            except (Exception, SystemExit) as error:
+                failure = self._unsendable(output, error, batch_id)
+                del outputs[batch_id]
+                report.done = [each for each in report.done if each.batch_id != batch_id]
+                report.done.append(BatchReport(batch_id, failure=failure))
+        self._lend(report, payloads)
+        report.outputs = dict(zip(outputs, payloads, strict=True))
+
+    def _receive(self, payloads: list[Any], *more: Any) -> None:
+        """Prepare the payloads of a batch for decoding, in place; ``more`` came with them."""
+
+    def _lend(self, report: BatchReport | StepReport, payloads: list[Any]) -> None:
+        """Prepare payloads that do not go with the message, in place."""
+
+    def _look(self, error: BaseException, batch_id: int) -> None:
+        try:
+            self.guard.look(error)
+        except DeviceFailed as end:
+            end.batch_ids.add(batch_id)
+            raise
+
+    def _unsendable(self, output: Any, error: BaseException, batch_id: int) -> Failure:
+        self._look(error, batch_id)
+        cannot_send = self.cannot_send.format(kind=type(output).__qualname__)
+        failed = ModelError(
+            f"{cannot_send} ({summary(error)}); return plain data, numbers or arrays"
+        )
+        failed.__cause__ = error
+        return Failure.caught(failed)
+
+
 def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
     """Load the model, say so, and answer batches until the channel says to end.
 
@@ -73,7 +193,7 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
         pool = _start_preprocessing(spec, pickled)
         del pickled
         model = _load(spec, boot, pool)
-        channel.codec = spec.codec
+        channel.codec = spec.codec or channel.codec
         channel.cannot_send = spec.cannot_send
         model.moves_to_cpu = True
         model.guard = channel.guard = Guard(may_end=True)

@@ -34,7 +34,6 @@ from typing import Any
 
 from ..errors import WorkerStartError
 from ..extras import PACKAGES
-from .memory.payload import LARGE, Parts, dump_with
 
 #: Names of interpreters; programs that embed Python have other names.
 _NAMES = ("python", "pypy", "graalpy")
@@ -294,22 +293,19 @@ class ByValue:
         #: Whether anything was sent by value.
         self.is_used = False
 
-    def dump(self, item: Any, large: float = LARGE) -> bytes | Parts:
-        """As ``payload.dump``, but slower.
+    def dumps(self, value: Any) -> bytes:
+        """Pickle a value.
 
         Raises:
             NotImportable: cloudpickle is needed and not installed.
             Exception: whatever pickling it raises.
         """
-        return dump_with(self._pickler, item, large)
-
-    def dumps(self, value: Any) -> bytes:
-        """The same into bytes, whatever the size."""
         file = io.BytesIO()
-        self._pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+        self.pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
         return file.getvalue()
 
-    def _pickler(self, *arguments: Any, **options: Any) -> pickle.Pickler:
+    def pickler(self, *arguments: Any, **options: Any) -> pickle.Pickler:
+        """A pickler of this kind."""
         pickler = _Pickler(*arguments, **options)
         pickler.owner = self
         return pickler

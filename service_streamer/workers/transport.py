@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from ..errors import WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
+from ..reporting import summary
 from ..supervision.supervisor import Loss
 from .model_spec import ModelSpec
 from .progress import UNWANTED, add_unwanted
-from .protocol import Failure, summary
+from .protocol import Failure
 from .runner import Channel, serve
 
 

@@ -1,4 +1,4 @@
-"""One worker as its parent sees it: what it has said; the process, and the ends of its pipes."""
+"""One worker as its parent sees it: what it has said, its process and pipes, and how it ended."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ import logging
 import multiprocessing.connection
 import multiprocessing.process
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-from ..errors import WorkerStartError
+from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
+from ..reporting import quiet_log
 from ..supervision.supervisor import Loss
 from . import serving
 from .child import STACKS_SIGNAL, held_back, run_child
 from .environment import Placement
+from .memory.memory_link import Memories, MemoryLink
 from .model_spec import ModelSpec
-from .payload_channel import Memories, PayloadChannel
 from .progress import StageProgress
 from .protocol import (
+    EXIT_NO_FREEZE_SUPPORT,
+    EXIT_UNGUARDED_MAIN,
     Breach,
     DeviceFailure,
     Failure,
@@ -32,13 +36,12 @@ from .protocol import (
     FrameWriter,
     FromWorker,
     WorkerStarted,
-    check_failure,
 )
 from .stages import FORWARD, INTAKE
 from .starting import startable
 from .transport import WorkerDied, WorkerEvent, WorkerReady
 
-logger = logging.getLogger(__name__)
+_log = quiet_log(__name__)
 
 #: How long one that hangs has to write down its stacks, seconds. It takes some milliseconds.
 _STACKS_GRACE = 0.5
@@ -69,7 +72,7 @@ class KnownWorker:
     Attributes:
         slot: its name for the engine.
         place: its number in messages; decides about its device.
-        exchange: for what is too large for a message; None if there is none.
+        link: for what is too large for a message; None if there is none.
         unanswered: the number of items in each batch that it was sent and has not answered, by id.
         last_sent: the id of the last batch that it was sent, or may have been.
         is_ready: whether it has loaded its model.
@@ -83,7 +86,7 @@ class KnownWorker:
     def __init__(self, slot: int, place: int) -> None:
         self.slot = slot
         self.place = place
-        self.exchange: PayloadChannel | None = None
+        self.link: MemoryLink | None = None
         self.unanswered: dict[int, int] = {}  # any thread adds, the loop's removes
         self.last_sent = -1
         self.is_ready = False
@@ -123,14 +126,14 @@ class WorkerProcess(KnownWorker):
         self,
         slot: int,
         place: int,
-        memory: tuple[Memories, PayloadChannel] | None = None,
+        memory: tuple[Memories, MemoryLink] | None = None,
         noun: str = "worker",
     ) -> None:
         super().__init__(slot, place)
         self._noun = noun
         self._memories: Memories | None = None
         if memory is not None:
-            self._memories, self.exchange = memory
+            self._memories, self.link = memory
         self._progress: StageProgress | None = None
         with contextlib.suppress(OSError):  # then all that it holds is suspect
             self._progress = StageProgress()
@@ -317,9 +320,8 @@ class WorkerProcess(KnownWorker):
 
     def _kill(self, grace: float) -> None:
         self.process.kill()  # SIGTERM it leaves to us: see leave_to_parent in child.py
-        with contextlib.suppress(Exception):  # of a filter or handler of a user's
-            name = str(self)  # or whoever keeps the record would keep all of us
-            logger.warning("%s did not end within %.1f s: it is killed", name, grace)
+        name = str(self)  # or whoever keeps the record would keep all of us
+        _log(logging.WARNING, "%s did not end within %.1f s: it is killed", name, grace)
 
     def reap(self) -> tuple[int | None, str]:
         """Collect the dead process and release everything of it; its exit code and its stacks."""
@@ -339,7 +341,7 @@ class WorkerProcess(KnownWorker):
         """Let go of a process that is not this one's child."""
         self._write_lock = threading.RLock()  # another thread may have held it at the fork
         self._release()
-        self.exchange = None
+        self.link = None
         # multiprocessing does not notice a plain fork, and would fail to join it at the exit.
         _forget(self.process)
 
@@ -350,8 +352,8 @@ class WorkerProcess(KnownWorker):
             self._writer = FrameWriter(-1)  # and let go of what was never written
         if self.death_descriptor >= 0:
             os.close(self.death_descriptor)
-        if self.exchange is not None:
-            self.exchange.close()
+        if self.link is not None:
+            self.link.close()
         self._steps.clear()
         self._progress = None
         for end in (self.request_end, self.response_end, self.stacks_end):
@@ -370,67 +372,127 @@ def event_of(worker: KnownWorker, message: FromWorker) -> WorkerEvent | None:
     """What a worker's message means; None if it says why it is about to end.
 
     Raises:
-        Breach: the worker may not send that now.
+        Breach: it does not answer what the worker was sent.
     """
     if isinstance(message, BatchReport):
         return _answered(worker, message)
     if isinstance(message, StepReport):
         return _stepped(worker, message)
     if isinstance(message, DeviceFailure):
-        if not worker.is_ready:
-            raise Breach("it reported a failure of its device before it was ready")
-        batch_ids, fault, error = message
-        worker.device_failure = DeviceFailure(frozenset(batch_ids), str(fault), str(error))
+        worker.device_failure = message
         return None
-    if worker.is_ready or worker.start_failure is not None:
-        raise Breach("it reported its start twice")
     if isinstance(message, WorkerStarted):
-        worker.wants_rows, description, places, resumes = message
-        worker.has_steps = places > 0
-        if type(description) not in (dict, type(None)):
-            raise Breach("the description of its model is not a dict")
         worker.is_ready = True
-        return WorkerReady(worker.slot, description, int(places), bool(resumes))
-    failure, is_out_of_memory = message
-    check_failure(failure)
-    worker.start_failure = failure
+        worker.wants_rows, worker.has_steps = message.wants_rows, message.places > 0
+        return WorkerReady(worker.slot, message.description, message.places, message.resumes)
+    worker.start_failure = failure = message.failure
     reason = WorkerStartError(f"{worker} could not load the model: {failure.text}")
-    loss = Loss.NO_MEMORY if is_out_of_memory else Loss.START_FAILED
+    loss = Loss.NO_MEMORY if message.is_out_of_memory else Loss.START_FAILED
     return WorkerDied(worker.slot, Failure(reason, cause=failure), loss)
 
 
 def _answered(worker: KnownWorker, report: BatchReport) -> BatchReport:
     size = worker.unanswered.pop(report.batch_id, None)
-    if size != len(report.outputs):
-        _check_size(size, report)
-    if report.released is not None and worker.exchange is not None:
-        worker.exchange.released(report.released)
-        worker.exchange.received(report.outputs)
+    if size is None:  # a process that the model has forked has answered it, say
+        raise _not_held("answered", report.batch_id)
+    if report.failure is None and size != len(report.outputs):
+        raise Breach(f"it answered a batch of {size} with {len(report.outputs)} results")
+    _receive(worker, report, report.outputs)
     report.slot = worker.slot
     return report
 
 
 def _stepped(worker: KnownWorker, report: StepReport) -> StepReport:
     if not report.outputs.keys() <= worker.unanswered.keys():
-        others = report.outputs.keys() - worker.unanswered.keys()
-        raise Breach(f"it sent an output of batch {min(others)!r:.40}, which it does not hold")
-    if report.released is not None and worker.exchange is not None:
-        payloads = [*report.outputs.values()]
-        worker.exchange.released(report.released)
-        worker.exchange.received(payloads)
-        report.outputs = dict(zip(report.outputs, payloads, strict=True))
+        raise _not_held("sent an output of", min(report.outputs.keys() - worker.unanswered.keys()))
+    payloads = [*report.outputs.values()]
+    _receive(worker, report, payloads)
+    report.outputs = dict(zip(report.outputs, payloads, strict=True))
     for each in report.done:
         _answered(worker, each)
     report.slot = worker.slot
     return report
 
 
-def _check_size(size: int | None, report: BatchReport) -> None:
-    """Refuse results for another number of items; ``size`` is None if the worker has no such batch.
+def _receive(worker: KnownWorker, report: BatchReport | StepReport, payloads: list[Any]) -> None:
+    """Release the blocks that a report names, and keep its payloads in shared memory."""
+    if report.released is not None and worker.link is not None:
+        worker.link.release(report.released)
+        worker.link.receive(payloads)
 
-    A batch that failed has no results.
+
+def _not_held(verb: str, batch_id: int) -> Breach:
+    return Breach(f"it {verb} batch {batch_id!r:.40}, which it does not hold")
+
+
+#: Errors of the main module by exit code; a retry would fail too.
+MAIN_FAILURES = {
+    EXIT_UNGUARDED_MAIN: (
+        "the Streamer is built while the main module is imported, and every worker imports "
+        "that module again: build it under `if __name__ == '__main__':`, or in a function "
+        "that only the web process calls"
+    ),
+    EXIT_NO_FREEZE_SUPPORT: (
+        "this is a frozen program, which every worker runs again: call "
+        "multiprocessing.freeze_support() first under `if __name__ == '__main__':`"
+    ),
+}
+
+
+def obituary(
+    worker: str,
+    exit_code: int | None,
+    *,
+    is_ready: bool,
+    killed_for: str | None = None,
+    device_fault: str | None = None,
+) -> StreamerError:
+    """The error for a dead worker's calls: how it ended, the likely cause, what to do.
+
+    Args:
+        worker: its number and process id.
+        killed_for: why we killed it, if we did.
+        device_fault: its GPU's error, if it ended because of that.
     """
-    if size is None:  # a fork of the worker has answered it already, say
-        raise Breach(f"it answered batch {report.batch_id!r:.40}, which it does not hold")
-    if report.failure is None:
-        raise Breach(f"it answered a batch of {size} with {len(report.outputs)} results")
+    if exit_code in MAIN_FAILURES and not is_ready:
+        return WorkerStartError(MAIN_FAILURES[exit_code])
+    if killed_for is not None:
+        end = f"{worker} was killed: {killed_for}"
+        return WorkerLost(end) if is_ready else WorkerStartError(end)
+    if device_fault is not None:
+        return WorkerLost(
+            f"{worker} ended itself, since its GPU failed with an error after which every call to "
+            f"it fails in the same process: {device_fault}"
+        )
+    end = diagnose(exit_code)
+    if is_ready:
+        return WorkerLost(f"{worker} died: {end}")
+    if exit_code == 1:  # Python's exit code after an exception; the model's would be reported
+        end += ", probably because importing the main module again raised an exception"
+    return WorkerStartError(
+        f"{worker} died before it had loaded its model: {end}; see its standard error"
+    )
+
+
+_LIKELY_CAUSES = {
+    signal.SIGKILL: "perhaps out of memory, or killed by a user",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGBUS: "a crash in native code, or shared memory exhausted",
+    signal.SIGABRT: "native code aborted",
+    signal.SIGILL: "native code built for another processor",
+    signal.SIGTERM: "it was asked to end",
+}
+
+
+def diagnose(exit_code: int | None) -> str:
+    """Explain an exit code."""
+    if exit_code is None:
+        return "for an unknown reason"
+    if exit_code >= 0:
+        return f"it exited with code {exit_code}"
+    try:
+        number = signal.Signals(-exit_code)
+    except ValueError:
+        return f"killed by signal {-exit_code}"
+    cause = _LIKELY_CAUSES.get(number)
+    return f"killed by {number.name}" + (f" ({cause})" if cause else "")

@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from service_streamer import ManagedModel
-from service_streamer.workers.protocol import (
-    VERSION,
-    BatchReport,
-    StartFailure,
-    StepReport,
-    WorkerStarted,
-)
+from service_streamer.workers.protocol import VERSION, BatchReport, StepReport
 
 
 def local(name: str) -> Any:
@@ -87,23 +81,13 @@ _ANSWERS: dict[str, dict[str, Any]] = {
     "answers with an id that is none": {"batch_id": []},
     "answers with too few results": {"outputs": []},
     "answers with too many results": {"outputs": [b"", b""]},
-    "fails with what is no failure": {"outputs": [], "failure": "no"},
-    "answers without a duration": {"duration": "long"},
-    "answers with odd failures": {"failures": [1]},
-    "answers with a failure that is none": {"failures": {0: "no"}},
-    "answers with an odd padding": {"padding": "much"},
-    "answers with odd times of outputs": {"output_times": (0.0, None, "long")},
 }
-_NOTHING: Any = None
 _MESSAGES: dict[str, Any] = {
     "sends outputs of what it does not hold": StepReport({10**100: b""}),
-    "is ready twice": WorkerStarted(),
-    "cannot load when it has loaded": StartFailure(_NOTHING, False),
 }
 _RAW_MESSAGES: dict[str, tuple[Any, ...]] = {
     "unknown kind": (VERSION, "gossip", 1),
     "another version": (VERSION + 1, 2, 0),
-    "no version": ("1", 2, 0),
     "no message": (),
 }
 

@@ -13,7 +13,7 @@ from fault_processes import outcome
 
 import service_streamer.engine.at_exit as at_exit
 from service_streamer import ModelError, Streamer, StreamerClosed
-from service_streamer.workers.protocol import Failure, summary
+from service_streamer.workers.protocol import Failure
 
 # -- Ctrl-C
 
@@ -232,7 +232,7 @@ def test_an_exception_of_megabytes_is_replaced_by_a_short_one(model: object) -> 
 
 
 def test_a_summary_says_how_much_it_leaves_out() -> None:
-    text = summary(ValueError("x" * 20_000))
+    text = Failure(ValueError("x" * 20_000)).text
     assert text.startswith("ValueError: xxx")
     assert text.endswith("x... (3616 more characters)")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from service_streamer.workers.payload_channel import Encoder, SharedMemory, in_worker
+from service_streamer.workers.codec import Codec
+from service_streamer.workers.memory.memory_link import SharedMemory, link_in_worker
 
 
 class Later:
@@ -25,6 +25,8 @@ class Later:
 
 
 MB = 1 << 20
+#: An item of so many bytes is shared.
+LARGE = 32 << 10
 #: What is shared begins on a page, or some.
 PAGE = max(4096, mmap.PAGESIZE)
 #: Of an item that is shared, bytes: no multiple of a page, so that rows share some.
@@ -65,21 +67,19 @@ class Link:
     ) -> None:
         web = SharedMemory(2 * size)
         ends = [web.for_worker(1) for _ in range(readers)]
-        workers = [in_worker(end[0]) for end in ends if end is not None]
         here = [end[1] for end in ends if end is not None]
-        there = [worker[1] for worker in workers if worker[1] is not None]
-        self.encoder: Encoder = web.encoder if private else workers[0][0]
+        there = [link for end in ends if end is not None and (link := link_in_worker(end[0]))]
         self.writers, self.readers = (here, there) if private else (there, here)
         self.arena: Any = self.writers[0].arena
         self.arena.rows = rows
-        self.encode: Callable[[Any], Any] = self.encoder.encode
+        self.encode: Callable[[Any], Any] = Codec(self.arena).encode
 
     def send(self, *payloads: Any, to: int = 0) -> list[Any]:
         """The items of a batch, as the reader has them."""
         batch = [*payloads]
-        assert self.writers[to].sent(batch) == []
-        load = self.readers[to].loader()
-        return [load(payload) for payload in batch]
+        assert self.writers[to].lend(batch) == []
+        self.readers[to].receive(batch)
+        return [decode(payload) for payload in batch]
 
     def share(self, *items: Any) -> list[Any]:
         return self.send(*map(self.encode, items))
@@ -87,14 +87,14 @@ class Link:
     def receive(self, *payloads: Any) -> list[Any]:
         """The payloads of an answer, held by their reader but not loaded."""
         batch = [*payloads]
-        self.writers[0].sent(batch)
-        self.readers[0].received(batch)
+        self.writers[0].lend(batch)
+        self.readers[0].receive(batch)
         return batch
 
     def settle(self) -> None:
         """The readers' next messages."""
         for reader, writer in zip(self.readers, self.writers, strict=True):
-            writer.released(reader.sent([]))
+            writer.release(reader.lend([]))
 
     @property
     def used(self) -> int:
@@ -113,4 +113,4 @@ def read_only(of: Any) -> Any:
 
 def decode(payload: Any) -> Any:
     """What the other side has sent, as the transport does it."""
-    return pickle.loads(payload) if type(payload) is bytes else payload.load()
+    return Codec().decode(payload)

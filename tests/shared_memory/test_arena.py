@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
 import pytest
-from ends import MB, PAGE, SIZE, Link, decode, filled, is_shared, pages_of
-
-from service_streamer.workers.memory.payload import LARGE
+from ends import LARGE, MB, PAGE, SIZE, Link, filled, is_shared, pages_of
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
 
@@ -38,19 +35,6 @@ def test_blocks_of_rows_are_given_up_when_the_room_is_needed() -> None:
     assert link.used == 8 * 64 * PAGE
     del whole
     assert link.used == 0
-
-
-def test_a_handler_that_raises_does_not_lose_the_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(record: logging.LogRecord) -> bool:
-        raise RuntimeError
-
-    logger = logging.getLogger("service_streamer.workers.payload_channel")
-    logger.addFilter(fail)
-    try:
-        payload = Link(PAGE).encode(filled(5))
-    finally:
-        logger.removeFilter(fail)
-    assert decode(payload)[0] == 5
 
 
 # -- which part is taken

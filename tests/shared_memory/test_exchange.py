@@ -16,13 +16,19 @@ import numpy as np
 import pytest
 from ends import MB, SIZE, Link, decode, filled, is_shared, read_only
 
+from service_streamer.workers.codec import Codec
+from service_streamer.workers.memory.memory_link import (
+    Memories,
+    SharedMemory,
+    link_in_worker,
+    shareable,
+)
 from service_streamer.workers.memory.passing import (
     MemorySender,
     MemorySocket,
     Windows,
     memory_sockets,
 )
-from service_streamer.workers.payload_channel import Memories, SharedMemory, in_worker, kept
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
 
@@ -34,7 +40,7 @@ def test_each_caller_gets_memory_of_its_own_of_a_kept_result(private: bool) -> N
     link = Link(private=private)
     item = {"a": filled(7), "b": [read_only(filled(8)), memoryview(bytes(SIZE))]}
     received = link.receive(link.encode(item))
-    copied = kept(received[0])
+    copied = shareable(received[0])
     first, second, third = decode(received[0]), decode(copied), decode(copied)
     first["a"][:] = 1
     second["a"][:] = 2
@@ -56,11 +62,11 @@ def test_each_caller_gets_memory_of_its_own_of_a_kept_result(private: bool) -> N
 def test_a_large_stream_can_be_kept_and_a_small_result_is_kept_as_it_is() -> None:
     link = Link(private=False)
     received = link.receive(link.encode([bytes(SIZE), filled(3)]))
-    copied = kept(received.pop())
+    copied = shareable(received.pop())
     assert decode(copied)[0] == bytes(SIZE)
     assert decode(copied)[1][-1] == 3
     for payload in (None, b"abc", pickle.dumps([1])):
-        assert kept(payload) is payload
+        assert shareable(payload) is payload
 
 
 # -- how long it lives
@@ -81,27 +87,24 @@ def test_descriptors_are_closed_with_the_last_use() -> None:
         web = SharedMemory(4 * MB)
         ends = web.for_worker(2)
         assert ends is not None
-        encoder, there = in_worker(ends[0])
-        payload = web.encoder.encode(filled(7))
-        ends[1].sent([payload])
-        got = there.loader()(payload.wire)  # type: ignore[union-attr]
+        there = link_in_worker(ends[0])
+        assert there is not None
+        codec = Codec(web.arena)
+        payload = codec.encode(filled(7))
+        batch = [payload]
+        ends[1].lend(batch)
+        there.receive(batch)
+        got = decode(batch.pop())
         assert memory_descriptors() > before
-        del payload, encoder, there, ends
+        del payload, there, ends
         web.close()
+        codec.close()
+        assert not is_shared(codec.encode(filled(7)))
         del web
         assert got[0] == 7
         del got
         gc.collect()
         assert memory_descriptors() == before
-
-
-def test_memory_is_closed_once() -> None:
-    memory = Link().arena.memory
-    memory.__del__()
-    reused = os.open("/dev/null", os.O_RDONLY)  # most likely that number again
-    del memory
-    assert os.readlink(f"/proc/self/fd/{reused}") == "/dev/null"
-    os.close(reused)
 
 
 # -- how much there is
@@ -145,22 +148,9 @@ def test_payloads_go_through_pipes_where_there_is_no_room_to_map_memory(
     assert SharedMemory(4 * MB).for_worker(1) is None
     [record] = caplog.records
     assert "no shared memory" in record.getMessage()
-    encoder, exchange = in_worker(memories)
-    assert exchange is not None
-    assert not is_shared(encoder.encode(filled(1)))
-
-
-def test_a_closed_memory_is_still_what_was_put_there() -> None:
-    memory = SharedMemory(4 * MB)
-    ends = memory.for_worker(1)
-    assert ends is not None
-    payload: Any = memory.encoder.encode(filled(7))
-    memory.close()
-    assert memory.for_worker(1) is None
-    _, there = in_worker(ends[0])
-    assert there is not None
-    assert set(there.loader()(payload.wire).tobytes()) == {7}
-    assert not is_shared(memory.encoder.encode(filled(7)))
+    link = link_in_worker(memories)
+    assert link is not None
+    assert not is_shared(Codec(link.arena).encode(filled(1)))
 
 
 # -- memory that is passed on
@@ -193,18 +183,20 @@ def test_a_payload_is_read_in_memory_that_came_later() -> None:
     for link in links:
         assert sender.send(link.arena.memory)
         assert sender.send(link.arena.memory)  # nothing is sent again
-    load = reader.loader()
     numbers = [link.arena.memory.number for link in links]
     wires = [(*each.wire, number) for each, number in zip(payloads, numbers, strict=True)]
-    items = [load(wire) for wire in wires]
+    batch: list[Any] = [*wires]
+    reader.receive(batch)
+    items = [decode(payload) for payload in batch]
+    batch.clear()
     for n, item in enumerate(items):
         assert (item == n).all()
         item += 1  # which no other reader sees
-    assert reader.sent([]) == []
-    del item, items[0], load
-    assert reader.sent([]) == [(numbers[0], wires[0][1])]
+    assert reader.lend([]) == []
+    del item, items[0]
+    assert reader.lend([]) == [(numbers[0], wires[0][1])]
     items.clear()
-    assert reader.sent([]) == [(numbers[1], wires[1][1])]
+    assert reader.lend([]) == [(numbers[1], wires[1][1])]
     [again] = links[1].send(payloads[1])
     assert (again == 1).all()
 
@@ -259,8 +251,8 @@ def test_a_block_that_could_not_be_read_is_reported() -> None:
     ours.send((7).to_bytes(8, "little", signed=True))
     with pytest.raises(OSError, match="too many files open"):
         windows.window(7, 4096)
-    assert windows.ended() == [(7, 4096)]
-    assert windows.ended() == []
+    assert windows.pop_ended() == [(7, 4096)]
+    assert windows.pop_ended() == []
     ours.close()
 
 

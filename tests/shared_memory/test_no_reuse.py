@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ends import PAGE, SIZE, Link, decode, filled, is_shared
-
-from service_streamer.workers.memory.payload import LARGE
+from ends import LARGE, PAGE, SIZE, Link, decode, filled, is_shared
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
 
@@ -167,15 +165,15 @@ def test_many_threads_put_down_and_read_at_once() -> None:
             value = (number * 60 + turn) % 251
             payloads = [link.encode(filled(value, chance.randrange(LARGE, 20 * PAGE)))]
             shared += is_shared(payloads[0])
-            writer.sent(payloads)
+            writer.lend(payloads)
             received = payloads
-            reader.received(received)
+            reader.receive(received)
             held.append((decode(received.pop()), value))
             if len(held) > 2:
                 got, value = held.pop(chance.randrange(3))
                 assert got.tobytes() == bytes([value]) * len(got)
                 del got
-            writer.released(reader.sent([]))
+            writer.release(reader.lend([]))
         for got, value in held:
             assert got.tobytes() == bytes([value]) * len(got)
         return shared

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from ends import MB, PAGE, Later, Link
+from ends import LARGE, MB, PAGE, Later, Link
 
 from service_streamer import ManagedModel
-from service_streamer.workers.memory.payload import LARGE
 from worker_loop import loaded, model_of, raised, served
 
 torch: Any = Later("torch")

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ends import PAGE, SIZE, Link, filled
-
-from service_streamer.workers.memory.payload import LARGE
+from ends import LARGE, PAGE, SIZE, Link, filled
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
 

@@ -4,7 +4,7 @@
      ------------                                        -------
      send(memory) ── its number and descriptor ────────▶ window(number): mapped when it is needed
      message with a wire of that number ───────────────▶ payloads: views of the pages, no copy
-     ◀── message: blocks without views, with the number  ended()
+     ◀── message: blocks without views, with the number  pop_ended()
      forget(number) ───────────────────────────────────▶ unmapped
 
 Descriptors go through a socket of their own, so they need no ``/proc``, which may be hidden or
@@ -103,7 +103,9 @@ class MemorySender:
 
 
 class Windows:
-    """Reads payloads from memory that a ``MemorySender`` passes on. Any thread, but for ``ended``.
+    """Reads payloads from memory that a ``MemorySender`` passes on.
+
+    For any thread, except ``pop_ended``.
 
     Args:
         received: from where the memory comes.
@@ -176,14 +178,14 @@ class Windows:
             raise OSError("this process has too many files open to read shared memory")
         return window
 
-    def ended(self) -> list[tuple[int, int]]:
+    def pop_ended(self) -> list[tuple[int, int]]:
         """The blocks that are no longer in use, with the numbers of their memories."""
         with self._lock:
             unread, self._unread = self._unread, []
             return unread + [
                 (number, block)
                 for number, window in self._windows.items()
-                for block in window.ended()
+                for block in window.pop_ended()
             ]
 
     def view(self, address: int, size: int) -> memoryview | None:

@@ -9,7 +9,6 @@ numpy's time, and torch tensors as plain data on the CPU.
 from __future__ import annotations
 
 import copyreg
-import math
 import pickle
 import sys
 from collections.abc import Callable
@@ -49,46 +48,38 @@ class Parts(NamedTuple):
         return sum(map(len, self.stream)) + sum(buffer.nbytes for buffer in self.buffers)
 
 
-def dump(item: Any, large: float = LARGE) -> bytes | Parts:
+def dump(
+    item: Any, large: float = LARGE, make: Callable[..., pickle.Pickler] | None = None
+) -> bytes | Parts:
     """Pickle an item into bytes, or into parts if it has at least ``large`` bytes.
 
     The parts refer to the item's memory, so copy them before it can change.
+
+    Args:
+        make: makes a pickler of its own, which is slower.
 
     Raises:
         Exception: whatever pickling it raises.
     """
     if _known_to != (len(copyreg.dispatch_table), *map(sys.modules.__contains__, _PACKAGES)):
         _learn_reducers()
-    try:
-        pickling = _idle.pop()
-    except IndexError:
-        pickling = _Pickling()
+    if make is not None:
+        pickling = _Pickling(make)
+    else:
+        try:
+            pickling = _idle.pop()
+        except IndexError:
+            pickling = _Pickling()
     try:
         parts = pickling.dump(item, large)
     except BaseException:
         pickling.end()
         raise
-    if pickling.is_small:
+    if pickling.is_small and make is None:
         _idle.append(pickling)
     else:
         pickling.end()
     return parts
-
-
-def dump_whole(item: Any) -> bytes:
-    """Pickle an item into bytes, whatever its size."""
-    pickled: Any = dump(item, math.inf)
-    return pickled  # type: ignore[no-any-return]
-
-
-def dump_with(make: Callable[..., pickle.Pickler], item: Any, large: float) -> bytes | Parts:
-    """As ``dump``, with a new pickler made by ``make``: slower."""
-    _learn_reducers()
-    pickling = _Pickling(make)
-    try:
-        return pickling.dump(item, large)
-    finally:
-        pickling.end()
 
 
 class _Pickling:

@@ -48,7 +48,7 @@ class Look:
     def __del__(self) -> None:
         # A finalizer may interrupt any code: no lock. It may also come too early: the garbage
         # collector calls all finalizers of a cycle before it knows whether one revives a part of
-        # it. So this object is kept, and ``ended`` counts its references.
+        # it. So this object is kept, and ``pop_ended`` counts its references.
         self._ended.append(self)
 
 
@@ -142,7 +142,7 @@ class Window:
                 return self._region(look)[start - look.block : start - look.block + size]
         return None
 
-    def ended(self) -> list[int]:
+    def pop_ended(self) -> list[int]:
         """The blocks that are no longer in use, each as often as it was sent."""
         blocks = []
         for _ in range(len(self._ended)):

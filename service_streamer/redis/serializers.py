@@ -31,26 +31,31 @@ from enum import Enum
 from importlib import import_module
 from itertools import islice
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
 from msgpack import ExtType, Packer, Unpacker, unpackb
 
+from ..errors import BadMessage
+from ..reporting import summary
+from ..workers.codec import Codec
 
-class Codec(Protocol):
-    """Encodes items and results to bytes and back. Thread-safe."""
+
+class WireCodec(Codec):
+    """Encodes items and results to bytes and back. Any thread.
+
+    ``encode`` raises TypeError or ValueError, which say what cannot be encoded, and where.
+    ``decode`` raises ValueError: the payload is malformed in any way.
+    """
 
     name: str
 
-    def encode(self, item: Any) -> bytes:
-        """Raises TypeError or ValueError: says what cannot be encoded, and where."""
-
-    def decode(self, payload: bytes) -> Any:
-        """Raises ValueError: the payload is malformed in any way."""
+    def refuse_item(self, error: BaseException, advice: str = "") -> BadMessage:  # noqa: ARG002
+        return BadMessage(f"the item cannot be decoded: {summary(error)}")
 
 
-class MsgpackCodec:
+class MsgpackCodec(WireCodec):
     """Supports the types above. Decoding untrusted bytes is safe."""
 
     name = "msgpack"
@@ -88,7 +93,7 @@ def check_complete(payload: bytes | memoryview) -> None:
         unpacker.skip()
 
 
-class PickleCodec:
+class PickleCodec(WireCodec):
     """Supports everything that pickles. Decode verified payloads only: they may run any code."""
 
     name = "pickle"

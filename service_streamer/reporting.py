@@ -1,0 +1,70 @@
+"""Texts about errors and numbers, and logging in threads that others rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from .errors import InternalError
+
+#: Maximum characters of an exception's text that messages, tracebacks and logs repeat. Arbitrary.
+MAX_TEXT = 16_384
+
+#: Seconds until a bug that repeats is logged again. Arbitrary.
+_REPEAT = 60.0
+_last_logged = ("", 0.0)  # its text, and when
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 item", "2 items"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def summary(error: BaseException) -> str:
+    """Type and text of an exception in one line; never raises."""
+    try:
+        text = str(error)
+    except (Exception, SystemExit):
+        text = "its text cannot be made"
+    more = len(text) - MAX_TEXT
+    if more > 0:
+        text = f"{text[:MAX_TEXT]}... ({more} more characters)"
+    return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
+
+
+def quiet_log(name: str, *, once: bool = False) -> Callable[..., None]:
+    """A function that logs for a module; exceptions of a user's filters and handlers are ignored.
+
+    It takes the level, the text, its arguments and ``exc_info``.
+
+    Args:
+        once: whether it logs only when it is called for the first time.
+    """
+    logger = logging.getLogger(name)
+    is_silent = False
+
+    def log(
+        level: int, text: str, *arguments: object, exc_info: bool | BaseException = False
+    ) -> None:
+        nonlocal is_silent
+        if not is_silent:
+            is_silent = once
+            with contextlib.suppress(Exception):
+                logger.log(level, text, *arguments, exc_info=exc_info)
+
+    return log
+
+
+def report_bug(what: str, error: BaseException) -> InternalError:
+    """Log a bug of this package, once a minute if it repeats; what the calls in hand fail with."""
+    global _last_logged
+    text, now = f"{what} failed; this is a bug in it: {summary(error)}", time.monotonic()
+    if text != _last_logged[0] or now - _last_logged[1] >= _REPEAT:
+        _last_logged = text, now
+        _log(logging.CRITICAL, "%s failed; this is a bug in it", what, exc_info=error)
+    return InternalError(text)
+
+
+_log = quiet_log(__name__)
