@@ -15,7 +15,7 @@ from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.explain import explain
 from service_streamer.observe.recent import RECENT, Summary, summarize
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
-from service_streamer.options.table import BatchingOptions
+from service_streamer.options.table import StreamerOptions
 
 
 def stats_with(**now: Any) -> StreamerStats:
@@ -37,7 +37,7 @@ PLAIN: dict[str, Any] = {
 
 def said_of(summary: Summary, is_local: bool = False, **bounds: Any) -> dict[str, str]:
     """What is said of it, in order, by the names of the findings."""
-    findings = explain(summary, BatchingOptions(**bounds), is_local=is_local)
+    findings = explain(summary, StreamerOptions(**bounds), is_local=is_local)
     return {finding.name: str(finding) for finding in findings}
 
 
@@ -330,7 +330,7 @@ def test_whatever_happened_there_is_something_to_say_and_no_number_is_odd() -> N
         of = summarize(past, stats, now, has_lengths=has_lengths)
         assert 0 <= of.busy <= 1
         assert min(of.queued, of.behind, of.moved, of.computed, of.callers) >= 0
-        for finding in explain(of, BatchingOptions(max_batch_cost=100.0), is_local=False):
+        for finding in explain(of, StreamerOptions(max_batch_cost=100.0), is_local=False):
             assert finding.text.endswith(".")
             assert not finding.advice or finding.advice.endswith(".")
             assert not re.search("nan|inf", str(finding))

@@ -587,7 +587,7 @@ def test_a_device_that_fails_ends_the_worker_and_names_who_ran() -> None:
     bad = item(5, step={2: "raise"})
     with pytest.raises(DeviceFailed) as caught:
         served(model, [item(1), bad, bad, bad, bad], progress=progress)
-    assert caught.value.batch_id == 1
+    assert caught.value.batch_ids == {1}
     assert set(progress[1:]) - {0} <= {2, 3, 4, 5}
 
 

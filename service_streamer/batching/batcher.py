@@ -18,9 +18,8 @@ are busy again, then answer the calls.
 ``Batcher`` says what follows from what. The decisions are its parts':
 
     cutter      what is cut, when, and for whom
-    endings     calls that are over, and batches that failed or were lost
+    ledger      calls that are over, batches that failed or were lost, and the counts of both
     overload    which new calls could not be in time
-    figures     counts, and what there is to do
 """
 
 from __future__ import annotations
@@ -37,11 +36,10 @@ from ..supervision.health import BatchBound, Health
 from . import tuning
 from .actions import Actions
 from .call_queue import CallQueue, lose_queue
-from .cost import LearnedCost
 from .cutter import Cutter
-from .endings import Endings
-from .figures import Figures
 from .isolation import Retries, Search, Suspects
+from .learning import LearnedCost
+from .ledger import Endings, Figures
 from .overload import Overload
 from .policy import Policy
 from .slots import Slots
@@ -344,7 +342,7 @@ class Batcher:
             self.slots.stages_took(report.stages)
         if batch.has_failed:
             self._endings.suspect_worker(batch, next(iter(failures.values())))
-        else:
+        elif self.health.row or self.health.rows.get(batch.slot) != 0:
             self.health.computed(batch.slot)
         failed_before = figures.failed_calls
         calls = self._endings.give_results(batch)

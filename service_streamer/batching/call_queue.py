@@ -19,7 +19,7 @@ from typing import Any
 
 from ..observe.record import ORDINARY, BatchRecord, Call, CallState, Reason, Span
 from . import tuning
-from .cost import LearnedCost
+from .learning import LearnedCost
 from .length_window import LengthWindow
 from .policy import Decision, Finish
 from .turns import TurnOrder, work_of

@@ -15,8 +15,8 @@ from . import tuning
 from .actions import NOTHING, Actions
 from .call_queue import CallQueue, run
 from .deadlines import Deadlines
-from .endings import Endings
 from .isolation import Raised, Retries, Search
+from .ledger import Endings
 from .overload import Overload
 from .policy import UNKNOWN, Backlog, Decision, Finish, Policy
 from .slots import Slots
@@ -185,9 +185,7 @@ class Cutter:
                 is_ahead = not idle
                 slot, decision = self._decide_ahead(now) if is_ahead else self._decide(now)
                 if not decision.size and not is_ahead and retries.waiting:
-                    self._cut_part(
-                        slot, batches, over, expire, now
-                    )  # something to do meanwhile
+                    self._cut_part(slot, batches, over, expire, now)  # something to do meanwhile
                     continue
                 if not decision.size:
                     wait_until = decision.wait_until
@@ -244,7 +242,7 @@ class Cutter:
             deadline = wait_until
         if self._deadlines.next < deadline:
             deadline = self._deadlines.next
-        if self._health.due < deadline:
+        if self._health.held_back and self._health.due < deadline:
             deadline = self._health.due
         self.deadline = deadline
 

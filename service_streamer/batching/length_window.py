@@ -21,7 +21,7 @@ from operator import attrgetter
 
 from ..observe.record import ORDINARY, Call, CallState, Reason
 from . import tuning
-from .cost import LearnedCost
+from .learning import LearnedCost
 from .turns import TurnOrder
 
 #: An item in the window: its length, a number that no other has, and which item of which call.

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from ..observe.record import BatchRecord, Call, Reason
 from . import tuning
-from .arrivals import ArrivalForecast
-from .cost import LearnedCost, PaddedCost
+from .learning import ArrivalForecast, LearnedCost, PaddedCost
 
 #: Of items, so that a batch which is back just in time is not one item smaller.
 _ROUNDING = 1e-9

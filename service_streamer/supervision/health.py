@@ -43,34 +43,35 @@ class Health:
     Attributes:
         held_back: the workers that take no batches until they are replaced, or released.
         row: batches in a row that have failed, of all workers.
+        rows: the same by worker; 0 if its last batch was computed.
     """
 
     def __init__(self) -> None:
         self.held_back: list[int] = []
         self.row = 0
         self._failed_at = -math.inf
-        self._rows: dict[int, int] = {}  # 0: the last batch was computed
+        self.rows: dict[int, int] = {}
         self._next_at = -math.inf  # when another worker may be replaced
 
     def computed(self, slot: int) -> None:
         """The worker has computed a batch."""
-        self.row = self._rows[slot] = 0
+        self.row = self.rows[slot] = 0
 
     def failed(self, slot: int, now: float) -> None:
         """The worker has failed a batch of which it is not known that its items are bad."""
         self.row += 1
         self._failed_at = now
-        self._rows[slot] = self._rows.get(slot, 0) + 1
+        self.rows[slot] = self.rows.get(slot, 0) + 1
 
     def is_suspect(self, slot: int) -> bool:
         """Whether the worker fails everything while most of the others do not."""
-        others = [row for each, row in self._rows.items() if each != slot]
-        return self._rows.get(slot, 0) >= ROW and 2 * others.count(0) > len(others)
+        others = [row for each, row in self.rows.items() if each != slot]
+        return self.rows.get(slot, 0) >= ROW and 2 * others.count(0) > len(others)
 
     @property
     def due(self) -> float:
-        """When to ``judge`` at the latest; infinity while no worker is held back."""
-        return self._next_at if self.held_back else math.inf
+        """When to ``judge`` at the latest, while a worker is held back."""
+        return self._next_at
 
     def judge(self, now: float) -> tuple[list[int], list[int]]:
         """The slots of workers that go on, and of those that are replaced: they were held back."""
@@ -92,7 +93,7 @@ class Health:
         if had_new_items:
             self.row += 1
             self._failed_at = now
-        self._rows.pop(slot, None)
+        self.rows.pop(slot, None)
         if slot in self.held_back:
             self.held_back.remove(slot)
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..batching.cost import LearnedCost
+from ..batching.learning import LearnedCost
 from .batch_ceiling import Ceiling
 
 #: Of an item that does not run. A model's own states may be anything, and None, too.
