@@ -168,8 +168,8 @@ def again() -> Workers:
     workers = Workers()
     workers.submit(calls=2)
     [batch] = workers.cut
-    report = BatchReport(batch.id, failure="why", slot=batch.slot)
-    workers.begin(workers.batcher.batch_returned(report, 0.1).batches)
+    workers.batcher.worker_lost(batch.slot, "died", 0.1)
+    workers.cut += workers.batcher.worker_ready(1, 0.2).batches
     return workers
 
 

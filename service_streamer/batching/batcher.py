@@ -18,7 +18,7 @@ are busy again, then answer the calls.
 ``Batcher`` says what follows from what. The decisions are its parts':
 
     cutter      what is cut, when, and for whom
-    ledger      calls that are over, batches that failed or were lost, and the counts of both
+    outcomes    calls that are over, batches that failed or were lost, and the counts of both
     overload    which new calls could not be in time
 """
 
@@ -39,7 +39,7 @@ from .call_queue import CallQueue, lose_queue
 from .cutter import Cutter
 from .isolation import Retries, Search, Suspects
 from .learning import LearnedCost
-from .ledger import Endings, Figures
+from .outcomes import Endings, Figures
 from .overload import Overload
 from .policy import Policy
 from .slots import Slots

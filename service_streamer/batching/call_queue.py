@@ -181,6 +181,11 @@ class CallQueue:
             ahead += self._window.ahead(call, size_class, work, unit)
         return ahead
 
+    @property
+    def goes_by_arrival(self) -> bool:
+        """Whether all calls that wait are alike, and items have no lengths."""
+        return self._turns is None and self._window is None
+
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; there must be one."""
         window = self._window

@@ -33,6 +33,8 @@ class Decision(NamedTuple):
         wait_until: when to decide again if nothing happens before; infinity in the past for a cut.
         max_cost: the most that the batch may cost, unless one item costs more.
         cost_reason: why the batch gets no more items, if ``max_cost`` ends it.
+        enough: with fewer items it is still best to wait: each call that comes until then is one
+            that was expected. 0 where that is not known.
     """
 
     size: int
@@ -40,6 +42,7 @@ class Decision(NamedTuple):
     wait_until: float = -math.inf
     max_cost: float = math.inf
     cost_reason: Reason = Reason.COST
+    enough: int = 0
 
 
 #: Nothing is sent ahead: what waits may still grow until a worker is free.
@@ -142,6 +145,7 @@ class Policy:
         self._has_lengths = has_lengths
         self._max_batch_cost = max_batch_cost
         self._arrivals = ArrivalForecast(round_trip)
+        self._alone = 0  # batches in a row of one item, behind which none waited
         self._arrived = 0  # items, so far
         self._cut_at = -math.inf  # when a batch was cut last
         self._rate = 0.0  # items that arrive per second for each worker, recently
@@ -157,12 +161,18 @@ class Policy:
 
     # -- what happens
 
-    def call_arrived(self, size: int, now: float, *, is_first: bool) -> None:
-        """A call of ``size`` items arrived; the first if nothing waits and a worker is free."""
+    def call_arrived(self, size: int, now: float, *, is_first: bool) -> bool:
+        """A call of ``size`` items arrived; the first if nothing waits and a worker is free.
+
+        Returns:
+            Whether it is the first, and no others are expected.
+        """
         self._arrived += size
         self._arrivals.arrived(size, now)
-        if is_first:
-            self._arrivals.began(self.cost.duration(size * self._unit), now)
+        if not is_first:
+            return False
+        expected = self._arrivals.began(self.cost.duration(size * self._unit), now)
+        return expected < tuning.LEAST_EXPECTED
 
     def batch_cut(self, batch: BatchRecord, now: float) -> None:
         """A batch was cut, as decided."""
@@ -187,6 +197,12 @@ class Policy:
             waiting: items that wait.
             failed: items that the model did not compute.
         """
+        if batch.size > 1 or waiting or failed:
+            self._alone = 0
+        else:
+            self._alone += 1
+            if self._alone > tuning.ALONE_BATCHES and self._alone % tuning.ALONE_INTERVAL:
+                return
         self._arrivals.answered(calls, duration, now)
         size = batch.size - failed
         if size:
@@ -319,9 +335,12 @@ class Policy:
                 wait_until = self._cut_at + self._pause(size, backlog.workers)
             if wait_until > now:
                 longest_wait = backlog.oldest + self._max_latency
-                latest = self._latest_start(backlog)
+                latest = self._latest_start(backlog, items)
                 if longest_wait > now and latest > now:
-                    return Decision(0, reason, min(wait_until, longest_wait, latest))
+                    wait_until = min(wait_until, longest_wait, latest)
+                    is_sure = calls > 0.0 and wait_until <= self._latest_start(backlog, size)
+                    enough = items + int(missing * tuning.SURE) if is_sure else 0
+                    return Decision(0, reason, wait_until, enough=enough)
                 reason = Reason.DEADLINE if latest <= now else Reason.MAX_LATENCY
             if backlog.free > 1:  # each of them takes some
                 size = min(size, max(1, math.ceil((items + expected) / backlog.free - 1e-9)))
@@ -397,10 +416,10 @@ class Policy:
         """How many items to compute while no batch has come back."""
         return min(size, tuning.FIRST_ITEMS) if self._has_lengths else size
 
-    def _latest_start(self, backlog: Backlog) -> float:
-        """When a batch of what waits has to begin to be in time for the next call."""
+    def _latest_start(self, backlog: Backlog, size: float) -> float:
+        """When a batch of so many items has to begin to be in time for the next call."""
         longer = 1.0 + max(tuning.LEAST_MARGIN, self.margin)
-        return backlog.deadline - self._transit - longer * self.duration(backlog.items)
+        return backlog.deadline - self._transit - longer * self.duration(size)
 
     def _is_tight(self, backlog: Backlog, size: int) -> bool:
         """Whether calls may be late if all that wait are computed in batches of this size."""
