@@ -19,7 +19,7 @@ class ConstructorDocstrings(griffe.Extension):
 
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
         for decorator in cls.decorators:
-            name, _, options = str(decorator.value).rstrip(")").partition("(")
+            name, _bracket, options = str(decorator.value).rstrip(")").partition("(")
             if name == "documented" and cls.docstring is not None:
                 names = [each.name for each in cls["__init__"].parameters]
                 cls.docstring.value = with_arguments(
