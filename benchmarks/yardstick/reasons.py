@@ -51,9 +51,9 @@ _FEWER_STEPS = (
     "faster machine of an earlier run both added the same (0.065 and 0.068 ms)"
 )
 _TRIES = (
-    "now and then this project tries another batch size, mostly in its first seconds, to learn "
-    "which is best. Calls that do not fit into a smaller batch wait for the next one. Without such "
-    "trials the p99 is as good as theirs"
+    "the version that was measured tried another batch size now and then, mostly in its first "
+    "seconds. Calls that did not fit into a smaller batch waited for the next one. Without such "
+    "trials, which are gone now, the p99 was as good as theirs"
 )
 _MISSES = (
     "one batch has just room for all callers. This project waits for them and computes them "

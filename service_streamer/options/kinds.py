@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checks import LONGEST_WAIT, is_sequence
+from .checks import LONGEST_WAIT, check_tenant, is_sequence
 
 _SHORTEST_SECRET = 16
 
@@ -172,9 +172,13 @@ class Number(Kind):
     def convert(self, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError
-        if not 0 <= float(value) < math.inf or (value == 0 and not self.zero):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not 0 <= number < math.inf or (number == 0 and not self.zero):
             raise ValueError
-        return float(value)
+        return number
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,17 @@ class Numbers(Kind):
             raise TypeError
         number = Number(zero=self.zero)
         return {each: number.convert(value[each]) for each in value}
+
+
+@dataclass(frozen=True)
+class Weights(Numbers):
+    """Numbers by tenant."""
+
+    def check(self, name: str, value: Any) -> Any:
+        weights = super().check(name, value)
+        for tenant in weights:
+            check_tenant(tenant)
+        return weights
 
 
 @dataclass(frozen=True)

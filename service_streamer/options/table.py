@@ -33,6 +33,7 @@ from .kinds import (
     Secret,
     Strategy,
     Text,
+    Weights,
     WorkerNumber,
 )
 
@@ -55,7 +56,7 @@ class BatchingOptions(Options):
 
     batch_size: int = option(
         64, Count(), "Upper bound on the items of a batch.",
-        "Rarely set: the best size is learned.",
+        "Rarely set. Lower it if the model is slower with large batches than with medium ones.",
     )  # fmt: skip
     max_latency: float = option(
         0.1, Seconds(zero=True),
@@ -75,7 +76,7 @@ class TenantOptions(Options):
     """What tenants get."""
 
     tenant_weights: Mapping[str, float] = option(
-        None, Numbers(), "Relative weight per tenant (default 1).",
+        None, Weights(), "Relative weight per tenant (default 1).",
         'With {"paying": 3} that tenant gets three times the share of another one while both have '
         "calls that wait.",
     )  # fmt: skip

@@ -17,9 +17,10 @@
 
 A *place* is one of the wanted number of workers; it decides about the device. A *slot* is the name
 of one worker, never used again. The budget: a place whose workers are lost more than
-``max_restarts`` times in a row, while they start or have nothing to do, has failed. Computing a
-batch, or living for ``window`` seconds, ends the row. A worker that dies of what it computes is no
-reason to give up its place: else some bad requests in a row would end the service for everybody.
+``RestartPolicy.max_restarts`` times in a row, while they start or have nothing to do, has failed.
+Computing a batch, or living for ``RestartPolicy.window`` seconds, ends the row. A worker that dies
+of what it computes is no reason to give up its place: else some bad requests in a row would end the
+service for everybody.
 
 A renewal replaces every worker by a new one, one at a time. With overlap the new one is ready
 before the old one ends, which takes memory for both; without it the old one ends first. Of two
