@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service_streamer import InvalidInput, InvalidItems
+from service_streamer import InvalidInput, InvalidItems, ManagedModel
 from worker_loop import Batches, Clock, loaded, served, texts
 
 
@@ -143,17 +143,27 @@ def test_what_fails_only_at_times_has_results() -> None:
     assert report.runs == 4
 
 
-def test_results_of_a_part_outlive_the_next_call_of_a_model_that_reuses_its_memory() -> None:
-    memory = np.zeros(8)
+@pytest.mark.parametrize("wrong", [ValueError, MemoryError])
+@pytest.mark.parametrize("memory", [np.zeros(8), np.frombuffer(bytearray(64))], ids=["own", "lent"])
+@pytest.mark.parametrize("form", [list, lambda rows: [{"name": "x", "row": row} for row in rows]])
+def test_results_of_a_part_outlive_the_next_call_of_a_model_that_reuses_its_memory(
+    wrong: type[Exception], memory: Any, form: Any
+) -> None:
+    class Reuses(ManagedModel):
+        out_of_memory_errors = (MemoryError,)
 
-    def model(batch: list[int]) -> Any:
-        if 2 in batch:
-            raise ValueError("two")
-        memory[: len(batch)] = batch
-        return memory[: len(batch)]
+        def init_model(self) -> None:
+            pass
 
-    (report,) = served(model, [0, 1, 2, 3, 4, 5, 6, 7], calls=1)
-    assert report.outputs == [0, 1, None, 3, 4, 5, 6, 7]
+        def predict(self, batch: list[int]) -> Any:
+            if 2 in batch and len(batch) > 2:
+                raise wrong("two")
+            memory[: len(batch)] = batch
+            return form(memory[: len(batch), None])
+
+    (report,) = served(loaded(Reuses), [0, 1, 2, 3, 4, 5, 6, 7], calls=1)
+    expected = form(np.arange(8.0)[:, None])
+    assert str(report.outputs) == str(expected)
 
 
 def test_a_worker_says_between_two_runs_that_it_has_not_hung() -> None:

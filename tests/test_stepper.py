@@ -21,7 +21,7 @@ from service_streamer.workers.model_spec import check_model
 from service_streamer.workers.protocol import HOLD, RESUME
 from service_streamer.workers.runner import DeviceFailed
 from stage_models import ForwardOnly
-from step_models import Counting, Turns, item, loaded, served
+from step_models import Counting, NoRoomError, Turns, item, loaded, served
 from worker_loop import Clock, run, with_guard
 
 FAULT = "CUDA error: unspecified launch failure"
@@ -252,6 +252,39 @@ def test_as_many_start_beside_others_as_take_a_step(
     last = started[-math.ceil(20 / most) :]
     assert sum(last) == 20
     assert max(last) == pytest.approx(most, rel=0.1)
+
+
+def test_a_step_that_is_run_in_parts_says_between_them_that_the_worker_has_not_hung() -> None:
+    clock = Clock()
+
+    class Slow(Counting):
+        def step(self, states: Any) -> Any:
+            clock.now += 1.0
+            return super().step(states)
+
+    channel = served(loaded(Slow), [item(2), item(2, step={1: "raise"})], clock=clock)
+    assert [report.is_sign_of_life for report in channel.steps] == [False, True, True, False]
+
+
+def test_a_step_that_raises_and_runs_out_of_memory_then_is_taken_once_by_each() -> None:
+    class Full(Counting):
+        tried = 0
+
+        def step(self, states: Any) -> Any:
+            if len(states) < 8 and not self.tried:
+                return super().step(states)
+            self.tried += 1
+            if self.tried < 3:
+                raise ValueError("it happens")
+            if self.tried == 3:
+                raise NoRoomError("full")
+            return super().step(states)
+
+    channel = served(loaded(Full), [[item(3)] for _ in range(8)])
+    assert {batch: report.failure for batch, report in channel.ends.items()} == dict.fromkeys(
+        range(8)
+    )
+    assert all(outputs == [0, 1, 2] for outputs in channel.outputs.values())
 
 
 def test_all_start_at_once_while_nothing_runs_that_would_wait() -> None:

@@ -283,7 +283,9 @@ class Batcher:
 
         What is over by that comes back as batches do: ``batch_returned`` is called with it next.
         """
-        assert self.steps is not None
+        if self.steps is None or report.is_sign_of_life:
+            self.slots.resumed(report.slot, now)
+            return []
         return self.steps.stepped(report, self.queue.items, now)
 
     def worker_retiring(self, slot: int, now: float) -> Actions:
@@ -321,7 +323,7 @@ class Batcher:
         is_wasted = has_failed and all(call.is_over for call, _, _ in batch.spans)  # given up, say
         if (self.queue.items or self._overload.is_behind) and not is_wasted:
             work = 0.0
-            if batch.search is None and not report.runs:
+            if batch.search is None:
                 work = batch.size if self.has_steps else batch.cost
             self._overload.came_back(work, now - batch.cut_at, now)
         if report.failure is not None:

@@ -220,7 +220,7 @@ class Slots:
         return holder.batches
 
     def resumed(self, slot: int, now: float) -> None:
-        """The worker goes on with what has rested there."""
+        """The worker is known to go on with what it holds."""
         holder = self._slots.get(slot)
         if holder is not None:
             holder.is_hung = False

@@ -320,7 +320,7 @@ class Core:
             return NOTHING
         if isinstance(event, StepReport):  # what of it is over, the loop has taken apart
             if not self.batcher.has_steps:
-                self.batcher.slots.stepped(event.slot, now)  # it says that it has not hung
+                self.batcher.stepped(event, now)
             return NOTHING
         return self._ready(event, now)
 

@@ -304,6 +304,11 @@ class StepReport:
     released: list[int] | None = None
     slot: int = field(default=-1, kw_only=True)
 
+    @property
+    def is_sign_of_life(self) -> bool:
+        """Whether it says only that the worker has not hung: it runs parts of a batch or step."""
+        return not (self.size or self.outputs or self.done or self.started or self.evicted)
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class BatchRecord:

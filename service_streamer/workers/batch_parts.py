@@ -20,23 +20,19 @@ from ..gpu.faults import DeviceFailed
 from ..gpu.out_of_memory import is_out_of_memory
 from ..gpu.stage_timer import StageTimer
 from ..gpu.torch_process import release_memory
+from ..gpu.transfers import PLAIN
 from .bisection import Bisection, Invalid, Outcome, OutOfMemory, Returned, bisect
 from .model_spec import LoadedModel
 from .progress import SIGN_OF_LIFE
 from .protocol import Failure
-from .stage_calls import StageCalls, at_positions, by_position, memory_of
+from .stage_calls import StageCalls, at_positions, by_position
 
 
 class BatchPart(NamedTuple):
-    """Items of a batch, by their positions, and what the last stage made of them.
-
-    Attributes:
-        is_finished: whether these are their results.
-    """
+    """Items of a batch, by their positions, and what the last stage made of them."""
 
     positions: Sequence[int]
     data: Any
-    is_finished: bool = False
 
 
 class Job:
@@ -208,7 +204,7 @@ def compute_in_parts(
         on_run: called between two runs, after each ``SIGN_OF_LIFE``.
     """
     known, job.known = job.known, None
-    parts = _Parts(job, model, calls, is_wanted, on_run, finishes=isinstance(known, Failure))
+    parts = _Parts(job, model, calls, is_wanted, on_run)
     if isinstance(known, OutOfMemory):
         # Only now: where the error was raised, its frames still held the model's tensors.
         release_memory()
@@ -240,10 +236,8 @@ def compute_in_parts(
 class _Parts:
     """Runs parts of a batch, for ``bisect``.
 
-    Args:
-        finishes: whether parts go through the last stage here. Not as long as only memory is short:
-            then batches overlap. But what a call of the model returned is not safe from the next
-            one, and where the model raises the batch may go through all stages again.
+    Each part goes through the last stage at once: what a call of the model returned is not safe
+    from the next one, since a model may write to the same memory again.
     """
 
     def __init__(
@@ -253,8 +247,6 @@ class _Parts:
         calls: StageCalls,
         is_wanted: Callable[[], bool],
         on_run: Callable[[], None],
-        *,
-        finishes: bool,
     ) -> None:
         self.ready: dict[tuple[int, ...], Any] = {}
         self.lengths: dict[int, float] | None = None
@@ -265,9 +257,8 @@ class _Parts:
         self._calls = calls
         self._is_wanted = is_wanted
         self._on_run = on_run
-        self._finishes = finishes or job.is_redone
         self._items = dict(zip(job.positions, job.items, strict=True))
-        self._told_at = time.monotonic()
+        self._told_at = job.started_at  # the run before this took its time, too
         self._left = 0
 
     def room(self, items: Sequence[int]) -> int:
@@ -287,10 +278,8 @@ class _Parts:
         ran = self._try(part)
         if isinstance(ran, OutOfMemory):
             release_memory()
-        elif isinstance(ran, Failure):
-            self._finishes = True
-            if not job.is_shared:
-                self._fail_all(ran)
+        elif isinstance(ran, Failure) and not job.is_shared:
+            self._fail_all(ran)
         return ran
 
     def _try(self, part: list[int]) -> Outcome:
@@ -307,9 +296,7 @@ class _Parts:
             has_positions = model.forward is model.predict
             data = calls.compute(data)
             has_positions = False
-            if self._finishes:
-                data = _detached(calls.finish(data, len(part)))
-            return Returned(data)
+            return Returned([*map(_detached, calls.finish(data, len(part)))])
         except InvalidItems as error:
             if has_positions:
                 try:
@@ -324,7 +311,7 @@ class _Parts:
     def done(self, part: list[int], value: Any) -> None:
         model = self._model
         model.guard.row = 0
-        self.done_parts.append(BatchPart(part, value, self._finishes))
+        self.done_parts.append(BatchPart(part, value))
         model.ceiling.fitted(len(part), self._lengths_of(part), was_cut=len(part) < self._left)
 
     def fail(self, items: list[int], failure: Failure) -> None:
@@ -345,10 +332,9 @@ class _Parts:
         return None if self.lengths is None else [self.lengths[position] for position in items]
 
 
-def _detached(results: list[Any]) -> list[Any]:
-    """The results in memory of their own: a model may write to its outputs with its next call."""
-    with contextlib.suppress(Exception):  # of a user's class
-        return [
-            result if memory_of([result]) is None else copy.deepcopy(result) for result in results
-        ]
-    return results
+def _detached(result: Any) -> Any:
+    """The result in memory of its own: a model may write to its outputs with its next call."""
+    if type(result) not in PLAIN:
+        with contextlib.suppress(Exception):  # of a user's class
+            return copy.deepcopy(result)
+    return result

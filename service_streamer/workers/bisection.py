@@ -8,7 +8,7 @@
     has invalid items  they fail, and the rest of the part is run again
     ran out of memory  whoever runs the parts decides: smaller parts, or items that fail or wait
 
-The parts go from left to right. To find one bad call among n takes log2(n) + 3 more runs at most,
+The parts go from left to right. To find one bad call among n takes about log2(n) + 3 more runs,
 and no mixture of good and bad ones takes more than 2n + log2(n). Each part that raises halves the
 number of calls for the parts after it. So where a share p of the calls is bad, the parts settle at
 about 0.7 / p calls, of which half raise: group testing is cheapest there.
@@ -103,6 +103,11 @@ class Bisection(Generic[T]):
             self._most_calls = (calls + 1) // 2
         self._suspects = list(part) if calls > 1 else []
         return calls > 1
+
+    def reorder(self, items: Iterable[T]) -> None:
+        """Run these in this order, which are all that are left."""
+        self.items = list(items)
+        self._suspects = []  # which are the first ones
 
     def shrink(self, part: Sequence[T]) -> None:
         """The part ran out of memory: run half as many items next, whatever their calls are."""

@@ -240,20 +240,14 @@ class Stages:
     def _look_at_memory(self, job: Job) -> None:
         if job.parts is None:
             job.memory = self._calls.memory(job.data)
-        elif job.parts:
-            first = job.parts[0]
-            job.memory = (memory_of if first.is_finished else self._calls.memory)(first.data)
 
     def _finish(self, job: Job) -> None:
         self._check_wanted(job.batch_id + 1)
-        parts, finish = job.parts, self._calls.finish
+        parts = job.parts
         if parts is None:
-            job.data = finish(job.data, len(job.items))
+            job.data = self._calls.finish(job.data, len(job.items))
             return
-        results: list[Any] = []
-        for positions, data, is_finished in parts:
-            results += data if is_finished else finish(data, len(positions))
-        job.data, job.parts = results, None
+        job.data, job.parts = [result for part in parts for result in part.data], None
 
     def _results(self, outputs: Any, size: int) -> list[Any]:
         if self._postprocess is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from array import array
 from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from ..options.checks import is_sequence
 from .batch_parts import caught
 from .bisection import Bisection, Invalid, Outcome, Returned, Unreadable, bisect
 from .model_spec import LoadedModel, describe
+from .progress import SIGN_OF_LIFE
 from .protocol import Failure
 from .stage_calls import by_position
 from .stages import FORWARD
@@ -45,6 +47,7 @@ class StepCalls:
     Args:
         check_owner: called after each call of the model: see ``Channel``.
         progress: where the batches in the current call are written, from FORWARD on: ids plus 1.
+        on_run: called between two runs of parts, after each ``SIGN_OF_LIFE``.
 
     Attributes:
         has_costs: whether the model says what a state costs.
@@ -56,6 +59,7 @@ class StepCalls:
         batch: StepBatch,
         check_owner: Callable[[], None],
         progress: MutableSequence[int] | None = None,
+        on_run: Callable[[], None] = lambda: None,
     ) -> None:
         assert model.managed is not None
         self.managed = managed = model.managed
@@ -64,6 +68,8 @@ class StepCalls:
         self.has_costs = type(managed).cost is not ManagedModel.cost
         self._check_owner = check_owner
         self._progress = progress
+        self._on_run = on_run
+        self._told_at = time.monotonic()
         self._has_logged = False
 
     def start(self, requests: list[StepRequest]) -> list[StepRequest]:
@@ -72,6 +78,7 @@ class StepCalls:
         Returns:
             Those that have a state. The others have a failure, or are on deck again.
         """
+        self._told_at = time.monotonic()
         bisect(Bisection(requests), _Start(self), may_rerun=self.model.may_rerun)
         started = [each for each in requests if each.state is not NO_STATE]
         self.batch.put_back(
@@ -81,6 +88,7 @@ class StepCalls:
 
     def step(self, requests: Sequence[StepRequest]) -> None:
         """Take one step with all that run; each takes up what came of it, or is put back."""
+        self._told_at = time.monotonic()
         bisect(Bisection(requests), _Step(self), may_rerun=self.model.may_rerun)
 
     def resume(self, request: StepRequest, outputs: list[Any]) -> None:
@@ -173,6 +181,13 @@ class StepCalls:
         self._check_owner()
         return ran
 
+    def tell_that_it_runs(self) -> None:
+        """Between two runs: the engine bounds each of them, and not all together."""
+        now = time.monotonic()
+        if now - self._told_at >= SIGN_OF_LIFE:
+            self._told_at = now
+            self._on_run()
+
     def _try(
         self, function: Callable[[list[StepRequest]], Any], requests: list[StepRequest]
     ) -> Outcome:
@@ -217,6 +232,7 @@ class _Start(_Calls):
     """Has items start."""
 
     def run(self, part: list[StepRequest]) -> Outcome:
+        self._calls.tell_that_it_runs()
         return self._calls.call(self._start, part)
 
     def _start(self, requests: list[StepRequest]) -> list[Any]:
@@ -260,6 +276,7 @@ class _Step(_Calls):
     """Has items take a step."""
 
     def run(self, part: list[StepRequest]) -> Outcome:
+        self._calls.tell_that_it_runs()
         return self._calls.call(self._step, part)
 
     def _step(self, requests: list[StepRequest]) -> list[StepPair]:
@@ -293,7 +310,7 @@ class _Step(_Calls):
             search.shrink(part)
             # The youngest next: if they fail the others have more.
             left = set(search.items)
-            search.items = [each for each in reversed(batch.running) if each in left]
+            search.reorder(each for each in reversed(batch.running) if each in left)
         else:
             self.fail(part, failure)
             self._calls.let_go(part)

@@ -62,7 +62,9 @@ class _Stepper:
         self._channel = channel
         self._model = model
         self._batch = StepBatch(model.places, model.max_cost, may_rerun=model.may_rerun)
-        self._calls = StepCalls(model, self._batch, channel.check_owner, progress)
+        self._calls = StepCalls(
+            model, self._batch, channel.check_owner, progress, lambda: channel.send(StepReport())
+        )
         self._admission = StepAdmission(None if self._calls.has_costs else 1.0)
         self._report = StepReport()
         self._sent_at = time.monotonic()
