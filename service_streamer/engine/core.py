@@ -128,8 +128,8 @@ class Core:
             they need and what workers hold is the truth from which ``settle`` derives the rest.
         is_torn: whether an exception has ended a change in a caller's thread halfway, as a signal
             handler may raise one anywhere. Whoever takes the lock next calls ``settle``.
-        left: calls whose callers have gone. A finalizer may say so, at any line and under any lock:
-            so it only appends, and wakes the loop.
+        left: calls whose callers have gone while their thread held the lock. A finalizer may say so
+            at any line: then it only appends, and wakes the loop.
         undone: what a caller's call made necessary and the loop is to do.
         notes: to be logged by the loop: level, text and its arguments.
         records: of batches, if somebody watches: the loop hands them out and releases them.

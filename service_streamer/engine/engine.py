@@ -455,9 +455,13 @@ class Engine:
 
     def withdraw(self, call: Call) -> None:
         """The caller has gone: drop what has not been sent, forget the rest."""
-        self.check_process()
-        self.core.left.append(call)
-        self.transport.wakeup()
+        core = self.core
+        if is_owned(core.lock):  # a finalizer interrupts this thread in the middle of a change
+            self.check_process()
+            core.left.append(call)
+            self.transport.wakeup()
+        else:  # at once, so that a stream's place is free before the next step
+            self._withdraw(core.batcher.call_withdrawn, call)
 
     def expire(self, call: Call) -> None:
         """The same, because the call's time has ended."""
