@@ -113,11 +113,13 @@ class World:
 
 
 def learned(**options: bool) -> World:
-    """It is known what batches cost, of up to 32 items of 1,000 units, and nothing waits."""
+    """It is known what batches cost, of items of up to 1,000 units, and nothing waits."""
     world = World(**options)
+    lengths = (50.0, 1000.0) if options.get("has_lengths", True) else (1.0,)
     for size in (1, 2, 4, 8, 16, 32, 4, 20, 8, 32, 16, 3, 9, 25):
-        assert world.offer([1000.0] * size, 60.0)
-        world.run()
+        for length in lengths:
+            assert world.offer([length] * size, 60.0)
+            world.run()
     return world
 
 

@@ -82,7 +82,7 @@ HASH = f'hash = "sha256:{"0" * 64}"'
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        (None, "no file"),
+        (None, "file that exists"),
         ("[a", "TOML"),
         ("[a]", "hash"),
         ("[a]\nhash = 3", "hash"),

@@ -49,7 +49,7 @@ class Stepped:
         self.batcher = build_batcher(StreamerOptions(batch_size=places), has_lengths=False)
         self.batcher.begin_steps(places)
         self.crew = Crew(
-            self.batcher, 1, 16, target=None, start_duration=START,
+            self.batcher, 1, 16, start_duration=START,
             will_be_ready=lambda slot, at: self.add(at, "ready", slot), do=self.do,
         )  # fmt: skip
         self.events: list[tuple[float, int, str, Any]] = []

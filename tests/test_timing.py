@@ -6,7 +6,6 @@ import pytest
 
 from service_streamer import Timing
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
-from service_streamer.workers.protocol import Failure
 from stub_engine import StubEngine
 
 # -- all times are sums of powers of two, and so exact
@@ -54,18 +53,15 @@ def test_of_several_batches_the_last_one_counts(one: StubEngine) -> None:
 
 def test_of_a_batch_that_is_run_again_all_before_the_last_run_is_waiting(one: StubEngine) -> None:
     one.transport.ready(0)
-    one.submit("busy")
-    good, bad = one.submit("good"), one.submit("bad")
-    one.transport.echo()
+    good = one.submit("good")
     one.clock.advance(1.0)
-    failure = Failure(ValueError("bad"))
-    one.transport.report(0, 1, failure=failure, duration=1.0)
+    one.transport.lose(0)
+    slot = one.transport.started[-1][0]
+    one.clock.advance(4.0)
+    one.transport.ready(slot)
     one.clock.advance(4.0)
     one.transport.echo(duration=2.0, started_at=one.clock() - 2.0)
-    one.transport.report(0, 3, failure=failure, duration=1.0)
-    assert good.timing == Timing(queued=1.0, sent=2.0, computed=2.0, returned=0.0)
-    assert bad.done()
-    assert bad.timing is None, "there is no result"
+    assert good.timing == Timing(queued=5.0, sent=2.0, computed=2.0, returned=0.0)
 
 
 def test_without_a_result_nothing_is_told(one: StubEngine) -> None:

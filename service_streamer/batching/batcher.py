@@ -188,8 +188,6 @@ class Batcher:
         To say so at once spares its caller the waiting, and everybody else a queue full of calls
         that come to nothing. It counts as refused then.
         """
-        if call.size == 1 and call.lengths is None and not self.is_behind:
-            return 0.0
         takes = self._overload.hopeless_for(call, now)
         if not takes:
             return 0.0

@@ -393,7 +393,9 @@ class Engine:
             self._check_room(call.size)
         if timeout is not None:
             call.deadline = now + timeout
-            takes = batcher.hopeless_for(call, now)
+            # Of one item without a length it is known only under overload.
+            is_usual = call.size == 1 and call.lengths is None and not batcher.is_behind
+            takes = 0.0 if is_usual else batcher.hopeless_for(call, now)
             if takes:
                 raise TooLate(
                     f"this call would take {takes:.3g} s at the least, with {batcher.queue.items} "

@@ -42,6 +42,8 @@ class Job:
         calls: as in ``Transport.send``.
 
     Attributes:
+        again: gives the item at a position as it was sent, where a model writes to copies only;
+            else None: the model gets what it has written to.
         batch_id: of the batch.
         size: items of the batch.
         items: those that may still get results; empty once they are not needed any more.
@@ -64,6 +66,7 @@ class Job:
 
     __slots__ = (
         "_calls",
+        "again",
         "batch_id",
         "data",
         "decoding",
@@ -98,6 +101,7 @@ class Job:
         if failures:
             self.positions = [i for i in self.positions if i not in failures]
         self._calls = calls
+        self.again: Callable[[int], Any] | None = None
         self.data: Any = items
         self.parts: list[BatchPart] | None = None
         self.failure: Failure | None = None
@@ -204,7 +208,8 @@ def compute_in_parts(
         on_run: called between two runs, after each ``SIGN_OF_LIFE``.
     """
     known, job.known = job.known, None
-    parts = _Parts(job, model, calls, is_wanted, on_run)
+    is_redone = job.is_redone or known is not None
+    parts = _Parts(job, model, calls, is_wanted, on_run, is_redone=is_redone)
     if isinstance(known, OutOfMemory):
         # Only now: where the error was raised, its frames still held the model's tensors.
         release_memory()
@@ -247,6 +252,8 @@ class _Parts:
         calls: StageCalls,
         is_wanted: Callable[[], bool],
         on_run: Callable[[], None],
+        *,
+        is_redone: bool,
     ) -> None:
         self.ready: dict[tuple[int, ...], Any] = {}
         self.lengths: dict[int, float] | None = None
@@ -258,6 +265,8 @@ class _Parts:
         self._is_wanted = is_wanted
         self._on_run = on_run
         self._items = dict(zip(job.positions, job.items, strict=True))
+        # Those that the model has had, and may have written to.
+        self._touched = set(job.positions) if is_redone else set()
         self._told_at = job.started_at  # the run before this took its time, too
         self._left = 0
 
@@ -289,8 +298,9 @@ class _Parts:
         try:
             if tuple(part) in self.ready:
                 data = self.ready.pop(tuple(part))
+                self._touched.update(part)
             else:
-                data = [self._items[position] for position in part]
+                data = [self._item(position) for position in part]
                 if calls.prepare is not None:
                     data = calls.prepare(data)
             has_positions = model.forward is model.predict
@@ -307,6 +317,13 @@ class _Parts:
             return caught(error, model, self._job.batch_id)
         except BaseException as error:
             return caught(error, model, self._job.batch_id)
+
+    def _item(self, position: int) -> Any:
+        again = self._job.again
+        if again is not None and position in self._touched:
+            return again(position)
+        self._touched.add(position)
+        return self._items[position]
 
     def done(self, part: list[int], value: Any) -> None:
         model = self._model

@@ -71,6 +71,12 @@ class Codec:
         """Returns the value. Raises whatever unpickling raises."""
         return loads(payload) if type(payload) is bytes else payload.load()
 
+    def decode_again(self, payload: Any) -> Any:
+        """Returns the value as it was sent, whoever has written to what ``decode`` returned."""
+        if type(payload) is bytes:
+            return loads(payload)
+        return getattr(payload, "load_again", payload.load)()
+
     def refuse_item(self, error: BaseException, advice: str = "") -> Exception:
         """Returns the error for an item that raised ``error`` when a worker decoded it."""
         why = f"{summary(error)}{advice}"

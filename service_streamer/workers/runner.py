@@ -83,6 +83,13 @@ class Channel(ABC):
         batch: tuple[int, list[Any], dict[int, Failure]] = received[:3]
         return batch
 
+    #: What ``decode`` has decoded, if that can be decoded again; whoever takes it empties this.
+    decoded: Sequence[Any] = ()
+
+    def decode_again(self, payload: Any) -> Any:
+        """An item as it was sent: the model may have written to it."""
+        return payload
+
     def encode(self, report: BatchReport) -> None:  # noqa: B027 - optional
         """Make the outputs ready to travel; one that cannot becomes a failure of its position."""
 
@@ -156,6 +163,9 @@ def _taken(channel: Channel, stages: Stages, received: tuple[Any, ...]) -> Job:
     stages.progress[INTAKE] = received[0] + 1
     calls = received[3] if len(received) > 3 else 0
     job = Job(*channel.decode(received), calls)
+    payloads, channel.decoded = channel.decoded, ()
+    if len(payloads) > 1 and stages.model.may_rerun:
+        job.again = lambda position: channel.decode_again(payloads[position])
     job.decoding = time.monotonic() - began
     stages.take_in(job)
     return job

@@ -117,8 +117,12 @@ class CodedChannel(Channel):
                 failed = self.codec.refuse_item(error, self.advise(error))
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
+        self.decoded = [*payloads]  # for items that are computed again
         payloads.clear()  # or blocks would be kept until the next batch
         return batch_id, items, failures
+
+    def decode_again(self, payload: Any) -> Any:
+        return self.codec.decode_again(payload)
 
     def encode(self, report: BatchReport) -> None:
         self.check_owner()  # before anything is written to memory that is shared

@@ -179,7 +179,7 @@ class Stages:
         released with it.
         """
         model, results, failures = self.model, job.data, job.failures
-        job.items, job.data = [], None
+        job.items, job.data, job.again = [], None, None
         padding = None
         if job.failure is not None:
             results, failures = [], {}

@@ -49,6 +49,10 @@ class Received:
         """The value, whose arrays are views of that memory. Any thread."""
         return self._window.load(self.wire, self._look)
 
+    def load_again(self) -> Any:
+        """The value as it was sent, in memory of its own."""
+        return self._window.load_again(self.wire)
+
     @property
     def memory(self) -> Memory:
         return self._window.memory

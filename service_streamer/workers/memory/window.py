@@ -118,6 +118,11 @@ class Window:
         stream, *buffers = self.parts(wire, look)
         return pickle.loads(stream, buffers=buffers)
 
+    def load_again(self, wire: Wire) -> Any:
+        """Load a copy of a payload as it was sent, whatever readers have written to it since."""
+        _, block, size, *_ = wire
+        return self.load(wire, Look(collections.deque(), block, size, is_copied=True))
+
     def parts(self, wire: Wire, look: Look) -> list[Any]:
         """The stream and the buffers of a payload's pickle, as bytes."""
         stream, block, _, start, lengths, *_ = wire
