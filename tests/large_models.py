@@ -66,6 +66,19 @@ class Writes(ManagedModel):
         return sums
 
 
+class SumsInOneStep(ManagedModel):
+    """A model of steps whose state is the sum of its item."""
+
+    def init_model(self) -> None:
+        pass
+
+    def start(self, items: list[Any]) -> list[float]:
+        return [float(item.sum()) for item in items]
+
+    def step(self, states: list[float]) -> list[tuple[float, bool]]:
+        return [(state, True) for state in states]
+
+
 class GivesTheSame(ManagedModel):
     """Gives the same array as each result, and goes on to change it in the next batch."""
 

@@ -179,6 +179,12 @@ def test_a_caller_may_write_to_a_result_and_nothing_is_held_when_all_is_over(
     assert arena(echoing).used == 0
 
 
+def test_a_model_of_steps_holds_no_item_that_is_over(streamer: Build) -> None:
+    sums = streamer(large_models.SumsInOneStep, 4)
+    assert sums.predict([np.ones(100_000)]) == [[100_000.0]]
+    assert arena(sums).used == 0
+
+
 # -- without
 
 

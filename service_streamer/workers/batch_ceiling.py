@@ -1,17 +1,17 @@
 """How much a worker computes at once, learned from out-of-memory errors. Pure.
 
-A chunk costs its items times its longest item, as a padded batch does. Without lengths, each item
+A part costs its items times its longest item, as a padded batch does. Without lengths, each item
 counts 1, and the cost is the number of items.
 
     no limit    --- a batch of cost c ran out ------>  limit c / 2, and so on until it fits
-    limit       --- a chunk within it ran out ------>  limit half of that chunk
-    limit       --- enough full chunks fitted ------>  the next chunk is a probe: a quarter more
+    limit       --- a part within it ran out ------>  limit half of that part
+    limit       --- enough full parts fitted ------>  the next part is a probe: a quarter more
     probe       --- fitted ------------------------->  limit the cost of the probe; none, if no
                                                        batch since was larger
     probe       --- ran out ------------------------>  limit as before; twice as many to the next
     an item     --- ran out alone ------------------>  limit as before it was cut for this item
 
-So one gigantic item does not slow down others: the chunks that ran out because of it say nothing
+So one gigantic item does not slow down others: the parts that ran out because of it say nothing
 about other items. An item that costs more than the limit is computed alone.
 """
 
@@ -21,7 +21,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-#: Number of full chunks that must fit before a probe. Arbitrary: a probe that runs out costs about
+#: Number of full parts that must fit before a probe. Arbitrary: a probe that runs out costs about
 #: two runs, little beside 32.
 FIRST_INTERVAL = 32
 
@@ -31,7 +31,7 @@ LONGEST_INTERVAL = 1024
 #: A probe exceeds the limit by this share. Arbitrary: recovers from half the size after four.
 GROWTH = 0.25
 
-#: A chunk counts as full if no further item fits, and it costs this share of the limit.
+#: A part counts as full if no further item fits, and it costs this share of the limit.
 FULL = 0.75
 
 #: Minimum length of the longest item, so that items of length 0 have a cost.
@@ -43,14 +43,14 @@ class Ceiling:
 
     If b of n items of one length run out alone, at most (b + 1) * (ceil(log2(n)) + 1) runs of their
     batch run out, plus one per ``FIRST_INTERVAL`` runs that fitted. With lengths, it is log2 of the
-    ratio of the costliest chunk to the cheapest. Later, while the device's memory stays the same,
+    ratio of the costliest part to the cheapest. Later, while the device's memory stays the same,
     only probes run out: at most one per interval, which doubles.
 
     Args:
         growth: by which share of the limit a probe exceeds it, and by one item at the least.
 
     Attributes:
-        limit: maximum cost of a chunk that is no probe; 0 for no limit. An int without lengths,
+        limit: maximum cost of a part that is no probe; 0 for no limit. An int without lengths,
             else a float.
     """
 
@@ -62,7 +62,7 @@ class Ceiling:
         self._asked: float = 0  # cost of the largest batch since the limit was set
         self._before: float | None = None  # the limit before a batch ran out
         self._interval = FIRST_INTERVAL
-        self._until_probe = FIRST_INTERVAL  # full chunks until the next probe
+        self._until_probe = FIRST_INTERVAL  # full parts until the next probe
 
     def begin(self, size: int, lengths: Sequence[float] | None = None) -> None:
         """A batch of so many items is to be computed.
@@ -86,7 +86,7 @@ class Ceiling:
         return max(room + 1, _within(self.limit * (1 + self._growth), lengths, 0, size))
 
     def planned(self, size: int, lengths: Sequence[float] | None = None) -> list[tuple[int, int]]:
-        """The chunks of a batch if all of them fit, as ``(start, stop)``. Changes nothing."""
+        """The parts of a batch if all of them fit, as ``(start, stop)``. Changes nothing."""
         planned: list[tuple[int, int]] = []
         start = 0
         while start < size:
@@ -98,7 +98,7 @@ class Ceiling:
     def fitted(
         self, size: int, lengths: Sequence[float] | None = None, *, was_cut: bool = False
     ) -> None:
-        """A chunk was computed.
+        """A part was computed.
 
         Args:
             was_cut: whether there were more items.
@@ -116,7 +116,7 @@ class Ceiling:
     def ran_out(
         self, size: int, lengths: Sequence[float] | None = None, *, keep: int | None = None
     ) -> None:
-        """A chunk ran out of memory.
+        """A part ran out of memory.
 
         Args:
             keep: how many items to compute at once from now on; None for half of them.
@@ -133,7 +133,7 @@ class Ceiling:
         if self.limit and size * longest > self.limit:
             self._interval = min(2 * self._interval, LONGEST_INTERVAL)
         else:
-            # Rounded up, so that two chunks cover the whole.
+            # Rounded up, so that two parts cover the whole.
             self.limit = ((size + 1) // 2 if keep is None else keep) * longest
             self._interval = FIRST_INTERVAL
         self._until_probe = self._interval
@@ -144,7 +144,7 @@ def _longest(lengths: Sequence[float] | None) -> float:
 
 
 def _within(limit: float, lengths: Sequence[float] | None, start: int, end: int) -> int:
-    """The end of a chunk from ``start`` that costs at most ``limit``; at least one item."""
+    """The end of a part from ``start`` that costs at most ``limit``; at least one item."""
     if lengths is None:
         return min(end, start + max(1, int(limit)))
     longest = _LEAST_LENGTH

@@ -83,7 +83,9 @@ class Channel(ABC):
         batch: tuple[int, list[Any], dict[int, Failure]] = received[:3]
         return batch
 
-    #: What ``decode`` has decoded, if that can be decoded again; whoever takes it empties this.
+    #: Whether ``decoded`` is wanted: it keeps the memory of large items.
+    keeps_decoded = False
+    #: The last batch of several items that ``decode`` has decoded; whoever takes it empties this.
     decoded: Sequence[Any] = ()
 
     def decode_again(self, payload: Any) -> Any:
@@ -133,6 +135,7 @@ def serve(
 
 def _serve(channel: Channel, stages: Stages) -> None:
     may_overlap = _has_real_threads()
+    channel.keeps_decoded = stages.model.may_rerun
     stages.on_run = lambda: channel.send(StepReport())
     warn_once = quiet_log(__name__, once=True)  # it tries again and again
     received = channel.receive()
@@ -164,7 +167,7 @@ def _taken(channel: Channel, stages: Stages, received: tuple[Any, ...]) -> Job:
     calls = received[3] if len(received) > 3 else 0
     job = Job(*channel.decode(received), calls)
     payloads, channel.decoded = channel.decoded, ()
-    if len(payloads) > 1 and stages.model.may_rerun:
+    if payloads:
         job.again = lambda position: channel.decode_again(payloads[position])
     job.decoding = time.monotonic() - began
     stages.take_in(job)

@@ -117,7 +117,8 @@ class CodedChannel(Channel):
                 failed = self.codec.refuse_item(error, self.advise(error))
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
-        self.decoded = [*payloads]  # for items that are computed again
+        if self.keeps_decoded and len(payloads) > 1:
+            self.decoded = [*payloads]  # for items that are computed again
         payloads.clear()  # or blocks would be kept until the next batch
         return batch_id, items, failures
 
