@@ -231,16 +231,25 @@ class Session:
             stream.is_held = is_held
             if is_held or number not in self._resting:
                 self._engine.hold(call, is_held=is_held)
+        self._go_on()  # what another thread has left to this one
 
     def _go_on(self) -> None:
-        """Let streams go on if the client has read most of its answers."""
-        with self._streams_lock:
-            if 2 * len(self.unsent) >= _MOST_WAITING:
-                return
-            resting, self._resting = self._resting, {}
-            for stream in resting.values():
-                if not stream.is_held:
-                    self._engine.hold(stream.call, is_held=False)
+        """Let streams go on if the client has read most of its answers.
+
+        Nobody waits here for who holds the lock: that thread calls this when it has released it.
+        """
+        while (
+            self._resting
+            and 2 * len(self.unsent) < _MOST_WAITING
+            and self._streams_lock.acquire(blocking=False)
+        ):
+            try:
+                resting, self._resting = self._resting, {}
+                for stream in resting.values():
+                    if not stream.is_held:
+                        self._engine.hold(stream.call, is_held=False)
+            finally:
+                self._streams_lock.release()
 
     def break_off(self) -> None:
         """Have the client connect again, and send what is open. Any thread.
