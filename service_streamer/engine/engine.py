@@ -44,7 +44,8 @@ from ..supervision.supervisor import Overlap, Supervisor
 from ..workers.protocol import HOLD, RESUME, Failure
 from ..workers.transport import Transport
 from .backend import IN_CALLBACK
-from .core import Core, EngineState
+from .core import Core
+from .fleet import EngineState, Fleet
 from .loop import ABORT_GRACE, Loop, send
 from .timer import is_owned
 
@@ -90,7 +91,8 @@ class Engine:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self.transport = transport
-        self.core = Core(batcher, supervisor, scaling=scaling, clock=clock, jitter=jitter)
+        self.fleet = Fleet(batcher, supervisor, scaling, jitter=jitter)
+        self.core = Core(self.fleet, clock)
         self._loop = Loop(self.core, transport, hang=hang, slow_start=slow_start)
         self._max_pending = max_pending
         self.lengths = lengths
@@ -178,9 +180,9 @@ class Engine:
         self.check_process()  # before the lock, which a fork may have copied while held
         core = self.core
         with core.lock:
-            if core.description is None:
+            if self.fleet.description is None:
                 self._check_accepting()
-            return core.description
+            return self.fleet.description
 
     @property
     def has_steps(self) -> bool:
@@ -195,7 +197,7 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
-        return self.core.state
+        return self.fleet.state
 
     def stats(self) -> StreamerStats:
         self.check_process()
@@ -215,7 +217,7 @@ class Engine:
         with core.lock:
             now, stats = core.clock(), core.stats()
             figures, steps = core.batcher.figures, core.batcher.steps
-            recent, restarted_at = [*figures.recent], [*core.restarted_at]
+            recent, restarted_at = [*figures.recent], [*self.fleet.restarted_at]
             line = figures.policy.cost.line
             of_steps = None if steps is None else steps.log.summary(len(core.batcher.slots))
         return summarize(
@@ -232,7 +234,7 @@ class Engine:
         """Each worker, by number."""
         self.check_process()
         with self.core.lock:
-            return self.core.workers(self.transport.device)
+            return self.fleet.workers(self.transport.device)
 
     def describe(self) -> str:
         """The state in one line, for a ``repr``."""
@@ -260,7 +262,7 @@ class Engine:
         """
         core = self.core
         # A system call each time: uWSGI forks without the hooks by which it could be known before.
-        if os.getpid() != self._pid or core.refusal is not None:
+        if os.getpid() != self._pid or self.fleet.refusal is not None:
             self.check_process()
             self._check_accepting()
         if not self._is_encoded(call):
@@ -297,7 +299,7 @@ class Engine:
         encoded: list[Call] = []
         for call in calls:
             try:
-                if core.refusal is not None:
+                if self.fleet.refusal is not None:
                     self._check_accepting()
                 if self._is_encoded(call):
                     encoded.append(call)
@@ -385,7 +387,7 @@ class Engine:
         core, timeout = self.core, call.timeout
         batcher = core.batcher
         is_early = False
-        if core.refusal is not None:
+        if self.fleet.refusal is not None:
             self._check_accepting()
         if self._max_pending is not None:
             if not batcher.has_room_for(call.size):  # after those that have come with it
@@ -438,7 +440,7 @@ class Engine:
         """Take up what is to be done; whether the loop has to look before it would. Locked."""
         core = self.core
         is_early = core.batcher.deadline < core.waits_until
-        if not core.scaling.is_watching and core.waits_until > -math.inf:
+        if not self.fleet.scaling.is_watching and core.waits_until > -math.inf:
             is_early |= core.batcher.pending_items > 0  # perhaps there are too few workers
         if actions is not NOTHING:
             core.queue(actions.batches)
@@ -480,7 +482,7 @@ class Engine:
         core = self.core
 
         def tell() -> None:
-            if is_held and core.state is EngineState.DRAINING:
+            if is_held and self.fleet.state is EngineState.DRAINING:
                 return  # the consumer may be who waits for the end of it
             what = HOLD if is_held else RESUME
             steps = core.batcher.steps
@@ -503,7 +505,7 @@ class Engine:
 
         is_withdrawn = self._change(withdraw)
         self._send(is_early=False)
-        if core.state is EngineState.DRAINING:
+        if self.fleet.state is EngineState.DRAINING:
             self.transport.wakeup()  # it may have been the last call that the drain waited for
         return is_withdrawn
 
@@ -519,13 +521,14 @@ class Engine:
         """
         self.check_process()
         self.check_not_in_callback()
-        core = self.core
+        core, fleet = self.core, self.fleet
+        supervisor = fleet.supervisor
         with core.lock:
             in_time = core.changed.wait_for(
-                lambda: core.supervisor.failed or core.supervisor.is_ready or self._is_over, timeout
+                lambda: supervisor.failed or supervisor.is_ready or self._is_over, timeout
             )
-            if core.supervisor.failed and core.failure is not None:
-                raise core.failure.exception()
+            if supervisor.failed and fleet.failure is not None:
+                raise fleet.failure.exception()
             self._check_accepting()
             if not in_time:
                 raise WorkerStartTimeout(f"not every worker has loaded its model in {timeout} s")
@@ -553,10 +556,10 @@ class Engine:
             StreamerClosed: it is closed, or was meanwhile.
         """
         core = self.core
-        serving = 0 if core.refusal is not None else len(core.batcher.slots)
+        serving = 0 if self.fleet.refusal is not None else len(core.batcher.slots)
         if not serving:
             with core.lock:
-                core.changed.wait_for(lambda: core.batcher.slots or core.refusal, timeout)
+                core.changed.wait_for(lambda: core.batcher.slots or self.fleet.refusal, timeout)
                 self._check_accepting()  # also with workers, if the loop has failed
                 serving = len(core.batcher.slots)
         return serving
@@ -567,19 +570,18 @@ class Engine:
         For an owner that ends if no worker can be started.
         """
         with self.core.lock:
-            self.core.supervisor.tries_once = True
+            self.fleet.supervisor.tries_once = True
 
     @property
     def can_recover(self) -> bool:
         """Whether it has served, and tries to again where it does not."""
-        core = self.core
-        return core.supervisor.was_served and not self._is_over
+        return self.fleet.supervisor.was_served and not self._is_over
 
     def wait_recovered(self) -> None:
         """Block while no worker can be started; returns when one is ready, or it is closed."""
         core = self.core
         with core.lock:
-            core.changed.wait_for(lambda: core.state is not EngineState.BROKEN)
+            core.changed.wait_for(lambda: self.fleet.state is not EngineState.BROKEN)
 
     def restart_workers(self, timeout: float | None, overlap: Overlap = "auto") -> None:
         """Replace every worker, one at a time: see ``begin_restart`` and ``wait_restarted``."""
@@ -600,8 +602,8 @@ class Engine:
         with core.lock:
             if self._is_over:
                 self._check_accepting()
-            core.revive()
-            generation = core.supervisor.renew(overlap)
+            self.fleet.revive()
+            generation = self.fleet.supervisor.renew(overlap)
         self.transport.wakeup()
         return generation
 
@@ -613,21 +615,22 @@ class Engine:
             WorkerStartTimeout: the time ended first; the restart goes on.
             StreamerClosed: it was closed meanwhile.
         """
-        core = self.core
+        core, fleet = self.core, self.fleet
+        supervisor = fleet.supervisor
         with core.lock:
             in_time = core.changed.wait_for(
                 lambda: (
-                    core.supervisor.aborted >= generation
-                    or core.supervisor.failed
-                    or core.supervisor.is_renewed(generation)
+                    supervisor.aborted >= generation
+                    or supervisor.failed
+                    or supervisor.is_renewed(generation)
                     or self._is_over
                 ),
                 timeout,
             )
-            if core.supervisor.aborted >= generation and core.roll_failure is not None:
-                raise core.roll_failure.exception()
-            if core.supervisor.failed and core.failure is not None:
-                raise core.failure.exception()
+            if supervisor.aborted >= generation and fleet.roll_failure is not None:
+                raise fleet.roll_failure.exception()
+            if supervisor.failed and fleet.failure is not None:
+                raise fleet.failure.exception()
             self._check_accepting()
             if not in_time:
                 raise WorkerStartTimeout(
@@ -640,13 +643,13 @@ class Engine:
         with self.core.lock:
             if self._is_over:
                 self._check_accepting()
-            self.core.revive()
-            self.core.set_bounds(*worker_range(worker_num))
+            self.fleet.revive()
+            self.fleet.set_bounds(*worker_range(worker_num), self.core.clock())
         self.transport.wakeup()
 
     @property
     def _is_over(self) -> bool:
-        return self.core.state in (EngineState.DRAINING, EngineState.CLOSED)
+        return self.fleet.state in (EngineState.DRAINING, EngineState.CLOSED)
 
     # -- the end
 
@@ -702,7 +705,7 @@ class Engine:
             )
 
     def _check_accepting(self) -> None:
-        refusal = self.core.refusal
+        refusal = self.fleet.refusal
         if refusal is not None:
             raise refusal.exception()
 

@@ -28,7 +28,8 @@ from ..workers.protocol import Failure
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
 from .at_exit import AtExit
 from .backend import BlockingReply, LoopReply, Mailbox, wake
-from .core import Core, EngineState
+from .core import Core
+from .fleet import EngineState
 from .timer import rest_if_copied
 
 logger = logging.getLogger(__name__)
@@ -78,9 +79,9 @@ class Loop:
 
     def start(self) -> None:
         """Start the workers and the thread; does not wait for them."""
-        core = self._core
-        for slot, place in core.supervisor.orders(core.clock()).start:
-            self._transport.start(slot, place, core.scaling.most)
+        core, fleet = self._core, self._core.fleet
+        for slot, place in fleet.supervisor.orders(core.clock()).start:
+            self._transport.start(slot, place, fleet.scaling.most)
         self.thread.start()
 
     def join(self) -> None:
@@ -152,16 +153,16 @@ class Loop:
 
     def _time_to_wait(self) -> float | None:
         """Seconds until something is due, ``inf`` for never; None when it is time to shut down."""
-        core = self._core
+        core, fleet = self._core, self._core.fleet
         with core.lock:
             core.settle()
             if self.is_abandoned:
                 core.begin_drain(math.inf)
             now = core.clock()
-            due = min(core.batcher.deadline, core.supervisor.due, core.scaling.due)
+            due = min(core.batcher.deadline, fleet.supervisor.due, fleet.scaling.due)
             if now < core.batcher.expects_until < due:
                 due = core.batcher.expects_until
-            if core.state is EngineState.DRAINING:
+            if fleet.state is EngineState.DRAINING:
                 is_answered = core.batcher.is_answered and not core.unsent
                 if is_answered or core.drain_deadline <= now:
                     return None
@@ -197,7 +198,7 @@ class Loop:
         Answering is last, with nothing between it and the next wait: a caller that is woken needs
         the interpreter lock, which this thread gives up when it waits.
         """
-        core = self._core
+        core, fleet = self._core, self._core.fleet
         calls: list[Call] = []
         rest: list[Actions] = []  # those that say more than what to send and to answer
         parts: list[tuple[Call, Any]] = []
@@ -210,14 +211,14 @@ class Loop:
                 if core.batcher.has_steps:
                     events = self._take_apart(events, parts)
                 if len(events) > 1:
-                    core.foresee(events)
+                    fleet.foresee(events)
                 for event in events:
                     # Nearly every event is a batch that was computed, with nothing else to note.
                     if (
                         type(event) is BatchReport
                         and event.failure is None
-                        and event.slot in core.proven
-                        and not (event.ceiling or core.ceilings)
+                        and event.slot in fleet.proven
+                        and not (event.ceiling or fleet.ceilings)
                     ):
                         actions = core.batcher.batch_returned(event, now)
                     else:
@@ -228,9 +229,9 @@ class Loop:
                     if actions.vacant or actions.searches or actions.condemned:
                         rest.append(actions)
                 # While draining no caller may be left to flush what was submitted.
-                is_draining = self.is_abandoned or core.state is EngineState.DRAINING
-                if not (core.scaling.is_fixed or is_draining):
-                    core.scale_by_load(now)
+                is_draining = self.is_abandoned or fleet.state is EngineState.DRAINING
+                if not (fleet.scaling.is_fixed or is_draining):
+                    fleet.scale_by_load(now)
                 if core.batcher.deadline <= now or is_draining:
                     actions = core.batcher.time_passed(now)
                     core.queue(actions.batches)
@@ -242,7 +243,7 @@ class Loop:
                     rest += core.undone
                     core.undone = []
                 core.collect_unwanted()
-                has_more = rest or core.notes or core.supervisor.due <= now
+                has_more = rest or fleet.notes or fleet.supervisor.due <= now
             if core.unsent:
                 send(core, self._transport)
             timeout = None if has_more else self._time_to_wait()
@@ -274,39 +275,28 @@ class Loop:
         core = self._core
         with core.lock:
             core.settle()
-            now = core.clock()
-            for slot in [slot for actions in rest for slot in actions.condemned]:
-                core.condemn(slot, now)
-            orders, retired = core.supervise(now)
-            hung = [
-                (slot, core.batcher.slots.limit(slot))
-                for slot in [slot for actions in rest for slot in actions.hung]
-                if slot in core.batcher.slots
-            ]
-            slow = [(slot, core.supervisor.start_bound(slot)) for slot in orders.kill]
-            vacant = [slot for actions in [*rest, retired] for slot in actions.vacant]
-            stop = [*orders.stop, *filter(core.supervisor.vacant, vacant)]
-            notes, core.notes = core.notes, []
+            orders = core.look_after_workers(rest)
+            notes, core.fleet.notes = core.fleet.notes, []
         self.on_workers()
         for level, text, arguments in notes:
             _log(level, text, *arguments)
         for search in [search for actions in rest for search in actions.searches]:
             _log_search(search)
-        for slot in stop:
+        for slot in orders.stop:
             self._transport.stop(slot)
-        for slot, seconds in hung:
+        for slot, seconds in orders.hung:
             if core.batcher.slots.ends_hung:
                 self._transport.kill(slot, self._hang.format(seconds))
             else:
                 self._log_hang(slot, seconds)
-        for slot, seconds in slow:
+        for slot, seconds in orders.slow:
             self._transport.kill(slot, self._slow_start.format(seconds))
         for slot, place in orders.start:
             self._start_worker(slot, place)
 
     def _log_hang(self, slot: int, seconds: float) -> None:
         with self._core.lock:
-            place = self._core.supervisor.place(slot)
+            place = self._core.fleet.supervisor.place(slot)
         stack = self._transport.stack(slot)  # first, or it might be done meanwhile
         text = "worker %d has been at one batch for more than %.0f s, and is not ended: %s"
         _log(logging.WARNING, text, place, seconds, self._hang)
@@ -316,7 +306,7 @@ class Loop:
     def _start_worker(self, slot: int, place: int) -> None:
         core = self._core
         try:
-            self._transport.start(slot, place, core.scaling.most)
+            self._transport.start(slot, place, core.fleet.scaling.most)
         except Exception as error:  # no memory for a process, no descriptors: perhaps later
             failed = WorkerStartError(f"worker {place} could not be started: {summary(error)}")
             failed.__cause__ = error.with_traceback(None)
@@ -326,17 +316,17 @@ class Loop:
 
     def _shut_down(self, reason: Failure | None) -> None:
         """End all. With a reason of None it was closed."""
-        core = self._core
+        core, fleet = self._core, self._core.fleet
         refusal = reason
         if reason is None:
             kind = AtExit if core.is_exiting else Failure
             error = StreamerClosed("the streamer was closed before the call was served")
             reason, refusal = kind(error), Failure(error)
         with core.lock:
-            core.state = EngineState.CLOSED
-            if core.refusal is None:
-                core.refusal = refusal
-            is_idle = core.batcher.is_empty and not core.supervisor.is_loading
+            fleet.state = EngineState.CLOSED
+            if fleet.refusal is None:
+                fleet.refusal = refusal
+            is_idle = core.batcher.is_empty and not fleet.supervisor.is_loading
             calls = core.fail_open(reason)
             core.changed.notify_all()
         self._answer_all(calls)
