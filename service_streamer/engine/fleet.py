@@ -82,7 +82,6 @@ class Fleet:
         failure: the last one of a place that has failed.
         roll_failure: the last one for which a rolling restart was broken off.
         ceilings: by slot, see ``StreamerStats``.
-        proven: slots whose worker has computed a batch.
         restarted_at: when workers were lost that were started again, the last ones.
     """
 
@@ -104,7 +103,6 @@ class Fleet:
         self.failure: Failure | None = None
         self.roll_failure: Failure | None = None
         self.ceilings: dict[int, float] = {}
-        self.proven: set[int] = set()
         self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
         self._jitter = jitter
         self._last_loss = ""
@@ -123,8 +121,7 @@ class Fleet:
             if event.ceiling or self.ceilings:
                 self._ceiling_changed(event.slot, event.ceiling)
             if not event.has_failed:
-                self.supervisor.progressed(event.slot)
-                self.proven.add(event.slot)
+                self.supervisor.progressed.add(event.slot)
             else:
                 failure = event.failure or next(iter(event.failures.values()))
                 if not failure.blames_input:
@@ -164,7 +161,6 @@ class Fleet:
         supervisor = self.supervisor
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
-        self.proven.discard(slot)
         aborted, restarts = supervisor.aborted, supervisor.restarts
         overlap = supervisor.overlap(slot)
         was_failing = supervisor.retry_at(place) is not None

@@ -217,7 +217,7 @@ class Loop:
                     if (
                         type(event) is BatchReport
                         and event.failure is None
-                        and event.slot in fleet.proven
+                        and event.slot in fleet.supervisor.progressed
                         and not (event.ceiling or fleet.ceilings)
                     ):
                         actions = core.batcher.batch_returned(event, now)
