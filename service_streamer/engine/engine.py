@@ -282,48 +282,6 @@ class Engine:
                 self._interrupted()
             raise
 
-    def submit_all(self, calls: Sequence[Call]) -> list[tuple[Call, Exception]]:
-        """Accept calls that have come together, for less than ``submit`` of each costs.
-
-        Those that wait for others to follow are sent by ``flush``.
-
-        Returns:
-            Those that were not accepted, with what ``submit`` would have raised.
-
-        Raises:
-            StreamerForked: in a forked child.
-        """
-        core = self.core
-        self.check_process()
-        refused: list[tuple[Call, Exception]] = []
-        encoded: list[Call] = []
-        for call in calls:
-            try:
-                if self.fleet.refusal is not None:
-                    self._check_accepting()
-                if self._is_encoded(call):
-                    encoded.append(call)
-            except Exception as error:
-                refused.append((call, error))
-
-        def accept_all() -> bool:
-            now, is_early = core.clock(), False
-            for call in encoded:
-                try:
-                    is_early |= self._accept(call, now)
-                except Exception as error:
-                    if call in core.open or not isinstance(error, StreamerError):
-                        core.open.pop(call, None)  # not refused: as if the call had not come
-                        core.is_torn = True
-                        core.settle()
-                    refused.append((call, error))
-            return is_early
-
-        self._send(self._change(accept_all))
-        if refused:
-            self._keep_promises()
-        return refused
-
     def _change(self, change: Callable[[], T]) -> T:
         """Let it change the state, with the lock held. What cuts it off halfway is mended later."""
         core = self.core
@@ -386,12 +344,9 @@ class Engine:
         """
         core, timeout = self.core, call.timeout
         batcher = core.batcher
-        is_early = False
         if self.fleet.refusal is not None:
             self._check_accepting()
         if self._max_pending is not None:
-            if not batcher.has_room_for(call.size):  # after those that have come with it
-                is_early = self._is_early(batcher.calls_submitted(now))
             self._check_room(call.size)
         if timeout is not None:
             call.deadline = now + timeout
@@ -407,7 +362,7 @@ class Engine:
         call.reply.call = call  # not before it is accepted: who holds a call may withdraw it
         core.open[call] = None
         actions = batcher.call_submitted(call, now, call.is_watched, call.more)
-        return self._is_early(actions) or is_early
+        return self._is_early(actions)
 
     def check_room(self, size: int = 1) -> None:
         """Raises Overloaded if so many items would not be accepted now."""
