@@ -29,7 +29,8 @@ from ..workers.preprocessing import check_preprocess
 from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
 from ..workers.transport import ThreadTransport, Transport
-from .engine import Engine, Lengths
+from .core import Lengths
+from .engine import Engine
 
 #: A function of an item, or where to import it: "package.module:function".
 Length = Callable[[Any], float] | str

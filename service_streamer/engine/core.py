@@ -1,4 +1,4 @@
-"""Everything that an engine's lock guards: what callers and the loop share.
+"""What an engine's lock guards: the calls, what is on its way to workers, and how all that stands.
 
 The lock is held for a few microseconds only: no I/O, no pickling, no logging, no code of users and
 no completing of futures happens under it.
@@ -7,18 +7,31 @@ no completing of futures happens under it.
 from __future__ import annotations
 
 import collections
+import contextlib
+import logging
 import math
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ..batching.actions import Actions
 from ..batching.batcher import Batcher
-from ..errors import StreamerClosed
-from ..observe.metrics import StreamerStats
+from ..errors import StreamerClosed, StreamerForked, WorkerStartTimeout
+from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
+from ..observe.recent import Summary, summarize
 from ..observe.record import BatchRecord, BatchReport, Call, StepReport
+from ..options.checks import Workers, worker_range
+from ..reporting import counted
+from ..supervision.supervisor import Overlap
 from ..workers.protocol import DROP, RESUME, Failure
 from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerReady
 from .fleet import EngineState, Fleet, Orders
+
+logger = logging.getLogger(__name__)
+
+#: What items cost, in any unit. Raises what the user's function raises, or ValueError.
+Lengths = Callable[[Sequence[Any]], list[float]]
 
 
 class WorkerOutbox:
@@ -86,16 +99,20 @@ class WorkerOutbox:
 
 
 class Core:
-    """The state of an engine. Call its methods with ``lock`` held, unless they say otherwise.
+    """The state of an engine, and what its owner asks about it.
+
+    Call the methods up to ``came_back`` with ``lock`` held, unless they say otherwise. The others
+    are for any thread, without it.
 
     Args:
+        lengths: of items, as calls have them; None if each counts one.
         clock: seconds from a monotonic clock.
 
     Attributes:
         unsent: outboxes into which something was put. Whoever comes by sends what is there, so that
             nothing is left behind by a thread that was interrupted in between.
         outboxes: by slot.
-        open: the calls that are accepted and not answered, in the order of their arrival. What
+        open_calls: those that are accepted and not answered, in the order of their arrival. What
             they need and what workers hold is the truth from which ``settle`` derives the rest.
         is_torn: whether an exception has ended a change in a caller's thread halfway, as a signal
             handler may raise one anywhere. Whoever takes the lock next calls ``settle``.
@@ -107,7 +124,16 @@ class Core:
         is_exiting: whether the interpreter ends.
     """
 
-    def __init__(self, fleet: Fleet, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        fleet: Fleet,
+        lengths: Lengths | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.transport = transport
+        self.lengths = lengths
+        self._pid = os.getpid()
         # Reentrant, since a signal handler that closes may run while we hold it.
         self.lock = threading.RLock()
         # The state, or that of a worker. Take ``lock`` itself to wait: a signal handler that raises
@@ -118,7 +144,7 @@ class Core:
         self.clock = clock
         self.unsent: collections.deque[WorkerOutbox] = collections.deque()
         self.outboxes: dict[int, WorkerOutbox] = {}
-        self.open: dict[Call, None] = {}  # an ordered set
+        self.open_calls: dict[Call, None] = {}  # an ordered set
         self.is_torn = False
         self.left: collections.deque[Call] = collections.deque()
         self.undone: list[Actions] = []
@@ -143,6 +169,20 @@ class Core:
         outbox.messages.append(message)
         self.unsent.append(outbox)
 
+    def send(self) -> None:
+        """Send what is in the outboxes. For any thread, without the lock."""
+        unsent = self.unsent
+        while unsent:
+            try:
+                outbox = unsent.popleft()
+            except IndexError:  # another thread was faster
+                break
+            sent = outbox.send(self.transport, self.batcher)
+            if logger.isEnabledFor(logging.DEBUG):
+                for batch in sent:
+                    size = counted(batch.size, "item")
+                    log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, batch.reason.value)
+
     def settle(self) -> None:
         """Call it first whenever the lock was taken: apply what could not be when it happened."""
         if self.is_torn:
@@ -159,13 +199,13 @@ class Core:
 
     def _mend(self) -> None:
         """A change was left halfway: derive the state anew, so that nothing is lost by that."""
-        calls = [*self.open]  # at once: the loop forgets some without the lock
+        calls = [*self.open_calls]  # at once: the loop forgets some without the lock
         self.batcher.rebuild([call for call in calls if not call.is_over], self.clock())
         self._list_unsent()
         ended = _to_answer(calls)
         for call in calls:
             if call.is_over and call not in ended:
-                self.open.pop(call, None)  # its caller has withdrawn it
+                self.open_calls.pop(call, None)  # its caller has withdrawn it
         self.undone.append(Actions(calls=ended))
         self.waits_until = math.inf
         self.is_torn = False
@@ -173,7 +213,7 @@ class Core:
     def forget(self, call: Call) -> None:
         """No caller waits for the call any more, which is over."""
         call.reply = None
-        self.open.pop(call, None)
+        self.open_calls.pop(call, None)
         self.collect_unwanted()
 
     def fail_open(self, failure: Failure, events: Sequence[WorkerEvent] = ()) -> list[Call]:
@@ -184,7 +224,7 @@ class Core:
         Args:
             events: happened, and may have been applied or not.
         """
-        calls = [*self.open]  # at once, as above
+        calls = [*self.open_calls]  # at once, as above
         returned = [event for event in events if isinstance(event, BatchReport)]
         for event in events:
             if isinstance(event, StepReport):
@@ -262,17 +302,214 @@ class Core:
         for slot, batch_id in self.batcher.take_unwanted():
             self.tell(slot, DROP, batch_id)
 
-    def watch(self) -> None:
-        """Have the loop hand out the record of every batch from now on."""
-        self.batcher.on_back = self._came_back
-
-    def _came_back(self, record: BatchRecord) -> None:
+    def came_back(self, record: BatchRecord) -> None:
+        """For whoever watches: the loop hands the record out."""
         record.worker = self.fleet.supervisor.place(record.slot)
         self.records.append(record)
 
+    # -- how it stands
+
+    def model_description(self) -> Mapping[str, Any] | None:
+        """What the model says of itself; empty if nothing, None while no worker has loaded it.
+
+        Raises:
+            WorkerStartError, StreamerBroken, StreamerClosed: no worker will load it.
+            StreamerForked: in a forked child.
+        """
+        self.check_process()  # before the lock, which a fork may have copied while held
+        with self.lock:
+            if self.fleet.description is None:
+                self.check_accepting()
+            return self.fleet.description
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the model is known to be one of steps: not before a worker has loaded it."""
+        return self.batcher.has_steps
+
+    @property
+    def resumes(self) -> bool:
+        """Whether such a model can go on with an item that has begun elsewhere."""
+        steps = self.batcher.steps
+        return steps is not None and steps.resumes
+
+    @property
+    def state(self) -> EngineState:
+        return self.fleet.state
+
     def stats(self) -> StreamerStats:
-        self.settle()
-        return self.fleet.stats(self.clock())
+        self.check_process()
+        with self.lock:
+            self.settle()
+            return self.fleet.stats(self.clock())
+
+    def metrics(self) -> BatchMetrics:
+        """A copy of them as they are now."""
+        self.check_process()
+        with self.lock:
+            return self.batcher.figures.metrics.copy()
+
+    def summary(self) -> Summary:
+        """The recent batches and the state of the engine, for ``explain``."""
+        self.check_process()
+        with self.lock:
+            now, stats = self.clock(), self.stats()
+            figures, steps = self.batcher.figures, self.batcher.steps
+            recent, restarted_at = [*figures.recent], [*self.fleet.restarted_at]
+            line = figures.policy.cost.line
+            of_steps = None if steps is None else steps.log.summary(len(self.batcher.slots))
+        return summarize(
+            recent,
+            stats,
+            now,
+            restarted_at=restarted_at,
+            line=line,
+            has_lengths=self.lengths is not None,
+            steps=of_steps,
+        )
+
+    def workers(self) -> list[WorkerStats]:
+        """Each worker, by number."""
+        self.check_process()
+        with self.lock:
+            return self.fleet.workers(self.transport.device)
+
+    def describe(self) -> str:
+        """The state in one line, for a ``repr``."""
+        if os.getpid() != self._pid:
+            return f"of process {self._pid}"
+        return self.stats().gist
+
+    @property
+    def serving(self) -> int:
+        """How many workers take batches."""
+        return len(self.batcher.slots)
+
+    @property
+    def batch_duration(self) -> float:
+        """What the model has taken for a batch of late, seconds; infinity before the first."""
+        return self.batcher.figures.batch_duration
+
+    @property
+    def room(self) -> int:
+        """The most batches that a worker holds."""
+        return self.batcher.slots.room
+
+    def wait_serving(self, timeout: float | None) -> int:
+        """Block until a worker takes batches; returns how many do, 0 if the time ended first.
+
+        Raises:
+            WorkerStartError, StreamerBroken: none will.
+            StreamerClosed: it is closed, or was meanwhile.
+        """
+        serving = 0 if self.fleet.refusal is not None else len(self.batcher.slots)
+        if not serving:
+            with self.lock:
+                self.changed.wait_for(lambda: self.batcher.slots or self.fleet.refusal, timeout)
+                self.check_accepting()  # also with workers, if the loop has failed
+                serving = len(self.batcher.slots)
+        return serving
+
+    def try_start_once(self) -> None:
+        """Start no worker again that could not load its model, unless another one is ready.
+
+        For an owner that ends if no worker can be started.
+        """
+        with self.lock:
+            self.fleet.supervisor.tries_once = True
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether it has served, and tries to again where it does not."""
+        return self.fleet.supervisor.was_served and not self.is_over
+
+    def wait_recovered(self) -> None:
+        """Block while no worker can be started; returns when one is ready, or it is closed."""
+        with self.lock:
+            self.changed.wait_for(lambda: self.fleet.state is not EngineState.BROKEN)
+
+    def begin_restart(self, overlap: Overlap) -> int:
+        """Begin to replace every worker; returns the number of this restart.
+
+        Args:
+            overlap: whether a new one is ready before the old one ends: see ``Supervisor``.
+
+        Raises:
+            StreamerClosed: it is closed.
+        """
+        self.check_process()
+        with self.lock:
+            if self.is_over:
+                self.check_accepting()
+            self.fleet.revive()
+            generation = self.fleet.supervisor.renew(overlap)
+        self.transport.wakeup()
+        return generation
+
+    def wait_restarted(self, generation: int, timeout: float | None) -> None:
+        """Block until a restart is over.
+
+        Raises:
+            WorkerStartError: a new one could not be started; the old ones that are left go on.
+            WorkerStartTimeout: the time ended first; the restart goes on.
+            StreamerClosed: it was closed meanwhile.
+        """
+        fleet = self.fleet
+        supervisor = fleet.supervisor
+        with self.lock:
+            in_time = self.changed.wait_for(
+                lambda: (
+                    supervisor.aborted >= generation
+                    or supervisor.failed
+                    or supervisor.is_renewed(generation)
+                    or self.is_over
+                ),
+                timeout,
+            )
+            if supervisor.aborted >= generation and fleet.roll_failure is not None:
+                raise fleet.roll_failure.exception()
+            if supervisor.failed and fleet.failure is not None:
+                raise fleet.failure.exception()
+            self.check_accepting()
+            if not in_time:
+                raise WorkerStartTimeout(
+                    f"not every worker has been replaced in {timeout} s; the restart goes on"
+                )
+
+    def scale(self, worker_num: Workers) -> None:
+        """Want another number of workers, or other bounds of it; does not wait for them."""
+        self.check_process()
+        with self.lock:
+            if self.is_over:
+                self.check_accepting()
+            self.fleet.revive()
+            self.fleet.set_bounds(*worker_range(worker_num), self.clock())
+        self.transport.wakeup()
+
+    @property
+    def is_over(self) -> bool:
+        return self.fleet.state in (EngineState.DRAINING, EngineState.CLOSED)
+
+    # -- refusals
+
+    def check_process(self) -> None:
+        """Refuse use in a forked child."""
+        if os.getpid() != self._pid:
+            raise StreamerForked(
+                f"this streamer was built in process {self._pid} and came to process {os.getpid()} "
+                "by fork, where its workers do not answer; build it after the fork "
+                "(gunicorn: without --preload, or in post_fork; uWSGI: with lazy-apps)"
+            )
+
+    def check_accepting(self) -> None:
+        refusal = self.fleet.refusal
+        if refusal is not None:
+            raise refusal.exception()
+
+
+def log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None:
+    with contextlib.suppress(Exception):  # of a filter or handler of a user's
+        logger.log(level, text, *arguments, exc_info=exc_info)
 
 
 def _to_answer(calls: Sequence[Call]) -> list[Call]:
