@@ -1,4 +1,4 @@
-"""Refuses JSON schemas whose automaton would take seconds and gigabytes to build."""
+"""Refuses JSON schemas and regular expressions that take seconds and gigabytes to build."""
 
 from __future__ import annotations
 

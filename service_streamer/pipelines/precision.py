@@ -1,4 +1,4 @@
-"""The data type that a model runs in. Pure.
+"""The data type that a model runs in, and how its weights are quantized.
 
 With "auto" a checkpoint in float32 runs in float16 on a GPU, as with vLLM and
 text-embeddings-inference: tensor cores compute float16 many times faster than float32, and the
