@@ -13,8 +13,8 @@ from ..gpu.faults import Guard
 from ..gpu.out_of_memory import Named, check_named
 from ..managed_model import ManagedModel, find_length, has_stages, has_steps
 from ..reporting import quiet_log
-from .batch_ceiling import Ceiling, Measure
 from .codec import Codec
+from .mending import Ceiling, Measure
 from .stacking import View
 
 if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
@@ -45,8 +45,6 @@ class LoadedModel:
         moves_to_cpu: whether results on another device can not be handed out; set likewise.
         keeps_outputs: whether ``forward`` was seen to return memory that the model keeps, and may
             write to in the next call.
-        columns: how many arrays of a row per item it was seen to return in place of results; 0 for
-            none.
         places: how many states a model of steps has at once; 0 for a model without steps.
         max_cost: the most that these may cost together, by the model's ``cost``.
     """
@@ -88,7 +86,6 @@ class LoadedModel:
         self.view: View | None = None
         self.moves_to_cpu = False
         self.keeps_outputs = False
-        self.columns = 0
         self.places = places
         self.max_cost = max_cost
 

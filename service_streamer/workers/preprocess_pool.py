@@ -28,11 +28,11 @@ from ..managed_model import ManagedModel
 from ..observe.record import BatchReport, StepReport
 from ..options.table import WorkerOptions
 from ..reporting import summary
+from .mending import by_position
 from .model_spec import ModelSpec
 from .preprocessing import InvalidPart, PreprocessSpec, check_preprocess
 from .process import ProcessTransport
 from .protocol import EXIT_START_FAILED, Failure
-from .stage_calls import by_position
 from .transport import WorkerDied, WorkerReady, WorkerWaits
 
 logger = logging.getLogger(__name__)

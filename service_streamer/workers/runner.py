@@ -30,10 +30,9 @@ from ..gpu.faults import DeviceFailed
 from ..gpu.torch_process import copy_thread_modes
 from ..observe.record import BatchReport, StepReport
 from ..reporting import quiet_log, summary
-from .batch_parts import Job
 from .model_spec import LoadedModel
 from .protocol import Failure
-from .stages import FORWARD, INTAKE, OUTLET, Stages
+from .stages import FORWARD, INTAKE, OUTLET, Job, Stages
 
 #: Batches do not overlap if that saves less than so many seconds of each: handing a batch on to
 #: another thread takes about 5e-5 each time.

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..batching.learning import LearnedCost
-from .batch_ceiling import Ceiling
+from .mending import Ceiling
 
 #: Of an item that does not run. A model's own states may be anything, and None, too.
 NO_STATE: Any = object()

@@ -5,29 +5,51 @@
     step      once, with all that run
     report    outputs of streams, and what is over, in one message
 
-All in the thread that loaded the model. The decisions are in ``step_batch``, and what becomes of
-errors in ``step_calls``.
+All in the thread that loaded the model. ``step_batch`` decides what runs. Errors:
+
+    what was raised    of start                         of step
+    ---------------    --------                         -------
+    InvalidItems       those fail, the others start     those fail, the step is taken again
+    out of memory      they are put back, and fewer     the youngest is put back, and the step is
+                       start the next time              taken again; in halves, if none can be
+    another error      as ``Bisection`` says            as ``Bisection`` says
+
+Results that cannot be read fail all items of the call, since the model may have taken the step.
+Where nothing may be computed again, all items of a call fail. An item that was alone in the call
+gets the exception. Several get ``SharedBatchError``, since its text may quote any of them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
-from collections.abc import MutableSequence
+from abc import abstractmethod
+from array import array
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..errors import BadModelOutput, SharedBatchError, WorkerLost
+from ..gpu.torch_process import release_memory
+from ..gpu.transfers import results_on_host
+from ..managed_model import ManagedModel
 from ..observe.record import BatchReport, StepReport
-from .model_spec import LoadedModel
+from .mending import Bisection, Invalid, Outcome, Returned
+from .model_spec import LoadedModel, describe
+from .outputs import StepPair, UnreadableError, read_pairs, read_states
 from .progress import SIGN_OF_LIFE
-from .protocol import DROP, HOLD, RESUME
-from .step_batch import StepAdmission, StepBatch, StepRequest
-from .step_calls import StepCalls
+from .protocol import DROP, HOLD, RESUME, Failure
+from .stages import FORWARD, outcome_of
+from .step_batch import NO_STATE, StepAdmission, StepBatch, StepRequest
 
 if TYPE_CHECKING:  # it imports this module
     from .runner import Channel
 
-#: So many that were dropped, or are to rest, and are unknown are remembered: many times what two
-#: threads may have under way.
-MOST_GONE = 1000
+logger = logging.getLogger(__name__)
+
+#: So many messages about unknown items are remembered: many times what two threads may have under
+#: way.
+_MOST_EARLY = 1000
 
 
 def serve_steps(
@@ -69,10 +91,8 @@ class _Stepper:
         self._report = StepReport()
         self._sent_at = time.monotonic()
         self._has_worked = False  # in the last round, or something has come since
-        #: Dropped before they came, since two threads send: an ordered set of the last ones.
-        self._gone: dict[int, None] = {}
-        #: The same of those that are to rest.
-        self._held_early: dict[int, None] = {}
+        #: DROP or HOLD of items that have not come yet, since two threads send; the last ones.
+        self._early: dict[int, int] = {}
 
     def drain(self) -> bool:
         """Receive what waits. Blocks if there is nothing to do; False at the end."""
@@ -85,10 +105,8 @@ class _Stepper:
             if received is None:
                 return False
             self._has_worked = True
-            if received[0] == DROP:
-                self._drop(received[1])
-            elif received[0] in (HOLD, RESUME):
-                self._hold(set(received[1]), is_held=received[0] == HOLD)
+            if received[0] in (DROP, HOLD, RESUME):
+                self._tell(*received)
             else:
                 self._take(received)
             del received  # it holds items, and would do so until the next comes
@@ -96,41 +114,37 @@ class _Stepper:
     def _take(self, received: tuple[Any, ...]) -> None:
         is_stream = len(received) > 3 and bool(received[3])
         batch_id, items, failures = self._channel.decode(received)[:3]
-        if failures or batch_id in self._gone:
-            self._gone.pop(batch_id, None)
+        told = self._early.pop(batch_id, None)
+        if failures or told == DROP:
             now = time.monotonic()
             self._report.done.append(BatchReport(batch_id, [None], failures, started_at=now))
             return
         item, *handed_out = items
         request = StepRequest(batch_id, item, is_stream)
-        if batch_id in self._held_early:
-            del self._held_early[batch_id]
-            request.is_held = True
+        request.is_held = told == HOLD
         self._batch.deck.append(request)
         if handed_out:  # with another worker, which was lost
             self._calls.resume(request, handed_out)
             if request.failure is not None:
                 self._end([request], time.monotonic())
 
-    def _hold(self, ids: set[int], *, is_held: bool) -> None:
-        """These are to rest, or to go on; those that are unknown as in ``_drop``."""
-        known = self._batch.find(ids)
-        for request in known:
-            request.is_held = is_held
-        unknown = ids - {each.batch_id for each in known}
-        if is_held:
-            _remember(unknown, self._held_early)
-        else:
-            for batch_id in unknown:
-                self._held_early.pop(batch_id, None)
-
-    def _drop(self, ids: list[int]) -> None:
-        """The callers of these have gone; those that are unknown are over, or about to come."""
-        dropped = self._batch.find(set(ids))
-        _remember(set(ids) - {each.batch_id for each in dropped}, self._gone)
-        self._calls.end(dropped)
+    def _tell(self, what: int, ids: list[int]) -> None:
+        """The callers of these have gone, or these are to rest, or to go on."""
+        known = self._batch.find(set(ids))
+        for batch_id in set(ids) - {each.batch_id for each in known}:  # over, or about to come
+            if what == DROP or (what == HOLD and batch_id not in self._early):
+                self._early[batch_id] = what
+            elif what == RESUME and self._early.get(batch_id) == HOLD:
+                del self._early[batch_id]
+        while len(self._early) > _MOST_EARLY:
+            del self._early[next(iter(self._early))]
+        if what != DROP:
+            for request in known:
+                request.is_held = what == HOLD
+            return
+        self._calls.end(known)
         now = time.monotonic()
-        for request in dropped:
+        for request in known:
             self._report.done.append(self._report_of(request, None, now))
         self._sweep(now)
 
@@ -236,7 +250,290 @@ class _Stepper:
         self._calls.end(list(self._batch.running))
 
 
-def _remember(ids: set[int], among: dict[int, None]) -> None:
-    among |= dict.fromkeys(ids)
-    while len(among) > MOST_GONE:
-        del among[next(iter(among))]
+class StepCalls:
+    """The calls of one model. For the thread of the model.
+
+    No method raises what a model raises, but for what ends the worker. An item that fails gets its
+    ``failure``. Those that run have to be ended then, as all others that are done.
+
+    Args:
+        check_owner: called after each call of the model: see ``Channel``.
+        progress: where the batches in the current call are written, from FORWARD on: ids plus 1.
+
+    Attributes:
+        on_run: to call between two runs of parts, after each ``SIGN_OF_LIFE``.
+        has_costs: whether the model says what a state costs.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        batch: StepBatch,
+        check_owner: Callable[[], None],
+        progress: MutableSequence[int] | None = None,
+        on_run: Callable[[], None] = lambda: None,
+    ) -> None:
+        assert model.managed is not None
+        self.managed = managed = model.managed
+        self.model = model
+        self.batch = batch
+        self.has_costs = type(managed).cost is not ManagedModel.cost
+        self._check_owner = check_owner
+        self._progress = progress
+        self.on_run = on_run
+        self._has_logged = False
+
+    def start(self, requests: list[StepRequest]) -> list[StepRequest]:
+        """Give states to as many as possible. Those that fit into no memory are put back.
+
+        Returns:
+            Those that have a state. The others have a failure, or are on deck again.
+        """
+        _Start(self, requests).run_all(may_rerun=self.model.may_rerun)
+        started = [each for each in requests if each.state is not NO_STATE]
+        self.batch.put_back(
+            [each for each in requests if each.failure is None and each.state is NO_STATE]
+        )
+        return started
+
+    def step(self, requests: Sequence[StepRequest]) -> None:
+        """Take one step with all that run; each takes up what came of it, or is put back."""
+        _Step(self, requests).run_all(may_rerun=self.model.may_rerun)
+
+    def resume(self, request: StepRequest, outputs: list[Any]) -> None:
+        """Have the item go on where these outputs ended; or it has a failure."""
+        item, resume = request.item, getattr(self.managed, "resume", None)
+        if resume is None:  # what sent it could not know yet
+            text = "the process that held the stream died after outputs of it were handed out"
+            request.failure = Failure(WorkerLost(f"{text}, and the model has no resume"))
+            return
+        ran = self.call(lambda _: resume(item, outputs), [request])
+        if isinstance(ran, Returned):
+            request.item = ran.value
+        else:
+            request.failure = _failure_of(ran)
+
+    def look_at_costs(self, requests: Sequence[StepRequest]) -> None:
+        """Ask what the states cost now."""
+        cost = self.managed.cost
+        for request in requests:
+            if not self.has_costs:
+                request.cost = 1.0
+                continue
+            try:  # not by ``call``, since there are many of them in each step
+                request.cost = found = float(cost(request.state))
+                if not 0.0 <= found < float("inf"):
+                    text = "must return a number of at least 0; it returned"
+                    raise BadModelOutput(f"{describe(cost)} {text} {found}")
+            except BaseException as error:
+                request.cost = 0.0
+                request.failure = _failure_of(outcome_of(error, self.model, request.batch_id))
+
+    def join_outputs(self, request: StepRequest) -> Any:
+        """The result of an item that is done; if there is none it has failed."""
+        outputs, moves_to_cpu = request.take_outputs(), self.model.moves_to_cpu
+
+        def join(_: Any) -> Any:
+            result = self.managed.join_outputs(outputs)
+            return results_on_host([result])[0] if moves_to_cpu else result
+
+        ran = self.call(join, [request])
+        if isinstance(ran, Returned):
+            return ran.value
+        request.failure = _failure_of(ran)
+        return None
+
+    # -- the end of a state
+
+    def end(self, requests: Sequence[StepRequest]) -> None:
+        """These are over, wherever they are."""
+        for request in requests:
+            self.batch.end(request)
+        self.let_go(requests)
+
+    def put_back(self, requests: Sequence[StepRequest]) -> None:
+        """Give up these states: their items start again."""
+        self.batch.put_back(requests)
+        self.let_go(requests)
+
+    def let_go(self, requests: Sequence[StepRequest]) -> None:
+        """Release the states of these."""
+        states = [each.state for each in requests if each.state is not NO_STATE]
+        for request in requests:
+            request.state = NO_STATE
+        self.release(states)
+
+    def release(self, states: Sequence[Any]) -> None:
+        for state in states:
+            try:
+                self.managed.release(state)
+            except Exception:
+                if not self._has_logged:  # in each worker: it may be so for each state
+                    self._has_logged = True
+                    with contextlib.suppress(Exception):  # of a filter or handler of a user's
+                        text = "%s raised: what the state held may not be free"
+                        logger.warning(text, describe(self.managed.release), exc_info=True)
+
+    # -- one call
+
+    def call(
+        self, function: Callable[[list[StepRequest]], Any], requests: list[StepRequest]
+    ) -> Outcome:
+        """Call the model with these.
+
+        Raises:
+            DeviceFailed: of the model's guard; or whatever else ends the worker.
+        """
+        self._write_progress([request.batch_id + 1 for request in requests])
+        ran = self._try(function, requests)
+        self._write_progress([0] * len(requests))  # not if the worker ends: they are to blame
+        self._check_owner()
+        return ran
+
+    def _try(
+        self, function: Callable[[list[StepRequest]], Any], requests: list[StepRequest]
+    ) -> Outcome:
+        try:
+            return Returned(function(requests))
+        except UnreadableError as error:
+            failure = Failure.caught(BadModelOutput(*error.args))
+            return Invalid(dict.fromkeys(range(len(requests)), failure))
+        except BaseException as error:
+            return outcome_of(error, self.model, requests[0].batch_id, len(requests))
+
+    def _write_progress(self, numbers: list[int]) -> None:
+        progress = self._progress
+        if progress is not None:
+            progress[FORWARD : FORWARD + len(numbers)] = array("q", numbers)
+
+
+class _Together(Bisection[StepRequest]):
+    """Items with which the model is called together."""
+
+    def __init__(self, calls: StepCalls, requests: Sequence[StepRequest]) -> None:
+        super().__init__(requests)
+        self._calls = calls
+        self._batch = calls.batch
+        self._may_rerun = calls.model.may_rerun
+        self._told_at = time.monotonic()
+
+    @abstractmethod
+    def call_model(self, requests: list[StepRequest]) -> list[Any]:
+        """What it returns for each. Raises UnreadableError, and what the model raises."""
+
+    def run(self, part: list[StepRequest]) -> Outcome:
+        now = time.monotonic()
+        if now - self._told_at >= SIGN_OF_LIFE:  # the engine bounds each run, not all together
+            self._told_at = now
+            self._calls.on_run()
+        return self._calls.call(self.call_model, part)
+
+    def fail(self, items: list[StepRequest], failure: Failure) -> None:
+        if len(items) > 1:
+            failure = _shared(failure)
+        for request in items:
+            request.failure = failure
+
+
+class _Start(_Together):
+    """Has items start."""
+
+    _started = 0  # so far
+
+    def call_model(self, requests: list[StepRequest]) -> list[Any]:
+        managed = self._calls.managed
+        found = managed.start([request.item for request in requests])
+        try:
+            return read_states(found, len(requests), describe(managed.start))
+        except UnreadableError as error:
+            self._calls.release(error.parts)
+            raise
+
+    def done(self, part: list[StepRequest], value: list[Any]) -> None:
+        for request, state in zip(part, value, strict=True):
+            request.state = state
+        self._started += len(part)
+
+    def ran_out(self, part: list[StepRequest], failure: Failure) -> None:
+        """The part fails if it can never fit; else it waits, and all that come after it."""
+        batch = self._batch
+        others = len(batch.running) + self._started
+        is_alone = len(part) == 1 and not others
+        if is_alone:
+            batch.ran_out_alone()
+        if is_alone or not self._may_rerun:
+            self.fail(part, failure)
+            self.drop(part)
+        else:
+            if len(part) == 1:
+                batch.ran_out(others)
+            else:
+                batch.starts.ran_out(len(part))
+            self.drop(self.items)
+        release_memory()  # only now: where it was raised, frames still held tensors
+
+
+class _Step(_Together):
+    """Has items take a step."""
+
+    def call_model(self, requests: list[StepRequest]) -> list[StepPair]:
+        managed = self._calls.managed
+        found = managed.step([request.state for request in requests])
+        moves_to_cpu = self._calls.model.moves_to_cpu
+        return read_pairs(found, len(requests), describe(managed.step), moves_to_cpu=moves_to_cpu)
+
+    def done(self, part: list[StepRequest], value: list[StepPair]) -> None:
+        self._calls.model.guard.row = 0
+        for request, pair in zip(part, value, strict=True):
+            if isinstance(pair, Failure):
+                request.failure = pair
+            else:
+                request.stepped(*pair)
+
+    def ran_out(self, part: list[StepRequest], failure: Failure) -> None:
+        """Give up the youngest of those that have not taken the step."""
+        batch, size, youngest = self._batch, len(self._batch.running), None
+        if self._may_rerun and size > 1:
+            batch.ran_out(size - 1)
+            youngest = batch.youngest(self.items)
+        elif self._may_rerun:
+            batch.ran_out_alone()
+        if youngest is not None:
+            self._calls.put_back([youngest])
+            self.drop([youngest])
+        elif self._may_rerun and len(part) > 1:
+            self.shrink(part)
+            # The youngest next: if they fail the others have more.
+            left = set(self.items)
+            self.reorder(each for each in reversed(batch.running) if each in left)
+        else:
+            self.fail(part, failure)
+            self._calls.let_go(part)
+            self.drop(part)
+        release_memory()  # only now: where it was raised, frames still held tensors
+
+
+def _shared(failure: Failure) -> Failure:
+    """For items that were in one call, if it is not known which of them it was.
+
+    The model's exception may quote the item at fault, so it goes to the log only.
+    """
+    with contextlib.suppress(Exception):  # of a filter or handler of a user's
+        text = "a model raised on several items, and which is at fault is not known:\n%s"
+        logger.error(text, failure.remote_traceback)
+    kind = failure.text.partition(": ")[0]
+    return Failure(
+        SharedBatchError(
+            f"the model raised {kind} on a batch that this call shared with other calls, and "
+            "the call at fault is not known; with retry=True only that call fails. The log has "
+            "the exception"
+        )
+    )
+
+
+def _failure_of(ran: Outcome) -> Failure:
+    """Of a call for a single item that did not return."""
+    assert not isinstance(ran, Returned)
+    if isinstance(ran, Failure):
+        return ran
+    return ran.failures[0] if isinstance(ran, Invalid) else ran.failure
