@@ -24,8 +24,7 @@ from ..supervision.supervisor import RestartPolicy, Supervisor
 from ..workers.child import refuse_unguarded_main
 from ..workers.codec import Codec
 from ..workers.mending import Measure
-from ..workers.model_spec import ModelSpec, check_model, describe
-from ..workers.preprocessing import check_preprocess
+from ..workers.model_spec import ModelSpec, check_model, check_preprocess, describe
 from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
 from ..workers.transport import ThreadTransport, Transport

@@ -8,9 +8,8 @@ from typing import Any
 from ..errors import InvalidInput
 from ..managed_model import ManagedModel, has_stages, has_steps
 from ..workers.mending import at_positions
-from ..workers.model_spec import ModelSpec, Wrapper, import_model
+from ..workers.model_spec import ModelSpec, Wrapper, check_preprocess, import_model
 from ..workers.outputs import check_outputs
-from ..workers.preprocessing import check_preprocess
 from ..workers.stacking import View, stacks
 from .declared_tensors import declared_tensors
 from .requests import has_arrays, plain, with_arrays

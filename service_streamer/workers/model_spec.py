@@ -299,6 +299,30 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_preprocess(model: Any) -> None:
+    """Refuse a model that has nothing to run in preprocess processes.
+
+    Args:
+        model: as it was given; of one that is named by a string nothing is known yet.
+
+    Raises:
+        TypeError: it does not define ``preprocess`` and ``forward``.
+    """
+    if isinstance(model, str):
+        return
+    has_preprocess = (
+        isinstance(model, type)
+        and issubclass(model, ManagedModel)
+        and model.predict is ManagedModel.predict
+        and model.preprocess is not ManagedModel.preprocess
+    )
+    if not has_preprocess:
+        raise TypeError(
+            "preprocess_workers needs a ManagedModel subclass that defines preprocess and forward "
+            f"in place of predict, which {describe(model)} does not"
+        )
+
+
 def _missing_steps(model: type[ManagedModel]) -> list[str]:
     """What a class without ``predict`` and ``forward`` lacks to be a model of steps, or at all."""
     starts = model.start is not ManagedModel.start
