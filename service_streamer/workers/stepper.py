@@ -40,7 +40,7 @@ from .outputs import StepPair, UnreadableError, read_pairs, read_states
 from .progress import SIGN_OF_LIFE
 from .protocol import DROP, HOLD, RESUME, Failure
 from .stages import FORWARD, outcome_of
-from .step_batch import NO_STATE, StepAdmission, StepBatch, StepRequest
+from .step_batch import NO_STATE, StepBatch, StepRequest
 
 if TYPE_CHECKING:  # it imports this module
     from .runner import Channel
@@ -72,31 +72,42 @@ def serve_steps(
         stepper.start()
         stepper.step()
         stepper.send()
-    stepper.close()
+    stepper.end(list(stepper.batch.running))
 
 
 class _Stepper:
-    """What runs, and what is to be reported of it."""
+    """The items of one worker, the calls of its model, and what is to be reported.
+
+    No method raises what a model raises, but for what ends the worker: an item that fails gets its
+    ``failure``.
+    """
 
     def __init__(
         self, channel: Channel, model: LoadedModel, progress: MutableSequence[int] | None
     ) -> None:
-        self._channel = channel
-        self._model = model
-        self._batch = StepBatch(model.places, model.max_cost, may_rerun=model.may_rerun)
-        self._calls = StepCalls(
-            model, self._batch, channel.check_owner, progress, lambda: channel.send(StepReport())
+        assert model.managed is not None
+        self.model = model
+        self.managed = managed = model.managed
+        self.batch = StepBatch(
+            model.places,
+            model.max_cost,
+            may_rerun=model.may_rerun,
+            has_costs=type(managed).cost is not ManagedModel.cost,
         )
-        self._admission = StepAdmission(None if self._calls.has_costs else 1.0)
+        self.channel = channel
+        self._progress = progress
         self._report = StepReport()
         self._sent_at = time.monotonic()
         self._has_worked = False  # in the last round, or something has come since
+        self._has_logged = False
         #: DROP or HOLD of items that have not come yet, since two threads send; the last ones.
         self._early: dict[int, int] = {}
 
+    # -- messages
+
     def drain(self) -> bool:
         """Receive what waits. Blocks if there is nothing to do; False at the end."""
-        channel = self._channel
+        channel = self.channel
         while True:
             if (self._has_worked or self._report.done) and not channel.is_waiting():
                 self._has_worked = False
@@ -113,7 +124,7 @@ class _Stepper:
 
     def _take(self, received: tuple[Any, ...]) -> None:
         is_stream = len(received) > 3 and bool(received[3])
-        batch_id, items, failures = self._channel.decode(received)[:3]
+        batch_id, items, failures = self.channel.decode(received)[:3]
         told = self._early.pop(batch_id, None)
         if failures or told == DROP:
             now = time.monotonic()
@@ -122,15 +133,15 @@ class _Stepper:
         item, *handed_out = items
         request = StepRequest(batch_id, item, is_stream)
         request.is_held = told == HOLD
-        self._batch.deck.append(request)
+        self.batch.deck.append(request)
         if handed_out:  # with another worker, which was lost
-            self._calls.resume(request, handed_out)
+            self._resume(request, handed_out)
             if request.failure is not None:
-                self._end([request], time.monotonic())
+                self._finish([request], time.monotonic())
 
     def _tell(self, what: int, ids: list[int]) -> None:
         """The callers of these have gone, or these are to rest, or to go on."""
-        known = self._batch.find(set(ids))
+        known = self.batch.find(set(ids))
         for batch_id in set(ids) - {each.batch_id for each in known}:  # over, or about to come
             if what == DROP or (what == HOLD and batch_id not in self._early):
                 self._early[batch_id] = what
@@ -142,40 +153,54 @@ class _Stepper:
             for request in known:
                 request.is_held = what == HOLD
             return
-        self._calls.end(known)
+        self.end(known)
         now = time.monotonic()
         for request in known:
             self._report.done.append(self._report_of(request, None, now))
         self._sweep(now)
 
+    def send(self) -> None:
+        """Report the step, if there is something to report."""
+        report, now = self._report, time.monotonic()
+        report.evicted, self.batch.evicted = report.evicted + self.batch.evicted, 0
+        has_news = report.outputs or report.done or report.started or report.evicted
+        if not has_news and not (report.size and now - self._sent_at >= SIGN_OF_LIFE):
+            return
+        self._report = StepReport()
+        self._sent_at = now
+        report.waiting = len(self.batch.deck)
+        self.channel.encode_step(report)
+        if report.done:  # also a stream of which an output cannot travel
+            self.end(self.batch.find({each.batch_id for each in report.done}))
+            self._sweep(now)
+        self.channel.send(report)
+
+    # -- one round
+
     def start(self) -> None:
         """Start those on deck for which there is a place, memory and time."""
-        batch, admission, report = self._batch, self._admission, self._report
-        most = admission.most(len(batch.running))
-        chosen = batch.next(most, admission.cost, admission.growth)
+        batch, report = self.batch, self._report
+        chosen = batch.next()
         if not chosen:
             return
         self._has_worked = True
         began = time.monotonic()
-        started = self._calls.start(chosen)
+        _Start(self, chosen).run_all(may_rerun=self.model.may_rerun)
         now = time.monotonic()
+        started = [each for each in chosen if each.state is not NO_STATE]
+        batch.put_back([each for each in chosen if each.failure is None and each.state is NO_STATE])
         batch.begin(started, began)
-        self._calls.look_at_costs(started)
-        for request in started:
-            request.first_cost = request.cost
-            admission.costs(request.cost)
-        if len(started) == len(chosen):
-            admission.started(len(started), now - began)
-            batch.starts.fitted(len(started))
+        self._look_at_costs(started)
+        batch.learn_start(started, None if len(started) < len(chosen) else now - began)
         report.started += len(started)
         report.starting += now - began
-        self._end([each for each in chosen if each.failure is not None], now)
+        self._finish([each for each in chosen if each.failure is not None], now)
 
     def step(self) -> None:
         """Take a step with all that run, and end those that are done or have failed."""
-        batch, calls, report = self._batch, self._calls, self._report
+        batch, report = self.batch, self._report
         while (costly := batch.excess()) is not None:
-            calls.put_back([costly])
+            self.put_back(costly)
             self._sweep(time.monotonic())
         running = [each for each in batch.running if not each.is_held]
         if not running:
@@ -184,11 +209,11 @@ class _Stepper:
         over, size = len(report.done), len(batch.running)
         report.size, report.cost = len(running), batch.cost
         report.started_at = began = time.monotonic()
-        calls.step(running)
+        _Step(self, running).run_all(may_rerun=self.model.may_rerun)
         now = time.monotonic()
         report.duration = now - began
         if not batch.evicted and not any(each.failure for each in running):
-            self._admission.stepped(report.duration)
+            batch.learn_step(report.duration)
         for request in batch.running:
             if request.is_stream and request.outputs:
                 (report.outputs[request.batch_id],) = request.take_outputs()
@@ -196,25 +221,38 @@ class _Stepper:
             elif not request.is_stream:
                 request.time_output(now)
         self._sweep(now)
-        calls.look_at_costs(batch.running)
+        self._look_at_costs(batch.running)
         self._sweep(now)
         if len(report.done) > over:  # as many have run until one was done
             batch.memory.fitted(size)
 
+    def _look_at_costs(self, requests: Sequence[StepRequest]) -> None:
+        """Ask what the states cost now."""
+        cost = self.managed.cost
+        for request in requests if self.batch.has_costs else ():
+            try:  # not by ``call``, since there are many of them in each step
+                request.cost = found = float(cost(request.state))
+                if not 0.0 <= found < float("inf"):
+                    text = "must return a number of at least 0; it returned"
+                    raise BadModelOutput(f"{describe(cost)} {text} {found}")
+            except BaseException as error:
+                request.cost = 0.0
+                request.failure = _failure_of(outcome_of(error, self.model, request.batch_id))
+
     def _sweep(self, now: float) -> None:
         """End those that are done or have failed."""
-        running = self._batch.running
-        self._end([each for each in running if each.is_done or each.failure is not None], now)
+        running = self.batch.running
+        self._finish([each for each in running if each.is_done or each.failure is not None], now)
 
-    def _end(self, over: list[StepRequest], now: float) -> None:
+    def _finish(self, over: list[StepRequest], now: float) -> None:
         for request in over:
             result = None
             if request.failure is None and not request.is_stream:
-                result = self._calls.join_outputs(request)
+                result = self._join_outputs(request)
             if request.is_done:
-                self._admission.grew(request.cost - request.first_cost)
+                self.batch.learn_growth(request)
             self._report.done.append(self._report_of(request, result, now))
-        self._calls.end(over)
+        self.end(over)
 
     def _report_of(self, request: StepRequest, result: Any, now: float) -> BatchReport:
         """What became of an item, which is let go of."""
@@ -223,84 +261,15 @@ class _Stepper:
             request.batch_id, [result], duration=now - started_at, started_at=started_at
         )
         report.output_times = request.output_times
-        report.ceiling = self._batch.memory.limit
+        report.ceiling = self.batch.memory.limit
         if request.failure is not None:
             report.failures = {0: request.failure}
         request.item = None
         return report
 
-    def send(self) -> None:
-        """Report the step, if there is something to report."""
-        report, now = self._report, time.monotonic()
-        report.evicted, self._batch.evicted = report.evicted + self._batch.evicted, 0
-        has_news = report.outputs or report.done or report.started or report.evicted
-        if not has_news and not (report.size and now - self._sent_at >= SIGN_OF_LIFE):
-            return
-        self._report = StepReport()
-        self._sent_at = now
-        report.waiting = len(self._batch.deck)
-        self._channel.encode_step(report)
-        if report.done:  # also a stream of which an output cannot travel
-            self._calls.end(self._batch.find({each.batch_id for each in report.done}))
-            self._sweep(now)
-        self._channel.send(report)
+    # -- calls of the model
 
-    def close(self) -> None:
-        """Release what runs."""
-        self._calls.end(list(self._batch.running))
-
-
-class StepCalls:
-    """The calls of one model. For the thread of the model.
-
-    No method raises what a model raises, but for what ends the worker. An item that fails gets its
-    ``failure``. Those that run have to be ended then, as all others that are done.
-
-    Args:
-        check_owner: called after each call of the model: see ``Channel``.
-        progress: where the batches in the current call are written, from FORWARD on: ids plus 1.
-
-    Attributes:
-        on_run: to call between two runs of parts, after each ``SIGN_OF_LIFE``.
-        has_costs: whether the model says what a state costs.
-    """
-
-    def __init__(
-        self,
-        model: LoadedModel,
-        batch: StepBatch,
-        check_owner: Callable[[], None],
-        progress: MutableSequence[int] | None = None,
-        on_run: Callable[[], None] = lambda: None,
-    ) -> None:
-        assert model.managed is not None
-        self.managed = managed = model.managed
-        self.model = model
-        self.batch = batch
-        self.has_costs = type(managed).cost is not ManagedModel.cost
-        self._check_owner = check_owner
-        self._progress = progress
-        self.on_run = on_run
-        self._has_logged = False
-
-    def start(self, requests: list[StepRequest]) -> list[StepRequest]:
-        """Give states to as many as possible. Those that fit into no memory are put back.
-
-        Returns:
-            Those that have a state. The others have a failure, or are on deck again.
-        """
-        _Start(self, requests).run_all(may_rerun=self.model.may_rerun)
-        started = [each for each in requests if each.state is not NO_STATE]
-        self.batch.put_back(
-            [each for each in requests if each.failure is None and each.state is NO_STATE]
-        )
-        return started
-
-    def step(self, requests: Sequence[StepRequest]) -> None:
-        """Take one step with all that run; each takes up what came of it, or is put back."""
-        _Step(self, requests).run_all(may_rerun=self.model.may_rerun)
-
-    def resume(self, request: StepRequest, outputs: list[Any]) -> None:
+    def _resume(self, request: StepRequest, outputs: list[Any]) -> None:
         """Have the item go on where these outputs ended; or it has a failure."""
         item, resume = request.item, getattr(self.managed, "resume", None)
         if resume is None:  # what sent it could not know yet
@@ -313,23 +282,7 @@ class StepCalls:
         else:
             request.failure = _failure_of(ran)
 
-    def look_at_costs(self, requests: Sequence[StepRequest]) -> None:
-        """Ask what the states cost now."""
-        cost = self.managed.cost
-        for request in requests:
-            if not self.has_costs:
-                request.cost = 1.0
-                continue
-            try:  # not by ``call``, since there are many of them in each step
-                request.cost = found = float(cost(request.state))
-                if not 0.0 <= found < float("inf"):
-                    text = "must return a number of at least 0; it returned"
-                    raise BadModelOutput(f"{describe(cost)} {text} {found}")
-            except BaseException as error:
-                request.cost = 0.0
-                request.failure = _failure_of(outcome_of(error, self.model, request.batch_id))
-
-    def join_outputs(self, request: StepRequest) -> Any:
+    def _join_outputs(self, request: StepRequest) -> Any:
         """The result of an item that is done; if there is none it has failed."""
         outputs, moves_to_cpu = request.take_outputs(), self.model.moves_to_cpu
 
@@ -343,6 +296,32 @@ class StepCalls:
         request.failure = _failure_of(ran)
         return None
 
+    def call(
+        self, function: Callable[[list[StepRequest]], Any], requests: list[StepRequest]
+    ) -> Outcome:
+        """Call the model with these. Raises what ends the worker."""
+        self._write_progress([request.batch_id + 1 for request in requests])
+        ran = self._try(function, requests)
+        self._write_progress([0] * len(requests))  # not if the worker ends: they are to blame
+        self.channel.check_owner()
+        return ran
+
+    def _try(
+        self, function: Callable[[list[StepRequest]], Any], requests: list[StepRequest]
+    ) -> Outcome:
+        try:
+            return Returned(function(requests))
+        except UnreadableError as error:
+            failure = Failure.caught(BadModelOutput(*error.args))
+            return Invalid(dict.fromkeys(range(len(requests)), failure))
+        except BaseException as error:
+            return outcome_of(error, self.model, requests[0].batch_id, len(requests))
+
+    def _write_progress(self, numbers: list[int]) -> None:
+        progress = self._progress
+        if progress is not None:
+            progress[FORWARD : FORWARD + len(numbers)] = array("q", numbers)
+
     # -- the end of a state
 
     def end(self, requests: Sequence[StepRequest]) -> None:
@@ -351,10 +330,10 @@ class StepCalls:
             self.batch.end(request)
         self.let_go(requests)
 
-    def put_back(self, requests: Sequence[StepRequest]) -> None:
-        """Give up these states: their items start again."""
-        self.batch.put_back(requests)
-        self.let_go(requests)
+    def put_back(self, request: StepRequest) -> None:
+        """Give up its state: the item starts again."""
+        self.batch.put_back([request])
+        self.let_go([request])
 
     def let_go(self, requests: Sequence[StepRequest]) -> None:
         """Release the states of these."""
@@ -374,47 +353,15 @@ class StepCalls:
                         text = "%s raised: what the state held may not be free"
                         logger.warning(text, describe(self.managed.release), exc_info=True)
 
-    # -- one call
-
-    def call(
-        self, function: Callable[[list[StepRequest]], Any], requests: list[StepRequest]
-    ) -> Outcome:
-        """Call the model with these.
-
-        Raises:
-            DeviceFailed: of the model's guard; or whatever else ends the worker.
-        """
-        self._write_progress([request.batch_id + 1 for request in requests])
-        ran = self._try(function, requests)
-        self._write_progress([0] * len(requests))  # not if the worker ends: they are to blame
-        self._check_owner()
-        return ran
-
-    def _try(
-        self, function: Callable[[list[StepRequest]], Any], requests: list[StepRequest]
-    ) -> Outcome:
-        try:
-            return Returned(function(requests))
-        except UnreadableError as error:
-            failure = Failure.caught(BadModelOutput(*error.args))
-            return Invalid(dict.fromkeys(range(len(requests)), failure))
-        except BaseException as error:
-            return outcome_of(error, self.model, requests[0].batch_id, len(requests))
-
-    def _write_progress(self, numbers: list[int]) -> None:
-        progress = self._progress
-        if progress is not None:
-            progress[FORWARD : FORWARD + len(numbers)] = array("q", numbers)
-
 
 class _Together(Bisection[StepRequest]):
     """Items with which the model is called together."""
 
-    def __init__(self, calls: StepCalls, requests: Sequence[StepRequest]) -> None:
+    def __init__(self, stepper: _Stepper, requests: Sequence[StepRequest]) -> None:
         super().__init__(requests)
-        self._calls = calls
-        self._batch = calls.batch
-        self._may_rerun = calls.model.may_rerun
+        self._stepper = stepper
+        self._batch = stepper.batch
+        self._may_rerun = stepper.model.may_rerun
         self._told_at = time.monotonic()
 
     @abstractmethod
@@ -423,10 +370,10 @@ class _Together(Bisection[StepRequest]):
 
     def run(self, part: list[StepRequest]) -> Outcome:
         now = time.monotonic()
-        if now - self._told_at >= SIGN_OF_LIFE:  # the engine bounds each run, not all together
+        if now - self._told_at >= SIGN_OF_LIFE:
             self._told_at = now
-            self._calls.on_run()
-        return self._calls.call(self.call_model, part)
+            self._stepper.channel.send(StepReport())
+        return self._stepper.call(self.call_model, part)
 
     def fail(self, items: list[StepRequest], failure: Failure) -> None:
         if len(items) > 1:
@@ -441,12 +388,12 @@ class _Start(_Together):
     _started = 0  # so far
 
     def call_model(self, requests: list[StepRequest]) -> list[Any]:
-        managed = self._calls.managed
+        managed = self._stepper.managed
         found = managed.start([request.item for request in requests])
         try:
             return read_states(found, len(requests), describe(managed.start))
         except UnreadableError as error:
-            self._calls.release(error.parts)
+            self._stepper.release(error.parts)
             raise
 
     def done(self, part: list[StepRequest], value: list[Any]) -> None:
@@ -468,7 +415,7 @@ class _Start(_Together):
             if len(part) == 1:
                 batch.ran_out(others)
             else:
-                batch.starts.ran_out(len(part))
+                batch.start_ran_out(len(part))
             self.drop(self.items)
         release_memory()  # only now: where it was raised, frames still held tensors
 
@@ -477,13 +424,13 @@ class _Step(_Together):
     """Has items take a step."""
 
     def call_model(self, requests: list[StepRequest]) -> list[StepPair]:
-        managed = self._calls.managed
+        managed = self._stepper.managed
         found = managed.step([request.state for request in requests])
-        moves_to_cpu = self._calls.model.moves_to_cpu
+        moves_to_cpu = self._stepper.model.moves_to_cpu
         return read_pairs(found, len(requests), describe(managed.step), moves_to_cpu=moves_to_cpu)
 
     def done(self, part: list[StepRequest], value: list[StepPair]) -> None:
-        self._calls.model.guard.row = 0
+        self._stepper.model.guard.row = 0
         for request, pair in zip(part, value, strict=True):
             if isinstance(pair, Failure):
                 request.failure = pair
@@ -499,7 +446,7 @@ class _Step(_Together):
         elif self._may_rerun:
             batch.ran_out_alone()
         if youngest is not None:
-            self._calls.put_back([youngest])
+            self._stepper.put_back(youngest)
             self.drop([youngest])
         elif self._may_rerun and len(part) > 1:
             self.shrink(part)
@@ -508,7 +455,7 @@ class _Step(_Together):
             self.reorder(each for each in reversed(batch.running) if each in left)
         else:
             self.fail(part, failure)
-            self._calls.let_go(part)
+            self._stepper.let_go(part)
             self.drop(part)
         release_memory()  # only now: where it was raised, frames still held tensors
 
