@@ -20,6 +20,8 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
     """A model's outputs as a list of ``expected`` results. Raises BadModelOutput."""
     if model.moves_to_cpu or type(outputs) is OnHost:
         outputs = results_on_host(outputs)
+    if type(outputs) is list and len(outputs) == expected:  # the usual case
+        return list(outputs)
     results = _as_list(outputs)
     has_fields = isinstance(outputs, tuple) and _has_fields(type(outputs))
     if results is not None and len(results) == expected and not has_fields:

@@ -14,7 +14,6 @@ in the thread of another one, but never twice at the same time.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -29,7 +28,6 @@ from ..gpu.faults import DeviceFailed
 from ..gpu.out_of_memory import is_out_of_memory
 from ..gpu.stage_timer import StageTimer
 from ..gpu.torch_process import release_memory
-from ..gpu.transfers import PLAIN
 from ..observe.record import BatchReport
 from .mending import Bisection, Invalid, Outcome, OutOfMemory, Returned, at_positions, by_position
 from .model_spec import LoadedModel, Predict
@@ -259,33 +257,19 @@ class Stages:
 
     def finish(self, job: Job, *, is_overlapped: bool = False) -> bool:
         """Make results. False: the batch has to go back to ``compute``, which does it in parts."""
-        timer = job.timer
-        outputs = job.data
-        if (
-            timer is None
-            and self._postprocess is None
-            and type(outputs) is list
-            and len(outputs) == len(job.items)
-            and PLAIN.issuperset(map(type, outputs))
-        ):
-            # As most models return, and what follows would find nothing to do. It is many calls,
-            # and after a model that took some milliseconds their code has left the caches.
-            job.results = list(outputs)
-            return True
-        del outputs
+        timer, moves_to_cpu = job.timer, self.model.moves_to_cpu
         if timer is not None:
             job.seconds[FORWARD] += timer.seconds()
         started = time.monotonic()
         if job.failure is None and job.results is None and job.items:
-            follows: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             try:
-                if self.model.moves_to_cpu:
+                if moves_to_cpu:
                     job.memory = self._memory(job.data)
-                    if is_overlapped and timer is not None and timer.is_of_device:
-                        follows = timer.following()
-                with follows:
-                    self._check_wanted(job.batch_id + 1)
-                    job.results = self.results(job.data, len(job.items))
+                if moves_to_cpu and is_overlapped and timer is not None and timer.is_of_device:
+                    with timer.following():
+                        self._make_results(job)
+                else:
+                    self._make_results(job)
             except BaseException as error:
                 self._failed(job, error)
         job.seconds[OUTLET] += time.monotonic() - started
@@ -295,6 +279,10 @@ class Stages:
         job.is_redone = True
         job.timer = None
         return False
+
+    def _make_results(self, job: Job) -> None:
+        self._check_wanted(job.batch_id + 1)
+        job.results = self.results(job.data, len(job.items))
 
     def report(self, job: Job) -> BatchReport:
         """The report of a finished job, which lets go of all that it holds.
