@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, MutableSequence, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Any
 
@@ -39,76 +40,57 @@ from .stacking import stacks
 INTAKE, FORWARD, OUTLET = range(3)
 
 
+@dataclass(eq=False)
 class Job:
-    """One batch on its way through the stages. Belongs to one stage at a time.
+    """One batch on its way through the stages. Belongs to one stage at a time."""
 
-    Args:
-        calls: as in ``Transport.send``.
+    batch_id: int
+    items: list[Any]  # that were decoded; empty once they are not needed any more
+    failures: dict[int, Failure]  # by position, of items that have no result
+    calls: int | Sequence[int] = 0  # as in ``Transport.send``
+    #: Gives the item at a position as it was sent, where a model writes to copies only; else the
+    #: model gets what it has written to.
+    again: Callable[[int], Any] | None = None
+    #: What the last stage made of all items: at first these themselves.
+    data: Any = None
+    #: In place of that, what ``preprocess`` made of the parts in which the batch is probably
+    #: computed, by their positions.
+    prepared: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    #: In order, of the items that have no failure; None before the end.
+    results: list[Any] | None = None
+    failure: Failure | None = None  # why the batch failed
+    #: What became of computing it at once, if it is to be computed in parts for that.
+    ran: Outcome | None = None
+    runs: int = 0  # more of them, to find the calls on which the model raises
+    is_redone: bool = False  # it has been through all stages, and is computed again in parts
+    #: Of the outputs of ``forward``, to be sent before the next call if the model keeps it.
+    memory: weakref.ref[Any] | None = None
+    timer: StageTimer | None = None  # measures ``forward``, where a GPU may be in use
+    started_at: float = 0.0  # when the model began with it, of the monotonic clock
+    #: Of the model's code, by stage; of ``forward`` the GPU's time, where it has one.
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    decoding: float = 0.0  # seconds
+    encoding: float = 0.0
 
-    Attributes:
-        again: gives the item at a position as it was sent, where a model writes to copies only;
-            else None: the model gets what it has written to.
-        batch_id: of the batch.
-        size: items of the batch.
-        items: those that were decoded; empty once they are not needed any more.
-        positions: of these items in the batch.
-        failures: by position, of items that have no result.
-        data: what the last stage made of all items: at first these themselves.
-        prepared: in place of that, what ``preprocess`` made of parts, by their positions: of the
-            parts in which the batch is probably computed.
-        results: in order, of the items that have no failure; None before the end.
-        failure: why the batch failed; None if it did not.
-        ran: what became of computing it at once, if it is to be computed in parts for that.
-        runs: how many more runs it took to find the calls on which the model raises.
-        is_redone: whether it has been through all stages, and is computed again in parts.
-        started_at: when the model began with it, of the monotonic clock.
-        memory: of the outputs of ``forward``, where they are to be sent before the next call if the
-            model keeps it; else None.
-        timer: measures ``forward``, where a GPU may be in use; else None.
-        seconds: of the model's code, by stage; of ``forward`` the GPU's time, where it has one.
-        decoding, encoding: seconds.
-    """
-
-    def __init__(
-        self,
-        batch_id: int,
-        items: list[Any],
-        failures: dict[int, Failure],
-        calls: int | Sequence[int] = 0,
-    ) -> None:
-        self.batch_id = batch_id
-        self.items = items
-        self.failures = failures
-        self.size = len(items) + len(failures)
-        self._calls = calls
-        self.again: Callable[[int], Any] | None = None
-        self.data: Any = items
-        self.prepared: dict[tuple[int, ...], Any] = {}
-        self.results: list[Any] | None = None
-        self.failure: Failure | None = None
-        self.ran: Outcome | None = None
-        self.runs = 0
-        self.is_redone = False
-        self.memory: weakref.ref[Any] | None = None
-        self.timer: StageTimer | None = None
-        self.started_at = 0.0
-        self.seconds = [0.0, 0.0, 0.0]
-        self.decoding = self.encoding = 0.0
+    def __post_init__(self) -> None:
+        self.size = len(self.items) + len(self.failures)
+        self.data = self.items
 
     @property
     def positions(self) -> list[int]:
+        """Of the items in the batch."""
         return [i for i in range(self.size) if i not in self.failures]
 
     @property
     def is_shared(self) -> bool:
         """Whether several calls have items in it, of which one may fail alone."""
-        return bool(self._calls)
+        return bool(self.calls)
 
     def call_of(self) -> Sequence[int]:
         """The number of the call that an item is of, by the item's position."""
-        if isinstance(self._calls, int):
-            return range(self.size) if self._calls else [0] * self.size
-        return [*chain.from_iterable(repeat(i, size) for i, size in enumerate(self._calls))]
+        if isinstance(self.calls, int):
+            return range(self.size) if self.calls else [0] * self.size
+        return [*chain.from_iterable(repeat(i, size) for i, size in enumerate(self.calls))]
 
     def fail(self, failure: Failure) -> None:
         """It goes no further."""

@@ -14,6 +14,7 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..batching.learning import LearnedCost
@@ -41,60 +42,29 @@ LONGEST_STEP = 2.0
 COST_RATE = 0.1
 
 
+@dataclass(slots=True, eq=False)
 class StepRequest:
-    """One item: what its caller wants, and how far it is.
+    """One item: what its caller wants, and how far it is."""
 
-    Attributes:
-        batch_id: of the batch, which it is alone.
-        item: until it can not start again.
-        is_stream: whether its outputs go out as they come; otherwise joined, at its end.
-        state: of the model; ``NO_STATE`` unless it runs.
-        cost: of the state.
-        first_cost: the same, when it started.
-        outputs: all so far; of a stream those of this step.
-        made: outputs since it started.
-        sent: outputs of a stream that went out, in all.
-        started_at: when it started first, by the monotonic clock; infinity before.
-        timed: outputs of one that is no stream of which the time is known.
-        first_at, last_at: when the first and the last of these were made.
-        longest_between: the longest time from one to the next, seconds.
-        is_held: whether it rests: its consumer is behind.
-        is_done: whether it has come to its end.
-        failure: why it failed; opaque here. None if it has not.
-    """
-
-    __slots__ = (
-        "batch_id",
-        "cost",
-        "failure",
-        "first_at",
-        "first_cost",
-        "is_done",
-        "is_held",
-        "is_stream",
-        "item",
-        "last_at",
-        "longest_between",
-        "made",
-        "outputs",
-        "sent",
-        "started_at",
-        "state",
-        "timed",
-    )
-
-    def __init__(self, batch_id: int, item: Any, is_stream: bool = False) -> None:
-        self.batch_id = batch_id
-        self.item = item
-        self.is_stream = is_stream
-        self.state: Any = NO_STATE
-        self.cost = self.first_cost = 1.0
-        self.outputs: list[Any] = []
-        self.made = self.sent = self.timed = 0
-        self.started_at = self.first_at = self.last_at = math.inf
-        self.longest_between = 0.0
-        self.failure: Any = None
-        self.is_done = self.is_held = False
+    batch_id: int  # of the batch, which it is alone
+    item: Any  # until it can not start again
+    is_stream: bool = False  # its outputs go out as they come; otherwise joined, at its end
+    is_held: bool = False  # it rests: its consumer is behind
+    is_done: bool = False
+    failure: Any = None  # why it failed; opaque here
+    state: Any = NO_STATE  # of the model
+    cost: float = 1.0  # of the state
+    first_cost: float = 1.0  # the same, when it started
+    outputs: list[Any] = field(default_factory=list)  # all so far; of a stream those of this step
+    made: int = 0  # outputs since it started
+    sent: int = 0  # outputs of a stream that went out, in all
+    started_at: float = math.inf  # first, by the monotonic clock
+    #: Outputs of one that is no stream of which the time is known: of the first and the last of
+    #: these, and the longest from one to the next.
+    timed: int = 0
+    first_at: float = math.inf
+    last_at: float = math.inf
+    longest_between: float = 0.0
 
     def stepped(self, output: Any, is_done: bool) -> None:
         """Take up what a step has made of it; an output of None is nothing."""

@@ -131,8 +131,7 @@ class _Stepper:
             self._report.done.append(BatchReport(batch_id, [None], failures, started_at=now))
             return
         item, *handed_out = items
-        request = StepRequest(batch_id, item, is_stream)
-        request.is_held = told == HOLD
+        request = StepRequest(batch_id, item, is_stream, is_held=told == HOLD)
         self.batch.deck.append(request)
         if handed_out:  # with another worker, which was lost
             self._resume(request, handed_out)
