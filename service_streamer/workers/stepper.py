@@ -154,9 +154,7 @@ class _Stepper:
             return
         self.end(known)
         now = time.monotonic()
-        for request in known:
-            self._report.done.append(self._report_of(request, None, now))
-        self._sweep(now)
+        self._report.done += [self._report_of(request, None, now) for request in known]
 
     def send(self) -> None:
         """Report the step, if there is something to report."""
@@ -171,7 +169,6 @@ class _Stepper:
         self.channel.encode_step(report)
         if report.done:  # also a stream of which an output cannot travel
             self.end(self.batch.find({each.batch_id for each in report.done}))
-            self._sweep(now)
         self.channel.send(report)
 
     # -- one round
@@ -200,7 +197,6 @@ class _Stepper:
         batch, report = self.batch, self._report
         while (costly := batch.excess()) is not None:
             self.put_back(costly)
-            self._sweep(time.monotonic())
         running = [each for each in batch.running if not each.is_held]
         if not running:
             return
@@ -239,7 +235,7 @@ class _Stepper:
                 request.failure = _failure_of(outcome_of(error, self.model, request.batch_id))
 
     def _sweep(self, now: float) -> None:
-        """End those that are done or have failed."""
+        """End those that run and are done or have failed."""
         running = self.batch.running
         self._finish([each for each in running if each.is_done or each.failure is not None], now)
 
