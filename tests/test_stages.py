@@ -384,6 +384,15 @@ def test_memory_that_the_model_returns_again_is_sent_before_the_next_call(
         assert (outputs[-1] == (99, here)) == model.keeps_outputs
 
 
+@pytest.mark.parametrize("from_call", [1, 1000])
+def test_memory_is_known_to_be_the_models_also_after_a_batch_in_parts(from_call: int) -> None:
+    model = loaded(Fills, np.array, from_call)
+    model.moves_to_cpu, model.ceiling.limit = True, 2
+    (report,) = Encoded([1, 2, 3, 4]).serve(model)
+    assert [output for output, _ in report.outputs] == [1, 2, 3, 4]
+    assert model.keeps_outputs == (from_call == 1)
+
+
 # -- errors
 
 

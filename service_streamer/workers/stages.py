@@ -246,7 +246,7 @@ class Stages:
         if job.failure is None and job.results is None and job.items:
             try:
                 if moves_to_cpu:
-                    job.memory = self._memory(job.data)
+                    job.memory = self.memory(job.data)
                 if moves_to_cpu and is_overlapped and timer is not None and timer.is_of_device:
                     with timer.following():
                         self._make_results(job)
@@ -330,7 +330,8 @@ class Stages:
             outputs = self._postprocess(outputs)
         return check_outputs(self.model, outputs, size)
 
-    def _memory(self, outputs: Any) -> weakref.ref[Any] | None:
+    def memory(self, outputs: Any) -> weakref.ref[Any] | None:
+        """As ``memory_of`` says."""
         return memory_of(outputs[0].batch if self.model.stack else outputs)
 
     # -- errors
@@ -371,8 +372,8 @@ def _one_at_a_time(stage: Predict | None) -> Predict | None:
 class _Parts(Bisection[int]):
     """The items of a batch by their positions, of which each part goes through all stages.
 
-    It goes through the last one at once: what a call of the model returned is not safe from the
-    next one, since a model may write to the same memory again.
+    It goes through the last one at once, and all results but those of the last part are copied: a
+    model may write to the same memory again with its next call.
     """
 
     def __init__(self, stages: Stages, job: Job) -> None:
@@ -440,7 +441,11 @@ class _Parts(Bisection[int]):
                 named = 0  # of what preprocess has made the positions are not known
             data = stages.forward(data)
             named = 0
-            return Returned([*map(in_own_memory, stages.results(data, len(part)))])
+            is_last = len(part) == len(self.items)
+            if is_last and model.moves_to_cpu:
+                self._job.memory = stages.memory(data)
+            results = stages.results(data, len(part))
+            return Returned(results if is_last else [*map(in_own_memory, results)])
         except BaseException as error:
             return outcome_of(error, model, self._job.batch_id, named)
 
