@@ -129,18 +129,18 @@ class Bisection(ABC, Generic[T]):
         while self.items:
             part = self.next_part()
             runs += has_raised
-            ran, known = self.run(part) if known is None else known, None
-            if isinstance(ran, Returned):
-                self.done(part, ran.value)
+            outcome, known = self.run(part) if known is None else known, None
+            if isinstance(outcome, Returned):
+                self.done(part, outcome.value)
                 self._passed(part)
-            elif isinstance(ran, Invalid):
-                for position, failure in ran.failures.items():
+            elif isinstance(outcome, Invalid):
+                for position, failure in outcome.failures.items():
                     self.fail([part[position]], failure)
-                self.drop([part[position] for position in ran.failures])
-            elif isinstance(ran, OutOfMemory):
-                self.ran_out(part, ran.failure)
+                self.drop([part[position] for position in outcome.failures])
+            elif isinstance(outcome, OutOfMemory):
+                self.ran_out(part, outcome.failure)
             elif not may_rerun:
-                self.fail(part, ran)
+                self.fail(part, outcome)
                 self.drop(part)
             else:
                 has_raised = True
@@ -151,7 +151,7 @@ class Bisection(ABC, Generic[T]):
                 if calls == 1:
                     number = self._call_of(part[0])
                     call = [item for item in self.items if self._call_of(item) == number]
-                    self.fail(call, ran)
+                    self.fail(call, outcome)
                     self.drop(call)
         return runs
 

@@ -60,7 +60,7 @@ class Job:
     results: list[Any] | None = None
     failure: Failure | None = None  # why the batch failed
     #: What became of computing it at once, if it is to be computed in parts for that.
-    ran: Outcome | None = None
+    outcome: Outcome | None = None
     runs: int = 0  # more of them, to find the calls on which the model raises
     is_redone: bool = False  # it has been through all stages, and is computed again in parts
     #: Of the outputs of ``forward``, to be sent before the next call if the model keeps it.
@@ -94,7 +94,7 @@ class Job:
 
     def fail(self, failure: Failure) -> None:
         """It goes no further."""
-        self.data = self.ran = None
+        self.data = self.outcome = None
         self.failure = failure
 
     @property
@@ -221,7 +221,7 @@ class Stages:
         if "torch" in sys.modules and kind_in_use() is not None:
             job.timer = StageTimer()
             self.launched.add(job.batch_id)
-        in_parts = job.ran is not None or bool(job.prepared or self.model.ceiling.limit)
+        in_parts = job.outcome is not None or bool(job.prepared or self.model.ceiling.limit)
         if not in_parts:
             try:
                 self._check_wanted(job.batch_id + 1)
@@ -229,9 +229,9 @@ class Stages:
             except BaseException as error:
                 # Of a batch that preprocess has made the positions are not known.
                 self._failed(job, error, 0 if self.has_stages else len(job.items))
-                in_parts = job.ran is not None
+                in_parts = job.outcome is not None
         if in_parts:
-            _Parts(self, job).compute()
+            _BatchParts(self, job).compute()
         if job.timer is not None:
             job.timer.stop()
         else:
@@ -256,7 +256,7 @@ class Stages:
                 self._failed(job, error)
         job.seconds[OUTLET] += time.monotonic() - started
         self.launched.discard(job.batch_id)
-        if job.ran is None:
+        if job.outcome is None:
             return True
         job.is_redone = True
         job.timer = None
@@ -348,11 +348,12 @@ class Stages:
 
     def _failed(self, job: Job, error: BaseException, named: int = 0) -> None:
         """What a stage raised: the batch fails, or is computed in parts."""
-        ran = outcome_of(error, self.model, job.batch_id, named)
-        if isinstance(ran, Failure) and not (job.is_shared and self.is_wanted(job.batch_id + 1)):
-            job.fail(ran)
+        outcome = outcome_of(error, self.model, job.batch_id, named)
+        may_search = job.is_shared and self.is_wanted(job.batch_id + 1)
+        if isinstance(outcome, Failure) and not may_search:
+            job.fail(outcome)
         else:
-            job.data, job.ran = None, ran
+            job.data, job.outcome = None, outcome
         job.prepared = {}
 
 
@@ -369,7 +370,7 @@ def _one_at_a_time(stage: Predict | None) -> Predict | None:
     return call
 
 
-class _Parts(Bisection[int]):
+class _BatchParts(Bisection[int]):
     """The items of a batch by their positions, of which each part goes through all stages.
 
     It goes through the last one at once, and all results but those of the last part are copied: a
@@ -385,7 +386,7 @@ class _Parts(Bisection[int]):
         self._items = dict(zip(positions, job.items, strict=True))
         self._prepared = job.prepared if job.data is None else {tuple(positions): job.data}
         # Those that the model has had, and may have written to.
-        self._touched = set(positions if job.is_redone or job.ran is not None else ())
+        self._touched = set(positions if job.is_redone or job.outcome is not None else ())
         self._results: list[Any] = []
         self._told_at = job.started_at  # the run before this took its time, too
         lengths = model.lengths(job.items)  # first: where it knows none, the ceiling is a new one
@@ -394,8 +395,8 @@ class _Parts(Bisection[int]):
 
     def compute(self) -> None:
         """Compute the batch in as many runs as it takes."""
-        job, known = self._job, self._job.ran
-        job.data, job.ran, job.prepared = None, None, {}
+        job, known = self._job, self._job.outcome
+        job.data, job.outcome, job.prepared = None, None, {}
         part = self.next_part()
         if isinstance(known, OutOfMemory):
             # Only now: where the error was raised, its frames still held the model's tensors.
@@ -421,12 +422,12 @@ class _Parts(Bisection[int]):
         if now - self._told_at >= SIGN_OF_LIFE:
             self._told_at = now
             stages.on_run()
-        ran = self._run_stages(part)
-        if isinstance(ran, OutOfMemory):
+        outcome = self._run_stages(part)
+        if isinstance(outcome, OutOfMemory):
             release_memory()  # only now, as above
-        elif isinstance(ran, Failure) and not job.is_shared:
-            self._give_up(ran)
-        return ran
+        elif isinstance(outcome, Failure) and not job.is_shared:
+            self._give_up(outcome)
+        return outcome
 
     def _run_stages(self, part: list[int]) -> Outcome:
         stages, model = self._stages, self._model

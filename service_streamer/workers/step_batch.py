@@ -59,8 +59,8 @@ class StepRequest:
     made: int = 0  # outputs since it started
     sent: int = 0  # outputs of a stream that went out, in all
     started_at: float = math.inf  # first, by the monotonic clock
-    #: Outputs of one that is no stream of which the time is known: of the first and the last of
-    #: these, and the longest from one to the next.
+    #: Of one that is no stream: the outputs whose time is known, when the first and the last of
+    #: these came, and the longest time between two.
     timed: int = 0
     first_at: float = math.inf
     last_at: float = math.inf

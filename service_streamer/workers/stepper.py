@@ -271,11 +271,11 @@ class _Stepper:
             text = "the process that held the stream died after outputs of it were handed out"
             request.failure = Failure(WorkerLost(f"{text}, and the model has no resume"))
             return
-        ran = self.call(lambda _: resume(item, outputs), [request])
-        if isinstance(ran, Returned):
-            request.item = ran.value
+        outcome = self.call(lambda _: resume(item, outputs), [request])
+        if isinstance(outcome, Returned):
+            request.item = outcome.value
         else:
-            request.failure = _failure_of(ran)
+            request.failure = _failure_of(outcome)
 
     def _join_outputs(self, request: StepRequest) -> Any:
         """The result of an item that is done; if there is none it has failed."""
@@ -285,10 +285,10 @@ class _Stepper:
             result = self.managed.join_outputs(outputs)
             return results_on_host([result])[0] if moves_to_cpu else result
 
-        ran = self.call(join, [request])
-        if isinstance(ran, Returned):
-            return ran.value
-        request.failure = _failure_of(ran)
+        outcome = self.call(join, [request])
+        if isinstance(outcome, Returned):
+            return outcome.value
+        request.failure = _failure_of(outcome)
         return None
 
     def call(
@@ -296,10 +296,10 @@ class _Stepper:
     ) -> Outcome:
         """Call the model with these. Raises what ends the worker."""
         self._write_progress([request.batch_id + 1 for request in requests])
-        ran = self._try(function, requests)
+        outcome = self._try(function, requests)
         self._write_progress([0] * len(requests))  # not if the worker ends: they are to blame
         self.channel.check_owner()
-        return ran
+        return outcome
 
     def _try(
         self, function: Callable[[list[StepRequest]], Any], requests: list[StepRequest]
@@ -349,7 +349,7 @@ class _Stepper:
                         logger.warning(text, describe(self.managed.release), exc_info=True)
 
 
-class _Together(Bisection[StepRequest]):
+class _RequestParts(Bisection[StepRequest]):
     """Items with which the model is called together."""
 
     def __init__(self, stepper: _Stepper, requests: Sequence[StepRequest]) -> None:
@@ -377,7 +377,7 @@ class _Together(Bisection[StepRequest]):
             request.failure = failure
 
 
-class _Start(_Together):
+class _Start(_RequestParts):
     """Has items start."""
 
     _started = 0  # so far
@@ -415,7 +415,7 @@ class _Start(_Together):
         release_memory()  # only now: where it was raised, frames still held tensors
 
 
-class _Step(_Together):
+class _Step(_RequestParts):
     """Has items take a step."""
 
     def call_model(self, requests: list[StepRequest]) -> list[StepPair]:
@@ -473,9 +473,9 @@ def _shared(failure: Failure) -> Failure:
     )
 
 
-def _failure_of(ran: Outcome) -> Failure:
+def _failure_of(outcome: Outcome) -> Failure:
     """Of a call for a single item that did not return."""
-    assert not isinstance(ran, Returned)
-    if isinstance(ran, Failure):
-        return ran
-    return ran.failures[0] if isinstance(ran, Invalid) else ran.failure
+    assert not isinstance(outcome, Returned)
+    if isinstance(outcome, Failure):
+        return outcome
+    return outcome.failures[0] if isinstance(outcome, Invalid) else outcome.failure
