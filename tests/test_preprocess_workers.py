@@ -25,7 +25,7 @@ from service_streamer import ModelError, Streamer, WorkerLost, WorkerStartError
 from service_streamer.options.table import WorkerOptions
 from service_streamer.pipelines import CustomModel
 from service_streamer.workers.model_spec import ModelSpec
-from service_streamer.workers.preprocess_pool import PreprocessPool
+from service_streamer.workers.preprocessing import PreprocessPool
 
 pytestmark = pytest.mark.xdist_group("preprocess-workers")
 

@@ -106,13 +106,9 @@ class Pair(NamedTuple):
 
 
 @pytest.mark.parametrize("kind", [tuple, list])
-def test_columns_are_no_results_even_if_there_are_as_many_as_items(kind: Any) -> None:
-    model = loaded(Columns, kind)
-    # As the search for a bad item divides the batch.
-    for report in served(model, [1, 2, 3, 4], [1, 2], [3, 4]):
-        assert "of 2, each with a row for every item" in str(raised(report))
-    (report,) = served(loaded(Columns, kind), [1, 2])
-    assert len(report.outputs) == 2, "these may be results, for all that is known"
+def test_columns_in_place_of_results_are_named(kind: Any) -> None:
+    (report,) = served(loaded(Columns, kind), [1, 2, 3, 4])
+    assert "of 2, each with a row for every item" in str(raised(report))
 
 
 def test_results_of_any_shape_are_results() -> None:
@@ -386,6 +382,15 @@ def test_memory_that_the_model_returns_again_is_sent_before_the_next_call(
     else:
         assert outputs[2] == (1, "service_streamer outlet")
         assert (outputs[-1] == (99, here)) == model.keeps_outputs
+
+
+@pytest.mark.parametrize("from_call", [1, 1000])
+def test_memory_is_known_to_be_the_models_also_after_a_batch_in_parts(from_call: int) -> None:
+    model = loaded(Fills, np.array, from_call)
+    model.moves_to_cpu, model.ceiling.limit = True, 2
+    (report,) = Encoded([1, 2, 3, 4]).serve(model)
+    assert [output for output, _ in report.outputs] == [1, 2, 3, 4]
+    assert model.keeps_outputs == (from_call == 1)
 
 
 # -- errors

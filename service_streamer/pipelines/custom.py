@@ -7,11 +7,10 @@ from typing import Any, TypedDict
 
 from ..errors import InvalidInput
 from ..managed_model import ManagedModel, has_stages, has_steps
-from ..workers.model_spec import ModelSpec, Wrapper, import_model
-from ..workers.preprocessing import check_preprocess
+from ..workers.mending import at_positions
+from ..workers.model_spec import ModelSpec, Wrapper, check_preprocess, import_model
+from ..workers.outputs import check_outputs
 from ..workers.stacking import View, stacks
-from ..workers.stage_calls import at_positions
-from ..workers.stages import check_outputs
 from .requests import has_arrays, plain, with_arrays
 from .tasks import parse_item
 

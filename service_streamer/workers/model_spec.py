@@ -13,8 +13,8 @@ from ..gpu.faults import Guard
 from ..gpu.out_of_memory import Named, check_named
 from ..managed_model import ManagedModel, find_length, has_stages, has_steps
 from ..reporting import quiet_log
-from .batch_ceiling import Ceiling, Measure
 from .codec import Codec
+from .mending import Ceiling, Measure
 from .stacking import View
 
 if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
@@ -45,8 +45,6 @@ class LoadedModel:
         moves_to_cpu: whether results on another device can not be handed out; set likewise.
         keeps_outputs: whether ``forward`` was seen to return memory that the model keeps, and may
             write to in the next call.
-        columns: how many arrays of a row per item it was seen to return in place of results; 0 for
-            none.
         places: how many states a model of steps has at once; 0 for a model without steps.
         max_cost: the most that these may cost together, by the model's ``cost``.
     """
@@ -88,7 +86,6 @@ class LoadedModel:
         self.view: View | None = None
         self.moves_to_cpu = False
         self.keeps_outputs = False
-        self.columns = 0
         self.places = places
         self.max_cost = max_cost
 
@@ -299,6 +296,30 @@ def check_model(model: Any) -> None:
         raise TypeError(
             "the model must be a ManagedModel subclass, a function of a batch, "
             f'or an import string "package.module:Name"; not {model!r}'
+        )
+
+
+def check_preprocess(model: Any) -> None:
+    """Refuse a model that has nothing to run in preprocess processes.
+
+    Args:
+        model: as it was given; of one that is named by a string nothing is known yet.
+
+    Raises:
+        TypeError: it does not define ``preprocess`` and ``forward``.
+    """
+    if isinstance(model, str):
+        return
+    has_preprocess = (
+        isinstance(model, type)
+        and issubclass(model, ManagedModel)
+        and model.predict is ManagedModel.predict
+        and model.preprocess is not ManagedModel.preprocess
+    )
+    if not has_preprocess:
+        raise TypeError(
+            "preprocess_workers needs a ManagedModel subclass that defines preprocess and forward "
+            f"in place of predict, which {describe(model)} does not"
         )
 
 

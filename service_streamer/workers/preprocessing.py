@@ -1,26 +1,235 @@
-"""What a preprocess process runs: the ``preprocess`` of a worker's model, without its model.
+"""``preprocess_workers``: the processes that feed the one process that has the GPU.
 
-To the transport it is a worker like any other. Its items are parts of batches, and its results are
-what ``preprocess`` made of them.
+    worker process                                       preprocess processes
+    --------------                                       --------------------
+    64 items ── 16 to each, over pipes ────────────────▶ preprocess(16 items)
+    collate(4 parts) ◀── over pipes and shared memory ── what it returned
+    forward
+
+A batch is split, so that it is ready n times sooner and no more batches wait inside of the worker.
+The processes are workers of the worker, without its model: the same transport starts them and tells
+their ends. Their items are parts of batches, and their results what ``preprocess`` made of them.
+
+One that dies takes a part of a batch with it. The batch fails as if ``preprocess`` had raised, so
+the worker searches for the item at fault, while a new process starts and the model stays loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import logging
+import math
 import os
 import pickle
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ..errors import InvalidItems
 from ..managed_model import ManagedModel
-from .model_spec import LoadedModel, ModelSpec, describe, import_model
+from ..observe.record import BatchReport, StepReport
+from ..options.table import WorkerOptions
+from ..reporting import summary
+from .mending import by_position
+from .model_spec import LoadedModel, ModelSpec, check_preprocess, import_model
+from .process import ProcessTransport
 from .protocol import EXIT_START_FAILED, Failure
+from .transport import WorkerDied, WorkerReady, WorkerWaits
+
+logger = logging.getLogger(__name__)
+
+_Event = WorkerReady | WorkerDied | BatchReport
 
 #: Of Linux's prctl.
 _PR_SET_PDEATHSIG = 1
+
+#: How long idle processes may take to end, seconds. Less than the worker itself has.
+_CLOSE_GRACE = 2.0
+
+#: How long those that are left work alone after one could not be started again, seconds. Arbitrary:
+#: many times what a start takes.
+_START_INTERVAL = 30.0
+
+
+class PreprocessPool:
+    """Stands in for the ``preprocess`` of a model. One thread at a time.
+
+    The kernel ends the processes with the thread that started them. So ``start`` is for the main
+    thread, and those that die later are started again by a thread of this pool's own.
+
+    Args:
+        spec: the worker's; as it was pickled, if the worker was not forked.
+        options: the worker's ``preprocess_options``.
+
+    Attributes:
+        transport: what starts the processes and talks with them.
+        may_start_at: when the next may start, after a start that failed; on the monotonic clock.
+    """
+
+    def __init__(self, spec: ModelSpec | bytes, options: WorkerOptions) -> None:
+        self._is_forked = options.mp_start_method == "fork"
+        self.transport = ProcessTransport(PreprocessSpec(spec), options, noun="preprocess process")
+        self._count = options.most_workers
+        self._started = 0  # so far, for names of slots
+        self._sent = 0  # parts so far, for their ids
+        self._places: dict[int, int] = {}  # of the living, by slot
+        self._ready: set[int] = set()  # slots
+        self._starter: ThreadPoolExecutor | None = None
+        self.may_start_at = -math.inf
+        self._collate: Callable[[list[Any]], Any] = list
+
+    def start(self) -> None:
+        """Start all of them. Returns before they are ready."""
+        for place in range(self._count):
+            self._start(place)
+
+    def wait_ready(self) -> None:
+        """Block until all of them are.
+
+        Raises:
+            WorkerStartError: one of them could not start; its cause has the traceback.
+        """
+        while len(self._ready) < self._count:
+            for event in self._events(None):
+                if isinstance(event, WorkerDied):
+                    raise event.failure.exception()
+
+    def attach(self, model: ManagedModel) -> None:
+        """Stand in for the ``preprocess`` of this model.
+
+        Raises:
+            TypeError: it has none.
+        """
+        check_preprocess(type(model))
+        self._collate = model.collate
+        model.preprocess = self  # type: ignore[method-assign]
+
+    def __call__(self, items: Any) -> Any:
+        """Preprocess a batch.
+
+        Raises:
+            WorkerLost: a process died of it, or with it.
+            InvalidItems: as ``preprocess`` raised it of parts.
+            Exception: whatever ``preprocess`` or ``collate`` raises.
+            SystemExit: no process is left, and none can be started.
+        """
+        self._revive()
+        parts = _split(items, len(self._ready))
+        payloads = self.transport.encode(parts)
+        first, self._sent = self._sent, self._sent + len(parts)
+        slots = sorted(self._ready)[: len(parts)]
+        working = dict(zip(slots, itertools.count(first), strict=False))  # ids of parts, by slot
+        for slot, payload in zip(slots, payloads, strict=True):
+            self.transport.send(slot, working[slot], [payload])
+        outputs: list[Any] = [None] * len(parts)
+        failure: Failure | None = None
+        while working:
+            for event in self._events(None):
+                number = working.get(event.slot, -1)
+                # A part of a batch before, of which another could not be sent, has another id.
+                if isinstance(event, BatchReport) and event.batch_id == number:
+                    failure = failure or event.failure or event.failures.get(0)
+                    outputs[number - first] = event.outputs[0] if event.outputs else None
+                    del working[event.slot]
+                elif isinstance(event, WorkerDied) and working.pop(event.slot, -1) >= 0:
+                    failure = event.failure  # it says more than what another part raised
+        if failure is not None:
+            self._replace()
+            raise failure.exception()
+        prepared = self.transport.decode(outputs)
+        errors: dict[int, Exception] = {}
+        start = 0
+        for part, made in zip(parts, prepared, strict=True):
+            if isinstance(made, InvalidPart):
+                positions = range(start, start + len(part))
+                errors |= by_position(InvalidItems(made.errors()), positions)
+            start += len(part)
+        if errors:
+            raise InvalidItems(errors)
+        return self._collate(prepared)
+
+    def close(self) -> None:
+        """End them."""
+        self.transport.close(_CLOSE_GRACE)
+        if self._starter is not None:
+            self._starter.shutdown()
+
+    def _start(self, place: int) -> None:
+        slot = self._started
+        self._started += 1
+        self.transport.start(slot, place, self._count)
+        self._places[slot] = place
+
+    def _replace(self) -> None:
+        """Start those again that have died. Returns before they are ready."""
+        missing = set(range(self._count)) - set(self._places.values())
+        if missing and self._is_forked:
+            # A fork now could inherit locks that other threads hold.
+            self._give_up("a preprocess process has died, and cannot be forked again")
+        if not self._places or time.monotonic() >= self.may_start_at:
+            for place in missing:
+                try:
+                    self._start_in_thread(place)
+                except (OSError, RuntimeError, MemoryError) as error:
+                    # No processes, threads, descriptors or memory are left in the system.
+                    what = f"preprocess process {place} cannot be started again: {summary(error)}"
+                    if not self._places:
+                        self._give_up(what)
+                    self.may_start_at = time.monotonic() + _START_INTERVAL
+                    logger.warning("%s", what)
+                    break
+
+    def _start_in_thread(self, place: int) -> None:
+        starter = self._starter or ThreadPoolExecutor(1, "service_streamer starter")
+        started = starter.submit(self._start, place)  # or there is no thread, and no starter
+        self._starter = starter
+        started.result()
+
+    def _revive(self) -> None:
+        """Take note of those that have died; block until there is one."""
+        self._events(0)
+        self._replace()
+        while not self._ready:
+            for event in self._events(None):
+                if isinstance(event, WorkerDied) and not self._places:
+                    self._give_up(event.failure.text)
+
+    def _give_up(self, why: str) -> None:
+        """End the worker, which the engine replaces by a new one."""
+        logger.error("the worker ends, since its preprocessing is lost: %s", why)
+        raise SystemExit(EXIT_START_FAILED)
+
+    def _events(self, timeout: float | None) -> list[_Event]:
+        waited = self.transport.wait(timeout)
+        # It has no steps, and needs no place on a cluster.
+        events = [event for event in waited if not isinstance(event, (StepReport, WorkerWaits))]
+        for event in events:
+            if isinstance(event, WorkerReady):
+                self._ready.add(event.slot)
+            elif isinstance(event, WorkerDied):
+                del self._places[event.slot]
+                is_first_start = event.slot < self._count and event.slot not in self._ready
+                if event.slot not in self._ready:
+                    self.may_start_at = time.monotonic() + _START_INTERVAL
+                self._ready.discard(event.slot)
+                if not is_first_start:  # ``wait_ready`` raises it
+                    logger.warning("%s", event.failure.message)
+        return events
+
+
+def _split(items: Any, count: int) -> list[Any]:
+    """Adjacent parts of nearly the same size: at most ``count``, and none of them empty."""
+    size = len(items)
+    count = min(count, size)
+    bounds = [size * part // count for part in range(count + 1)]
+    return [items[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+# -- in a preprocess process
 
 
 class InvalidPart(NamedTuple):
@@ -36,30 +245,6 @@ class InvalidPart(NamedTuple):
         """Those that it named, by position in the part."""
         copies = ((position, each.exception()) for position, each in self.failures.items())
         return {position: error for position, error in copies if isinstance(error, Exception)}
-
-
-def check_preprocess(model: Any) -> None:
-    """Refuse a model that has nothing to run in preprocess processes.
-
-    Args:
-        model: as it was given; of one that is named by a string nothing is known yet.
-
-    Raises:
-        TypeError: it does not define ``preprocess`` and ``forward``.
-    """
-    if isinstance(model, str):
-        return
-    has_preprocess = (
-        isinstance(model, type)
-        and issubclass(model, ManagedModel)
-        and model.predict is ManagedModel.predict
-        and model.preprocess is not ManagedModel.preprocess
-    )
-    if not has_preprocess:
-        raise TypeError(
-            "preprocess_workers needs a ManagedModel subclass that defines preprocess and forward "
-            f"in place of predict, which {describe(model)} does not"
-        )
 
 
 class PreprocessSpec(ModelSpec):

@@ -30,10 +30,9 @@ from ..gpu.faults import DeviceFailed
 from ..gpu.torch_process import copy_thread_modes
 from ..observe.record import BatchReport, StepReport
 from ..reporting import quiet_log, summary
-from .batch_parts import Job
 from .model_spec import LoadedModel
 from .protocol import Failure
-from .stages import FORWARD, INTAKE, OUTLET, Stages
+from .stages import FORWARD, INTAKE, OUTLET, Job, Stages
 
 #: Batches do not overlap if that saves less than so many seconds of each: handing a batch on to
 #: another thread takes about 5e-5 each time.
@@ -140,7 +139,7 @@ def _serve(channel: Channel, stages: Stages) -> None:
     warn_once = quiet_log(__name__, once=True)  # it tries again and again
     received = channel.receive()
     while received is not None:
-        job = _taken(channel, stages, received)
+        job = _take_in(channel, stages, received)
         # Nothing here may hold the batch: it would stay in memory until the next one comes, and
         # its blocks of shared memory are released with the report.
         del received
@@ -156,11 +155,12 @@ def _serve(channel: Channel, stages: Stages) -> None:
             overlap = _Overlap(channel, stages, warn_once)
             if overlap.start():
                 received = overlap.run()
+                del overlap  # it holds that batch
                 continue
         received = channel.receive()
 
 
-def _taken(channel: Channel, stages: Stages, received: tuple[Any, ...]) -> Job:
+def _take_in(channel: Channel, stages: Stages, received: tuple[Any, ...]) -> Job:
     """INTAKE: decode and preprocess."""
     began = time.monotonic()
     stages.progress[INTAKE] = received[0] + 1
@@ -193,23 +193,6 @@ def _has_real_threads() -> bool:
     return monkey is None or not monkey.is_module_patched("threading")
 
 
-class _End:
-    """Follows the last job in a queue.
-
-    Args:
-        received: the batch with which ``serve`` is to go on; None to end.
-        error: what it is to raise.
-    """
-
-    __slots__ = ("error", "received")
-
-    def __init__(
-        self, received: tuple[Any, ...] | None = None, error: BaseException | None = None
-    ) -> None:
-        self.received = received
-        self.error = error
-
-
 class _Overlap:
     """Runs the stages of consecutive batches at the same time.
 
@@ -221,21 +204,25 @@ class _Overlap:
         self._warn = warn
         self._channel = channel
         self._stages = stages
-        self._prepared: SimpleQueue[Job | _End] = SimpleQueue()  # for this thread
-        #: For the outlet.
-        self._computed: SimpleQueue[Job | StepReport | _End | None] = SimpleQueue()
+        #: For this thread. None: the intake has ended, and at last the outlet.
+        self._prepared: SimpleQueue[Job | None] = SimpleQueue()
+        #: For the outlet. None: the intake has ended, or else all ends at once.
+        self._computed: SimpleQueue[Job | StepReport | None] = SimpleQueue()
         self._before_forward: SimpleQueue[None] = SimpleQueue()
         self._before_outlet: SimpleQueue[None] = SimpleQueue()
         self._before_forward.put(None)
         self._before_outlet.put(None)
         self._taken = self._answered = 0  # batches; each is counted by one thread
         self._saved_nothing = 0  # of those, in a row until now
+        self._received: tuple[Any, ...] | None = None  # the batch with which ``serve`` goes on
+        self._intake_error: BaseException | None = None
         self._outlet_error: BaseException | None = None
+        self._has_ended = False  # the intake; the outlet goes on until all is answered
         self._has_failed = False  # nothing is computed any more
         self._take_over_modes = copy_thread_modes()
         self._intake, self._outlet = (
             threading.Thread(target=target, name=f"service_streamer {name}", daemon=True)
-            for target, name in ((self._take, "intake"), (self._answer, "outlet"))
+            for target, name in ((self._run_intake, "intake"), (self._run_outlet, "outlet"))
         )
 
     def start(self) -> bool:
@@ -263,64 +250,66 @@ class _Overlap:
         Raises:
             BaseException: what ended one of the threads.
         """
-        intake, outlet = self._intake, self._outlet
         stages, on_run = self._stages, self._stages.on_run
         stages.on_run = lambda: self._computed.put(StepReport())
         try:
-            end = self._compute()
-            if end.error is not None:
-                raise end.error
+            self._compute()
+            if self._intake_error is not None:
+                raise self._intake_error
         except BaseException:
-            # Results that are on their way are sent before the worker ends.
-            self._computed.put(None)
-            outlet.join(_LAST_RESULTS)
             self._has_failed = True  # first, or the intake thread would wait for a second token
             self._before_forward.put(None)
+            # Results that are on their way are sent before the worker ends.
+            self._computed.put(None)
+            self._outlet.join(_LAST_RESULTS)
             if self._channel.interrupt():
-                intake.join(_LAST_RESULTS)
+                self._intake.join(_LAST_RESULTS)
             raise
         stages.on_run = on_run
-        intake.join()
-        outlet.join()
-        return end.received
+        self._intake.join()
+        self._outlet.join()
+        return self._received
 
-    def _take(self) -> None:
-        lonely = 0
+    def _run_intake(self) -> None:
         try:
             self._take_over_modes()
-            while True:
-                received = self._channel.receive()
-                lonely = lonely + 1 if self._taken == self._answered else 0
-                is_of_use = max(lonely, self._saved_nothing) <= _USELESS
-                is_over = not is_of_use or self._stages.model.keeps_outputs
-                if received is None or is_over:
-                    self._prepared.put(_End(received))
-                    return
-                job = _taken(self._channel, self._stages, received)
-                del received
-                self._channel.check_owner()
-                self._stages.progress[INTAKE] = 0
-                self._before_forward.get()
-                if self._has_failed:
-                    return
-                self._taken += 1
-                self._prepared.put(job)
-                del job
+            self._received = self._take_batches()
         except BaseException as error:
-            self._prepared.put(_End(error=error))
+            self._intake_error = error
+        self._prepared.put(None)
 
-    def _compute(self) -> _End:
+    def _take_batches(self) -> tuple[Any, ...] | None:
+        """Until the channel says to end, or overlap is of no use: returns the batch after that."""
+        lonely = 0
+        while True:
+            received = self._channel.receive()
+            lonely = lonely + 1 if self._taken == self._answered else 0
+            is_of_use = max(lonely, self._saved_nothing) <= _USELESS
+            if received is None or not is_of_use or self._stages.model.keeps_outputs:
+                return received
+            job = _take_in(self._channel, self._stages, received)
+            del received
+            self._channel.check_owner()
+            self._stages.progress[INTAKE] = 0
+            self._before_forward.get()
+            if self._has_failed:
+                return None
+            self._taken += 1
+            self._prepared.put(job)
+            del job
+
+    def _compute(self) -> None:
         """Until the outlet has answered all batches."""
-        stages, end = self._stages, None
+        stages = self._stages
         while True:
             job = self._prepared.get()
             if self._outlet_error is not None:
                 raise self._outlet_error
-            if isinstance(job, _End):
-                if end is not None:  # this one is the outlet's
-                    return end
-                end = job
-                self._computed.put(job)
+            if job is None:
+                if self._has_ended:
+                    return
+                self._has_ended = True
+                self._computed.put(None)
                 continue
             if not job.is_redone:
                 self._before_forward.put(None)
@@ -333,15 +322,15 @@ class _Overlap:
             self._computed.put(job)
             del job
 
-    def _answer(self) -> None:
+    def _run_outlet(self) -> None:
         stages, is_ending = self._stages, False
         try:
             self._take_over_modes()
             while not is_ending or self._answered < self._taken:
                 job = self._computed.get()
                 if job is None:
-                    return
-                if isinstance(job, _End):
+                    if is_ending or not self._has_ended:
+                        return
                     is_ending = True
                     continue
                 if isinstance(job, StepReport):
@@ -361,4 +350,4 @@ class _Overlap:
         except BaseException as error:
             self._outlet_error = error
             self._before_outlet.put(None)
-        self._prepared.put(_End())
+        self._prepared.put(None)

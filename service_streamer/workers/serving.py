@@ -37,7 +37,7 @@ from .protocol import (
 from .runner import Channel, serve
 
 if TYPE_CHECKING:
-    from .preprocess_pool import PreprocessPool
+    from .preprocessing import PreprocessPool
 
 
 #: What workers that this process starts call first, asked for at each start; picklable.
@@ -246,7 +246,7 @@ def _start_preprocessing(spec: ModelSpec, pickled: Frame) -> PreprocessPool | No
     """Start the preprocess processes, before the model is loaded; None if there are none to be."""
     if spec.preprocess_options is None:
         return None
-    from .preprocess_pool import PreprocessPool  # others need neither it nor what it imports
+    from .preprocessing import PreprocessPool  # others need neither it nor what it imports
 
     pool = PreprocessPool(bytes(pickled) if pickled else spec, spec.preprocess_options)
     pool.start()

@@ -15,25 +15,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from .mending import at_positions
 
 #: Returns the memory at (address, size) if it is in use in one block; else None.
 View = Callable[[int, int], memoryview | None]
 
 
-class Stack:
-    """Items of a batch in one array.
+class Stack(NamedTuple):
+    """Items of a batch in one array, on their way through the stages of the model.
 
     Attributes:
-        batch: array or tensor; its first dimension is the items.
+        batch: array or tensor, whose first dimension is the items; or what a stage made of it.
         positions: positions in the whole batch of its items.
     """
 
-    __slots__ = ("batch", "positions")
+    batch: Any
+    positions: Sequence[int]
 
-    def __init__(self, batch: Any, positions: Sequence[int]) -> None:
-        self.batch = batch
-        self.positions = positions
+    def through(self, stage: Callable[[Any], Any]) -> Stack:
+        """What a stage makes of it. Raises what that raises."""
+        with at_positions(self.positions):
+            return Stack(stage(self.batch), self.positions)
 
 
 def stacks(items: Sequence[Any], view: View | None) -> list[Stack]:

@@ -6,38 +6,151 @@
     FORWARD    forward; or predict, of a model without stages   the thread that loaded the model
     OUTLET     postprocess, check the results, encode, send     a thread of its own
 
-A batch that is too large for the device's memory, or of which a call is at fault, goes back to
-FORWARD, whichever stage raised: it is computed there in parts, from its items on. So a stage may be
-called in the thread of another one, but never twice at the same time.
+A batch goes back to FORWARD, whichever stage raised, if it is too large for the device's memory,
+if the model calls some items invalid, or if one of several calls is at fault. It is computed there
+in parts, from its items on: all stages of a part run one after the other. So a stage may be called
+in the thread of another one, but never twice at the same time.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any
 
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
 from ..gpu.accelerators import kind_in_use
+from ..gpu.faults import DeviceFailed
+from ..gpu.out_of_memory import is_out_of_memory
 from ..gpu.stage_timer import StageTimer
-from ..gpu.transfers import PLAIN, OnHost, results_on_host
+from ..gpu.torch_process import release_memory
 from ..observe.record import BatchReport
-from ..options.checks import is_sequence
-from .batch_parts import Job, caught, compute_in_parts, prepared_parts
-from .bisection import OutOfMemory
-from .model_spec import LoadedModel
-from .progress import is_unwanted
-from .stage_calls import StageCalls, memory_of, one_at_a_time, stacked
+from .mending import Bisection, Invalid, Outcome, OutOfMemory, Returned, at_positions, by_position
+from .model_spec import LoadedModel, Predict
+from .outputs import check_outputs, in_own_memory, memory_of
+from .progress import SIGN_OF_LIFE, is_unwanted
+from .protocol import Failure
+from .stacking import stacks
 
 INTAKE, FORWARD, OUTLET = range(3)
+
+
+@dataclass(eq=False)
+class Job:
+    """One batch on its way through the stages. Belongs to one stage at a time."""
+
+    batch_id: int
+    items: list[Any]  # that were decoded; empty once they are not needed any more
+    failures: dict[int, Failure]  # by position, of items that have no result
+    calls: int | Sequence[int] = 0  # as in ``Transport.send``
+    #: Gives the item at a position as it was sent, where a model writes to copies only; else the
+    #: model gets what it has written to.
+    again: Callable[[int], Any] | None = None
+    #: What the last stage made of all items: at first these themselves.
+    data: Any = None
+    #: In place of that, what ``preprocess`` made of the parts in which the batch is probably
+    #: computed, by their positions.
+    prepared: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    #: In order, of the items that have no failure; None before the end.
+    results: list[Any] | None = None
+    failure: Failure | None = None  # why the batch failed
+    #: What became of computing it at once, if it is to be computed in parts for that.
+    outcome: Outcome | None = None
+    runs: int = 0  # more of them, to find the calls on which the model raises
+    is_redone: bool = False  # it has been through all stages, and is computed again in parts
+    #: Of the outputs of ``forward``, to be sent before the next call if the model keeps it.
+    memory: weakref.ref[Any] | None = None
+    timer: StageTimer | None = None  # measures ``forward``, where a GPU may be in use
+    started_at: float = 0.0  # when the model began with it, of the monotonic clock
+    #: Of the model's code, by stage; of ``forward`` the GPU's time, where it has one.
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    decoding: float = 0.0  # seconds
+    encoding: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.size = len(self.items) + len(self.failures)
+        self.data = self.items
+
+    @property
+    def positions(self) -> list[int]:
+        """Of the items in the batch."""
+        return [i for i in range(self.size) if i not in self.failures]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several calls have items in it, of which one may fail alone."""
+        return bool(self.calls)
+
+    def call_of(self) -> Sequence[int]:
+        """The number of the call that an item is of, by the item's position."""
+        if isinstance(self.calls, int):
+            return range(self.size) if self.calls else [0] * self.size
+        return [*chain.from_iterable(repeat(i, size) for i, size in enumerate(self.calls))]
+
+    def fail(self, failure: Failure) -> None:
+        """It goes no further."""
+        self.data = self.outcome = None
+        self.failure = failure
+
+    @property
+    def by_stage(self) -> tuple[float, float, float]:
+        """Seconds of each stage, with decoding and encoding."""
+        intake, forward, outlet = self.seconds
+        return self.decoding + intake, forward, outlet + self.encoding
+
+    def saves(self, worth: float) -> bool:
+        """Whether more than ``worth`` seconds are saved of each batch if such batches overlap.
+
+        Then the slowest stage is left. Decoding and encoding hold the interpreter's lock: they can
+        be hidden behind what the model does, but not behind each other.
+        """
+        if sum(self.seconds) <= worth:  # of a fast model, and all that is looked at
+            return False
+        stages = self.by_stage
+        return sum(stages) - max(stages) > worth
+
+
+def outcome_of(
+    error: BaseException, model: LoadedModel, batch_id: int, named: int = 0
+) -> Invalid | OutOfMemory | Failure:
+    """What a model's error means; raises it again if it is no error of a batch.
+
+    Args:
+        named: how many items the model was called with, if it knows them by their positions. Else
+            ``InvalidItems`` is an error of all of them.
+    """
+    if isinstance(error, InvalidItems):
+        if named:
+            try:
+                found = by_position(error, range(named))
+                return Invalid({i: Failure.caught(each) for i, each in found.items()})
+            except BadModelOutput as wrong:
+                error = wrong
+        else:
+            error = next(iter(error.errors.values()))
+    too_large = is_out_of_memory(error, model.out_of_memory_errors)
+    if not too_large:
+        if not isinstance(error, Exception):
+            raise error
+        try:
+            model.guard.look(error)  # before it loses its causes
+        except DeviceFailed as end:
+            end.batch_ids.add(batch_id)
+            raise
+    failure = Failure.caught(error)
+    return OutOfMemory(failure) if too_large else failure
 
 
 class Stages:
     """Runs the stages of one model. Each method belongs to the thread of its stage.
 
-    None of them raises what a model raises: that becomes the failure of the batch, or of the calls
-    at fault.
+    ``take_in``, ``compute`` and ``finish`` raise nothing that a model raises: that becomes the
+    failure of the batch, or of the calls at fault. They raise DeviceFailed, and what ends a worker.
 
     Args:
         progress: where each stage writes which batch it is at: its id plus 1, or 0.
@@ -62,48 +175,44 @@ class Stages:
             managed.raise_if_unwanted = lambda: self._check_wanted(self.progress[FORWARD])
         #: Whether reports say what each stage took, also where batches do not overlap.
         self.has_stages = model.forward is not model.predict
-        self._postprocess = one_at_a_time(model.postprocess)
-        self._has_plain_results = self._postprocess is None and not model.stack
-        calls = StageCalls(one_at_a_time(model.preprocess), model.forward, self._results, memory_of)
-        self._calls = stacked(calls, model) if model.stack else calls
+        self._preprocess = _one_at_a_time(model.preprocess)
+        self._postprocess = _one_at_a_time(model.postprocess)
         #: Batches that a GPU may not have finished. If it fails, it failed at one of them: an error
         #: comes up in any stage of any batch, often in ``forward`` of the next one.
         self.launched: set[int] = set()
 
     def take_in(self, job: Job) -> None:
-        """Preprocess. Raises DeviceFailed, and whatever ends the worker, as the others do."""
-        calls = self._calls
-        if calls.prepare is None or not job.items:
+        """Preprocess."""
+        model, items = self.model, job.items
+        if (self._preprocess is None and not model.stack) or not items:
             return
         started = job.started_at = time.monotonic()
         job.data = None
         try:
-            self._prepare(job)
+            self._check_wanted(job.batch_id + 1)
+            if model.ceiling.limit:
+                self._prepare_parts(job)
+            else:
+                job.data = self.prepare(items)
         except BaseException as error:
-            self._failed(job, error)
+            self._failed(job, error, len(items))
         job.seconds[INTAKE] = time.monotonic() - started
 
-    def _is_wanted(self, number: int) -> bool:
-        """Whether anybody waits for the batch of this number."""
-        unwanted = self._unwanted
-        return not (unwanted and unwanted[0] and is_unwanted(unwanted, number))
-
-    def _check_wanted(self, number: int) -> None:
-        """Raises InvalidInput, of which nobody learns: the batch of this number is unwanted."""
-        if not self._is_wanted(number):
-            raise InvalidInput("nobody waits for the results any more")
-
-    def _failed(self, job: Job, error: BaseException) -> None:
-        """What a stage raised: the batch fails, or is computed in parts."""
-        ran = caught(error, self.model, job.batch_id)
-        if isinstance(ran, OutOfMemory) or (job.is_shared and self._is_wanted(job.batch_id + 1)):
-            job.data = job.parts = None
-            job.known = ran
-        else:
-            job.fail(ran)
+    def _prepare_parts(self, job: Job) -> None:
+        """Preprocess those parts of the batch that probably fit into memory."""
+        items, positions = job.items, job.positions
+        lengths = self.model.lengths(items)  # first: where it knows none, the ceiling is a new one
+        start = 0
+        while start < len(items):
+            left = lengths and lengths[start:]
+            stop = start + self.model.ceiling.room(len(items) - start, left)
+            with at_positions(range(start, stop)):
+                part = self.prepare(items[start:stop])
+            job.prepared[tuple(positions[start:stop])] = part
+            start = stop
 
     def compute(self, job: Job) -> None:
-        """Run ``forward``, or ``predict``."""
+        """Run ``forward``, or ``predict``; or all stages, if the batch is computed in parts."""
         if job.failure is not None or not job.items:
             return
         started = time.monotonic()
@@ -112,21 +221,17 @@ class Stages:
         if "torch" in sys.modules and kind_in_use() is not None:
             job.timer = StageTimer()
             self.launched.add(job.batch_id)
-        is_whole = job.known is None and job.parts is None and not self.model.ceiling.limit
-        if is_whole:
+        in_parts = job.outcome is not None or bool(job.prepared or self.model.ceiling.limit)
+        if not in_parts:
             try:
-                is_whole = self._compute(job)
+                self._check_wanted(job.batch_id + 1)
+                job.data = self.forward(job.data)
             except BaseException as error:
-                self._failed(job, error)
-                is_whole = job.known is None
-        if not is_whole:
-            compute_in_parts(
-                job,
-                self.model,
-                self._calls,
-                is_wanted=lambda: self._is_wanted(job.batch_id + 1),
-                on_run=self.on_run,
-            )
+                # Of a batch that preprocess has made the positions are not known.
+                self._failed(job, error, 0 if self.has_stages else len(job.items))
+                in_parts = job.outcome is not None
+        if in_parts:
+            _BatchParts(self, job).compute()
         if job.timer is not None:
             job.timer.stop()
         else:
@@ -134,43 +239,32 @@ class Stages:
 
     def finish(self, job: Job, *, is_overlapped: bool = False) -> bool:
         """Make results. False: the batch has to go back to ``compute``, which does it in parts."""
-        timer = job.timer
-        outputs = job.data
-        if (
-            timer is None
-            and self._has_plain_results
-            and type(outputs) is list
-            and job.parts is None
-            and len(outputs) == len(job.items) != self.model.columns
-            and PLAIN.issuperset(map(type, outputs))
-        ):
-            # As most models return, and what follows would find nothing to do. It is many calls,
-            # and after a model that took some milliseconds their code has left the caches.
-            job.data = list(outputs)
-            return True
-        del outputs
+        timer, moves_to_cpu = job.timer, self.model.moves_to_cpu
         if timer is not None:
             job.seconds[FORWARD] += timer.seconds()
         started = time.monotonic()
-        if job.failure is None and job.items:
-            moves_to_cpu = self.model.moves_to_cpu
+        if job.failure is None and job.results is None and job.items:
             try:
                 if moves_to_cpu:
-                    self._look_at_memory(job)
-                if moves_to_cpu and timer is not None and is_overlapped and timer.is_of_device:
+                    job.memory = self.memory(job.data)
+                if moves_to_cpu and is_overlapped and timer is not None and timer.is_of_device:
                     with timer.following():
-                        self._finish(job)
+                        self._make_results(job)
                 else:
-                    self._finish(job)
+                    self._make_results(job)
             except BaseException as error:
                 self._failed(job, error)
         job.seconds[OUTLET] += time.monotonic() - started
         self.launched.discard(job.batch_id)
-        if job.known is None:
+        if job.outcome is None:
             return True
         job.is_redone = True
         job.timer = None
         return False
+
+    def _make_results(self, job: Job) -> None:
+        self._check_wanted(job.batch_id + 1)
+        job.results = self.results(job.data, len(job.items))
 
     def report(self, job: Job) -> BatchReport:
         """The report of a finished job, which lets go of all that it holds.
@@ -178,8 +272,8 @@ class Stages:
         Nothing may hold the items when the report is encoded: their blocks of shared memory are
         released with it.
         """
-        model, results, failures = self.model, job.data, job.failures
-        job.items, job.data, job.again = [], None, None
+        model, results, failures = self.model, job.results or [], job.failures
+        job.items, job.data, job.results, job.again = [], None, None, None
         padding = None
         if job.failure is not None:
             results, failures = [], {}
@@ -207,98 +301,183 @@ class Stages:
         if job.memory is not None and job.memory() is not None:
             self.model.keeps_outputs = True
 
-    # -- the stages, without what becomes of errors
+    # -- what the model is called for; a model with ``stack`` for each array by itself
 
-    def _prepare(self, job: Job) -> None:
-        self._check_wanted(job.batch_id + 1)
-        calls = self._calls
-        prepare = calls.prepare
-        while prepare is not None and job.items:
-            try:
-                if self.model.ceiling.limit:
-                    job.parts = prepared_parts(job, self.model, calls)
-                else:
-                    job.data = prepare(job.items)
-                return
-            except InvalidItems as error:
-                job.drop_invalid(error)
+    def prepare(self, items: list[Any]) -> Any:
+        """Preprocess. Raises what the model raises, as the others do."""
+        data = stacks(items, self.model.view) if self.model.stack else items
+        return data if self._preprocess is None else self._through(self._preprocess, data)
 
-    def _compute(self, job: Job) -> bool:
-        """Whether that was all: else the batch has to be computed without its invalid items."""
-        self._check_wanted(job.batch_id + 1)
-        try:
-            job.data = self._calls.compute(job.data)
-        except InvalidItems as error:
-            # Of a batch that preprocess has made the positions are not known.
-            if self.has_stages:
-                raise
-            job.drop_invalid(error)
-            job.data = None
-            return False
-        return True
+    def forward(self, data: Any) -> Any:
+        return self._through(self.model.forward, data)
 
-    def _look_at_memory(self, job: Job) -> None:
-        if job.parts is None:
-            job.memory = self._calls.memory(job.data)
+    def results(self, outputs: Any, size: int) -> list[Any]:
+        """So many results: postprocess, and check what that returned."""
+        if not self.model.stack:
+            return self._postprocessed(outputs, size)
+        results: list[Any] = [None] * size
+        for rows, positions in outputs:
+            part = self._postprocessed(rows, len(positions))
+            for position, result in zip(positions, part, strict=True):
+                results[position] = result
+        return results
 
-    def _finish(self, job: Job) -> None:
-        self._check_wanted(job.batch_id + 1)
-        parts = job.parts
-        if parts is None:
-            job.data = self._calls.finish(job.data, len(job.items))
-            return
-        job.data, job.parts = [result for part in parts for result in part.data], None
+    def _through(self, stage: Predict, data: Any) -> Any:
+        return [each.through(stage) for each in data] if self.model.stack else stage(data)
 
-    def _results(self, outputs: Any, size: int) -> list[Any]:
+    def _postprocessed(self, outputs: Any, size: int) -> list[Any]:
         if self._postprocess is not None:
             outputs = self._postprocess(outputs)
         return check_outputs(self.model, outputs, size)
 
+    def memory(self, outputs: Any) -> weakref.ref[Any] | None:
+        """As ``memory_of`` says."""
+        return memory_of(outputs[0].batch if self.model.stack else outputs)
 
-def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
-    """A model's outputs as a list of ``expected`` results. Raises BadModelOutput."""
-    if model.moves_to_cpu or type(outputs) is OnHost:
-        outputs = results_on_host(outputs)
-    if type(outputs) is list and len(outputs) == expected != model.columns:  # the usual case
-        return list(outputs)
-    got = type(outputs).__qualname__
-    if is_sequence(outputs):
-        try:
-            results = list(outputs)
-        except TypeError:
-            got += " without dimensions"
+    # -- errors
+
+    def is_wanted(self, number: int) -> bool:
+        """Whether anybody waits for the batch of this id plus 1."""
+        unwanted = self._unwanted
+        return not (unwanted and unwanted[0] and is_unwanted(unwanted, number))
+
+    def _check_wanted(self, number: int) -> None:
+        """Raises InvalidInput, of which nobody learns: the batch of this number is unwanted."""
+        if not self.is_wanted(number):
+            raise InvalidInput("nobody waits for the results any more")
+
+    def _failed(self, job: Job, error: BaseException, named: int = 0) -> None:
+        """What a stage raised: the batch fails, or is computed in parts."""
+        outcome = outcome_of(error, self.model, job.batch_id, named)
+        may_search = job.is_shared and self.is_wanted(job.batch_id + 1)
+        if isinstance(outcome, Failure) and not may_search:
+            job.fail(outcome)
         else:
-            count = len(results)
-            has_fields = isinstance(outputs, tuple) and _has_fields(type(outputs))
-            are_columns = isinstance(outputs, (list, tuple)) and _are_columns(results, expected)
-            if count != expected and are_columns:
-                model.columns = count
-            are_columns &= model.columns == count
-            if count == expected and not (has_fields or are_columns):
-                return results
-            got = f"{got} of {count}"
-            if has_fields:
-                got += " fields"
-            if are_columns:
-                got += ", each with a row for every item"
-    raise BadModelOutput(
-        f"{model.name} must return a sequence of {expected} results, one per item; "
-        f"it returned {got}"
-    )
+            job.data, job.outcome = None, outcome
+        job.prepared = {}
 
 
-def _has_fields(kind: type) -> bool:
-    """Whether a kind of tuple has names for its parts: a NamedTuple, or what torch.max returns."""
-    return hasattr(kind, "_fields") or hasattr(kind, "n_fields")
+def _one_at_a_time(stage: Predict | None) -> Predict | None:
+    """A stage that may be called in the thread of another one, but never twice at a time."""
+    if stage is None:
+        return None
+    lock = threading.Lock()
+
+    def call(data: Any) -> Any:
+        with lock:
+            return stage(data)
+
+    return call
 
 
-def _are_columns(results: list[Any], expected: int) -> bool:
-    """Whether they look like a tuple of arrays with a row for each item: (logits, hidden), say.
+class _BatchParts(Bisection[int]):
+    """The items of a batch by their positions, of which each part goes through all stages.
 
-    For as many items as there are arrays, results may look the same. So they are refused only in a
-    model that has returned so many for another number of items. The search for a bad item, which
-    follows then, soon comes to that number.
+    It goes through the last one at once, and all results but those of the last part are copied: a
+    model may write to the same memory again with its next call.
     """
-    return bool(results) and all(
-        tuple(getattr(each, "shape", ()))[:1] == (expected,) for each in results
-    )
+
+    def __init__(self, stages: Stages, job: Job) -> None:
+        positions = job.positions
+        super().__init__(positions, job.call_of().__getitem__)
+        self._stages = stages
+        self._model = model = stages.model
+        self._job = job
+        self._items = dict(zip(positions, job.items, strict=True))
+        self._prepared = job.prepared if job.data is None else {tuple(positions): job.data}
+        # Those that the model has had, and may have written to.
+        self._touched = set(positions if job.is_redone or job.outcome is not None else ())
+        self._results: list[Any] = []
+        self._told_at = job.started_at  # the run before this took its time, too
+        lengths = model.lengths(job.items)  # first: where it knows none, the ceiling is a new one
+        self._lengths = None if lengths is None else dict(zip(positions, lengths, strict=True))
+        model.ceiling.begin(len(positions), lengths)
+
+    def compute(self) -> None:
+        """Compute the batch in as many runs as it takes."""
+        job, known = self._job, self._job.outcome
+        job.data, job.outcome, job.prepared = None, None, {}
+        part = self.next_part()
+        if isinstance(known, OutOfMemory):
+            # Only now: where the error was raised, its frames still held the model's tensors.
+            release_memory()
+            if not self._model.may_rerun:
+                self.ran_out(part, known.failure)
+                self.fail(self.items, known.failure)
+                self.drop(self.items)
+        if len(part) < len(job.items):
+            known = None  # of which part it holds is not known: each of them will tell
+        job.runs += self.run_all(may_rerun=job.is_shared, known=known)
+        if job.failure is None:
+            job.results = self._results
+
+    def room(self) -> int:
+        return self._model.ceiling.room(len(self.items), self._lengths_of(self.items))
+
+    def run(self, part: list[int]) -> Outcome:
+        job, stages = self._job, self._stages
+        if not stages.is_wanted(job.batch_id + 1):
+            return self._give_up(Failure(InvalidInput("nobody waits for the results any more")))
+        now = time.monotonic()
+        if now - self._told_at >= SIGN_OF_LIFE:
+            self._told_at = now
+            stages.on_run()
+        outcome = self._run_stages(part)
+        if isinstance(outcome, OutOfMemory):
+            release_memory()  # only now, as above
+        elif isinstance(outcome, Failure) and not job.is_shared:
+            self._give_up(outcome)
+        return outcome
+
+    def _run_stages(self, part: list[int]) -> Outcome:
+        stages, model = self._stages, self._model
+        named = len(part)
+        try:
+            if tuple(part) in self._prepared:
+                data = self._prepared.pop(tuple(part))
+                self._touched.update(part)
+            else:
+                data = stages.prepare([self._item(position) for position in part])
+            if stages.has_stages:
+                named = 0  # of what preprocess has made the positions are not known
+            data = stages.forward(data)
+            named = 0
+            is_last = len(part) == len(self.items)
+            if is_last and model.moves_to_cpu:
+                self._job.memory = stages.memory(data)
+            results = stages.results(data, len(part))
+            return Returned(results if is_last else [*map(in_own_memory, results)])
+        except BaseException as error:
+            return outcome_of(error, model, self._job.batch_id, named)
+
+    def _item(self, position: int) -> Any:
+        again = self._job.again
+        if again is not None and position in self._touched:
+            return again(position)
+        self._touched.add(position)
+        return self._items[position]
+
+    def done(self, part: list[int], value: list[Any]) -> None:
+        self._model.guard.row = 0
+        self._results += value  # the parts go from left to right
+        was_cut = len(part) < len(self.items)
+        self._model.ceiling.fitted(len(part), self._lengths_of(part), was_cut=was_cut)
+
+    def fail(self, items: list[int], failure: Failure) -> None:
+        self._job.failures |= dict.fromkeys(items, failure)
+
+    def ran_out(self, part: list[int], failure: Failure) -> None:
+        self._model.ceiling.ran_out(len(part), self._lengths_of(part))
+        if len(part) == 1 or not self._model.may_rerun:
+            self.fail(part, failure)
+            self.drop(part)
+            self.shrink(part)  # if the device is full, and not this item to blame
+
+    def _give_up(self, failure: Failure) -> Failure:
+        """The whole batch fails, and nothing more of it is run."""
+        self._job.fail(failure)
+        self.drop(self.items)
+        return failure
+
+    def _lengths_of(self, items: Sequence[int]) -> list[float] | None:
+        return None if self._lengths is None else [self._lengths[position] for position in items]

@@ -14,10 +14,11 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..batching.learning import LearnedCost
-from .batch_ceiling import Ceiling
+from .mending import Ceiling
 
 #: Of an item that does not run. A model's own states may be anything, and None, too.
 NO_STATE: Any = object()
@@ -41,60 +42,29 @@ LONGEST_STEP = 2.0
 COST_RATE = 0.1
 
 
+@dataclass(slots=True, eq=False)
 class StepRequest:
-    """One item: what its caller wants, and how far it is.
+    """One item: what its caller wants, and how far it is."""
 
-    Attributes:
-        batch_id: of the batch, which it is alone.
-        item: until it can not start again.
-        is_stream: whether its outputs go out as they come; otherwise joined, at its end.
-        state: of the model; ``NO_STATE`` unless it runs.
-        cost: of the state.
-        first_cost: the same, when it started.
-        outputs: all so far; of a stream those of this step.
-        made: outputs since it started.
-        sent: outputs of a stream that went out, in all.
-        started_at: when it started first, by the monotonic clock; infinity before.
-        timed: outputs of one that is no stream of which the time is known.
-        first_at, last_at: when the first and the last of these were made.
-        longest_between: the longest time from one to the next, seconds.
-        is_held: whether it rests: its consumer is behind.
-        is_done: whether it has come to its end.
-        failure: why it failed; opaque here. None if it has not.
-    """
-
-    __slots__ = (
-        "batch_id",
-        "cost",
-        "failure",
-        "first_at",
-        "first_cost",
-        "is_done",
-        "is_held",
-        "is_stream",
-        "item",
-        "last_at",
-        "longest_between",
-        "made",
-        "outputs",
-        "sent",
-        "started_at",
-        "state",
-        "timed",
-    )
-
-    def __init__(self, batch_id: int, item: Any, is_stream: bool = False) -> None:
-        self.batch_id = batch_id
-        self.item = item
-        self.is_stream = is_stream
-        self.state: Any = NO_STATE
-        self.cost = self.first_cost = 0.0
-        self.outputs: list[Any] = []
-        self.made = self.sent = self.timed = 0
-        self.started_at = self.first_at = self.last_at = math.inf
-        self.longest_between = 0.0
-        self.failure: Any = None
-        self.is_done = self.is_held = False
+    batch_id: int  # of the batch, which it is alone
+    item: Any  # until it can not start again
+    is_stream: bool = False  # its outputs go out as they come; otherwise joined, at its end
+    is_held: bool = False  # it rests: its consumer is behind
+    is_done: bool = False
+    failure: Any = None  # why it failed; opaque here
+    state: Any = NO_STATE  # of the model
+    cost: float = 1.0  # of the state
+    first_cost: float = 1.0  # the same, when it started
+    outputs: list[Any] = field(default_factory=list)  # all so far; of a stream those of this step
+    made: int = 0  # outputs since it started
+    sent: int = 0  # outputs of a stream that went out, in all
+    started_at: float = math.inf  # first, by the monotonic clock
+    #: Of one that is no stream: the outputs whose time is known, when the first and the last of
+    #: these came, and the longest time between two.
+    timed: int = 0
+    first_at: float = math.inf
+    last_at: float = math.inf
+    longest_between: float = 0.0
 
     def stepped(self, output: Any, is_done: bool) -> None:
         """Take up what a step has made of it; an output of None is nothing."""
@@ -134,17 +104,22 @@ class StepRequest:
 class StepBatch:
     """The items of one worker. Not thread-safe: it belongs to the thread of the model.
 
+    It learns what starts and steps take and what new items cost. While items start, those that run
+    wait: a language model reads prompts, and no text goes on. To put starts off saves no time in
+    all, since the work stays the same, and others run by then. But to start many at once makes a
+    long pause between two outputs of all who run. So as many start as take about one step, and
+    always one, so that each gets its turn.
+
     Args:
         places: how many run at most.
         max_cost: what they may cost together.
         may_rerun: whether an item may start again.
 
     Attributes:
+        has_costs: whether the model says what a state costs; else each costs 1.
         deck: those that wait, in order.
         running: in the order in which they began.
         memory: how many may run, learned from lack of memory.
-        starts: how many may start in one call, likewise.
-        awaits_end: nothing starts before an item is over: they cost too much.
         evicted: states that were given up; whoever reports them sets it to 0.
     """
 
@@ -154,18 +129,25 @@ class StepBatch:
         max_cost: float = math.inf,
         *,
         may_rerun: bool = True,
+        has_costs: bool = False,
     ) -> None:
+        self.has_costs = has_costs
         self.deck: deque[StepRequest] = deque()
         self.running: list[StepRequest] = []
-        self.places = places
         # One more at a time: of too many, each is given up after a step that ran out.
-        self.memory, self.starts = Ceiling(growth=0.0), Ceiling(growth=0.0)
+        self.memory = Ceiling(growth=0.0)
         self.memory.begin(places)
-        self.starts.begin(places)
-        self.awaits_end = False
+        self._starts = Ceiling(growth=0.0)  # how many may start in one call
+        self._starts.begin(places)
+        self._awaits_end = False  # nothing starts before an item is over: they cost too much
         self.evicted = 0
+        self._places = places
         self._max_cost = max_cost
         self._may_rerun = may_rerun
+        self._start_time = LearnedCost()
+        self._step_time = 0.0  # seconds, lately; 0 while it is not known
+        self._new_cost = None if has_costs else 1.0  # of a new item's state, lately
+        self._growth: float | None = None  # by how much that grows until it is done
 
     @property
     def cost(self) -> float:
@@ -176,36 +158,42 @@ class StepBatch:
         """Those with these ids."""
         return [each for each in (*self.running, *self.deck) if each.batch_id in ids]
 
-    def next(self, most: float, mean_cost: float | None, growth: float = 0.0) -> list[StepRequest]:
-        """Take from the deck those that start now.
-
-        Args:
-            most: not more than these, for another reason.
-            mean_cost: of a new state; None if that is not known, and one may start to tell it.
-            growth: of that until it is done.
-        """
+    def next(self) -> list[StepRequest]:
+        """Take from the deck those that start now."""
         running = len(self.running)
-        if self.awaits_end and running:
+        if not self.deck or (self._awaits_end and running):
             return []
-        size = self.memory.room(self.places)
-        most = min(most, self.starts.room(self.places))
+        size = self.memory.room(self._places)
+        most = min(self._most_in_time(), self._starts.room(self._places))
         is_bounded = self._max_cost < math.inf
-        if is_bounded and mean_cost is None:
-            most = 1
+        if is_bounded and self._new_cost is None:
+            most = 1  # it will tell
+        growth, new_cost = self._growth or 0.0, self._new_cost or 0.0
         # What is left to grow, and the cost, of each.
         costs = sorted(
-            (max(0.0, each.first_cost + growth - each.cost), each.cost) for each in self.running
+            (max(0.0, each.first_cost + growth - each.cost), each.cost)
+            for each in (self.running if is_bounded else ())
         )
         chosen: list[StepRequest] = []
         while self.deck and len(chosen) < most:
             then = running + len(chosen) + 1
             if is_bounded:
-                insort(costs, (growth, mean_cost or 0.0))
+                insort(costs, (growth, new_cost))
             # A single one always fits.
             if then > 1 and (then > size or (is_bounded and _peak(costs) > self._max_cost)):
                 break
             chosen.append(self.deck.popleft())
         return chosen
+
+    def _most_in_time(self) -> float:
+        """How many items may start now: at least one, and all if nothing runs that would wait."""
+        starts = self._start_time
+        if not self.running or not starts.is_known:
+            return math.inf
+        allowed = max(STALL_STEPS * self._step_time, STALL_STARTS * starts.duration(1))
+        if starts.per_unit * 1e9 <= allowed:  # each takes nothing beside the call
+            return math.inf
+        return max(1, int((allowed - starts.base) / starts.per_unit))
 
     def begin(self, requests: Sequence[StepRequest], now: float) -> None:
         """These have a state now."""
@@ -216,6 +204,31 @@ class StepBatch:
                 request.item = None
         self.running += requests
 
+    def learn_start(self, requests: Sequence[StepRequest], seconds: float | None) -> None:
+        """These have started together, and their costs are known.
+
+        Args:
+            seconds: what it took; None after an error.
+        """
+        for request in requests:
+            request.first_cost = cost = request.cost
+            before = cost if self._new_cost is None else self._new_cost
+            self._new_cost = before + (cost - before) * COST_RATE
+        if seconds is not None:
+            self._start_time.observe(len(requests), seconds)
+            self._starts.fitted(len(requests))
+
+    def learn_step(self, seconds: float) -> None:
+        """A step took so many seconds, without an error."""
+        before = self._step_time or seconds
+        self._step_time = before + (min(seconds, LONGEST_STEP * before) - before) * STEP_RATE
+
+    def learn_growth(self, request: StepRequest) -> None:
+        """An item is done."""
+        growth = request.cost - request.first_cost
+        before = growth if self._growth is None else self._growth
+        self._growth = before + (growth - before) * COST_RATE
+
     def can_start_again(self, request: StepRequest) -> bool:
         """Whether it may, and its caller sees nothing of it."""
         return self._may_rerun and not request.sent
@@ -224,7 +237,7 @@ class StepBatch:
         """The one to be given up since all together cost too much; None if none is."""
         if len(self.running) < 2 or self.cost <= self._max_cost:
             return None
-        self.awaits_end = True
+        self._awaits_end = True
         return self.youngest(self.running)
 
     def youngest(self, among: Sequence[StepRequest]) -> StepRequest | None:
@@ -245,76 +258,22 @@ class StepBatch:
         """There is memory for no more than so many."""
         self.memory.ran_out(keep + 1, keep=max(1, keep))
 
+    def start_ran_out(self, size: int) -> None:
+        """So many could not start in one call."""
+        self._starts.ran_out(size)
+
     def ran_out_alone(self) -> None:
         """An item does not fit, whoever runs. So it may have been the reason for the bounds."""
         self.memory.ran_out(1)
-        self.starts.ran_out(1)
+        self._starts.ran_out(1)
 
     def end(self, request: StepRequest) -> None:
         """It is over, wherever it is."""
         if request in self.deck:
             self.deck.remove(request)
-        if request not in self.running:  # then it leaves no room
-            return
-        self.running.remove(request)
-        self.awaits_end = False
-
-
-class StepAdmission:
-    """Learns what starts and steps take and what new items cost. Not thread-safe: one per worker.
-
-    While items start, those that run wait: a language model reads prompts, and no text goes on. To
-    put starts off saves no time in all, since the work stays the same, and others run by then. But
-    to start many at once makes a long pause between two outputs of all who run. So as many start as
-    take about one step, and always one, so that each gets its turn.
-
-    Args:
-        cost: of each state, if it is the same for all.
-
-    Attributes:
-        step: seconds of a step, lately; 0 while none is known.
-        cost: of a new item's state, lately; None while none is known.
-        growth: by how much that grows until it is done.
-    """
-
-    __slots__ = ("_has_grown", "_starts", "cost", "growth", "step")
-
-    def __init__(self, cost: float | None = None) -> None:
-        self._starts = LearnedCost()
-        self.step = 0.0
-        self.cost = cost
-        self.growth = 0.0
-        self._has_grown = False
-
-    def started(self, size: int, seconds: float) -> None:
-        """So many items have started together, without an error."""
-        self._starts.observe(size, seconds)
-
-    def costs(self, cost: float) -> None:
-        """A state that has just started costs this much."""
-        self.cost = cost if self.cost is None else self.cost + (cost - self.cost) * COST_RATE
-
-    def grew(self, growth: float) -> None:
-        """A state that is done costs so much more than when it started."""
-        self.growth += (growth - self.growth) * (COST_RATE if self._has_grown else 1.0)
-        self._has_grown = True
-
-    def stepped(self, seconds: float) -> None:
-        """A step took so many seconds, without an error."""
-        if self.step:
-            self.step += (min(seconds, LONGEST_STEP * self.step) - self.step) * STEP_RATE
-        else:
-            self.step = seconds
-
-    def most(self, running: int) -> float:
-        """How many items may start now: at least one, and all if nothing runs that would wait."""
-        starts = self._starts
-        if not running or not starts.is_known:
-            return math.inf
-        allowed = max(STALL_STEPS * self.step, STALL_STARTS * starts.duration(1))
-        if starts.per_unit * 1e9 <= allowed:  # each takes nothing beside the call
-            return math.inf
-        return max(1, int((allowed - starts.base) / starts.per_unit))
+        if request in self.running:  # else it leaves no room
+            self.running.remove(request)
+            self._awaits_end = False
 
 
 def _peak(costs: Sequence[tuple[float, float]]) -> float:

@@ -1,0 +1,378 @@
+"""How a worker mends a batch by itself: it runs the batch in parts. Pure.
+
+``Bisection`` finds the calls on which the model raises, and ``Ceiling`` how much fits into memory:
+
+    a part             what follows
+    ------             ------------
+    raised             it is run again in halves, until a call fails alone
+    has results        if it is half of a part that raised, the other half is run in halves, too:
+                       the call at fault is there; else the next part has up to twice as many calls
+    has invalid items  they fail, and the rest of the part is run again
+    ran out of memory  batches and steps differ: smaller parts, or items that fail or wait
+
+The parts go from left to right. To find one bad call among n takes about log2(n) + 3 more runs,
+and no mixture of good and bad ones takes more than 2n + log2(n). Each part that raises halves the
+number of calls for the parts after it. So where a share p of the calls is bad, the parts settle at
+about 0.7 / p calls, of which half raise: group testing is cheapest there.
+"""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+from ..errors import BadModelOutput, InvalidItems
+from .protocol import Failure
+
+T = TypeVar("T")
+
+
+class Returned(NamedTuple):
+    """What the model returned."""
+
+    value: Any
+
+
+class Invalid(NamedTuple):
+    """Why items fail that the model named, by position in the part."""
+
+    failures: dict[int, Failure]
+
+
+class OutOfMemory(NamedTuple):
+    """The device had not enough memory."""
+
+    failure: Failure
+
+
+#: What became of a run. A Failure is what the model raised.
+Outcome: TypeAlias = Returned | Invalid | OutOfMemory | Failure
+
+
+def by_position(invalid: InvalidItems, positions: Sequence[int]) -> dict[int, Exception]:
+    """The errors, of a call with the items at these positions.
+
+    Raises:
+        BadModelOutput: there were no such items.
+    """
+    wrong = [i for i in invalid.errors if type(i) is not int or not 0 <= i < len(positions)]
+    if wrong:
+        raise BadModelOutput(
+            f"InvalidItems names item {wrong[0]!r}, but the model was called with "
+            f"{len(positions)}: positions count from 0"
+        )
+    return {positions[i]: error for i, error in invalid.errors.items()}
+
+
+@contextmanager
+def at_positions(positions: Sequence[int]) -> Iterator[None]:
+    """The block calls the model with the items at these positions: InvalidItems names those."""
+    try:
+        yield
+    except InvalidItems as error:
+        raise InvalidItems(by_position(error, positions)) from None
+
+
+class Bisection(ABC, Generic[T]):
+    """Items that have neither results nor failed. ``run_all`` runs them until each has.
+
+    Args:
+        items: in order; those of a call are adjacent.
+        call_of: which call an item is of; None if each is a call of its own.
+
+    Attributes:
+        items: that are left.
+    """
+
+    def __init__(self, items: Iterable[T], call_of: Callable[[T], object] | None = None) -> None:
+        self.items = list(items)
+        self._call_of: Callable[[T], object] = id if call_of is None else call_of
+        self._suspects: list[T] = []  # the first items, if a call of them is known to be at fault
+        self._most_calls = self._most_items = 0  # in a part; 0 for no bound
+
+    def room(self) -> int:
+        """How many of the items to run at once, as far as memory goes: at least one."""
+        return len(self.items)
+
+    @abstractmethod
+    def run(self, part: list[T]) -> Outcome:
+        """Have the model compute these."""
+
+    @abstractmethod
+    def done(self, part: list[T], value: Any) -> None:
+        """The part, of the first items, has results."""
+
+    @abstractmethod
+    def fail(self, items: list[T], failure: Failure) -> None:
+        """These fail, together."""
+
+    @abstractmethod
+    def ran_out(self, part: list[T], failure: Failure) -> None:
+        """The part ran out of memory: drop items, or have fewer run at once."""
+
+    def run_all(self, *, may_rerun: bool, known: Outcome | None = None) -> int:
+        """Run all items, until each has results or has failed, or is dropped.
+
+        Args:
+            may_rerun: whether the model gets a part again on which it raised. If not, all of that
+                part fail.
+            known: what became of the first part, if that was run already.
+
+        Returns:
+            How many runs it took since one raised.
+        """
+        runs, has_raised = 0, False
+        while self.items:
+            part = self.next_part()
+            runs += has_raised
+            outcome, known = self.run(part) if known is None else known, None
+            if isinstance(outcome, Returned):
+                self.done(part, outcome.value)
+                self._passed(part)
+            elif isinstance(outcome, Invalid):
+                for position, failure in outcome.failures.items():
+                    self.fail([part[position]], failure)
+                self.drop([part[position] for position in outcome.failures])
+            elif isinstance(outcome, OutOfMemory):
+                self.ran_out(part, outcome.failure)
+            elif not may_rerun:
+                self.fail(part, outcome)
+                self.drop(part)
+            else:
+                has_raised = True
+                calls = self._count_calls(part)
+                if not self._suspects:
+                    self._most_calls = (calls + 1) // 2
+                self._suspects = part if calls > 1 else []
+                if calls == 1:
+                    number = self._call_of(part[0])
+                    call = [item for item in self.items if self._call_of(item) == number]
+                    self.fail(call, outcome)
+                    self.drop(call)
+        return runs
+
+    def next_part(self) -> list[T]:
+        """What to run next: at least one item."""
+        items, calls = self.items, self._most_calls
+        if self._suspects:
+            items, calls = self._suspects, (self._count_calls(self._suspects) + 1) // 2
+        most = self.room()
+        part = items[: min(most, self._most_items or most)]
+        if calls:
+            groups = [list(group) for _, group in groupby(part, self._call_of)]
+            part = [item for group in groups[:calls] for item in group]
+        return part
+
+    def drop(self, items: Iterable[T]) -> None:
+        """These have failed, or wait for another time."""
+        dropped = set(items)
+        self.items = [item for item in self.items if item not in dropped]
+        self._suspects = [item for item in self._suspects if item not in dropped]
+
+    def reorder(self, items: Iterable[T]) -> None:
+        """Run these in this order, which are all that are left."""
+        self.items = list(items)
+        self._suspects = []  # which are the first ones
+
+    def shrink(self, part: Sequence[T]) -> None:
+        """The part ran out of memory: run half as many items next, whatever their calls are."""
+        self._most_items = (len(part) + 1) // 2
+
+    def _passed(self, part: Sequence[T]) -> None:
+        del self.items[: len(part)]
+        self._most_items *= 2
+        if self._suspects:
+            del self._suspects[: len(part)]
+        else:
+            self._most_calls *= 2
+
+    def _count_calls(self, items: Sequence[T]) -> int:
+        return sum(1 for _ in groupby(items, self._call_of))
+
+
+# -- lack of memory
+
+#: Number of full parts that must fit before a probe. Arbitrary: a probe that runs out costs about
+#: two runs, little beside 32.
+FIRST_INTERVAL = 32
+
+#: Upper bound of that number, which doubles when a probe runs out. Arbitrary: minutes at 0.1 s.
+LONGEST_INTERVAL = 1024
+
+#: A probe exceeds the limit by this share. Arbitrary: recovers from half the size after four.
+GROWTH = 0.25
+
+#: A part counts as full if no further item fits, and it costs this share of the limit.
+FULL = 0.75
+
+#: Minimum length of the longest item, so that items of length 0 have a cost.
+_LEAST_LENGTH = 1e-9
+
+
+class Ceiling:
+    """Limit on what one worker computes at once, learned from out-of-memory errors.
+
+    A part costs its items times its longest item, as a padded batch does. Without lengths, each
+    item counts 1, and the cost is the number of items.
+
+        no limit    --- a batch of cost c ran out ------>  limit c / 2, and so on until it fits
+        limit       --- a part within it ran out ------>  limit half of that part
+        limit       --- enough full parts fitted ------>  the next part is a probe: a quarter more
+        probe       --- fitted ------------------------->  limit the cost of the probe; none, if no
+                                                           batch since was larger
+        probe       --- ran out ------------------------>  limit as before; twice as many to the
+                                                           next
+        an item     --- ran out alone ------------------>  limit as before it was cut for this item
+
+    So one gigantic item does not slow down others: the parts that ran out because of it say nothing
+    about other items. An item that costs more than the limit is computed alone.
+
+    If b of n items of one length run out alone, at most (b + 1) * (ceil(log2(n)) + 1) runs of their
+    batch run out, plus one per ``FIRST_INTERVAL`` runs that fitted. With lengths, it is log2 of the
+    ratio of the costliest part to the cheapest. Later, while the device's memory stays the same,
+    only probes run out: at most one per interval, which doubles.
+
+    Args:
+        growth: by which share of the limit a probe exceeds it, and by one item at the least.
+
+    Attributes:
+        limit: maximum cost of a part that is no probe; 0 for no limit. An int without lengths,
+            else a float.
+    """
+
+    def __init__(self, growth: float = GROWTH) -> None:
+        self.limit: float = 0
+        self._growth = growth
+        self._asked: float = 0  # cost of the largest batch since the limit was set
+        self._before: float | None = None  # the limit before a batch ran out
+        self._interval = FIRST_INTERVAL
+        self._until_probe = FIRST_INTERVAL  # full parts until the next probe
+
+    def begin(self, size: int, lengths: Sequence[float] | None = None) -> None:
+        """A batch of so many items is to be computed.
+
+        Args:
+            lengths: lengths of the items, at least 0; None if unknown. A ceiling must always get
+                the one or the other.
+        """
+        asked = size * _longest(lengths)
+        self._asked = max(self._asked, asked) if self.limit else asked
+        self._before = None
+
+    def room(self, size: int, lengths: Sequence[float] | None = None) -> int:
+        """How many of the next ``size`` items to compute at once: at least one."""
+        if not self.limit:
+            return size
+        room = _within(self.limit, size, lengths)
+        if room == size or self._until_probe:
+            return room
+        # A probe: at least one item more.
+        return max(room + 1, _within(self.limit * (1 + self._growth), size, lengths))
+
+    def fitted(
+        self, size: int, lengths: Sequence[float] | None = None, *, was_cut: bool = False
+    ) -> None:
+        """A part was computed.
+
+        Args:
+            was_cut: whether there were more items.
+        """
+        cost = size * _longest(lengths)
+        if not self.limit:
+            return
+        if cost > self.limit and size > 1:
+            self.limit = cost if cost < self._asked else 0
+            self._interval = self._until_probe = FIRST_INTERVAL
+        # A single item is no probe, even beyond the limit.
+        elif cost >= self.limit or (was_cut and cost >= self.limit * FULL):
+            self._until_probe = max(0, self._until_probe - 1)
+
+    def ran_out(
+        self, size: int, lengths: Sequence[float] | None = None, *, keep: int | None = None
+    ) -> None:
+        """A part ran out of memory.
+
+        Args:
+            keep: how many items to compute at once from now on; None for half of them.
+        """
+        longest = _longest(lengths)
+        if size == 1 and keep is None:
+            # One item was to blame, so the old limit is right. If the device is full after all,
+            # others run out again.
+            if self._before is not None:
+                self.limit, self._before = self._before, None
+            return
+        if self._before is None:
+            self._before = self.limit
+        if self.limit and size * longest > self.limit:
+            self._interval = min(2 * self._interval, LONGEST_INTERVAL)
+        else:
+            # Rounded up, so that two parts cover the whole.
+            self.limit = ((size + 1) // 2 if keep is None else keep) * longest
+            self._interval = FIRST_INTERVAL
+        self._until_probe = self._interval
+
+
+def _longest(lengths: Sequence[float] | None) -> float:
+    return float(max(_LEAST_LENGTH, *lengths)) if lengths else 1
+
+
+def _within(limit: float, size: int, lengths: Sequence[float] | None) -> int:
+    """How many of the items cost at most ``limit``; at least one."""
+    if lengths is None:
+        return min(size, max(1, int(limit)))
+    longest = _LEAST_LENGTH
+    for count, length in enumerate(lengths):
+        longest = max(longest, length)
+        if (count + 1) * longest > limit:
+            return max(count, 1)
+    return size
+
+
+#: Maximum bytes of a pickled length function, which may drag a whole tokenizer along. Arbitrary.
+_LARGEST = 1 << 20
+
+
+class Measure:
+    """The length function of a model, for a worker's ceiling. Belongs to one thread.
+
+    It is needed only after a batch ran out of memory, and unpickled only then: a function that the
+    worker cannot import must not keep it from starting.
+
+    Args:
+        function: length of an item. If it does not pickle, or is too large, the copy in a worker
+            process knows no lengths.
+    """
+
+    def __init__(self, function: Callable[[Any], Any] | None, pickled: bytes | None = None) -> None:
+        self._function = function
+        self._pickled = pickled
+
+    def lengths(self, items: Sequence[Any]) -> list[float] | None:
+        """Lengths of the items, at least 0; None if unavailable, from now on."""
+        try:
+            if self._function is None and self._pickled is not None:
+                self._function = pickle.loads(self._pickled)
+            if self._function is not None:
+                found = [float(self._function(item)) for item in items]
+                if all(0 <= length < float("inf") for length in found):
+                    return found
+        except (Exception, SystemExit):  # raised by the user's function
+            pass
+        self._function = self._pickled = None
+        return None
+
+    def __reduce__(self) -> tuple[type[Measure], tuple[None, bytes | None]]:
+        pickled = self._pickled
+        if self._function is not None:
+            try:
+                pickled = pickle.dumps(self._function, pickle.HIGHEST_PROTOCOL)
+            except (Exception, SystemExit):
+                pickled = None
+            if pickled is not None and len(pickled) > _LARGEST:
+                pickled = None
+        return Measure, (None, pickled)

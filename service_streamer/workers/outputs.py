@@ -1,0 +1,173 @@
+"""What a model returned, as results: how many there are, and in whose memory they lie."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import BadModelOutput
+from ..gpu.transfers import PLAIN, OnHost, first_value, results_on_host
+from ..options.checks import is_sequence
+from .model_spec import LoadedModel
+from .protocol import Failure
+
+
+def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
+    """A model's outputs as a list of ``expected`` results. Raises BadModelOutput."""
+    if model.moves_to_cpu or type(outputs) is OnHost:
+        outputs = results_on_host(outputs)
+    if type(outputs) is list and len(outputs) == expected:  # the usual case
+        return list(outputs)
+    results = _as_list(outputs)
+    has_fields = isinstance(outputs, tuple) and _has_fields(type(outputs))
+    if results is not None and len(results) == expected and not has_fields:
+        return results
+    got = type(outputs).__qualname__
+    if results is not None:
+        got = f"{got} of {len(results)}"
+        if has_fields:
+            got += " fields"
+        elif isinstance(outputs, (list, tuple)) and _are_columns(results, expected):
+            got += ", each with a row for every item"
+    elif is_sequence(outputs):
+        got += " without dimensions"
+    raise BadModelOutput(
+        f"{model.name} must return a sequence of {expected} results, one per item; "
+        f"it returned {got}"
+    )
+
+
+def _has_fields(kind: type) -> bool:
+    """Whether a kind of tuple has names for its parts: a NamedTuple, or what torch.max returns."""
+    return hasattr(kind, "_fields") or hasattr(kind, "n_fields")
+
+
+def _are_columns(results: list[Any], expected: int) -> bool:
+    """Whether they look like a tuple of arrays with a row for each item: (logits, hidden), say."""
+    return bool(results) and all(
+        tuple(getattr(each, "shape", ()))[:1] == (expected,) for each in results
+    )
+
+
+def memory_of(outputs: Any) -> weakref.ref[Any] | None:
+    """The array or tensor in whose memory the outputs lie, by the first of them."""
+    first = first_value(outputs)
+    if type(first) in PLAIN:
+        return None
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    array, tensor = getattr(numpy, "ndarray", ()), getattr(torch, "Tensor", ())
+    base = first
+    while base is not None:
+        first = base
+        if not isinstance(first, (array, tensor)):  # such as memory that is shared
+            return None
+        base = first._base if isinstance(first, tensor) else first.base
+    return None if first is None else weakref.ref(first)
+
+
+def in_own_memory(result: Any) -> Any:
+    """A copy of the result: a model may write to its outputs with its next call."""
+    if type(result) not in PLAIN:
+        with contextlib.suppress(Exception):  # of a user's class
+            return copy.deepcopy(result)
+    return result
+
+
+# -- of a model of steps
+
+#: What a model returned for a state: its output, and whether it is done; or why its item fails.
+StepPair = tuple[Any, bool] | Failure
+
+
+class UnreadableError(BadModelOutput):
+    """The results of a call say nothing of any item.
+
+    Attributes:
+        parts: of them, as far as they have any.
+    """
+
+    def __init__(self, text: str, parts: Sequence[Any] = ()) -> None:
+        super().__init__(text)
+        self.parts = parts
+
+
+def read_states(found: Any, expected: int, name: str) -> list[Any]:
+    """So many states, that a function of this name returned. Raises UnreadableError."""
+    return _read(found, expected, name, "states, one per item")
+
+
+def read_pairs(found: Any, expected: int, name: str, *, moves_to_cpu: bool) -> list[StepPair]:
+    """So many pairs, with their tensors on the CPU. One that is none is its item's failure.
+
+    Raises:
+        UnreadableError: they are not as many.
+    """
+    if type(found) is OnHost:
+        found = results_on_host(found)
+    pairs = _read(found, expected, name, "pairs (output, is_done), one per state")
+    read = [_read_pair(pair, name) for pair in pairs]
+    if moves_to_cpu:
+        # The first output says whether there are tensors of a GPU: so without those that are None.
+        outputs = [each[0] for each in read if type(each) is tuple and each[0] is not None]
+        moved = results_on_host(outputs)
+        if moved is not outputs:
+            left = iter(moved)
+            read = [
+                (next(left), each[1]) if type(each) is tuple and each[0] is not None else each
+                for each in read
+            ]
+    return read
+
+
+def _read(found: Any, expected: int, name: str, what: str) -> list[Any]:
+    parts = _as_list(found)
+    if parts is None or len(parts) != expected:
+        raise UnreadableError(
+            f"{name} must return a sequence of {expected} {what}; it returned {_kind(found)}",
+            parts or (),
+        )
+    return parts
+
+
+def _read_pair(pair: Any, name: str) -> StepPair:
+    if type(pair) is tuple and len(pair) == 2 and type(pair[1]) is bool:  # the usual case
+        return pair
+    if isinstance(pair, Exception):
+        return Failure.caught(pair)
+    parts = _as_list(pair)
+    # Where a model returns all outputs and then all flags, of two items, these look like pairs.
+    if parts is not None and len(parts) == 2 and _is_flag(parts[1]):
+        return parts[0], bool(parts[1])
+    return Failure(
+        BadModelOutput(
+            f"{name} must return a pair (output, is_done) for each state, and is_done must be "
+            f"True or False; it returned {_kind(pair)}"
+        )
+    )
+
+
+def _is_flag(value: Any) -> bool:
+    """Whether it is one bool, also of numpy or torch."""
+    kind = str(getattr(value, "dtype", ""))
+    return type(value) is bool or (
+        kind in ("bool", "torch.bool") and not tuple(getattr(value, "shape", ()))
+    )
+
+
+def _as_list(found: Any) -> list[Any] | None:
+    if not is_sequence(found):
+        return None
+    try:
+        return list(found)
+    except TypeError:  # an array without dimensions
+        return None
+
+
+def _kind(found: Any) -> str:
+    parts = _as_list(found)
+    kind = type(found).__qualname__
+    return kind if parts is None else f"{kind} of {len(parts)}"
