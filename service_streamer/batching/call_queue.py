@@ -25,7 +25,7 @@ from .policy import Decision, Finish
 from .turns import TurnOrder, work_of
 
 #: Members of an enum are looked up in Python, and every call asks for these.
-_WAITING, _RUNNING, _OVER = CallState.WAITING, CallState.RUNNING, CallState.OVER
+_WAITING, _RUNNING = CallState.WAITING, CallState.RUNNING
 
 
 class CallQueue:
@@ -460,14 +460,3 @@ def run(call: Call) -> None:
     """All items of the call, which is new, go into a batch."""
     call.pending = 0
     call.state = _RUNNING
-
-
-def lose_queue(call: Call) -> None:
-    """The queue that the call may wait in is about to be made anew, without it."""
-    call.state = _RUNNING
-
-
-def end(call: Call) -> None:
-    """The call, which has left its queue, is over: let go of its items."""
-    call.state = _OVER
-    call.payloads, call.lengths, call.handed_out = (), None, None

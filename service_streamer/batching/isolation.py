@@ -124,6 +124,7 @@ class Retries:
     Attributes:
         grace: how many workers may have died with a part that need not be alone with its worker.
         waiting: the parts that wait, in their order.
+        ended: what is to be logged since ``take_ended``: searches that have come to an end.
         retried_items: how many were to be run again since their worker died.
         isolated_calls: how many failed by themselves, so that others did not.
     """
@@ -134,8 +135,17 @@ class Retries:
         self._is_turn_of_new = False
         self.grace = 0
         self.waiting: list[Suspects] = []
+        self.ended: list[Search | Raised] = []
         self.retried_items = 0
         self.isolated_calls = 0
+
+    def take_ended(self) -> Sequence[Search | Raised]:
+        """What is to be logged since the last time."""
+        ended = self.ended
+        if not ended:
+            return ()
+        self.ended = []
+        return ended
 
     @property
     def items(self) -> int:
@@ -167,14 +177,11 @@ class Retries:
         """The batch that was cut is one of new items."""
         self._is_turn_of_new = False
 
-    def take(
-        self, now: float, expire: Callable[[Call], None], over: list[Search]
-    ) -> Suspects | None:
+    def take(self, now: float, expire: Callable[[Call], None]) -> Suspects | None:
         """The next part that somebody waits for. It waits until ``gone`` is called with it.
 
         Args:
             expire: ends a call on the way there whose time has ended.
-            over: gets the searches that end since no caller waits for the rest of them.
         """
         self._is_turn_of_new = True
         while self.waiting:
@@ -187,20 +194,16 @@ class Retries:
                 part.search.runs += 1
                 return Suspects(spans, part.search, part.losses)
             self.gone()
-            over += self.part_over(part.search)
+            self.part_over(part.search)
         return None
 
-    def drop_unwanted(self, over: list[Search]) -> bool:
-        """Drop the next parts if no caller waits for them; whether another is the next by that.
-
-        Args:
-            over: gets the searches that end by that.
-        """
+    def drop_unwanted(self) -> bool:
+        """Drop the next parts if no caller waits for them; whether another is the next by that."""
         before = len(self.waiting)
         while self.waiting and not _unanswered(self.waiting[0].spans):
             search = self.waiting[0].search
             self.gone()
-            over += self.part_over(search)
+            self.part_over(search)
         return len(self.waiting) < before
 
     def gone(self) -> None:
@@ -301,19 +304,29 @@ class Retries:
             return self.lost(batch, failure, count)
         return self.not_begun(batch, failure, is_outage=True)
 
-    def given_up(self, batch: BatchRecord, failed: int) -> list[Search]:
-        """So many calls of the batch have failed for good; the search, if it has ended by that."""
-        if batch.search is None:
-            return []
-        batch.search.failed += failed
-        if failed == 1:
-            self.isolated_calls += 1
-        return self.part_over(batch.search)
+    def given_up(self, batch: BatchRecord, failed: int) -> None:
+        """So many calls of the batch have failed for good."""
+        if batch.search is not None:
+            batch.search.failed += failed
+            if failed == 1:
+                self.isolated_calls += 1
+            self.part_over(batch.search)
 
-    def part_over(self, search: Search) -> list[Search]:
-        """One part less to be run; the search itself if it was the last."""
+    def some_failed(self, batch: BatchRecord, failed: int) -> None:
+        """So many calls of the batch have failed, each by itself."""
+        report = batch.report
+        if batch.search is not None:
+            batch.search.failed += failed
+        if report.runs:
+            self.isolated_calls += failed
+            failure = next(iter(report.failures.values()), None)
+            self.ended.append(Raised(batch.calls, failed, failure, report.runs))
+
+    def part_over(self, search: Search) -> None:
+        """One part less to be run."""
         search.parts -= 1
-        return [] if search.parts else [search]
+        if not search.parts:
+            self.ended.append(search)
 
     def _search(self, batch: BatchRecord, failure: Any) -> Search:
         self._searches += 1

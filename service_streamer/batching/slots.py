@@ -238,9 +238,7 @@ class Slots:
             for number, holder in self._slots.items():
                 self._arrange(number, holder)
 
-    def give(
-        self, batch: BatchRecord, now: float, *, is_ahead: bool, duration: float = 0.0
-    ) -> None:
+    def give(self, batch: BatchRecord, now: float, duration: float) -> None:
         """The batch goes to its slot, which is idle, or takes one ahead.
 
         Args:
@@ -250,15 +248,20 @@ class Slots:
         slot.free_at = (now if slot.free_at < now else slot.free_at) + duration
         slot.batches[batch.id] = batch
         self.items += batch.size
-        if is_ahead:
-            del self.without_ahead[batch.slot]
-        else:
+        if batch.slot in self.idle:
             del self.idle[batch.slot]
             slot.busy_since = now
+        else:
+            del self.without_ahead[batch.slot]
         if self._sends_ahead and len(slot.batches) < self.room and batch.losses <= self.grace:
             self.without_ahead[batch.slot] = None  # at the end
         if now + self._least < self.next_look:
             self.next_look = now + self._least
+
+    @property
+    def is_one_by_one(self) -> bool:
+        """Whether a worker is at one batch at a time: its model has neither steps nor stages."""
+        return not self.places and not self.beside
 
     @property
     def beside(self) -> float:

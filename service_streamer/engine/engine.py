@@ -25,8 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ..batching.actions import NOTHING, Actions
-from ..batching.batcher import Batcher
+from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import (
     Overloaded,
     PredictTimeout,
@@ -216,7 +215,7 @@ class Engine:
             now, stats = core.clock(), core.stats()
             figures, steps = core.batcher.figures, core.batcher.steps
             recent, restarted_at = [*figures.recent], [*core.restarted_at]
-            line = figures.policy.cost.line
+            line = core.batcher.policy.cost.line
             of_steps = None if steps is None else steps.log.summary(len(core.batcher.slots))
         return summarize(
             recent,
@@ -243,7 +242,7 @@ class Engine:
     def late(self, timeout: float | None) -> StreamerError:
         """What to raise when the results were not there within ``timeout`` seconds."""
         text = f"no result within {timeout} s ({self.describe()})"
-        if self.core.batcher.figures.retries.has_waiting_alone:
+        if self.core.batcher.retries.has_waiting_alone:
             text += "; a worker died, and the search for the item at fault is still running"
         return PredictTimeout(text)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ..batching.actions import Actions
-from ..batching.batcher import Batcher
+from ..batching.batcher import Actions, Batcher
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Loss, RestartPolicy, Supervisor
 
@@ -79,7 +78,7 @@ class Crew:
         scaling, supervisor = self._scaling, self._supervisor
         if not scaling.is_due(self._batcher.pending_items, now):
             return
-        load = self._batcher.figures.load(0, self._start_duration)
+        load = self._batcher.load(0, self._start_duration)
         wanted = scaling.decide(load, now)
         if wanted == supervisor.wanted:
             return
