@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..observe.recent import StepLog
-from ..observe.record import ORDINARY, BatchRecord, BatchReport, Call, Reason, StepReport
+from ..observe.record import BatchRecord, BatchReport, Call, Reason, StepReport
 from ..options.table import StreamerOptions
 from ..supervision.autoscaling import Load
 from ..supervision.health import BatchBound
@@ -244,7 +244,6 @@ class Batcher:
             if (
                 queue.items < scheduler.enough
                 and now < waits_until
-                and call.precedence is ORDINARY
                 and queue.goes_by_arrival
                 and not self._is_pressed
             ):

@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from operator import attrgetter
 
-from ..observe.record import ORDINARY, Call, CallState, Reason
+from ..observe.record import Call, CallState, Reason
 from . import tuning
 from .learning import LearnedCost
 from .turns import TurnOrder
@@ -76,7 +76,7 @@ class LengthWindow:
         self._sorted: list[Entry] = []  # with entries of calls that are over, which are skipped
         self._new: list[Entry] = []  # those that are not yet among them
         self._held: dict[Call, dict[int, Entry]] = {}  # of those that wait, by place in their call
-        self._turns: TurnOrder | None = None  # of these, if there was one with a precedence
+        self._turns = TurnOrder(weights)  # of these
         self._oldest: Call | None = None  # None if that is not known
         self._count = 0
 
@@ -90,11 +90,9 @@ class LengthWindow:
         """These items of the call are in the window from now on."""
         held, lengths, number = self._held, call.lengths, self._count
         if not held:
-            self._turns = None
-        turns = self._turns_with(call, size_class)
-        if turns is not None:
-            turns.add(call, len(positions), size_class)
-            self._oldest = None
+            self._turns = TurnOrder(self._weights)
+        self._turns.add(call, len(positions), size_class)
+        self._oldest = None
         own = held.get(call)
         if own is None:
             own = held[call] = {}
@@ -106,28 +104,20 @@ class LengthWindow:
         self._count = number
         self.items += len(positions)
 
-    def _turns_with(self, call: Call, size_class: int) -> TurnOrder | None:
-        """Whose turn it is, from the first call on that is not like the others; else None."""
-        if self._turns is None and (size_class or call.precedence is not ORDINARY):
-            held = {each: len(entries) for each, entries in self._held.items()}
-            self._turns = TurnOrder(self._weights, held)
-        return self._turns
-
-    def remove(self, call: Call) -> list[float]:
-        """The call is about to end; the lengths of those of its items that are here."""
+    def remove(self, call: Call) -> None:
+        """The call is about to end."""
         held = self._held.pop(call, {})
         self.items -= len(held)
-        if held and self._turns is not None:
+        if held:
             self._turns.remove(call, len(held))
-        return [length for length, _, _, _ in held.values()]
 
     def head(self, now: float) -> Call:
         """Whose turn it is; there must be one."""
-        return next(iter(self._held)) if self._turns is None else self._turns.head(now).call
+        return self._turns.head(now).call
 
     def oldest(self) -> Call:
         """The call that has waited longest; there must be one."""
-        if self._turns is None:  # then they came here by arrival
+        if self._turns.is_by_arrival:
             return next(iter(self._held))
         if self._oldest not in self._held:
             self._oldest = min(self._held, key=attrgetter("arrived_at"))
@@ -137,12 +127,11 @@ class LengthWindow:
     @property
     def work(self) -> float:
         """The lengths of the items that are here, together."""
-        return sum([entry[0] for own in self._held.values() for entry in own.values()])
+        return self._turns.work
 
     def ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
         """As of ``TurnOrder``."""
-        turns = self._turns_with(call, size_class)
-        return self.work if turns is None else turns.ahead(call, size_class, work, unit)
+        return self._turns.ahead(call, size_class, work, unit)
 
     def take(
         self,
@@ -150,7 +139,7 @@ class LengthWindow:
         max_cost: float,
         now: float,
         is_left_out: Callable[[Call], bool],
-        large: Container[Call],
+        large: Set[Call],
         large_cost: float,
     ) -> tuple[list[Entry], float, Reason | None]:
         """Cut the first item of the call whose turn it is, and its neighbours in length.
@@ -171,7 +160,7 @@ class LengthWindow:
         group = _Neighbours(next(iter(self._held[call].values())))
         # Its neighbours cost about as much as the first item.
         large_room = int(max(1.0, min(large_cost / (group.length or 1.0), room)))
-        kinds = {each in large for each in self._held} if self._turns is not None else {False}
+        kinds = {each in large for each in self._held} if large else {False}
         for is_large in sorted(kinds, key=(call in large).__ne__):  # its own kind first
 
             def is_other(each: Call, is_large: bool = is_large) -> bool:
@@ -286,8 +275,6 @@ class LengthWindow:
             del own[index]
             if not own:
                 del held[call]
-        if turns is None:
-            return
         for call in dict.fromkeys([entry[2] for entry in chosen]):  # the first one's is the first
             queued = turns.get(call)
             size = queued.items - len(held.get(call, ()))
@@ -305,7 +292,7 @@ class LengthWindow:
         assert sorted(held) == sorted(
             entry for entry in [*self._sorted, *self._new] if entry[2].state is _WAITING
         )
-        if self._turns is not None and held:
+        if held:
             self._turns.check_invariants()
             sizes = {call: len(entries) for call, entries in self._held.items()}
             assert sizes == {call: self._turns.get(call).items for call in self._turns}

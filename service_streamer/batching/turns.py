@@ -32,8 +32,6 @@ from math import frexp, inf, isclose, ldexp
 from ..observe.record import Call
 from . import tuning
 
-_NEVER = inf
-
 #: What the calls of a group have in common. Of small calls whose time was given with them, their
 #: deadline, rounded down, so that there are few groups, however many calls wait. Of the others
 #: their priority and their class of size.
@@ -138,22 +136,33 @@ class TenantLine:
             self._tags.clear()
         self._alike, self._latest = None, -inf
 
+    @property
+    def is_alike(self) -> bool:
+        """Whether all that wait go by arrival."""
+        return self._alike is not None
+
+    def _goes_by_arrival(self, call: Call, size_class: int) -> bool:
+        """Whether the call goes by arrival behind those that do, or is the first."""
+        priority, _, has_deadline = call.precedence
+        if call.deadline < self._latest or (has_deadline and not size_class):
+            return False
+        return not self.groups or (
+            self._alike is not None and self._alike.kind == (priority, size_class)
+        )
+
     def add(self, queued: Queued) -> None:
         """The call waits from now on."""
-        call = queued.call
-        priority, _, has_deadline = call.precedence
-        (self._large if queued.size_class else self._by_arrival).append(queued)
-        queued.is_timed = call.deadline < _NEVER and not queued.size_class
-        if call.deadline >= self._latest and (not has_deadline or queued.size_class):
-            kind = priority, queued.size_class
-            if not self.groups:
-                self._alike = self._begin(kind, 0.0)
-            if self._alike is not None and self._alike.kind == kind:
-                queued.group = self._alike
-                self._latest = call.deadline
-                return
+        call, size_class = queued.call, queued.size_class
+        (self._large if size_class else self._by_arrival).append(queued)
+        queued.is_timed = call.deadline < inf and not size_class
+        if self._goes_by_arrival(call, size_class):
+            if self._alike is None:
+                self._alike = self._begin((call.precedence.priority, size_class), 0.0)
+            queued.group = self._alike
+            self._latest = call.deadline
+            return
         if self._alike is not None:
-            self._alike = None
+            self._alike, self.turns, self.credit = None, 0, 0.0  # so far the oldest was next
             for other in [*self._by_arrival, *self._large]:  # one is empty, but for this one
                 if other.items:
                     self._rank(other)
@@ -166,7 +175,7 @@ class TenantLine:
         if has_deadline and not queued.size_class:
             queued.is_timed = False
             soon = deadline
-            if deadline < _NEVER:
+            if deadline < inf:
                 exponent = frexp(deadline - call.arrived_at)[1]
                 soon -= deadline % ldexp(1.0, exponent - _PRECISION)
             queued.group = self.groups.get(soon) or self._begin(soon, 0.0)
@@ -212,6 +221,8 @@ class TenantLine:
         Args:
             work: of the call itself, which is not counted.
         """
+        if self._goes_by_arrival(call, size_class):
+            return self.work
         if size_class:
             return self._ahead_of_large(call.precedence.priority, size_class, work)
         sooner = timed = later = higher = 0.0
@@ -311,13 +322,9 @@ class TurnOrder:
 
     Args:
         weights: of the tenants whose weight is not 1.
-        waiting: ordinary calls that wait already, by arrival, and how many items of each.
-        size_class: of all these.
     """
 
-    def __init__(
-        self, weights: Mapping[str, float], waiting: Mapping[Call, int], size_class: int = 0
-    ) -> None:
+    def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._queued: OrderedDict[Call, Queued] = OrderedDict()
         self._stale = 0  # calls in the lines that do not wait any more, at most
@@ -332,8 +339,6 @@ class TurnOrder:
         self._queries = 0
         self._shares: list[tuple[float, float, float]] = []  # see ``_served_before``
         self._shares_at = -inf  # turns and queries until then
-        for call, items in waiting.items():
-            self.add(call, items, size_class)
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self._queued)
@@ -344,6 +349,16 @@ class TurnOrder:
     def get(self, call: Call) -> Queued:
         """Of the call, which must be here."""
         return self._queued[call]
+
+    @property
+    def work(self) -> float:
+        """What those cost that wait."""
+        return sum([line.work for line in self._lines.values()])
+
+    @property
+    def is_by_arrival(self) -> bool:
+        """Whether all calls go by arrival; if no, perhaps so, too."""
+        return len(self._lines) == 1 and next(iter(self._lines.values())).is_alike
 
     def add(self, call: Call, items: int, size_class: int) -> None:
         """The call waits from now on, with so many of its items. If it does already, with more."""
