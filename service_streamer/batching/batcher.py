@@ -567,7 +567,9 @@ class Batcher:
         if part is None:
             return ()
         items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
-        batch = BatchRecord(next(self._ids), slot, part.spans, items, part.search, part.losses)
+        batch = BatchRecord(
+            next(self._ids), slot, part.spans, items, part.search, part.losses, part.outages
+        )
         batch.calls = len({call for call, _, _ in part.spans})
         self._give(batch, now)
         self.retries.gone()

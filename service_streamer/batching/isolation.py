@@ -62,21 +62,16 @@ class Search:
         items: of the batch.
         failure: what began it, opaque here.
         deaths_left: how many more workers may die of it.
-        outages: how many were lost with their host while they had an item of it, by item. Not one
-            number for all: a host with many workers takes many parts with it at once.
         number: of the searches so far; the oldest goes first.
         parts: how many are not over: they wait to be run, or are being run.
         runs: extra model calls so far.
         failed: calls that failed so far.
     """
 
-    def __init__(
-        self, batch: BatchRecord, failure: Any, *, deaths: int = 0, number: int = 0
-    ) -> None:
-        self.items = batch.size
+    def __init__(self, items: int, failure: Any, *, deaths: int, number: int) -> None:
+        self.items = items
         self.failure = failure
         self.deaths_left = deaths
-        self.outages: Counter[tuple[Call, int]] = Counter()
         self.number = number
         self.parts = 1  # the batch itself
         self.runs = 0
@@ -104,14 +99,17 @@ class Suspects:
 
     Attributes:
         losses: how many workers died while they held its items; if any, it is to be run alone.
+        outages: how many were lost with their host while they held its items. Not a number of the
+            search: a host with many workers takes many parts with it at once.
     """
 
-    __slots__ = ("losses", "search", "size", "spans")
+    __slots__ = ("losses", "outages", "search", "size", "spans")
 
-    def __init__(self, spans: list[Span], search: Search, losses: int) -> None:
+    def __init__(self, spans: list[Span], search: Search, losses: int, outages: int) -> None:
         self.spans = spans
         self.search = search
         self.losses = losses
+        self.outages = outages
         self.size = _size(spans)
 
 
@@ -192,7 +190,7 @@ class Retries:
             spans = _unanswered(part.spans)
             if spans:
                 part.search.runs += 1
-                return Suspects(spans, part.search, part.losses)
+                return Suspects(spans, part.search, part.losses, part.outages)
             self.gone()
             self.part_over(part.search)
         return None
@@ -234,75 +232,88 @@ class Retries:
         search.parts -= len(dropped)
         return dropped
 
-    # -- what became of batches
+    # -- what became of batches: whether they are run again, or else their calls fail
 
     def lost(self, batch: BatchRecord, failure: Any, count: int) -> bool:
-        """A worker died with the batch; whether it is run again: else its calls fail.
-
-        Args:
-            count: in how many parts.
-        """
-        losses = batch.losses + 1
-        spans = _unanswered(batch.spans)
-        if not spans or self._max_attempts == 1:
+        """A worker died with the batch: it is run again in so many parts, each with its worker."""
+        search = self._search(batch, failure)
+        if search is None:
             return False
-        search = batch.search or self._search(batch, failure)
         search.deaths_left -= 1
         # As it ran: if one item is left of several, it is not known to be to blame.
-        is_guilty = batch.size == 1 and losses >= self._max_attempts
+        is_guilty = batch.size == 1 and batch.losses + 1 >= self._max_attempts
         if is_guilty or search.deaths_left <= 0:
             return False
+        spans = _unanswered(batch.spans)
         size = _size(spans)
-        self._split(search, _in_parts(spans, -(-size // min(count, size))), losses)
-        self.retried_items += size
+        parts = _in_parts(spans, -(-size // min(count, size)))
+        self._run_again(batch, search, parts, losses=batch.losses + 1)
         return True
 
     def device_failed(self, batch: BatchRecord, failure: Any) -> bool:
-        """The device of its worker failed with the batch; whether it is run again, as ``lost``.
+        """The device of its worker failed with the batch.
 
-        Each call by itself, so that one at fault takes no other with it; and once only, since
-        another such end costs another start of a worker.
+        Each call is run again by itself, so that one at fault takes no other with it; and once
+        only, since another such end costs another start of a worker.
         """
-        losses = batch.losses + 1
-        spans = _unanswered(batch.spans)
         if batch.search is not None:
             batch.search.deaths_left -= 1
-        if not spans or losses >= min(self._max_attempts, tuning.MOST_DEVICE_FAILURES):
+        if batch.losses + 1 >= min(self._max_attempts, tuning.MOST_DEVICE_FAILURES):
+            return False
+        search = self._search(batch, failure)
+        if search is None:
             return False
         calls: dict[Call, list[Span]] = {}
-        for span in spans:
+        for span in _unanswered(batch.spans):
             calls.setdefault(span[0], []).append(span)
-        search = batch.search or self._search(batch, failure)
-        self._split(search, calls.values(), losses)
-        self.retried_items += _size(spans)
+        self._run_again(batch, search, calls.values(), losses=batch.losses + 1)
         return True
 
     def not_begun(self, batch: BatchRecord, failure: Any, *, is_outage: bool = False) -> bool:
         """Its worker was lost before it began with the batch: that is run again as it was."""
-        spans = _unanswered(batch.spans)
-        if not spans or self._max_attempts == 1:
+        search = self._search(batch, failure)
+        if search is None:
             return False
-        search = batch.search or self._search(batch, failure)
-        if is_outage:
-            search.outages.update(_items(spans))
-        self._split(search, [spans], batch.losses)
-        self.retried_items += _size(spans)
+        outages = batch.outages + is_outage
+        spans = _unanswered(batch.spans)
+        self._run_again(batch, search, [spans], losses=batch.losses, outages=outages)
         return True
 
     def met_outage(self, batch: BatchRecord, failure: Any, count: int) -> bool:
         """Its worker was lost with its host, whatever it computed: it is run again as it was.
 
         After some times it counts as ``lost``: perhaps an item of it has ended these hosts.
-
-        Args:
-            count: in how many parts it is run again then.
         """
-        search = batch.search
-        if search is not None and any(
-            search.outages[item] >= tuning.MOST_OUTAGES for item in _items(batch.spans)
-        ):
+        if batch.outages >= tuning.MOST_OUTAGES:
             return self.lost(batch, failure, count)
         return self.not_begun(batch, failure, is_outage=True)
+
+    def _search(self, batch: BatchRecord, failure: Any) -> Search | None:
+        """The batch's, which begins if it has none; None if it is not run again."""
+        if self._max_attempts == 1 or not _unanswered(batch.spans):
+            return None
+        if batch.search is not None:
+            search: Search = batch.search
+            return search
+        self._searches += 1
+        deaths = deaths_allowed(batch.size, self._max_attempts)
+        return Search(batch.size, failure, deaths=deaths, number=self._searches)
+
+    def _run_again(
+        self,
+        batch: BatchRecord,
+        search: Search,
+        parts: Iterable[list[Span]],
+        *,
+        losses: int,
+        outages: int | None = None,
+    ) -> None:
+        outages = batch.outages if outages is None else outages
+        suspects = [Suspects(part, search, losses, outages) for part in parts]
+        search.parts += len(suspects) - 1
+        self.retried_items += sum(part.size for part in suspects)
+        self.waiting += suspects
+        self.waiting.sort(key=_BY_SEARCH)  # of one search they stay in order
 
     def given_up(self, batch: BatchRecord, failed: int) -> None:
         """So many calls of the batch have failed for good."""
@@ -328,17 +339,6 @@ class Retries:
         if not search.parts:
             self.ended.append(search)
 
-    def _search(self, batch: BatchRecord, failure: Any) -> Search:
-        self._searches += 1
-        deaths = deaths_allowed(batch.size, self._max_attempts)
-        return Search(batch, failure, deaths=deaths, number=self._searches)
-
-    def _split(self, search: Search, halves: Iterable[list[Span]], losses: int) -> None:
-        parts = [Suspects(half, search, losses) for half in halves if half]
-        search.parts += len(parts) - 1
-        self.waiting += parts
-        self.waiting.sort(key=_BY_SEARCH)  # of one search they stay in order
-
     def check_invariants(self) -> None:
         waiting = Counter(part.search for part in self.waiting)
         assert all(search.parts >= count for search, count in waiting.items())
@@ -346,10 +346,6 @@ class Retries:
 
 def _size(spans: Sequence[Span]) -> int:
     return sum(stop - start for _, start, stop in spans)
-
-
-def _items(spans: Sequence[Span]) -> Iterator[tuple[Call, int]]:
-    return ((call, index) for call, start, stop in spans for index in range(start, stop))
 
 
 def _unanswered(spans: Sequence[Span]) -> list[Span]:

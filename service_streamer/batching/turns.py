@@ -91,7 +91,17 @@ class Queued:
         self.items = 0
         self.size_class = size_class
         self.is_timed = False
-        self.unit = 1.0 if call.lengths is None else work_of(call) / call.size or 1.0
+        lengths = call.lengths
+        self.unit = 1.0 if lengths is None else sum(lengths) / call.size or 1.0
+
+    def count(self, items: int) -> None:
+        """So many more of its items wait."""
+        group, work = self.group, items * self.unit
+        self.items += items
+        group.items += items
+        group.work += work
+        if self.is_timed:
+            group.timed += work
 
 
 class TenantLine:
@@ -372,9 +382,7 @@ class TurnOrder:
                 self._new[line] = self._virtual
             queued = self._queued[call] = Queued(call, line, size_class)
             line.add(queued)
-        queued.items += items
-        queued.group.items += items
-        self._count_work(queued, items)
+        queued.count(items)
 
     def remove(self, call: Call, size: int, cost: float = 0.0) -> None:
         """So many items of the call, which are about to be cut or to end, wait no more.
@@ -389,9 +397,7 @@ class TurnOrder:
 
     def _leave(self, queued: Queued, size: int) -> None:
         line, group = queued.line, queued.group
-        queued.items -= size
-        group.items -= size
-        self._count_work(queued, -size)
+        queued.count(-size)
         if not group.items:
             line.end(group)
             if not line.groups:
@@ -404,14 +410,6 @@ class TurnOrder:
         self._stale += 1
         if self._stale > 16 and self._stale > len(self._queued):
             self._sweep()
-
-    @staticmethod
-    def _count_work(queued: Queued, items: int) -> None:
-        """So many items more wait."""
-        work = items * queued.unit
-        queued.group.work += work
-        if queued.is_timed:
-            queued.group.timed += work
 
     def head(self, now: float) -> Queued:
         """Whose turn it is; there must be one."""
