@@ -29,6 +29,7 @@ from . import tuning
 from .call_ledger import CallLedger
 from .call_queue import CallQueue, run
 from .isolation import Raised, Search
+from .length_queue import LengthQueue
 from .policy import Decision, Policy
 from .scheduler import BatchScheduler, Scheduler, StepScheduler, room_of_places
 from .slots import Slots
@@ -144,9 +145,9 @@ class Batcher:
                 round_trip=round_trip,
             )
         )
-        self._new_queue: Callable[[], CallQueue] = lambda: CallQueue(
-            self.policy.cost, batch_size, tenant_weights, has_lengths=has_lengths
-        )
+        self._new_queue: Callable[[], CallQueue] = lambda: (
+            LengthQueue if has_lengths else CallQueue
+        )(self.policy.cost, batch_size, tenant_weights)
         self._new_scheduler: Callable[[], Scheduler] = lambda: BatchScheduler(
             self._ledger, self.policy
         )

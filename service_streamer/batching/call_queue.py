@@ -1,8 +1,6 @@
 """Calls that wait, and which of their items go into a batch.
 
-Calls have turns (``turns``). Where items have lengths, the neighbours in length of the one whose
-turn it is go along with it, out of a window (``length_window``), into which calls come in their
-turn.
+Calls have turns (``turns``). Where items have lengths, the queue is a ``LengthQueue``.
 
 Calls that are over are not searched for, only skipped when their turn comes; so ending one costs
 the same however many wait.
@@ -11,15 +9,12 @@ the same however many wait.
 from __future__ import annotations
 
 import math
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..observe.record import BatchRecord, Call, CallState, Reason, Span
 from . import tuning
 from .learning import LearnedCost
-from .length_window import LengthWindow
 from .policy import Decision, Finish
 from .turns import TurnOrder, work_of
 
@@ -34,7 +29,6 @@ class CallQueue:
         cost: what batches cost; learned elsewhere.
         batch_size: the most items of a batch.
         weights: of the tenants whose weight is not 1.
-        has_lengths: whether items have lengths.
 
     Attributes:
         items: how many wait.
@@ -45,30 +39,24 @@ class CallQueue:
         cost: LearnedCost,
         batch_size: int,
         weights: Mapping[str, float] | None = None,
-        *,
-        has_lengths: bool = False,
     ) -> None:
         self.items = 0
         self._cost = cost
         self._batch_size = batch_size
         self._weights = weights or {}
-        self._turns = TurnOrder(self._weights)  # of what is not in the window
-        self._window = LengthWindow(cost, batch_size, self._weights) if has_lengths else None
+        self._turns = TurnOrder(self._weights)
         self._large: set[Call] = set()  # those that wait
-        # From how many items on a call is large, and from which cost on.
-        self._large_items, self._large_cost = float(tuning.LARGE * batch_size), math.inf
+        self._large_items = float(tuning.LARGE * batch_size)  # from so many on a call is large
         self._share = math.inf  # what a batch may cost of large calls beside small ones
         self._mixed = 0  # batches for which small calls are expected beside the large ones
 
     def __iter__(self) -> Iterator[Call]:
-        inside: Sequence[Call] = () if self._window is None else [*self._window]
-        yield from inside
-        yield from [call for call in self._turns if call not in inside]
+        return iter(self._turns)
 
     @property
     def work(self) -> float:
         """What those cost that wait: their lengths together, or their number."""
-        return self.items if self._window is None else self._turns.work + self._window.work
+        return self.items
 
     @property
     def counted(self) -> int:
@@ -93,32 +81,20 @@ class CallQueue:
 
     def _size_class(self, call: Call) -> int:
         """0 if the call is small; a class of large ones is within a factor of two."""
-        size = call.pending / self._large_items
-        if self._window is not None:
-            size = max(size, work_of(call) / self._large_cost)
+        size = self._largeness(call)
         return int(min(size, 2.0**60)).bit_length() if size >= 1.0 else 0
+
+    def _largeness(self, call: Call) -> float:
+        """Its size, of that from which on a call is large."""
+        return call.pending / self._large_items
 
     def restore(self, call: Call, positions: Sequence[int]) -> None:
         """The call waits again with these items; without lengths, its last ones."""
         call.pending = len(positions)
-        if self._window is None or call.pending == call.size:
-            self.add(call)
-            return
-        call.state = _WAITING
-        self.items += call.pending
-        size_class, inside = self._classify(call), call.pending
-        if size_class:
-            # The others, its last ones, have turns before they are in the window.
-            while inside > 1 and positions[inside - 1] == call.size - call.pending + inside - 1:
-                inside -= 1
-            if inside < call.pending:
-                self._turns.add(call, call.pending - inside, size_class)
-        self._window.add(call, positions[:inside], size_class)
+        self.add(call)
 
     def remove(self, call: Call) -> None:
         """The call is about to end."""
-        if self._window is not None:
-            self._window.remove(call)
         if call in self._turns:
             self._turns.remove(call, self._turns.get(call).items)
         self.items -= call.pending
@@ -134,29 +110,21 @@ class CallQueue:
         """A lower estimate of what is computed before a new call with a deadline is over."""
         if not self.items:
             return 0.0
-        size_class, work, unit = self._size_class(call), work_of(call), self.work / self.items
-        ahead = self._turns.ahead(call, size_class, work, unit)
-        if self._window is not None:
-            ahead += self._window.ahead(call, size_class, work, unit)
-        return ahead
+        return self._turns.ahead(
+            call, self._size_class(call), work_of(call), self.work / self.items
+        )
 
     @property
     def goes_by_arrival(self) -> bool:
         """Whether all calls that wait are alike, and items have no lengths."""
-        return self._window is None and self._turns.is_by_arrival
+        return self._turns.is_by_arrival
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; there must be one."""
-        oldest = next(iter(self._turns), None)
-        arrived_at = math.inf if oldest is None else oldest.arrived_at
-        if self._window is None or not self._window.items:
-            return arrived_at
-        return min(arrived_at, self._window.oldest().arrived_at)
+        return next(iter(self._turns)).arrived_at
 
     def first_deadline(self, now: float) -> float:
         """When the time of the call ends whose turn it is; there must be one."""
-        if self._window is not None and self._window.items:
-            return self._window.head(now).deadline
         return self._turns.head(now).call.deadline
 
     def take(
@@ -177,8 +145,6 @@ class CallQueue:
             The batch, which has no number and no slot yet; None if all came too late.
         """
         self._learn()
-        if self._window is not None:
-            return self._take_neighbours(self._window, decision, now, finish, expire)
         room, reason = decision.size, decision.reason
         is_bounded = decision.max_cost < room
         if is_bounded:  # each costs one
@@ -235,17 +201,16 @@ class CallQueue:
 
     def _learn(self) -> None:
         """What is large, now that more batches are back."""
+        if self._cost.is_fitted and self._learn_share():
+            most = tuning.LARGE * self._batch_size
+            self._large_items = min(most, max(2.0, tuning.LARGE * self._share))
+
+    def _learn_share(self) -> bool:
+        """What a batch may cost of large calls; whether that is known."""
         base, per_unit = self._cost.padding
-        has_lengths = self._window is not None
-        if not per_unit or not (has_lengths or self._cost.is_fitted):
-            return  # without lengths all items are alike: nothing has to be guessed
-        self._share = max(tuning.LARGE_SECONDS, tuning.FIXED_COSTS * base) / per_unit
-        if not has_lengths:
-            self._large_items = min(
-                tuning.LARGE * self._batch_size, max(2.0, tuning.LARGE * self._share)
-            )
-        else:
-            self._large_cost = max(tuning.LARGE * self._share, sys.float_info.min)
+        if per_unit:
+            self._share = max(tuning.LARGE_SECONDS, tuning.FIXED_COSTS * base) / per_unit
+        return per_unit > 0.0
 
     def _large_cost_now(self) -> float:
         """What the next batch may cost of large calls, where small ones come beside them.
@@ -279,75 +244,6 @@ class CallQueue:
             return True
         return deadline < finish.likely + added and self.items > room
 
-    # -- where items have lengths
-
-    def _fill(self, window: LengthWindow, now: float) -> None:
-        """Calls enter the window in turn: small ones as a whole, so it may be more than full."""
-        turns = self._turns
-        while window.items < window.size and self.items > window.items:
-            queued = turns.head(now)
-            call, left, size = queued.call, queued.items, queued.items
-            if queued.size_class:
-                size = min(turns.most(queued), window.size - window.items)
-                if size > 1 and 2 * window.items > window.size:
-                    break  # it is alone: to sort many at once takes less
-            start = call.size - left
-            # Items without length cost too: a tenant with no others would always be next.
-            cost = sum(call.lengths[start : start + size]) if call.lengths else 0.0
-            turns.took(queued, size, cost or float(size))
-            window.add(call, range(start, start + size), queued.size_class)
-
-    def _take_neighbours(
-        self,
-        window: LengthWindow,
-        decision: Decision,
-        now: float,
-        finish: Finish,
-        expire: Callable[[Call], None],
-    ) -> BatchRecord | None:
-        """Cut the first item in turn, and its neighbours in length, as ``take`` does."""
-        room = decision.size
-        surely = finish.last(now, min(room, self.items))
-
-        def is_left_out(call: Call) -> bool:
-            """Whether an entry of the call is not to be cut, now or any more."""
-            if call.state is not _WAITING:
-                return True
-            if call.deadline > surely or not self._is_late(call, 0, room, now, finish):
-                return False  # as nearly always
-            expire(call)
-            return True
-
-        self._fill(window, now)
-        while self.items and is_left_out(window.head(now)):
-            self._fill(window, now)
-        if not self.items:
-            return None
-        chosen, length, reason = window.take(
-            room, decision.max_cost, now, is_left_out, self._large, self._large_cost_now()
-        )
-        calls = Counter([call for _, _, call, _ in chosen])  # how many of each
-        if len(calls) < len(chosen):  # those of a call together, so that it is one to whoever looks
-            order = {call: number for number, call in enumerate(calls)}
-            chosen.sort(key=lambda entry: (order[entry[2]], entry[3]))
-        spans: list[Span] = []
-        payloads: list[Any] = []
-        for _, _, call, index in chosen:
-            if spans and spans[-1][0] is call and spans[-1][2] == index:
-                spans[-1] = (call, spans[-1][1], index + 1)
-            else:
-                spans.append((call, index, index + 1))
-            payloads.append(call.payloads[index])
-        for call, count in calls.items():
-            self._cut(call, count)
-        self._forget_turns()
-        batch = BatchRecord(-1, -1, spans, payloads)
-        batch.cost, batch.calls = batch.size * length, len(calls)
-        if reason is None or batch.size == room or not self.items:
-            reason = decision.reason
-        batch.reason = decision.cost_reason if reason is Reason.COST else reason
-        return batch
-
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if what waits and the counts differ. For tests."""
         waiting = [*self]
@@ -357,11 +253,6 @@ class CallQueue:
         most = tuning.LARGE * self._batch_size
         assert self.counted == sum(min(call.pending, most) for call in waiting)
         self._turns.check_invariants()
-        inside = 0
-        if self._window is not None:
-            self._window.check_invariants()
-            inside = self._window.items
-        assert self.items - inside == sum(self._turns.get(call).items for call in self._turns)
 
 
 def run(call: Call) -> None:

@@ -1,6 +1,7 @@
-"""Which of the items that wait go together, where items have lengths.
+"""Calls that wait, and which of their items go together, where items have lengths.
 
-A model pads all items of a batch to the longest. So a batch is grown around the item whose turn it
+Calls come in their turn into a window, which has items by length, and there have turns again. A
+model pads all items of a batch to the longest. So a batch is grown around the item whose turn it
 is, by its neighbours in length, and is cut where it is cheapest for each:
 
     a + b * padding        what a batch of n costs beside the items themselves, for each of them:
@@ -16,13 +17,17 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
-from ..observe.record import Call, CallState, Reason
+from ..observe.record import BatchRecord, Call, CallState, Reason, Span
 from . import tuning
+from .call_queue import CallQueue
 from .learning import LearnedCost
-from .turns import TurnOrder
+from .policy import Decision, Finish
+from .turns import TurnOrder, work_of
 
 #: An item in the window: its length, a number that no other has, and which item of which call.
 Entry = tuple[float, int, Call, int]
@@ -55,43 +60,99 @@ class _Neighbours:
         self.start, self.stop = sys.maxsize, 0
 
 
-class LengthWindow:
-    """Items of the calls whose turn is next, by length.
+class LengthQueue(CallQueue):
+    """The queue of calls whose items have lengths; see ``CallQueue``."""
 
-    Args:
-        cost: what batches cost; learned elsewhere.
-        batch_size: the most items of a batch.
-        weights: of the tenants whose weight is not 1.
-
-    Attributes:
-        items: how many are here, of calls that wait.
-        size: up to how many it is filled.
-    """
-
-    def __init__(self, cost: LearnedCost, batch_size: int, weights: Mapping[str, float]) -> None:
-        self.items = 0
-        self.size = tuning.WINDOW_BATCHES * batch_size
-        self._cost = cost
-        self._weights = weights
+    def __init__(
+        self,
+        cost: LearnedCost,
+        batch_size: int,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(cost, batch_size, weights)
+        self._large_cost = math.inf  # from which on a call is large
+        self._inside = 0  # items in the window
+        self._window_size = tuning.WINDOW_BATCHES * batch_size  # up to which it is filled
+        self._window_turns = TurnOrder(self._weights)
         self._sorted: list[Entry] = []  # with entries of calls that are over, which are skipped
         self._new: list[Entry] = []  # those that are not yet among them
         self._held: dict[Call, dict[int, Entry]] = {}  # of those that wait, by place in their call
-        self._turns = TurnOrder(weights)  # of these
-        self._oldest: Call | None = None  # None if that is not known
-        self._count = 0
+        self._oldest: Call | None = None  # in the window; None if that is not known
+        self._entries = 0  # so far
 
     def __iter__(self) -> Iterator[Call]:
-        return iter(self._held)
+        yield from [*self._held]
+        yield from [call for call in self._turns if call not in self._held]
 
-    def __contains__(self, call: object) -> bool:
-        return call in self._held
+    @property
+    def work(self) -> float:
+        return self._turns.work + self._window_turns.work
 
-    def add(self, call: Call, positions: Sequence[int], size_class: int = 0) -> None:
+    def _largeness(self, call: Call) -> float:
+        return max(super()._largeness(call), work_of(call) / self._large_cost)
+
+    def _learn(self) -> None:
+        if self._learn_share():
+            self._large_cost = max(tuning.LARGE * self._share, sys.float_info.min)
+
+    def restore(self, call: Call, positions: Sequence[int]) -> None:
+        call.pending = len(positions)
+        if call.pending == call.size:
+            self.add(call)
+            return
+        call.state = _WAITING
+        self.items += call.pending
+        size_class, inside = self._classify(call), call.pending
+        if size_class:
+            # The others, its last ones, have turns before they are in the window.
+            while inside > 1 and positions[inside - 1] == call.size - call.pending + inside - 1:
+                inside -= 1
+            if inside < call.pending:
+                self._turns.add(call, call.pending - inside, size_class)
+        self._enter(call, positions[:inside], size_class)
+
+    def remove(self, call: Call) -> None:
+        held = self._held.pop(call, None)
+        if held is not None:
+            self._inside -= len(held)
+            self._window_turns.remove(call, len(held))
+        super().remove(call)
+
+    def ahead(self, call: Call) -> float:
+        if not self.items:
+            return 0.0
+        size_class, work, unit = self._size_class(call), work_of(call), self.work / self.items
+        orders = self._turns, self._window_turns
+        return sum([turns.ahead(call, size_class, work, unit) for turns in orders])
+
+    @property
+    def goes_by_arrival(self) -> bool:
+        return False
+
+    def oldest_arrival(self) -> float:
+        outside = next(iter(self._turns), None)
+        arrived_at = math.inf if outside is None else outside.arrived_at
+        if not self._held:
+            return arrived_at
+        if self._window_turns.is_by_arrival:
+            self._oldest = next(iter(self._held))
+        elif self._oldest not in self._held:
+            self._oldest = min(self._held, key=attrgetter("arrived_at"))
+        assert self._oldest is not None
+        return min(arrived_at, self._oldest.arrived_at)
+
+    def first_deadline(self, now: float) -> float:
+        turns = self._window_turns if self._inside else self._turns
+        return turns.head(now).call.deadline
+
+    # -- the window
+
+    def _enter(self, call: Call, positions: Sequence[int], size_class: int) -> None:
         """These items of the call are in the window from now on."""
-        held, lengths, number = self._held, call.lengths, self._count
+        held, lengths, number = self._held, call.lengths, self._entries
         if not held:
-            self._turns = TurnOrder(self._weights)
-        self._turns.add(call, len(positions), size_class)
+            self._window_turns = TurnOrder(self._weights)
+        self._window_turns.add(call, len(positions), size_class)
         self._oldest = None
         own = held.get(call)
         if own is None:
@@ -101,65 +162,90 @@ class LengthWindow:
             length = 1.0 if lengths is None else float(lengths[index])
             own[index] = entry = (length, number, call, index)
             self._new.append(entry)
-        self._count = number
-        self.items += len(positions)
+        self._entries = number
+        self._inside += len(positions)
 
-    def remove(self, call: Call) -> None:
-        """The call is about to end."""
-        held = self._held.pop(call, {})
-        self.items -= len(held)
-        if held:
-            self._turns.remove(call, len(held))
+    def _fill(self, now: float) -> None:
+        """Calls enter the window in turn: small ones as a whole, so it may be more than full."""
+        turns = self._turns
+        while self._inside < self._window_size and self.items > self._inside:
+            queued = turns.head(now)
+            call, left, size = queued.call, queued.items, queued.items
+            if queued.size_class:
+                size = min(turns.most(queued), self._window_size - self._inside)
+                if size > 1 and 2 * self._inside > self._window_size:
+                    break  # it is alone: to sort many at once takes less
+            start = call.size - left
+            # Items without length cost too: a tenant with no others would always be next.
+            cost = sum(call.lengths[start : start + size]) if call.lengths else 0.0
+            turns.took(queued, size, cost or float(size))
+            self._enter(call, range(start, start + size), queued.size_class)
 
-    def head(self, now: float) -> Call:
-        """Whose turn it is; there must be one."""
-        return self._turns.head(now).call
-
-    def oldest(self) -> Call:
-        """The call that has waited longest; there must be one."""
-        if self._turns.is_by_arrival:
-            return next(iter(self._held))
-        if self._oldest not in self._held:
-            self._oldest = min(self._held, key=attrgetter("arrived_at"))
-        assert self._oldest is not None
-        return self._oldest
-
-    @property
-    def work(self) -> float:
-        """The lengths of the items that are here, together."""
-        return self._turns.work
-
-    def ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
-        """As of ``TurnOrder``."""
-        return self._turns.ahead(call, size_class, work, unit)
+    # -- what goes into a batch
 
     def take(
-        self,
-        room: int,
-        max_cost: float,
-        now: float,
-        is_left_out: Callable[[Call], bool],
-        large: Set[Call],
-        large_cost: float,
-    ) -> tuple[list[Entry], float, Reason | None]:
-        """Cut the first item of the call whose turn it is, and its neighbours in length.
+        self, decision: Decision, now: float, finish: Finish, expire: Callable[[Call], None]
+    ) -> BatchRecord | None:
+        """Cut the first item in turn, and its neighbours in length; see ``CallQueue``."""
+        self._learn()
+        room = decision.size
+        surely = finish.last(now, min(room, self.items))
+
+        def is_left_out(call: Call) -> bool:
+            """Whether an entry of the call is not to be cut, now or any more."""
+            if call.state is not _WAITING:
+                return True
+            if call.deadline > surely or not self._is_late(call, 0, room, now, finish):
+                return False  # as nearly always
+            expire(call)
+            return True
+
+        self._fill(now)
+        while self.items and is_left_out(self._window_turns.head(now).call):
+            self._fill(now)
+        if not self.items:
+            return None
+        group = self._group(room, decision.max_cost, now, is_left_out)
+        chosen, reason = group.entries, group.reason
+        calls = Counter([call for _, _, call, _ in chosen])  # how many of each
+        if len(calls) < len(chosen):  # those of a call together, so that it is one to whoever looks
+            order = {call: number for number, call in enumerate(calls)}
+            chosen.sort(key=lambda entry: (order[entry[2]], entry[3]))
+        spans: list[Span] = []
+        payloads: list[Any] = []
+        for _, _, call, index in chosen:
+            if spans and spans[-1][0] is call and spans[-1][2] == index:
+                spans[-1] = (call, spans[-1][1], index + 1)
+            else:
+                spans.append((call, index, index + 1))
+            payloads.append(call.payloads[index])
+        for call, count in calls.items():
+            self._cut(call, count)
+        self._forget_turns()
+        batch = BatchRecord(-1, -1, spans, payloads)
+        batch.cost, batch.calls = batch.size * group.length, len(calls)
+        if reason is None or batch.size == room or not self.items:
+            reason = decision.reason
+        batch.reason = decision.cost_reason if reason is Reason.COST else reason
+        return batch
+
+    def _group(
+        self, room: int, max_cost: float, now: float, is_left_out: Callable[[Call], bool]
+    ) -> _Neighbours:
+        """Take the first item of the call whose turn it is, and its neighbours, out of the window.
+
+        Items of large calls only fill up what the others leave, unless it is their turn.
 
         Args:
             room: the most items.
             max_cost: the most that they may cost, unless one item does.
             is_left_out: whether no item of the call may be cut.
-            large: calls whose items only fill up what the others leave, unless it is their turn.
-            large_cost: about the most that those may cost, unless one item does.
-
-        Returns:
-            The items; the length of the longest; and why they are no more, if not for want of room
-            or of others.
         """
         self._sort()
-        call = self.head(now)
+        large, call = self._large, self._window_turns.head(now).call
         group = _Neighbours(next(iter(self._held[call].values())))
         # Its neighbours cost about as much as the first item.
-        large_room = int(max(1.0, min(large_cost / (group.length or 1.0), room)))
+        large_room = int(max(1.0, min(self._large_cost_now() / (group.length or 1.0), room)))
         kinds = {each in large for each in self._held} if large else {False}
         for is_large in sorted(kinds, key=(call in large).__ne__):  # its own kind first
 
@@ -172,12 +258,12 @@ class LengthWindow:
         if large_room < room and sum([e[2] in large for e in group.entries]) >= large_room:
             group.reason = Reason.TURN
         self._let_go(call, group)
-        return group.entries, group.length, group.reason
+        return group
 
     def _sort(self) -> None:
         """Put new entries among the others, and let go of those that are over if they are many."""
         entries, new = self._sorted, self._new
-        if len(entries) > 2 * self.items + 64:
+        if len(entries) > 2 * self._inside + 64:
             entries[:] = [entry for entry in entries if entry[2].state is _WAITING]
         if len(new) < 16:
             for entry in new:
@@ -262,9 +348,9 @@ class LengthWindow:
 
     def _let_go(self, first: Call, group: _Neighbours) -> None:
         """These are in the window no more; it was the turn of the first one's call."""
-        entries, held, turns = self._sorted, self._held, self._turns
+        entries, held, turns = self._sorted, self._held, self._window_turns
         chosen, start, stop = group.entries, group.start, group.stop
-        self.items -= len(chosen)
+        self._inside -= len(chosen)
         if stop - start == len(chosen):  # as nearly always
             del entries[start:stop]
         else:
@@ -285,14 +371,16 @@ class LengthWindow:
                 turns.remove(call, size, cost)
 
     def check_invariants(self) -> None:
-        """Raise ``AssertionError`` if what is here and the counts differ. For tests."""
+        super().check_invariants()
         held = [entry for entries in self._held.values() for entry in entries.values()]
-        assert self.items == len(held)
+        assert self._inside == len(held)
         assert all(self._held.values())
         assert sorted(held) == sorted(
             entry for entry in [*self._sorted, *self._new] if entry[2].state is _WAITING
         )
+        assert self.items - len(held) == sum(self._turns.get(call).items for call in self._turns)
         if held:
-            self._turns.check_invariants()
+            self._window_turns.check_invariants()
             sizes = {call: len(entries) for call, entries in self._held.items()}
-            assert sizes == {call: self._turns.get(call).items for call in self._turns}
+            turns = self._window_turns
+            assert sizes == {call: turns.get(call).items for call in turns}
