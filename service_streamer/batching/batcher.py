@@ -25,14 +25,18 @@ from ..observe.record import BatchRecord, BatchReport, Call, Reason, StepReport
 from ..options.table import StreamerOptions
 from ..supervision.autoscaling import Load
 from ..supervision.health import BatchBound
-from . import tuning
 from .call_ledger import CallLedger
-from .call_queue import CallQueue, run
+from .call_queue import LARGE, CallQueue, run
 from .isolation import Raised, Search
 from .length_queue import LengthQueue
 from .policy import Decision, Policy
-from .scheduler import BatchScheduler, Scheduler, StepScheduler, room_of_places
+from .scheduler import BatchScheduler, Scheduler, StepScheduler
 from .slots import Slots
+
+#: Most callers that call again at once have done so after this share of a batch's duration. The
+#: engine looks at the time then. Chosen by reasoning: below ``WATCH_SHARE``, and 64 threads take
+#: about 1.5 ms. If it is too short, the engine's thread wakes up once more for each batch.
+MOST_RETURNED = 0.25
 
 
 class Actions(NamedTuple):
@@ -194,7 +198,7 @@ class Batcher:
         most, queue = self._max_pending, self._ledger.queue
         if queue.items + size <= most:
             return True
-        return size <= most and queue.counted + min(size, tuning.LARGE * self._batch_size) <= most
+        return size <= most and queue.counted + min(size, LARGE * self._batch_size) <= most
 
     def hopeless_for(self, call: Call, now: float) -> float:
         """How long a new call takes at the least, seconds, if it cannot be in time; 0 if it can.
@@ -266,19 +270,16 @@ class Batcher:
         """All the calls have arrived that were said to come."""
         return self._cut(now) if self.slots.idle or self.slots.beside else NOTHING
 
-    def call_withdrawn(self, call: Call) -> bool:
-        """The caller has gone. False if it was over already, or never accepted."""
-        return self._withdraw(call, has_expired=False)
+    def call_expired(self, call: Call) -> bool:
+        """Its caller's time has ended. False if it was over already."""
+        return self.call_withdrawn(call, has_expired=True)
 
     def call_cancelled(self, call: Call) -> bool:
         """Withdraw the call unless a part of it has been sent; returns whether it was withdrawn."""
         return not call.is_running and self.call_withdrawn(call)
 
-    def call_expired(self, call: Call) -> bool:
-        """Its caller's time has ended. False if it was over already."""
-        return self._withdraw(call, has_expired=True)
-
-    def _withdraw(self, call: Call, *, has_expired: bool) -> bool:
+    def call_withdrawn(self, call: Call, *, has_expired: bool = False) -> bool:
+        """The caller has gone. False if it was over already, or never accepted."""
         is_withdrawn = self._ledger.withdraw(call, has_expired=has_expired)
         if is_withdrawn and not self._ledger.queue.items:
             self._set_deadline(math.inf)
@@ -319,8 +320,6 @@ class Batcher:
         log = StepLog(places)
         self._new_scheduler = lambda: StepScheduler(self._ledger, places, log, resumes=resumes)
         self._scheduler = self._new_scheduler()
-        self.slots.begin_steps(places, room_of_places(places), tuning.GRACE)
-        self.retries.grace = tuning.GRACE
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
         """A worker has taken a step; the calls of streams, each with an output to be handed out.
@@ -391,7 +390,7 @@ class Batcher:
         if ledger.queue.items or self._is_pressed:
             return self._cut(now, vacant)
         if over > 1 and self.slots.idle:
-            self.expects_until = now + tuning.MOST_RETURNED * report.pace
+            self.expects_until = now + MOST_RETURNED * report.pace
         self._set_deadline(math.inf)  # as of a lone caller
         return Actions((), ledger.take_ended(), (), vacant, retries.take_ended())
 
@@ -488,8 +487,7 @@ class Batcher:
     def _cut(self, now: float, vacant: Sequence[int] = (), hung: Sequence[int] = ()) -> Actions:
         """Cut every batch that should go out now, and set the deadline of what should wait instead.
 
-        Args:
-            vacant, hung: what is to be done besides.
+        What else is to be done goes with it.
         """
         ledger, retries, scheduler = self._ledger, self.retries, self._scheduler
         queue, idle, without_ahead = ledger.queue, self.slots.idle, self.slots.without_ahead
@@ -614,9 +612,7 @@ class Batcher:
         return self._scheduler.load(failed, start_duration)
 
     def check_invariants(self) -> None:
-        """Raise ``AssertionError`` if the state contradicts itself, or if something waits that
-        should have been cut. For tests.
-        """
+        """Raise ``AssertionError`` if something waits that should have been cut. For tests."""
         self._ledger.check_invariants(self._batch_size)
         slots, queue, retries = self.slots, self._ledger.queue, self.retries
         assert queue.counted <= self._max_pending

@@ -13,10 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..observe.record import BatchRecord, Call, CallState, Reason, Span
-from . import tuning
 from .learning import LearnedCost
-from .policy import Decision, Finish
+from .policy import FIXED_COSTS, Decision, Finish
 from .turns import TurnOrder, work_of
+
+#: What a batch has of large calls, where small ones come beside them, takes at least this time,
+#: seconds. Chosen by reasoning: nobody feels it, and no hand-over costs as much.
+LARGE_SECONDS = 0.05
+#: A call of so many batches is large, or of so many times what a batch may have of large ones.
+#: Chosen by reasoning: a smaller one is over in the time of one, and another one.
+LARGE = 2
+#: Small calls are expected beside large ones for so many batches after the last.
+#: Chosen by reasoning: who has an answer calls again within a few batches.
+MIXED_BATCHES = 16
 
 #: Members of an enum are looked up in Python, and every call asks for these.
 _WAITING, _RUNNING = CallState.WAITING, CallState.RUNNING
@@ -46,7 +55,7 @@ class CallQueue:
         self._weights = weights or {}
         self._turns = TurnOrder(self._weights)
         self._large: set[Call] = set()  # those that wait
-        self._large_items = float(tuning.LARGE * batch_size)  # from so many on a call is large
+        self._large_items = float(LARGE * batch_size)  # from so many on a call is large
         self._share = math.inf  # what a batch may cost of large calls beside small ones
         self._mixed = 0  # batches for which small calls are expected beside the large ones
 
@@ -61,7 +70,7 @@ class CallQueue:
     @property
     def counted(self) -> int:
         """How many wait, if each call has at most as many as the smallest large ones."""
-        most = tuning.LARGE * self._batch_size
+        most = LARGE * self._batch_size
         return self.items - sum([max(0, call.pending - most) for call in self._large])
 
     def add(self, call: Call) -> None:
@@ -202,14 +211,14 @@ class CallQueue:
     def _learn(self) -> None:
         """What is large, now that more batches are back."""
         if self._cost.is_fitted and self._learn_share():
-            most = tuning.LARGE * self._batch_size
-            self._large_items = min(most, max(2.0, tuning.LARGE * self._share))
+            most = LARGE * self._batch_size
+            self._large_items = min(most, max(2.0, LARGE * self._share))
 
     def _learn_share(self) -> bool:
         """What a batch may cost of large calls; whether that is known."""
         base, per_unit = self._cost.padding
         if per_unit:
-            self._share = max(tuning.LARGE_SECONDS, tuning.FIXED_COSTS * base) / per_unit
+            self._share = max(LARGE_SECONDS, FIXED_COSTS * base) / per_unit
         return per_unit > 0.0
 
     def _large_cost_now(self) -> float:
@@ -221,7 +230,7 @@ class CallQueue:
         if not self._large:
             return math.inf
         if self.items > sum([call.pending for call in self._large]):
-            self._mixed = tuning.MIXED_BATCHES
+            self._mixed = MIXED_BATCHES
         elif self._mixed:
             self._mixed -= 1
         else:
@@ -250,7 +259,7 @@ class CallQueue:
         assert self.items == sum(call.pending for call in waiting)
         assert all(call.state is _WAITING for call in waiting)
         assert self._large <= {*waiting}
-        most = tuning.LARGE * self._batch_size
+        most = LARGE * self._batch_size
         assert self.counted == sum(min(call.pending, most) for call in waiting)
         self._turns.check_invariants()
 

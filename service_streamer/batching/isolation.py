@@ -20,7 +20,14 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..observe.record import BatchRecord, Call, Span
-from . import tuning
+
+#: The most failures of a device that a call may be involved in.
+#: Chosen by reasoning: each costs the start of a worker.
+MOST_DEVICE_FAILURES = 2
+#: So often a batch may be with a worker that is lost with its host, and it counts as no attempt.
+#: Chosen by reasoning: hosts come and go, and one batch seldom meets that twice. But one that takes
+#: all memory may end host after host.
+MOST_OUTAGES = 3
 
 
 def parts_after_death(items: int, run: float, death: float) -> int:
@@ -258,7 +265,7 @@ class Retries:
         """
         if batch.search is not None:
             batch.search.deaths_left -= 1
-        if batch.losses + 1 >= min(self._max_attempts, tuning.MOST_DEVICE_FAILURES):
+        if batch.losses + 1 >= min(self._max_attempts, MOST_DEVICE_FAILURES):
             return False
         search = self._search(batch, failure)
         if search is None:
@@ -284,7 +291,7 @@ class Retries:
 
         After some times it counts as ``lost``: perhaps an item of it has ended these hosts.
         """
-        if batch.outages >= tuning.MOST_OUTAGES:
+        if batch.outages >= MOST_OUTAGES:
             return self.lost(batch, failure, count)
         return self.not_begun(batch, failure, is_outage=True)
 

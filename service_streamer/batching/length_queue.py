@@ -23,11 +23,19 @@ from operator import attrgetter
 from typing import Any
 
 from ..observe.record import BatchRecord, Call, CallState, Reason, Span
-from . import tuning
-from .call_queue import CallQueue
+from .call_queue import LARGE, CallQueue
 from .learning import LearnedCost
 from .policy import Decision, Finish
 from .turns import TurnOrder, work_of
+
+#: Neighbours in length are chosen among this many batches' worth of items.
+#: Chosen by reasoning: more finds better neighbours, and keeps the order less. Checked with
+#: ``service-streamer simulate --base 5ms --per-unit 20us --lengths 25 --closed-loop 256``.
+WINDOW_BATCHES = 8
+#: The fixed cost of a batch is at least this share of its mean duration.
+#: Chosen by reasoning: where none is measured the next batches may show one, and batches of one
+#: item cannot.
+LEAST_BASE = 0.02
 
 #: An item in the window: its length, a number that no other has, and which item of which call.
 Entry = tuple[float, int, Call, int]
@@ -72,7 +80,7 @@ class LengthQueue(CallQueue):
         super().__init__(cost, batch_size, weights)
         self._large_cost = math.inf  # from which on a call is large
         self._inside = 0  # items in the window
-        self._window_size = tuning.WINDOW_BATCHES * batch_size  # up to which it is filled
+        self._window_size = WINDOW_BATCHES * batch_size  # up to which it is filled
         self._window_turns = TurnOrder(self._weights)
         self._sorted: list[Entry] = []  # with entries of calls that are over, which are skipped
         self._new: list[Entry] = []  # those that are not yet among them
@@ -93,7 +101,7 @@ class LengthQueue(CallQueue):
 
     def _learn(self) -> None:
         if self._learn_share():
-            self._large_cost = max(tuning.LARGE * self._share, sys.float_info.min)
+            self._large_cost = max(LARGE * self._share, sys.float_info.min)
 
     def restore(self, call: Call, positions: Sequence[int]) -> None:
         call.pending = len(positions)
@@ -284,7 +292,7 @@ class LengthQueue(CallQueue):
         entries, chosen = self._sorted, group.entries
         first, length, padding = chosen[0], group.length, group.padding
         base, per_unit = self._cost.padding
-        base = max(base, tuning.LEAST_BASE * self._cost.mean)
+        base = max(base, LEAST_BASE * self._cost.mean)
         start = bisect_left(entries, first)
         stop = start + 1  # after the last of them
         left, right, last = start - 1, stop, len(entries)

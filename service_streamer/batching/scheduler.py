@@ -19,9 +19,31 @@ from typing import Any
 from ..observe.recent import StepLog
 from ..observe.record import NO_OUTPUTS, BatchRecord, Call, Reason, StepReport
 from ..supervision.autoscaling import Load
-from . import tuning
 from .call_ledger import CallLedger
-from .policy import UNKNOWN, Backlog, Decision, Finish, Policy
+from .policy import UNKNOWN, URGENCY, Backlog, Decision, Finish, Policy
+
+#: The number of recent batches whose slowest one says how long the next one takes.
+#: Chosen by reasoning: odd, for a median.
+FORECAST_BATCHES = 7
+#: The margin on that.
+#: Chosen by reasoning: a quarter, so that a call that is just in time is rarely late.
+FORECAST_MARGIN = 1.25
+#: Batches beyond this many times the median are not counted.
+#: Chosen by reasoning: a first batch that compiles says nothing about the next one.
+FORECAST_OUTLIER = 2.0
+#: A new call that takes so many times its time is hopeless. In simulations all of those that are
+#: refused would have been late with this, and 95 % without it.
+SURELY_LATE = 1.2
+#: The number of batches of which the throughput under overload is measured.
+#: Chosen by reasoning: enough for several workers whose batches come back together.
+THROUGHPUT_BATCHES = 16
+#: Items that a worker holds beyond its places, as a share of them; one at least.
+#: Chosen by reasoning: more than end in one step, if items take eight steps or more.
+DECK_SHARE = 0.125
+#: Deaths of workers that an item may be there for before it is computed alone, of a model of steps.
+#: Chosen by reasoning: to compute all items of a worker one by one, which may take seconds each,
+#: is right only if a worker dies of them again.
+GRACE = 1
 
 #: Of a model of steps, a free place takes the next item.
 _PLACE = Decision(1, Reason.PLACE)
@@ -50,7 +72,7 @@ class Scheduler(ABC):
         self._slots = ledger.slots
         self.waits_until, self.enough = -math.inf, 0
         #: Seconds that the last batches took, from being cut.
-        self._took: deque[float] = deque(maxlen=tuning.FORECAST_BATCHES)
+        self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)
         self._catch_up()
 
     def _catch_up(self) -> None:
@@ -102,7 +124,7 @@ class Scheduler(ABC):
             return
         self._batches += 1
         self._work += work
-        if self._batches >= tuning.THROUGHPUT_BATCHES and now > self._since:
+        if self._batches >= THROUGHPUT_BATCHES and now > self._since:
             sample = self._work / (now - self._since)
             # The better of two, so that one slow batch does not make everything look hopeless.
             before, self._rate_before = self._rate_before, sample
@@ -168,9 +190,7 @@ class Scheduler(ABC):
             return 0.0
         took = sorted(self._took)
         usual = took[(len(took) - 1) // 2]
-        return tuning.FORECAST_MARGIN * max(
-            each for each in took if each <= tuning.FORECAST_OUTLIER * usual
-        )
+        return FORECAST_MARGIN * max(each for each in took if each <= FORECAST_OUTLIER * usual)
 
     @abstractmethod
     def hopeless_for(self, call: Call, now: float) -> float:
@@ -178,7 +198,7 @@ class Scheduler(ABC):
 
     def is_in_time_alone(self, call: Call, now: float) -> bool:
         """Whether a new call could be in time if nothing waited, and no worker was busy."""
-        return self._takes(call) <= tuning.SURELY_LATE * (call.deadline - now)
+        return self._takes(call) <= SURELY_LATE * (call.deadline - now)
 
     @abstractmethod
     def _takes(self, call: Call, ahead: float = 0.0) -> float:
@@ -283,7 +303,7 @@ class BatchScheduler(Scheduler):
     def _backlog(self, free: int, now: float) -> Backlog:
         """What waits, of which so many workers could begin a part now."""
         queue, slots = self._ledger.queue, self._slots
-        deadline = queue.first_deadline(now) - tuning.URGENCY * slots.beside
+        deadline = queue.first_deadline(now) - URGENCY * slots.beside
         return Backlog(
             queue.items, queue.oldest_arrival(), deadline, free, slots.taking, slots.items,
             self.waits_until, now,
@@ -324,7 +344,7 @@ class BatchScheduler(Scheduler):
         if not slots.idle and slots.room == 2:  # else several stages are at batches
             begins = [slots.begins_at(n, now, cost.duration) for n in slots.numbers()]
             takes += max(0.0, 1.0 - policy.margin) * (min(begins, default=now) - now)
-        return takes if takes > tuning.SURELY_LATE * left else 0.0
+        return takes if takes > SURELY_LATE * left else 0.0
 
     def _takes(self, call: Call, ahead: float = 0.0) -> float:
         least = self._policy.least_duration(call, ahead, self._slots.taking)
@@ -348,6 +368,9 @@ class StepScheduler(Scheduler):
 
     def __init__(self, ledger: CallLedger, places: int, log: StepLog, *, resumes: bool) -> None:
         super().__init__(ledger)
+        room = places + max(1, math.ceil(places * DECK_SHARE))
+        ledger.slots.begin_steps(places, room, GRACE)
+        ledger.retries.grace = GRACE
         self._places = places
         self.resumes = resumes
         self.log = log
@@ -459,7 +482,7 @@ class StepScheduler(Scheduler):
         if 2.0 * queue.items <= left * self.rate:
             return 0.0
         takes = self._takes(call, queue.ahead(call))
-        return takes if takes > tuning.SURELY_LATE * left else 0.0
+        return takes if takes > SURELY_LATE * left else 0.0
 
     def _takes(self, call: Call, ahead: float = 0.0) -> float:  # noqa: ARG002
         queue = self._ledger.queue  # as many items come back, whatever their lengths
@@ -471,11 +494,6 @@ class StepScheduler(Scheduler):
         seconds = self._ledger.figures.batch_duration
         served = over, over // places
         return self._load(failed, start_duration, served, places, seconds, seconds / places)
-
-
-def room_of_places(places: int) -> int:
-    """How many items a worker holds that steps so many of them."""
-    return places + max(1, math.ceil(places * tuning.DECK_SHARE))
 
 
 def _fit_size(size: int, sizes: Sequence[int], duration: Callable[[float], float]) -> int:

@@ -30,7 +30,12 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import frexp, inf, isclose, ldexp
 
 from ..observe.record import Call
-from . import tuning
+
+#: Each turn of this number goes to the small call that has waited longest, whatever its kind; and
+#: as much of the work to the large one.
+#: Chosen by reasoning: an eighth of the turns prevents starvation, and deadlines and priorities
+#: lose no more than that.
+AGING = 8
 
 #: What the calls of a group have in common. Of small calls whose time was given with them, their
 #: deadline, rounded down, so that there are few groups, however many calls wait. Of the others
@@ -260,7 +265,7 @@ class TenantLine:
         # It is over when its class has had so much. Meanwhile the others of its priority have had
         # as much, and what goes before it has what age leaves to that.
         share = own + work
-        return own + min(others, share) + min(before, (tuning.AGING - 1) * share)
+        return own + min(others, share) + min(before, (AGING - 1) * share)
 
     def head(self, now: float) -> Queued:
         """Whose turn it is; there must be one."""
@@ -272,9 +277,9 @@ class TenantLine:
         if self._alike is not None:
             return (by_arrival or large)[0]
         self.aged = None
-        if by_arrival and self.turns >= tuning.AGING - 1:
+        if by_arrival and self.turns >= AGING - 1:
             self.aged = by_arrival[0]
-        elif large and self.credit >= (tuning.AGING - 1) * large[0].unit:
+        elif large and self.credit >= (AGING - 1) * large[0].unit:
             self.aged = large[0]
         if self.aged is not None:
             return self.aged
@@ -426,9 +431,7 @@ class TurnOrder:
         self._is_new = False
         if self._new:
             line, virtual = next(iter(self._new.items()))
-            self._is_new = not heap or (
-                virtual < heap[0][0] and self._new_in_a_row < tuning.AGING - 1
-            )
+            self._is_new = not heap or (virtual < heap[0][0] and self._new_in_a_row < AGING - 1)
         if not self._is_new:
             virtual, _, line = heap[0]
         if virtual > self._virtual:
@@ -474,7 +477,7 @@ class TurnOrder:
         if size_class:
             own += work  # it has turns with the other tenants until its end
         turns = self._served_before(own / line.weight) + (own if line in self._new else 0)
-        turns += min(new, (tuning.AGING - 1) * turns)
+        turns += min(new, (AGING - 1) * turns)
         return max(0.0, turns - work) if size_class else turns
 
     def _served_before(self, share: float) -> float:
