@@ -95,11 +95,6 @@ class Batcher:
         on_back: called with the record of every batch that comes back, which it has to release;
             None if the batches are not watched. Of a model of steps also with those that are lost
             with their worker.
-        isolates_errors: as given.
-        policy: as given, or the one that learns.
-        figures: what was counted.
-        retries: what is to be run again.
-        health: of the workers.
         slots: what each worker holds. For reading, but for its ``sizes``.
     """
 
@@ -286,7 +281,7 @@ class Batcher:
         return is_withdrawn
 
     def take_unwanted(self) -> list[tuple[int, int]]:
-        """The slots and ids of batches that nobody waits for any more, since the last time."""
+        """The slots and ids of batches that no caller waits for any more, since the last time."""
         gone = self._ledger.abandoned
         if not gone:
             return []
@@ -301,22 +296,13 @@ class Batcher:
     # -- what workers do
 
     def worker_ready(self, slot: int, now: float, took: float = 0.0) -> Actions:
-        """A worker has loaded its model; ``slot`` is its name from now on.
-
-        Args:
-            took: from its start on, seconds.
-        """
+        """A worker has loaded its model, ``took`` seconds after its start."""
         self._ledger.start_duration = took
         self.slots.add(slot)
         return self._cut(now)
 
     def begin_steps(self, places: int, *, resumes: bool = False) -> None:
-        """The first worker is about to be ready, and its model is one of steps.
-
-        Args:
-            places: how many items it steps at a time.
-            resumes: whether a stream can go on with another worker where its outputs ended.
-        """
+        """The first worker is about to be ready, and its model is one of steps."""
         log = StepLog(places)
         self._new_scheduler = lambda: StepScheduler(self._ledger, places, log, resumes=resumes)
         self._scheduler = self._new_scheduler()
@@ -359,40 +345,24 @@ class Batcher:
         )
         batch.report, batch.back_at, batch.has_failed = report, now, has_failed
         self._may_refuse = True
-        self._scheduler.came_back(batch)
+        ledger, scheduler = self._ledger, self._scheduler
+        scheduler.came_back(batch)
         if report.failure is not None:
-            self._ledger.batch_failed(batch)
-            actions = self._cut(now, vacant)
+            ledger.batch_failed(batch)
         else:
-            actions = self._batch_done(batch, vacant)
+            if report.stages is not None and not report.runs:
+                self.slots.stages_took(report.stages)
+            over = ledger.batch_done(batch)
+            # What is about to come back is known before it is decided what to cut.
+            scheduler.answered(batch, over)
+            if over > 1 and self.slots.idle and not (ledger.queue.items or self._is_pressed):
+                self.expects_until = now + MOST_RETURNED * report.pace
+        actions = self._cut(now, vacant)
         if self.on_back is None:
             batch.release()
         else:
             self.on_back(batch)
         return actions
-
-    def _batch_done(self, batch: BatchRecord, vacant: Sequence[int]) -> Actions:
-        now, report, ledger, retries = batch.back_at, batch.report, self._ledger, self.retries
-        if report.stages is not None and not report.runs:
-            self.slots.stages_took(report.stages)
-        if batch.has_failed:
-            ledger.suspect_worker(batch, next(iter(report.failures.values())))
-        elif self.health.row or self.health.rows.get(batch.slot) != 0:
-            self.health.computed(batch.slot)
-        failed = self.figures.failed_calls
-        over = ledger.give_results(batch)
-        # What is about to come back is known before it is decided what to cut.
-        self._scheduler.answered(batch, over)
-        if batch.search is not None:
-            retries.part_over(batch.search)
-        if report.failures or report.runs:
-            retries.some_failed(batch, self.figures.failed_calls - failed)
-        if ledger.queue.items or self._is_pressed:
-            return self._cut(now, vacant)
-        if over > 1 and self.slots.idle:
-            self.expects_until = now + MOST_RETURNED * report.pace
-        self._set_deadline(math.inf)  # as of a lone caller
-        return Actions((), ledger.take_ended(), (), vacant, retries.take_ended())
 
     def worker_lost(
         self,
@@ -443,12 +413,9 @@ class Batcher:
     def rebuild(self, calls: Sequence[Call], now: float) -> None:
         """Derive the state anew from what is true also if a change was left halfway.
 
-        That is: which calls are open, what they lack, which batches the workers hold, and what was
-        counted so far. What was learned of the model is learned anew, except by a policy that was
-        given. Call ``time_passed`` next.
-
-        Args:
-            calls: all that are not over, in the order of their arrival.
+        That is: which calls are open, in the order of their arrival, what they lack, which batches
+        the workers hold, and what was counted so far. What was learned of the model is learned
+        anew, except by a policy that was given. Call ``time_passed`` next.
         """
         self._ledger.recount(now)
         self._assemble()
@@ -460,9 +427,7 @@ class Batcher:
     ) -> list[int]:
         """Fail all calls that are not over, when the state is in doubt, and ``rebuild`` it.
 
-        Args:
-            calls: as above.
-            returned: what workers have answered, applied or not. They do not hold it any more.
+        Workers do not hold any more what they have ``returned``, applied or not.
 
         Returns:
             Retiring slots that have nothing left to do.
@@ -521,14 +486,9 @@ class Batcher:
 
     def _set_deadline(self, wait_until: float) -> None:
         """Set ``deadline``: of what waits the one that is given, or an earlier one."""
-        # Without ``min``, which takes longer: every cut comes here.
-        deadline = self.slots.next_look
-        if wait_until < deadline:
-            deadline = wait_until
-        if self._ledger.deadlines.next < deadline:
-            deadline = self._ledger.deadlines.next
-        if self.health.held_back and self.health.due < deadline:
-            deadline = self.health.due
+        deadline = min(wait_until, self.slots.next_look, self._ledger.deadlines.next)
+        if self.health.held_back:
+            deadline = min(deadline, self.health.due)
         self.deadline = deadline
 
     def _cut_alone(self, call: Call, now: float) -> BatchRecord:
@@ -603,34 +563,14 @@ class Batcher:
         return self._ledger.queue.items + self.retries.items
 
     def load(self, failed: int, start_duration: float) -> Load:
-        """What there is to do, for ``Autoscaling``.
-
-        Args:
-            failed: workers that are wanted and could not be started.
-            start_duration: what a worker takes to start, seconds.
-        """
+        """What there is to do, for ``Autoscaling``."""
         return self._scheduler.load(failed, start_duration)
 
     def check_invariants(self) -> None:
-        """Raise ``AssertionError`` if something waits that should have been cut. For tests."""
+        """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
         self._ledger.check_invariants(self._batch_size)
-        slots, queue, retries = self.slots, self._ledger.queue, self.retries
-        assert queue.counted <= self._max_pending
-        if slots.idle and (retries.waiting or queue.items):
-            assert not retries.waiting
-            assert queue.items < self._batch_size
-            assert self.deadline < math.inf
-        elif slots.without_ahead and queue.items and not retries.waiting:
-            full = self._scheduler.full
-            # One that retires leaves more to the others, who are asked when something comes back.
-            # And what has a deadline may wait until a worker is free.
-            may_wait = slots.taking < len(slots) or any(call.deadline < math.inf for call in queue)
-            assert may_wait or queue.items < self._batch_size * len(slots)
-            assert (
-                may_wait
-                or queue.items < full
-                or (slots.taking > 1 and slots.items < full * slots.taking)
-            )
+        assert self._ledger.queue.counted <= self._max_pending
+        self._scheduler.check_invariants(self._batch_size, self.deadline)
 
 
 def build_batcher(
@@ -641,11 +581,7 @@ def build_batcher(
     policy: Policy | None = None,
     **hooks: Any,
 ) -> Batcher:
-    """The batcher of a streamer with these options: for an engine, or for a simulation.
-
-    Args:
-        hooks: ``batch_timeout``, ``expired``, ``expired_suspect`` and ``shared`` of ``Batcher``.
-    """
+    """The batcher of a streamer with these options; ``hooks`` are arguments of ``Batcher``, too."""
     return Batcher(
         batch_size=options.batch_size,
         max_latency=options.max_latency,

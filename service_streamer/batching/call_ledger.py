@@ -24,7 +24,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..observe.metrics import BatchMetrics
@@ -123,15 +123,28 @@ class CallLedger:
 
     # -- calls
 
-    def give_results(self, batch: BatchRecord) -> int:
+    def batch_done(self, batch: BatchRecord) -> int:
         """Give the outputs of a batch to its calls; returns how many of these are over by that.
 
-        Args:
-            batch: that has not failed as a whole. The calls of items that have fail.
+        It has not failed as a whole. The calls of items that have fail.
         """
+        report, health, figures = batch.report, self.health, self.figures
+        if batch.has_failed:
+            self.suspect_worker(batch, next(iter(report.failures.values())))
+        elif health.row or health.rows.get(batch.slot) != 0:
+            health.computed(batch.slot)
+        before, failed_before = len(self._ended), figures.failed_calls
+        self._give_results(batch)
+        over, failed = len(self._ended) - before, figures.failed_calls - failed_before
+        figures.answered_calls += over - failed
+        if batch.search is not None:
+            self.retries.part_over(batch.search)
+        if report.failures or report.runs:
+            self.retries.some_failed(batch, failed)
+        return over
+
+    def _give_results(self, batch: BatchRecord) -> None:
         outputs, failures = batch.report.outputs, batch.report.failures
-        before = len(self._ended)
-        failed_before = self.figures.failed_calls
         start = 0
         for call, first, last in batch.spans:
             size = last - first
@@ -143,23 +156,18 @@ class CallLedger:
                     call.outputs[first:last] = outputs[start : start + size]
                 call.batch = batch
                 call.unanswered -= size
-                failed = self._failure_of(call, range(start, start + size), batch, failures)
+                positions = range(start, start + size)
+                failed = self._failure_of(call, positions, batch) if failures else None
                 if failed is not None:
                     self.fail(call, failed)
                 elif not call.unanswered:
                     _end(call)
                     self._ended.append(call)
             start += size
-        over = len(self._ended) - before
-        self.figures.answered_calls += over - (self.figures.failed_calls - failed_before)
-        return over
 
-    def _failure_of(
-        self, call: Call, positions: range, batch: BatchRecord, failures: Mapping[int, Any]
-    ) -> Any:
+    def _failure_of(self, call: Call, positions: range, batch: BatchRecord) -> Any:
         """Of the call's items at these positions of the batch; None if all have results."""
-        if not failures:
-            return None
+        failures = batch.report.failures
         failed = next((failures[i] for i in positions if i in failures), None)
         if failed is not None and batch.calls > 1:
             # One failure of several calls is that of what they were computed with.
@@ -387,7 +395,7 @@ class CallLedger:
         figures.accepted_calls = over + len(calls)
 
     def check_invariants(self, batch_size: int) -> None:
-        """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
+        """Raise ``AssertionError`` if calls and batches contradict each other. For tests."""
         self.queue.check_invariants()
         self.slots.check_invariants()
         self.retries.check_invariants()

@@ -235,6 +235,22 @@ class Scheduler(ABC):
             refused=figures.refused_items + figures.expired_calls,
         )
 
+    def check_invariants(self, batch_size: int, deadline: float) -> None:
+        """Raise ``AssertionError`` if something waits that should have been cut. For tests."""
+        slots, queue, retries = self._slots, self._ledger.queue, self._ledger.retries
+        if slots.idle and (retries.waiting or queue.items):
+            assert not retries.waiting
+            assert queue.items < batch_size
+            assert deadline < math.inf
+        elif slots.without_ahead and queue.items and not retries.waiting:
+            # One that retires leaves more to the others, who are asked when something comes back.
+            # And what has a deadline may wait until a worker is free.
+            if slots.taking < len(slots) or any(call.deadline < math.inf for call in queue):
+                return
+            assert queue.items < batch_size * len(slots)
+            is_shared = slots.taking > 1 and slots.items < self.full * slots.taking
+            assert is_shared or queue.items < self.full
+
 
 class BatchScheduler(Scheduler):
     """Batches, as a policy decides.
