@@ -49,7 +49,7 @@ def test_a_lone_call_is_cut_past_the_queue_as_it_would_be_from_it(
             batcher.check_invariants()
             names = "id slot size cost reason calls is_full arrived cut_at queued answered pending"
             said.append(tuple(getattr(batch, name) for name in names.split()))
-            said.append((batcher.deadline, batcher.figures.policy.cost.line))
+            said.append((batcher.deadline, batcher.policy.cost.line))
         metrics = batcher.figures.metrics
         said.append((metrics.reasons, metrics.sizes.counts, metrics.queued.counts))
         said.append(
@@ -182,7 +182,7 @@ def test_item_that_kills_is_found_by_halves_and_fails_alone_if_it_may_run_again(
         "died" if item == culprit or not is_searched else None for item in items
     ]
     if len(items) == 8:
-        assert walk.batcher.figures.retries.retried_items == 8 + 4 + 2
+        assert walk.batcher.retries.retried_items == 8 + 4 + 2
 
 
 def test_items_of_a_call_are_parted_after_a_death() -> None:
@@ -197,7 +197,7 @@ def test_items_that_a_worker_found_to_be_at_fault_fail_and_are_counted() -> None
     calls, batch = full_batch(walk, *"abcd")
     done = walk.done(batch, runs=5, _1="of b", _2="of c")
     assert failures(calls) == [None, "of b", "of c", None]
-    assert walk.batcher.figures.retries.isolated_calls == 2
+    assert walk.batcher.retries.isolated_calls == 2
     assert [tuple(each) for each in done.searches] == [(4, 2, "of b", 5)]
 
 

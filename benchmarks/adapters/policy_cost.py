@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from service_streamer.batching.actions import Actions
-from service_streamer.batching.batcher import Batcher
+from service_streamer.batching.batcher import Actions, Batcher
 from service_streamer.observe.record import BatchRecord, BatchReport, Call, Precedence
 
 __all__ = ["CASES", "Case", "cost"]

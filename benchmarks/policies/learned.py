@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 
 from policies.service import Batch, Job
-from service_streamer.batching.actions import Actions
-from service_streamer.batching.batcher import build_batcher
+from service_streamer.batching.batcher import Actions, build_batcher
 from service_streamer.observe.record import BatchReport, Call
 from service_streamer.options.table import StreamerOptions
 

@@ -1,13 +1,5 @@
 """The state machine of batching: what happened goes in, what is to be done comes out.
 
-    span    state       held by                                     leaves when
-    ----    -----       -------                                     -----------
-            PENDING     its call in Batcher.queue                   it is cut into a batch
-            IN_FLIGHT   BatchRecord.spans, in Batcher.slots         the batch is done, failed, lost
-            SUSPECT     Suspects.spans in Batcher._retries          it is cut again, in a part
-            OVER        nothing (its call may still be waiting      -
-                        for other spans)
-
 A worker has a slot from when it is ready until it is lost. A call that fails, is withdrawn or
 expires is over at once: its pending items are skipped when a batch is cut and its spans elsewhere
 are ignored. Suspects take turns with what is pending. Those that may kill a worker have one for
@@ -15,35 +7,60 @@ themselves. Nothing here does I/O, reads a clock, locks or logs; the engine call
 time and does what the returned ``Actions`` say, in order: first send the batches, so that workers
 are busy again, then answer the calls.
 
-``Batcher`` says what follows from what. The decisions are its parts':
+``Batcher`` says what follows from what, and makes the batches:
 
-    cutter      what is cut, when, and for whom
-    outcomes    calls that are over, batches that failed or were lost, and the counts of both
-    overload    which new calls could not be in time
+    ledger      which calls and batches there are, how they end, and the counts of both
+    scheduler   which worker gets how many items, and when; which new calls could not be in time
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..observe.record import NO_OUTPUT, BatchRecord, BatchReport, Call, StepReport
+from ..observe.recent import StepLog
+from ..observe.record import BatchRecord, BatchReport, Call, Reason, StepReport
 from ..options.table import StreamerOptions
-from ..supervision.health import BatchBound, Health
-from . import tuning
-from .actions import Actions
-from .call_queue import CallQueue, lose_queue
-from .cutter import Cutter
-from .isolation import Retries, Search, Suspects
-from .learning import LearnedCost
-from .outcomes import Endings, Figures
-from .overload import Overload
-from .policy import Policy
+from ..supervision.autoscaling import Load
+from ..supervision.health import BatchBound
+from .call_ledger import CallLedger
+from .call_queue import LARGE, CallQueue, run
+from .isolation import Raised, Search
+from .length_queue import LengthQueue
+from .policy import Decision, Policy
+from .scheduler import BatchScheduler, Scheduler, StepScheduler
 from .slots import Slots
-from .stepping import Stepping, room_of_places
+
+#: Most callers that call again at once have done so after this share of a batch's duration. The
+#: engine looks at the time then. Chosen by reasoning: below ``WATCH_SHARE``, and 64 threads take
+#: about 1.5 ms. If it is too short, the engine's thread wakes up once more for each batch.
+MOST_RETURNED = 0.25
+
+
+class Actions(NamedTuple):
+    """What to do now, in this order.
+
+    Attributes:
+        batches: to send.
+        calls: to answer; they are over.
+        hung: slots whose batch has taken too long: end their workers, or say so.
+        vacant: retiring slots that have nothing left to do: let their workers end.
+        searches: for the items at fault that have come to an end, for the log.
+        condemned: slots whose workers fail everything while others do not: replace them.
+    """
+
+    batches: Sequence[BatchRecord] = ()
+    calls: Sequence[Call] = ()
+    hung: Sequence[int] = ()
+    vacant: Sequence[int] = ()
+    searches: Sequence[Search | Raised] = ()
+    condemned: Sequence[int] = ()
+
+
+#: The usual answer to a submission while all workers are busy.
+NOTHING = Actions()
 
 
 class Batcher:
@@ -75,16 +92,9 @@ class Batcher:
         expects_until: while callers who have just been answered may call again, a time before that
             at which most of them have. An owner who looks at ``deadline`` then, and not only when
             it was set, need not be woken by the first of their calls to come.
-        figures: what it has counted.
         on_back: called with the record of every batch that comes back, which it has to release;
             None if the batches are not watched. Of a model of steps also with those that are lost
             with their worker.
-        health: of the workers.
-        isolates_errors: as given.
-        has_steps: whether the model is known to be one of steps. Then each batch is one item, which
-            has a place in its worker until it is over.
-        steps: what is known of these items; None without.
-        queue: the calls that wait. For reading.
         slots: what each worker holds. For reading, but for its ``sizes``.
     """
 
@@ -108,15 +118,22 @@ class Batcher:
     ) -> None:
         self._batch_size = batch_size
         self._max_pending = math.inf if max_pending is None else max_pending
+        self.isolates_errors = isolate_errors
         if not isinstance(batch_timeout, BatchBound):
             fixed = math.inf if batch_timeout is None else batch_timeout
             batch_timeout = BatchBound(fixed=fixed)
-        self.slots = Slots(
-            batch_timeout,
-            # What is never run twice should not go down with a batch that it only waited behind.
-            sends_ahead=max_attempts > 1,
+        # What is never run twice should not go down with a batch that it only waited behind.
+        self.slots = Slots(batch_timeout, sends_ahead=max_attempts > 1)
+        self._ledger = CallLedger(
+            self.slots,
+            max_attempts=max_attempts,
+            expired=expired,
+            expired_suspect=expired if expired_suspect is None else expired_suspect,
+            shared=shared,
         )
-        self.isolates_errors = isolate_errors
+        self.figures = self._ledger.figures
+        self.retries = self._ledger.retries
+        self.health = self._ledger.health
         self._new_policy: Callable[[], Policy] = lambda: (
             policy
             or Policy(
@@ -127,23 +144,13 @@ class Batcher:
                 round_trip=round_trip,
             )
         )
-        self._new_queue: Callable[[LearnedCost], CallQueue] = lambda cost: CallQueue(
-            cost, batch_size, tenant_weights, has_lengths=has_lengths
+        self._new_queue: Callable[[], CallQueue] = lambda: (
+            LengthQueue if has_lengths else CallQueue
+        )(self.policy.cost, batch_size, tenant_weights)
+        self._new_scheduler: Callable[[], Scheduler] = lambda: BatchScheduler(
+            self._ledger, self.policy
         )
-        self._retries = Retries(max_attempts=max_attempts)
-        self.health = Health()
-        self.figures = Figures(self._retries, self.slots)
-        self._endings = Endings(
-            self.figures,
-            self._retries,
-            self.slots,
-            self.health,
-            expired=expired,
-            expired_suspect=expired if expired_suspect is None else expired_suspect,
-            shared=shared,
-        )
-        self.has_steps = False
-        self.steps: Stepping | None = None
+        self.deadline = math.inf
         self.expects_until = -math.inf
         self.on_back: Callable[[BatchRecord], None] | None = None
         self._ids = itertools.count()  # of batches: transports rely on it that they ascend
@@ -151,24 +158,30 @@ class Batcher:
         self._assemble()
 
     def _assemble(self) -> None:
-        """Make what ``rebuild`` makes anew: the queue, and the parts that decide what is cut."""
-        policy = self._new_policy()
-        pending = self.queue = self._new_queue(policy.cost)
-        self._overload = Overload(pending, self.slots, policy)
-        self._cutter = Cutter(
-            pending, self._retries, self.slots, self._endings, self.health, self._overload, policy,
-            self._ids, batch_size=self._batch_size,
-        )  # fmt: skip
-        self._endings.pending = self.figures.pending = pending
-        self._endings.cost, self.figures.policy = policy.cost, policy
+        """Make what ``rebuild`` makes anew: the queue, and what decides what is cut of it."""
+        self.policy = self._new_policy()
+        self._ledger.queue, self._ledger.cost = self._new_queue(), self.policy.cost
+        self._scheduler = self._new_scheduler()
 
     @property
-    def deadline(self) -> float:
-        return self._cutter.deadline
+    def queue(self) -> CallQueue:
+        """The calls that wait. For reading."""
+        return self._ledger.queue
+
+    @property
+    def steps(self) -> StepScheduler | None:
+        """What is known of the items of a model of steps; None of another one, or before."""
+        return self._scheduler if isinstance(self._scheduler, StepScheduler) else None
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the model is known to be one of steps. Then each batch is one item."""
+        return self.steps is not None
 
     @property
     def is_behind(self) -> bool:
-        return self._overload.is_behind
+        """Whether more waits than workers keep up with."""
+        return self._scheduler.is_behind
 
     # -- what callers do
 
@@ -177,10 +190,10 @@ class Batcher:
 
         One counts at most as the smallest of the large ones, since others overtake the rest of it.
         """
-        most, pending = self._max_pending, self.queue
-        if pending.items + size <= most:
+        most, queue = self._max_pending, self._ledger.queue
+        if queue.items + size <= most:
             return True
-        return size <= most and pending.counted + min(size, tuning.LARGE * self._batch_size) <= most
+        return size <= most and queue.counted + min(size, LARGE * self._batch_size) <= most
 
     def hopeless_for(self, call: Call, now: float) -> float:
         """How long a new call takes at the least, seconds, if it cannot be in time; 0 if it can.
@@ -188,14 +201,14 @@ class Batcher:
         To say so at once spares its caller the waiting, and everybody else a queue full of calls
         that come to nothing. It counts as refused then.
         """
-        takes = self._overload.hopeless_for(call, now)
+        takes = self._scheduler.hopeless_for(call, now)
         if not takes:
             return 0.0
         if self.is_empty and not self._may_refuse:
             return 0.0  # if none was computed, it would never be known that they are faster now
         self._may_refuse = False
         self.figures.rejected_calls += 1
-        if self._overload.is_in_time_alone(call, now):
+        if self._scheduler.is_in_time_alone(call, now):
             # More workers would have computed it in time. They do not help one who gives no time.
             self.figures.refused_items += call.size
         return takes
@@ -212,39 +225,67 @@ class Batcher:
                 are, since nothing that follows could change them.
         """
         call.arrived_at = now
-        figures = self.figures
+        figures, slots, scheduler = self.figures, self.slots, self._scheduler
+        queue, deadlines = self._ledger.queue, self._ledger.deadlines
         figures.accepted_calls += 1
         figures.accepted_items += call.size
-        return self._cutter.arrived(call, now, is_watched=is_watched, more=more)
+        if is_watched and call.deadline < math.inf:
+            deadlines.add(call)
+            self._set_deadline(self.deadline)
+        if (
+            scheduler.call_arrived(call, now)
+            and not (more or self._is_pressed)
+            and slots.items < slots.taking
+        ):
+            return Actions([self._cut_alone(call, now)])
+        queue.add(call)
+        if slots.idle:
+            waits_until = scheduler.waits_until
+            if (
+                queue.items < scheduler.enough
+                and now < waits_until
+                and queue.goes_by_arrival
+                and not self._is_pressed
+            ):
+                if waits_until < self.deadline:  # all that waited before it have left
+                    self._set_deadline(waits_until)
+                return NOTHING
+            if not more or queue.items >= self._batch_size * len(slots.idle):
+                return self._cut(now)
+        elif slots.without_ahead and (queue.items >= scheduler.full or (slots.beside and not more)):
+            return self._cut(now)
+        return NOTHING  # no worker is free: the usual case under load, so without a look
+
+    @property
+    def _is_pressed(self) -> bool:
+        """Whether there is more to look at than the calls that wait."""
+        return bool(self.retries.waiting or self.health.held_back)
 
     def calls_submitted(self, now: float) -> Actions:
         """All the calls have arrived that were said to come."""
-        return self._cutter.all_arrived(now)
+        return self._cut(now) if self.slots.idle or self.slots.beside else NOTHING
 
-    def call_withdrawn(self, call: Call) -> bool:
-        """The caller has gone. False if it was over already, or never accepted."""
-        return self._left(call, has_expired=False)
+    def call_expired(self, call: Call) -> bool:
+        """Its caller's time has ended. False if it was over already."""
+        return self.call_withdrawn(call, has_expired=True)
 
     def call_cancelled(self, call: Call) -> bool:
         """Withdraw the call unless a part of it has been sent; returns whether it was withdrawn."""
         return not call.is_running and self.call_withdrawn(call)
 
-    def call_expired(self, call: Call) -> bool:
-        """Its caller's time has ended. False if it was over already."""
-        return self._left(call, has_expired=True)
-
-    def _left(self, call: Call, *, has_expired: bool) -> bool:
-        has_ended = self._endings.left(call, has_expired=has_expired)
-        if has_ended and not self.queue.items:
-            self._cutter.set_deadline(math.inf)
-        return has_ended
+    def call_withdrawn(self, call: Call, *, has_expired: bool = False) -> bool:
+        """The caller has gone. False if it was over already, or never accepted."""
+        is_withdrawn = self._ledger.withdraw(call, has_expired=has_expired)
+        if is_withdrawn and not self._ledger.queue.items:
+            self._set_deadline(math.inf)
+        return is_withdrawn
 
     def take_unwanted(self) -> list[tuple[int, int]]:
-        """The slots and ids of batches that nobody waits for any more, since the last time."""
-        gone = self._endings.abandoned
+        """The slots and ids of batches that no caller waits for any more, since the last time."""
+        gone = self._ledger.abandoned
         if not gone:
             return []
-        self._endings.abandoned = set()
+        self._ledger.abandoned = set()
         return [
             (batch.slot, batch.id)
             for batch in self.slots.in_flight()
@@ -255,47 +296,34 @@ class Batcher:
     # -- what workers do
 
     def worker_ready(self, slot: int, now: float, took: float = 0.0) -> Actions:
-        """A worker has loaded its model; ``slot`` is its name from now on.
-
-        Args:
-            took: from its start on, seconds.
-        """
-        self._endings.start_duration = took
+        """A worker has loaded its model, ``took`` seconds after its start."""
+        self._ledger.start_duration = took
         self.slots.add(slot)
-        return self._cutter.cut(now)
+        return self._cut(now)
 
     def begin_steps(self, places: int, *, resumes: bool = False) -> None:
-        """The first worker is about to be ready, and its model is one of steps.
-
-        Args:
-            places: how many items it steps at a time.
-            resumes: whether a stream can go on with another worker where its outputs ended.
-        """
-        self.has_steps = True
-        self.steps = Stepping(places, self.slots, self.figures.metrics, resumes=resumes)
-        self.slots.begin_steps(places, room_of_places(places), tuning.GRACE)
-        self._retries.grace = tuning.GRACE
+        """The first worker is about to be ready, and its model is one of steps."""
+        log = StepLog(places)
+        self._new_scheduler = lambda: StepScheduler(self._ledger, places, log, resumes=resumes)
+        self._scheduler = self._new_scheduler()
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
         """A worker has taken a step; the calls of streams, each with an output to be handed out.
 
         What is over by that comes back as batches do: ``batch_returned`` is called with it next.
         """
-        if self.steps is None or report.is_sign_of_life:
-            self.slots.resumed(report.slot, now)
-            return []
-        return self.steps.stepped(report, self.queue.items, now)
+        return self._scheduler.stepped(report, now)
 
     def worker_retiring(self, slot: int, now: float) -> Actions:
         """A worker that is ready is to end when it has finished what it holds."""
         is_vacant = self.slots.close(slot)
         # If it was the last one that took batches, those that are held back have to go on.
-        return self._cutter.cut(now, (), [slot] if is_vacant else ())
+        return self._cut(now, [slot] if is_vacant else ())
 
     def worker_kept(self, slot: int, now: float) -> Actions:
         """A worker that was retiring, and is not lost, is to go on after all."""
         self.slots.reopen(slot, takes=slot not in self.health.held_back)
-        return self._cutter.cut(now)
+        return self._cut(now)
 
     def worker_dying(self, slot: int) -> None:
         """A worker will be said to be lost, after what it still answered: it gets no more."""
@@ -316,49 +344,25 @@ class Batcher:
             report.slot, report.batch_id, now, is_done=not has_failed
         )
         batch.report, batch.back_at, batch.has_failed = report, now, has_failed
-        self.figures.came_back(batch)
         self._may_refuse = True
-        is_wasted = has_failed and all(call.is_over for call, _, _ in batch.spans)  # given up, say
-        if (self.queue.items or self._overload.is_behind) and not is_wasted:
-            work = 0.0
-            if batch.search is None:
-                work = batch.size if self.has_steps else batch.cost
-            self._overload.came_back(work, now - batch.cut_at, now)
+        ledger, scheduler = self._ledger, self._scheduler
+        scheduler.came_back(batch)
         if report.failure is not None:
-            calls, searches = self._endings.batch_failed(batch)
-            actions = self._cutter.cut(now, calls, vacant, searches)
+            ledger.batch_failed(batch)
         else:
-            actions = self._batch_done(batch, vacant)
+            if report.stages is not None and not report.runs:
+                self.slots.stages_took(report.stages)
+            over = ledger.batch_done(batch)
+            # What is about to come back is known before it is decided what to cut.
+            scheduler.answered(batch, over)
+            if over > 1 and self.slots.idle and not (ledger.queue.items or self._is_pressed):
+                self.expects_until = now + MOST_RETURNED * report.pace
+        actions = self._cut(now, vacant)
         if self.on_back is None:
             batch.release()
         else:
             self.on_back(batch)
         return actions
-
-    def _batch_done(self, batch: BatchRecord, vacant: Sequence[int]) -> Actions:
-        now, report = batch.back_at, batch.report
-        failures, duration, figures = report.failures, report.pace, self.figures
-        if report.stages is not None and not report.runs:
-            self.slots.stages_took(report.stages)
-        if batch.has_failed:
-            self._endings.suspect_worker(batch, next(iter(failures.values())))
-        elif self.health.row or self.health.rows.get(batch.slot) != 0:
-            self.health.computed(batch.slot)
-        failed_before = figures.failed_calls
-        calls = self._endings.give_results(batch)
-        answered, failed = len(calls), figures.failed_calls - failed_before
-        figures.answered_calls += answered - failed
-        raised = self._endings.some_failed(batch, failed) if failures or report.runs else ()
-        # What is about to come back is known before it is decided what to cut.
-        over = self._cutter.came_back(batch, answered, duration, now)
-        searches = [*over, *raised] if raised else over
-        figures.took(duration)
-        if self.queue.items or self._retries.waiting or self.health.held_back:
-            return self._cutter.cut(now, calls, vacant, searches)
-        if answered > 1 and self.slots.idle:
-            self.expects_until = now + tuning.MOST_RETURNED * duration
-        self._cutter.set_deadline(math.inf)  # as of a lone caller
-        return Actions((), calls, (), vacant, searches)
 
     def worker_lost(
         self,
@@ -378,87 +382,57 @@ class Batcher:
                 None if that is not known.
             is_outage: whether it was lost with its host, whatever it computed.
         """
+        ledger, scheduler = self._ledger, self._scheduler
         lost = self.slots.remove(slot)
         new = [batch for batch in lost if batch.search is None]
         self.health.lost(slot, now, had_new_items=bool(new))
         for batch in new:
-            self.figures.lost(batch)
-        again, cut_off = (lost, ()) if self.steps is None else self.steps.apart(lost)
-        calls, searches = self._endings.worker_lost(
-            again, failure, now, batch_id, begun, is_outage=is_outage
-        )
+            self.figures.metrics.was_cut(batch)
+        again, cut_off = scheduler.apart(lost)
+        ledger.worker_lost(again, failure, now, batch_id, begun, is_outage=is_outage)
         for batch in cut_off:
-            failed = self._endings.fail_spans(batch.spans, failure)
-            searches += self._retries.given_up(batch, len(failed))
-            calls += failed
-        if self.steps is not None and self.on_back is not None:
+            self.retries.given_up(batch, ledger.fail_spans(batch.spans, failure))
+        if self.has_steps and self.on_back is not None:
             for batch in lost:  # perhaps after hours, so the recorder learns of its end
                 batch.report = BatchReport(batch.id, failure=failure, slot=slot)
                 batch.back_at, batch.has_failed = now, True
-                self.figures.note(batch)
+                scheduler.note(batch)
                 self.on_back(batch)
-        return self._cutter.cut(now, calls, (), searches)
+        return self._cut(now)
 
     # -- time, and the end
 
     def time_passed(self, now: float) -> Actions:
         """The deadline is reached."""
-        calls = self._cutter.ended(now)
-        for call in calls:
-            self._endings.expire(call)
+        if self._ledger.deadlines.next <= now:
+            for call in self._ledger.deadlines.ended(now):
+                self._ledger.expire(call)
         hung = self.slots.hung(now) if self.slots.next_look <= now else []
-        return self._cutter.cut(now, calls, hung=hung)
+        return self._cut(now, hung=hung)
 
     def rebuild(self, calls: Sequence[Call], now: float) -> None:
         """Derive the state anew from what is true also if a change was left halfway.
 
-        That is: which calls are open, what they lack, which batches the workers hold, and what was
-        counted so far. What was learned of the model is learned anew, except by a policy that was
-        given. Call ``time_passed`` next.
-
-        Args:
-            calls: all that are not over, in the order of their arrival.
+        That is: which calls are open, in the order of their arrival, what they lack, which batches
+        the workers hold, and what was counted so far. What was learned of the model is learned
+        anew, except by a policy that was given. Call ``time_passed`` next.
         """
-        self.health.release()
-        self.slots.recount(now)
-        in_flight = self.in_flight()
-        self._retries.recount(in_flight)
+        self._ledger.recount(now)
         self._assemble()
-        running = [call for batch in in_flight for call, _, _ in batch.spans]
-        self._endings.abandoned = {call for call in running if call.is_over}
-        taken: defaultdict[Call, set[int]] = defaultdict(set)
-        for part in self._parts():
-            for call, start, stop in part.spans:
-                taken[call].update(range(start, stop))
-        for call in calls:
-            outputs = call.outputs or [NO_OUTPUT] * call.size
-            self._cutter.restore(
-                call,
-                [i for i, o in enumerate(outputs) if o is NO_OUTPUT and i not in taken[call]],
-            )
-        figures = self.figures
-        over = figures.answered_calls + figures.failed_calls
-        over += figures.expired_calls + figures.cancelled_calls
-        figures.accepted_calls = over + len(calls)
-        self._cutter.deadline = now
+        self._ledger.restore(calls)
+        self.deadline = now
 
     def end_all(
         self, calls: Sequence[Call], failure: Any, now: float, returned: Sequence[BatchReport] = ()
     ) -> list[int]:
         """Fail all calls that are not over, when the state is in doubt, and ``rebuild`` it.
 
-        Args:
-            calls: as above.
-            returned: what workers have answered, applied or not. They do not hold it any more.
+        Workers do not hold any more what they have ``returned``, applied or not.
 
         Returns:
             Retiring slots that have nothing left to do.
         """
-        for call in calls:
-            lose_queue(call)
-            self._endings.fail(call, failure)
-        self._retries.clear()
-        vacant = self.slots.let_go((report.slot, report.batch_id) for report in returned)
+        vacant = self._ledger.end_all(calls, failure, returned)
         self.rebuild((), now)
         return vacant
 
@@ -467,64 +441,136 @@ class Batcher:
         for slot in self.slots.numbers():
             self.slots.remove(slot)
 
+    def fail_all(self, failure: Any) -> Sequence[Call]:
+        """End every call that is not over, pending or in flight."""
+        self._ledger.fail_all(failure)
+        self._set_deadline(math.inf)
+        return self._ledger.take_ended()
+
+    # -- what is cut
+
+    def _cut(self, now: float, vacant: Sequence[int] = (), hung: Sequence[int] = ()) -> Actions:
+        """Cut every batch that should go out now, and set the deadline of what should wait instead.
+
+        What else is to be done goes with it.
+        """
+        ledger, retries, scheduler = self._ledger, self.retries, self._scheduler
+        queue, idle, without_ahead = ledger.queue, self.slots.idle, self.slots.without_ahead
+        batches: list[BatchRecord] = []
+        condemned = ledger.judge_workers(now) if self.health.held_back else ()
+        wait_until, scheduler.enough = math.inf, 0
+        while True:
+            if retries.waiting and (not queue.items or retries.goes_first):
+                if idle:
+                    batches += self._cut_part(next(iter(idle)), now)
+                elif without_ahead and retries.may_go_ahead:
+                    batches += self._cut_part(next(iter(without_ahead)), now)
+                elif not retries.drop_unwanted():
+                    break  # nothing is sent ahead, so that a worker becomes free for them
+            elif not queue.items or not (idle or without_ahead):
+                break
+            else:
+                slot, decision = scheduler.decide(now) if idle else scheduler.decide_ahead(now)
+                if decision.size:
+                    batches += self._cut_waiting(slot, decision, now)
+                elif idle and retries.waiting:
+                    batches += self._cut_part(slot, now)  # something to do meanwhile
+                else:
+                    wait_until = decision.wait_until
+                    break
+        self._set_deadline(wait_until)
+        calls, searches = ledger.take_ended(), retries.take_ended()
+        if not (batches or calls or vacant or searches or hung or condemned):
+            return NOTHING
+        return Actions(batches, calls, hung, vacant, searches, condemned)
+
+    def _set_deadline(self, wait_until: float) -> None:
+        """Set ``deadline``: of what waits the one that is given, or an earlier one."""
+        deadline = min(wait_until, self.slots.next_look, self._ledger.deadlines.next)
+        if self.health.held_back:
+            deadline = min(deadline, self.health.due)
+        self.deadline = deadline
+
+    def _cut_alone(self, call: Call, now: float) -> BatchRecord:
+        """A batch of a call of one item that no other waits beside: past the queue.
+
+        It is what deciding and taking it would do, at half of the cost: a caller alone waits for
+        all of it.
+        """
+        run(call)
+        slot = next(iter(self.slots.idle))
+        batch = BatchRecord(next(self._ids), slot, [(call, 0, 1)], [*call.payloads])
+        if call.lengths is not None:
+            batch.cost = float(call.lengths[0])
+        batch.reason = Reason.ALONE
+        self._give(batch, now)
+        self._set_deadline(math.inf)
+        return batch
+
+    def _cut_waiting(self, slot: int, decision: Decision, now: float) -> Sequence[BatchRecord]:
+        """A batch for the slot; none if all that waited came too late."""
+        queue = self._ledger.queue
+        finish = self._scheduler.finish(slot, decision.size, now)
+        batch = queue.take(decision, now, finish, self._ledger.expire)
+        if batch is None:
+            return ()
+        batch.id, batch.slot, batch.is_full = next(self._ids), slot, queue.items > 0
+        if self.retries.waiting:
+            self.retries.gave_way()
+        self._give(batch, now)
+        return (batch,)
+
+    def _cut_part(self, slot: int, now: float) -> Sequence[BatchRecord]:
+        """A part of a batch that failed, to be run again; none if no caller waits for any."""
+        part = self.retries.take(now, self._ledger.expire)
+        if part is None:
+            return ()
+        items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
+        batch = BatchRecord(
+            next(self._ids), slot, part.spans, items, part.search, part.losses, part.outages
+        )
+        batch.calls = len({call for call, _, _ in part.spans})
+        self._give(batch, now)
+        self.retries.gone()
+        return (batch,)
+
+    def _give(self, batch: BatchRecord, now: float) -> None:
+        """The batch is its worker's from now on."""
+        batch.cut_at = now
+        self.slots.give(batch, now, self._scheduler.prepare(batch))
+
+    # -- what it says of itself
+
     def in_flight(self) -> list[BatchRecord]:
         """The batches that workers hold, or are about to be sent, in the order of their ids."""
         return sorted(self.slots.in_flight(), key=lambda batch: batch.id)
 
-    def fail_all(self, failure: Any) -> list[Call]:
-        """End every call that is not over, pending or in flight."""
-        calls: list[Call] = []
-        for part in self._parts():
-            calls += self._endings.fail_spans(part.spans, failure)
-        self._retries.clear()
-        for call in list(self.queue):  # a copy, since failing one may sweep the queue
-            self._endings.fail(call, failure)
-            calls.append(call)
-        self._cutter.set_deadline(math.inf)
-        return calls
-
-    def _parts(self) -> list[BatchRecord | Suspects]:
-        """All that has items which are not in the queue, in flight or to be run again."""
-        return [*self.slots.in_flight(), *self._retries.waiting]
-
-    # -- what it says of itself
-
     @property
     def is_empty(self) -> bool:
         """Whether no call waits and no batch is in flight."""
-        return not (self.queue.items or self._retries.waiting or self.slots.items)
+        return not (self._ledger.queue.items or self.retries.waiting or self.slots.items)
 
     @property
     def is_answered(self) -> bool:
         """Whether no call is waiting, though a worker may still be computing."""
-        return not self.queue.items and all(
-            call.is_over for part in self._parts() for call, _, _ in part.spans
+        return not self._ledger.queue.items and all(
+            call.is_over for part in self._ledger.parts() for call, _, _ in part.spans
         )
 
     @property
     def pending_items(self) -> int:
         """Items that are not with a worker, be it yet or any more."""
-        return self.queue.items + self._retries.items
+        return self._ledger.queue.items + self.retries.items
+
+    def load(self, failed: int, start_duration: float) -> Load:
+        """What there is to do, for ``Autoscaling``."""
+        return self._scheduler.load(failed, start_duration)
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
-        self.queue.check_invariants()
-        unanswered = {call: call.pending for call in self.queue}
-        self.slots.check_invariants()
-        self._retries.check_invariants()
-        searches: dict[Search, int] = {}
-        for part in self._parts():
-            assert part.size == sum(stop - start for _, start, stop in part.spans)
-            assert 1 <= part.size <= self._batch_size
-            if part.search is not None:
-                searches[part.search] = searches.get(part.search, 0) + 1
-            for call, start, stop in part.spans:
-                if not call.is_over:
-                    unanswered[call] = unanswered.get(call, 0) + stop - start
-        assert all(call.unanswered == size for call, size in unanswered.items())
-        assert all(search.parts == count for search, count in searches.items())
-        assert self.queue.counted <= self._max_pending
-        self._cutter.check_invariants()
+        self._ledger.check_invariants(self._batch_size)
+        assert self._ledger.queue.counted <= self._max_pending
+        self._scheduler.check_invariants(self._batch_size, self.deadline)
 
 
 def build_batcher(
@@ -535,11 +581,7 @@ def build_batcher(
     policy: Policy | None = None,
     **hooks: Any,
 ) -> Batcher:
-    """The batcher of a streamer with these options: for an engine, or for a simulation.
-
-    Args:
-        hooks: ``batch_timeout``, ``expired``, ``expired_suspect`` and ``shared`` of ``Batcher``.
-    """
+    """The batcher of a streamer with these options; ``hooks`` are arguments of ``Batcher``, too."""
     return Batcher(
         batch_size=options.batch_size,
         max_latency=options.max_latency,

@@ -20,7 +20,14 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..observe.record import BatchRecord, Call, Span
-from . import tuning
+
+#: The most failures of a device that a call may be involved in.
+#: Chosen by reasoning: each costs the start of a worker.
+MOST_DEVICE_FAILURES = 2
+#: So often a batch may be with a worker that is lost with its host, and it counts as no attempt.
+#: Chosen by reasoning: hosts come and go, and one batch seldom meets that twice. But one that takes
+#: all memory may end host after host.
+MOST_OUTAGES = 3
 
 
 def parts_after_death(items: int, run: float, death: float) -> int:
@@ -62,21 +69,16 @@ class Search:
         items: of the batch.
         failure: what began it, opaque here.
         deaths_left: how many more workers may die of it.
-        outages: how many were lost with their host while they had an item of it, by item. Not one
-            number for all: a host with many workers takes many parts with it at once.
         number: of the searches so far; the oldest goes first.
         parts: how many are not over: they wait to be run, or are being run.
         runs: extra model calls so far.
         failed: calls that failed so far.
     """
 
-    def __init__(
-        self, batch: BatchRecord, failure: Any, *, deaths: int = 0, number: int = 0
-    ) -> None:
-        self.items = batch.size
+    def __init__(self, items: int, failure: Any, *, deaths: int, number: int) -> None:
+        self.items = items
         self.failure = failure
         self.deaths_left = deaths
-        self.outages: Counter[tuple[Call, int]] = Counter()
         self.number = number
         self.parts = 1  # the batch itself
         self.runs = 0
@@ -104,14 +106,17 @@ class Suspects:
 
     Attributes:
         losses: how many workers died while they held its items; if any, it is to be run alone.
+        outages: how many were lost with their host while they held its items. Not a number of the
+            search: a host with many workers takes many parts with it at once.
     """
 
-    __slots__ = ("losses", "search", "size", "spans")
+    __slots__ = ("losses", "outages", "search", "size", "spans")
 
-    def __init__(self, spans: list[Span], search: Search, losses: int) -> None:
+    def __init__(self, spans: list[Span], search: Search, losses: int, outages: int) -> None:
         self.spans = spans
         self.search = search
         self.losses = losses
+        self.outages = outages
         self.size = _size(spans)
 
 
@@ -124,6 +129,7 @@ class Retries:
     Attributes:
         grace: how many workers may have died with a part that need not be alone with its worker.
         waiting: the parts that wait, in their order.
+        ended: what is to be logged since ``take_ended``: searches that have come to an end.
         retried_items: how many were to be run again since their worker died.
         isolated_calls: how many failed by themselves, so that others did not.
     """
@@ -134,8 +140,17 @@ class Retries:
         self._is_turn_of_new = False
         self.grace = 0
         self.waiting: list[Suspects] = []
+        self.ended: list[Search | Raised] = []
         self.retried_items = 0
         self.isolated_calls = 0
+
+    def take_ended(self) -> Sequence[Search | Raised]:
+        """What is to be logged since the last time."""
+        ended = self.ended
+        if not ended:
+            return ()
+        self.ended = []
+        return ended
 
     @property
     def items(self) -> int:
@@ -167,14 +182,11 @@ class Retries:
         """The batch that was cut is one of new items."""
         self._is_turn_of_new = False
 
-    def take(
-        self, now: float, expire: Callable[[Call], None], over: list[Search]
-    ) -> Suspects | None:
+    def take(self, now: float, expire: Callable[[Call], None]) -> Suspects | None:
         """The next part that somebody waits for. It waits until ``gone`` is called with it.
 
         Args:
             expire: ends a call on the way there whose time has ended.
-            over: gets the searches that end since no caller waits for the rest of them.
         """
         self._is_turn_of_new = True
         while self.waiting:
@@ -185,22 +197,18 @@ class Retries:
             spans = _unanswered(part.spans)
             if spans:
                 part.search.runs += 1
-                return Suspects(spans, part.search, part.losses)
+                return Suspects(spans, part.search, part.losses, part.outages)
             self.gone()
-            over += self.part_over(part.search)
+            self.part_over(part.search)
         return None
 
-    def drop_unwanted(self, over: list[Search]) -> bool:
-        """Drop the next parts if no caller waits for them; whether another is the next by that.
-
-        Args:
-            over: gets the searches that end by that.
-        """
+    def drop_unwanted(self) -> bool:
+        """Drop the next parts if no caller waits for them; whether another is the next by that."""
         before = len(self.waiting)
         while self.waiting and not _unanswered(self.waiting[0].spans):
             search = self.waiting[0].search
             self.gone()
-            over += self.part_over(search)
+            self.part_over(search)
         return len(self.waiting) < before
 
     def gone(self) -> None:
@@ -231,100 +239,112 @@ class Retries:
         search.parts -= len(dropped)
         return dropped
 
-    # -- what became of batches
+    # -- what became of batches: whether they are run again, or else their calls fail
 
     def lost(self, batch: BatchRecord, failure: Any, count: int) -> bool:
-        """A worker died with the batch; whether it is run again: else its calls fail.
-
-        Args:
-            count: in how many parts.
-        """
-        losses = batch.losses + 1
-        spans = _unanswered(batch.spans)
-        if not spans or self._max_attempts == 1:
+        """A worker died with the batch: it is run again in so many parts, each with its worker."""
+        search = self._search(batch, failure)
+        if search is None:
             return False
-        search = batch.search or self._search(batch, failure)
         search.deaths_left -= 1
         # As it ran: if one item is left of several, it is not known to be to blame.
-        is_guilty = batch.size == 1 and losses >= self._max_attempts
+        is_guilty = batch.size == 1 and batch.losses + 1 >= self._max_attempts
         if is_guilty or search.deaths_left <= 0:
             return False
+        spans = _unanswered(batch.spans)
         size = _size(spans)
-        self._split(search, _in_parts(spans, -(-size // min(count, size))), losses)
-        self.retried_items += size
+        parts = _in_parts(spans, -(-size // min(count, size)))
+        self._run_again(batch, search, parts, losses=batch.losses + 1)
         return True
 
     def device_failed(self, batch: BatchRecord, failure: Any) -> bool:
-        """The device of its worker failed with the batch; whether it is run again, as ``lost``.
+        """The device of its worker failed with the batch.
 
-        Each call by itself, so that one at fault takes no other with it; and once only, since
-        another such end costs another start of a worker.
+        Each call is run again by itself, so that one at fault takes no other with it; and once
+        only, since another such end costs another start of a worker.
         """
-        losses = batch.losses + 1
-        spans = _unanswered(batch.spans)
         if batch.search is not None:
             batch.search.deaths_left -= 1
-        if not spans or losses >= min(self._max_attempts, tuning.MOST_DEVICE_FAILURES):
+        if batch.losses + 1 >= min(self._max_attempts, MOST_DEVICE_FAILURES):
+            return False
+        search = self._search(batch, failure)
+        if search is None:
             return False
         calls: dict[Call, list[Span]] = {}
-        for span in spans:
+        for span in _unanswered(batch.spans):
             calls.setdefault(span[0], []).append(span)
-        search = batch.search or self._search(batch, failure)
-        self._split(search, calls.values(), losses)
-        self.retried_items += _size(spans)
+        self._run_again(batch, search, calls.values(), losses=batch.losses + 1)
         return True
 
     def not_begun(self, batch: BatchRecord, failure: Any, *, is_outage: bool = False) -> bool:
         """Its worker was lost before it began with the batch: that is run again as it was."""
-        spans = _unanswered(batch.spans)
-        if not spans or self._max_attempts == 1:
+        search = self._search(batch, failure)
+        if search is None:
             return False
-        search = batch.search or self._search(batch, failure)
-        if is_outage:
-            search.outages.update(_items(spans))
-        self._split(search, [spans], batch.losses)
-        self.retried_items += _size(spans)
+        outages = batch.outages + is_outage
+        spans = _unanswered(batch.spans)
+        self._run_again(batch, search, [spans], losses=batch.losses, outages=outages)
         return True
 
     def met_outage(self, batch: BatchRecord, failure: Any, count: int) -> bool:
         """Its worker was lost with its host, whatever it computed: it is run again as it was.
 
         After some times it counts as ``lost``: perhaps an item of it has ended these hosts.
-
-        Args:
-            count: in how many parts it is run again then.
         """
-        search = batch.search
-        if search is not None and any(
-            search.outages[item] >= tuning.MOST_OUTAGES for item in _items(batch.spans)
-        ):
+        if batch.outages >= MOST_OUTAGES:
             return self.lost(batch, failure, count)
         return self.not_begun(batch, failure, is_outage=True)
 
-    def given_up(self, batch: BatchRecord, failed: int) -> list[Search]:
-        """So many calls of the batch have failed for good; the search, if it has ended by that."""
-        if batch.search is None:
-            return []
-        batch.search.failed += failed
-        if failed == 1:
-            self.isolated_calls += 1
-        return self.part_over(batch.search)
-
-    def part_over(self, search: Search) -> list[Search]:
-        """One part less to be run; the search itself if it was the last."""
-        search.parts -= 1
-        return [] if search.parts else [search]
-
-    def _search(self, batch: BatchRecord, failure: Any) -> Search:
+    def _search(self, batch: BatchRecord, failure: Any) -> Search | None:
+        """The batch's, which begins if it has none; None if it is not run again."""
+        if self._max_attempts == 1 or not _unanswered(batch.spans):
+            return None
+        if batch.search is not None:
+            search: Search = batch.search
+            return search
         self._searches += 1
         deaths = deaths_allowed(batch.size, self._max_attempts)
-        return Search(batch, failure, deaths=deaths, number=self._searches)
+        return Search(batch.size, failure, deaths=deaths, number=self._searches)
 
-    def _split(self, search: Search, halves: Iterable[list[Span]], losses: int) -> None:
-        parts = [Suspects(half, search, losses) for half in halves if half]
-        search.parts += len(parts) - 1
-        self.waiting += parts
+    def _run_again(
+        self,
+        batch: BatchRecord,
+        search: Search,
+        parts: Iterable[list[Span]],
+        *,
+        losses: int,
+        outages: int | None = None,
+    ) -> None:
+        outages = batch.outages if outages is None else outages
+        suspects = [Suspects(part, search, losses, outages) for part in parts]
+        search.parts += len(suspects) - 1
+        self.retried_items += sum(part.size for part in suspects)
+        self.waiting += suspects
         self.waiting.sort(key=_BY_SEARCH)  # of one search they stay in order
+
+    def given_up(self, batch: BatchRecord, failed: int) -> None:
+        """So many calls of the batch have failed for good."""
+        if batch.search is not None:
+            batch.search.failed += failed
+            if failed == 1:
+                self.isolated_calls += 1
+            self.part_over(batch.search)
+
+    def some_failed(self, batch: BatchRecord, failed: int) -> None:
+        """So many calls of the batch have failed, each by itself."""
+        report = batch.report
+        if batch.search is not None:
+            batch.search.failed += failed
+        if report.runs:
+            self.isolated_calls += failed
+            failure = next(iter(report.failures.values()), None)
+            self.ended.append(Raised(batch.calls, failed, failure, report.runs))
+
+    def part_over(self, search: Search) -> None:
+        """One part less to be run."""
+        search.parts -= 1
+        if not search.parts:
+            self.ended.append(search)
 
     def check_invariants(self) -> None:
         waiting = Counter(part.search for part in self.waiting)
@@ -333,10 +353,6 @@ class Retries:
 
 def _size(spans: Sequence[Span]) -> int:
     return sum(stop - start for _, start, stop in spans)
-
-
-def _items(spans: Sequence[Span]) -> Iterator[tuple[Call, int]]:
-    return ((call, index) for call, start, stop in spans for index in range(start, stop))
 
 
 def _unanswered(spans: Sequence[Span]) -> list[Span]:

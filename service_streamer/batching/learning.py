@@ -16,7 +16,63 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from . import tuning
+#: How long callers are watched for after their answers, as a share of the batch's duration.
+#: Tuned between 0.1 and 0.5 with ``python benchmarks/scheduling_grid.py --quick``: a lower value
+#: misses callers that return slowly, a higher one helps only them.
+WATCH_SHARE = 0.35
+#: The longest gap between two calls of one burst, as a share of a batch's duration.
+#: Tuned with ``python benchmarks/scheduling_grid.py --quick`` (rows "bursts"): a higher value takes
+#: a steady stream for a burst.
+BURST_SHARE = 0.05
+#: A burst has at least this many times the calls that its time would bring anyway.
+#: Chosen by reasoning: calls of a stream that happen to be close together are about three times as
+#: many as its rate says. Checked with ``service-streamer simulate --base 5ms --rate 500``.
+BURST_FACTOR = 4.0
+#: The share of answered callers that seems to return at once where all calls are independent.
+#: Chosen by reasoning, checked with ``pytest tests/test_batching.py -k by_chance``, over loads of
+#: 0.5 to 4 calls in the time of one.
+CHANCE = 0.3
+#: Weight of the newest batch in what is learned about arrivals, lengths and the queue.
+#: Tuned with ``python benchmarks/scheduling_grid.py --quick``: high, because load changes within a
+#: second.
+LEARNING_RATE = 0.25
+#: The number of batches over which the rate of arrivals is averaged.
+#: Tuned with ``python benchmarks/scheduling_grid.py --quick`` (rows "Poisson").
+RATE_BATCHES = 16
+#: The weight of a batch after one more batch: half after 17.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py``: low enough to follow a throttled
+#: device, high enough to tell noise from slope.
+FORGETTING = 0.96
+#: The weight of the slope known before against the batches, in units of their squared costs.
+#: Chosen by reasoning: it decides only while all batches are of one size.
+RIDGE = 1e-3
+#: The line is more than a guess after this many batches.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k line``.
+FITTED_BATCHES = 8
+#: And if the variance of their costs is at least this share of the squared mean.
+#: Chosen by reasoning: a tenth of a standard deviation.
+LEAST_SPREAD = 0.01
+#: And if the line explains this share of the variance of the durations.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k noisy``: of a few batches, noise
+#: explains up to a half.
+EXPLAINED = 0.5
+#: A batch counts as if it took at least this share of the duration that the line predicts.
+#: Chosen by reasoning: a batch without work then weighs as much as 16 usual ones, not as all.
+LEAST_DURATION = 0.25
+#: The first batches are forgotten when a later one takes this many times what they predict.
+#: Chosen by reasoning, checked with ``pytest tests/test_cost.py -k odd``: a server asks a
+#: model about itself first, which takes no time.
+NO_WORK = 16.0
+#: The same for what padding costs.
+#: Found with ``make yardstick ARGS='--only infilling'``: the sizes and costs of batches differ
+#: little, so that it takes many to tell what is due to which.
+PADDING_FORGETTING = 0.99
+#: What each item costs is fitted if the variance of sizes, of batches of the same cost, is at least
+#: this share of the squared mean.
+#: Found with ``make yardstick ARGS='--only infilling'``, checked with ``pytest
+#: tests/test_cost.py -k small``: of batches that are more alike noise decides.
+PADDING_SPREAD = 1e-3
+
 
 _NEVER = -math.inf
 
@@ -81,18 +137,18 @@ class ArrivalForecast:
             self._end_watches(now)
         passed = now - self._counted_at
         if passed > 0.0:
-            weight = passed / (passed + tuning.RATE_BATCHES * duration)
+            weight = passed / (passed + RATE_BATCHES * duration)
             self._rate += (self._calls / passed - self._rate) * weight
             self._calls, self._counted_at = 0, now
         if calls:
-            closes_at = now + tuning.WATCH_SHARE * duration + self._round_trip
+            closes_at = now + WATCH_SHARE * duration + self._round_trip
             watches.append(_Watch(calls, now, closes_at))
             self._last_event = now
 
     def arrived(self, size: int, now: float) -> None:
         """A call of ``size`` items arrived. It is put down to the oldest answers still watched."""
         if size != self.call_size:
-            self.call_size += (size - self.call_size) * tuning.LEARNING_RATE
+            self.call_size += (size - self.call_size) * LEARNING_RATE
         self._calls += 1
         self._last_event = now
         closes_at = self._burst_closes_at
@@ -127,8 +183,8 @@ class ArrivalForecast:
         if watches and self.closedness > 0.0 and watches[-1].closes_at > now:
             return self.expected(now)
         if self._burst_closes_at == _NEVER:  # else it is one of them, after a part of them was sent
-            gap = self._burst_gap_limit = tuning.BURST_SHARE * duration
-            self._burst_ends_at = now + tuning.WATCH_SHARE * duration
+            gap = self._burst_gap_limit = BURST_SHARE * duration
+            self._burst_ends_at = now + WATCH_SHARE * duration
             self._burst_began_at = self._burst_last_at = now
             self._burst_closes_at = now + gap
             self._burst_arrived = 0
@@ -187,34 +243,32 @@ class ArrivalForecast:
         if watches and watches[0].opened_at < now:
             watches[0].first_at = now
         arrived, answered = watch.arrived, watch.answered
-        self._return_rate += (arrived / answered - self._return_rate) * tuning.LEARNING_RATE
+        self._return_rate += (arrived / answered - self._return_rate) * LEARNING_RATE
         # Without ``min`` and ``max``, which take longer: every call of a lone caller comes here.
         by_chance = self._rate * (now - watch.first_at)
         if by_chance > answered:
             by_chance = float(answered)
-        self._excess += (arrived - by_chance - self._excess) * tuning.LEARNING_RATE
+        self._excess += (arrived - by_chance - self._excess) * LEARNING_RATE
         possible = self._possible
-        self._possible = possible = (
-            possible + (answered - by_chance - possible) * tuning.LEARNING_RATE
-        )
+        self._possible = possible = possible + (answered - by_chance - possible) * LEARNING_RATE
         if possible > 0.0:
             # What is little may be chance, too.
-            closedness = (self._excess / possible - tuning.CHANCE) / (1.0 - tuning.CHANCE)
+            closedness = (self._excess / possible - CHANCE) / (1.0 - CHANCE)
             self.closedness = 0.0 if closedness < 0.0 else 1.0 if closedness > 1.0 else closedness
         if arrived:
             gap = (watch.last_arrival - watch.opened_at) / arrived
-            self._gap += (gap - self._gap) * tuning.LEARNING_RATE
+            self._gap += (gap - self._gap) * LEARNING_RATE
 
     def _learn_burst(self) -> None:
         self._burst_closes_at = _NEVER
         arrived = self._burst_arrived
         if not arrived:  # it was a lone call, as nearly always
-            self._burst_size -= self._burst_size * tuning.LEARNING_RATE
+            self._burst_size -= self._burst_size * LEARNING_RATE
             return
         lasted = self._burst_last_at - self._burst_began_at
-        size = arrived if arrived > tuning.BURST_FACTOR * self._rate * lasted else 0
-        self._burst_size += (size - self._burst_size) * tuning.LEARNING_RATE
-        self._burst_gap += (lasted / arrived - self._burst_gap) * tuning.LEARNING_RATE
+        size = arrived if arrived > BURST_FACTOR * self._rate * lasted else 0
+        self._burst_size += (size - self._burst_size) * LEARNING_RATE
+        self._burst_gap += (lasted / arrived - self._burst_gap) * LEARNING_RATE
 
 
 class LearnedCost:
@@ -250,17 +304,15 @@ class LearnedCost:
         """
         if duration <= 0.0:
             return 0.0
-        if 0 < self._batches < tuning.FITTED_BATCHES and duration > tuning.NO_WORK * self.duration(
-            cost
-        ):
+        if 0 < self._batches < FITTED_BATCHES and duration > NO_WORK * self.duration(cost):
             # Such as what a web server asks a model about itself: it would outweigh hundreds.
             self._forget()
         # An error of a tenth counts the same in a short batch and in a long one; and of a first
         # batch that compiles for a minute nothing is left as soon as others have come.
         # Nor does one that had nothing to do, and was over at once, outweigh all others.
-        bounded = max(duration, tuning.LEAST_DURATION * self.duration(cost))
+        bounded = max(duration, LEAST_DURATION * self.duration(cost))
         weight = 1.0 / (bounded * bounded)
-        keep = tuning.FORGETTING
+        keep = FORGETTING
         w = self._w = self._w * keep + weight
         c = self._c = self._c * keep + weight * cost
         d = self._d = self._d * keep + weight * duration
@@ -272,15 +324,15 @@ class LearnedCost:
             # One batch does not show how much of it is base; half is as wrong as all or nothing.
             self.is_known = True
             self.per_unit = 0.5 * mean_duration / mean_cost if mean_cost else 0.0
-        ridge = tuning.RIDGE * mean_cost * mean_cost
+        ridge = RIDGE * mean_cost * mean_cost
         spread = cc / w - mean_cost * mean_cost
         self._batches += 1
         together = cd / w - mean_cost * mean_duration
-        self._is_varied = spread > tuning.LEAST_SPREAD * mean_cost * mean_cost
+        self._is_varied = spread > LEAST_SPREAD * mean_cost * mean_cost
         self.is_fitted = (
-            self._batches >= tuning.FITTED_BATCHES
+            self._batches >= FITTED_BATCHES
             and self._is_varied
-            and together * together >= tuning.EXPLAINED * spread * (dd / w - mean_duration**2)
+            and together * together >= EXPLAINED * spread * (dd / w - mean_duration**2)
         )
         if self.is_fitted:
             self.was_fitted = True
@@ -302,7 +354,7 @@ class LearnedCost:
 
         Unlike with ``is_fitted``, the line need not explain the durations: it may be flat.
         """
-        is_known = self._batches >= tuning.FITTED_BATCHES and self._is_varied
+        is_known = self._batches >= FITTED_BATCHES and self._is_varied
         return (self.base, self.per_unit) if is_known else None
 
     @property
@@ -344,16 +396,16 @@ class PaddedCost(LearnedCost):
             size * size, size * cost, cost * cost, size * duration, cost * duration,
         )  # fmt: skip
         self._moments = moments = [
-            so_far * tuning.PADDING_FORGETTING + weight * product
+            so_far * PADDING_FORGETTING + weight * product
             for so_far, product in zip(self._moments, products, strict=True)
         ]
         w = moments[0]
         s, c, took, ss, sc, cc, sd, cd = (moment / w for moment in moments[1:])
         ss, sc, cc = ss - s * s, sc - s * c, cc - c * c  # variances, and covariances
         sd, cd = sd - s * took, cd - c * took
-        if cc > tuning.LEAST_SPREAD * c * c:
+        if cc > LEAST_SPREAD * c * c:
             together = ss * cc - sc * sc
-            if together > tuning.PADDING_SPREAD * s * s * cc:
+            if together > PADDING_SPREAD * s * s * cc:
                 self._p = max(0.0, (cc * sd - sc * cd) / together)
             b = (cd - sc * self._p) / cc
             if b < 0.0:

@@ -6,6 +6,13 @@ free worker waits for expected arrivals, never longer than it pays.
 
 Nor is it best to take all that waits. If one of eight workers takes everything, seven are idle: so
 each takes its share. And in a burst the calls that are computed first need not wait for the last.
+
+The commands by which its constants were found run in the repository's root.
+``scheduling_grid.py`` compares the scheduler with the best fixed wait and batch size of 224 loads,
+so it shows what a change costs. ``simulate`` runs one load in a second. The yardstick measures real
+models. Change one number, run its command before and after, and keep the change only if the
+difference is beyond the spread of several seeds. What is "chosen by reasoning" was not searched
+for: the command beside it only shows that it holds.
 """
 
 from __future__ import annotations
@@ -14,8 +21,82 @@ import math
 from typing import NamedTuple
 
 from ..observe.record import BatchRecord, Call, Reason
-from . import tuning
-from .learning import ArrivalForecast, LearnedCost, PaddedCost
+from .learning import LEARNING_RATE, RATE_BATCHES, ArrivalForecast, LearnedCost, PaddedCost
+
+#: While the scheduler waits for callers, it decides again when this share of those who are missing
+#: has come. To decide with each of 64 took 0.7 ms of every batch. Chosen by reasoning: the number
+#: that is expected is seldom further off. If it is, the wait ends at its time.
+SURE = 0.875
+#: Fewer expected calls than this are not waited for.
+#: Chosen by reasoning: less than half a call is more likely none than one.
+LEAST_EXPECTED = 0.5
+#: A batch is cut early when this many of its durations are left until a deadline, at first.
+#: Chosen by reasoning: what is just in time on average is late half of the time.
+URGENCY = 2.0
+#: Later it is one duration, and so many times the share by which batches differ from what the line
+#: predicts, on average; but never more than at first.
+#: Chosen by reasoning: of normal noise that is three standard deviations. Found necessary with
+#: ``python -m policies --only goodput gpu``: with twice the duration nothing is ever waited for
+#: where the deadline is twice a single run, and all workers begin at once.
+MARGIN_FACTOR = 4.0
+#: Weight of the newest batch in that share.
+#: Chosen by reasoning: low, since a device that changes is no noise.
+NOISE_LEARNING_RATE = 0.05
+#: And never less than this share of a duration.
+#: Chosen by reasoning, and better than none with the same command: to answer takes time, too.
+LEAST_MARGIN = 0.1
+#: Weight of the newest batch in the time that batches take beside the model, if it took longer.
+#: Chosen by reasoning: low, since it may have waited for the batch before.
+TRANSIT_RATE = 0.02
+#: Batches are cut smaller for deadlines where their items take more than this many times the base.
+#: Tuned between 0 and 2 with ``python -m policies --only goodput Poisson``: where the base is most
+#: of a batch, a smaller one is hardly sooner back, and the rest pays for another one.
+FLAT = 2.0
+#: The share of the time until a deadline that a batch may take.
+#: Tuned between 0.5 and 1 with ``python -m policies --only goodput minilm-even``: what just missed
+#: a batch waits for that one and for its own, but most items wait for a part of one.
+DEADLINE_SHARE = 0.6
+#: But a batch is no smaller than one that computes this share of the items per second of a batch
+#: that takes all of that time.
+#: Tuned between 0.8 and 0.9 with the same.
+LEAST_SPEED = 0.8
+#: The same for a batch that is cut small for its first call while other workers take the rest.
+#: Tuned between 0.4 and 0.9 with ``python -m policies --only goodput "Azure, code, gpu, 4, 5.0"``:
+#: with more, a call that just missed a batch is late. With less, batches become tiny under load.
+LEAST_SPEED_OF_FIRST = 0.4
+#: What waits is not cut into small batches, so that the first items are sooner back, if all of it
+#: would take more than this share of the time that is left to the next deadline.
+#: Tuned between 0.3 and 0.8 with ``python -m policies --only goodput minilm-even``.
+TIGHT = 0.4
+#: With a deadline of less than so many full batches, none is sent ahead to a busy worker.
+#: Chosen by reasoning: what is sent ahead cannot be left out any more when it turns out to be late.
+AHEAD_RUNS = 8.0
+#: Items of the first batch, where items have lengths.
+#: Chosen by reasoning: few enough not to take long whatever their lengths are.
+FIRST_ITEMS = 8
+#: With lengths, a batch costs at most this many times the largest one so far.
+#: Chosen by reasoning: doubling reaches any size within a few batches.
+GROWTH = 2.0
+#: Of lone items in a row, behind which none waits, all batches are learned from up to so many.
+#: Chosen by reasoning: as long as the line forgets the half of what it knew.
+ALONE_BATCHES = 16
+#: Then one of so many, since another one that is like them changes nothing that is decided.
+#: Chosen by measurement: with the way past the queue it is a third of what a lone call costs whose
+#: model takes no time. When others come, all is learned again.
+ALONE_INTERVAL = 8
+#: A batch takes no longer than this, seconds, if the next one is nearly as fast.
+#: Chosen by reasoning: so long whoever comes next waits for it, and for one that was sent ahead.
+LONGEST = 1.0
+#: It is as fast if it takes so many times what a batch costs beside its items.
+#: Chosen by reasoning: then about a tenth of the throughput is lost.
+FIXED_COSTS = 9.0
+#: Where items have lengths, it takes no longer than this, seconds, if the next one is nearly as
+#: fast. Chosen by reasoning: no hand-over of a batch costs much beside it.
+LONGEST_PADDED = 0.01
+#: With lengths it is as fast if it takes so many times what a batch costs beside its items.
+#: Tuned between 5 and 33 with ``python -m policies --only latency minilm``: with 9, mean latency at
+#: a load of 0.9 is up to a fifth higher, since batches have fewer neighbours in length.
+PADDED_FIXED_COSTS = 17.0
 
 #: Of items, so that a batch which is back just in time is not one item smaller.
 _ROUNDING = 1e-9
@@ -152,7 +233,7 @@ class Policy:
         self._later = 0.0  # items that wait when a batch comes back, recently
         self._unit = 1.0  # what an item costs, recently
         self._errors = 0  # batches of which it is known how exactly they were predicted
-        self.margin = tuning.URGENCY - 1.0
+        self.margin = URGENCY - 1.0
         self._transit = 0.0  # seconds of a batch beside its duration, where none was before it
         self._largest = 0.0  # cost of a batch so far
         self._longest = 0.0  # item so far
@@ -172,7 +253,7 @@ class Policy:
         if not is_first:
             return False
         expected = self._arrivals.began(self.cost.duration(size * self._unit), now)
-        return expected < tuning.LEAST_EXPECTED
+        return expected < LEAST_EXPECTED
 
     def batch_cut(self, batch: BatchRecord, now: float) -> None:
         """A batch was cut, as decided."""
@@ -189,19 +270,17 @@ class Policy:
         now: float,
         failed: int = 0,
     ) -> None:
-        """A batch is back.
+        """A batch is back: so many calls are answered, and ``failed`` items were not computed.
 
         Args:
-            calls: how many are answered.
             workers: that take batches.
             waiting: items that wait.
-            failed: items that the model did not compute.
         """
         if batch.size > 1 or waiting or failed:
             self._alone = 0
         else:
             self._alone += 1
-            if self._alone > tuning.ALONE_BATCHES and self._alone % tuning.ALONE_INTERVAL:
+            if self._alone > ALONE_BATCHES and self._alone % ALONE_INTERVAL:
                 return
         self._arrivals.answered(calls, duration, now)
         size = batch.size - failed
@@ -209,16 +288,16 @@ class Policy:
             cost = batch.cost * size / batch.size
             if self.cost.was_fitted:  # of the line before this batch
                 error = abs(duration / (self.cost.duration(cost) or math.inf) - 1.0)
-                error = min(tuning.MARGIN_FACTOR * error, tuning.URGENCY - 1.0)
+                error = min(MARGIN_FACTOR * error, URGENCY - 1.0)
                 self._errors += 1
-                weight = max(tuning.NOISE_LEARNING_RATE, 1.0 / self._errors)
+                weight = max(NOISE_LEARNING_RATE, 1.0 / self._errors)
                 self.margin += (error - self.margin) * weight
             self.cost.observe(cost, duration, size)
         self._largest = max(self._largest, batch.cost, 1e-9)  # items of no length are known, too
         self._longest = max(self._longest, batch.cost / batch.size)
-        self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * tuning.LEARNING_RATE
+        self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * LEARNING_RATE
         self._set_bounds()
-        self._later += (waiting - self._later) * tuning.LEARNING_RATE
+        self._later += (waiting - self._later) * LEARNING_RATE
         # What came to this worker meanwhile; but no more than keeps the queue as long as it is,
         # since a burst is no stream. In a closed loop calls come when the batch is back.
         came = max(
@@ -228,11 +307,11 @@ class Policy:
         flight = now - batch.cut_at
         # Of a batch that was sent ahead it has the wait for the one before, which counts little.
         beside = max(0.0, flight - duration)
-        weight = tuning.LEARNING_RATE if beside < self._transit else tuning.TRANSIT_RATE
+        weight = LEARNING_RATE if beside < self._transit else TRANSIT_RATE
         self._transit += (beside - self._transit) * weight
         if flight > 0.0 and duration > 0.0:
             rate = min(came / flight, batch.size / duration)
-            self._rate += (rate - self._rate) / tuning.RATE_BATCHES
+            self._rate += (rate - self._rate) / RATE_BATCHES
 
     def _set_bounds(self) -> None:
         """Derive what bounds a batch from what is known of its cost."""
@@ -246,7 +325,7 @@ class Policy:
         if items < self._batch_size:
             self.full, self._full_reason = max(1, round(items)), reason
         self._most_cost = bound
-        largest = tuning.GROWTH * self._largest
+        largest = GROWTH * self._largest
         if self._has_lengths and 0.0 < largest < bound:
             bound, reason = largest, Reason.TRIED
         self._max_cost, self._cost_reason = bound, reason
@@ -257,10 +336,10 @@ class Policy:
         # Without lengths all items are alike, so nothing has to be bounded before it is known.
         if not per_unit or not (self._has_lengths or self.cost.is_fitted):
             return math.inf
-        longest = max(tuning.LONGEST, tuning.FIXED_COSTS * base)
+        longest = max(LONGEST, FIXED_COSTS * base)
         if not self._has_lengths:
             return math.ceil((longest - base) / per_unit)
-        padded = max(tuning.LONGEST_PADDED, tuning.PADDED_FIXED_COSTS * base)
+        padded = max(LONGEST_PADDED, PADDED_FIXED_COSTS * base)
         return (min(longest, padded) - base) / per_unit
 
     # -- what is known
@@ -270,12 +349,7 @@ class Policy:
         return self.cost.duration(items * self._unit)
 
     def finish(self, start: float, size: int, workers: int) -> Finish | None:
-        """When a batch is back with which a worker begins then; None while that is not known.
-
-        Args:
-            size: items that it would have.
-            workers: that take batches.
-        """
+        """When a batch is back with which a worker begins then; None while that is not known."""
         cost = self.cost
         if not cost.was_fitted or self._has_lengths:
             return None
@@ -287,12 +361,7 @@ class Policy:
         return Finish(begins + base, earliest, item, least, begins + longer * base, longer * item)
 
     def least_duration(self, call: Call, ahead: float, workers: int) -> float:
-        """Seconds that a call takes at the least; 0 while that is not known.
-
-        Args:
-            ahead: what is computed before, in units of cost.
-            workers: that take batches.
-        """
+        """Seconds that a call takes at the least, behind so much cost; 0 while it is not known."""
         cost = self.cost
         if not cost.is_fitted or not workers:
             return 0.0
@@ -308,7 +377,7 @@ class Policy:
         batches = (ahead / self._unit + call.size) / self._batch_size
         # What a full batch costs, of items as they were lately.
         full = min(self._batch_size * self._unit, self._most_cost)
-        if tuning.GROWTH * self._largest >= min(work, full):
+        if GROWTH * self._largest >= min(work, full):
             # Of batches that are much larger than all so far only trying tells.
             margin = self.margin / math.sqrt(max(1.0, batches))
             together = (1.0 - margin) * (work * cost.per_unit + batches * cost.base) / workers
@@ -321,7 +390,7 @@ class Policy:
         items, now, arrivals = backlog.items, backlog.now, self._arrivals
         arrivals.time_passed(now)
         calls = arrivals.expected(now)
-        if calls < tuning.LEAST_EXPECTED:
+        if calls < LEAST_EXPECTED:
             calls = 0.0
         expected = calls * arrivals.call_size
         size, reason = self._wanted_size(backlog, expected)
@@ -339,7 +408,7 @@ class Policy:
                 if longest_wait > now and latest > now:
                     wait_until = min(wait_until, longest_wait, latest)
                     is_sure = calls > 0.0 and wait_until <= self._latest_start(backlog, size)
-                    enough = items + int(missing * tuning.SURE) if is_sure else 0
+                    enough = items + int(missing * SURE) if is_sure else 0
                     return Decision(0, reason, wait_until, enough=enough)
                 reason = Reason.DEADLINE if latest <= now else Reason.MAX_LATENCY
             if backlog.free > 1:  # each of them takes some
@@ -365,15 +434,14 @@ class Policy:
         if backlog.items < full or max(backlog.items, backlog.in_flight) < all_full:
             return _NOT_AHEAD
         # Whether a call is late is known best when a worker is free.
-        if backlog.deadline - backlog.oldest < tuning.AHEAD_RUNS * self.duration(full):
+        if backlog.deadline - backlog.oldest < AHEAD_RUNS * self.duration(full):
             return _NOT_AHEAD
         return self._cut(*self._wanted_size(backlog, 0.0))
 
     def decide_stage(self, backlog: Backlog) -> Decision:
         """What to do with the items that wait when the slowest stage of a worker is free.
 
-        Its batches are in other stages, and not answered yet. It is the only free worker of the
-        backlog.
+        Its batches are in other stages, and not answered yet.
         """
         decision = self.decide(backlog)
         if decision.size and decision.reason not in _BOUNDS:
@@ -384,27 +452,20 @@ class Policy:
         """Whether callers are better all in one batch than in one for each stage of a worker.
 
         If those who are answered call again at once, one more batch of them costs a base each time.
-        Without it the slowest stage is idle until they are answered.
-
-        Args:
-            beside: what a batch takes in other stages than the slowest, seconds.
+        Without it the slowest stage is idle until they are answered, for ``beside`` seconds.
         """
         fits = backlog.items + backlog.in_flight <= self.full * backlog.workers
         return fits and beside <= self._arrivals.closedness * self.cost.base
 
     def _wanted_size(self, backlog: Backlog, expected: float) -> tuple[int, Reason]:
-        """How many items the next batch should have, of those that wait or are expected, and why.
-
-        Args:
-            expected: items that are about to come.
-        """
+        """How many items the next batch should have, with those that are expected, and why."""
         size, reason = self._size(backlog.items + expected, backlog.workers, backlog.in_flight)
         if reason is Reason.PAYS and backlog.workers == 1 and self._is_tight(backlog, size):
             size = backlog.items
         if size >= self.full:
             size, reason = self.full, self._full_reason
-        if not self._largest and size > self._first_size(size):
-            size, reason = self._first_size(size), Reason.TRIED
+        if self._has_lengths and not self._largest and size > FIRST_ITEMS:
+            size, reason = FIRST_ITEMS, Reason.TRIED
         if backlog.deadline < math.inf:
             most = min(size, backlog.items)
             in_time = self._in_time(backlog, most)
@@ -412,20 +473,16 @@ class Policy:
                 size, reason = in_time, Reason.DEADLINE
         return size, reason
 
-    def _first_size(self, size: int) -> int:
-        """How many items to compute while no batch has come back."""
-        return min(size, tuning.FIRST_ITEMS) if self._has_lengths else size
-
     def _latest_start(self, backlog: Backlog, size: float) -> float:
         """When a batch of so many items has to begin to be in time for the next call."""
-        longer = 1.0 + max(tuning.LEAST_MARGIN, self.margin)
+        longer = 1.0 + max(LEAST_MARGIN, self.margin)
         return backlog.deadline - self._transit - longer * self.duration(size)
 
     def _is_tight(self, backlog: Backlog, size: int) -> bool:
         """Whether calls may be late if all that wait are computed in batches of this size."""
         longer, items, unit = 1.0 + self.margin, backlog.items, self._unit
         takes = math.ceil(items / size) * self.cost.base + items * self.cost.per_unit * unit
-        return longer * takes > tuning.TIGHT * (backlog.deadline - self._transit - backlog.now)
+        return longer * takes > TIGHT * (backlog.deadline - self._transit - backlog.now)
 
     def _in_time(self, backlog: Backlog, size: int) -> int:
         """The most items of a batch of at most ``size`` that keeps the deadline of the next call.
@@ -434,7 +491,7 @@ class Policy:
         """
         longer = 1.0 + self.margin
         base, item = self.cost.base * longer, self.cost.per_unit * self._unit * longer
-        if size * item <= tuning.FLAT * base:
+        if size * item <= FLAT * base:
             return size
         first = backlog.deadline - self._transit
         fits = size_in_time(size, base, item, first - backlog.oldest, first - backlog.now)
@@ -513,14 +570,14 @@ def size_in_time(size: int, base: float, item: float, total: float, left: float)
     Returns:
         At least 1, at most ``size``.
     """
-    most = tuning.DEADLINE_SHARE * total - base
+    most = DEADLINE_SHARE * total - base
     largest = min(float(size), (total - base) / item)
     if most < size * item and largest >= 1.0:
-        least = tuning.LEAST_SPEED * largest / (base + largest * item)
+        least = LEAST_SPEED * largest / (base + largest * item)
         fast = least * base / (1.0 - least * item)  # the size with that speed
         size = min(size, max(1, int(max(most / item, fast))))
     fits = int(max(0.0, left - base) / item)
-    if 1 <= fits < size and fits * (base + size * item) >= tuning.LEAST_SPEED * size * (
+    if 1 <= fits < size and fits * (base + size * item) >= LEAST_SPEED * size * (
         base + fits * item
     ):
         return fits
@@ -534,7 +591,7 @@ def least_in_time(size: int, base: float, item: float) -> int:
         size: items that a batch would have otherwise; at least one.
         base, item: what a batch takes, and what each item adds, seconds.
     """
-    if base <= tuning.FLAT * item:
+    if base <= FLAT * item:
         return 1  # the items are nearly all of it
-    speed = tuning.LEAST_SPEED_OF_FIRST * size / (base + size * item)
+    speed = LEAST_SPEED_OF_FIRST * size / (base + size * item)
     return math.ceil(speed * base / (1.0 - speed * item))

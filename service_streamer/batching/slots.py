@@ -17,7 +17,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..observe.record import BatchRecord
 from ..supervision.health import WARM, BatchBound
-from . import tuning
+
+#: The most batches that a worker holds, but for those that it preprocesses besides.
+#: Chosen by reasoning: one in each of three stages, and one that waits.
+MOST_ROOM = 4
+#: Weight of the newest batch in what is learned about the stages of a worker.
+#: Chosen by reasoning: the number of batches in a worker should not change with every batch.
+STAGE_RATE = 0.1
 
 
 def room_for(seconds: float, slowest: float) -> int:
@@ -33,7 +39,7 @@ def room_for(seconds: float, slowest: float) -> int:
     if slowest <= 0.0:
         return 2
     # A stage of a twentieth needs no batch of its own.
-    return max(2, min(tuning.MOST_ROOM, 1 + math.ceil(seconds / slowest - 0.05)))
+    return max(2, min(MOST_ROOM, 1 + math.ceil(seconds / slowest - 0.05)))
 
 
 class _Slot:
@@ -230,17 +236,15 @@ class Slots:
         """A batch was in the stages of its worker for so long, seconds."""
         if not self._seconds:
             self._seconds, self._slowest = sum(stages), max(stages)
-        self._seconds += (sum(stages) - self._seconds) * tuning.STAGE_RATE
-        self._slowest += (max(stages) - self._slowest) * tuning.STAGE_RATE
+        self._seconds += (sum(stages) - self._seconds) * STAGE_RATE
+        self._slowest += (max(stages) - self._slowest) * STAGE_RATE
         room = room_for(self._seconds, self._slowest)
         if room != self.room:
             self.room = room
             for number, holder in self._slots.items():
                 self._arrange(number, holder)
 
-    def give(
-        self, batch: BatchRecord, now: float, *, is_ahead: bool, duration: float = 0.0
-    ) -> None:
+    def give(self, batch: BatchRecord, now: float, duration: float) -> None:
         """The batch goes to its slot, which is idle, or takes one ahead.
 
         Args:
@@ -250,15 +254,20 @@ class Slots:
         slot.free_at = (now if slot.free_at < now else slot.free_at) + duration
         slot.batches[batch.id] = batch
         self.items += batch.size
-        if is_ahead:
-            del self.without_ahead[batch.slot]
-        else:
+        if batch.slot in self.idle:
             del self.idle[batch.slot]
             slot.busy_since = now
+        else:
+            del self.without_ahead[batch.slot]
         if self._sends_ahead and len(slot.batches) < self.room and batch.losses <= self.grace:
             self.without_ahead[batch.slot] = None  # at the end
         if now + self._least < self.next_look:
             self.next_look = now + self._least
+
+    @property
+    def is_one_by_one(self) -> bool:
+        """Whether a worker is at one batch at a time: its model has neither steps nor stages."""
+        return not self.places and not self.beside
 
     @property
     def beside(self) -> float:
@@ -401,7 +410,7 @@ class Slots:
         for number, slot in self._slots.items():
             batches = [*slot.batches.values()]
             is_alone = any(batch.losses > self.grace for batch in batches)
-            assert len(batches) <= (1 if is_alone else max(self.room, tuning.MOST_ROOM))
+            assert len(batches) <= (1 if is_alone else max(self.room, MOST_ROOM))
             assert (number in self.idle) == (not batches and slot.takes)
             takes_ahead = slot.takes and self._sends_ahead and not is_alone
             takes_ahead = takes_ahead and 0 < len(batches) < self.room

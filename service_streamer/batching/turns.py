@@ -30,9 +30,12 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import frexp, inf, isclose, ldexp
 
 from ..observe.record import Call
-from . import tuning
 
-_NEVER = inf
+#: Each turn of this number goes to the small call that has waited longest, whatever its kind; and
+#: as much of the work to the large one.
+#: Chosen by reasoning: an eighth of the turns prevents starvation, and deadlines and priorities
+#: lose no more than that.
+AGING = 8
 
 #: What the calls of a group have in common. Of small calls whose time was given with them, their
 #: deadline, rounded down, so that there are few groups, however many calls wait. Of the others
@@ -93,7 +96,17 @@ class Queued:
         self.items = 0
         self.size_class = size_class
         self.is_timed = False
-        self.unit = 1.0 if call.lengths is None else work_of(call) / call.size or 1.0
+        lengths = call.lengths
+        self.unit = 1.0 if lengths is None else sum(lengths) / call.size or 1.0
+
+    def count(self, items: int) -> None:
+        """So many more of its items wait."""
+        group, work = self.group, items * self.unit
+        self.items += items
+        group.items += items
+        group.work += work
+        if self.is_timed:
+            group.timed += work
 
 
 class TenantLine:
@@ -138,22 +151,33 @@ class TenantLine:
             self._tags.clear()
         self._alike, self._latest = None, -inf
 
+    @property
+    def is_alike(self) -> bool:
+        """Whether all that wait go by arrival."""
+        return self._alike is not None
+
+    def _goes_by_arrival(self, call: Call, size_class: int) -> bool:
+        """Whether the call goes by arrival behind those that do, or is the first."""
+        priority, _, has_deadline = call.precedence
+        if call.deadline < self._latest or (has_deadline and not size_class):
+            return False
+        return not self.groups or (
+            self._alike is not None and self._alike.kind == (priority, size_class)
+        )
+
     def add(self, queued: Queued) -> None:
         """The call waits from now on."""
-        call = queued.call
-        priority, _, has_deadline = call.precedence
-        (self._large if queued.size_class else self._by_arrival).append(queued)
-        queued.is_timed = call.deadline < _NEVER and not queued.size_class
-        if call.deadline >= self._latest and (not has_deadline or queued.size_class):
-            kind = priority, queued.size_class
-            if not self.groups:
-                self._alike = self._begin(kind, 0.0)
-            if self._alike is not None and self._alike.kind == kind:
-                queued.group = self._alike
-                self._latest = call.deadline
-                return
+        call, size_class = queued.call, queued.size_class
+        (self._large if size_class else self._by_arrival).append(queued)
+        queued.is_timed = call.deadline < inf and not size_class
+        if self._goes_by_arrival(call, size_class):
+            if self._alike is None:
+                self._alike = self._begin((call.precedence.priority, size_class), 0.0)
+            queued.group = self._alike
+            self._latest = call.deadline
+            return
         if self._alike is not None:
-            self._alike = None
+            self._alike, self.turns, self.credit = None, 0, 0.0  # so far the oldest was next
             for other in [*self._by_arrival, *self._large]:  # one is empty, but for this one
                 if other.items:
                     self._rank(other)
@@ -166,7 +190,7 @@ class TenantLine:
         if has_deadline and not queued.size_class:
             queued.is_timed = False
             soon = deadline
-            if deadline < _NEVER:
+            if deadline < inf:
                 exponent = frexp(deadline - call.arrived_at)[1]
                 soon -= deadline % ldexp(1.0, exponent - _PRECISION)
             queued.group = self.groups.get(soon) or self._begin(soon, 0.0)
@@ -212,6 +236,8 @@ class TenantLine:
         Args:
             work: of the call itself, which is not counted.
         """
+        if self._goes_by_arrival(call, size_class):
+            return self.work
         if size_class:
             return self._ahead_of_large(call.precedence.priority, size_class, work)
         sooner = timed = later = higher = 0.0
@@ -239,7 +265,7 @@ class TenantLine:
         # It is over when its class has had so much. Meanwhile the others of its priority have had
         # as much, and what goes before it has what age leaves to that.
         share = own + work
-        return own + min(others, share) + min(before, (tuning.AGING - 1) * share)
+        return own + min(others, share) + min(before, (AGING - 1) * share)
 
     def head(self, now: float) -> Queued:
         """Whose turn it is; there must be one."""
@@ -251,9 +277,9 @@ class TenantLine:
         if self._alike is not None:
             return (by_arrival or large)[0]
         self.aged = None
-        if by_arrival and self.turns >= tuning.AGING - 1:
+        if by_arrival and self.turns >= AGING - 1:
             self.aged = by_arrival[0]
-        elif large and self.credit >= (tuning.AGING - 1) * large[0].unit:
+        elif large and self.credit >= (AGING - 1) * large[0].unit:
             self.aged = large[0]
         if self.aged is not None:
             return self.aged
@@ -311,13 +337,9 @@ class TurnOrder:
 
     Args:
         weights: of the tenants whose weight is not 1.
-        waiting: ordinary calls that wait already, by arrival, and how many items of each.
-        size_class: of all these.
     """
 
-    def __init__(
-        self, weights: Mapping[str, float], waiting: Mapping[Call, int], size_class: int = 0
-    ) -> None:
+    def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._queued: OrderedDict[Call, Queued] = OrderedDict()
         self._stale = 0  # calls in the lines that do not wait any more, at most
@@ -332,8 +354,6 @@ class TurnOrder:
         self._queries = 0
         self._shares: list[tuple[float, float, float]] = []  # see ``_served_before``
         self._shares_at = -inf  # turns and queries until then
-        for call, items in waiting.items():
-            self.add(call, items, size_class)
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self._queued)
@@ -344,6 +364,16 @@ class TurnOrder:
     def get(self, call: Call) -> Queued:
         """Of the call, which must be here."""
         return self._queued[call]
+
+    @property
+    def work(self) -> float:
+        """What those cost that wait."""
+        return sum([line.work for line in self._lines.values()])
+
+    @property
+    def is_by_arrival(self) -> bool:
+        """Whether all calls go by arrival; if no, perhaps so, too."""
+        return len(self._lines) == 1 and next(iter(self._lines.values())).is_alike
 
     def add(self, call: Call, items: int, size_class: int) -> None:
         """The call waits from now on, with so many of its items. If it does already, with more."""
@@ -357,9 +387,7 @@ class TurnOrder:
                 self._new[line] = self._virtual
             queued = self._queued[call] = Queued(call, line, size_class)
             line.add(queued)
-        queued.items += items
-        queued.group.items += items
-        self._count_work(queued, items)
+        queued.count(items)
 
     def remove(self, call: Call, size: int, cost: float = 0.0) -> None:
         """So many items of the call, which are about to be cut or to end, wait no more.
@@ -374,9 +402,7 @@ class TurnOrder:
 
     def _leave(self, queued: Queued, size: int) -> None:
         line, group = queued.line, queued.group
-        queued.items -= size
-        group.items -= size
-        self._count_work(queued, -size)
+        queued.count(-size)
         if not group.items:
             line.end(group)
             if not line.groups:
@@ -389,14 +415,6 @@ class TurnOrder:
         self._stale += 1
         if self._stale > 16 and self._stale > len(self._queued):
             self._sweep()
-
-    @staticmethod
-    def _count_work(queued: Queued, items: int) -> None:
-        """So many items more wait."""
-        work = items * queued.unit
-        queued.group.work += work
-        if queued.is_timed:
-            queued.group.timed += work
 
     def head(self, now: float) -> Queued:
         """Whose turn it is; there must be one."""
@@ -413,9 +431,7 @@ class TurnOrder:
         self._is_new = False
         if self._new:
             line, virtual = next(iter(self._new.items()))
-            self._is_new = not heap or (
-                virtual < heap[0][0] and self._new_in_a_row < tuning.AGING - 1
-            )
+            self._is_new = not heap or (virtual < heap[0][0] and self._new_in_a_row < AGING - 1)
         if not self._is_new:
             virtual, _, line = heap[0]
         if virtual > self._virtual:
@@ -461,7 +477,7 @@ class TurnOrder:
         if size_class:
             own += work  # it has turns with the other tenants until its end
         turns = self._served_before(own / line.weight) + (own if line in self._new else 0)
-        turns += min(new, (tuning.AGING - 1) * turns)
+        turns += min(new, (AGING - 1) * turns)
         return max(0.0, turns - work) if size_class else turns
 
     def _served_before(self, share: float) -> float:

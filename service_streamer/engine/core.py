@@ -15,8 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..batching.actions import Actions
-from ..batching.batcher import Batcher
+from ..batching.batcher import Actions, Batcher
 from ..errors import StreamerClosed, StreamerForked, WorkerStartTimeout
 from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from ..observe.recent import Summary, summarize
@@ -356,7 +355,7 @@ class Core:
             now, stats = self.clock(), self.stats()
             figures, steps = self.batcher.figures, self.batcher.steps
             recent, restarted_at = [*figures.recent], [*self.fleet.restarted_at]
-            line = figures.policy.cost.line
+            line = self.batcher.policy.cost.line
             of_steps = None if steps is None else steps.log.summary(len(self.batcher.slots))
         return summarize(
             recent,

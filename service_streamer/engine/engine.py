@@ -25,8 +25,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..batching.actions import NOTHING, Actions
-from ..batching.batcher import Batcher
+from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import (
     Overloaded,
     PredictTimeout,
@@ -160,7 +159,7 @@ class Engine(Core):
     def late(self, timeout: float | None) -> StreamerError:
         """What to raise when the results were not there within ``timeout`` seconds."""
         text = f"no result within {timeout} s ({self.describe()})"
-        if self.batcher.figures.retries.has_waiting_alone:
+        if self.batcher.retries.has_waiting_alone:
             text += "; a worker died, and the search for the item at fault is still running"
         return PredictTimeout(text)
 

@@ -21,8 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..batching.actions import NOTHING, Actions
-from ..batching.batcher import Batcher
+from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import StreamerBroken, WorkerStartError
 from ..observe.metrics import StreamerStats, WorkerStats
 from ..observe.record import BatchReport, StepReport
@@ -165,13 +164,13 @@ class Fleet:
         overlap = supervisor.overlap(slot)
         was_failing = supervisor.retry_at(place) is not None
         self._dying.discard(slot)
-        actions, held, retried = Actions(), 0, self.batcher.figures.retries.retried_items
+        actions, held, retried = Actions(), 0, self.batcher.retries.retried_items
         if loss in (Loss.CRASHED, Loss.DEVICE_FAILED, Loss.OUTAGE):
             held = self.batcher.items_held(slot)
             actions = self.batcher.worker_lost(
                 slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
             )
-            retried = self.batcher.figures.retries.retried_items - retried
+            retried = self.batcher.retries.retried_items - retried
         was_unwanted = supervisor.lost(
             slot,
             loss,
@@ -259,7 +258,7 @@ class Fleet:
         scaling, batcher, supervisor = self.scaling, self.batcher, self.supervisor
         if not scaling.is_due(batcher.pending_items, now):
             return
-        load = batcher.figures.load(supervisor.failed, supervisor.start_duration)
+        load = batcher.load(supervisor.failed, supervisor.start_duration)
         wanted, before = scaling.decide(load, now), supervisor.wanted
         if wanted == before:
             return
@@ -393,11 +392,11 @@ class Fleet:
             accepted=batcher.figures.accepted_calls,
             answered=batcher.figures.answered_calls,
             failed=batcher.figures.failed_calls,
-            retries=batcher.figures.retries.retried_items,
+            retries=batcher.retries.retried_items,
             expired=batcher.figures.expired_calls,
             cancelled=batcher.figures.cancelled_calls,
             rejected=batcher.figures.rejected_calls,
-            isolated=batcher.figures.retries.isolated_calls,
+            isolated=batcher.retries.isolated_calls,
             ceilings={supervisor.place(slot): n for slot, n in self.ceilings.items()},
             trouble=self._trouble(now),
             **self._scaling_stats(),
@@ -407,7 +406,7 @@ class Fleet:
         scaling = self.scaling
         if scaling.is_fixed:
             return {}
-        wait = scaling.wait_of(self.batcher.figures.load(0, 0.0))
+        wait = scaling.wait_of(self.batcher.load(0, 0.0))
         return {
             "wanted": scaling.wanted,
             "worker_range": (scaling.least, scaling.most),

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..batching.actions import NOTHING, Actions
+from ..batching.batcher import NOTHING, Actions
 from ..batching.isolation import Raised, Search
 from ..errors import InternalError, StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, StepReport

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic
 
-from ..batching.deadlines import Deadlines, TimedCall
+from ..batching.call_ledger import Deadlines, TimedCall
 
 
 class Doorbell:

@@ -249,22 +249,17 @@ class BatchMetrics:
         self.stages = [0.0, 0.0, 0.0]
         self.reasons: Counter[Reason] = Counter()
 
-    def came_back(self, batches: Sequence[BatchRecord]) -> None:
-        """Batches came back, with results or with the model's error.
-
-        How long their items waited is not counted here.
-        """
-        self.sizes.add_all([float(batch.size) for batch in batches])
-        self.inference.add_all([batch.report.duration for batch in batches])
-        self.batch.add_all([batch.back_at - batch.cut_at for batch in batches])
-        self.reasons.update([batch.reason for batch in batches])
-        for batch in batches:
-            report = batch.report
-            if report.padding is not None:
-                self.padding.add(report.padding)
-            if report.stages is not None:
-                for stage, seconds in enumerate(report.stages):
-                    self.stages[stage] += seconds
+    def came_back(self, batch: BatchRecord) -> None:
+        """A batch came back, with results or with the model's error."""
+        report = batch.report
+        self.sizes.add(batch.size)
+        self.inference.add(report.duration)
+        if report.padding is not None:
+            self.padding.add(report.padding)
+        if report.stages is not None:
+            for stage, seconds in enumerate(report.stages):
+                self.stages[stage] += seconds
+        self.item_over(batch)
 
     def stepped(self, size: int, duration: float) -> None:
         """A model of steps has taken one with so many items."""

@@ -323,6 +323,7 @@ class BatchRecord:
     payloads: list[Any]  # of the items, until they are sent
     search: Any = None  # what it was split off for, opaque here; None for a batch of new items
     losses: int = 0  # workers that died while they held its items. If any, it is computed alone.
+    outages: int = 0  # workers that were lost with their host while they held its items
     cut_at: float = field(default=0.0, init=False)
     size: int = field(init=False)
     cost: float = field(init=False)  # what the model pays for: its size times its longest item

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from ..batching.actions import Actions
-from ..batching.batcher import Batcher
+from ..batching.batcher import Actions, Batcher
 from ..engine.fleet import Fleet
 from ..errors import WorkerLost
 from ..supervision.autoscaling import Autoscaling

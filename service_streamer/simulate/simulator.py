@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, TypeAlias
 
-from ..batching.actions import Actions
-from ..batching.batcher import Batcher, build_batcher
+from ..batching.batcher import Actions, Batcher, build_batcher
 from ..observe.record import BatchRecord, BatchReport, Call, Reason
 from ..options.checks import Workers, worker_range
 from ..options.kinds import PATIENCE, Count, Seconds, WorkerNumber

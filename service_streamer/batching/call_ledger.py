@@ -1,0 +1,464 @@
+"""Which calls and batches there are, how they end, and how many did.
+
+    span is     held by                                             leaves when
+    -------     -------                                             -----------
+    PENDING     its call, in the queue                              it is cut into a batch
+    IN_FLIGHT   the spans of a BatchRecord, in the slots            the batch is done, failed, lost
+    SUSPECT     the spans of Suspects, in the retries               it is cut again, in a part
+    OVER        nothing (its call may still wait for other spans)   -
+
+    what happened                   what follows
+    -------------                   ------------
+    results came                    the calls that have all of theirs are answered
+    the model raised                its calls fail, or those that the worker found to be at fault
+    the worker may be at fault      it is held back, as ``supervision.health`` says
+    the worker died                 batches that it had not begun are run again as they were; those
+                                    that it was at in parts, each alone with a worker
+
+A call that ends is over at once. Its items that wait are dropped from the queue, and its spans in
+batches and searches are ignored.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from ..observe.metrics import BatchMetrics
+from ..observe.recent import RECENT
+from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Call, CallState, Span
+from ..supervision.health import Health
+from .call_queue import CallQueue, run
+from .isolation import Raised, Retries, Search, Suspects, parts_after_death
+from .learning import LearnedCost
+from .slots import Slots
+
+#: A member of an enum is looked up in Python, and every call asks for this one.
+_OVER = CallState.OVER
+
+
+class Figures:
+    """Counts calls and batches since the start.
+
+    Attributes:
+        failed_calls: those that failed of anything but their time.
+        expired_calls: those whose time ended.
+        cancelled_calls: those that were withdrawn.
+        rejected_calls: those that were refused since too much waited; the engine counts those that
+            found no room.
+        refused_items: of those calls that were refused since too much waited, and would have been
+            in time by themselves; counted there, too.
+        batch_duration: what the model has taken for a batch of late, seconds; infinity before the
+            first.
+        recent: the last batches that came back, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.accepted_calls = self.accepted_items = self.answered_calls = 0
+        self.failed_calls = self.expired_calls = self.cancelled_calls = 0
+        self.rejected_calls = self.refused_items = 0
+        self.batch_duration = math.inf
+        self.metrics = BatchMetrics()
+        self.recent: deque[BatchRecord] = deque(maxlen=RECENT)
+
+    def took(self, duration: float, batches: int) -> None:
+        """The model took so long for a batch; of about so many batches the mean is known."""
+        known = self.batch_duration
+        self.batch_duration = (
+            duration if known == math.inf else known + (duration - known) / batches
+        )
+
+
+class CallLedger:
+    """The state of a batcher: every change of a call's or a batch's state is made here.
+
+    Args:
+        slots: of the workers.
+        max_attempts, expired, expired_suspect, shared: as for ``Batcher``.
+
+    Attributes:
+        queue: calls with items that are not cut; made anew with the batcher's state, as ``cost``.
+        cost: what a batch costs.
+        retries: parts of batches that wait to be run again.
+        health: of the workers.
+        start_duration: what a worker takes to be ready, seconds.
+        abandoned: calls that are over while a worker may still be at them.
+        deadlines: of the calls that are to expire here.
+    """
+
+    queue: CallQueue
+    cost: LearnedCost
+
+    def __init__(
+        self,
+        slots: Slots,
+        *,
+        max_attempts: int,
+        expired: Any,
+        expired_suspect: Any,
+        shared: Callable[[Any, bool], Any],
+    ) -> None:
+        self.slots = slots
+        self.retries = Retries(max_attempts=max_attempts)
+        self.health = Health()
+        self.figures = Figures()
+        self.deadlines: Deadlines[Call] = Deadlines()
+        self.start_duration = 0.0
+        self.abandoned: set[Call] = set()
+        self._ended: list[Call] = []
+        self._expired = expired
+        self._expired_suspect = expired_suspect
+        self._shared = shared
+
+    def take_ended(self) -> Sequence[Call]:
+        """The calls that are over since the last time, and are to be answered."""
+        ended = self._ended
+        if not ended:
+            return ()
+        self._ended = []
+        return ended
+
+    # -- calls
+
+    def batch_done(self, batch: BatchRecord) -> int:
+        """Give the outputs of a batch to its calls; returns how many of these are over by that.
+
+        It has not failed as a whole. The calls of items that have fail.
+        """
+        report, health, figures = batch.report, self.health, self.figures
+        if batch.has_failed:
+            self.suspect_worker(batch, next(iter(report.failures.values())))
+        elif health.row or health.rows.get(batch.slot) != 0:
+            health.computed(batch.slot)
+        before, failed_before = len(self._ended), figures.failed_calls
+        self._give_results(batch)
+        over, failed = len(self._ended) - before, figures.failed_calls - failed_before
+        figures.answered_calls += over - failed
+        if batch.search is not None:
+            self.retries.part_over(batch.search)
+        if report.failures or report.runs:
+            self.retries.some_failed(batch, failed)
+        return over
+
+    def _give_results(self, batch: BatchRecord) -> None:
+        outputs, failures = batch.report.outputs, batch.report.failures
+        start = 0
+        for call, first, last in batch.spans:
+            size = last - first
+            if call.state is not _OVER:
+                if size == call.size:
+                    call.outputs = outputs[start : start + size]
+                else:
+                    call.outputs = call.outputs or [NO_OUTPUT] * call.size
+                    call.outputs[first:last] = outputs[start : start + size]
+                call.batch = batch
+                call.unanswered -= size
+                positions = range(start, start + size)
+                failed = self._failure_of(call, positions, batch) if failures else None
+                if failed is not None:
+                    self.fail(call, failed)
+                elif not call.unanswered:
+                    _end(call)
+                    self._ended.append(call)
+            start += size
+
+    def _failure_of(self, call: Call, positions: range, batch: BatchRecord) -> Any:
+        """Of the call's items at these positions of the batch; None if all have results."""
+        failures = batch.report.failures
+        failed = next((failures[i] for i in positions if i in failures), None)
+        if failed is not None and batch.calls > 1:
+            # One failure of several calls is that of what they were computed with.
+            owners = (owner for owner, start, stop in batch.spans for _ in range(start, stop))
+            if any(
+                owner is not call and failures.get(i) is failed for i, owner in enumerate(owners)
+            ):
+                return self._shared(failed, False)
+        return failed
+
+    def fail(self, call: Call, failure: Any) -> None:
+        """The call, which is not over, fails."""
+        self._leave(call, failure)
+        self.figures.failed_calls += 1
+        self._ended.append(call)
+
+    def fail_spans(self, spans: Sequence[Span], failure: Any) -> int:
+        """Fail the calls of the spans that are not over; returns how many these are."""
+        failed = 0
+        for call, _, _ in spans:
+            if not call.is_over:
+                self.fail(call, failure)
+                failed += 1
+        return failed
+
+    def fail_shared(self, spans: Sequence[Span], failure: Any, *, is_loss: bool) -> int:
+        """The same where another call may be at fault, so that nothing of its may be shown.
+
+        Args:
+            is_loss: whether the failure is the loss of a worker.
+        """
+        return self.fail_spans(spans, self._shared(failure, is_loss))
+
+    def expire(self, call: Call) -> None:
+        """The time of the call, which is not over, has ended."""
+        is_suspect = self.retries.has_waiting_alone and any(
+            part.losses and call is suspect
+            for part in self.retries.waiting
+            for suspect, _, _ in part.spans
+        )
+        self._leave(call, self._expired_suspect if is_suspect else self._expired)
+        self.figures.expired_calls += 1
+        self._ended.append(call)
+
+    def withdraw(self, call: Call, *, has_expired: bool) -> bool:
+        """The caller has gone, since its time has ended or for another reason.
+
+        Returns:
+            False if the call was over already, or never accepted.
+        """
+        if call.state is CallState.NEW or call.is_over:
+            return False
+        self._leave(call)
+        if has_expired:
+            self.figures.expired_calls += 1
+        else:
+            self.figures.cancelled_calls += 1
+        return True
+
+    def _leave(self, call: Call, failure: Any = None) -> None:
+        """The call is over. Whoever counts it does so next.
+
+        A signal handler can raise when a function begins, or after a call of C code: so not from
+        ``_end`` on until it is counted.
+        """
+        if call.is_running:
+            self.abandoned.add(call)
+        if call.state is CallState.WAITING:
+            self.queue.remove(call)
+        _end(call)
+        call.failure, call.outputs = failure, NO_OUTPUTS
+
+    # -- batches that failed or were lost
+
+    def batch_failed(self, batch: BatchRecord) -> None:
+        """The model raised on the batch: its calls fail."""
+        failure = batch.report.failure
+        self.suspect_worker(batch, failure)
+        if batch.calls > 1:  # as it ran
+            failed = self.fail_shared(batch.spans, failure, is_loss=False)
+        else:
+            failed = self.fail_spans(batch.spans, failure)
+        self.retries.given_up(batch, failed)
+        if batch.calls > 1 and failed:
+            self.retries.ended.append(Raised(batch.calls, failed, failure, 0))
+
+    def suspect_worker(self, batch: BatchRecord, failure: Any) -> None:
+        """No item of the batch has a result: its worker may be at fault, and is held back.
+
+        Not if the failure, opaque here otherwise, blames an item, or the batch failed before.
+        """
+        if batch.search is not None or getattr(failure, "blames_input", False):
+            return
+        health = self.health
+        health.failed(batch.slot, batch.back_at)
+        if health.is_suspect(batch.slot) and self.slots.takes(batch.slot):
+            health.held_back.append(batch.slot)
+            self.slots.hold_back(batch.slot)
+
+    def judge_workers(self, now: float) -> list[int]:
+        """Let some of the workers go on that are held back; the slots of those to be replaced."""
+        if self.slots.taking:
+            released, condemned = self.health.judge(now)
+        else:
+            released, condemned = self.health.release(), []
+        for slot in released:
+            self.slots.release(slot)
+        return condemned
+
+    def worker_lost(
+        self,
+        lost: Sequence[BatchRecord],
+        failure: Any,
+        now: float,
+        batch_id: int | None,
+        begun: frozenset[int] | None,
+        *,
+        is_outage: bool,
+    ) -> None:
+        """A worker has died with these batches: they are run again, or their calls fail.
+
+        Args:
+            lost: the batches, in the order in which they were sent.
+            failure, batch_id, begun, is_outage: as for ``Batcher.worker_lost``.
+        """
+        retries = self.retries
+        for position, batch in enumerate(lost):
+            is_begun = begun is None or batch.id in begun
+            # One that was sent ahead has probably not begun, and is run as a whole first.
+            is_ahead = begun is None and position > 0
+            if is_outage and is_begun and not (is_ahead and self.slots.is_one_by_one):
+                is_rerun = retries.met_outage(batch, failure, self._parts(batch, now))
+            elif is_outage or (batch_id is None and not is_begun):
+                is_rerun = retries.not_begun(batch, failure)
+            elif batch_id is None:
+                count = 1 if is_ahead else self._parts(batch, now)
+                is_rerun = retries.lost(batch, failure, count)
+            elif batch.id == batch_id or (begun is not None and is_begun):
+                # What a device was asked to do it may say later, of another batch.
+                is_rerun = retries.device_failed(batch, failure)
+            else:
+                is_rerun = retries.not_begun(batch, failure)
+            if not is_rerun:
+                self._give_up(batch, failure)
+
+    def _parts(self, batch: BatchRecord, now: float) -> int:
+        """In how many parts to run a batch again with which a worker died."""
+        died_after = max(0.0, now - batch.cut_at)
+        cost = self.cost
+        run_time = cost.duration(batch.cost / batch.size) if cost.is_known else died_after
+        return parts_after_death(batch.size, run_time, died_after + self.start_duration)
+
+    def _give_up(self, batch: BatchRecord, failure: Any) -> None:
+        """Fail the calls of a batch with which a worker died.
+
+        If its search may cost no more deaths, all that wait there fail with it.
+        """
+        search = batch.search
+        # Of a call that was alone it is known that it kills, at the end of a search too.
+        if search is None or batch.calls == 1:
+            failed = self.fail_spans(batch.spans, failure)
+        else:
+            failed = self.fail_shared(batch.spans, failure, is_loss=True)
+        if search is not None and search.deaths_left <= 0:
+            for part in self.retries.drop(search):
+                failed += self.fail_shared(part.spans, failure, is_loss=True)
+        self.retries.given_up(batch, failed)
+
+    # -- all of them
+
+    def parts(self) -> list[BatchRecord | Suspects]:
+        """All that has items which are not in the queue, in flight or to be run again."""
+        return [*self.slots.in_flight(), *self.retries.waiting]
+
+    def fail_all(self, failure: Any) -> None:
+        """End every call that is not over, pending or in flight."""
+        for part in self.parts():
+            self.fail_spans(part.spans, failure)
+        self.retries.clear()
+        for call in list(self.queue):  # a copy, since failing one may sweep the queue
+            self.fail(call, failure)
+
+    def end_all(
+        self, calls: Sequence[Call], failure: Any, returned: Sequence[BatchReport]
+    ) -> list[int]:
+        """As of ``Batcher``, which makes the queue anew then."""
+        for call in calls:
+            if call.state is CallState.WAITING:
+                run(call)  # the queue may not be what it should be: nothing is removed from it
+            self.fail(call, failure)
+        self.retries.clear()
+        return self.slots.let_go((report.slot, report.batch_id) for report in returned)
+
+    def recount(self, now: float) -> None:
+        """Derive from the batches that workers hold what else is known of them."""
+        self._ended = []
+        self.deadlines = Deadlines()
+        self.health.release()
+        self.slots.recount(now)
+        in_flight = self.slots.in_flight()
+        self.retries.recount(in_flight)
+        running = [call for batch in in_flight for call, _, _ in batch.spans]
+        self.abandoned = {call for call in running if call.is_over}
+
+    def restore(self, calls: Sequence[Call]) -> None:
+        """Have the calls, in the order of their arrival, in the queue, which is new."""
+        taken: defaultdict[Call, set[int]] = defaultdict(set)
+        for part in self.parts():
+            for call, start, stop in part.spans:
+                taken[call].update(range(start, stop))
+        for call in calls:
+            if call.is_watched and call.deadline < math.inf:
+                self.deadlines.add(call)
+            outputs = call.outputs or [NO_OUTPUT] * call.size
+            positions = [
+                i for i, o in enumerate(outputs) if o is NO_OUTPUT and i not in taken[call]
+            ]
+            if positions:
+                self.queue.restore(call, positions)
+            else:
+                run(call)
+        figures = self.figures
+        over = figures.answered_calls + figures.failed_calls
+        over += figures.expired_calls + figures.cancelled_calls
+        figures.accepted_calls = over + len(calls)
+
+    def check_invariants(self, batch_size: int) -> None:
+        """Raise ``AssertionError`` if calls and batches contradict each other. For tests."""
+        self.queue.check_invariants()
+        self.slots.check_invariants()
+        self.retries.check_invariants()
+        assert not self._ended
+        unanswered = {call: call.pending for call in self.queue}
+        searches: dict[Search, int] = {}
+        for part in self.parts():
+            assert part.size == sum(stop - start for _, start, stop in part.spans)
+            assert 1 <= part.size <= batch_size
+            if part.search is not None:
+                searches[part.search] = searches.get(part.search, 0) + 1
+            for call, start, stop in part.spans:
+                if not call.is_over:
+                    unanswered[call] = unanswered.get(call, 0) + stop - start
+        assert all(call.unanswered == size for call, size in unanswered.items())
+        assert all(search.parts == count for search, count in searches.items())
+
+
+def _end(call: Call) -> None:
+    """The call, which has left its queue, is over: let go of its items."""
+    call.state = _OVER
+    call.payloads, call.lengths, call.handed_out = (), None, None
+
+
+class Timed(Protocol):
+    """Something that ends at its deadline, if it is not over before."""
+
+    deadline: float
+
+    @property
+    def is_over(self) -> bool:
+        """Answered, failed or given up."""
+
+
+TimedCall = TypeVar("TimedCall", bound=Timed)
+
+
+class Deadlines(Generic[TimedCall]):
+    """When the time of calls ends, of those that do not see to it themselves."""
+
+    def __init__(self) -> None:
+        #: When to ask ``ended``; infinity for never.
+        self.next = math.inf
+        self._calls: list[tuple[float, int, TimedCall]] = []  # a heap
+        self._count = 0  # keeps calls from being compared
+        self._room = 64  # beyond this, look for calls that are over
+
+    def add(self, call: TimedCall) -> None:
+        if len(self._calls) >= self._room:
+            self._calls = [entry for entry in self._calls if not entry[2].is_over]
+            heapq.heapify(self._calls)
+            self._room = max(64, 2 * len(self._calls))
+        self._count += 1
+        heapq.heappush(self._calls, (call.deadline, self._count, call))
+        self.next = self._calls[0][0]
+
+    def ended(self, now: float) -> list[TimedCall]:
+        """The calls whose time has ended, and that are not over."""
+        calls = self._calls
+        ended: list[TimedCall] = []
+        while calls and (calls[0][0] <= now or calls[0][2].is_over):
+            call = heapq.heappop(calls)[2]
+            if not call.is_over:
+                ended.append(call)
+        self.next = calls[0][0] if calls else math.inf
+        return ended

@@ -1,0 +1,531 @@
+"""Who takes what waits, and when: one scheduler for batches, and one for models of steps.
+
+Both look at one ``CallLedger``. A worker of a model of steps has places, one for each item that it
+steps. Its scheduler fills those that are free, and sends a few items more, so that a place that
+becomes free is taken before the next step: to ask for one would take a step. Who waits is better
+kept here than there, since here deadlines, priorities and tenants are looked at to the last. So
+they are few.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..observe.recent import StepLog
+from ..observe.record import NO_OUTPUTS, BatchRecord, Call, Reason, StepReport
+from ..supervision.autoscaling import Load
+from .call_ledger import CallLedger
+from .policy import UNKNOWN, URGENCY, Backlog, Decision, Finish, Policy
+
+#: The number of recent batches whose slowest one says how long the next one takes.
+#: Chosen by reasoning: odd, for a median.
+FORECAST_BATCHES = 7
+#: The margin on that.
+#: Chosen by reasoning: a quarter, so that a call that is just in time is rarely late.
+FORECAST_MARGIN = 1.25
+#: Batches beyond this many times the median are not counted.
+#: Chosen by reasoning: a first batch that compiles says nothing about the next one.
+FORECAST_OUTLIER = 2.0
+#: A new call that takes so many times its time is hopeless. In simulations all of those that are
+#: refused would have been late with this, and 95 % without it.
+SURELY_LATE = 1.2
+#: The number of batches of which the throughput under overload is measured.
+#: Chosen by reasoning: enough for several workers whose batches come back together.
+THROUGHPUT_BATCHES = 16
+#: Items that a worker holds beyond its places, as a share of them; one at least.
+#: Chosen by reasoning: more than end in one step, if items take eight steps or more.
+DECK_SHARE = 0.125
+#: Deaths of workers that an item may be there for before it is computed alone, of a model of steps.
+#: Chosen by reasoning: to compute all items of a worker one by one, which may take seconds each,
+#: is right only if a worker dies of them again.
+GRACE = 1
+
+#: Of a model of steps, a free place takes the next item.
+_PLACE = Decision(1, Reason.PLACE)
+
+#: Items of such batches should not wait for the next one.
+_URGENT = (Reason.DEADLINE, Reason.MAX_LATENCY)
+
+#: Least ratio of the rates for which items are left to the next batch. Arbitrary: costs are learned
+#: with some noise, and every further batch takes time in the scheduler and in the worker.
+_FITTING_GAIN = 1.1
+
+
+class Scheduler(ABC):
+    """What both have: what is known while more waits than workers keep up with.
+
+    Attributes:
+        is_behind: whether more waits than workers keep up with.
+        rate: units of cost that come back per second, items of a model of steps; infinity while
+            that is not known.
+        waits_until, enough: until when the last decision was to wait; and with how many items it is
+            the same again, before that time.
+    """
+
+    def __init__(self, ledger: CallLedger) -> None:
+        self._ledger = ledger
+        self._slots = ledger.slots
+        self.waits_until, self.enough = -math.inf, 0
+        #: Seconds that the last batches took, from being cut.
+        self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Nothing waits: what was learned will not hold the next time."""
+        self.is_behind = False
+        self.rate = self._rate_before = math.inf
+        self._took.clear()
+        self._since = -1.0  # when the batches began that are counted for the next rate
+        self._batches, self._work = 0, 0.0  # of these
+
+    # -- what happens
+
+    def call_arrived(self, call: Call, now: float) -> bool:  # noqa: ARG002
+        """A call is about to wait. Whether it may go at once, since none waits or is expected."""
+        return False
+
+    @abstractmethod
+    def prepare(self, batch: BatchRecord) -> float:
+        """A batch is about to be sent; how long it is in the slowest stage of a worker, seconds."""
+
+    def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
+        """As of ``Batcher``. Here a worker only says that it has not hung."""
+        self._slots.resumed(report.slot, now)
+        return []
+
+    def came_back(self, batch: BatchRecord) -> None:
+        """A batch is back, with results or a failure: count it, and learn of it if that helps."""
+        figures, waiting, now = self._ledger.figures, self._ledger.queue.items, batch.back_at
+        self._count(batch)
+        self.note(batch)
+        figures.recent.append(batch)
+        is_wasted = batch.has_failed and all(call.is_over for call, _, _ in batch.spans)
+        if is_wasted or not (waiting or self.is_behind):
+            return
+        if waiting < self.full:
+            if self.is_behind:
+                self._catch_up()
+            return
+        self.is_behind = True
+        self._took.append(now - batch.cut_at)
+        work = self._work_of(batch)
+        if work and batch.search is None:  # else it has been counted before
+            self._measure(work, now)
+
+    def _measure(self, work: float, now: float) -> None:
+        """So much has come back while more waits than workers keep up with."""
+        if self._since < 0:
+            self._since = now
+            return
+        self._batches += 1
+        self._work += work
+        if self._batches >= THROUGHPUT_BATCHES and now > self._since:
+            sample = self._work / (now - self._since)
+            # The better of two, so that one slow batch does not make everything look hopeless.
+            before, self._rate_before = self._rate_before, sample
+            self.rate = math.inf if before == math.inf else max(sample, before)
+            self._since = now
+            self._batches, self._work = 0, 0.0
+
+    def note(self, batch: BatchRecord) -> None:
+        """Note in a batch that is back, or lost, what was counted until then."""
+        figures = self._ledger.figures
+        batch.queued = figures.metrics.queued.total
+        batch.pending = self._ledger.queue.items
+        batch.answered, batch.failed = figures.answered_calls, figures.failed_calls
+        batch.expired, batch.rejected = figures.expired_calls, figures.rejected_calls
+
+    @abstractmethod
+    def _count(self, batch: BatchRecord) -> None:
+        """Count in the metrics a batch that is back."""
+
+    @abstractmethod
+    def _work_of(self, batch: BatchRecord) -> float:
+        """What a batch counts in ``rate``."""
+
+    @abstractmethod
+    def answered(self, batch: BatchRecord, calls: int) -> None:
+        """Of a batch that is back, and has not failed as a whole, so many calls are over."""
+
+    def apart(
+        self, lost: Sequence[BatchRecord]
+    ) -> tuple[Sequence[BatchRecord], Sequence[BatchRecord]]:
+        """Of what a worker took with it: what can begin again or go on, and what cannot."""
+        return lost, ()
+
+    # -- what is decided
+
+    @property
+    @abstractmethod
+    def full(self) -> int:
+        """Items of a full batch."""
+
+    @abstractmethod
+    def decide(self, now: float) -> tuple[int, Decision]:
+        """The idle worker that is next, and what to do with the items that wait."""
+
+    @abstractmethod
+    def decide_ahead(self, now: float) -> tuple[int, Decision]:
+        """The busy worker that is next, and what to do with the items that wait."""
+
+    def finish(self, slot: int, size: int, now: float) -> Finish:  # noqa: ARG002
+        """When a batch that is cut now will be back."""
+        return UNKNOWN
+
+    def forecast(self) -> float:
+        """How long a batch takes from being cut: somewhat more than the slowest of late.
+
+        Without those beyond twice the median: a first batch that compiles for seconds says nothing
+        about the next, and must not make all calls look late.
+
+        Returns:
+            Seconds; 0 while little is known.
+        """
+        if len(self._took) < 3:
+            return 0.0
+        took = sorted(self._took)
+        usual = took[(len(took) - 1) // 2]
+        return FORECAST_MARGIN * max(each for each in took if each <= FORECAST_OUTLIER * usual)
+
+    @abstractmethod
+    def hopeless_for(self, call: Call, now: float) -> float:
+        """How long a new call takes at the least, seconds, if it cannot be in time; else 0."""
+
+    def is_in_time_alone(self, call: Call, now: float) -> bool:
+        """Whether a new call could be in time if nothing waited, and no worker was busy."""
+        return self._takes(call) <= SURELY_LATE * (call.deadline - now)
+
+    @abstractmethod
+    def _takes(self, call: Call, ahead: float = 0.0) -> float:
+        """How long a new call takes at the least, behind so much work, seconds."""
+
+    @abstractmethod
+    def load(self, failed: int, start_duration: float) -> Load:
+        """As of ``Batcher``."""
+
+    def _load(
+        self, failed: int, start_duration: float, served: tuple[int, int], full: int,
+        seconds: float, turn: float,
+    ) -> Load:  # fmt: skip
+        """The load, of which the scheduler of batches or of steps knows the rest.
+
+        Args:
+            served: items and batches that came back, in total.
+            seconds: for a full batch.
+        """
+        ledger, figures = self._ledger, self._ledger.figures
+        is_known = 0 < seconds < math.inf
+        return Load(
+            waiting=ledger.queue.items + ledger.retries.items,
+            in_flight=self._slots.items,
+            arrived=figures.accepted_items + figures.refused_items,
+            served=served[0],
+            batches=served[1],
+            ready=self._slots.taking,
+            failed=failed,
+            full=full,
+            speed=full / seconds if is_known else 0.0,
+            turn=turn if is_known else 0.0,
+            start_duration=start_duration,
+            refused=figures.refused_items + figures.expired_calls,
+        )
+
+    def check_invariants(self, batch_size: int, deadline: float) -> None:
+        """Raise ``AssertionError`` if something waits that should have been cut. For tests."""
+        slots, queue, retries = self._slots, self._ledger.queue, self._ledger.retries
+        if slots.idle and (retries.waiting or queue.items):
+            assert not retries.waiting
+            assert queue.items < batch_size
+            assert deadline < math.inf
+        elif slots.without_ahead and queue.items and not retries.waiting:
+            # One that retires leaves more to the others, who are asked when something comes back.
+            # And what has a deadline may wait until a worker is free.
+            if slots.taking < len(slots) or any(call.deadline < math.inf for call in queue):
+                return
+            assert queue.items < batch_size * len(slots)
+            is_shared = slots.taking > 1 and slots.items < self.full * slots.taking
+            assert is_shared or queue.items < self.full
+
+
+class BatchScheduler(Scheduler):
+    """Batches, as a policy decides.
+
+    Args:
+        policy: decides when to cut and how much.
+    """
+
+    def __init__(self, ledger: CallLedger, policy: Policy) -> None:
+        super().__init__(ledger)
+        self._policy = policy
+        self._was_alone = False  # one item was computed at once, as no others were expected
+
+    def call_arrived(self, call: Call, now: float) -> bool:
+        is_first = not self._ledger.queue.items and bool(self._slots.idle)
+        is_alone = self._policy.call_arrived(call.size, now, is_first=is_first)
+        return is_alone and self._was_alone and call.size == 1
+
+    def prepare(self, batch: BatchRecord) -> float:
+        if batch.search is None:
+            self._policy.batch_cut(batch, batch.cut_at)
+        # With one stage a worker is free when its batch is back.
+        return 0.0 if self._slots.room == 2 else self._policy.cost.duration(batch.cost)
+
+    def _count(self, batch: BatchRecord) -> None:
+        self._ledger.figures.metrics.came_back(batch)
+
+    def _work_of(self, batch: BatchRecord) -> float:
+        return batch.cost
+
+    def answered(self, batch: BatchRecord, calls: int) -> None:
+        report, waiting = batch.report, self._ledger.queue.items
+        self._ledger.figures.took(report.pace, 4)
+        if batch.search is None:  # else it says nothing of what batches are like
+            # What it took to find who is at fault says nothing of what items cost.
+            failed = batch.size if report.runs else len(report.failures)
+            self._policy.batch_returned(
+                batch, calls, report.pace, self._slots.taking, waiting, batch.back_at, failed
+            )
+
+    @property
+    def full(self) -> int:
+        return self._policy.full
+
+    def decide(self, now: float) -> tuple[int, Decision]:
+        slots = self._slots
+        slot = next(iter(slots.idle))
+        decision = self._policy.decide(self._backlog(len(slots.idle), now))
+        self.waits_until, self.enough = decision.wait_until, decision.enough
+        self._was_alone = decision.size == 1 and decision.reason is Reason.ALONE
+        return slot, self._fit(decision)
+
+    def decide_ahead(self, now: float) -> tuple[int, Decision]:
+        slots, policy = self._slots, self._policy
+        backlog = self._backlog(0, now)
+        slot, decision = next(iter(slots.without_ahead)), policy.decide_ahead(backlog)
+        if decision.size or not slots.beside or policy.stays_together(backlog, slots.beside):
+            return slot, self._fit(decision)
+        slot, opens_at = slots.next_open()
+        if opens_at > now:
+            return slot, decision._replace(wait_until=opens_at)
+        decision = policy.decide_stage(backlog._replace(free=1))
+        self.waits_until = decision.wait_until
+        return slot, self._fit(decision)
+
+    def _backlog(self, free: int, now: float) -> Backlog:
+        """What waits, of which so many workers could begin a part now."""
+        queue, slots = self._ledger.queue, self._slots
+        deadline = queue.first_deadline(now) - URGENCY * slots.beside
+        return Backlog(
+            queue.items, queue.oldest_arrival(), deadline, free, slots.taking, slots.items,
+            self.waits_until, now,
+        )  # fmt: skip
+
+    def _fit(self, decision: Decision) -> Decision:
+        """The decision for as many items as need no padding, if the model pads batches."""
+        sizes = self._slots.sizes
+        if sizes and decision.size and decision.reason not in _URGENT:
+            size = min(decision.size, self._ledger.queue.items)
+            fitted = _fit_size(size, sizes, self._policy.duration)
+            if fitted < size:
+                return decision._replace(size=fitted, reason=Reason.PAYS)
+        return decision
+
+    def finish(self, slot: int, size: int, now: float) -> Finish:
+        slots, policy, waiting = self._slots, self._policy, self._ledger.queue.items
+        is_overloaded = waiting > policy.full
+        if not (is_overloaded or self._ledger.queue.first_deadline(now) < math.inf):
+            return UNKNOWN
+        if slots.room == 2:  # else several stages are at several batches
+            start = slots.begins_at(slot, now, policy.cost.duration)
+            finish = policy.finish(start, min(size, waiting), slots.taking)
+            if finish is not None:
+                return finish
+        if is_overloaded:
+            return Finish(now + self.forecast())
+        return Finish(now + policy.duration(size)) if waiting > size else UNKNOWN
+
+    def hopeless_for(self, call: Call, now: float) -> float:
+        queue, slots, policy = self._ledger.queue, self._slots, self._policy
+        lengths, left, cost = call.lengths, call.deadline - now, policy.cost
+        work = queue.work + (call.size if lengths is None else sum(lengths))
+        each = cost.base * (queue.items + call.size) + cost.per_unit * work
+        if 2.0 * each <= left and 2.0 * work <= left * self.rate:
+            return 0.0  # also if each item was computed alone, as nearly always
+        takes = self._takes(call, queue.ahead(call))
+        if not slots.idle and slots.room == 2:  # else several stages are at batches
+            begins = [slots.begins_at(n, now, cost.duration) for n in slots.numbers()]
+            takes += max(0.0, 1.0 - policy.margin) * (min(begins, default=now) - now)
+        return takes if takes > SURELY_LATE * left else 0.0
+
+    def _takes(self, call: Call, ahead: float = 0.0) -> float:
+        least = self._policy.least_duration(call, ahead, self._slots.taking)
+        return max(ahead / self.rate, least)
+
+    def load(self, failed: int, start_duration: float) -> Load:
+        policy, metrics = self._policy, self._ledger.figures.metrics
+        served = int(metrics.sizes.total), metrics.batch.count
+        seconds = policy.duration(policy.full)
+        return self._load(failed, start_duration, served, policy.full, seconds, seconds)
+
+
+class StepScheduler(Scheduler):
+    """Items of a model of steps: each is a batch, in a place of its worker until it is over.
+
+    Args:
+        places: how many items a worker steps at a time.
+        resumes: whether a stream can go on with another worker where its outputs ended.
+        log: of the last steps.
+    """
+
+    def __init__(self, ledger: CallLedger, places: int, log: StepLog, *, resumes: bool) -> None:
+        super().__init__(ledger)
+        room = places + max(1, math.ceil(places * DECK_SHARE))
+        ledger.slots.begin_steps(places, room, GRACE)
+        ledger.retries.grace = GRACE
+        self._places = places
+        self.resumes = resumes
+        self.log = log
+
+    def prepare(self, batch: BatchRecord) -> float:
+        begun = batch.spans[0][0].handed_out
+        if begun:  # with the item go the outputs that it has had
+            batch.payloads = [*batch.payloads, *begun]
+        return 0.0
+
+    def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
+        if report.is_sign_of_life:
+            return super().stepped(report, now)
+        metrics, log = self._ledger.figures.metrics, self.log
+        held = self._slots.stepped(report.slot, now)
+        metrics.stepped(report.size, report.duration)
+        log.add(report, self._ledger.queue.items, now)
+        parts: list[tuple[Call, Any]] = []
+        for batch_id, output in report.outputs.items():
+            batch = held.get(batch_id)
+            if batch is None:
+                continue
+            call = batch.spans[0][0]
+            if call.is_over:
+                continue
+            pause = call.handed_out_at(now)
+            if pause is None:
+                metrics.first_output.add(call.first_output)
+                log.first_outputs.append(call.first_output)
+                if call.handed_out is None and self.resumes:  # else it has begun elsewhere
+                    call.handed_out = []
+            else:
+                metrics.between_outputs.add(pause)
+            if call.handed_out is not None:
+                if type(output) is bytes:
+                    call.handed_out.append(output)
+                else:  # it lies in memory that the worker takes with it
+                    call.handed_out = None
+            parts.append((call, output))
+        return parts
+
+    def _count(self, batch: BatchRecord) -> None:
+        self._ledger.figures.metrics.item_over(batch)
+        if batch.spans[0][0].is_stream:
+            batch.report.outputs = NO_OUTPUTS  # they have been handed out
+
+    def _work_of(self, batch: BatchRecord) -> float:
+        return batch.size
+
+    def answered(self, batch: BatchRecord, calls: int) -> None:  # noqa: ARG002
+        figures = self._ledger.figures
+        # Items differ far more than batches do.
+        figures.took(batch.report.pace, min(4 * self._places, figures.metrics.batch.count))
+
+    def hold(self, call: Call, now: float, *, is_held: bool) -> list[BatchRecord]:
+        """A stream's item is about to rest, or to go on; returns those of it that are in flight.
+
+        None rests in a worker that is to end when it has finished what it holds.
+        """
+        slots = self._slots
+        found = [batch for batch in slots.in_flight() if batch.spans[0][0] is call]
+        if is_held:
+            found = [batch for batch in found if not slots.is_closing(batch.slot)]
+            call.is_held = bool(found)
+        else:
+            self._go_on(found, now)
+        return found
+
+    def wake(self, now: float, slot: int | None = None) -> list[BatchRecord]:
+        """No item is to rest any more, of this worker or of all; returns those that did."""
+        rested = [
+            batch
+            for batch in self._slots.in_flight()
+            if batch.spans[0][0].is_held and slot in (None, batch.slot)
+        ]
+        self._go_on(rested, now)
+        return rested
+
+    def _go_on(self, batches: Sequence[BatchRecord], now: float) -> None:
+        for batch in batches:
+            batch.spans[0][0].is_held = False
+            self._slots.resumed(batch.slot, now)
+
+    def apart(
+        self, lost: Sequence[BatchRecord]
+    ) -> tuple[Sequence[BatchRecord], Sequence[BatchRecord]]:
+        # What a caller has got of a stream cannot be taken back.
+        again: list[BatchRecord] = []
+        cut_off: list[BatchRecord] = []
+        for batch in lost:
+            call = batch.spans[0][0]
+            call.is_held = False  # the next worker does not know of it
+            is_cut_off = call.part_at is not None and call.handed_out is None
+            (cut_off if is_cut_off else again).append(batch)
+        return again, cut_off
+
+    @property
+    def full(self) -> int:
+        return 1
+
+    def decide(self, now: float) -> tuple[int, Decision]:  # noqa: ARG002
+        return next(iter(self._slots.idle)), _PLACE
+
+    def decide_ahead(self, now: float) -> tuple[int, Decision]:  # noqa: ARG002
+        return self._slots.emptiest(), _PLACE
+
+    def hopeless_for(self, call: Call, now: float) -> float:
+        queue, left = self._ledger.queue, call.deadline - now
+        if 2.0 * queue.items <= left * self.rate:
+            return 0.0
+        takes = self._takes(call, queue.ahead(call))
+        return takes if takes > SURELY_LATE * left else 0.0
+
+    def _takes(self, call: Call, ahead: float = 0.0) -> float:  # noqa: ARG002
+        queue = self._ledger.queue  # as many items come back, whatever their lengths
+        return ahead * queue.items / (queue.work or 1.0) / self.rate
+
+    def load(self, failed: int, start_duration: float) -> Load:
+        # All places together are one batch.
+        over, places = self._ledger.figures.metrics.batch.count, self._places
+        seconds = self._ledger.figures.batch_duration
+        served = over, over // places
+        return self._load(failed, start_duration, served, places, seconds, seconds / places)
+
+
+def _fit_size(size: int, sizes: Sequence[int], duration: Callable[[float], float]) -> int:
+    """How many of ``size`` items to cut now: all of them, or as many as need no padding.
+
+    33 items that are padded to 64 take as long as 64. If a batch of 32 computes more items per
+    second, the last item is better left to the next batch.
+
+    Args:
+        size: items that would be cut; at least 1.
+        sizes: those that batches are padded to, ascending.
+        duration: seconds for a batch of so many items.
+    """
+    at = bisect_right(sizes, size)
+    if at in (0, len(sizes)) or sizes[at - 1] == size:
+        return size
+    below, above = sizes[at - 1], sizes[at]
+    is_faster = below * duration(above) > _FITTING_GAIN * size * duration(below)
+    return below if is_faster else size
