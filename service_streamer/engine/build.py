@@ -22,12 +22,12 @@ from ..supervision.autoscaling import Autoscaling
 from ..supervision.health import BatchBound
 from ..supervision.supervisor import RestartPolicy, Supervisor
 from ..workers.batch_ceiling import Measure
-from ..workers.child import refuse_unguarded_main
 from ..workers.codec import Codec
 from ..workers.model_spec import ModelSpec, check_model, describe
 from ..workers.preprocessing import check_preprocess
 from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
+from ..workers.starting import refuse_unguarded_main
 from ..workers.transport import ThreadTransport, Transport
 from .engine import Engine, Lengths
 

@@ -33,12 +33,11 @@ from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..reporting import quiet_log, summary
 from ..supervision.supervisor import Loss
-from ..workers.codec import Codec, encode_spec
+from ..workers.codec import ByValue, Codec, encode_spec
 from ..workers.model_spec import ModelSpec
 from ..workers.protocol import Failure, describe_breach
-from ..workers.serving import Boot
-from ..workers.starting import ByValue
 from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerReady, WorkerWaits
+from ..workers.worker_main import Boot
 from .apart import ApartStore, frame
 from .cluster import Actor, Cluster, LeftCluster, WorkerResources, verdict
 from .known_actor import KnownActor
@@ -79,7 +78,7 @@ class RayTransport(Transport):
         else:
             by_value = RayByValue()
             self._spec = cluster.put(encode_spec(spec, by_value))
-            self._codec = Codec(ApartStore(), by_value, spec.cannot_load)
+            self._codec = Codec(ApartStore(), by_value)
         sharers = (math.floor(1 / request.num_gpus + 1e-9),) if 0 < request.num_gpus < 1 else ()
         place = UNPLACED._replace(gpu_id=0 if request.num_gpus else None)
         # Ray leaves a worker without a GPU all those of its node.
@@ -492,6 +491,10 @@ class RayTransport(Transport):
 
 class RayByValue(ByValue):
     """The main module of this process is not that of an actor."""
+
+    @property
+    def is_needed(self) -> bool:
+        return True
 
     def is_known(self, thing: Any) -> bool:
         return getattr(thing, "__module__", None) != "__main__" and super().is_known(thing)

@@ -23,8 +23,7 @@ from ..gpu.torch_process import release_memory
 from ..gpu.transfers import PLAIN
 from .bisection import Bisection, Invalid, Outcome, OutOfMemory, Returned, bisect
 from .model_spec import LoadedModel
-from .progress import SIGN_OF_LIFE
-from .protocol import Failure
+from .protocol import SIGN_OF_LIFE, Failure
 from .stage_calls import StageCalls, at_positions, by_position
 
 

@@ -15,7 +15,7 @@ parent always reads.
 
 How ends are noticed: the parent sees a worker die through its process descriptor and reads the
 response pipe to its end before it says so; a worker sees its parent die by end-of-file on the
-request pipe, also in the midst of a batch (see ``child.py``).
+request pipe, also in the midst of a batch (see ``worker_main.py``).
 
 Large payloads lie outside of the messages, in shared memory (see ``memory/memory_link.py``).
 """
@@ -38,8 +38,7 @@ from ..options.checks import Device
 from ..options.table import WorkerOptions
 from ..reporting import summary
 from ..supervision.supervisor import Loss
-from .codec import Codec, encode_spec
-from .environment import Placement
+from .codec import ByValue, Codec, encode_spec
 from .memory.memory_link import SharedMemory
 from .model_spec import ModelSpec
 from .protocol import (
@@ -47,7 +46,7 @@ from .protocol import (
     decode,
     describe_breach,
 )
-from .starting import ByValue, has_main
+from .starting import Placement
 from .transport import Transport, WorkerDied, WorkerEvent
 from .worker_process import MAIN_FAILURES, WorkerProcess, event_of, obituary
 
@@ -99,11 +98,8 @@ class ProcessTransport(Transport):
         self.memory = memory or SharedMemory(0 if is_encoded else options.shared_memory_limit)
         self._codec: Codec | None = None
         if not (is_encoded or isinstance(spec, bytes)):
-            # Items may be of classes that workers cannot import, either.
-            is_by_value = by_value.is_used or not (options.mp_start_method == "fork" or has_main())
-            self._codec = Codec(
-                self.memory.arena, by_value if is_by_value else None, spec.cannot_load
-            )
+            is_forked = options.mp_start_method == "fork"  # then workers have all classes
+            self._codec = Codec(self.memory.arena, None if is_forked else by_value)
         self._workers: dict[int, WorkerProcess] = {}
         self._ending: set[WorkerProcess] = set()
         self._selector = selectors.DefaultSelector()
@@ -174,10 +170,7 @@ class ProcessTransport(Transport):
                     self.memory.expect_rows(len(payloads))
                 if arena.is_used or link.window.is_used:  # not with small payloads
                     released = link.lend(payloads)
-            message: tuple[Any, ...]
-            message = (batch_id, payloads, released) if released else (batch_id, payloads)
-            if is_stream or calls:
-                message = (batch_id, payloads, released, is_stream or calls)
+            message = batch_id, payloads, released, is_stream or calls
             self._write(worker, pickle.dumps(message, _PROTOCOL))
         except BaseException:
             self._interrupted(worker)

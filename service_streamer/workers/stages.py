@@ -27,7 +27,7 @@ from ..options.checks import is_sequence
 from .batch_parts import Job, caught, compute_in_parts, prepared_parts
 from .bisection import OutOfMemory
 from .model_spec import LoadedModel
-from .progress import is_unwanted
+from .protocol import is_unwanted
 from .stage_calls import StageCalls, memory_of, one_at_a_time, stacked
 
 INTAKE, FORWARD, OUTLET = range(3)

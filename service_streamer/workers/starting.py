@@ -1,57 +1,67 @@
-"""Start workers from unusual processes, and send them what they cannot import.
+"""What has to be right around the start of a worker, wherever the application runs.
 
-Under uWSGI ``sys.executable`` is uwsgi itself. Celery and ``multiprocessing.Pool`` run tasks in
-daemonic processes, which may not have children. A program from standard input has a main module
-without a file, which new processes would fail to import.
-
-pickle sends a class or function as the names of its module and its own. Workers cannot import the
-main module of a notebook or of ``python -c``. cloudpickle, an optional package, sends the code
-instead. Only this module imports it. A worker keeps what it receives, under its name. Results of
-such a class are pickled by name, and become the web process's own class.
+* The interpreter: under uWSGI ``sys.executable`` is uwsgi itself.
+* The parent: Celery and ``multiprocessing.Pool`` run tasks in daemonic processes, which may not
+  have children.
+* The main module: new processes import it again, and fail with one from standard input.
+* The environment: CUDA, OpenMP and numeric libraries read it once, at their import. A spawned child
+  inherits the parent's and imports the user's ``__main__`` before our code runs. So the parent's
+  environment must be right during the start.
+* Signals: one that is for the whole group must not end a worker before it has its handlers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import importlib.machinery
-import importlib.util
-import io
+import logging
 import multiprocessing.process
 import os
-import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import types
-import uuid
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import spawn
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkerStartError
-from ..extras import PACKAGES
+from ..gpu.accelerators import allocator_variables
+from ..gpu.places import UNKNOWN_GPUS, Place, places, set_environment, sharers, visible_gpus
+from .protocol import EXIT_NO_FREEZE_SUPPORT, EXIT_UNGUARDED_MAIN
+
+if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
+    from ..options.table import WorkerOptions
+
+logger = logging.getLogger(__name__)
 
 #: Names of interpreters; programs that embed Python have other names.
 _NAMES = ("python", "pypy", "graalpy")
 
+#: The main module, in the web process and in a child of multiprocessing.
+MAIN = ("__main__", "__mp_main__")
+
 #: Seconds for a candidate to print its version; it takes some hundredths.
 _PROBE_TIMEOUT = 10.0
 
-#: Guards the state that is changed during a start: multiprocessing's executable, the daemon flag,
-#: the main module's file, the working directory.
-_lock = threading.Lock()
+#: What workers that this process starts call first, asked for at each start; picklable.
+preparation: Callable[[], Callable[[], None]] | None = None
+
+#: Guards what is changed during a start: the environment, multiprocessing's executable, the daemon
+#: flag, the main module's file, the working directory.
+_lock = threading.RLock()
 
 
 def _renew_lock() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
-# A child forked within ``startable`` would hold the lock for ever.
+# A child forked during a start would hold the lock for ever.
 os.register_at_fork(after_in_child=_renew_lock)
 
 
@@ -154,8 +164,8 @@ def _allow_children() -> Iterator[None]:
     """Let a daemonic process have children, as in a pool of multiprocessing or Celery.
 
     multiprocessing refuses them since they could outlive it. Ours always end with their parent: see
-    ``child.py``. Celery's pool replaces multiprocessing's process object by one of billiard, whose
-    key only billiard can pass to a child.
+    ``worker_main.py``. Celery's pool replaces multiprocessing's process object by one of billiard,
+    whose key only billiard can pass to a child.
     """
     config = getattr(multiprocessing.process.current_process(), "_config", None)
     changed: dict[str, Any] = {}
@@ -193,6 +203,21 @@ def _importable_main() -> Iterator[None]:
         yield
     finally:
         main.__file__ = file
+
+
+def refuse_unguarded_main() -> None:
+    """In a child that is importing ``__main__`` again: end it silently; the parent says the rest.
+
+    Called when a Streamer is built. multiprocessing has its own check, of which every worker would
+    print a traceback of twenty lines.
+    """
+    # Set by multiprocessing while a child prepares itself; there is no public name for it.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(EXIT_UNGUARDED_MAIN)
+    # What multiprocessing starts a frozen program with, as PyInstaller makes it. Without
+    # freeze_support() the program runs anew in every worker, and would start workers of its own.
+    if sys.argv[1:2] == ["--multiprocessing-fork"]:
+        sys.exit(EXIT_NO_FREEZE_SUPPORT)
 
 
 # -- the working directory
@@ -247,7 +272,7 @@ def is_importable(module: str) -> bool:
     archive (``__main__.py``); a module loaded under a server's own name, as by uWSGI's
     ``wsgi-file``.
     """
-    if module not in ("__main__", "__mp_main__"):
+    if module not in MAIN:
         return _is_found(module.partition(".")[0])
     main = sys.modules.get("__main__")
     spec: importlib.machinery.ModuleSpec | None = getattr(main, "__spec__", None)
@@ -261,149 +286,176 @@ def is_importable(module: str) -> bool:
     return name != "ipython" and os.path.isfile(os.path.join(folder, file))
 
 
-#: Types that are pickled by name.
-_BY_NAME = (type, types.FunctionType)
-
-#: The main module, in the web process and in a child of multiprocessing.
-_MAIN = ("__main__", "__mp_main__")
-
-#: Guards cloudpickle's global registry.
-_by_value_lock = threading.RLock()
-
-#: In a worker: what it received, by id.
-_received: dict[bytes, Any] = {}
+# -- the environment
 
 
-class NotImportable(TypeError):
-    """Workers cannot import a class or function, and cloudpickle is not installed."""
+#: Read by OpenMP, and by MKL, OpenBLAS and NumExpr without a variable of their own.
+_OPENMP = "OMP_NUM_THREADS"
+_THREAD_VARIABLES = (
+    _OPENMP,
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "RAYON_NUM_THREADS",  # Hugging Face's tokenizers: each worker would wake a thread on every core
+)
+
+#: How long an idle OpenMP thread spins before it sleeps: turns of GNU's loop (1000 take about
+#: 0.05 ms), milliseconds of Intel's and LLVM's. The defaults are 300,000 turns and 200 ms. On busy
+#: cores a spinning thread blocks the thread that it waits for: a batch of 16 took 444 ms instead of
+#: 12 ms. GNU OpenMP itself uses 1000 with more threads than cores. On idle cores it costs tiny
+#: models a few percent; sleeping immediately (OMP_WAIT_POLICY=PASSIVE) would triple their time.
+_WAITS = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
+_WAIT_VARIABLES = (*_WAITS, "OMP_WAIT_POLICY")
 
 
-class ByValue:
-    """Pickles; sends by value what workers cannot import. Any thread.
+class Placement:
+    """Where the workers of a streamer run.
 
-    Each pool has its own: if a notebook's cell changes a function, the next pool gets the new one.
+    Determined once, so that a restarted worker runs where its predecessor ran. Immutable, for any
+    thread. Looks for GPUs if needed, which takes some milliseconds.
     """
 
-    def __init__(self) -> None:
-        self._importable: dict[str, bool] = {}
-        # The id and the code of what was sent; both stay the same.
-        self._sent: weakref.WeakKeyDictionary[Any, tuple[bytes, bytes]] = (
-            weakref.WeakKeyDictionary()
+    def __init__(self, options: WorkerOptions) -> None:
+        self._cpu_threads = options.cpu_threads
+        with _lock:  # another streamer's start may be changing it
+            inherited = dict(os.environ)
+        visible = visible_gpus(inherited) if _concerns_gpus(options) else UNKNOWN_GPUS
+        self._visible = visible
+        self._places = places(
+            options.cuda_devices, options.most_workers, visible, options.devices_per_worker
         )
-        #: Whether anything was sent by value.
-        self.is_used = False
+        count = visible.count or 0
+        if options.cuda_devices is None and options.most_workers > 1 and count > 1:
+            logger.warning(
+                "%d GPUs are visible, and each of the %d workers sees all of them: if the model "
+                "uses only the first GPU, all workers share it; cuda_devices=\"auto\" spreads them",
+                count, options.most_workers,
+            )  # fmt: skip
 
-    def dumps(self, value: Any) -> bytes:
-        """Pickle a value.
+    def at(self, place: int) -> Place:
+        """Where worker number ``place`` runs."""
+        return self._places[place % len(self._places)]
 
-        Raises:
-            NotImportable: cloudpickle is needed and not installed.
-            Exception: whatever pickling it raises.
+    def sharers(self, place: int, worker_num: int) -> tuple[int, ...]:
+        """How many workers compute on each GPU that this one sees; empty if unknown."""
+        return sharers(self._places, self._visible, place, worker_num)
+
+    def variables(
+        self, place: int, worker_num: int, *, cores: int, inherited: Mapping[str, str]
+    ) -> dict[str, str | None]:
+        """Variables to set in a worker's environment; None removes one.
+
+        With "auto" the cores are divided among the workers: four workers that each use all cores
+        are slower than one. Thread variables set by the user stay, and one for OpenMP counts for
+        the others too. Idle threads sleep soon, unless the user has set how they wait.
         """
-        file = io.BytesIO()
-        self.pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-        return file.getvalue()
+        variables: dict[str, str | None] = dict(self.at(place).variables)
+        if self._cpu_threads == "auto":
+            threads = str(max(1, cores // worker_num))
+            if _OPENMP not in inherited:
+                variables |= {name: threads for name in _THREAD_VARIABLES if name not in inherited}
+        elif self._cpu_threads is not None:
+            variables |= dict.fromkeys(_THREAD_VARIABLES, str(self._cpu_threads))
+        is_waiting_set = any(name in inherited for name in _WAIT_VARIABLES)
+        if self._cpu_threads is not None and not is_waiting_set:
+            variables |= _WAITS
+        return variables | allocator_variables(inherited)
 
-    def pickler(self, *arguments: Any, **options: Any) -> pickle.Pickler:
-        """A pickler of this kind."""
-        pickler = _Pickler(*arguments, **options)
-        pickler.owner = self
-        return pickler
+    @contextlib.contextmanager
+    def environment(self, place: int, worker_num: int) -> Iterator[dict[str, str | None]]:
+        """Set a worker's variables in ``os.environ`` within the block.
 
-    def parts(self, thing: Any) -> tuple[bytes, bytes]:
-        """An id for a class or function, and its code."""
-        parts = self._sent.get(thing)
-        if parts is None:
-            with _by_value_lock:
-                parts = self._sent.get(thing)
-                if parts is None:  # once, or a worker would make two classes
-                    dissected = _dissected(thing, type(self)().is_known)
-                    parts = self._sent[thing] = uuid.uuid4().bytes, dissected
-        return parts
-
-    def is_known(self, thing: Any) -> bool:
-        """Whether a worker finds this class or function by its name."""
-        name = getattr(thing, "__module__", None)
-        if not isinstance(name, str):
-            return True
-        if name not in self._importable:
-            self._importable[name] = is_importable(name) or (
-                # A worker may find it nevertheless; else its error says what to do.
-                name not in _MAIN and not _has_cloudpickle()
+        The lock also covers reading them: another start's variables must not look like the user's.
+        """
+        with _lock:
+            variables = self.variables(
+                place, worker_num, cores=available_cores(), inherited=os.environ
             )
-        if not self._importable[name]:
-            return False
-        # A profiler or debugger runs a program as its own main module.
-        return name != "__main__" or "<" in thing.__qualname__ or _is_there(thing)
+            before = {name: os.environ.get(name) for name in variables}
+            set_environment(variables)
+            try:
+                yield variables
+            finally:
+                set_environment(before)
 
 
-class _Pickler(pickle.Pickler):
-    owner: ByValue
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, _BY_NAME) and not self.owner.is_known(value):
-            self.owner.is_used = True
-            return _receive, self.owner.parts(value)
-        return NotImplemented
+def _concerns_gpus(options: WorkerOptions) -> bool:
+    devices = options.cuda_devices
+    if devices is None:
+        return options.most_workers > 1
+    return isinstance(devices, str) or any(str(device) != "cpu" for device in devices)
 
 
-def _has_cloudpickle() -> bool:
+def limit_loaded_torch(variables: Mapping[str, str | None]) -> None:
+    """In a forked child: set torch's threads, as it was imported before the variables were set."""
+    torch = sys.modules.get("torch")
+    threads = variables.get(_OPENMP)
+    if torch is not None and threads is not None:
+        torch.set_num_threads(int(threads))
+
+
+def available_cores() -> int:
+    """Cores that this process may use, by its affinity and its container's quota."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    with contextlib.suppress(OSError, ValueError):
+        # "max 100000" or "200000 100000": microseconds of processor time per period (cgroup v2)
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+# -- signals
+
+
+#: Makes a worker write down the stacks of its threads, whatever they are doing.
+STACKS_SIGNAL = signal.SIGUSR2
+
+
+_LEFT_TO_PARENT = (signal.SIGTERM, signal.SIGHUP)
+GROUP_SIGNALS = (*_LEFT_TO_PARENT, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Hold these signals back in this thread, and in a process that is started within the block.
+
+    So none of them ends a worker that has just been started, before ``leave_to_parent``. This
+    thread gets them after the block, its process at once if another thread takes them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        return importlib.util.find_spec("cloudpickle") is not None
-    except ValueError:  # None in sys.modules
-        return False
-
-
-def _is_there(thing: Any) -> bool:
-    found: Any = sys.modules.get(thing.__module__)
-    for name in thing.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is thing
-
-
-def _dissected(thing: Any, known: Callable[[Any], bool]) -> bytes:
-    """The code of a thing, and of all classes that it refers to and that go by value."""
-    try:
-        cloudpickle = importlib.import_module("cloudpickle")
-    except ImportError:
-        raise NotImportable(
-            f"{thing.__qualname__} is defined in {_place(thing)}, which worker processes cannot "
-            f"import. Run pip install {' '.join(PACKAGES['notebook'])}, define it in a module "
-            '(.py file) and import it from there, or use mp_start_method="fork"'
-        ) from None
-    classes = {}
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
-        def reducer_override(self, value: Any) -> Any:
-            if isinstance(value, type) and not known(value):
-                classes[value.__module__, value.__qualname__] = value
-            return super().reducer_override(value)
-
-    module = sys.modules.get(thing.__module__)
-    is_registered = module is not None and thing.__module__ not in _MAIN
-    if is_registered:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        file = io.BytesIO()
-        Pickler(file, pickle.HIGHEST_PROTOCOL).dump((thing, classes))
+        # Within the block, since it may raise the KeyboardInterrupt that came just before.
+        signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+        yield
     finally:
-        if is_registered:
-            cloudpickle.unregister_pickle_by_value(module)
-    return file.getvalue()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _place(thing: Any) -> str:
-    if thing.__module__ in _MAIN:
-        return "the main module (a notebook, python -c, standard input or the like)"
-    return f"the module {thing.__module__!r}"
+def leave_to_parent() -> None:
+    """In a worker, before the model is loaded: have these signals do nothing from now on.
+
+    By a handler and not by ignoring them: what is ignored stays so in every program that the model
+    starts, which SIGTERM could not end then. A handler of the model's own replaces ours.
+    """
+    # A forked worker has its parent's: a signal would wake the parent.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _LEFT_TO_PARENT:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _do_nothing)
+            signal.siginterrupt(number, False)  # nor should it disturb native code that waits
+    os.register_at_fork(after_in_child=_take_again)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
 
 
-def _receive(name: bytes, parts: bytes) -> Any:
-    """In a worker: make what was sent, once."""
-    if name not in _received:
-        thing, classes = pickle.loads(parts)
-        for (module, qualname), each in classes.items():
-            if "." not in qualname:  # nested ones are found through their parents
-                setattr(sys.modules.setdefault(module, types.ModuleType(module)), qualname, each)
-        _received[name] = thing
-    return _received[name]
+def _do_nothing(*_: object) -> None:
+    """The handler."""
+
+
+def _take_again() -> None:
+    """In a process that the model has forked: its parent may end it."""
+    for number in _LEFT_TO_PARENT:
+        if signal.getsignal(number) is _do_nothing:
+            signal.signal(number, signal.SIG_DFL)

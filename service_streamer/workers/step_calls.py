@@ -29,8 +29,7 @@ from ..options.checks import is_sequence
 from .batch_parts import caught
 from .bisection import Bisection, Invalid, Outcome, Returned, Unreadable, bisect
 from .model_spec import LoadedModel, describe
-from .progress import SIGN_OF_LIFE
-from .protocol import Failure
+from .protocol import SIGN_OF_LIFE, Failure
 from .stage_calls import by_position
 from .stages import FORWARD
 from .step_batch import NO_STATE, StepBatch, StepRequest

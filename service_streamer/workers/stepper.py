@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..observe.record import BatchReport, StepReport
 from .model_spec import LoadedModel
-from .progress import SIGN_OF_LIFE
-from .protocol import DROP, HOLD, RESUME
+from .protocol import DROP, HOLD, RESUME, SIGN_OF_LIFE
 from .step_batch import StepAdmission, StepBatch, StepRequest
 from .step_calls import StepCalls
 
@@ -94,7 +93,7 @@ class _Stepper:
             del received  # it holds items, and would do so until the next comes
 
     def _take(self, received: tuple[Any, ...]) -> None:
-        is_stream = len(received) > 3 and bool(received[3])
+        is_stream = bool(received[3])
         batch_id, items, failures = self._channel.decode(received)[:3]
         if failures or batch_id in self._gone:
             self._gone.pop(batch_id, None)

@@ -18,8 +18,7 @@ from ..options.checks import Device
 from ..reporting import summary
 from ..supervision.supervisor import Loss
 from .model_spec import ModelSpec
-from .progress import UNWANTED, add_unwanted
-from .protocol import Failure
+from .protocol import UNWANTED, Failure, add_unwanted
 from .runner import Channel, serve
 
 

@@ -20,12 +20,9 @@ from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
 from ..reporting import quiet_log
 from ..supervision.supervisor import Loss
-from . import serving
-from .child import STACKS_SIGNAL, held_back, run_child
-from .environment import Placement
+from . import starting
 from .memory.memory_link import Memories, MemoryLink
 from .model_spec import ModelSpec
-from .progress import StageProgress
 from .protocol import (
     EXIT_NO_FREEZE_SUPPORT,
     EXIT_UNGUARDED_MAIN,
@@ -35,11 +32,13 @@ from .protocol import (
     FrameReader,
     FrameWriter,
     FromWorker,
+    StageProgress,
     WorkerStarted,
 )
 from .stages import FORWARD, INTAKE
-from .starting import startable
+from .starting import STACKS_SIGNAL, Placement, held_back, startable
 from .transport import WorkerDied, WorkerEvent, WorkerReady
+from .worker_main import Boot, run_worker
 
 _log = quiet_log(__name__)
 
@@ -203,19 +202,19 @@ class WorkerProcess(KnownWorker):
                 with held_back():
                     resource_tracker.ensure_running()
             with placement.environment(self.place, worker_num) as variables:
-                boot = serving.Boot(
+                boot = Boot(
                     spec,
                     placement.at(self.place),
                     variables,
                     self._memories,
                     placement.sharers(self.place, worker_num),
                     self._progress,
-                    serving.preparation and serving.preparation(),
+                    starting.preparation and starting.preparation(),
                 )
                 # Not a daemon in multiprocessing's sense: those may not have children, which a
                 # model may want (data loaders). The engine ends all before the interpreter ends.
                 self.process = context.Process(
-                    target=run_child,
+                    target=run_worker,
                     args=(boot, self._requests, self._responses, self._stacks),
                     name=f"service_streamer {self._noun} {self.place}",
                     daemon=False,
@@ -319,7 +318,7 @@ class WorkerProcess(KnownWorker):
             os.kill(self.process.pid, STACKS_SIGNAL)
 
     def _kill(self, grace: float) -> None:
-        self.process.kill()  # SIGTERM it leaves to us: see leave_to_parent in child.py
+        self.process.kill()  # SIGTERM it leaves to us: see leave_to_parent
         name = str(self)  # or whoever keeps the record would keep all of us
         _log(logging.WARNING, "%s did not end within %.1f s: it is killed", name, grace)
 
@@ -416,9 +415,12 @@ def _stepped(worker: KnownWorker, report: StepReport) -> StepReport:
 
 def _receive(worker: KnownWorker, report: BatchReport | StepReport, payloads: list[Any]) -> None:
     """Release the blocks that a report names, and keep its payloads in shared memory."""
-    if report.released is not None and worker.link is not None:
-        worker.link.release(report.released)
-        worker.link.receive(payloads)
+    link = worker.link
+    if link is not None:
+        if report.released:
+            link.release(report.released)
+        if tuple in map(type, payloads):
+            link.receive(payloads)
 
 
 def _not_held(verb: str, batch_id: int) -> Breach:
