@@ -31,8 +31,8 @@ from ..observe.record import BatchRecord, BatchReport, Call, StepReport
 from ..reporting import counted
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerState
-from ..workers.protocol import DROP, RESUME, Failure
-from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerReady, WorkerWaits
+from ..workers.protocol import DROP, RESUME, Failure, WorkerReady
+from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerWaits
 
 _STOP_FIRST = (
     "two workers do not fit: restart_workers(overlap=False) ends the old one first; if there is no "
@@ -246,11 +246,6 @@ class Core:
         """
         calls = [*self.open]  # at once, as above
         returned = [event for event in events if isinstance(event, BatchReport)]
-        for event in events:
-            if isinstance(event, StepReport):
-                for done in event.done:
-                    done.slot = event.slot
-                returned += event.done
         unanswered = [call for call in calls if not call.is_over]
         vacant = self.batcher.end_all(unanswered, failure, self.clock(), returned)
         self.undone.append(Actions(vacant=vacant))
@@ -299,7 +294,9 @@ class Core:
         for slot in self._dying:
             self.batcher.worker_dying(slot)
 
-    def happened(self, event: WorkerEvent, now: float) -> Actions:
+    def happened(
+        self, event: BatchReport | WorkerReady | WorkerWaits | WorkerDied, now: float
+    ) -> Actions:
         """Apply an event."""
         if isinstance(event, BatchReport):
             if event.ceiling or self.ceilings:
@@ -317,10 +314,6 @@ class Core:
         if isinstance(event, WorkerWaits):
             self.supervisor.waits(event.slot, has_place=event.has_place)
             self._workers_changed()
-            return NOTHING
-        if isinstance(event, StepReport):  # what of it is over, the loop has taken apart
-            if not self.batcher.has_steps:
-                self.batcher.stepped(event, now)
             return NOTHING
         return self._ready(event, now)
 

@@ -31,9 +31,9 @@ from ..reporting import summary
 from .model_spec import ModelSpec
 from .preprocessing import InvalidPart, PreprocessSpec, check_preprocess
 from .process import ProcessTransport
-from .protocol import EXIT_START_FAILED, Failure
+from .protocol import EXIT_START_FAILED, Failure, WorkerReady
 from .stage_calls import by_position
-from .transport import WorkerDied, WorkerReady, WorkerWaits
+from .transport import WorkerDied, WorkerWaits
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
     to a worker process      (batch_id, payloads[, released[, calls or is_stream]])
                              (DROP or HOLD or RESUME, batch_ids), of a model of steps
     from a worker process    (VERSION, kind, *fields), of one of these:
-                                 WorkerStarted   the first one
+                                 WorkerReady     the first one
                                  StartFailure    instead of it, and the last one
                                  BatchReport     one for each batch
                                  StepReport      one for each step, of a model of steps
@@ -45,7 +45,7 @@ from .memory.shared_memory import PAGE, Memory
 
 #: Of the messages from workers: to be raised with every change of them. A worker that starts after
 #: an upgrade of the package has another one than a web process that has been running since before.
-VERSION = 5
+VERSION = 6
 
 #: In the place of a batch's id, to a worker of a model of steps: a list of batches to be dropped.
 #: Others are at a batch until it is over, and read in shared memory that nobody waits for it.
@@ -248,20 +248,22 @@ def _is_long(error: BaseException) -> bool:
         return True
 
 
-class WorkerStarted(NamedTuple):
-    """From a worker: it has loaded its model.
+class WorkerReady(NamedTuple):
+    """From a worker: it has loaded its model, and waits for batches.
 
     Attributes:
-        wants_rows: whether the model gets its items as the rows of an array.
+        slot: the worker's; set by the transport.
         description: what the model says of itself; None if it says nothing.
         places: of a model of steps, how many items it steps at a time; 0 for other models.
         resumes: whether such a model can go on with an item where its outputs ended.
+        wants_rows: whether the model gets its items as the rows of an array.
     """
 
-    wants_rows: bool = False
+    slot: int = -1
     description: dict[str, Any] | None = None
     places: int = 0
     resumes: bool = False
+    wants_rows: bool = False
 
 
 class StartFailure(NamedTuple):
@@ -290,10 +292,10 @@ class DeviceFailure(NamedTuple):
     error: str
 
 
-FromWorker = WorkerStarted | StartFailure | BatchReport | StepReport | DeviceFailure
+FromWorker = WorkerReady | StartFailure | BatchReport | StepReport | DeviceFailure
 
 #: By the kind in a message. Plain ints, not an enum, which would be pickled by its name.
-_KINDS = (WorkerStarted, StartFailure, BatchReport, DeviceFailure, StepReport)
+_KINDS = (WorkerReady, StartFailure, BatchReport, DeviceFailure, StepReport)
 _REPORT = _KINDS.index(BatchReport)
 _STEP = _KINDS.index(StepReport)
 
@@ -429,8 +431,21 @@ class FrameWriter:
         self._unwritten.extend(part for part in whole if part)
         return False
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether something is kept, for ``flush``."""
+        return bool(self._unwritten)
+
+    def drop(self) -> None:
+        """Let go of what is kept."""
+        self._unwritten.clear()
+
     def flush(self) -> bool:
-        """Write what the pipe takes now; whether nothing is left."""
+        """Write what the pipe takes now; whether nothing is left.
+
+        Raises:
+            BrokenPipeError: the other end is closed.
+        """
         unwritten = self._unwritten
         while unwritten:
             try:

@@ -18,23 +18,8 @@ from ..options.checks import Device
 from ..reporting import summary
 from ..supervision.supervisor import Loss
 from .model_spec import ModelSpec
-from .protocol import UNWANTED, Failure, add_unwanted
+from .protocol import UNWANTED, Failure, WorkerReady, add_unwanted
 from .runner import Channel, serve
-
-
-class WorkerReady(NamedTuple):
-    """The worker has loaded its model and waits for batches.
-
-    Attributes:
-        description: what the model says of itself; None if it says nothing.
-        places: of a model of steps, how many items it steps at a time; 0 for other models.
-        resumes: whether such a model can go on with an item where its outputs ended.
-    """
-
-    slot: int
-    description: dict[str, Any] | None = None
-    places: int = 0
-    resumes: bool = False
 
 
 class WorkerWaits(NamedTuple):
@@ -64,7 +49,8 @@ class WorkerDied(NamedTuple):
     begun: frozenset[int] | None = None
 
 
-#: A report comes with its slot, and with its outputs encoded: see ``Transport.decode``.
+#: A report comes with its slot, and with its outputs encoded: see ``Transport.decode``. After that
+#: of a step come those of the batches that are over by it.
 WorkerEvent = WorkerReady | WorkerWaits | BatchReport | StepReport | WorkerDied
 
 
@@ -73,26 +59,29 @@ class Transport(ABC):
 
     The engine owns it and closes it. Any thread may call ``encode``, ``decode``, ``device``,
     ``send``, ``tell`` and ``wakeup`` at any time, also after ``close`` and for a worker that is
-    gone: then nothing happens. For each worker, one thread at a time calls ``send``, in the order
-    of the batches' ids. The rest is only for the thread that runs the engine's loop, or before that
-    loop starts.
+    gone: then nothing happens. For each worker, one thread at a time calls ``send`` and ``tell``,
+    the former in the order of the batches' ids; a finalizer that runs within one of them calls
+    neither. The rest is only for the thread that runs the engine's loop, or before that loop
+    starts.
     """
 
-    @abstractmethod
-    def encode(self, items: Sequence[Any]) -> Sequence[Any]:
-        """The items as they will travel. Runs in the caller's thread: its items are its own risk.
+    def encode(self, items: Sequence[Any]) -> list[Any]:
+        """The items as they will travel: as they are, unless a transport says otherwise.
+
+        Runs in the caller's thread: its items are its own risk.
 
         Raises:
             UnpicklableItem: an item cannot travel; says which and why.
         """
+        return list(items)
 
-    @abstractmethod
     def decode(self, outputs: list[Any]) -> list[Any]:
         """The outputs of a call as the model returned them. Runs in the caller's thread, too.
 
         Raises:
             ModelError: one cannot be decoded.
         """
+        return outputs
 
     def device(self, place: int) -> Device | None:  # noqa: ARG002 - not every kind has devices
         """The device of worker number ``place``; None if it was given none. For any thread."""
@@ -207,12 +196,6 @@ class ThreadTransport(Transport):
         self._channels: dict[int, _ThreadChannel] = {}
         self._threads: dict[int, threading.Thread] = {}
 
-    def encode(self, items: Sequence[Any]) -> Sequence[Any]:
-        return list(items)
-
-    def decode(self, outputs: list[Any]) -> list[Any]:
-        return outputs
-
     def start(self, slot: int, place: int, worker_num: int) -> None:  # noqa: ARG002 - no devices here
         channel = self._channels[slot] = _ThreadChannel(slot, self._events)
         thread = threading.Thread(
@@ -264,9 +247,11 @@ class ThreadTransport(Transport):
             # One that hung in its last stage may answer when its worker is gone: it was too late.
             if event is None or event.slot not in self._channels:
                 continue
-            happened.append(event)
             if type(event) is StepReport:
+                happened += event.events()
                 self._channels[event.slot].room.release()
+                continue
+            happened.append(event)
             if type(event) is WorkerDied:
                 del self._channels[event.slot]
                 self._threads.pop(event.slot).join()  # which has nothing more to do

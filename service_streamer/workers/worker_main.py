@@ -50,7 +50,7 @@ from .protocol import (
     FromWorker,
     StageProgress,
     StartFailure,
-    WorkerStarted,
+    WorkerReady,
     encode,
 )
 from .runner import Channel, serve
@@ -359,7 +359,12 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
     # If the parent is gone, there is no one left to report to.
     with contextlib.suppress(BrokenPipeError, EOFError):
         channel.send(
-            WorkerStarted(model.wants_rows, model.description, model.places, model.resumes)
+            WorkerReady(
+                description=model.description,
+                places=model.places,
+                resumes=model.resumes,
+                wants_rows=model.wants_rows,
+            )
         )
         try:
             shared = boot.progress.for_worker(model.places) if boot.progress else ()
