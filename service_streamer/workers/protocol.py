@@ -35,7 +35,7 @@ import os
 import pickle
 import traceback
 from collections import deque
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import Any, NamedTuple, cast
 
 from ..errors import BadMessage, InvalidInput, ModelError, RemoteTraceback, UnpicklableItem
@@ -56,6 +56,8 @@ HOLD, RESUME = -2, -3
 #: The most bytes of a pickled exception. A larger one would hold up every caller whose answer comes
 #: from the same worker. Arbitrary; a thousand times what exceptions have.
 _LARGEST_ERROR_BYTES = 1 << 20
+#: The most characters of a traceback.
+_LONGEST_TRACEBACK = 2 * MAX_TEXT
 #: These say nothing of the worker that they come from.
 _BLAMES_INPUT = (InvalidInput, UnpicklableItem, BadMessage)
 
@@ -114,7 +116,7 @@ class Failure:
     @classmethod
     def caught(cls, error: BaseException) -> Failure:
         """In a worker, of the exception that was just caught there."""
-        text = _formatted(error)
+        text = _format(error)
         # The text says it all. The frames would keep the whole batch alive.
         for name in ("__traceback__", "__context__", "__cause__"):
             _set(error, name, None)
@@ -153,7 +155,7 @@ class Failure:
                 reason = f"it cannot be unpickled in this process: {summary(error)}"
         return ModelError(f"{self.text} (stands in for the worker's exception: {reason})")
 
-    def __reduce__(self) -> tuple[Callable[..., Failure], tuple[Any, ...]]:
+    def __getstate__(self) -> tuple[Any, ...]:
         pickled = self._pickled
         if self._error is not None:
             try:
@@ -166,9 +168,11 @@ class Failure:
                 pickled = _TOO_LARGE
             except (Exception, SystemExit):
                 pickled = None
-        fields = pickled, self.text, self.remote_traceback, self.blames_input
-        # Those of workers have no cause, and their messages stay as they were.
-        return _received, fields if self._cause is None else (*fields, self._cause)
+        return pickled, self.text, self.remote_traceback, self.blames_input, self._cause
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._error = None
+        self._pickled, self.text, self.remote_traceback, self.blames_input, self._cause = state
 
 
 #: In the place of a pickled exception that is not sent.
@@ -188,64 +192,21 @@ class _Buffer(io.BytesIO):
         return super().write(data)
 
 
-def _received(
-    pickled: bytes | None,
-    text: str,
-    remote_traceback: str | None,
-    blames_input: bool,
-    cause: Failure | None = None,
-) -> Failure:
-    failure = Failure.__new__(Failure)
-    failure._error, failure._cause = None, cause
-    failure._pickled, failure.text, failure.remote_traceback = pickled, text, remote_traceback
-    failure.blames_input = blames_input
-    return failure
-
-
 def _set(error: BaseException, name: str, value: Any) -> None:
     """Set an attribute, also of an exception that is a frozen dataclass."""
     BaseException.__setattr__(error, name, value)
 
 
-def _formatted(error: BaseException) -> str:
-    """The traceback of an exception and of its causes, with the text of each cut."""
-    chain = _chain(error)
-    if not any(_is_long(each) for each, _ in chain):
-        return "".join(traceback.format_exception(error))
-    # Python would copy the whole text several times, which takes seconds for some megabytes.
-    return "".join(
-        f"Traceback (most recent call last):\n{''.join(traceback.format_tb(each.__traceback__))}"
-        f"{summary(each)}\n{then}"
-        for each, then in reversed(chain)
-    )
-
-
-def _chain(error: BaseException) -> list[tuple[BaseException, str]]:
-    """The exception and what led to it, each with what Python prints after it."""
-    chain: list[tuple[BaseException, str]] = []
-    following, then = error, ""
-    while not any(following is each for each, _ in chain):  # a cycle is possible
-        chain.append((following, then))
-        if following.__cause__ is not None:
-            then = "\nThe above exception was the direct cause of the following exception:\n\n"
-            following = following.__cause__
-        elif following.__context__ is not None and not following.__suppress_context__:
-            then = "\nDuring handling of the above exception, another exception occurred:\n\n"
-            following = following.__context__
-    return chain
-
-
-def _is_long(error: BaseException) -> bool:
-    """Whether printing the exception would take its time: so would a group's, or its notes."""
+def _format(error: BaseException) -> str:
+    """The traceback of an exception and of its causes. A text of megabytes is cut in its middle."""
     try:
-        inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-        return (
-            len(summary(error)) > MAX_TEXT
-            or sum(map(len, getattr(error, "__notes__", ()))) > MAX_TEXT
-            or any(map(_is_long, inner))
-        )
-    except Exception:  # notes that are none, groups in groups in groups
-        return True
+        text = "".join(traceback.format_exception(error))
+    except Exception:  # of the exception's own attributes
+        return summary(error)
+    left_out, half = len(text) - _LONGEST_TRACEBACK, _LONGEST_TRACEBACK // 2
+    if left_out > 0:
+        text = f"{text[:half]}... ({left_out} more characters) ...{text[-half:]}"
+    return text
 
 
 class WorkerReady(NamedTuple):
