@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ..errors import WorkerLost, WorkerStartError
+from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
 from ..supervision.supervisor import Loss
 from ..workers.protocol import Failure, decode
 from ..workers.transport import WorkerDied, WorkerEvent
-from ..workers.worker_process import KnownWorker, obituary
+from ..workers.worker_process import KnownWorker
 from .apart import Frame, unframed
 from .clock import RemoteClock
 from .cluster import Actor
@@ -54,22 +54,16 @@ class KnownActor(KnownWorker):
 
     def died(self) -> WorkerDied:
         """How it was lost, for the engine."""
-        name = str(self)
-        if self.device_failure is not None and self.killed_for is None:
-            return self.device_died(self.device_failure, name)
-        loss = Loss.CRASHED if self.is_ready else Loss.DIED_STARTING
-        if self.killed_for is not None or self.loss is None:
-            error: Exception = obituary(
-                name, self.exit_code, is_ready=self.is_ready, killed_for=self.killed_for
-            )
-            return WorkerDied(self.slot, Failure(error, self.stacks or None), loss)
+        if self.killed_for is not None or self.device_failure is not None or self.loss is None:
+            return self.obituary(self.exit_code, self.stacks)
         found, cause = self.loss
+        error: StreamerError
         if self.is_ready:
-            error = WorkerLost(f"{name} was lost: {found.end}")
-            loss = Loss.OUTAGE if found.is_outage else loss
+            error = WorkerLost(f"{self} was lost: {found.end}")
+            loss = Loss.OUTAGE if found.is_outage else Loss.CRASHED
         else:
-            error = WorkerStartError(f"{name} was lost before it had loaded its model: {found.end}")
-            loss = Loss.START_FAILED if found.is_final else loss
+            error = WorkerStartError(f"{self} was lost before it had loaded its model: {found.end}")
+            loss = Loss.START_FAILED if found.is_final else Loss.DIED_STARTING
         failure = Failure(error, cause=Failure(cause.with_traceback(None)))
         return WorkerDied(self.slot, failure, loss)
 

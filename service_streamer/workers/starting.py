@@ -72,26 +72,20 @@ def startable() -> Iterator[None]:
     Raises:
         WorkerStartError: no Python interpreter was found.
     """
-    with _lock, _interpreter(), _allow_children(), _importable_main(), _existing_folder():
+    with _lock, contextlib.ExitStack() as undo:
+        _choose_interpreter(undo)
+        _allow_children(undo)
+        _hide_main(undo)
+        _leave_removed_folder(undo)
         yield
 
 
-# -- the interpreter
-
-
-@contextlib.contextmanager
-def _interpreter() -> Iterator[None]:
-    """Make multiprocessing start Python even if ``sys.executable`` is another program."""
+def _choose_interpreter(undo: contextlib.ExitStack) -> None:
+    """Have multiprocessing start Python even if ``sys.executable`` is another program."""
     found = find_interpreter()
-    if found is None:
-        yield
-        return
-    before = spawn.get_executable()
-    spawn.set_executable(found)
-    try:
-        yield
-    finally:
-        spawn.set_executable(before)
+    if found is not None:
+        undo.callback(spawn.set_executable, spawn.get_executable())
+        spawn.set_executable(found)
 
 
 def find_interpreter() -> str | None:
@@ -113,7 +107,7 @@ def find_interpreter() -> str | None:
 @functools.lru_cache
 def _search(executable: str, prefix: str) -> str:
     for candidate in _candidates(prefix):
-        if os.access(candidate, os.X_OK) and _version_of(candidate) == _version():
+        if os.access(candidate, os.X_OK) and _is_same_python(candidate):
             return candidate
     raise WorkerStartError(
         f"worker processes need a Python {sys.version_info[0]}.{sys.version_info[1]} interpreter, "
@@ -136,12 +130,7 @@ def _candidates(prefix: str) -> Iterator[str]:
         yield found
 
 
-def _version() -> str:
-    return f"{sys.implementation.cache_tag} {sys.abiflags}"
-
-
-def _version_of(candidate: str) -> str | None:
-    """``_version`` of a candidate; None if it is no interpreter."""
+def _is_same_python(candidate: str) -> bool:
     program = "import sys; print(sys.implementation.cache_tag, sys.abiflags)"
     try:
         run = subprocess.run(
@@ -152,57 +141,58 @@ def _version_of(candidate: str) -> str | None:
             timeout=_PROBE_TIMEOUT,
         )
     except (OSError, subprocess.SubprocessError):
-        return None
-    return run.stdout.removesuffix("\n")
+        return False
+    return run.stdout == f"{sys.implementation.cache_tag} {sys.abiflags}\n"
 
 
-# -- daemonic processes
-
-
-@contextlib.contextmanager
-def _allow_children() -> Iterator[None]:
+def _allow_children(undo: contextlib.ExitStack) -> None:
     """Let a daemonic process have children, as in a pool of multiprocessing or Celery.
 
     multiprocessing refuses them since they could outlive it. Ours always end with their parent: see
     ``worker_main.py``. Celery's pool replaces multiprocessing's process object by one of billiard,
     whose key only billiard can pass to a child.
     """
-    config = getattr(multiprocessing.process.current_process(), "_config", None)
-    changed: dict[str, Any] = {}
-    if isinstance(config, dict):
-        if config.get("daemon"):
-            changed["daemon"] = False
-        key = config.get("authkey")
-        authentication: Any = getattr(multiprocessing.process, "AuthenticationString", bytes)
-        if isinstance(key, bytes) and type(key) is not authentication:
-            changed["authkey"] = authentication(key)
-    if not (changed and isinstance(config, dict)):
-        yield
-        return
-    before = {name: config[name] for name in changed}
-    config.update(changed)
+    process: Any = multiprocessing.process
+    config = process.current_process()._config
+    undo.callback(config.update, dict(config))
+    if "daemon" in config:
+        config["daemon"] = False
+    if "authkey" in config:
+        config["authkey"] = process.AuthenticationString(config["authkey"])
+
+
+def _hide_main(undo: contextlib.ExitStack) -> None:
+    """Keep new processes from importing a main module that they cannot import."""
+    main = sys.modules["__main__"]
+    if hasattr(main, "__file__") and not is_importable("__main__"):
+        undo.callback(setattr, main, "__file__", main.__file__)
+        del main.__file__
+
+
+def _leave_removed_folder(undo: contextlib.ExitStack) -> None:
+    """Have new processes run in ``/`` if the folder of this one was removed, as of an old release.
+
+    multiprocessing asks for the folder. Only its answer is changed: to change the folder itself
+    would move all threads of the program. And Python 3.13 cannot look for modules there (-P).
+    """
     try:
-        yield
-    finally:
-        config.update(before)
+        os.getcwd()
+        return
+    except FileNotFoundError:
+        pass
+    command: Callable[..., list[str]] = spawn.get_command_line
+
+    def safe_command(**names: Any) -> list[str]:
+        python, *others = command(**names)
+        return [python, "-P", *others] if "-c" in others else [python, *others]
+
+    here = vars(spawn)
+    undo.callback(here.update, os=os, get_command_line=command)
+    here["os"] = types.SimpleNamespace(**{**vars(os), "getcwd": lambda: "/"})
+    here["get_command_line"] = safe_command
 
 
 # -- the main module
-
-
-@contextlib.contextmanager
-def _importable_main() -> Iterator[None]:
-    """Keep new processes from importing a main module that they cannot import."""
-    main = sys.modules["__main__"]
-    if not hasattr(main, "__file__") or is_importable("__main__"):
-        yield
-        return
-    file = main.__file__
-    del main.__file__
-    try:
-        yield
-    finally:
-        main.__file__ = file
 
 
 def refuse_unguarded_main() -> None:
@@ -220,49 +210,10 @@ def refuse_unguarded_main() -> None:
         sys.exit(EXIT_NO_FREEZE_SUPPORT)
 
 
-# -- the working directory
-
-
-@contextlib.contextmanager
-def _existing_folder() -> Iterator[None]:
-    """Have new processes run in ``/`` if the folder of this one was removed, as of an old release.
-
-    multiprocessing asks for the folder. Only its answer is changed: to change the folder itself
-    would move all threads of the program. And Python 3.13 cannot look for modules there (-P).
-    """
-    command: Callable[..., list[str]] = spawn.get_command_line
-
-    def safe_command(**names: Any) -> list[str]:
-        python, *others = command(**names)
-        return [python, "-P", *others] if "-c" in others else [python, *others]
-
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        vars(spawn)["os"] = types.SimpleNamespace(**{**vars(os), "getcwd": lambda: "/"})
-        vars(spawn)["get_command_line"] = safe_command
-    try:
-        yield
-    finally:
-        vars(spawn).update(os=os, get_command_line=command)
-
-
 def has_main() -> bool:
     """Whether the main module is a program: not a notebook, ``python -c`` or standard input."""
     is_named = getattr(sys.modules.get("__main__"), "__spec__", None) is not None
     return is_named or is_importable("__main__")
-
-
-def _is_found(module: str) -> bool:
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        if find is not None and find(module, None) is not None:
-            return True
-    # A new process searches the folder in which this process started.
-    folder = getattr(multiprocessing.process, "ORIGINAL_DIR", None)
-    if "" not in sys.path or folder is None:
-        return False
-    return importlib.machinery.PathFinder.find_spec(module, [folder]) is not None
 
 
 def is_importable(module: str) -> bool:
@@ -272,8 +223,15 @@ def is_importable(module: str) -> bool:
     archive (``__main__.py``); a module loaded under a server's own name, as by uWSGI's
     ``wsgi-file``.
     """
+    # A new process searches the folder in which this process started.
+    folder = str(getattr(multiprocessing.process, "ORIGINAL_DIR", None) or "")
     if module not in MAIN:
-        return _is_found(module.partition(".")[0])
+        package = module.partition(".")[0]
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+        if any(find is not None and find(package, None) is not None for find in finders):
+            return True
+        finder = importlib.machinery.PathFinder
+        return "" in sys.path and finder.find_spec(package, [folder]) is not None
     main = sys.modules.get("__main__")
     spec: importlib.machinery.ModuleSpec | None = getattr(main, "__spec__", None)
     if spec is not None:
@@ -281,7 +239,6 @@ def is_importable(module: str) -> bool:
     file = getattr(main, "__file__", None)
     if not isinstance(file, str):
         return False
-    folder = getattr(multiprocessing.process, "ORIGINAL_DIR", None) or ""
     name = os.path.splitext(os.path.basename(file))[0]
     return name != "ipython" and os.path.isfile(os.path.join(folder, file))
 
@@ -340,24 +297,21 @@ class Placement:
         """How many workers compute on each GPU that this one sees; empty if unknown."""
         return sharers(self._places, self._visible, place, worker_num)
 
-    def variables(
-        self, place: int, worker_num: int, *, cores: int, inherited: Mapping[str, str]
-    ) -> dict[str, str | None]:
+    def _variables(self, place: int, worker_num: int) -> dict[str, str | None]:
         """Variables to set in a worker's environment; None removes one.
 
         With "auto" the cores are divided among the workers: four workers that each use all cores
         are slower than one. Thread variables set by the user stay, and one for OpenMP counts for
         the others too. Idle threads sleep soon, unless the user has set how they wait.
         """
+        inherited = os.environ
         variables: dict[str, str | None] = dict(self.at(place).variables)
-        if self._cpu_threads == "auto":
-            threads = str(max(1, cores // worker_num))
-            if _OPENMP not in inherited:
-                variables |= {name: threads for name in _THREAD_VARIABLES if name not in inherited}
-        elif self._cpu_threads is not None:
+        if self._cpu_threads == "auto" and _OPENMP not in inherited:
+            threads = str(max(1, available_cores() // worker_num))
+            variables |= {name: threads for name in _THREAD_VARIABLES if name not in inherited}
+        elif isinstance(self._cpu_threads, int):
             variables |= dict.fromkeys(_THREAD_VARIABLES, str(self._cpu_threads))
-        is_waiting_set = any(name in inherited for name in _WAIT_VARIABLES)
-        if self._cpu_threads is not None and not is_waiting_set:
+        if self._cpu_threads is not None and inherited.keys().isdisjoint(_WAIT_VARIABLES):
             variables |= _WAITS
         return variables | allocator_variables(inherited)
 
@@ -368,9 +322,7 @@ class Placement:
         The lock also covers reading them: another start's variables must not look like the user's.
         """
         with _lock:
-            variables = self.variables(
-                place, worker_num, cores=available_cores(), inherited=os.environ
-            )
+            variables = self._variables(place, worker_num)
             before = {name: os.environ.get(name) for name in variables}
             set_environment(variables)
             try:
@@ -412,9 +364,8 @@ def available_cores() -> int:
 #: Makes a worker write down the stacks of its threads, whatever they are doing.
 STACKS_SIGNAL = signal.SIGUSR2
 
-
 _LEFT_TO_PARENT = (signal.SIGTERM, signal.SIGHUP)
-GROUP_SIGNALS = (*_LEFT_TO_PARENT, signal.SIGINT)
+_GROUP_SIGNALS = (*_LEFT_TO_PARENT, signal.SIGINT)
 
 
 @contextlib.contextmanager
@@ -427,7 +378,7 @@ def held_back() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         # Within the block, since it may raise the KeyboardInterrupt that came just before.
-        signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -447,7 +398,7 @@ def leave_to_parent() -> None:
             signal.signal(number, _do_nothing)
             signal.siginterrupt(number, False)  # nor should it disturb native code that waits
     os.register_at_fork(after_in_child=_take_again)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
 
 
 def _do_nothing(*_: object) -> None:

@@ -229,7 +229,6 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     faulthandler.register(STACKS_SIGNAL, stacks.fileno())
     set_environment(boot.variables)  # a fork server has an environment of its own
     channel = _PipeChannel(requests, responses, boot.memories)
-    os.register_at_fork(after_in_child=channel.disown)
     more = None if channel.link is None else channel.link.more
     threading.Thread(
         target=_exit_with_parent, args=(requests.fileno(), more), name="parent watch", daemon=True
@@ -269,7 +268,7 @@ class _PipeChannel(CodedChannel):
     ) -> None:
         link = link_in_worker(memories)
         super().__init__(Codec(None if link is None else link.arena), link)
-        self._is_forked = False
+        self._pid = os.getpid()
         self._connections = requests, responses  # they close their descriptors when collected
         self._reader = FrameReader(requests.fileno())
         self._frames: collections.deque[Frame] = collections.deque()  # read, not yet received
@@ -278,17 +277,13 @@ class _PipeChannel(CodedChannel):
         self._poll = select.poll()
         self._poll.register(requests.fileno(), select.POLLIN)
 
-    def disown(self) -> None:
-        """In a process that the model has forked: its parent is the worker, and it is not."""
-        self._is_forked = True
-
     def check_owner(self) -> None:
         """End a fork that came back from the model: it must not answer, nor take a batch.
 
         Else the parent would get two answers to a batch, and the two processes would steal each
         other's bytes. Not a normal end, which would run the exit functions of the worker.
         """
-        if self._is_forked:
+        if os.getpid() != self._pid:
             try:
                 os.write(2, _FORK_RETURNED)  # without locks, which another thread may have held
             finally:

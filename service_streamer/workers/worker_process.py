@@ -65,6 +65,44 @@ def _widen(pipe: int) -> None:
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
 
 
+#: Errors of the main module by exit code; a retry would fail too.
+_MAIN_FAILURES = {
+    EXIT_UNGUARDED_MAIN: (
+        "the Streamer is built while the main module is imported, and every worker imports "
+        "that module again: build it under `if __name__ == '__main__':`, or in a function "
+        "that only the web process calls"
+    ),
+    EXIT_NO_FREEZE_SUPPORT: (
+        "this is a frozen program, which every worker runs again: call "
+        "multiprocessing.freeze_support() first under `if __name__ == '__main__':`"
+    ),
+}
+
+
+_LIKELY_CAUSES = {
+    signal.SIGKILL: "perhaps out of memory, or killed by a user",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGBUS: "a crash in native code, or shared memory exhausted",
+    signal.SIGABRT: "native code aborted",
+    signal.SIGILL: "native code built for another processor",
+    signal.SIGTERM: "it was asked to end",
+}
+
+
+def _diagnose(exit_code: int | None) -> str:
+    """Explain an exit code."""
+    if exit_code is None:
+        return "for an unknown reason"
+    if exit_code >= 0:
+        return f"it exited with code {exit_code}"
+    try:
+        number = signal.Signals(-exit_code)
+    except ValueError:
+        return f"killed by signal {-exit_code}"
+    cause = _LIKELY_CAUSES.get(number)
+    return f"killed by {number.name}" + (f" ({cause})" if cause else "")
+
+
 class KnownWorker:
     """What is known of a worker by what it was sent and what it has said. Its ``str`` names it.
 
@@ -144,24 +182,49 @@ class KnownWorker:
             if tuple in map(type, payloads):
                 link.receive(payloads)
 
-    def device_died(
-        self, failed: DeviceFailure, name: str, begun: frozenset[int] | None = None
+    def obituary(
+        self,
+        exit_code: int | None,
+        stacks: str = "",
+        begun: frozenset[int] | None = None,
+        where: str = "",
     ) -> WorkerDied:
-        """The end of a worker whose GPU failed, at one of the batches that it had begun.
+        """How it ended, for the engine and the calls that fail: the likely cause, and what to do.
 
         Args:
-            name: of the worker, for the calls that fail by it.
-            begun: the batches that it was at, if that is known otherwise, too.
+            exit_code: None if it is not known.
+            stacks: that it has written down.
+            begun: the batches that it was at; None if that is not known.
+            where: its device, to follow its name.
         """
-        lost = WorkerLost(
-            f"{name} ended itself, since its GPU failed with an error after which every call to "
-            f"it fails in the same process: {failed.fault}"
-        )
-        suspects = failed.batch_ids | (begun or frozenset())
-        batch_id = min(failed.batch_ids, default=-1)
-        return WorkerDied(
-            self.slot, Failure(lost), Loss.DEVICE_FAILED, batch_id, failed.error, suspects
-        )
+        failed = self.device_failure
+        loss = Loss.CRASHED if self.is_ready else Loss.DIED_STARTING
+        error: StreamerError
+        if self.killed_for is not None:
+            kind = WorkerLost if self.is_ready else WorkerStartError
+            error = kind(f"{self} was killed: {self.killed_for}")
+        elif failed is not None:
+            error = WorkerLost(
+                f"{self}{where} ended itself, since its GPU failed with an error after which every "
+                f"call to it fails in the same process: {failed.fault}"
+            )
+            suspects = failed.batch_ids | (begun or frozenset())
+            batch_id = min(failed.batch_ids, default=-1)
+            return WorkerDied(
+                self.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, failed.error, suspects
+            )
+        elif self.is_ready:
+            error = WorkerLost(f"{self} died: {_diagnose(exit_code)}")
+        elif exit_code in _MAIN_FAILURES:
+            error, loss = WorkerStartError(_MAIN_FAILURES[exit_code]), Loss.START_FAILED
+        else:
+            why = _diagnose(exit_code)
+            if exit_code == 1:  # Python's after an exception; the model's would be reported
+                why += ", probably because importing the main module again raised an exception"
+            error = WorkerStartError(
+                f"{self} died before it had loaded its model: {why}; see its standard error"
+            )
+        return WorkerDied(self.slot, Failure(error, stacks or None), loss, begun=begun)
 
 
 def _not_held(verb: str, batch_id: int) -> Breach:
@@ -349,26 +412,16 @@ class WorkerProcess(KnownWorker):
         Args:
             device: that it computed on; None if it was given none.
         """
-        failed = self.device_failure if self.killed_for is None else None
         progress = self._progress
         # If its device failed, batches that had not come to the device do not count.
         first = INTAKE if self.device_failure is None else FORWARD
         begun = (progress and progress.begun(first)) or None
-        name = str(self)
         exit_code, stacks = self.reap()
-        if failed is not None:
-            name += "" if device is None else f" on device {device}"
-            return self.device_died(failed, name, begun)
         if self.start_failure is not None:
             return None
-        error = obituary(name, exit_code, is_ready=self.is_ready, killed_for=self.killed_for)
-        if self.is_ready:
-            loss = Loss.CRASHED
-        elif exit_code in MAIN_FAILURES and self.killed_for is None:
-            loss = Loss.START_FAILED
-        else:
-            loss = Loss.DIED_STARTING
-        return WorkerDied(self.slot, Failure(error, stacks or None), loss, begun=begun)
+        return self.obituary(
+            exit_code, stacks, begun, "" if device is None else f" on device {device}"
+        )
 
     def reap(self) -> tuple[int | None, str]:
         """Collect the dead process and release everything of it; its exit code and its stacks."""
@@ -411,69 +464,3 @@ def _forget(process: Any) -> None:
     popen = getattr(process, "_popen", None)
     if popen is not None:
         popen.close()
-
-
-#: Errors of the main module by exit code; a retry would fail too.
-MAIN_FAILURES = {
-    EXIT_UNGUARDED_MAIN: (
-        "the Streamer is built while the main module is imported, and every worker imports "
-        "that module again: build it under `if __name__ == '__main__':`, or in a function "
-        "that only the web process calls"
-    ),
-    EXIT_NO_FREEZE_SUPPORT: (
-        "this is a frozen program, which every worker runs again: call "
-        "multiprocessing.freeze_support() first under `if __name__ == '__main__':`"
-    ),
-}
-
-
-def obituary(
-    worker: str,
-    exit_code: int | None,
-    *,
-    is_ready: bool,
-    killed_for: str | None = None,
-) -> StreamerError:
-    """The error for a dead worker's calls: how it ended, the likely cause, what to do.
-
-    Args:
-        worker: its number and process id.
-        killed_for: why we killed it, if we did.
-    """
-    if exit_code in MAIN_FAILURES and not is_ready:
-        return WorkerStartError(MAIN_FAILURES[exit_code])
-    if killed_for is not None:
-        end = f"{worker} was killed: {killed_for}"
-        return WorkerLost(end) if is_ready else WorkerStartError(end)
-    end = diagnose(exit_code)
-    if is_ready:
-        return WorkerLost(f"{worker} died: {end}")
-    if exit_code == 1:  # Python's exit code after an exception; the model's would be reported
-        end += ", probably because importing the main module again raised an exception"
-    return WorkerStartError(
-        f"{worker} died before it had loaded its model: {end}; see its standard error"
-    )
-
-
-_LIKELY_CAUSES = {
-    signal.SIGKILL: "perhaps out of memory, or killed by a user",
-    signal.SIGSEGV: "a crash in native code",
-    signal.SIGBUS: "a crash in native code, or shared memory exhausted",
-    signal.SIGABRT: "native code aborted",
-    signal.SIGILL: "native code built for another processor",
-    signal.SIGTERM: "it was asked to end",
-}
-
-
-def diagnose(exit_code: int | None) -> str:
-    """Explain an exit code."""
-    if exit_code is None:
-        return "for an unknown reason"
-    if exit_code >= 0:
-        return f"it exited with code {exit_code}"
-    try:
-        number = signal.Signals(-exit_code)
-    except ValueError:
-        return f"killed by signal {-exit_code}"
-    cause = _LIKELY_CAUSES.get(number)
-    return f"killed by {number.name}" + (f" ({cause})" if cause else "")
