@@ -56,10 +56,17 @@ class Codec:
         store: for large values; None puts everything into the message.
         by_value: has sent the model, and sends what else workers cannot import; None if they can
             import everything.
+        cannot_decode: what is said of results that cannot be decoded.
     """
 
-    def __init__(self, store: Store | None = None, by_value: ByValue | None = None) -> None:
+    def __init__(
+        self,
+        store: Store | None = None,
+        by_value: ByValue | None = None,
+        cannot_decode: str = "a result cannot be unpickled in the web process",
+    ) -> None:
         self._store = store
+        self._cannot_decode = cannot_decode
         is_by_value = by_value is not None and by_value.is_needed
         self._make_pickler = by_value.pickler if by_value is not None and is_by_value else None
 
@@ -110,13 +117,11 @@ class Codec:
             raise refused from error.with_traceback(None)
 
     def decode_outputs(self, outputs: Sequence[Any]) -> list[Any]:
-        """Decode the outputs of a call, in the web process. Raises ModelError."""
+        """Decode the outputs of a call. Raises ModelError."""
         try:
             return [*map(self.decode, outputs)]
         except (Exception, SystemExit) as error:
-            failed = ModelError(
-                f"a result cannot be unpickled in the web process: {summary(error)}"
-            )
+            failed = ModelError(f"{self._cannot_decode}: {summary(error)}")
             raise failed from error.with_traceback(None)
 
     def close(self) -> None:

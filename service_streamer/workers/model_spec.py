@@ -153,6 +153,11 @@ class ModelSpec:
         max_batch_cost: the most that these may cost together.
     """
 
+    #: What is said of a result that cannot be encoded.
+    cannot_send = "the result, of type {kind}, cannot be sent from the worker"
+    #: And of one that cannot be decoded where it comes to.
+    cannot_load = "a result cannot be unpickled in the web process"
+
     def __init__(
         self,
         model: Any,

@@ -94,7 +94,7 @@ class ProcessTransport(Transport):
         self.memory = memory or SharedMemory(0 if is_encoded else options.shared_memory_limit)
         self._codec: Codec | None = None
         if not (is_encoded or isinstance(spec, bytes)):
-            self._codec = Codec(self.memory.arena, by_value)
+            self._codec = Codec(self.memory.arena, by_value, spec.cannot_load)
         self._workers: dict[int, WorkerProcess] = {}
         self._ending: set[WorkerProcess] = set()  # those that are killed when their time comes
         #: Each descriptor with its worker and what is to be done when it is ready.

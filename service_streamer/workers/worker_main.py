@@ -95,6 +95,7 @@ class CodedChannel(Channel):
     Attributes:
         codec: decodes items and encodes results.
         link: the memory that large ones lie in; None if all go with the messages.
+        cannot_send: what is said of a result that cannot go.
         guard: looks at what items and results raise that cannot travel.
     """
 
@@ -104,6 +105,7 @@ class CodedChannel(Channel):
     def __init__(self, codec: Codec, link: MemoryLink | None = None) -> None:
         self.codec = codec
         self.link = link
+        self.cannot_send = ModelSpec.cannot_send
         self.guard = Guard()
 
     @abstractmethod
@@ -186,9 +188,9 @@ class CodedChannel(Channel):
 
     def _unsendable(self, output: Any, error: BaseException, batch_id: int) -> Failure:
         self._look(error, batch_id)
+        cannot_send = self.cannot_send.format(kind=type(output).__qualname__)
         failed = ModelError(
-            f"the result, of type {type(output).__qualname__}, cannot be sent from the worker "
-            f"({summary(error)}); return plain data, numbers or arrays"
+            f"{cannot_send} ({summary(error)}); return plain data, numbers or arrays"
         )
         failed.__cause__ = error
         return Failure.caught(failed)
@@ -340,6 +342,7 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
         del pickled
         model = _load(spec, boot, pool)
         channel.codec = spec.codec or channel.codec
+        channel.cannot_send = spec.cannot_send
         model.moves_to_cpu = True
         model.guard = channel.guard = Guard(may_end=True)
         if channel.link is not None:
