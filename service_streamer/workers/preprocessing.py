@@ -89,7 +89,7 @@ class PreprocessSpec(ModelSpec):
         check_preprocess(model)
         managed: ManagedModel = model(gpu_id)
         managed.preprocesses_only = True
-        managed.init_preprocess(*spec.args, **spec.kwargs)
+        managed.init_preprocess(*spec.args, **spec.kwargs or {})
 
         def prepared(part: list[Any]) -> Any:
             try:
@@ -109,7 +109,7 @@ class PreprocessSpec(ModelSpec):
                     )
                 raise
 
-        return LoadedModel(preprocess)
+        return LoadedModel(self, preprocess)
 
 
 def _end_with(worker: int) -> None:
