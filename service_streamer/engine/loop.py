@@ -9,7 +9,6 @@ transport.wait ◀──── BatchReport ─────── one per batch
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -22,7 +21,7 @@ from ..batching.actions import NOTHING, Actions
 from ..batching.isolation import Raised, Search
 from ..errors import InternalError, StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, StepReport
-from ..reporting import counted, summary
+from ..reporting import counted, quiet_log, summary
 from ..supervision.supervisor import Loss
 from ..workers.protocol import Failure
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
@@ -32,6 +31,7 @@ from .core import Core, EngineState
 from .timer import rest_if_copied
 
 logger = logging.getLogger(__name__)
+_log = quiet_log(__name__)
 
 #: How long an idle worker may take to end, seconds: torch takes some tenths of one.
 _STOP_GRACE = 5.0
@@ -392,11 +392,6 @@ def send(core: Core, transport: Transport) -> None:
             for batch in sent:
                 size = counted(batch.size, "item")
                 _log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, batch.reason.value)
-
-
-def _log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None:
-    with contextlib.suppress(Exception):  # of a filter or handler of a user's
-        logger.log(level, text, *arguments, exc_info=exc_info)
 
 
 def _log_search(search: Search | Raised) -> None:

@@ -102,7 +102,7 @@ class Failure:
         cause: Failure | None = None,
     ) -> None:
         self._error: BaseException | None = error
-        self._pickled: bytes | None = None
+        self._pickled: bytes | str = ""  # or why it could not be
         self._cause = cause
         self.remote_traceback = remote_traceback
         self.text = summary(error)
@@ -143,12 +143,10 @@ class Failure:
         return error
 
     def _unpickled(self) -> BaseException:
-        reason = "it cannot be pickled"
-        if self._pickled == _TOO_LARGE:
-            reason = f"pickled, it has more than {_LARGEST_ERROR_BYTES} bytes"
-        elif self._pickled is not None:
+        reason = self._pickled
+        if isinstance(reason, bytes):
             try:
-                error, args = pickle.loads(self._pickled)
+                error, args = pickle.loads(reason)
                 _set(error, "args", args)
                 return cast(BaseException, error)
             except (Exception, SystemExit) as error:  # its class cannot be imported here, say
@@ -165,18 +163,14 @@ class Failure:
                 pickled = buffer.getvalue()
                 pickle.loads(pickled)  # an odd constructor fails only here
             except _TooLarge:
-                pickled = _TOO_LARGE
+                pickled = f"pickled, it has more than {_LARGEST_ERROR_BYTES} bytes"
             except (Exception, SystemExit):
-                pickled = None
+                pickled = "it cannot be pickled"
         return pickled, self.text, self.remote_traceback, self.blames_input, self._cause
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._error = None
         self._pickled, self.text, self.remote_traceback, self.blames_input, self._cause = state
-
-
-#: In the place of a pickled exception that is not sent.
-_TOO_LARGE = b""
 
 
 class _TooLarge(Exception):
