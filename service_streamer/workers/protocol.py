@@ -322,6 +322,7 @@ class FrameReader:
         Raises:
             BlockingIOError: there is nothing to read, and the descriptor does not block.
             EOFError: the other end is closed.
+            MemoryError, OverflowError: a frame is too large, or the bytes are no frames.
         """
         if self._filled < len(self._body):
             count = os.readv(self._descriptor, [memoryview(self._body)[self._filled :]])
@@ -346,13 +347,7 @@ class FrameReader:
             start += _HEADER_SIZE
             if length > available - _HEADER_SIZE:
                 # The rest goes right where it belongs, however large it is.
-                try:
-                    self._body = bytearray(length)
-                except (MemoryError, OverflowError):
-                    if not frames:
-                        raise
-                    self._rest = data[start - _HEADER_SIZE :]  # the next time, then
-                    return frames
+                self._body = bytearray(length)
                 self._filled = len(data) - start
                 self._body[: self._filled] = data[start:]
                 return frames

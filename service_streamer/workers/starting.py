@@ -13,14 +13,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.machinery
 import logging
 import multiprocessing.process
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import types
@@ -39,14 +37,8 @@ if TYPE_CHECKING:  # workers need no options, and would import the whole table a
 
 logger = logging.getLogger(__name__)
 
-#: Names of interpreters; programs that embed Python have other names.
-_NAMES = ("python", "pypy", "graalpy")
-
 #: The main module, in the web process and in a child of multiprocessing.
 MAIN = ("__main__", "__mp_main__")
-
-#: Seconds for a candidate to print its version; it takes some hundredths.
-_PROBE_TIMEOUT = 10.0
 
 #: What workers that this process starts call first, asked for at each start; picklable.
 preparation: Callable[[], Callable[[], None]] | None = None
@@ -98,51 +90,22 @@ def find_interpreter() -> str | None:
     chosen = spawn.get_executable()
     if chosen and os.fsencode(chosen) != os.fsencode(executable):
         return None  # the application has called multiprocessing.set_executable
-    is_python = os.path.basename(executable).lower().startswith(_NAMES)
+    is_python = os.path.basename(executable).lower().startswith(("python", "pypy", "graalpy"))
     if is_python or getattr(sys, "frozen", False):  # a frozen program is its own interpreter
         return None
-    return _search(executable, sys.prefix)
-
-
-@functools.lru_cache
-def _search(executable: str, prefix: str) -> str:
-    for candidate in _candidates(prefix):
-        if os.access(candidate, os.X_OK) and _is_same_python(candidate):
-            return candidate
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    name = f"python{version}{sys.abiflags}"
+    # The virtual environment's first.
+    prefixes = sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix
+    for candidate in (*(os.path.join(prefix, "bin", name) for prefix in prefixes), name):
+        found = shutil.which(candidate)
+        if found is not None:
+            return found
     raise WorkerStartError(
-        f"worker processes need a Python {sys.version_info[0]}.{sys.version_info[1]} interpreter, "
-        f"but sys.executable is {executable!r}, and {prefix!r} has none. Set it with "
+        f"worker processes need a Python {version} interpreter, "
+        f"but sys.executable is {executable!r}, and {sys.prefix!r} has none. Set it with "
         'multiprocessing.set_executable("/path/to/python3"), or use a ThreadedStreamer'
     )
-
-
-def _candidates(prefix: str) -> Iterator[str]:
-    """Possible interpreters, the virtual environment's first."""
-    name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    for folder in dict.fromkeys((prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)):
-        for each in (name, "python3", "python"):
-            yield os.path.join(folder, "bin", each)
-    base = getattr(sys, "_base_executable", None)
-    if base and os.path.basename(base).lower().startswith(_NAMES):
-        yield base
-    found = shutil.which(name)
-    if found:
-        yield found
-
-
-def _is_same_python(candidate: str) -> bool:
-    program = "import sys; print(sys.implementation.cache_tag, sys.abiflags)"
-    try:
-        run = subprocess.run(
-            [candidate, "-I", "-c", program],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_TIMEOUT,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return run.stdout == f"{sys.implementation.cache_tag} {sys.abiflags}\n"
 
 
 def _allow_children(undo: contextlib.ExitStack) -> None:
