@@ -16,11 +16,8 @@ from service_streamer import (
     Future,
     InternalError,
     Overloaded,
-    PredictTimeout,
     StreamerBroken,
-    StreamerClosed,
     StreamerForked,
-    UnpicklableItem,
     WorkerLost,
     WorkerStartError,
     WorkerStartTimeout,
@@ -81,8 +78,7 @@ def test_the_loop_wakes_when_the_wait_for_expected_arrivals_ends() -> None:
         assert future.result(0) == ["lone"]
 
 
-@pytest.mark.parametrize("how", ["submit", "submit_all"])
-def test_a_refusal_does_not_keep_the_loop_from_a_call_that_waits(how: str) -> None:
+def test_a_refusal_does_not_keep_the_loop_from_a_call_that_waits() -> None:
     # Given four callers who always come back, and room for four items
     with StubEngine(batch_size=64, max_pending=4, max_latency=10.0) as setup:
         engine, transport = setup.engine, setup.transport
@@ -92,13 +88,9 @@ def test_a_refusal_does_not_keep_the_loop_from_a_call_that_waits(how: str) -> No
         reply, woken, wakeup = first.reply, [], transport.wakeup
         transport.wakeup = lambda: (woken.append(True), wakeup())  # type: ignore
         # When the second one is refused, after it was decided until when the first one waits
-        if how == "submit_all":
-            assert [call for call, _ in engine.submit_all([first, second])] == [second]
-        else:
-            engine.submit(first)
-            engine.check_room = lambda size=1: None  # type: ignore[method-assign]  # there was some
-            with pytest.raises(Overloaded):
-                engine.submit(second)
+        engine.submit(first)
+        with pytest.raises(Overloaded):
+            engine.submit(second)
         assert not transport.sent
         assert setup.batcher.deadline < math.inf
         # Then the loop is woken, and looks when that is
@@ -355,56 +347,3 @@ def test_the_end_is_told_also_to_who_asks_too_late(one: StubEngine) -> None:
 
 
 # -- calls that come together
-
-
-@pytest.mark.parametrize(("max_pending", "refused"), [(None, []), (3, [6, 7, 8]), (4, [])])
-def test_calls_that_come_together_are_taken_as_one_by_one(
-    max_pending: int | None, refused: list[int]
-) -> None:
-    """Of nine calls a worker that is free gets the first, before others would be refused."""
-    found: list[int] = []
-    with (
-        StubEngine(max_pending=max_pending) as one_by_one,
-        StubEngine(max_pending=max_pending) as together,
-    ):
-        for setup in (one_by_one, together):
-            setup.transport.ready(0)
-        for n in range(9):
-            try:
-                one_by_one.engine.submit(Call([n], Future(one_by_one.engine), more=True))
-            except Overloaded:
-                found.append(n)
-        assert found == refused
-        calls = [Call([n], Future(together.engine), more=True) for n in range(9)]
-        assert [calls.index(call) for call, _ in together.engine.submit_all(calls)] == refused
-        for setup in (one_by_one, together):
-            setup.engine.flush()
-        assert one_by_one.transport.sent == together.transport.sent
-
-
-def test_of_calls_that_come_together_each_is_refused_for_itself(one: StubEngine) -> None:
-    one.transport.ready(0)
-    late = Call(["late"], Future(one.engine), 0.0, more=True)
-    empty, odd, good = (
-        Call(items, Future(one.engine), more=True) for items in ([], [lambda: None], ["good"])
-    )
-    replies = [call.reply for call in (empty, odd, good)]
-    one.transport.encode = _refuse_functions  # type: ignore[method-assign]
-    ((refused, error),) = one.engine.submit_all([late, empty, odd, good])
-    one.engine.flush()
-    assert refused is late
-    assert isinstance(error, PredictTimeout)
-    assert replies[0].result(0) == []
-    with pytest.raises(UnpicklableItem):
-        replies[1].result(0)
-    one.transport.echo()
-    assert replies[2].result(0) == ["good"]
-    one.engine.close(drain=False, timeout=None)
-    ((_, error),) = one.engine.submit_all([Call(["x"], Future(one.engine))])
-    assert isinstance(error, StreamerClosed)
-
-
-def _refuse_functions(items: Any) -> Any:
-    if callable(items[0]):
-        raise UnpicklableItem("a function")
-    return items

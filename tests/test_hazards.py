@@ -83,7 +83,7 @@ def test_a_thread_that_is_stopped_before_it_sends_is_not_overtaken(sending: Stub
         other.start()
         other.join()
 
-    engine.core.unsent = Interrupted(after=run_other)
+    engine.unsent = Interrupted(after=run_other)
     engine.submit(Call(["first"], Future(engine)))
     assert sending.sent == [["first"], ["second"]]
 
@@ -117,7 +117,7 @@ def test_close_returns_in_time_in_a_signal_handler_that_interrupts_a_message(
         send(slot, batch_id, payloads)
         if payloads == ["first"]:
             monkeypatch.undo()
-            engine.core.tell(0, 0, batch_id)
+            engine.tell(0, 0, batch_id)
             engine.close(drain=False, timeout=None)
 
     monkeypatch.setattr(transport, "send", interrupted)
@@ -129,7 +129,7 @@ def test_close_returns_in_time_in_a_signal_handler_that_interrupts_a_message(
 def test_a_signal_handler_may_submit_while_its_thread_sends(sending: StubEngine) -> None:
     engine = sending.engine
     engine.submit(Call(["zeroth"], Future(engine)))
-    [outbox] = engine.core.outboxes.values()
+    [outbox] = engine.outboxes.values()
     sending.transport.echo(0)
     handlers = Call(["second"], Future(engine))
     outbox.messages = Interrupted(before=lambda: engine.submit(handlers))

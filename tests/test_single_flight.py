@@ -235,7 +235,7 @@ def test_a_call_that_shares_with_one_that_no_worker_had_gets_its_error(
 def test_call_that_shares_one_item_of_a_hopeless_one_is_computed(one: Shared) -> None:
     """It is refused by a pool, after it was accepted here: it has more items, and no more time."""
     large, small = one.submit("x", "z", timeout=5), one.submit("x", timeout=5)
-    [call] = one.engine.core.open
+    [call] = one.engine.open_calls
     reply = call.reply
     one.engine.withdraw(call)
     reply.fail(Failure(TooLate("it takes longer by itself")))

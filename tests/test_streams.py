@@ -64,7 +64,7 @@ class TestStreamForms(StreamForms):
         engine = streamer.engine
         stream = streamer.stream(10**9)
         next(stream)
-        with engine.core.lock:
+        with engine.lock:
             del stream
             gc.collect()
         assert [*streamer.stream(2)] == [1, 2]
@@ -227,7 +227,7 @@ def test_when_the_time_ends_a_stream_fails_after_what_has_come(gate: Gate) -> No
         stream = streamer.stream(10**9, timeout=1000)
         gate.let_through(1)
         assert next(stream) == 1
-        core = streamer.engine.core
+        core = streamer.engine
         with core.lock:
             core.clock = lambda: time.monotonic() + 1000
         streamer.engine.transport.wakeup()

@@ -130,7 +130,7 @@ def test_progress_or_a_long_life_ends_the_row(how: str) -> None:
     walk = Walk(max_restarts=2)
     for slot in range(50):
         if how == "progress":
-            walk.supervisor.progressed(slot)
+            walk.supervisor.progressed.add(slot)
         else:
             walk.now += 60.0
         walk.lose(slot)
@@ -155,7 +155,7 @@ def test_one_that_dies_while_loading_is_tried_three_times() -> None:
 
 def test_a_condemned_worker_ends_before_the_next_one_starts() -> None:
     walk = Walk(2)
-    walk.supervisor.progressed(1)
+    walk.supervisor.progressed.add(1)
     assert walk.do("condemn", 1, walk.now, 0.0)
     assert not walk.do("condemn", 1, walk.now, 0.0)
     assert walk.told() == ["retire 1"]

@@ -1,13 +1,4 @@
-"""Everything that an engine's lock guards: what callers and the loop share.
-
-     state      meaning                                    leaves when
-     -----      -------                                    -----------
-     STARTING   accepts calls; a worker still loads        each is ready or has failed
-     RUNNING    accepts calls                              closed, or no worker can be started
-     BROKEN     no worker can be started: calls fail at    a worker is ready, since they are tried
-                once, with the reason                      again and again; or closed
-     DRAINING   refuses calls, finishes accepted ones      nothing is left, or its time ends
-     CLOSED     refuses calls; nothing of it is left       -
+"""What an engine's lock guards: the calls, what is on its way to workers, and how all that stands.
 
 The lock is held for a few microseconds only: no I/O, no pickling, no logging, no code of users and
 no completing of futures happens under it.
@@ -16,36 +7,31 @@ no completing of futures happens under it.
 from __future__ import annotations
 
 import collections
-import enum
+import contextlib
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..batching.actions import NOTHING, Actions
+from ..batching.actions import Actions
 from ..batching.batcher import Batcher
-from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
-from ..observe.metrics import StreamerStats, WorkerStats
+from ..errors import StreamerClosed, StreamerForked, WorkerStartTimeout
+from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
+from ..observe.recent import Summary, summarize
 from ..observe.record import BatchRecord, BatchReport, Call, StepReport
+from ..options.checks import Workers, worker_range
 from ..reporting import counted
-from ..supervision.autoscaling import Autoscaling
-from ..supervision.supervisor import Loss, Supervisor, WorkerActions, WorkerState
+from ..supervision.supervisor import Overlap
 from ..workers.protocol import DROP, RESUME, Failure, WorkerReady
-from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerWaits
+from ..workers.transport import Transport, WorkerDied, WorkerEvent
+from .fleet import EngineState, Fleet, FleetEvent, Orders
 
-_STOP_FIRST = (
-    "two workers do not fit: restart_workers(overlap=False) ends the old one first; if there is no "
-    "other worker, calls wait meanwhile"
-)
+logger = logging.getLogger(__name__)
 
-
-class EngineState(enum.Enum):
-    STARTING = "starting"
-    RUNNING = "running"
-    BROKEN = "broken"
-    DRAINING = "draining"
-    CLOSED = "closed"
+#: What items cost, in any unit. Raises what the user's function raises, or ValueError.
+Lengths = Callable[[Sequence[Any]], list[float]]
 
 
 class WorkerOutbox:
@@ -113,79 +99,59 @@ class WorkerOutbox:
 
 
 class Core:
-    """The state of an engine. Call its methods with ``lock`` held, unless they say otherwise.
+    """The state of an engine, and what its owner asks about it.
+
+    Call the methods up to ``came_back`` with ``lock`` held, unless they say otherwise. The others
+    are for any thread, without it.
 
     Args:
-        scaling: decides how many workers there are to be; None if that is no matter of the load.
+        lengths: of items, as calls have them; None if each counts one.
         clock: seconds from a monotonic clock.
-        jitter: random numbers from 0 to 1.
 
     Attributes:
         unsent: outboxes into which something was put. Whoever comes by sends what is there, so that
             nothing is left behind by a thread that was interrupted in between.
         outboxes: by slot.
-        open: the calls that are accepted and not answered, in the order of their arrival. What
+        open_calls: those that are accepted and not answered, in the order of their arrival. What
             they need and what workers hold is the truth from which ``settle`` derives the rest.
         is_torn: whether an exception has ended a change in a caller's thread halfway, as a signal
             handler may raise one anywhere. Whoever takes the lock next calls ``settle``.
         left: calls whose callers have gone while their thread held the lock. A finalizer may say so
             at any line: then it only appends, and wakes the loop.
         undone: what a caller's call made necessary and the loop is to do.
-        notes: to be logged by the loop: level, text and its arguments.
         records: of batches, if somebody watches: the loop hands them out and releases them.
-        refusal: why new calls are refused; None accepts them.
-        description: what the model says of itself, as the last worker that became ready reported;
-            None before the first.
-        failure: the last one of a place that has failed.
-        roll_failure: the last one for which a rolling restart was broken off.
         waits_until: until when the loop waits, if nothing happens.
         is_exiting: whether the interpreter ends.
-        ceilings: by slot, see ``StreamerStats``.
-        proven: slots whose worker has computed a batch.
-        restarted_at: when workers were lost that were started again, the last ones.
     """
 
     def __init__(
         self,
-        batcher: Batcher,
-        supervisor: Supervisor,
-        *,
-        scaling: Autoscaling | None = None,
+        transport: Transport,
+        fleet: Fleet,
+        lengths: Lengths | None,
         clock: Callable[[], float],
-        jitter: Callable[[], float],
     ) -> None:
+        self.transport = transport
+        self.lengths = lengths
+        self._pid = os.getpid()
         # Reentrant, since a signal handler that closes may run while we hold it.
         self.lock = threading.RLock()
         # The state, or that of a worker. Take ``lock`` itself to wait: a signal handler that raises
         # within ``Condition.__enter__``, which is Python, would leave it locked for ever.
         self.changed = threading.Condition(self.lock)
-        self.batcher = batcher
-        self.supervisor = supervisor
-        self.scaling = scaling or Autoscaling(supervisor.wanted, supervisor.wanted)
+        self.fleet = fleet
+        self.batcher = fleet.batcher
         self.clock = clock
         self.unsent: collections.deque[WorkerOutbox] = collections.deque()
         self.outboxes: dict[int, WorkerOutbox] = {}
-        self.open: dict[Call, None] = {}  # an ordered set
+        self.open_calls: dict[Call, None] = {}  # an ordered set
         self.is_torn = False
         self.left: collections.deque[Call] = collections.deque()
         self.undone: list[Actions] = []
-        self.notes: list[tuple[int, str, tuple[object, ...]]] = []
         self.records: list[BatchRecord] = []
-        self.state = EngineState.STARTING
-        self.refusal: Failure | None = None
-        self.description: Mapping[str, Any] | None = None
-        self.failure: Failure | None = None
-        self.roll_failure: Failure | None = None
         self.drain_deadline = math.inf
         self.waits_until = math.inf
         self.is_exiting = False
-        self.ceilings: dict[int, float] = {}
-        self.proven: set[int] = set()
-        self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
-        self._jitter = jitter
-        self._last_loss = ""
-        self._last_error = ""  # its class
-        self._dying: set[int] = set()  # slots of which it is about to be said that they are lost
 
     def queue(self, batches: Sequence[BatchRecord]) -> None:
         """Have batches sent that were just cut: of each worker in this order."""
@@ -203,6 +169,20 @@ class Core:
         outbox.messages.append(message)
         self.unsent.append(outbox)
 
+    def send(self) -> None:
+        """Send what is in the outboxes. For any thread, without the lock."""
+        unsent = self.unsent
+        while unsent:
+            try:
+                outbox = unsent.popleft()
+            except IndexError:  # another thread was faster
+                break
+            sent = outbox.send(self.transport, self.batcher)
+            if logger.isEnabledFor(logging.DEBUG):
+                for batch in sent:
+                    size = counted(batch.size, "item")
+                    log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, batch.reason.value)
+
     def settle(self) -> None:
         """Call it first whenever the lock was taken: apply what could not be when it happened."""
         if self.is_torn:
@@ -219,13 +199,13 @@ class Core:
 
     def _mend(self) -> None:
         """A change was left halfway: derive the state anew, so that nothing is lost by that."""
-        calls = [*self.open]  # at once: the loop forgets some without the lock
+        calls = [*self.open_calls]  # at once: the loop forgets some without the lock
         self.batcher.rebuild([call for call in calls if not call.is_over], self.clock())
         self._list_unsent()
         ended = _to_answer(calls)
         for call in calls:
             if call.is_over and call not in ended:
-                self.open.pop(call, None)  # its caller has withdrawn it
+                self.open_calls.pop(call, None)  # its caller has withdrawn it
         self.undone.append(Actions(calls=ended))
         self.waits_until = math.inf
         self.is_torn = False
@@ -233,7 +213,7 @@ class Core:
     def forget(self, call: Call) -> None:
         """No caller waits for the call any more, which is over."""
         call.reply = None
-        self.open.pop(call, None)
+        self.open_calls.pop(call, None)
         self.collect_unwanted()
 
     def fail_open(self, failure: Failure, events: Sequence[WorkerEvent] = ()) -> list[Call]:
@@ -244,7 +224,7 @@ class Core:
         Args:
             events: happened, and may have been applied or not.
         """
-        calls = [*self.open]  # at once, as above
+        calls = [*self.open_calls]  # at once, as above
         returned = [event for event in events if isinstance(event, BatchReport)]
         unanswered = [call for call in calls if not call.is_over]
         vacant = self.batcher.end_all(unanswered, failure, self.clock(), returned)
@@ -255,7 +235,7 @@ class Core:
 
     def is_news(self, event: WorkerEvent) -> bool:
         """Whether it is not known yet that a worker has become ready, waits, or has died."""
-        if isinstance(event, (BatchReport, StepReport)) or event.slot not in self.supervisor:
+        if isinstance(event, (BatchReport, StepReport)) or event.slot not in self.fleet.supervisor:
             return False
         return not (isinstance(event, WorkerReady) and event.slot in self.batcher.slots)
 
@@ -270,15 +250,13 @@ class Core:
 
     def begin_drain(self, deadline: float) -> None:
         """Accept nothing any more."""
-        if self.state is not EngineState.CLOSED:
-            if self.state is not EngineState.DRAINING:
+        fleet = self.fleet
+        if fleet.state is not EngineState.CLOSED:
+            if fleet.state is not EngineState.DRAINING:
                 # Its consumer may be the thread that waits for the end: then no item may rest.
                 self._wake(self.clock())
-            self.state = EngineState.DRAINING
-            self.refusal = Failure(StreamerClosed("the streamer is closed"))
+            fleet.begin_drain(Failure(StreamerClosed("the streamer is closed")))
             self.drain_deadline = min(self.drain_deadline, deadline)
-            self.supervisor.wind_down()
-            self.scaling.due = math.inf
             self.changed.notify_all()
 
     def _wake(self, now: float, slot: int | None = None) -> None:
@@ -288,331 +266,247 @@ class Core:
             for batch in steps.wake(now, slot):
                 self.tell(batch.slot, RESUME, batch.id)
 
-    def foresee(self, events: list[WorkerEvent]) -> None:
-        """Have no batch cut for a worker of which a later one of these events says it is lost."""
-        self._dying = {event.slot for event in events if type(event) is WorkerDied}
-        for slot in self._dying:
-            self.batcher.worker_dying(slot)
-
-    def happened(
-        self, event: BatchReport | WorkerReady | WorkerWaits | WorkerDied, now: float
-    ) -> Actions:
+    def happened(self, event: FleetEvent, now: float) -> Actions:
         """Apply an event."""
-        if isinstance(event, BatchReport):
-            if event.ceiling or self.ceilings:
-                self._ceiling_changed(event.slot, event.ceiling)
-            if not event.has_failed:
-                self.supervisor.progressed(event.slot)
-                self.proven.add(event.slot)
-            else:
-                failure = event.failure or next(iter(event.failures.values()))
-                if not failure.blames_input:
-                    self._last_error = failure.text[:100].partition(":")[0]
-            return self.batcher.batch_returned(event, now)
-        if isinstance(event, WorkerDied):
-            return self._lost(event, now)
-        if isinstance(event, WorkerWaits):
-            self.supervisor.waits(event.slot, has_place=event.has_place)
-            self._workers_changed()
-            return NOTHING
-        return self._ready(event, now)
-
-    def _ready(self, event: WorkerReady, now: float) -> Actions:
-        slot = event.slot
-        if not self.supervisor.ready(slot, now):
-            return NOTHING
-        if event.places and not self.batcher.has_steps:
-            self.batcher.begin_steps(event.places, resumes=event.resumes)
-        self.description = event.description or {}
-        self.batcher.slots.sizes = _sizes_of(self.description.get("batch_sizes"))
-        self._note(logging.INFO, "worker %d is ready", self.supervisor.place(slot))
-        if self.state is EngineState.BROKEN:
-            self._note(logging.WARNING, "calls are accepted again")
-        self.revive()
-        self._workers_changed()
-        if slot in self._dying:
-            return NOTHING
-        return self.batcher.worker_ready(slot, now, self.supervisor.start_duration)
-
-    def _lost(self, event: WorkerDied, now: float) -> Actions:
-        slot, failure, loss, batch_id, report, begun = event
-        supervisor = self.supervisor
-        place = supervisor.place(slot)
-        self.ceilings.pop(slot, None)
-        self.outboxes.pop(slot, None)
-        self.proven.discard(slot)
-        aborted, restarts = supervisor.aborted, supervisor.restarts
-        overlap = supervisor.overlap(slot)
-        was_failing = supervisor.retry_at(place) is not None
-        self._dying.discard(slot)
-        actions, held, retried = Actions(), 0, self.batcher.figures.retries.retried_items
-        if loss in (Loss.CRASHED, Loss.DEVICE_FAILED, Loss.OUTAGE):
-            held = self.batcher.items_held(slot)
-            actions = self.batcher.worker_lost(
-                slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
-            )
-            retried = self.batcher.figures.retries.retried_items - retried
-        was_unwanted = supervisor.lost(
-            slot,
-            loss,
-            now,
-            self._jitter(),
-            was_busy=held > 0,
-            is_explained=any(call.failure is failure for call in actions.calls),
-        )
-        if supervisor.aborted != aborted:
-            self.roll_failure = failure
-            if loss is Loss.NO_MEMORY and overlap:
-                advice = f"{failure.message}; {_STOP_FIRST}"
-                self.roll_failure = Failure(WorkerStartError(advice), cause=failure)
-        retry_at = supervisor.retry_at(place)
-        if was_unwanted and retry_at is not None:
-            self.failure = failure
-            self._note_failed(failure, retry_at - now, is_news=not was_failing)
-        elif was_unwanted:
-            then = "gone"
-            if supervisor.restarts > restarts:
-                then = "started again"
-                self.restarted_at.append(now)
-            elif overlap is not None and loss is Loss.NO_MEMORY and supervisor.aborted == aborted:
-                then = "tried again when the old worker has ended: there is no memory for both"
-            self._note_loss(failure, retried if held else 0, then)
-        elif held:
-            self._note_loss(failure, retried, "not replaced, since it was about to end")
-        else:
-            self._note(logging.INFO, "worker %d has ended", place)
-        if report is not None:  # the log has it if nobody else
-            self._note(logging.WARNING, "what its model raised:\n%s", report)
-        if supervisor.is_broken:
-            broken = failure
-            if supervisor.was_served:
-                error = StreamerBroken(
-                    "no worker is left, and new ones could not be started; starting them is tried "
-                    "again at least once a minute, and by restart_workers() at once"
-                )
-                broken = Failure(error, cause=failure)
-            if self.state in (EngineState.STARTING, EngineState.RUNNING, EngineState.BROKEN):
-                self.state = EngineState.BROKEN
-                self.refusal = broken
-            calls = [*actions.calls, *self.batcher.fail_all(broken)]
-            actions = actions._replace(calls=calls)
-        self._workers_changed()
+        actions = self.fleet.happened(event, now)
+        if not isinstance(event, BatchReport):
+            if isinstance(event, WorkerDied):
+                self.outboxes.pop(event.slot, None)
+            self.changed.notify_all()
         return actions
 
-    def supervise(self, now: float) -> tuple[WorkerActions, Actions]:
-        """What the supervisor wants done about the workers, and the batcher then."""
-        orders = self.supervisor.orders(now)
-        vacant: list[int] = []
-        for slot in orders.keep:
-            self._note(
-                logging.INFO,
-                "worker %d is kept, since more are wanted again",
-                self.supervisor.place(slot),
-            )
-            self._more_to_do(self.batcher.worker_kept(slot, now))
-        for slot in orders.retire:
-            actions = self.batcher.worker_retiring(slot, now)
-            self._wake(now, slot)  # or it would not end before all consumers have caught up
-            vacant += actions.vacant
-            self._more_to_do(actions._replace(vacant=()))  # others go on in its place
-        self._workers_changed()
-        return orders, Actions(vacant=vacant)
+    def look_after_workers(self, rest: Sequence[Actions]) -> Orders:
+        """What to do about workers now.
 
-    def _more_to_do(self, actions: Actions) -> None:
-        """Of what the supervisor wanted; the loop looks again at once."""
-        if any(actions):
-            self.queue(actions.batches)
-            self.undone.append(actions)
-
-    def scale_by_load(self, now: float) -> None:
-        """Have more workers, or fewer, if the load says so, and if it is time to look at it."""
-        scaling, batcher, supervisor = self.scaling, self.batcher, self.supervisor
-        if not scaling.is_due(batcher.pending_items, now):
-            return
-        load = batcher.figures.load(supervisor.failed, supervisor.start_duration)
-        wanted, before = scaling.decide(load, now), supervisor.wanted
-        if wanted == before:
-            return
-        supervisor.want(wanted)
-        if wanted > before and scaling.wait <= scaling.target:
-            text = "%s instead of %d, since calls are refused, or their time ends while they wait"
-            self._note(logging.INFO, text, counted(wanted, "worker"), before)
-        elif wanted > before:
-            self._note(
-                logging.INFO,
-                "%s instead of %d, since the queue (%s) takes %.2g s, and the target is %.2g s",
-                counted(wanted, "worker"), before, counted(load.waiting, "item"),
-                scaling.wait, scaling.target,
-            )  # fmt: skip
-        else:
-            text = "%s instead of %d: fewer have been enough for a while"
-            self._note(logging.INFO, text, counted(wanted, "worker"), before)
-
-    def set_bounds(self, least: int, most: int) -> None:
-        """Have as many workers, within these bounds, as the load needs."""
-        self.scaling.set_bounds(least, most, self.clock())
-        self.supervisor.scale(self.scaling.wanted)
-
-    def condemn(self, slot: int, now: float) -> None:
-        """Have a worker replaced that fails everything while others do not."""
-        if self.supervisor.condemn(slot, now, self._jitter()):
-            self.restarted_at.append(now)
-            self._note(
-                logging.WARNING,
-                "worker %d is replaced: it failed batch after batch, and most of the others "
-                "computed theirs; its last error was %s",
-                self.supervisor.place(slot), self._last_error,
-            )  # fmt: skip
-
-    def revive(self) -> None:
-        """A worker is ready, or the supervisor tries again at once."""
-        if self.state is EngineState.BROKEN:
-            self.state = EngineState.STARTING
-            self.refusal = None
-
-    def _workers_changed(self) -> None:
-        supervisor = self.supervisor
-        has_begun = not (supervisor.is_starting or supervisor.is_broken)
-        if self.state is EngineState.STARTING and has_begun:
-            self.state = EngineState.RUNNING
-        self.changed.notify_all()
-
-    def _ceiling_changed(self, slot: int, ceiling: float) -> None:
-        before = self.ceilings.get(slot, 0)
-        if ceiling == before:
-            return
-        place = self.supervisor.place(slot)
-        if not ceiling:
-            del self.ceilings[slot]
-            self._note(logging.INFO, "worker %d computes batches of any size again", place)
-            return
-        self.ceilings[slot] = ceiling
-        is_lower = not before or ceiling < before
-        self._note(
-            logging.WARNING if is_lower else logging.INFO,
-            "worker %d %s: it computes at most %s at once",
-            place, "ran out of device memory" if is_lower else "has more device memory",
-            counted(ceiling, "item") if isinstance(ceiling, int)
-            else f"a cost (items times the longest) of {ceiling:g}",
-        )  # fmt: skip
-
-    def _note(self, level: int, text: str, *arguments: object) -> None:
-        self.notes.append((level, text, arguments))
-
-    def _note_loss(self, failure: Failure, retried: int, then: str) -> None:
-        more = f"; to be computed again: {counted(retried, 'item')}" if retried else ""
-        self._note(logging.WARNING, "%s; it is %s%s", failure.message, then, more)
-        if failure.remote_traceback is not None:
-            self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
-
-    def _note_failed(self, failure: Failure, pause: float, *, is_news: bool) -> None:
-        """Of a place without a worker: an error once, then a line for each try, if there is more.
-
-        That is as seldom as the tries are, so that the last lines of the log say what is wrong.
+        Args:
+            rest: what the batcher wanted done, but for its batches and calls.
         """
-        if pause == math.inf:  # the first failure of a place is news
-            text = "%s; it is tried again when another worker is ready"
-            if not self.supervisor.is_starting:  # there will be none, and the owner ends
-                text = "%s"
-            self._note(logging.ERROR, text, failure.message)
-        elif not is_news:
-            text = "%s; it is tried again in %.1f s"
-            self._note(logging.WARNING, text, failure.message, pause)
-        elif failure.message != self._last_loss:  # often all workers fail for the one same reason
-            text = "%s; it is tried again in %.1f s, and then at least once a minute"
-            self._note(logging.ERROR, text, failure.message, pause)
-        self._last_loss = failure.message
-        if is_news and failure.remote_traceback is not None:
-            self._note(logging.WARNING, "what it was doing:\n%s", failure.remote_traceback)
+        now = self.clock()
+        orders, more = self.fleet.look_after_workers(rest, now)
+        for slot in orders.retired:
+            self._wake(now, slot)  # or it would not end before all consumers have caught up
+        for actions in more:
+            if any(actions):  # the loop looks again at once
+                self.queue(actions.batches)
+                self.undone.append(actions)
+        self.changed.notify_all()
+        return orders
 
     def collect_unwanted(self) -> None:
         """Workers are told which batches have lost their callers."""
         for slot, batch_id in self.batcher.take_unwanted():
             self.tell(slot, DROP, batch_id)
 
-    def watch(self) -> None:
-        """Have the loop hand out the record of every batch from now on."""
-        self.batcher.on_back = self._came_back
-
-    def _came_back(self, record: BatchRecord) -> None:
-        record.worker = self.supervisor.place(record.slot)
+    def came_back(self, record: BatchRecord) -> None:
+        """For whoever watches: the loop hands the record out."""
+        record.worker = self.fleet.supervisor.place(record.slot)
         self.records.append(record)
 
-    def workers(self, device: Callable[[int], int | str | None]) -> list[WorkerStats]:
-        """Each worker, and each place that waits for one or has failed, by number."""
-        if self.state is EngineState.CLOSED:
-            return []
-        workers = []
-        for place, slot, state in self.supervisor.workers():
-            name = state.value
-            if slot is not None and state is WorkerState.READY:
-                name = "busy" if self.batcher.items_held(slot) else "idle"
-            restarts = self.supervisor.restarts_at.get(place, 0)
-            workers.append(WorkerStats(place, device(place), name, restarts))
-        return sorted(workers, key=lambda worker: worker.number)
+    # -- how it stands
+
+    def model_description(self) -> Mapping[str, Any] | None:
+        """What the model says of itself; empty if nothing, None while no worker has loaded it.
+
+        Raises:
+            WorkerStartError, StreamerBroken, StreamerClosed: no worker will load it.
+            StreamerForked: in a forked child.
+        """
+        self.check_process()  # before the lock, which a fork may have copied while held
+        with self.lock:
+            if self.fleet.description is None:
+                self.check_accepting()
+            return self.fleet.description
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the model is known to be one of steps: not before a worker has loaded it."""
+        return self.batcher.has_steps
+
+    @property
+    def resumes(self) -> bool:
+        """Whether such a model can go on with an item that has begun elsewhere."""
+        steps = self.batcher.steps
+        return steps is not None and steps.resumes
+
+    @property
+    def state(self) -> EngineState:
+        return self.fleet.state
 
     def stats(self) -> StreamerStats:
-        self.settle()
-        batcher, supervisor = self.batcher, self.supervisor
-        states = dict(supervisor.states())
-        busy = batcher.slots.busy - states[WorkerState.RETIRING]
-        ready = states.pop(WorkerState.READY)
-        workers = {"idle": max(0, ready - busy), "busy": min(ready, max(0, busy))}
-        workers |= {state.value: count for state, count in states.items()}
-        if self.state is EngineState.CLOSED:
-            workers = dict.fromkeys(workers, 0)
-        return StreamerStats(
-            state=self.state.value,
-            pending=batcher.pending_items,
-            in_flight=batcher.slots.items,
-            batches_in_flight=len(batcher.slots.in_flight()),
-            workers=workers,
-            restarts=supervisor.restarts,
-            accepted=batcher.figures.accepted_calls,
-            answered=batcher.figures.answered_calls,
-            failed=batcher.figures.failed_calls,
-            retries=batcher.figures.retries.retried_items,
-            expired=batcher.figures.expired_calls,
-            cancelled=batcher.figures.cancelled_calls,
-            rejected=batcher.figures.rejected_calls,
-            isolated=batcher.figures.retries.isolated_calls,
-            ceilings={supervisor.place(slot): n for slot, n in self.ceilings.items()},
-            trouble=self._trouble(),
-            **self._scaling_stats(),
+        self.check_process()
+        with self.lock:
+            self.settle()
+            return self.fleet.stats(self.clock())
+
+    def metrics(self) -> BatchMetrics:
+        """A copy of them as they are now."""
+        self.check_process()
+        with self.lock:
+            return self.batcher.figures.metrics.copy()
+
+    def summary(self) -> Summary:
+        """The recent batches and the state of the engine, for ``explain``."""
+        self.check_process()
+        with self.lock:
+            now, stats = self.clock(), self.stats()
+            figures, steps = self.batcher.figures, self.batcher.steps
+            recent, restarted_at = [*figures.recent], [*self.fleet.restarted_at]
+            line = figures.policy.cost.line
+            of_steps = None if steps is None else steps.log.summary(len(self.batcher.slots))
+        return summarize(
+            recent,
+            stats,
+            now,
+            restarted_at=restarted_at,
+            line=line,
+            has_lengths=self.lengths is not None,
+            steps=of_steps,
         )
 
-    def _scaling_stats(self) -> dict[str, Any]:
-        scaling = self.scaling
-        if scaling.is_fixed:
-            return {}
-        wait = scaling.wait_of(self.batcher.figures.load(0, 0.0))
-        return {
-            "wanted": scaling.wanted,
-            "worker_range": (scaling.least, scaling.most),
-            "target_wait": scaling.target,
-            "wait": wait,
-        }
+    def workers(self) -> list[WorkerStats]:
+        """Each worker, by number."""
+        self.check_process()
+        with self.lock:
+            return self.fleet.workers(self.transport.device)
 
-    def _trouble(self) -> str | None:
-        """Why no worker gives answers at present; None while one does."""
-        health, now = self.batcher.health, self.clock()
-        if health.is_failing(now):
-            last = f"; the last error was {self._last_error}" if self._last_error else ""
-            return f"the last {health.row} batches failed, and none was computed since{last}"
-        seconds = self.batcher.slots.stuck(now)
-        if seconds is not None:
-            return f"every worker has been at one batch for {seconds:.0f} s or longer"
-        return None
+    def describe(self) -> str:
+        """The state in one line, for a ``repr``."""
+        if os.getpid() != self._pid:
+            return f"of process {self._pid}"
+        return self.stats().gist
+
+    @property
+    def serving(self) -> int:
+        """How many workers take batches."""
+        return len(self.batcher.slots)
+
+    @property
+    def batch_duration(self) -> float:
+        """What the model has taken for a batch of late, seconds; infinity before the first."""
+        return self.batcher.figures.batch_duration
+
+    @property
+    def room(self) -> int:
+        """The most batches that a worker holds."""
+        return self.batcher.slots.room
+
+    def wait_serving(self, timeout: float | None) -> int:
+        """Block until a worker takes batches; returns how many do, 0 if the time ended first.
+
+        Raises:
+            WorkerStartError, StreamerBroken: none will.
+            StreamerClosed: it is closed, or was meanwhile.
+        """
+        serving = 0 if self.fleet.refusal is not None else len(self.batcher.slots)
+        if not serving:
+            with self.lock:
+                self.changed.wait_for(lambda: self.batcher.slots or self.fleet.refusal, timeout)
+                self.check_accepting()  # also with workers, if the loop has failed
+                serving = len(self.batcher.slots)
+        return serving
+
+    def try_start_once(self) -> None:
+        """Start no worker again that could not load its model, unless another one is ready.
+
+        For an owner that ends if no worker can be started.
+        """
+        with self.lock:
+            self.fleet.supervisor.tries_once = True
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether it has served, and tries to again where it does not."""
+        return self.fleet.supervisor.was_served and not self.is_over
+
+    def wait_recovered(self) -> None:
+        """Block while no worker can be started; returns when one is ready, or it is closed."""
+        with self.lock:
+            self.changed.wait_for(lambda: self.fleet.state is not EngineState.BROKEN)
+
+    def begin_restart(self, overlap: Overlap) -> int:
+        """Begin to replace every worker; returns the number of this restart.
+
+        Args:
+            overlap: whether a new one is ready before the old one ends: see ``Supervisor``.
+
+        Raises:
+            StreamerClosed: it is closed.
+        """
+        self.check_process()
+        with self.lock:
+            if self.is_over:
+                self.check_accepting()
+            self.fleet.revive()
+            generation = self.fleet.supervisor.renew(overlap)
+        self.transport.wakeup()
+        return generation
+
+    def wait_restarted(self, generation: int, timeout: float | None) -> None:
+        """Block until a restart is over.
+
+        Raises:
+            WorkerStartError: a new one could not be started; the old ones that are left go on.
+            WorkerStartTimeout: the time ended first; the restart goes on.
+            StreamerClosed: it was closed meanwhile.
+        """
+        fleet = self.fleet
+        supervisor = fleet.supervisor
+        with self.lock:
+            in_time = self.changed.wait_for(
+                lambda: (
+                    supervisor.aborted >= generation
+                    or supervisor.failed
+                    or supervisor.is_renewed(generation)
+                    or self.is_over
+                ),
+                timeout,
+            )
+            if supervisor.aborted >= generation and fleet.roll_failure is not None:
+                raise fleet.roll_failure.exception()
+            if supervisor.failed and fleet.failure is not None:
+                raise fleet.failure.exception()
+            self.check_accepting()
+            if not in_time:
+                raise WorkerStartTimeout(
+                    f"not every worker has been replaced in {timeout} s; the restart goes on"
+                )
+
+    def scale(self, worker_num: Workers) -> None:
+        """Want another number of workers, or other bounds of it; does not wait for them."""
+        self.check_process()
+        with self.lock:
+            if self.is_over:
+                self.check_accepting()
+            self.fleet.revive()
+            self.fleet.set_bounds(*worker_range(worker_num), self.clock())
+        self.transport.wakeup()
+
+    @property
+    def is_over(self) -> bool:
+        return self.fleet.state in (EngineState.DRAINING, EngineState.CLOSED)
+
+    # -- refusals
+
+    def check_process(self) -> None:
+        """Refuse use in a forked child."""
+        if os.getpid() != self._pid:
+            raise StreamerForked(
+                f"this streamer was built in process {self._pid} and came to process {os.getpid()} "
+                "by fork, where its workers do not answer; build it after the fork "
+                "(gunicorn: without --preload, or in post_fork; uWSGI: with lazy-apps)"
+            )
+
+    def check_accepting(self) -> None:
+        refusal = self.fleet.refusal
+        if refusal is not None:
+            raise refusal.exception()
+
+
+def log(level: int, text: str, *arguments: Any, exc_info: bool = False) -> None:
+    with contextlib.suppress(Exception):  # of a filter or handler of a user's
+        logger.log(level, text, *arguments, exc_info=exc_info)
 
 
 def _to_answer(calls: Sequence[Call]) -> list[Call]:
     """Those that are over and whose callers may not know it: all but those that they withdrew."""
     return [call for call in calls if call.is_over and (call.failure or not call.unanswered)]
-
-
-def _sizes_of(sizes: object) -> tuple[int, ...]:
-    """The sizes that a model's description names; none if they are not ascending whole numbers."""
-    if not isinstance(sizes, (list, tuple)) or any(type(each) is not int for each in sizes):
-        return ()
-    is_ascending = all(left < right for left, right in zip((0, *sizes), sizes, strict=False))
-    return tuple(sizes) if is_ascending else ()

@@ -21,17 +21,15 @@ from ..batching.actions import NOTHING, Actions
 from ..batching.isolation import Raised, Search
 from ..errors import InternalError, StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, StepReport
-from ..reporting import counted, quiet_log, summary
+from ..reporting import counted, summary
 from ..supervision.supervisor import Loss
 from ..workers.protocol import Failure
-from ..workers.transport import Transport, WorkerDied, WorkerEvent
+from ..workers.transport import WorkerDied, WorkerEvent
 from .at_exit import AtExit
 from .backend import BlockingReply, LoopReply, Mailbox, wake
-from .core import Core, EngineState
+from .core import Core, log, logger
+from .fleet import EngineState
 from .timer import rest_if_copied
-
-logger = logging.getLogger(__name__)
-_log = quiet_log(__name__)
 
 #: How long an idle worker may take to end, seconds: torch takes some tenths of one.
 _STOP_GRACE = 5.0
@@ -54,9 +52,8 @@ class Loop:
         slow_start: the same for one that took too long to be ready.
     """
 
-    def __init__(self, core: Core, transport: Transport, *, hang: str, slow_start: str) -> None:
+    def __init__(self, core: Core, *, hang: str, slow_start: str) -> None:
         self._core = core
-        self._transport = transport
         self._hang = hang
         self._slow_start = slow_start
         self._last_bug, self._logged_at = "", 0.0
@@ -78,9 +75,9 @@ class Loop:
 
     def start(self) -> None:
         """Start the workers and the thread; does not wait for them."""
-        core = self._core
-        for slot, place in core.supervisor.orders(core.clock()).start:
-            self._transport.start(slot, place, core.scaling.most)
+        core, fleet = self._core, self._core.fleet
+        for slot, place in fleet.supervisor.orders(core.clock()).start:
+            self._core.transport.start(slot, place, fleet.scaling.most)
         self.thread.start()
 
     def join(self) -> None:
@@ -108,7 +105,7 @@ class Loop:
                 try:
                     # No operating system waits for years at once.
                     wait = None if timeout == math.inf else min(timeout, 1e5)
-                    events = events or self._transport.wait(wait)
+                    events = events or self._core.transport.wait(wait)
                     timeout = self._handle(events)
                     events, failures = [], 0  # or the last results would live until the next come
                 except Exception as error:
@@ -122,7 +119,7 @@ class Loop:
                     timeout = 0.0
         except BaseException as error:
             # Nobody may wait for a thread that is dead, whatever it died of.
-            _log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
+            log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
             reason = Failure(StreamerBroken(f"the streamer failed: {summary(error)}"))
         finally:
             self._shut_down(reason)
@@ -144,7 +141,7 @@ class Loop:
         failed = counted(len(calls), "call")
         if text != self._last_bug or time.monotonic() - self._logged_at > _LOG_AGAIN:
             self._last_bug, self._logged_at = text, time.monotonic()
-            _log(logging.CRITICAL, "%s; %s failed", text, failed, exc_info=True)
+            log(logging.CRITICAL, "%s; %s failed", text, failed, exc_info=True)
         self._answer_all(calls)
         if self.on_answered is not None:
             self.on_answered()
@@ -152,16 +149,16 @@ class Loop:
 
     def _time_to_wait(self) -> float | None:
         """Seconds until something is due, ``inf`` for never; None when it is time to shut down."""
-        core = self._core
+        core, fleet = self._core, self._core.fleet
         with core.lock:
             core.settle()
             if self.is_abandoned:
                 core.begin_drain(math.inf)
             now = core.clock()
-            due = min(core.batcher.deadline, core.supervisor.due, core.scaling.due)
+            due = min(core.batcher.deadline, fleet.supervisor.due, fleet.scaling.due)
             if now < core.batcher.expects_until < due:
                 due = core.batcher.expects_until
-            if core.state is EngineState.DRAINING:
+            if fleet.state is EngineState.DRAINING:
                 is_answered = core.batcher.is_answered and not core.unsent
                 if is_answered or core.drain_deadline <= now:
                     return None
@@ -177,7 +174,7 @@ class Loop:
         Answering is last, with nothing between it and the next wait: a caller that is woken needs
         the interpreter lock, which this thread gives up when it waits.
         """
-        core = self._core
+        core, fleet = self._core, self._core.fleet
         calls: list[Call] = []
         rest: list[Actions] = []  # those that say more than what to send and to answer
         parts: list[tuple[Call, Any]] = []
@@ -188,14 +185,14 @@ class Loop:
                 core.settle()
                 now = core.clock()
                 if len(events) > 1:
-                    core.foresee(events)
+                    fleet.foresee(events)
                 for event in events:
                     # Nearly every event is a batch that was computed, with nothing else to note.
                     if (
                         type(event) is BatchReport
                         and event.failure is None
-                        and event.slot in core.proven
-                        and not (event.ceiling or core.ceilings)
+                        and event.slot in fleet.supervisor.progressed
+                        and not (event.ceiling or fleet.ceilings)
                     ):
                         actions = core.batcher.batch_returned(event, now)
                     elif isinstance(event, StepReport):
@@ -209,9 +206,9 @@ class Loop:
                     if actions.vacant or actions.searches or actions.condemned:
                         rest.append(actions)
                 # While draining no caller may be left to flush what was submitted.
-                is_draining = self.is_abandoned or core.state is EngineState.DRAINING
-                if not (core.scaling.is_fixed or is_draining):
-                    core.scale_by_load(now)
+                is_draining = self.is_abandoned or fleet.state is EngineState.DRAINING
+                if not (fleet.scaling.is_fixed or is_draining):
+                    fleet.scale_by_load(now)
                 if core.batcher.deadline <= now or is_draining:
                     actions = core.batcher.time_passed(now)
                     core.queue(actions.batches)
@@ -223,9 +220,9 @@ class Loop:
                     rest += core.undone
                     core.undone = []
                 core.collect_unwanted()
-                has_more = rest or core.notes or core.supervisor.due <= now
+                has_more = rest or fleet.notes or fleet.supervisor.due <= now
             if core.unsent:
-                send(core, self._transport)
+                core.send()
             timeout = None if has_more else self._time_to_wait()
         finally:  # they are over, so nothing else would answer them
             if parts:
@@ -247,7 +244,7 @@ class Loop:
             try:
                 self.on_batch(record)
             except BaseException:  # as of a callback: this thread does not end for it
-                _log(logging.ERROR, "what watches the batches raised", exc_info=True)
+                log(logging.ERROR, "what watches the batches raised", exc_info=True)
             record.release()
 
     def _look_after_workers(self, rest: list[Actions]) -> None:
@@ -255,49 +252,38 @@ class Loop:
         core = self._core
         with core.lock:
             core.settle()
-            now = core.clock()
-            for slot in [slot for actions in rest for slot in actions.condemned]:
-                core.condemn(slot, now)
-            orders, retired = core.supervise(now)
-            hung = [
-                (slot, core.batcher.slots.limit(slot))
-                for slot in [slot for actions in rest for slot in actions.hung]
-                if slot in core.batcher.slots
-            ]
-            slow = [(slot, core.supervisor.start_bound(slot)) for slot in orders.kill]
-            vacant = [slot for actions in [*rest, retired] for slot in actions.vacant]
-            stop = [*orders.stop, *filter(core.supervisor.vacant, vacant)]
-            notes, core.notes = core.notes, []
+            orders = core.look_after_workers(rest)
+            notes, core.fleet.notes = core.fleet.notes, []
         self.on_workers()
         for level, text, arguments in notes:
-            _log(level, text, *arguments)
+            log(level, text, *arguments)
         for search in [search for actions in rest for search in actions.searches]:
             _log_search(search)
-        for slot in stop:
-            self._transport.stop(slot)
-        for slot, seconds in hung:
+        for slot in orders.stop:
+            self._core.transport.stop(slot)
+        for slot, seconds in orders.hung:
             if core.batcher.slots.ends_hung:
-                self._transport.kill(slot, self._hang.format(seconds))
+                self._core.transport.kill(slot, self._hang.format(seconds))
             else:
                 self._log_hang(slot, seconds)
-        for slot, seconds in slow:
-            self._transport.kill(slot, self._slow_start.format(seconds))
+        for slot, seconds in orders.slow:
+            self._core.transport.kill(slot, self._slow_start.format(seconds))
         for slot, place in orders.start:
             self._start_worker(slot, place)
 
     def _log_hang(self, slot: int, seconds: float) -> None:
         with self._core.lock:
-            place = self._core.supervisor.place(slot)
-        stack = self._transport.stack(slot)  # first, or it might be done meanwhile
+            place = self._core.fleet.supervisor.place(slot)
+        stack = self._core.transport.stack(slot)  # first, or it might be done meanwhile
         text = "worker %d has been at one batch for more than %.0f s, and is not ended: %s"
-        _log(logging.WARNING, text, place, seconds, self._hang)
+        log(logging.WARNING, text, place, seconds, self._hang)
         if stack:
-            _log(logging.WARNING, "what it was doing:\n%s", stack)
+            log(logging.WARNING, "what it was doing:\n%s", stack)
 
     def _start_worker(self, slot: int, place: int) -> None:
         core = self._core
         try:
-            self._transport.start(slot, place, core.scaling.most)
+            self._core.transport.start(slot, place, core.fleet.scaling.most)
         except Exception as error:  # no memory for a process, no descriptors: perhaps later
             failed = WorkerStartError(f"worker {place} could not be started: {summary(error)}")
             failed.__cause__ = error.with_traceback(None)
@@ -307,29 +293,29 @@ class Loop:
 
     def _shut_down(self, reason: Failure | None) -> None:
         """End all. With a reason of None it was closed."""
-        core = self._core
+        core, fleet = self._core, self._core.fleet
         refusal = reason
         if reason is None:
             kind = AtExit if core.is_exiting else Failure
             error = StreamerClosed("the streamer was closed before the call was served")
             reason, refusal = kind(error), Failure(error)
         with core.lock:
-            core.state = EngineState.CLOSED
-            if core.refusal is None:
-                core.refusal = refusal
-            is_idle = core.batcher.is_empty and not core.supervisor.is_loading
+            fleet.state = EngineState.CLOSED
+            if fleet.refusal is None:
+                fleet.refusal = refusal
+            is_idle = core.batcher.is_empty and not fleet.supervisor.is_loading
             calls = core.fail_open(reason)
             core.changed.notify_all()
         self._answer_all(calls)
-        core.open.clear()
-        self._transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
+        core.open_calls.clear()
+        self._core.transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
         with core.lock:
             core.batcher.forget_workers()
         self.has_ended = True  # first: code that sets ``on_end`` and then looks misses nothing
         self.on_workers()
         self.on_end()
         cut_off = f", {counted(len(calls), 'call')} cut off" if calls else ""
-        _log(logging.INFO, "the workers have ended%s", cut_off)
+        log(logging.INFO, "the workers have ended%s", cut_off)
 
     def _hand_out(self, parts: list[tuple[Call, Any]]) -> None:
         """Hand out outputs of streams. Tasks of one loop are woken together, when all are there."""
@@ -365,47 +351,32 @@ class Loop:
             except BaseException:
                 # A callback of a user's may raise anything, SystemExit too. Others wait for their
                 # answers, and this thread does not end for it.
-                _log(logging.ERROR, "a callback of a future raised", exc_info=True)
+                log(logging.ERROR, "a callback of a future raised", exc_info=True)
         wake(waiters)
         for mailbox in mailboxes:
             mailbox.deliver_soon()
-        forget = self._core.open.pop
+        forget = self._core.open_calls.pop
         for call in calls:
             forget(call, None)
 
     def _log_failures(self, events: list[WorkerEvent]) -> None:
         for event in events:
             if type(event) is BatchReport and event.failure is not None:
-                _log(logging.DEBUG, "batch %d failed: %s", event.batch_id, event.failure.text)
-
-
-def send(core: Core, transport: Transport) -> None:
-    """Send what is in the outboxes. For any thread, without the lock."""
-    unsent = core.unsent
-    while unsent:
-        try:
-            outbox = unsent.popleft()
-        except IndexError:  # another thread was faster
-            break
-        sent = outbox.send(transport, core.batcher)
-        if logger.isEnabledFor(logging.DEBUG):
-            for batch in sent:
-                size = counted(batch.size, "item")
-                _log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, batch.reason.value)
+                log(logging.DEBUG, "batch %d failed: %s", event.batch_id, event.failure.text)
 
 
 def _log_search(search: Search | Raised) -> None:
     """Log what the search for the faulty item cost."""
     failure = search.failure
     if isinstance(search, Search):
-        _log(
+        log(
             logging.WARNING if search.failed else logging.INFO,
             "%s with a worker that was lost (%s): %s to compute again, %s failed",
             counted(search.items, "item"), failure.text, counted(search.runs, "model call"),
             counted(search.failed, "call"),
         )  # fmt: skip
     elif search.runs:
-        _log(
+        log(
             logging.WARNING,
             "%d of %s in a batch failed (%s); to find out took %s more",
             search.failed, counted(search.calls, "call"),
@@ -413,7 +384,7 @@ def _log_search(search: Search | Raised) -> None:
             counted(search.runs, "model call"),
         )  # fmt: skip
     elif search.failed:
-        _log(
+        log(
             logging.WARNING,
             "%s failed together with %s, and the call at fault is not known:\n%s",
             counted(search.failed, "call"), failure.text,

@@ -25,9 +25,6 @@ from .pool_protocol import (
 )
 from .sessions import PoolReply, Session
 
-#: Calls that the engine gets at once: its lock is held while it takes them.
-_MOST_TOGETHER = 64
-
 
 class Deferred(NamedTuple):
     """What a method returns whose answer has to wait for the workers.
@@ -63,7 +60,6 @@ class ClientRequests:
     def take(self, frames: list[tuple[Session, list[Any]]]) -> None:
         """Messages that have come together, from clients that have said hello."""
         has_company = len(frames) > 1 or any(len(messages) > 1 for _, messages in frames)
-        calls: list[Call] = []
         for session, messages in frames:
             message: Any = None
             try:
@@ -73,36 +69,21 @@ class ClientRequests:
                             continue
                         session.read += 1
                         if (call := _call_of(session, message, more=has_company)) is not None:
-                            calls.append(call)
-                        continue
-                    if calls:  # it may be about one of them
-                        self._submit(calls)
-                        calls = []
-                    self._obey(session, *message)
+                            self._submit(call)
+                    else:
+                        self._obey(session, *message)
             except Exception as error:
                 _break_off(session, message, own_fault(error))
-        self._submit(calls)
         if has_company:  # they share batches
             self._engine.flush()
 
-    def _submit(self, calls: list[Call]) -> None:
-        for start in range(0, len(calls), _MOST_TOGETHER):
-            together = calls[start : start + _MOST_TOGETHER]
-            try:
-                if len(calls) == 1:  # the one of a lone caller
-                    self._engine.submit(calls[0])
-                    return
-                refused = self._engine.submit_all(together)
-            except Exception as error:
-                refused = [(call, error) for call in together]
-            reason: Exception | None = None
-            for call, refusal in refused:
-                if refusal is not reason:
-                    reason = refusal
-                    is_stated = isinstance(reason, StreamerError)  # overloaded, closed or broken
-                    failure = _with_causes(reason) if is_stated else own_fault(reason)
-                if (reply := call.reply) is not None:  # else it has an answer
-                    reply.fail(failure)
+    def _submit(self, call: Call) -> None:
+        try:
+            self._engine.submit(call)
+        except Exception as error:
+            is_stated = isinstance(error, StreamerError)  # overloaded, closed or broken
+            if (reply := call.reply) is not None:  # else it has an answer
+                reply.fail(_with_causes(error) if is_stated else own_fault(error))
 
     def _obey(self, session: Session, kind: int, number: int, *rest: Any) -> None:
         if kind == ASK:

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..engine.engine import Lengths
+from ..engine.core import Lengths
 from ..errors import (
     PredictTimeout,
     StreamerClosed,

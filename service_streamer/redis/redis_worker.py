@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 
 from ..base_streamer import BaseStreamer
 from ..engine.build import Length, Model, build_engine
-from ..engine.core import EngineState
+from ..engine.fleet import EngineState
 from ..engine.operator_signals import (
     SAME_SIGNAL,
     EndSignals,

@@ -1,4 +1,4 @@
-"""The workers of a simulation: the supervisor and the autoscaling of the engine, and time to load.
+"""The workers of a simulation: the fleet of the engine, and time to load.
 
 Nothing is lost here and nothing fails: a worker is ready when it has loaded its model, and ends
 when it holds nothing any more.
@@ -7,12 +7,18 @@ when it holds nothing any more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..batching.actions import Actions
 from ..batching.batcher import Batcher
+from ..engine.fleet import Fleet
+from ..errors import WorkerLost
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Loss, RestartPolicy, Supervisor
+from ..workers.protocol import Failure, WorkerReady
+from ..workers.transport import WorkerDied
+
+_ENDED = Failure(WorkerLost("it has ended"))
 
 
 class Crew:
@@ -41,9 +47,9 @@ class Crew:
         will_be_ready: Callable[[int, float], None],
         do: Callable[[Actions, float], None],
     ) -> None:
-        self._batcher = batcher
-        self._scaling = Autoscaling(least, most)
-        self._supervisor = Supervisor(least, RestartPolicy())
+        supervisor = Supervisor(least, RestartPolicy())
+        scaling = Autoscaling(least, most)
+        self._fleet = Fleet(batcher, supervisor, scaling, jitter=lambda: 0.0)
         self._start_duration = start_duration
         self._will_be_ready = will_be_ready
         self._do = do
@@ -52,65 +58,57 @@ class Crew:
 
     def start(self) -> None:
         """The first workers are ready."""
-        for slot, _ in self._supervisor.orders(-self._start_duration).start:
+        orders, _ = self._fleet.look_after_workers((), -self._start_duration)
+        for slot, _ in orders.start:
             self.ready(slot, 0.0)
 
     def ready(self, slot: int, now: float) -> None:
         """The worker has loaded its model."""
-        if slot not in self._supervisor:
-            return  # it was ended meanwhile
-        self._supervisor.ready(slot, now)
-        self.lives[slot] = now, math.inf
-        self._do(self._batcher.worker_ready(slot, now, self._start_duration), now)
-        self._obey(now)  # one that stood in for it may have to end
+        if slot in self._fleet.supervisor:  # else it was ended meanwhile
+            self.lives[slot] = now, math.inf
+            self._do(self._fleet.happened(WorkerReady(slot), now), now)
+            self._obey((), now)  # one that stood in for it may have to end
 
     @property
     def due(self) -> float:
         """When to ``look`` at the latest."""
-        return self._scaling.due
+        return self._fleet.scaling.due
 
     @property
     def changes(self) -> int:
         """How often workers were added after some had been ended, or the other way round."""
-        return self._scaling.changes
+        return self._fleet.scaling.changes
 
     def look(self, now: float) -> None:
         """Have more workers, or fewer, if the load says so."""
-        scaling, supervisor = self._scaling, self._supervisor
-        if not scaling.is_due(self._batcher.pending_items, now):
-            return
-        load = self._batcher.figures.load(0, self._start_duration)
-        wanted = scaling.decide(load, now)
-        if wanted == supervisor.wanted:
-            return
-        self.wanted.append((now, wanted))
-        supervisor.want(wanted)
-        self._obey(now)
-
-    def _obey(self, now: float) -> None:
-        """Do what the supervisor wants done now. It kills none, as starts have no bound here."""
-        supervisor = self._supervisor
-        while supervisor.due <= now:
-            orders = supervisor.orders(now)
-            for slot, _ in orders.start:
-                self._will_be_ready(slot, now + self._start_duration)
-            for slot in orders.stop:
-                supervisor.lost(slot, Loss.DIED_STARTING, now, 0.0)
-            for slot in orders.keep:
-                self._do(self._batcher.worker_kept(slot, now), now)
-            for slot in orders.retire:
-                actions = self._batcher.worker_retiring(slot, now)
-                self.vacant(actions, now)
-                self._do(actions, now)
+        self._fleet.scale_by_load(now)
+        wanted = self._fleet.supervisor.wanted
+        if wanted != self.wanted[-1][1]:
+            self.wanted.append((now, wanted))
+            self._obey((), now)
 
     def vacant(self, actions: Actions, now: float) -> None:
         """End the workers that were to end and hold nothing any more."""
-        for slot in actions.vacant:
-            if self._supervisor.vacant(slot):
-                self.lives[slot] = self.lives[slot][0], now
-                self._supervisor.lost(slot, Loss.CRASHED, now, 0.0)
-                self._do(self._batcher.worker_lost(slot, None, now), now)
-                self._obey(now)  # its place may be wanted again
+        if actions.vacant:
+            self._obey([actions], now)
+
+    def _obey(self, rest: Sequence[Actions], now: float) -> None:
+        """Do what is to be done about workers. None is killed, as starts have no bound here."""
+        fleet = self._fleet
+        while rest or fleet.supervisor.due <= now:
+            orders, rest = fleet.look_after_workers(rest, now)
+            for slot, _ in orders.start:
+                self._will_be_ready(slot, now + self._start_duration)
+            for actions in rest:
+                self._do(actions, now)
+            rest = ()
+            for slot in orders.stop:
+                loss = Loss.DIED_STARTING
+                if slot in self.lives:
+                    self.lives[slot] = self.lives[slot][0], now
+                    loss = Loss.CRASHED
+                self._do(fleet.happened(WorkerDied(slot, _ENDED, loss), now), now)
+        fleet.notes.clear()
 
     def worked(self, since: float, until: float) -> float:
         """Seconds of all workers that were ready, in this time."""

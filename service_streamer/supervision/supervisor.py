@@ -144,7 +144,6 @@ class _Worker:
     __slots__ = (
         "bound",
         "generation",
-        "has_progressed",
         "is_condemned",
         "is_killed",
         "is_unwanted",
@@ -165,7 +164,6 @@ class _Worker:
         self.generation = generation
         self.overlap: Overlap = "auto"  # of the renewals that are to replace it
         self.state = WorkerState.STARTING
-        self.has_progressed = False
         self.is_condemned = False
         self.is_killed = False
         self.is_waiting = False  # for a place on a cluster
@@ -214,6 +212,7 @@ class Supervisor:
         restarts: of lost workers, so far.
         restarts_at: the same by place, of those that had any.
         aborted: the last generation whose replacement could not be started.
+        progressed: slots whose worker has computed a batch.
         start_duration: what the last worker that is ready took to be so, seconds.
         tries_once: whether places that have failed wait until a worker of another place is ready.
             For an owner that ends if none is: an unsuitable model would only be loaded again.
@@ -229,6 +228,7 @@ class Supervisor:
         self.restarts = 0
         self.restarts_at: dict[int, int] = {}
         self.aborted = -1
+        self.progressed: set[int] = set()
         self.start_duration = 0.0
         self.tries_once = False
         self._is_winding_down = False
@@ -333,10 +333,6 @@ class Supervisor:
         self.due = -math.inf
         return True
 
-    def progressed(self, slot: int) -> None:
-        """The worker has computed a batch."""
-        self._workers[slot].has_progressed = True
-
     def condemn(self, slot: int, now: float, jitter: float) -> bool:
         """Replace the worker, which fails everything; whether that is news.
 
@@ -356,12 +352,9 @@ class Supervisor:
         self.due = -math.inf
         if worker.place < len(self._places):
             place = self._places[worker.place]
-            if worker.has_progressed:
+            if slot in self.progressed:
                 place.forgive()
-            place.restart_at = now + self._policy.delay(place.restarts, jitter)
-            place.restarts += 1
-            self.restarts += 1
-            self.restarts_at[worker.place] = self.restarts_at.get(worker.place, 0) + 1
+            self._restart(worker.place, now, jitter)
         return True
 
     def vacant(self, slot: int) -> bool:
@@ -391,6 +384,8 @@ class Supervisor:
         """
         overlap = self.overlap(slot)
         worker = self._workers.pop(slot)
+        has_progressed = slot in self.progressed
+        self.progressed.discard(slot)
         self.due = -math.inf
         if worker.state in (WorkerState.RETIRING, WorkerState.STOPPING):
             return False
@@ -409,7 +404,7 @@ class Supervisor:
             lived = now - worker.ready_at >= self._policy.window
             # A GPU that has failed for good explains deaths, too, and is no reason for haste.
             is_explained = is_explained and loss is not Loss.DEVICE_FAILED
-            if worker.has_progressed or lived or is_explained:
+            if has_progressed or lived or is_explained:
                 place.forgive()
             place.was_served |= worker.ready_at < math.inf
             if place.is_exchanged:
@@ -417,9 +412,7 @@ class Supervisor:
             is_tried = not place.has_failed
             if is_tried and (was_busy or place.causeless < self._budget(place, loss)):
                 place.causeless += not was_busy
-                place.restart_at = now + self._policy.delay(place.restarts, jitter)
-                place.restarts += 1
-                self._count_restart(worker.place)
+                self._restart(worker.place, now, jitter)
             else:
                 place.has_failed = True
                 place.restart_at = now + self._policy.retry_delay(place.tries, jitter)
@@ -427,6 +420,12 @@ class Supervisor:
                     place.restart_at = math.inf
                 place.tries += 1
         return True
+
+    def _restart(self, number: int, now: float, jitter: float) -> None:
+        place = self._places[number]
+        place.restart_at = now + self._policy.delay(place.restarts, jitter)
+        place.restarts += 1
+        self._count_restart(number)
 
     def _count_restart(self, place: int) -> None:
         self.restarts += 1

@@ -175,7 +175,7 @@ def test_who_waits_for_workers_at_the_exit_holds_up_nothing(tmp_path: Path) -> N
             at_exit.LONGEST_EXIT = 3600.0
             streamer = Streamer(Loads)
             threading.Thread(target=wait, daemon=True).start()
-            while not streamer.engine.core.changed._waiters:
+            while not streamer.engine.changed._waiters:
                 threading.Event().wait(0.001)
     """
     code, out, err = outcome(source, tmp_path)

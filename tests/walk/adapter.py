@@ -138,7 +138,7 @@ class EngineStreamer(Streamer):
         thread.start = lambda: transport.run(thread.run)
         engine._loop.join = transport.pump  # type: ignore[method-assign]
         self._run(options, lambda: engine)
-        self.check_invariants = engine.core.batcher.check_invariants
+        self.check_invariants = engine.batcher.check_invariants
 
 
 @functools.cache

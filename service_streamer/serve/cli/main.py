@@ -158,7 +158,7 @@ def run_service(
 ) -> Exception | None:
     """See ``launch``, and ``launch_fleet`` for several web processes."""
     if options.web_workers != 1:
-        from ..fleet import launch_fleet
+        from ..several_processes import launch_fleet
 
         return launch_fleet(configuration, options)
     from ..launching import launch

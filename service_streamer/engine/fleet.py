@@ -1,0 +1,434 @@
+"""The workers and the calls together: what follows for one from what happens to the other. Pure.
+
+The engine tells a ``Fleet`` what has happened, under its lock, and does what it says. The simulator
+does the same, with workers that only take time. Time comes in as ``now``.
+
+     state      meaning                                    leaves when
+     -----      -------                                    -----------
+     STARTING   accepts calls; a worker still loads        each is ready or has failed
+     RUNNING    accepts calls                              closed, or no worker can be started
+     BROKEN     no worker can be started: calls fail at    a worker is ready, since they are tried
+                once, with the reason                      again and again; or closed
+     DRAINING   refuses calls, finishes accepted ones      nothing is left, or its time ends
+     CLOSED     refuses calls; nothing of it is left       -
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ..batching.actions import NOTHING, Actions
+from ..batching.batcher import Batcher
+from ..errors import StreamerBroken, WorkerStartError
+from ..observe.metrics import StreamerStats, WorkerStats
+from ..observe.record import BatchReport
+from ..reporting import counted
+from ..supervision.autoscaling import Autoscaling
+from ..supervision.supervisor import Loss, Supervisor, WorkerState
+from ..workers.protocol import Failure, WorkerReady
+from ..workers.transport import WorkerDied, WorkerEvent, WorkerWaits
+
+#: Of a step nothing follows for the workers, but for what is over by it.
+FleetEvent = BatchReport | WorkerReady | WorkerWaits | WorkerDied
+
+#: Levels of the notes, as those of ``logging``.
+_INFO, _WARNING, _ERROR = 20, 30, 40
+
+_STOP_FIRST = (
+    "two workers do not fit: restart_workers(overlap=False) ends the old one first; if there is no "
+    "other worker, calls wait meanwhile"
+)
+
+
+class EngineState(enum.Enum):
+    STARTING = "starting"
+    RUNNING = "running"
+    BROKEN = "broken"
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+
+class Orders(NamedTuple):
+    """What to do about workers now, in this order.
+
+    Attributes:
+        stop: slots whose workers hold nothing and are to end.
+        hung: slots whose batch takes too long, and the seconds that it was allowed to take.
+        slow: slots that take too long to be ready, and the seconds that they were allowed.
+        start: workers, as (slot, place).
+        retired: slots that take no more batches from now on.
+    """
+
+    stop: list[int]
+    hung: list[tuple[int, float]]
+    slow: list[tuple[int, float]]
+    start: list[tuple[int, int]]
+    retired: list[int]
+
+
+class Fleet:
+    """The workers of an engine or a simulation, and their calls. Not thread-safe.
+
+    Args:
+        scaling: decides how many workers there are to be; None if that is no matter of the load.
+        jitter: random numbers from 0 to 1.
+
+    Attributes:
+        notes: to be logged by whoever tells it what happened: level, text and its arguments.
+        refusal: why new calls are refused; None accepts them.
+        description: what the model says of itself, as the last worker that became ready reported;
+            None before the first.
+        failure: the last one of a place that has failed.
+        roll_failure: the last one for which a rolling restart was broken off.
+        ceilings: by slot, see ``StreamerStats``.
+        restarted_at: when workers were lost that were started again, the last ones.
+    """
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        supervisor: Supervisor,
+        scaling: Autoscaling | None = None,
+        *,
+        jitter: Callable[[], float],
+    ) -> None:
+        self.batcher = batcher
+        self.supervisor = supervisor
+        self.scaling = scaling or Autoscaling(supervisor.wanted, supervisor.wanted)
+        self.state = EngineState.STARTING
+        self.refusal: Failure | None = None
+        self.notes: list[tuple[int, str, tuple[object, ...]]] = []
+        self.description: Mapping[str, Any] | None = None
+        self.failure: Failure | None = None
+        self.roll_failure: Failure | None = None
+        self.ceilings: dict[int, float] = {}
+        self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
+        self._jitter = jitter
+        self._last_loss = ""
+        self._last_error = ""  # its class
+        self._dying: set[int] = set()  # slots of which it is about to be said that they are lost
+
+    def foresee(self, events: list[WorkerEvent]) -> None:
+        """Have no batch cut for a worker of which a later one of these events says it is lost."""
+        self._dying = {event.slot for event in events if type(event) is WorkerDied}
+        for slot in self._dying:
+            self.batcher.worker_dying(slot)
+
+    def happened(self, event: FleetEvent, now: float) -> Actions:
+        """Apply an event."""
+        if isinstance(event, BatchReport):
+            if event.ceiling or self.ceilings:
+                self._ceiling_changed(event.slot, event.ceiling)
+            if not event.has_failed:
+                self.supervisor.progressed.add(event.slot)
+            else:
+                failure = event.failure or next(iter(event.failures.values()))
+                if not failure.blames_input:
+                    self._last_error = failure.text[:100].partition(":")[0]
+            return self.batcher.batch_returned(event, now)
+        if isinstance(event, WorkerDied):
+            return self._lost(event, now)
+        if isinstance(event, WorkerWaits):
+            self.supervisor.waits(event.slot, has_place=event.has_place)
+            self._workers_changed()
+            return NOTHING
+        return self._ready(event, now)
+
+    def _ready(self, event: WorkerReady, now: float) -> Actions:
+        slot = event.slot
+        if not self.supervisor.ready(slot, now):
+            return NOTHING
+        if event.places and not self.batcher.has_steps:
+            self.batcher.begin_steps(event.places, resumes=event.resumes)
+        self.description = event.description or {}
+        self.batcher.slots.sizes = _sizes_of(self.description.get("batch_sizes"))
+        self._note(_INFO, "worker %d is ready", self.supervisor.place(slot))
+        if self.state is EngineState.BROKEN:
+            self._note(_WARNING, "calls are accepted again")
+        self.revive()
+        self._workers_changed()
+        if slot in self._dying:
+            return NOTHING
+        return self.batcher.worker_ready(slot, now, self.supervisor.start_duration)
+
+    def _lost(self, event: WorkerDied, now: float) -> Actions:
+        slot, failure, loss, batch_id, report, begun = event
+        supervisor = self.supervisor
+        place = supervisor.place(slot)
+        self.ceilings.pop(slot, None)
+        aborted, restarts = supervisor.aborted, supervisor.restarts
+        overlap = supervisor.overlap(slot)
+        was_failing = supervisor.retry_at(place) is not None
+        self._dying.discard(slot)
+        actions, held, retried = Actions(), 0, self.batcher.figures.retries.retried_items
+        if loss in (Loss.CRASHED, Loss.DEVICE_FAILED, Loss.OUTAGE):
+            held = self.batcher.items_held(slot)
+            actions = self.batcher.worker_lost(
+                slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
+            )
+            retried = self.batcher.figures.retries.retried_items - retried
+        was_unwanted = supervisor.lost(
+            slot,
+            loss,
+            now,
+            self._jitter(),
+            was_busy=held > 0,
+            is_explained=any(call.failure is failure for call in actions.calls),
+        )
+        if supervisor.aborted != aborted:
+            self.roll_failure = failure
+            if loss is Loss.NO_MEMORY and overlap:
+                advice = f"{failure.message}; {_STOP_FIRST}"
+                self.roll_failure = Failure(WorkerStartError(advice), cause=failure)
+        retry_at = supervisor.retry_at(place)
+        if was_unwanted and retry_at is not None:
+            self.failure = failure
+            self._note_failed(failure, retry_at - now, is_news=not was_failing)
+        elif was_unwanted:
+            then = "gone"
+            if supervisor.restarts > restarts:
+                then = "started again"
+                self.restarted_at.append(now)
+            elif overlap is not None and loss is Loss.NO_MEMORY and supervisor.aborted == aborted:
+                then = "tried again when the old worker has ended: there is no memory for both"
+            self._note_loss(failure, retried if held else 0, then)
+        elif held:
+            self._note_loss(failure, retried, "not replaced, since it was about to end")
+        else:
+            self._note(_INFO, "worker %d has ended", place)
+        if report is not None:  # the log has it if nobody else
+            self._note(_WARNING, "what its model raised:\n%s", report)
+        if supervisor.is_broken:
+            broken = failure
+            if supervisor.was_served:
+                error = StreamerBroken(
+                    "no worker is left, and new ones could not be started; starting them is tried "
+                    "again at least once a minute, and by restart_workers() at once"
+                )
+                broken = Failure(error, cause=failure)
+            if self.state in (EngineState.STARTING, EngineState.RUNNING, EngineState.BROKEN):
+                self.state = EngineState.BROKEN
+                self.refusal = broken
+            calls = [*actions.calls, *self.batcher.fail_all(broken)]
+            actions = actions._replace(calls=calls)
+        self._workers_changed()
+        return actions
+
+    def look_after_workers(
+        self, rest: Iterable[Actions], now: float
+    ) -> tuple[Orders, list[Actions]]:
+        """Compare the workers that there are with those that there should be.
+
+        Args:
+            rest: what the batcher wanted done, but for its batches and calls.
+
+        Returns:
+            What to do about workers, and what the batcher wants done then.
+        """
+        supervisor, slots = self.supervisor, self.batcher.slots
+        hung: list[tuple[int, float]] = []
+        vacant: list[int] = []
+        more: list[Actions] = []
+        for actions in rest:
+            for slot in actions.condemned:
+                self._condemn(slot, now)
+            hung += [(slot, slots.limit(slot)) for slot in actions.hung if slot in slots]
+            vacant += actions.vacant
+        orders = supervisor.orders(now)
+        for slot in orders.keep:
+            self._note(
+                _INFO, "worker %d is kept, since more are wanted again", supervisor.place(slot)
+            )
+            more.append(self.batcher.worker_kept(slot, now))
+        for slot in orders.retire:
+            actions = self.batcher.worker_retiring(slot, now)
+            vacant += actions.vacant
+            more.append(actions._replace(vacant=()))  # others go on in its place
+        self._workers_changed()
+        stop = [*orders.stop, *filter(supervisor.vacant, vacant)]
+        slow = [(slot, supervisor.start_bound(slot)) for slot in orders.kill]
+        return Orders(stop, hung, slow, orders.start, orders.retire), more
+
+    def scale_by_load(self, now: float) -> None:
+        """Have more workers, or fewer, if the load says so, and if it is time to look at it."""
+        scaling, batcher, supervisor = self.scaling, self.batcher, self.supervisor
+        if not scaling.is_due(batcher.pending_items, now):
+            return
+        load = batcher.figures.load(supervisor.failed, supervisor.start_duration)
+        wanted, before = scaling.decide(load, now), supervisor.wanted
+        if wanted == before:
+            return
+        supervisor.want(wanted)
+        if wanted > before and scaling.wait <= scaling.target:
+            text = "%s instead of %d, since calls are refused, or their time ends while they wait"
+            self._note(_INFO, text, counted(wanted, "worker"), before)
+        elif wanted > before:
+            self._note(
+                _INFO,
+                "%s instead of %d, since the queue (%s) takes %.2g s, and the target is %.2g s",
+                counted(wanted, "worker"), before, counted(load.waiting, "item"),
+                scaling.wait, scaling.target,
+            )  # fmt: skip
+        else:
+            text = "%s instead of %d: fewer have been enough for a while"
+            self._note(_INFO, text, counted(wanted, "worker"), before)
+
+    def set_bounds(self, least: int, most: int, now: float) -> None:
+        """Have as many workers, within these bounds, as the load needs."""
+        self.scaling.set_bounds(least, most, now)
+        self.supervisor.scale(self.scaling.wanted)
+
+    def _condemn(self, slot: int, now: float) -> None:
+        """Have a worker replaced that fails everything while others do not."""
+        if self.supervisor.condemn(slot, now, self._jitter()):
+            self.restarted_at.append(now)
+            self._note(
+                _WARNING,
+                "worker %d is replaced: it failed batch after batch, and most of the others "
+                "computed theirs; its last error was %s",
+                self.supervisor.place(slot), self._last_error,
+            )  # fmt: skip
+
+    def revive(self) -> None:
+        """A worker is ready, or the supervisor tries again at once."""
+        if self.state is EngineState.BROKEN:
+            self.state = EngineState.STARTING
+            self.refusal = None
+
+    def begin_drain(self, refusal: Failure) -> None:
+        """Accept nothing any more; have workers for what is left only."""
+        self.state = EngineState.DRAINING
+        self.refusal = refusal
+        self.supervisor.wind_down()
+        self.scaling.due = math.inf
+
+    def _workers_changed(self) -> None:
+        supervisor = self.supervisor
+        has_begun = not (supervisor.is_starting or supervisor.is_broken)
+        if self.state is EngineState.STARTING and has_begun:
+            self.state = EngineState.RUNNING
+
+    def _ceiling_changed(self, slot: int, ceiling: float) -> None:
+        before = self.ceilings.get(slot, 0)
+        if ceiling == before:
+            return
+        place = self.supervisor.place(slot)
+        if not ceiling:
+            del self.ceilings[slot]
+            self._note(_INFO, "worker %d computes batches of any size again", place)
+            return
+        self.ceilings[slot] = ceiling
+        is_lower = not before or ceiling < before
+        self._note(
+            _WARNING if is_lower else _INFO,
+            "worker %d %s: it computes at most %s at once",
+            place, "ran out of device memory" if is_lower else "has more device memory",
+            counted(ceiling, "item") if isinstance(ceiling, int)
+            else f"a cost (items times the longest) of {ceiling:g}",
+        )  # fmt: skip
+
+    def _note(self, level: int, text: str, *arguments: object) -> None:
+        self.notes.append((level, text, arguments))
+
+    def _note_loss(self, failure: Failure, retried: int, then: str) -> None:
+        more = f"; to be computed again: {counted(retried, 'item')}" if retried else ""
+        self._note(_WARNING, "%s; it is %s%s", failure.message, then, more)
+        if failure.remote_traceback is not None:
+            self._note(_WARNING, "what it was doing:\n%s", failure.remote_traceback)
+
+    def _note_failed(self, failure: Failure, pause: float, *, is_news: bool) -> None:
+        """Of a place without a worker: an error once, then a line for each try, if there is more.
+
+        That is as seldom as the tries are, so that the last lines of the log say what is wrong.
+        """
+        if pause == math.inf:  # the first failure of a place is news
+            text = "%s; it is tried again when another worker is ready"
+            if not self.supervisor.is_starting:  # there will be none, and the owner ends
+                text = "%s"
+            self._note(_ERROR, text, failure.message)
+        elif not is_news:
+            text = "%s; it is tried again in %.1f s"
+            self._note(_WARNING, text, failure.message, pause)
+        elif failure.message != self._last_loss:  # often all workers fail for the one same reason
+            text = "%s; it is tried again in %.1f s, and then at least once a minute"
+            self._note(_ERROR, text, failure.message, pause)
+        self._last_loss = failure.message
+        if is_news and failure.remote_traceback is not None:
+            self._note(_WARNING, "what it was doing:\n%s", failure.remote_traceback)
+
+    def workers(self, device: Callable[[int], int | str | None]) -> list[WorkerStats]:
+        """Each worker, and each place that waits for one or has failed, by number."""
+        if self.state is EngineState.CLOSED:
+            return []
+        workers = []
+        for place, slot, state in self.supervisor.workers():
+            name = state.value
+            if slot is not None and state is WorkerState.READY:
+                name = "busy" if self.batcher.items_held(slot) else "idle"
+            restarts = self.supervisor.restarts_at.get(place, 0)
+            workers.append(WorkerStats(place, device(place), name, restarts))
+        return sorted(workers, key=lambda worker: worker.number)
+
+    def stats(self, now: float) -> StreamerStats:
+        batcher, supervisor = self.batcher, self.supervisor
+        states = dict(supervisor.states())
+        busy = batcher.slots.busy - states[WorkerState.RETIRING]
+        ready = states.pop(WorkerState.READY)
+        workers = {"idle": max(0, ready - busy), "busy": min(ready, max(0, busy))}
+        workers |= {state.value: count for state, count in states.items()}
+        if self.state is EngineState.CLOSED:
+            workers = dict.fromkeys(workers, 0)
+        return StreamerStats(
+            state=self.state.value,
+            pending=batcher.pending_items,
+            in_flight=batcher.slots.items,
+            batches_in_flight=len(batcher.slots.in_flight()),
+            workers=workers,
+            restarts=supervisor.restarts,
+            accepted=batcher.figures.accepted_calls,
+            answered=batcher.figures.answered_calls,
+            failed=batcher.figures.failed_calls,
+            retries=batcher.figures.retries.retried_items,
+            expired=batcher.figures.expired_calls,
+            cancelled=batcher.figures.cancelled_calls,
+            rejected=batcher.figures.rejected_calls,
+            isolated=batcher.figures.retries.isolated_calls,
+            ceilings={supervisor.place(slot): n for slot, n in self.ceilings.items()},
+            trouble=self._trouble(now),
+            **self._scaling_stats(),
+        )
+
+    def _scaling_stats(self) -> dict[str, Any]:
+        scaling = self.scaling
+        if scaling.is_fixed:
+            return {}
+        wait = scaling.wait_of(self.batcher.figures.load(0, 0.0))
+        return {
+            "wanted": scaling.wanted,
+            "worker_range": (scaling.least, scaling.most),
+            "target_wait": scaling.target,
+            "wait": wait,
+        }
+
+    def _trouble(self, now: float) -> str | None:
+        """Why no worker gives answers at present; None while one does."""
+        health = self.batcher.health
+        if health.is_failing(now):
+            last = f"; the last error was {self._last_error}" if self._last_error else ""
+            return f"the last {health.row} batches failed, and none was computed since{last}"
+        seconds = self.batcher.slots.stuck(now)
+        if seconds is not None:
+            return f"every worker has been at one batch for {seconds:.0f} s or longer"
+        return None
+
+
+def _sizes_of(sizes: object) -> tuple[int, ...]:
+    """The sizes that a model's description names; none if they are not ascending whole numbers."""
+    if not isinstance(sizes, (list, tuple)) or any(type(each) is not int for each in sizes):
+        return ()
+    is_ascending = all(left < right for left, right in zip((0, *sizes), sizes, strict=False))
+    return tuple(sizes) if is_ascending else ()
