@@ -131,8 +131,9 @@ class Codec:
 
 def encode_spec(spec: object, by_value: ByValue) -> bytes:
     """Pickle what workers load. Raises TypeError: it cannot be pickled."""
+    file = io.BytesIO()
     try:
-        pickled = by_value.dumps(spec)
+        by_value.pickler(file, pickle.HIGHEST_PROTOCOL).dump(spec)
     except NotImportable:
         raise
     except Exception as error:
@@ -141,6 +142,7 @@ def encode_spec(spec: object, by_value: ByValue) -> bytes:
             f"({summary(error)}); define the function or class at the top level of a module, or "
             'name it by an import string "package.module:Name"'
         ) from error
+    pickled = file.getvalue()
     if len(pickled) > _LARGE_SPEC_BYTES:
         logger.warning(
             "the model is %d MB when pickled, and every worker gets a copy; "
@@ -183,14 +185,8 @@ class ByValue:
         """Whether items may be of classes that workers cannot import, by what the model was."""
         return self._is_used or not has_main()
 
-    def dumps(self, value: Any) -> bytes:
-        """Pickle a value. Raises NotImportable, and whatever pickling it raises."""
-        file = io.BytesIO()
-        self.pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-        return file.getvalue()
-
     def pickler(self, *arguments: Any, **options: Any) -> pickle.Pickler:
-        """A pickler of this kind."""
+        """A pickler of this kind. Its ``dump`` raises NotImportable, too."""
         pickler = _Pickler(*arguments, **options)
         pickler.owner = self
         return pickler
@@ -248,8 +244,11 @@ def _dissect(thing: Any, known: Callable[[Any], bool]) -> bytes:
     try:
         cloudpickle = importlib.import_module("cloudpickle")
     except ImportError:
+        place = f"the module {thing.__module__!r}"
+        if thing.__module__ in MAIN:
+            place = "the main module (a notebook, python -c, standard input or the like)"
         raise NotImportable(
-            f"{thing.__qualname__} is defined in {_place(thing)}, which worker processes cannot "
+            f"{thing.__qualname__} is defined in {place}, which worker processes cannot "
             f"import. Run pip install {' '.join(PACKAGES['notebook'])}, define it in a module "
             '(.py file) and import it from there, or use mp_start_method="fork"'
         ) from None
@@ -272,12 +271,6 @@ def _dissect(thing: Any, known: Callable[[Any], bool]) -> bytes:
         if is_registered:
             cloudpickle.unregister_pickle_by_value(module)
     return file.getvalue()
-
-
-def _place(thing: Any) -> str:
-    if thing.__module__ in MAIN:
-        return "the main module (a notebook, python -c, standard input or the like)"
-    return f"the module {thing.__module__!r}"
 
 
 def _receive(name: bytes, parts: bytes) -> Any:

@@ -129,11 +129,11 @@ class ProcessTransport(Transport):
         spec = None if isinstance(self._spec, bytes) else self._spec
         try:
             worker.start(self._method, self._placement, worker_num, spec)
-            self._watch(worker.response_end.fileno(), worker, self._read)
-            self._watch(worker.death_descriptor, worker, self._lost)
+            self._watch(worker.responses, worker, self._read)
+            self._watch(worker.death, worker, self._lost)
         except BaseException:
             del self._workers[slot]
-            self._unwatch(worker.response_end.fileno())
+            self._unwatch(worker.responses)
             worker.discard()
             raise
         if isinstance(self._spec, bytes):
@@ -195,7 +195,7 @@ class ProcessTransport(Transport):
         reported like any other.
         """
         if not worker.is_gone:
-            worker.process.kill()
+            worker.kill()
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         if self._has_unwritten:
@@ -233,7 +233,7 @@ class ProcessTransport(Transport):
             worker.end_by_force(why)
             self._ending.add(worker)
             with contextlib.suppress(KeyError):  # it was killed before
-                self._watch(worker.stacks_end.fileno(), worker, self._stacks_begin)
+                self._watch(worker.stacks, worker, self._stacks_begin)
 
     def close(self, grace: float) -> None:
         if self._is_closed:
@@ -289,7 +289,7 @@ class ProcessTransport(Transport):
         except BlockingIOError:
             return False  # a system may call a pipe ready that is empty
         except EOFError:
-            self._unwatch(worker.response_end.fileno())
+            self._unwatch(worker.responses)
             return False
         except Exception as error:  # no memory for the frame, or it is none
             self._give_up(worker, error)
@@ -306,26 +306,20 @@ class ProcessTransport(Transport):
 
     def _give_up(self, worker: WorkerProcess, error: Exception) -> None:
         """What the worker has written cannot be read; the rest makes no sense then."""
-        self._unwatch(worker.response_end.fileno())
+        self._unwatch(worker.responses)
         if worker.killed_for is None:
             worker.killed_for = describe_breach(error)
-        worker.process.kill()
+        worker.kill()
 
     def _stacks_begin(self, worker: WorkerProcess) -> None:
-        self._unwatch(worker.stacks_end.fileno())
+        self._unwatch(worker.stacks)
         worker.hasten()
 
     def _lost(self, worker: WorkerProcess) -> None:
         """The worker is dead: what it had written still counts, then it is gone."""
-        response = worker.response_end.fileno()
-        while response in self._selector.get_map() and self._read(worker):
+        while worker.responses in self._selector.get_map() and self._read(worker):
             pass
-        for descriptor in (
-            worker.death_descriptor,
-            response,
-            worker.request_end.fileno(),
-            worker.stacks_end.fileno(),
-        ):
+        for descriptor in (worker.death, worker.responses, worker.requests, worker.stacks):
             self._unwatch(descriptor)
         del self._workers[worker.slot]
         self._ending.discard(worker)
@@ -353,14 +347,13 @@ class ProcessTransport(Transport):
 
     def _watch_for_room(self, worker: WorkerProcess) -> None:
         """Have the pipe of a worker watched as long as it has not taken everything."""
-        descriptor = worker.request_end.fileno()
-        is_watched = descriptor in self._selector.get_map()
+        is_watched = worker.requests in self._selector.get_map()
         if worker.has_unwritten:
             self._has_unwritten = True
             if not is_watched:
-                self._watch(descriptor, worker, WorkerProcess.flush, selectors.EVENT_WRITE)
+                self._watch(worker.requests, worker, WorkerProcess.flush, selectors.EVENT_WRITE)
         elif is_watched:
-            self._selector.unregister(descriptor)
+            self._selector.unregister(worker.requests)
 
 
 #: Those that are open, for the fork hook below: it has to find them by itself.

@@ -232,15 +232,19 @@ def _not_held(verb: str, batch_id: int) -> Breach:
 
 
 class WorkerProcess(KnownWorker):
-    """One process and the parent's ends of its pipes. ``write`` is for any thread.
+    """One process and the parent's ends of its pipes. ``write`` and ``kill`` are for any thread.
 
     Args:
         memory: what it shares with this process, and this one's end of that; None for nothing.
         noun: what it is called in messages.
 
     Attributes:
+        requests, responses, stacks: descriptors of its pipes. Stacks come when it crashes or hangs.
+        death: a descriptor that is readable when the process has ended.
+        reader: reads the responses.
         kill_at: when it is to be killed unless it has ended, on the monotonic clock; None for
             never.
+        is_gone: whether it was collected, and its descriptors are closed.
     """
 
     def __init__(
@@ -260,25 +264,26 @@ class WorkerProcess(KnownWorker):
             self._progress = StageProgress()
         self.kill_at: float | None = None
         self._grace = 0.0
-        self.process: Any = None
+        self._process: Any = None
         self.is_gone = False
-        #: Readable when the process has ended.
-        self.death_descriptor = -1
+        self.death = -1
         # Reentrant: a finalizer of a user's, which makes a call, may run while the loop flushes.
         self._write_lock = threading.RLock()
-        self._requests, self.request_end = multiprocessing.connection.Pipe(duplex=False)
-        self.response_end, self._responses = multiprocessing.connection.Pipe(duplex=False)
-        for end in (self.request_end, self.response_end):
-            _widen(end.fileno())
-        # For stacks. Nobody reads it before the process has ended.
-        self.stacks_end, self._stacks = multiprocessing.connection.Pipe(duplex=False)
-        for end in (self.request_end, self.response_end, self.stacks_end):
+        for_requests, requests = multiprocessing.connection.Pipe(duplex=False)
+        responses, for_responses = multiprocessing.connection.Pipe(duplex=False)
+        stacks, for_stacks = multiprocessing.connection.Pipe(duplex=False)
+        self._ends = requests, responses, stacks
+        self._ends_of_child = for_requests, for_responses, for_stacks
+        self.requests, self.responses, self.stacks = (end.fileno() for end in self._ends)
+        for pipe in (self.requests, self.responses):
+            _widen(pipe)
+        for end in self._ends:
             os.set_blocking(end.fileno(), False)
-        self._writer = FrameWriter(self.request_end.fileno())
-        self.reader = FrameReader(self.response_end.fileno())
+        self._writer = FrameWriter(self.requests)
+        self.reader = FrameReader(self.responses)
 
     def __str__(self) -> str:
-        return f"{self._noun} {self.place} (pid {self.process.pid})"
+        return f"{self._noun} {self.place} (pid {self._process.pid})"
 
     def start(
         self, method: str, placement: Placement, worker_num: int, spec: ModelSpec | None
@@ -295,15 +300,18 @@ class WorkerProcess(KnownWorker):
             self._start(method, placement, worker_num, spec)
         finally:
             # The child has its own copies; with ours open there would be no end-of-file.
-            self._requests.close()
-            self._responses.close()
-            self._stacks.close()
+            for end in self._ends_of_child:
+                end.close()
             self._memories = None  # closes the end of its socket, too
+
+    def kill(self) -> None:
+        """End it by force, at once."""
+        self._process.kill()
 
     def discard(self) -> None:
         """Leave nothing of it, after a start that has failed halfway."""
-        if self.process is not None and self.process.pid is not None:
-            self.process.kill()
+        if self._process is not None and self._process.pid is not None:
+            self._process.kill()
             self.reap()
         else:
             self._release()
@@ -332,21 +340,21 @@ class WorkerProcess(KnownWorker):
                 )
                 # Not a daemon in multiprocessing's sense: those may not have children, which a
                 # model may want (data loaders). The engine ends all before the interpreter ends.
-                self.process = context.Process(
+                self._process = context.Process(
                     target=run_worker,
-                    args=(boot, self._requests, self._responses, self._stacks),
+                    args=(boot, *self._ends_of_child),
                     name=f"service_streamer {self._noun} {self.place}",
                     daemon=False,
                 )
                 with held_back():
-                    self.process.start()
+                    self._process.start()
         if hasattr(os, "pidfd_open"):
             # Unlike multiprocessing's sentinel, a pipe whose other end a model's own child
             # processes may inherit, this tells the end of the worker itself.
             with contextlib.suppress(OSError):  # Linux before 5.3
-                self.death_descriptor = os.pidfd_open(self.process.pid)
-        if self.death_descriptor < 0:
-            self.death_descriptor = os.dup(self.process.sentinel)
+                self.death = os.pidfd_open(self._process.pid)
+        if self.death < 0:
+            self.death = os.dup(self._process.sentinel)
 
     def drop(self, batch_id: int) -> None:
         """Nobody waits for the batch any more."""
@@ -388,7 +396,7 @@ class WorkerProcess(KnownWorker):
         if self.killed_for is None:
             self.killed_for, self.kill_at = why, time.monotonic() + _STACKS_GRACE
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, STACKS_SIGNAL)
+                os.kill(self._process.pid, STACKS_SIGNAL)
 
     def hasten(self) -> None:
         """Its stacks begin to come: it need not have more time than it takes to write them."""
@@ -400,7 +408,7 @@ class WorkerProcess(KnownWorker):
         if self.kill_at is None or self.kill_at > now:
             return
         self.kill_at = None
-        self.process.kill()  # SIGTERM it leaves to us: see ``leave_to_parent``
+        self._process.kill()  # SIGTERM it leaves to us: see ``leave_to_parent``
         if self.killed_for is None:
             name = str(self)  # or whoever keeps the record would keep all of us
             text = "%s did not end within %.1f s: it is killed"
@@ -425,16 +433,16 @@ class WorkerProcess(KnownWorker):
 
     def reap(self) -> tuple[int | None, str]:
         """Collect the dead process and release everything of it; its exit code and its stacks."""
-        self.process.join()
-        exit_code: int | None = self.process.exitcode
+        self._process.join()
+        exit_code: int | None = self._process.exitcode
         stacks = ""
         with contextlib.suppress(OSError):  # it wrote none, and another process has the pipe
-            stacks = os.read(self.stacks_end.fileno(), _STACKS_SIZE).decode(errors="replace")
+            stacks = os.read(self.stacks, _STACKS_SIZE).decode(errors="replace")
         self._release()
         # Not closed: another thread may join it at this time, as multiprocessing does at the exit
         # of the interpreter, and a closed one raises ValueError there. Nor can one be closed that
         # somebody else has collected, as gevent does, so that it seems alive.
-        _forget(self.process)
+        _forget(self._process)
         return exit_code, stacks
 
     def abandon_in_forked_child(self) -> None:
@@ -443,18 +451,18 @@ class WorkerProcess(KnownWorker):
         self._release()
         self.link = None
         # multiprocessing does not notice a plain fork, and would fail to join it at the exit.
-        _forget(self.process)
+        _forget(self._process)
 
     def _release(self) -> None:
         with self._write_lock:
             self.is_gone = True
             self._writer.drop()
-        if self.death_descriptor >= 0:
-            os.close(self.death_descriptor)
+        if self.death >= 0:
+            os.close(self.death)
         if self.link is not None:
             self.link.close()
         self.kill_at = self._progress = None
-        for end in (self.request_end, self.response_end, self.stacks_end):
+        for end in self._ends:
             end.close()
 
 
