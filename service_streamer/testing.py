@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from .errors import WorkerLost
-from .observe.record import BatchReport
+from .observe.record import BatchReport, StepReport
 from .supervision.supervisor import Loss
-from .workers.protocol import Failure
-from .workers.transport import Transport, WorkerDied, WorkerEvent, WorkerReady
+from .workers.protocol import Failure, WorkerReady
+from .workers.transport import Transport, WorkerDied, WorkerEvent
 
 __all__ = ["Gate", "ManualClock", "StubTransport"]
 
@@ -75,15 +75,12 @@ class StubTransport(Transport):
         self._changed = threading.Condition()
         clock.listen(self._notify)
 
-    def encode(self, items: Sequence[Any]) -> Sequence[Any]:
+    def encode(self, items: Sequence[Any]) -> list[Any]:
         for item in items:
             for refused, error in self.refused_items:
                 if item == refused:
                     raise error
         return list(items)
-
-    def decode(self, outputs: list[Any]) -> list[Any]:
-        return outputs
 
     def start(self, slot: int, place: int, worker_num: int) -> None:
         """Nothing to start: ``ready`` says when it is."""
@@ -145,7 +142,8 @@ class StubTransport(Transport):
         """Let these happen, and return when the loop has dealt with them and waits again."""
         with self._changed:
             taken = self._taken
-            self._events += events
+            for event in events:
+                self._events += event.events() if isinstance(event, StepReport) else [event]
             self._changed.notify_all()
             self._changed.wait_for(lambda: self.waits > self._taken > taken or self.is_closed)
 

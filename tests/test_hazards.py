@@ -30,8 +30,7 @@ from service_streamer import (
 )
 from service_streamer.observe.record import Call
 from service_streamer.testing import Gate
-from service_streamer.workers.protocol import FrameReader, FrameWriter
-from service_streamer.workers.worker_process import WorkerProcess
+from service_streamer.workers.protocol import FrameWriter
 from stub_engine import StubEngine
 
 Build = Callable[..., AnyStreamer]
@@ -162,32 +161,6 @@ def test_finalizer_may_submit_while_a_message_is_written(
         assert streamer.submit(["first"]).result() == ["first"]
         monkeypatch.undo()
         assert seconds[0].result() == ["second"]
-
-
-def test_what_a_finalizer_writes_at_the_end_of_a_write_is_not_left_behind() -> None:
-    class Interrupted(WorkerProcess):
-        """Its last step of a write is interrupted, once."""
-
-        is_interrupted = False
-
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, value)
-            is_last_step = name == "has_unwritten" and self.__dict__.get("_is_writing")
-            if is_last_step and not self.is_interrupted:
-                self.is_interrupted = True
-                assert self.write(b"second")
-
-    worker = Interrupted(0, 0)
-    assert worker.write(b"first")
-    frames = FrameReader(worker._requests.fileno()).read()
-    assert [bytes(frame) for frame in frames] == [b"first", b"second"]
-    worker._requests.close()
-    assert worker.write(b"third"), "the worker is gone: its descriptor says so"
-    worker.is_interrupted = False
-    assert worker.write(b"fourth")
-    worker._release()
-    for end in (worker._responses, worker._stacks):
-        end.close()
 
 
 # -- starting

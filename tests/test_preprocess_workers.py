@@ -82,9 +82,9 @@ def test_preprocess_error_fails_its_call_only(shared: Streamer) -> None:
     with pytest.raises(ValueError, match="no such image") as raised:
         calls[1].result()
     assert "prepared_item" in str(raised.value.__cause__), "where it was raised"
-    with pytest.raises(ModelError, match="sent"):
+    with pytest.raises(ModelError, match="sent to the worker"):
         calls[3].result()
-    with pytest.raises(ModelError, match="unpickled"):
+    with pytest.raises(ModelError, match="unpickled in the worker"):
         calls[4].result()
 
 

@@ -80,7 +80,6 @@ def test_the_error_says_what_to_do_where_there_is_no_interpreter(
 ) -> None:
     for name in ("prefix", "exec_prefix", "base_prefix", "base_exec_prefix"):
         monkeypatch.setattr(sys, name, str(tmp_path))
-    monkeypatch.setattr("sys._base_executable", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(WorkerStartError, match=r"multiprocessing\.set_executable\(") as caught:
         Streamer(models.double)

@@ -21,12 +21,12 @@ from ..options.table import StreamerOptions, WorkerOptions
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.health import BatchBound
 from ..supervision.supervisor import RestartPolicy, Supervisor
-from ..workers.child import refuse_unguarded_main
 from ..workers.codec import Codec
 from ..workers.mending import Measure
 from ..workers.model_spec import ModelSpec, check_model, check_preprocess, describe
 from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
+from ..workers.starting import refuse_unguarded_main
 from ..workers.transport import ThreadTransport, Transport
 from .core import Lengths
 from .engine import Engine

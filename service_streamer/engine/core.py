@@ -23,9 +23,9 @@ from ..observe.record import BatchRecord, BatchReport, Call, StepReport
 from ..options.checks import Workers, worker_range
 from ..reporting import counted
 from ..supervision.supervisor import Overlap
-from ..workers.protocol import DROP, RESUME, Failure
-from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerReady
-from .fleet import EngineState, Fleet, Orders
+from ..workers.protocol import DROP, RESUME, Failure, WorkerReady
+from ..workers.transport import Transport, WorkerDied, WorkerEvent
+from .fleet import EngineState, Fleet, FleetEvent, Orders
 
 logger = logging.getLogger(__name__)
 
@@ -225,11 +225,6 @@ class Core:
         """
         calls = [*self.open_calls]  # at once, as above
         returned = [event for event in events if isinstance(event, BatchReport)]
-        for event in events:
-            if isinstance(event, StepReport):
-                for done in event.done:
-                    done.slot = event.slot
-                returned += event.done
         unanswered = [call for call in calls if not call.is_over]
         vacant = self.batcher.end_all(unanswered, failure, self.clock(), returned)
         self.undone.append(Actions(vacant=vacant))
@@ -270,10 +265,10 @@ class Core:
             for batch in steps.wake(now, slot):
                 self.tell(batch.slot, RESUME, batch.id)
 
-    def happened(self, event: WorkerEvent, now: float) -> Actions:
+    def happened(self, event: FleetEvent, now: float) -> Actions:
         """Apply an event."""
         actions = self.fleet.happened(event, now)
-        if not isinstance(event, (BatchReport, StepReport)):
+        if not isinstance(event, BatchReport):
             if isinstance(event, WorkerDied):
                 self.outboxes.pop(event.slot, None)
             self.changed.notify_all()

@@ -24,12 +24,15 @@ from typing import Any, NamedTuple
 from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import StreamerBroken, WorkerStartError
 from ..observe.metrics import StreamerStats, WorkerStats
-from ..observe.record import BatchReport, StepReport
+from ..observe.record import BatchReport
 from ..reporting import counted
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Loss, Supervisor, WorkerState
-from ..workers.protocol import Failure
-from ..workers.transport import WorkerDied, WorkerEvent, WorkerReady, WorkerWaits
+from ..workers.protocol import Failure, WorkerReady
+from ..workers.transport import WorkerDied, WorkerEvent, WorkerWaits
+
+#: Of a step nothing follows for the workers, but for what is over by it.
+FleetEvent = BatchReport | WorkerReady | WorkerWaits | WorkerDied
 
 #: Levels of the notes, as those of ``logging``.
 _INFO, _WARNING, _ERROR = 20, 30, 40
@@ -114,7 +117,7 @@ class Fleet:
         for slot in self._dying:
             self.batcher.worker_dying(slot)
 
-    def happened(self, event: WorkerEvent, now: float) -> Actions:
+    def happened(self, event: FleetEvent, now: float) -> Actions:
         """Apply an event."""
         if isinstance(event, BatchReport):
             if event.ceiling or self.ceilings:
@@ -131,10 +134,6 @@ class Fleet:
         if isinstance(event, WorkerWaits):
             self.supervisor.waits(event.slot, has_place=event.has_place)
             self._workers_changed()
-            return NOTHING
-        if isinstance(event, StepReport):  # what of it is over, the loop has taken apart
-            if not self.batcher.has_steps:
-                self.batcher.stepped(event, now)
             return NOTHING
         return self._ready(event, now)
 

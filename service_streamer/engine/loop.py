@@ -168,26 +168,6 @@ class Loop:
             core.waits_until = due
             return max(0.0, due - now)
 
-    def _take_apart(
-        self, events: list[WorkerEvent], parts: list[tuple[Call, Any]]
-    ) -> list[WorkerEvent]:
-        """With what is over by a step in place of its report; ``parts`` gets what is handed out.
-
-        Locked.
-        """
-        core = self._core
-        now = core.clock()
-        apart: list[WorkerEvent] = []
-        for event in events:
-            if type(event) is not StepReport:
-                apart.append(event)
-                continue
-            parts += core.batcher.stepped(event, now)
-            for done in event.done:
-                done.slot = event.slot
-                apart.append(done)
-        return apart
-
     def _handle(self, events: list[WorkerEvent]) -> float | None:
         """Apply what happened, send, answer; returns what ``_time_to_wait`` does.
 
@@ -204,8 +184,6 @@ class Loop:
             with core.lock:
                 core.settle()
                 now = core.clock()
-                if core.batcher.has_steps:
-                    events = self._take_apart(events, parts)
                 if len(events) > 1:
                     fleet.foresee(events)
                 for event in events:
@@ -217,6 +195,9 @@ class Loop:
                         and not (event.ceiling or fleet.ceilings)
                     ):
                         actions = core.batcher.batch_returned(event, now)
+                    elif isinstance(event, StepReport):
+                        parts += core.batcher.stepped(event, now)
+                        continue
                     else:
                         actions = core.happened(event, now)
                     if actions.batches:

@@ -304,6 +304,12 @@ class StepReport:
     released: list[int] | None = None
     slot: int = field(default=-1, kw_only=True)
 
+    def events(self) -> Sequence[StepReport | BatchReport]:
+        """It, and then the reports of the batches that are over by it."""
+        for report in self.done:
+            report.slot = self.slot
+        return [self, *self.done]
+
     @property
     def is_sign_of_life(self) -> bool:
         """Whether it says only that the worker has not hung: it runs parts of a batch or step."""

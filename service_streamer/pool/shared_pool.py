@@ -11,11 +11,10 @@ from typing import Any
 from .. import __version__
 from ..engine.build import Model, check_wanted, make_lengths, make_spec
 from ..options.table import StreamerOptions
-from ..workers.child import refuse_unguarded_main
-from ..workers.codec import Codec, encode_spec
+from ..workers.codec import ByValue, Codec, encode_spec
 from ..workers.memory.memory_link import SharedMemory
 from ..workers.process import ProcessTransport
-from ..workers.starting import ByValue, has_main
+from ..workers.starting import refuse_unguarded_main
 from . import pool_protocol
 from .directory import own_directory, paths_of
 from .pool_calls import PoolBook
@@ -67,13 +66,10 @@ def pool_clients(
     paths = paths_of(name, directory)
     user = os.geteuid()  # a forked child may become another one
     lengths = make_lengths(options.length, model)
-    has_this_main = by_value is None and has_main()
     by_value = by_value or ByValue()
     spec = make_spec(model, options, has_lengths=lengths is not None)
-    cannot_load = spec.cannot_load
     pickled = encode_spec(spec, by_value)
     wishes = wishes_of(model, options, __version__)
-    is_by_value = by_value.is_used or not has_this_main
     # Only what the pool itself needs: it imports nothing of the model's.
     for_pool = dataclasses.replace(
         options,
@@ -121,7 +117,7 @@ def pool_clients(
         own_memory = None if arena is None else arena.memory
         return PoolClient(
             Connector(name, paths, lambda: hello, boot, own_memory, user),
-            Codec(arena, by_value if is_by_value else None, cannot_load),
+            Codec(arena, by_value),
             memory,
             lengths,
             PoolBook(options.max_pending, most_in_flight),

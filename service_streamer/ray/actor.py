@@ -26,7 +26,7 @@ from typing import Any
 
 from ..gpu.places import set_environment
 from ..workers.codec import Codec
-from ..workers.serving import Boot, CodedChannel, serve_model
+from ..workers.worker_main import Boot, CodedChannel, serve_model
 from .apart import Apart, ApartStore, Frame, frame, unframed
 
 #: The host, the process id, and the GPUs that it sees, as a variable lists them.

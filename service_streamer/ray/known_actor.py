@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
-from ..errors import WorkerLost, WorkerStartError
+from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
 from ..supervision.supervisor import Loss
 from ..workers.protocol import Failure, decode
 from ..workers.transport import WorkerDied, WorkerEvent
-from ..workers.worker_process import KnownWorker, event_of, obituary
+from ..workers.worker_process import KnownWorker
 from .apart import Frame, unframed
 from .clock import RemoteClock
 from .cluster import Actor
@@ -27,7 +28,6 @@ class KnownActor(KnownWorker):
         self.host, self.pid, self.gpus = "", 0, ""
         self.is_placed = False
         self.is_waiting = False  # for a place, as the engine was told
-        self.is_stepped = False
         self.is_gone = False
         self.has_ended = False
         self.exit_code: int | None = None
@@ -38,42 +38,32 @@ class KnownActor(KnownWorker):
         self.taken = 0
         self._clock = RemoteClock()
 
-    def heard(self, received: Frame) -> WorkerEvent | None:
-        """What it says, as ``event_of``; times by this process's clock.
+    def heard(self, received: Frame) -> Sequence[WorkerEvent]:
+        """What it says, as ``events``; times by this process's clock.
 
         Raises:
-            Breach: see ``event_of``. Whatever else is raised, it is no message at all.
+            Breach: see ``events``. Whatever else is raised, it is no message at all.
         """
         sent, message = unframed(received)
-        event = event_of(self, decode(message))
+        events = self.events(decode(message))
         self._clock.learn(sent, time.monotonic())
-        if isinstance(event, (BatchReport, StepReport)):
-            event.started_at = self._clock.local(event.started_at)
-        if isinstance(event, StepReport):
-            for each in event.done:
-                each.started_at = self._clock.local(each.started_at)
-        return event
+        for event in events:
+            if isinstance(event, (BatchReport, StepReport)):
+                event.started_at = self._clock.local(event.started_at)
+        return events
 
     def died(self) -> WorkerDied:
         """How it was lost, for the engine."""
-        name = str(self)
-        if self.device_failure is not None and self.killed_for is None:
-            failed = self.device_failure
-            error: Exception = obituary(name, None, is_ready=True, device_fault=failed.fault)
-            return self.device_died(error, failed)
-        loss = Loss.CRASHED if self.is_ready else Loss.DIED_STARTING
-        if self.killed_for is not None or self.loss is None:
-            error = obituary(
-                name, self.exit_code, is_ready=self.is_ready, killed_for=self.killed_for
-            )
-            return WorkerDied(self.slot, Failure(error, self.stacks or None), loss)
+        if self.killed_for is not None or self.device_failure is not None or self.loss is None:
+            return self.obituary(self.exit_code, self.stacks)
         found, cause = self.loss
+        error: StreamerError
         if self.is_ready:
-            error = WorkerLost(f"{name} was lost: {found.end}")
-            loss = Loss.OUTAGE if found.is_outage else loss
+            error = WorkerLost(f"{self} was lost: {found.end}")
+            loss = Loss.OUTAGE if found.is_outage else Loss.CRASHED
         else:
-            error = WorkerStartError(f"{name} was lost before it had loaded its model: {found.end}")
-            loss = Loss.START_FAILED if found.is_final else loss
+            error = WorkerStartError(f"{self} was lost before it had loaded its model: {found.end}")
+            loss = Loss.START_FAILED if found.is_final else Loss.DIED_STARTING
         failure = Failure(error, cause=Failure(cause.with_traceback(None)))
         return WorkerDied(self.slot, failure, loss)
 

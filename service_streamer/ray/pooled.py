@@ -49,8 +49,6 @@ class PooledRayTransport(RayTransport):
             event.outputs = [_in_answer(each) for each in event.outputs]
         elif isinstance(event, StepReport):
             event.outputs = {key: _in_answer(each) for key, each in event.outputs.items()}
-            for done in event.done:
-                done.outputs = [_in_answer(each) for each in done.outputs]
         return event
 
 

@@ -33,12 +33,11 @@ from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..reporting import quiet_log, summary
 from ..supervision.supervisor import Loss
-from ..workers.codec import Codec, encode_spec
+from ..workers.codec import ByValue, Codec, encode_spec
 from ..workers.model_spec import ModelSpec
-from ..workers.protocol import Failure, describe_breach
-from ..workers.serving import Boot
-from ..workers.starting import ByValue
-from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerReady, WorkerWaits
+from ..workers.protocol import Failure, WorkerReady, describe_breach
+from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerWaits
+from ..workers.worker_main import Boot
 from .apart import ApartStore, frame
 from .cluster import Actor, Cluster, LeftCluster, WorkerResources, verdict
 from .known_actor import KnownActor
@@ -79,7 +78,7 @@ class RayTransport(Transport):
         else:
             by_value = RayByValue()
             self._spec = cluster.put(encode_spec(spec, by_value))
-            self._codec = Codec(ApartStore(), by_value, spec.cannot_load)
+            self._codec = Codec(ApartStore(), by_value)
         sharers = (math.floor(1 / request.num_gpus + 1e-9),) if 0 < request.num_gpus < 1 else ()
         place = UNPLACED._replace(gpu_id=0 if request.num_gpus else None)
         # Ray leaves a worker without a GPU all those of its node.
@@ -96,8 +95,8 @@ class RayTransport(Transport):
         left = functools.partial(self._happened.put, self._disconnected)
         self._stop_watching = cluster.when_left(left)
 
-    def encode(self, items: Sequence[Any]) -> Sequence[Any]:
-        return items if self._codec is None else self._codec.encode_items(items)
+    def encode(self, items: Sequence[Any]) -> list[Any]:
+        return list(items) if self._codec is None else self._codec.encode_items(items)
 
     def decode(self, outputs: list[Any]) -> list[Any]:
         return outputs if self._codec is None else self._codec.decode_outputs(outputs)
@@ -137,7 +136,7 @@ class RayTransport(Transport):
             return  # it was lost, and the batch with it, between its cutting and now; or it has it
         worker.unanswered[batch_id] = 1 if is_stream else len(payloads)
         message = (batch_id, payloads, None, is_stream or calls)
-        if worker.is_stepped:
+        if worker.has_steps:
             self._take(worker, message)
         else:
             done = functools.partial(self._answered, batch_id)
@@ -296,11 +295,9 @@ class RayTransport(Transport):
         self._placed(worker, whereabouts, None)
         if answer is None:
             return
-        event = worker.heard(answer)
-        if isinstance(event, WorkerReady) and event.places:
-            worker.is_stepped = True
-            self._call(worker, self._reported, "reports", group="control")
-        if event is not None:
+        for event in worker.heard(answer):
+            if isinstance(event, WorkerReady) and event.places:
+                self._call(worker, self._reported, "reports", group="control")
             self._tell(worker, event)
 
     def _answered(
@@ -309,8 +306,8 @@ class RayTransport(Transport):
         if error is not None:
             self._refuse(worker, batch_id, error)
         elif result is not None:
-            event = self._take_in(worker, result)
-            if type(event) is StepReport:  # it only says that the worker has not hung
+            events = self._take_in(worker, result)
+            if events and type(events[0]) is StepReport:  # it only says that it has not hung
                 done = functools.partial(self._answered, batch_id)
                 self._call(worker, done, "answer")
 
@@ -320,13 +317,13 @@ class RayTransport(Transport):
             for each in result:
                 self._take_in(worker, each)
 
-    def _take_in(self, worker: KnownActor, result: Any) -> WorkerEvent | None:
-        event = worker.heard(result)
-        if event is None:  # its GPU has failed, so it ends by itself
+    def _take_in(self, worker: KnownActor, result: Any) -> Sequence[WorkerEvent]:
+        events = worker.heard(result)
+        if not events:  # its GPU has failed, so it ends by itself
             self._end(worker, times.stop)
-        else:
+        for event in events:
             self._tell(worker, event)
-        return event
+        return events
 
     def _refuse(self, worker: KnownActor, batch_id: int, error: BaseException) -> None:
         """Ray did not take the batch: it fails, or smaller parts of it are sent."""
@@ -492,6 +489,10 @@ class RayTransport(Transport):
 
 class RayByValue(ByValue):
     """The main module of this process is not that of an actor."""
+
+    @property
+    def is_needed(self) -> bool:
+        return True
 
     def is_known(self, thing: Any) -> bool:
         return getattr(thing, "__module__", None) != "__main__" and super().is_known(thing)

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from ..workers import serving
+from ..workers import starting
 
 LogFormat = Literal["text", "json"]
 
@@ -81,7 +81,7 @@ def prepare_workers(log_format: LogFormat, model: Callable[[], str | None]) -> N
     Args:
         model: the one of a worker, asked for in the thread that starts it; None for none.
     """
-    serving.preparation = lambda: functools.partial(configure_logging, log_format, model=model())
+    starting.preparation = lambda: functools.partial(configure_logging, log_format, model=model())
 
 
 def formatter(log_format: LogFormat, model: Callable[[], str | None]) -> logging.Formatter:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from ..pool.support import why_unsupported
-from ..workers.environment import available_cores
+from ..workers.starting import available_cores
 from .command_options import ServeOptions
 from .configuration import NamedModel
 from .fitting import device_of

@@ -14,8 +14,8 @@ from ..engine.fleet import Fleet
 from ..errors import WorkerLost
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Loss, RestartPolicy, Supervisor
-from ..workers.protocol import Failure
-from ..workers.transport import WorkerDied, WorkerReady
+from ..workers.protocol import Failure, WorkerReady
+from ..workers.transport import WorkerDied
 
 _ENDED = Failure(WorkerLost("it has ended"))
 

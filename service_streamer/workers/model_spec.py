@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..gpu.faults import Guard
@@ -50,20 +51,20 @@ class LoadedModel:
     """
 
     def __init__(
-        self,
-        predict: Predict,
-        *,
-        out_of_memory_errors: Named = (),
-        may_rerun: bool = True,
-        managed: ManagedModel | None = None,
-        measure: Measure | None = None,
-        places: int = 0,
-        max_cost: float = math.inf,
+        self, spec: ModelSpec, predict: Predict, managed: ManagedModel | None = None
     ) -> None:
         self.predict = predict
         self.managed = managed
-        self.description = None if managed is None else _description(managed)
-        if places and self.description is not None:  # for services beyond a broker
+        self.places = 0
+        self.description: dict[str, Any] | None = None
+        self.out_of_memory_errors: Named = ()
+        if managed is not None:
+            self.places = spec.batch_size if has_steps(type(managed)) else 0
+            self.description = _description(managed)
+            self.out_of_memory_errors = check_named(
+                managed.out_of_memory_errors, f"{describe(type(managed))}.out_of_memory_errors"
+            )
+        if self.places and self.description is not None:  # for services beyond a broker
             self.description["steps"] = True
         self.preprocess: Predict | None = None
         self.postprocess: Predict | None = None
@@ -76,18 +77,16 @@ class LoadedModel:
             if type(managed).postprocess is not ManagedModel.postprocess:
                 self.postprocess = last = managed.postprocess
         self.name = describe(last)
-        self.out_of_memory_errors = out_of_memory_errors
-        self.may_rerun = may_rerun
+        self.may_rerun = spec.may_rerun
         self.ceiling = Ceiling()
         self.guard = Guard()
-        self.measure = measure
+        self.measure = spec.measure_of(managed)
         # Of the class: an attribute of the object, or what is not True, is the user's own.
         self.stack = getattr(type(managed), "stack", None) is True
         self.view: View | None = None
         self.moves_to_cpu = False
         self.keeps_outputs = False
-        self.places = places
-        self.max_cost = max_cost
+        self.max_cost = spec.max_batch_cost
 
     def lengths(self, items: Sequence[Any]) -> list[float] | None:
         """What the items cost; None where each counts one."""
@@ -136,10 +135,12 @@ class Wrapper(ManagedModel):
         return self
 
 
+@dataclass(eq=False)
 class ModelSpec:
     """What a worker loads: a ManagedModel subclass, a function, or where to import one of them.
 
     Args:
+        args, kwargs: of ``init_model`` and ``init_preprocess``.
         may_rerun: whether items may be computed again after an out-of-memory error. If not, it is
             the error of those that were computed at once, and the worker only learns from it.
         codec: what items come encoded with and results are to go encoded with; None pickles them.
@@ -155,30 +156,17 @@ class ModelSpec:
     #: And of one that cannot be decoded where it comes to.
     cannot_load = "a result cannot be unpickled in the web process"
 
-    def __init__(
-        self,
-        model: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        may_rerun: bool = True,
-        codec: Codec | None = None,
-        has_lengths: bool = False,
-        measure: Measure | None = None,
-        preprocess_options: WorkerOptions | None = None,
-        batch_size: int = 1,
-        max_batch_cost: float = math.inf,
-    ):
-        self.model = model
-        self.args = tuple(args)
-        self.kwargs = dict(kwargs or {})
-        self.may_rerun = may_rerun
-        self.codec = codec
-        self.has_lengths = has_lengths
-        self.measure = measure
-        self.preprocess_options = preprocess_options
-        self.batch_size = batch_size
-        self.max_batch_cost = max_batch_cost
+    model: Any
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] | None = None
+    _: KW_ONLY
+    may_rerun: bool = True
+    codec: Codec | None = None
+    has_lengths: bool = False
+    measure: Measure | None = None
+    preprocess_options: WorkerOptions | None = None
+    batch_size: int = 1
+    max_batch_cost: float = math.inf
 
     def load(
         self,
@@ -199,35 +187,26 @@ class ModelSpec:
             model = import_model(model)
         if isinstance(model, type):
             owner: type[ManagedModel] = model
-            model = owner._variant(*self.args, **self.kwargs)
+            kwargs = self.kwargs or {}
+            model = owner._variant(*self.args, **kwargs)
             if self.preprocess_options is not None and not has_stages(model):
                 model = owner  # the variant has nothing to run in preprocess processes
             if isinstance(self.model, str) and not self.has_lengths and not has_steps(model):
                 self._warn_of_length(owner)
             managed: ManagedModel = model(gpu_id)
             if has_stages(model):
-                managed.init_preprocess(*self.args, **self.kwargs)
-            managed.init_model(*self.args, **self.kwargs)
+                managed.init_preprocess(*self.args, **kwargs)
+            managed.init_model(*self.args, **kwargs)
             if attach is not None:
                 attach(managed)
             if isinstance(managed, Wrapper):
                 managed = managed.unwrapped()
-            return LoadedModel(
-                managed.predict,
-                out_of_memory_errors=check_named(
-                    managed.out_of_memory_errors, f"{describe(model)}.out_of_memory_errors"
-                ),
-                may_rerun=self.may_rerun,
-                managed=managed,
-                measure=self._measure(managed),
-                places=self.batch_size if has_steps(type(managed)) else 0,
-                max_cost=self.max_batch_cost,
-            )
+            return LoadedModel(self, managed.predict, managed)
         if self.args or self.kwargs:
             raise TypeError(
                 f"{describe(model)} is a function: init arguments are for a ManagedModel"
             )
-        return LoadedModel(model, may_rerun=self.may_rerun, measure=self._measure())
+        return LoadedModel(self, model)
 
     def _warn_of_length(self, model: type[ManagedModel]) -> None:
         if find_length(model) is not None:
@@ -239,7 +218,8 @@ class ModelSpec:
                 describe(model), self.model, self.model,
             )  # fmt: skip
 
-    def _measure(self, managed: ManagedModel | None = None) -> Measure | None:
+    def measure_of(self, managed: ManagedModel | None) -> Measure | None:
+        """How a worker finds out what items cost; None where each counts one."""
         is_class_s = self.has_lengths and self.measure is None
         if managed is None or not is_class_s or find_length(type(managed)) is None:
             return self.measure

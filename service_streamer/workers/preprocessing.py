@@ -37,8 +37,8 @@ from ..reporting import summary
 from .mending import by_position
 from .model_spec import LoadedModel, ModelSpec, check_preprocess, import_model
 from .process import ProcessTransport
-from .protocol import EXIT_START_FAILED, Failure
-from .transport import WorkerDied, WorkerReady, WorkerWaits
+from .protocol import EXIT_START_FAILED, Failure, WorkerReady
+from .transport import WorkerDied, WorkerWaits
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ class PreprocessSpec(ModelSpec):
         check_preprocess(model)
         managed: ManagedModel = model(gpu_id)
         managed.preprocesses_only = True
-        managed.init_preprocess(*spec.args, **spec.kwargs)
+        managed.init_preprocess(*spec.args, **spec.kwargs or {})
 
         def prepared(part: list[Any]) -> Any:
             try:
@@ -294,7 +294,7 @@ class PreprocessSpec(ModelSpec):
                     )
                 raise
 
-        return LoadedModel(preprocess)
+        return LoadedModel(self, preprocess)
 
 
 def _end_with(worker: int) -> None:

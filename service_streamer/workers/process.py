@@ -15,7 +15,7 @@ parent always reads.
 
 How ends are noticed: the parent sees a worker die through its process descriptor and reads the
 response pipe to its end before it says so; a worker sees its parent die by end-of-file on the
-request pipe, also in the midst of a batch (see ``child.py``).
+request pipe, also in the midst of a batch (see ``worker_main.py``).
 
 Large payloads lie outside of the messages, in shared memory (see ``memory/memory_link.py``).
 """
@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import WorkerLost
@@ -38,20 +38,13 @@ from ..options.checks import Device
 from ..options.table import WorkerOptions
 from ..reporting import summary
 from ..supervision.supervisor import Loss
-from .codec import Codec, encode_spec
-from .environment import Placement
+from .codec import ByValue, Codec, encode_spec
 from .memory.memory_link import SharedMemory
 from .model_spec import ModelSpec
-from .protocol import (
-    Failure,
-    decode,
-    describe_breach,
-)
-from .starting import ByValue, has_main
+from .protocol import Failure, decode, describe_breach
+from .starting import Placement
 from .transport import Transport, WorkerDied, WorkerEvent
-from .worker_process import MAIN_FAILURES, WorkerProcess, event_of, obituary
-
-_PROTOCOL = pickle.HIGHEST_PROTOCOL
+from .worker_process import WorkerProcess
 
 #: How long an idle worker may take to end, seconds: torch takes some tenths of one.
 _STOP_GRACE = 5.0
@@ -82,30 +75,29 @@ class ProcessTransport(Transport):
         noun: str = "worker",
     ) -> None:
         self._noun = noun
+        self._method = options.mp_start_method
+        is_forked = self._method == "fork"
         monkey: Any = sys.modules.get("gevent.monkey")
-        if options.mp_start_method == "fork" and monkey and monkey.is_module_patched("threading"):
+        if is_forked and monkey and monkey.is_module_patched("threading"):
             raise ValueError(
                 'mp_start_method="fork" does not work with gevent, whose greenlets would go on in '
                 'every worker; use "spawn"'
             )
-        self._method = options.mp_start_method
         self._placement = Placement(options)
-        is_encoded = not isinstance(spec, bytes) and spec.codec is not None
+        self._spec = spec
+        by_value: ByValue | None = None
         # A forked child has the parent's memory, so what cannot be pickled can go there as it is.
-        by_value = ByValue()
-        self._spec: ModelSpec | bytes = spec
-        if not isinstance(spec, bytes) and options.mp_start_method != "fork":
+        if not (is_forked or isinstance(spec, bytes)):
+            by_value = ByValue()
             self._spec = encode_spec(spec, by_value)
+        is_encoded = not isinstance(spec, bytes) and spec.codec is not None
         self.memory = memory or SharedMemory(0 if is_encoded else options.shared_memory_limit)
         self._codec: Codec | None = None
         if not (is_encoded or isinstance(spec, bytes)):
-            # Items may be of classes that workers cannot import, either.
-            is_by_value = by_value.is_used or not (options.mp_start_method == "fork" or has_main())
-            self._codec = Codec(
-                self.memory.arena, by_value if is_by_value else None, spec.cannot_load
-            )
+            self._codec = Codec(self.memory.arena, by_value, spec.cannot_load)
         self._workers: dict[int, WorkerProcess] = {}
-        self._ending: set[WorkerProcess] = set()
+        self._ending: set[WorkerProcess] = set()  # those that are killed when their time comes
+        #: Each descriptor with its worker and what is to be done when it is ready.
         self._selector = selectors.DefaultSelector()
         self._wakeup_reader, self._wakeup_writer = os.pipe()
         os.set_blocking(self._wakeup_reader, False)
@@ -113,7 +105,7 @@ class ProcessTransport(Transport):
         self._selector.register(self._wakeup_reader, selectors.EVENT_READ)
         self._has_unwritten = False  # whether a pipe may be full, or watched because it was
         self._is_closed = False
-        #: What ``wait`` has found and not returned, since an exception came in between.
+        #: What ``wait`` has found and not returned: an exception may come in between.
         self._events: list[WorkerEvent] = []
         # So that wakeup never writes to a reused descriptor. Reentrant, since a finalizer that runs
         # within it may wake us too.
@@ -124,8 +116,8 @@ class ProcessTransport(Transport):
         """The device of worker number ``place``; None if it was given none. For any thread."""
         return self._placement.at(place).device
 
-    def encode(self, items: Sequence[Any]) -> Sequence[Any]:
-        return items if self._codec is None else self._codec.encode_items(items)
+    def encode(self, items: Sequence[Any]) -> list[Any]:
+        return list(items) if self._codec is None else self._codec.encode_items(items)
 
     def decode(self, outputs: list[Any]) -> list[Any]:
         return outputs if self._codec is None else self._codec.decode_outputs(outputs)
@@ -137,18 +129,17 @@ class ProcessTransport(Transport):
         spec = None if isinstance(self._spec, bytes) else self._spec
         try:
             worker.start(self._method, self._placement, worker_num, spec)
-            self._watch(worker)
+            self._watch(worker.responses, worker, self._read)
+            self._watch(worker.death, worker, self._lost)
         except BaseException:
             del self._workers[slot]
-            if not worker.is_gone:
-                self._unregister(worker.response_end.fileno())
-                worker.process.kill()
-                worker.reap()
+            self._unwatch(worker.responses)
+            worker.discard()
             raise
-        if isinstance(self._spec, bytes) and not worker.write(self._spec):
+        if isinstance(self._spec, bytes):
             # Not with what multiprocessing sends to a new process: that blocks until the process
             # reads it, after it has imported the main module, or for ever if it dies before.
-            self._has_unwritten = True
+            self._write(worker, self._spec)
 
     def send(
         self,
@@ -174,11 +165,8 @@ class ProcessTransport(Transport):
                     self.memory.expect_rows(len(payloads))
                 if arena.is_used or link.window.is_used:  # not with small payloads
                     released = link.lend(payloads)
-            message: tuple[Any, ...]
-            message = (batch_id, payloads, released) if released else (batch_id, payloads)
-            if is_stream or calls:
-                message = (batch_id, payloads, released, is_stream or calls)
-            self._write(worker, pickle.dumps(message, _PROTOCOL))
+            message = batch_id, payloads, released, is_stream or calls
+            self._write(worker, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         except BaseException:
             self._interrupted(worker)
             raise
@@ -190,7 +178,7 @@ class ProcessTransport(Transport):
                 worker.drop(batch_id)
         elif worker is not None:
             try:
-                self._write(worker, pickle.dumps((what, batch_ids), _PROTOCOL))
+                self._write(worker, pickle.dumps((what, batch_ids), pickle.HIGHEST_PROTOCOL))
             except BaseException:
                 self._interrupted(worker)
                 raise
@@ -207,36 +195,24 @@ class ProcessTransport(Transport):
         reported like any other.
         """
         if not worker.is_gone:
-            worker.process.kill()
+            worker.kill()
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         if self._has_unwritten:
             self._has_unwritten = False  # before the look, which sets it again
             for worker in self._workers.values():
-                self._watch_writability(worker)
+                self._watch_for_room(worker)
         if self._ending:
-            timeout = self._take_steps(timeout)
-        events = self._events
-        for key, _ in self._selector.select(0 if events else timeout):
-            worker = key.data
-            if worker is not None and key.fd == worker.response_descriptor and not worker.is_gone:
-                try:
-                    events += self._read(worker)  # as nearly always
-                except BlockingIOError:
-                    continue  # a system may call a pipe ready that is empty
-            elif worker is None:
+            timeout = self._kill_overdue(timeout)
+        for key, _ in self._selector.select(0 if self._events else timeout):
+            if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeup_reader, 4096)
-            elif worker.is_gone:
-                continue  # both its descriptors were ready, and the first was enough
-            elif key.fd == worker.death_descriptor:
-                events += self._lost(worker)
-            elif key.fd == worker.request_end.fileno():
-                worker.flush()
-            elif key.fd == worker.stacks_end.fileno():
-                self._unregister(key.fd)
-                worker.hasten()
-        self._events = []
+                continue
+            worker, react = key.data
+            if not worker.is_gone:  # else two of its descriptors were ready, and one was enough
+                react(worker)
+        events, self._events = self._events, []
         return events
 
     def wakeup(self) -> None:
@@ -257,7 +233,7 @@ class ProcessTransport(Transport):
             worker.end_by_force(why)
             self._ending.add(worker)
             with contextlib.suppress(KeyError):  # it was killed before
-                self._selector.register(worker.stacks_end.fileno(), selectors.EVENT_READ, worker)
+                self._watch(worker.stacks, worker, self._stacks_begin)
 
     def close(self, grace: float) -> None:
         if self._is_closed:
@@ -267,11 +243,7 @@ class ProcessTransport(Transport):
         while self._workers:
             self.wait(None)  # what still comes back has no caller any more
         with self._close_lock:
-            self._is_closed = True
-            self._selector.close()
-            os.close(self._wakeup_reader)
-            os.close(self._wakeup_writer)
-        self._close_memory()
+            self._release()
         _transports.discard(self)  # now that a fork has nothing to let go of
 
     def abandon_in_forked_child(self) -> None:
@@ -279,130 +251,109 @@ class ProcessTransport(Transport):
 
         Otherwise a worker would not see the end of its parent before that of this process too.
         """
-        self._is_closed = True
         for worker in self._workers.values():
             worker.abandon_in_forked_child()
         self._workers.clear()
-        self._close_memory()
+        self._release()
+
+    def _release(self) -> None:
+        self._is_closed = True
         self._selector.close()
         os.close(self._wakeup_reader)
         os.close(self._wakeup_writer)
-
-    def _close_memory(self) -> None:
         self.memory.close()
         if self._codec is not None:
             self._codec.close()
 
+    # -- what happens to a worker
+
     def _end(self, worker: WorkerProcess, grace: float) -> None:
         worker.end_gently(grace)
         self._ending.add(worker)
+        self._has_unwritten = True  # perhaps: the stop sentinel waits for room, too
 
-    def _take_steps(self, timeout: float | None) -> float | None:
-        """Do what is due to end workers; when to come back for more, at the latest."""
+    def _kill_overdue(self, timeout: float | None) -> float | None:
+        """Kill what should have ended by now; how long to wait until the next one, at most."""
         now = time.monotonic()
         for worker in self._ending:
-            worker.take_steps(now)
-            if worker.next_step_at is not None:
-                left = worker.next_step_at - now
+            worker.kill_if_overdue(now)
+            if worker.kill_at is not None:
+                left = worker.kill_at - now
                 timeout = left if timeout is None else min(timeout, left)
-            if worker.has_unwritten:  # the stop sentinel waits for room
-                self._watch_writability(worker)
         return timeout
 
-    def _read(self, worker: WorkerProcess) -> list[WorkerEvent]:
-        """Raises BlockingIOError: there is nothing to read."""
+    def _read(self, worker: WorkerProcess) -> bool:
+        """Take in what the worker has written; whether there may be more."""
         try:
             frames = worker.reader.read()
-        except EOFError:
-            self._unregister(worker.response_end.fileno())
-            return []
         except BlockingIOError:
-            raise  # and not an error of the frame's
+            return False  # a system may call a pipe ready that is empty
+        except EOFError:
+            self._unwatch(worker.responses)
+            return False
         except Exception as error:  # no memory for the frame, or it is none
             self._give_up(worker, error)
-            return []
-        events: list[WorkerEvent] = []
+            return False
         try:
             for frame in frames:
-                event = event_of(worker, decode(pickle.loads(frame)))
-                if event is not None:
-                    events.append(event)
-                else:  # its GPU has failed, so it ends by itself; an event says so when it has
-                    self._end(worker, _STOP_GRACE)
+                self._events += worker.events(decode(pickle.loads(frame)))
         except Exception as error:
             self._give_up(worker, error)
-        return events
+            return False
+        if worker.device_failure is not None:  # it ends by itself; an event says so when it has
+            self._end(worker, _STOP_GRACE)
+        return True
 
     def _give_up(self, worker: WorkerProcess, error: Exception) -> None:
         """What the worker has written cannot be read; the rest makes no sense then."""
-        self._unregister(worker.response_end.fileno())
+        self._unwatch(worker.responses)
         if worker.killed_for is None:
             worker.killed_for = describe_breach(error)
-        worker.process.kill()
+        worker.kill()
 
-    def _lost(self, worker: WorkerProcess) -> list[WorkerEvent]:
+    def _stacks_begin(self, worker: WorkerProcess) -> None:
+        self._unwatch(worker.stacks)
+        worker.hasten()
+
+    def _lost(self, worker: WorkerProcess) -> None:
         """The worker is dead: what it had written still counts, then it is gone."""
-        events: list[WorkerEvent] = []
-        with contextlib.suppress(BlockingIOError):
-            while worker.response_end.fileno() in self._selector.get_map():
-                events += self._read(worker)
-        for descriptor in (
-            worker.death_descriptor,
-            worker.response_end.fileno(),
-            worker.request_end.fileno(),
-            worker.stacks_end.fileno(),
-        ):
-            self._unregister(descriptor)
+        while worker.responses in self._selector.get_map() and self._read(worker):
+            pass
+        for descriptor in (worker.death, worker.responses, worker.requests, worker.stacks):
+            self._unwatch(descriptor)
         del self._workers[worker.slot]
         self._ending.discard(worker)
         try:
-            events += self._obituary(worker)
+            died = worker.died(self._placement.at(worker.place).device)
         except Exception as error:  # no descriptors, say: the engine must hear of it all the same
             lost = WorkerLost(f"worker {worker.place} died; why cannot be told ({summary(error)})")
             loss = Loss.CRASHED if worker.is_ready else Loss.DIED_STARTING
-            events.append(WorkerDied(worker.slot, Failure(lost), loss))
-        return events
+            died = WorkerDied(worker.slot, Failure(lost), loss)
+        if died is not None:
+            self._events.append(died)
 
-    def _obituary(self, worker: WorkerProcess) -> list[WorkerEvent]:
-        """Collect a dead worker, and say what it died of; nothing if it has said so itself."""
-        name, begun = str(worker), worker.begun()
-        exit_code, stacks = worker.reap()
-        device_failure = worker.device_failure
-        if device_failure is not None and worker.killed_for is None:
-            device = self._placement.at(worker.place).device
-            name += "" if device is None else f" on device {device}"
-            error = obituary(name, exit_code, is_ready=True, device_fault=device_failure.fault)
-            return [worker.device_died(error, device_failure, begun)]
-        if worker.start_failure is not None:
-            return []
-        error = obituary(name, exit_code, is_ready=worker.is_ready, killed_for=worker.killed_for)
-        if worker.is_ready:
-            loss = Loss.CRASHED
-        elif exit_code in MAIN_FAILURES and worker.killed_for is None:
-            loss = Loss.START_FAILED
-        else:
-            loss = Loss.DIED_STARTING
-        return [WorkerDied(worker.slot, Failure(error, stacks or None), loss, begun=begun)]
+    def _watch(
+        self,
+        descriptor: int,
+        worker: WorkerProcess,
+        react: Callable[[WorkerProcess], object],
+        ready: int = selectors.EVENT_READ,
+    ) -> None:
+        self._selector.register(descriptor, ready, (worker, react))
 
-    def _watch(self, worker: WorkerProcess) -> None:
-        self._selector.register(worker.response_end.fileno(), selectors.EVENT_READ, worker)
-        self._selector.register(worker.death_descriptor, selectors.EVENT_READ, worker)
+    def _unwatch(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(descriptor)
 
-    def _watch_writability(self, worker: WorkerProcess) -> None:
-        if worker.is_gone:
-            return
-        descriptor = worker.request_end.fileno()
-        is_watched = descriptor in self._selector.get_map()
+    def _watch_for_room(self, worker: WorkerProcess) -> None:
+        """Have the pipe of a worker watched as long as it has not taken everything."""
+        is_watched = worker.requests in self._selector.get_map()
         if worker.has_unwritten:
             self._has_unwritten = True
             if not is_watched:
-                self._selector.register(descriptor, selectors.EVENT_WRITE, worker)
+                self._watch(worker.requests, worker, WorkerProcess.flush, selectors.EVENT_WRITE)
         elif is_watched:
-            self._selector.unregister(descriptor)
-
-    def _unregister(self, descriptor: int) -> None:
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(descriptor)
+            self._selector.unregister(worker.requests)
 
 
 #: Those that are open, for the fork hook below: it has to find them by itself.

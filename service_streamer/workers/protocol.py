@@ -3,7 +3,7 @@
     to a worker process      (batch_id, payloads[, released[, calls or is_stream]])
                              (DROP or HOLD or RESUME, batch_ids), of a model of steps
     from a worker process    (VERSION, kind, *fields), of one of these:
-                                 WorkerStarted   the first one
+                                 WorkerReady     the first one
                                  StartFailure    instead of it, and the last one
                                  BatchReport     one for each batch
                                  StepReport      one for each step, of a model of steps
@@ -18,6 +18,10 @@ A message travels as a frame: its length, 8 bytes little-endian, and its bytes. 
 the worker to end. ``multiprocessing.Connection`` cannot read or write a part of a message and go on
 later, so one large batch could block the whole web process on one worker. Hence the two classes for
 frames: their parent's end must not block, a worker's end may.
+
+Beside the messages there is a page of shared memory with numbers. They say which batches a worker
+is at, so that the web process knows it after the worker's end, however it ends. And they say which
+of them nobody waits for, so that the worker knows it while it computes.
 """
 
 from __future__ import annotations
@@ -31,16 +35,17 @@ import os
 import pickle
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import MutableSequence, Sequence
 from typing import Any, NamedTuple, cast
 
 from ..errors import BadMessage, InvalidInput, ModelError, RemoteTraceback, UnpicklableItem
 from ..observe.record import BatchReport, StepReport
 from ..reporting import MAX_TEXT, summary
+from .memory.shared_memory import PAGE, Memory
 
 #: Of the messages from workers: to be raised with every change of them. A worker that starts after
 #: an upgrade of the package has another one than a web process that has been running since before.
-VERSION = 5
+VERSION = 6
 
 #: In the place of a batch's id, to a worker of a model of steps: a list of batches to be dropped.
 #: Others are at a batch until it is over, and read in shared memory that nobody waits for it.
@@ -51,6 +56,8 @@ HOLD, RESUME = -2, -3
 #: The most bytes of a pickled exception. A larger one would hold up every caller whose answer comes
 #: from the same worker. Arbitrary; a thousand times what exceptions have.
 _LARGEST_ERROR_BYTES = 1 << 20
+#: The most characters of a traceback.
+_LONGEST_TRACEBACK = 2 * MAX_TEXT
 #: These say nothing of the worker that they come from.
 _BLAMES_INPUT = (InvalidInput, UnpicklableItem, BadMessage)
 
@@ -95,7 +102,7 @@ class Failure:
         cause: Failure | None = None,
     ) -> None:
         self._error: BaseException | None = error
-        self._pickled: bytes | None = None
+        self._pickled: bytes | str = ""  # or why it could not be
         self._cause = cause
         self.remote_traceback = remote_traceback
         self.text = summary(error)
@@ -109,7 +116,7 @@ class Failure:
     @classmethod
     def caught(cls, error: BaseException) -> Failure:
         """In a worker, of the exception that was just caught there."""
-        text = _formatted(error)
+        text = _format(error)
         # The text says it all. The frames would keep the whole batch alive.
         for name in ("__traceback__", "__context__", "__cause__"):
             _set(error, name, None)
@@ -136,19 +143,17 @@ class Failure:
         return error
 
     def _unpickled(self) -> BaseException:
-        reason = "it cannot be pickled"
-        if self._pickled == _TOO_LARGE:
-            reason = f"pickled, it has more than {_LARGEST_ERROR_BYTES} bytes"
-        elif self._pickled is not None:
+        reason = self._pickled
+        if isinstance(reason, bytes):
             try:
-                error, args = pickle.loads(self._pickled)
+                error, args = pickle.loads(reason)
                 _set(error, "args", args)
                 return cast(BaseException, error)
             except (Exception, SystemExit) as error:  # its class cannot be imported here, say
                 reason = f"it cannot be unpickled in this process: {summary(error)}"
         return ModelError(f"{self.text} (stands in for the worker's exception: {reason})")
 
-    def __reduce__(self) -> tuple[Callable[..., Failure], tuple[Any, ...]]:
+    def __getstate__(self) -> tuple[Any, ...]:
         pickled = self._pickled
         if self._error is not None:
             try:
@@ -158,16 +163,14 @@ class Failure:
                 pickled = buffer.getvalue()
                 pickle.loads(pickled)  # an odd constructor fails only here
             except _TooLarge:
-                pickled = _TOO_LARGE
+                pickled = f"pickled, it has more than {_LARGEST_ERROR_BYTES} bytes"
             except (Exception, SystemExit):
-                pickled = None
-        fields = pickled, self.text, self.remote_traceback, self.blames_input
-        # Those of workers have no cause, and their messages stay as they were.
-        return _received, fields if self._cause is None else (*fields, self._cause)
+                pickled = "it cannot be pickled"
+        return pickled, self.text, self.remote_traceback, self.blames_input, self._cause
 
-
-#: In the place of a pickled exception that is not sent.
-_TOO_LARGE = b""
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._error = None
+        self._pickled, self.text, self.remote_traceback, self.blames_input, self._cause = state
 
 
 class _TooLarge(Exception):
@@ -183,80 +186,39 @@ class _Buffer(io.BytesIO):
         return super().write(data)
 
 
-def _received(
-    pickled: bytes | None,
-    text: str,
-    remote_traceback: str | None,
-    blames_input: bool,
-    cause: Failure | None = None,
-) -> Failure:
-    failure = Failure.__new__(Failure)
-    failure._error, failure._cause = None, cause
-    failure._pickled, failure.text, failure.remote_traceback = pickled, text, remote_traceback
-    failure.blames_input = blames_input
-    return failure
-
-
 def _set(error: BaseException, name: str, value: Any) -> None:
     """Set an attribute, also of an exception that is a frozen dataclass."""
     BaseException.__setattr__(error, name, value)
 
 
-def _formatted(error: BaseException) -> str:
-    """The traceback of an exception and of its causes, with the text of each cut."""
-    chain = _chain(error)
-    if not any(_is_long(each) for each, _ in chain):
-        return "".join(traceback.format_exception(error))
-    # Python would copy the whole text several times, which takes seconds for some megabytes.
-    return "".join(
-        f"Traceback (most recent call last):\n{''.join(traceback.format_tb(each.__traceback__))}"
-        f"{summary(each)}\n{then}"
-        for each, then in reversed(chain)
-    )
-
-
-def _chain(error: BaseException) -> list[tuple[BaseException, str]]:
-    """The exception and what led to it, each with what Python prints after it."""
-    chain: list[tuple[BaseException, str]] = []
-    following, then = error, ""
-    while not any(following is each for each, _ in chain):  # a cycle is possible
-        chain.append((following, then))
-        if following.__cause__ is not None:
-            then = "\nThe above exception was the direct cause of the following exception:\n\n"
-            following = following.__cause__
-        elif following.__context__ is not None and not following.__suppress_context__:
-            then = "\nDuring handling of the above exception, another exception occurred:\n\n"
-            following = following.__context__
-    return chain
-
-
-def _is_long(error: BaseException) -> bool:
-    """Whether printing the exception would take its time: so would a group's, or its notes."""
+def _format(error: BaseException) -> str:
+    """The traceback of an exception and of its causes. A text of megabytes is cut in its middle."""
     try:
-        inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-        return (
-            len(summary(error)) > MAX_TEXT
-            or sum(map(len, getattr(error, "__notes__", ()))) > MAX_TEXT
-            or any(map(_is_long, inner))
-        )
-    except Exception:  # notes that are none, groups in groups in groups
-        return True
+        text = "".join(traceback.format_exception(error))
+    except Exception:  # of the exception's own attributes
+        return summary(error)
+    left_out, half = len(text) - _LONGEST_TRACEBACK, _LONGEST_TRACEBACK // 2
+    if left_out > 0:
+        text = f"{text[:half]}... ({left_out} more characters) ...{text[-half:]}"
+    return text
 
 
-class WorkerStarted(NamedTuple):
-    """From a worker: it has loaded its model.
+class WorkerReady(NamedTuple):
+    """From a worker: it has loaded its model, and waits for batches.
 
     Attributes:
-        wants_rows: whether the model gets its items as the rows of an array.
+        slot: the worker's; set by the transport.
         description: what the model says of itself; None if it says nothing.
         places: of a model of steps, how many items it steps at a time; 0 for other models.
         resumes: whether such a model can go on with an item where its outputs ended.
+        wants_rows: whether the model gets its items as the rows of an array.
     """
 
-    wants_rows: bool = False
+    slot: int = -1
     description: dict[str, Any] | None = None
     places: int = 0
     resumes: bool = False
+    wants_rows: bool = False
 
 
 class StartFailure(NamedTuple):
@@ -285,10 +247,10 @@ class DeviceFailure(NamedTuple):
     error: str
 
 
-FromWorker = WorkerStarted | StartFailure | BatchReport | StepReport | DeviceFailure
+FromWorker = WorkerReady | StartFailure | BatchReport | StepReport | DeviceFailure
 
 #: By the kind in a message. Plain ints, not an enum, which would be pickled by its name.
-_KINDS = (WorkerStarted, StartFailure, BatchReport, DeviceFailure, StepReport)
+_KINDS = (WorkerReady, StartFailure, BatchReport, DeviceFailure, StepReport)
 _REPORT = _KINDS.index(BatchReport)
 _STEP = _KINDS.index(StepReport)
 
@@ -360,6 +322,7 @@ class FrameReader:
         Raises:
             BlockingIOError: there is nothing to read, and the descriptor does not block.
             EOFError: the other end is closed.
+            MemoryError, OverflowError: a frame is too large, or the bytes are no frames.
         """
         if self._filled < len(self._body):
             count = os.readv(self._descriptor, [memoryview(self._body)[self._filled :]])
@@ -384,13 +347,7 @@ class FrameReader:
             start += _HEADER_SIZE
             if length > available - _HEADER_SIZE:
                 # The rest goes right where it belongs, however large it is.
-                try:
-                    self._body = bytearray(length)
-                except (MemoryError, OverflowError):
-                    if not frames:
-                        raise
-                    self._rest = data[start - _HEADER_SIZE :]  # the next time, then
-                    return frames
+                self._body = bytearray(length)
                 self._filled = len(data) - start
                 self._body[: self._filled] = data[start:]
                 return frames
@@ -424,8 +381,21 @@ class FrameWriter:
         self._unwritten.extend(part for part in whole if part)
         return False
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether something is kept, for ``flush``."""
+        return bool(self._unwritten)
+
+    def drop(self) -> None:
+        """Let go of what is kept."""
+        self._unwritten.clear()
+
     def flush(self) -> bool:
-        """Write what the pipe takes now; whether nothing is left."""
+        """Write what the pipe takes now; whether nothing is left.
+
+        Raises:
+            BrokenPipeError: the other end is closed.
+        """
         unwritten = self._unwritten
         while unwritten:
             try:
@@ -437,3 +407,76 @@ class FrameWriter:
             else:
                 unwritten[0] = unwritten[0][count:]
         return True
+
+
+#: Numbers for the batches that nobody waits for: how many those were so far, and the last of them.
+#: A worker has fewer at a time.
+UNWANTED = 8
+
+#: After so many seconds without news a worker says that it has not hung: between two steps, or two
+#: runs of parts of one batch. For the engine takes it for hung that is silent for batch_timeout,
+#: which may be short.
+SIGN_OF_LIFE = 0.1
+
+
+def add_unwanted(numbers: MutableSequence[int], batch_id: int) -> None:
+    """Note a batch that nobody waits for any more; for the parent."""
+    count = numbers[0]
+    numbers[1 + count % (UNWANTED - 1)] = batch_id + 1
+    numbers[0] = count + 1
+
+
+def is_unwanted(numbers: Sequence[int], number: int) -> bool:
+    """Whether the batch, of this id plus 1, is among those. False for 0, which is none."""
+    return number > 0 and number in numbers[1:]
+
+
+class StageProgress:
+    """A number for each stage, in memory of both processes: a batch's id plus 1, or 0.
+
+    Of a model of steps, a number from FORWARD on for each batch in the model's current call. Before
+    these numbers are those that the parent writes.
+
+    Each number is written by one store, so nobody reads a part of one.
+
+    Raises:
+        OSError: the system has no such memory.
+    """
+
+    def __init__(self) -> None:
+        self._memory = Memory(PAGE)
+
+    def for_worker(self, places: int = 0) -> tuple[MutableSequence[int], Sequence[int]]:
+        """Where the stages write, and where they read what is unwanted. For the worker, once.
+
+        Args:
+            places: how many items a model of steps may have in a call.
+        """
+        os.truncate(self._memory.descriptor, PAGE + 8 * places)  # a number has 8 bytes
+        numbers: Any = self._numbers()
+        return numbers[UNWANTED:], numbers[:UNWANTED]
+
+    def drop(self, batch_id: int) -> None:
+        """Nobody waits for the batch any more. For the parent; never raises."""
+        with contextlib.suppress(OSError):
+            numbers: Any = self._numbers()
+            add_unwanted(numbers, batch_id)
+
+    def begun(self, first: int = 0) -> frozenset[int]:
+        """Ids of the batches that are in a stage, or were when the worker ended.
+
+        Empty if it is not known: this process has no free descriptor, or no address space.
+
+        Args:
+            first: the first stage that counts.
+        """
+        try:
+            numbers = self._numbers()
+        except OSError:
+            return frozenset()
+        return frozenset(number - 1 for number in numbers[UNWANTED + first :] if number)
+
+    def _numbers(self) -> memoryview[int]:
+        memory = self._memory
+        memory.size = os.fstat(memory.descriptor).st_size  # the worker may have enlarged it
+        return memoryview(memory.mapped()).cast("q")

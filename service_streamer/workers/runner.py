@@ -56,10 +56,10 @@ class Channel(ABC):
     def receive(self) -> tuple[Any, ...] | None:
         """Block for the next batch: its id, and the rest of it for ``decode``. None: end now.
 
-        Its fourth member, if there are as many, are the items of each call, as in
-        ``Transport.send``; of a model of steps it says whether it is a stream. To a model of steps
-        it may also be ``DROP``, ``HOLD`` or ``RESUME`` with the ids of batches: whose callers have
-        gone, that are not to be stepped for a while, and that are again.
+        Its fourth member are the items of each call, as in ``Transport.send``; of a model of steps
+        it says whether it is a stream. Such a model may also get ``DROP``, ``HOLD`` or ``RESUME``
+        with the ids of batches: whose callers have gone, that are not to be stepped for a while,
+        and that are again.
         """
 
     @abstractmethod
@@ -164,8 +164,7 @@ def _take_in(channel: Channel, stages: Stages, received: tuple[Any, ...]) -> Job
     """INTAKE: decode and preprocess."""
     began = time.monotonic()
     stages.progress[INTAKE] = received[0] + 1
-    calls = received[3] if len(received) > 3 else 0
-    job = Job(*channel.decode(received), calls)
+    job = Job(*channel.decode(received), received[3])
     payloads, channel.decoded = channel.decoded, ()
     if payloads:
         job.again = lambda position: channel.decode_again(payloads[position])

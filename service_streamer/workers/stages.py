@@ -33,8 +33,7 @@ from ..observe.record import BatchReport
 from .mending import Bisection, Invalid, Outcome, OutOfMemory, Returned, at_positions, by_position
 from .model_spec import LoadedModel, Predict
 from .outputs import check_outputs, in_own_memory, memory_of
-from .progress import SIGN_OF_LIFE, is_unwanted
-from .protocol import Failure
+from .protocol import SIGN_OF_LIFE, Failure, is_unwanted
 from .stacking import stacks
 
 INTAKE, FORWARD, OUTLET = range(3)

@@ -1,57 +1,59 @@
-"""Start workers from unusual processes, and send them what they cannot import.
+"""What has to be right around the start of a worker, wherever the application runs.
 
-Under uWSGI ``sys.executable`` is uwsgi itself. Celery and ``multiprocessing.Pool`` run tasks in
-daemonic processes, which may not have children. A program from standard input has a main module
-without a file, which new processes would fail to import.
-
-pickle sends a class or function as the names of its module and its own. Workers cannot import the
-main module of a notebook or of ``python -c``. cloudpickle, an optional package, sends the code
-instead. Only this module imports it. A worker keeps what it receives, under its name. Results of
-such a class are pickled by name, and become the web process's own class.
+* The interpreter: under uWSGI ``sys.executable`` is uwsgi itself.
+* The parent: Celery and ``multiprocessing.Pool`` run tasks in daemonic processes, which may not
+  have children.
+* The main module: new processes import it again, and fail with one from standard input.
+* The environment: CUDA, OpenMP and numeric libraries read it once, at their import. A spawned child
+  inherits the parent's and imports the user's ``__main__`` before our code runs. So the parent's
+  environment must be right during the start.
+* Signals: one that is for the whole group must not end a worker before it has its handlers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import importlib.machinery
-import importlib.util
-import io
+import logging
 import multiprocessing.process
 import os
-import pickle
 import shutil
-import subprocess
+import signal
 import sys
 import threading
 import types
-import uuid
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import spawn
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkerStartError
-from ..extras import PACKAGES
+from ..gpu.accelerators import allocator_variables
+from ..gpu.places import UNKNOWN_GPUS, Place, places, set_environment, sharers, visible_gpus
+from .protocol import EXIT_NO_FREEZE_SUPPORT, EXIT_UNGUARDED_MAIN
 
-#: Names of interpreters; programs that embed Python have other names.
-_NAMES = ("python", "pypy", "graalpy")
+if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
+    from ..options.table import WorkerOptions
 
-#: Seconds for a candidate to print its version; it takes some hundredths.
-_PROBE_TIMEOUT = 10.0
+logger = logging.getLogger(__name__)
 
-#: Guards the state that is changed during a start: multiprocessing's executable, the daemon flag,
-#: the main module's file, the working directory.
-_lock = threading.Lock()
+#: The main module, in the web process and in a child of multiprocessing.
+MAIN = ("__main__", "__mp_main__")
+
+#: What workers that this process starts call first, asked for at each start; picklable.
+preparation: Callable[[], Callable[[], None]] | None = None
+
+#: Guards what is changed during a start: the environment, multiprocessing's executable, the daemon
+#: flag, the main module's file, the working directory.
+_lock = threading.RLock()
 
 
 def _renew_lock() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
-# A child forked within ``startable`` would hold the lock for ever.
+# A child forked during a start would hold the lock for ever.
 os.register_at_fork(after_in_child=_renew_lock)
 
 
@@ -62,26 +64,20 @@ def startable() -> Iterator[None]:
     Raises:
         WorkerStartError: no Python interpreter was found.
     """
-    with _lock, _interpreter(), _allow_children(), _importable_main(), _existing_folder():
+    with _lock, contextlib.ExitStack() as undo:
+        _choose_interpreter(undo)
+        _allow_children(undo)
+        _hide_main(undo)
+        _leave_removed_folder(undo)
         yield
 
 
-# -- the interpreter
-
-
-@contextlib.contextmanager
-def _interpreter() -> Iterator[None]:
-    """Make multiprocessing start Python even if ``sys.executable`` is another program."""
+def _choose_interpreter(undo: contextlib.ExitStack) -> None:
+    """Have multiprocessing start Python even if ``sys.executable`` is another program."""
     found = find_interpreter()
-    if found is None:
-        yield
-        return
-    before = spawn.get_executable()
-    spawn.set_executable(found)
-    try:
-        yield
-    finally:
-        spawn.set_executable(before)
+    if found is not None:
+        undo.callback(spawn.set_executable, spawn.get_executable())
+        spawn.set_executable(found)
 
 
 def find_interpreter() -> str | None:
@@ -94,150 +90,93 @@ def find_interpreter() -> str | None:
     chosen = spawn.get_executable()
     if chosen and os.fsencode(chosen) != os.fsencode(executable):
         return None  # the application has called multiprocessing.set_executable
-    is_python = os.path.basename(executable).lower().startswith(_NAMES)
+    is_python = os.path.basename(executable).lower().startswith(("python", "pypy", "graalpy"))
     if is_python or getattr(sys, "frozen", False):  # a frozen program is its own interpreter
         return None
-    return _search(executable, sys.prefix)
-
-
-@functools.lru_cache
-def _search(executable: str, prefix: str) -> str:
-    for candidate in _candidates(prefix):
-        if os.access(candidate, os.X_OK) and _version_of(candidate) == _version():
-            return candidate
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    name = f"python{version}{sys.abiflags}"
+    # The virtual environment's first.
+    prefixes = sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix
+    for candidate in (*(os.path.join(prefix, "bin", name) for prefix in prefixes), name):
+        found = shutil.which(candidate)
+        if found is not None:
+            return found
     raise WorkerStartError(
-        f"worker processes need a Python {sys.version_info[0]}.{sys.version_info[1]} interpreter, "
-        f"but sys.executable is {executable!r}, and {prefix!r} has none. Set it with "
+        f"worker processes need a Python {version} interpreter, "
+        f"but sys.executable is {executable!r}, and {sys.prefix!r} has none. Set it with "
         'multiprocessing.set_executable("/path/to/python3"), or use a ThreadedStreamer'
     )
 
 
-def _candidates(prefix: str) -> Iterator[str]:
-    """Possible interpreters, the virtual environment's first."""
-    name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    for folder in dict.fromkeys((prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)):
-        for each in (name, "python3", "python"):
-            yield os.path.join(folder, "bin", each)
-    base = getattr(sys, "_base_executable", None)
-    if base and os.path.basename(base).lower().startswith(_NAMES):
-        yield base
-    found = shutil.which(name)
-    if found:
-        yield found
-
-
-def _version() -> str:
-    return f"{sys.implementation.cache_tag} {sys.abiflags}"
-
-
-def _version_of(candidate: str) -> str | None:
-    """``_version`` of a candidate; None if it is no interpreter."""
-    program = "import sys; print(sys.implementation.cache_tag, sys.abiflags)"
-    try:
-        run = subprocess.run(
-            [candidate, "-I", "-c", program],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_TIMEOUT,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return run.stdout.removesuffix("\n")
-
-
-# -- daemonic processes
-
-
-@contextlib.contextmanager
-def _allow_children() -> Iterator[None]:
+def _allow_children(undo: contextlib.ExitStack) -> None:
     """Let a daemonic process have children, as in a pool of multiprocessing or Celery.
 
     multiprocessing refuses them since they could outlive it. Ours always end with their parent: see
-    ``child.py``. Celery's pool replaces multiprocessing's process object by one of billiard, whose
-    key only billiard can pass to a child.
+    ``worker_main.py``. Celery's pool replaces multiprocessing's process object by one of billiard,
+    whose key only billiard can pass to a child.
     """
-    config = getattr(multiprocessing.process.current_process(), "_config", None)
-    changed: dict[str, Any] = {}
-    if isinstance(config, dict):
-        if config.get("daemon"):
-            changed["daemon"] = False
-        key = config.get("authkey")
-        authentication: Any = getattr(multiprocessing.process, "AuthenticationString", bytes)
-        if isinstance(key, bytes) and type(key) is not authentication:
-            changed["authkey"] = authentication(key)
-    if not (changed and isinstance(config, dict)):
-        yield
-        return
-    before = {name: config[name] for name in changed}
-    config.update(changed)
-    try:
-        yield
-    finally:
-        config.update(before)
+    process: Any = multiprocessing.process
+    config = process.current_process()._config
+    undo.callback(config.update, dict(config))
+    if "daemon" in config:
+        config["daemon"] = False
+    if "authkey" in config:
+        config["authkey"] = process.AuthenticationString(config["authkey"])
 
 
-# -- the main module
-
-
-@contextlib.contextmanager
-def _importable_main() -> Iterator[None]:
+def _hide_main(undo: contextlib.ExitStack) -> None:
     """Keep new processes from importing a main module that they cannot import."""
     main = sys.modules["__main__"]
-    if not hasattr(main, "__file__") or is_importable("__main__"):
-        yield
-        return
-    file = main.__file__
-    del main.__file__
-    try:
-        yield
-    finally:
-        main.__file__ = file
+    if hasattr(main, "__file__") and not is_importable("__main__"):
+        undo.callback(setattr, main, "__file__", main.__file__)
+        del main.__file__
 
 
-# -- the working directory
-
-
-@contextlib.contextmanager
-def _existing_folder() -> Iterator[None]:
+def _leave_removed_folder(undo: contextlib.ExitStack) -> None:
     """Have new processes run in ``/`` if the folder of this one was removed, as of an old release.
 
     multiprocessing asks for the folder. Only its answer is changed: to change the folder itself
     would move all threads of the program. And Python 3.13 cannot look for modules there (-P).
     """
+    try:
+        os.getcwd()
+        return
+    except FileNotFoundError:
+        pass
     command: Callable[..., list[str]] = spawn.get_command_line
 
     def safe_command(**names: Any) -> list[str]:
         python, *others = command(**names)
         return [python, "-P", *others] if "-c" in others else [python, *others]
 
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        vars(spawn)["os"] = types.SimpleNamespace(**{**vars(os), "getcwd": lambda: "/"})
-        vars(spawn)["get_command_line"] = safe_command
-    try:
-        yield
-    finally:
-        vars(spawn).update(os=os, get_command_line=command)
+    here = vars(spawn)
+    undo.callback(here.update, os=os, get_command_line=command)
+    here["os"] = types.SimpleNamespace(**{**vars(os), "getcwd": lambda: "/"})
+    here["get_command_line"] = safe_command
+
+
+# -- the main module
+
+
+def refuse_unguarded_main() -> None:
+    """In a child that is importing ``__main__`` again: end it silently; the parent says the rest.
+
+    Called when a Streamer is built. multiprocessing has its own check, of which every worker would
+    print a traceback of twenty lines.
+    """
+    # Set by multiprocessing while a child prepares itself; there is no public name for it.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(EXIT_UNGUARDED_MAIN)
+    # What multiprocessing starts a frozen program with, as PyInstaller makes it. Without
+    # freeze_support() the program runs anew in every worker, and would start workers of its own.
+    if sys.argv[1:2] == ["--multiprocessing-fork"]:
+        sys.exit(EXIT_NO_FREEZE_SUPPORT)
 
 
 def has_main() -> bool:
     """Whether the main module is a program: not a notebook, ``python -c`` or standard input."""
     is_named = getattr(sys.modules.get("__main__"), "__spec__", None) is not None
     return is_named or is_importable("__main__")
-
-
-def _is_found(module: str) -> bool:
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        if find is not None and find(module, None) is not None:
-            return True
-    # A new process searches the folder in which this process started.
-    folder = getattr(multiprocessing.process, "ORIGINAL_DIR", None)
-    if "" not in sys.path or folder is None:
-        return False
-    return importlib.machinery.PathFinder.find_spec(module, [folder]) is not None
 
 
 def is_importable(module: str) -> bool:
@@ -247,8 +186,15 @@ def is_importable(module: str) -> bool:
     archive (``__main__.py``); a module loaded under a server's own name, as by uWSGI's
     ``wsgi-file``.
     """
-    if module not in ("__main__", "__mp_main__"):
-        return _is_found(module.partition(".")[0])
+    # A new process searches the folder in which this process started.
+    folder = str(getattr(multiprocessing.process, "ORIGINAL_DIR", None) or "")
+    if module not in MAIN:
+        package = module.partition(".")[0]
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+        if any(find is not None and find(package, None) is not None for find in finders):
+            return True
+        finder = importlib.machinery.PathFinder
+        return "" in sys.path and finder.find_spec(package, [folder]) is not None
     main = sys.modules.get("__main__")
     spec: importlib.machinery.ModuleSpec | None = getattr(main, "__spec__", None)
     if spec is not None:
@@ -256,154 +202,174 @@ def is_importable(module: str) -> bool:
     file = getattr(main, "__file__", None)
     if not isinstance(file, str):
         return False
-    folder = getattr(multiprocessing.process, "ORIGINAL_DIR", None) or ""
     name = os.path.splitext(os.path.basename(file))[0]
     return name != "ipython" and os.path.isfile(os.path.join(folder, file))
 
 
-#: Types that are pickled by name.
-_BY_NAME = (type, types.FunctionType)
-
-#: The main module, in the web process and in a child of multiprocessing.
-_MAIN = ("__main__", "__mp_main__")
-
-#: Guards cloudpickle's global registry.
-_by_value_lock = threading.RLock()
-
-#: In a worker: what it received, by id.
-_received: dict[bytes, Any] = {}
+# -- the environment
 
 
-class NotImportable(TypeError):
-    """Workers cannot import a class or function, and cloudpickle is not installed."""
+#: Read by OpenMP, and by MKL, OpenBLAS and NumExpr without a variable of their own.
+_OPENMP = "OMP_NUM_THREADS"
+_THREAD_VARIABLES = (
+    _OPENMP,
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "RAYON_NUM_THREADS",  # Hugging Face's tokenizers: each worker would wake a thread on every core
+)
+
+#: How long an idle OpenMP thread spins before it sleeps: turns of GNU's loop (1000 take about
+#: 0.05 ms), milliseconds of Intel's and LLVM's. The defaults are 300,000 turns and 200 ms. On busy
+#: cores a spinning thread blocks the thread that it waits for: a batch of 16 took 444 ms instead of
+#: 12 ms. GNU OpenMP itself uses 1000 with more threads than cores. On idle cores it costs tiny
+#: models a few percent; sleeping immediately (OMP_WAIT_POLICY=PASSIVE) would triple their time.
+_WAITS = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
+_WAIT_VARIABLES = (*_WAITS, "OMP_WAIT_POLICY")
 
 
-class ByValue:
-    """Pickles; sends by value what workers cannot import. Any thread.
+class Placement:
+    """Where the workers of a streamer run.
 
-    Each pool has its own: if a notebook's cell changes a function, the next pool gets the new one.
+    Determined once, so that a restarted worker runs where its predecessor ran. Immutable, for any
+    thread. Looks for GPUs if needed, which takes some milliseconds.
     """
 
-    def __init__(self) -> None:
-        self._importable: dict[str, bool] = {}
-        # The id and the code of what was sent; both stay the same.
-        self._sent: weakref.WeakKeyDictionary[Any, tuple[bytes, bytes]] = (
-            weakref.WeakKeyDictionary()
+    def __init__(self, options: WorkerOptions) -> None:
+        self._cpu_threads = options.cpu_threads
+        with _lock:  # another streamer's start may be changing it
+            inherited = dict(os.environ)
+        visible = visible_gpus(inherited) if _concerns_gpus(options) else UNKNOWN_GPUS
+        self._visible = visible
+        self._places = places(
+            options.cuda_devices, options.most_workers, visible, options.devices_per_worker
         )
-        #: Whether anything was sent by value.
-        self.is_used = False
+        count = visible.count or 0
+        if options.cuda_devices is None and options.most_workers > 1 and count > 1:
+            logger.warning(
+                "%d GPUs are visible, and each of the %d workers sees all of them: if the model "
+                "uses only the first GPU, all workers share it; cuda_devices=\"auto\" spreads them",
+                count, options.most_workers,
+            )  # fmt: skip
 
-    def dumps(self, value: Any) -> bytes:
-        """Pickle a value.
+    def at(self, place: int) -> Place:
+        """Where worker number ``place`` runs."""
+        return self._places[place % len(self._places)]
 
-        Raises:
-            NotImportable: cloudpickle is needed and not installed.
-            Exception: whatever pickling it raises.
+    def sharers(self, place: int, worker_num: int) -> tuple[int, ...]:
+        """How many workers compute on each GPU that this one sees; empty if unknown."""
+        return sharers(self._places, self._visible, place, worker_num)
+
+    def _variables(self, place: int, worker_num: int) -> dict[str, str | None]:
+        """Variables to set in a worker's environment; None removes one.
+
+        With "auto" the cores are divided among the workers: four workers that each use all cores
+        are slower than one. Thread variables set by the user stay, and one for OpenMP counts for
+        the others too. Idle threads sleep soon, unless the user has set how they wait.
         """
-        file = io.BytesIO()
-        self.pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-        return file.getvalue()
+        inherited = os.environ
+        variables: dict[str, str | None] = dict(self.at(place).variables)
+        if self._cpu_threads == "auto" and _OPENMP not in inherited:
+            threads = str(max(1, available_cores() // worker_num))
+            variables |= {name: threads for name in _THREAD_VARIABLES if name not in inherited}
+        elif isinstance(self._cpu_threads, int):
+            variables |= dict.fromkeys(_THREAD_VARIABLES, str(self._cpu_threads))
+        if self._cpu_threads is not None and inherited.keys().isdisjoint(_WAIT_VARIABLES):
+            variables |= _WAITS
+        return variables | allocator_variables(inherited)
 
-    def pickler(self, *arguments: Any, **options: Any) -> pickle.Pickler:
-        """A pickler of this kind."""
-        pickler = _Pickler(*arguments, **options)
-        pickler.owner = self
-        return pickler
+    @contextlib.contextmanager
+    def environment(self, place: int, worker_num: int) -> Iterator[dict[str, str | None]]:
+        """Set a worker's variables in ``os.environ`` within the block.
 
-    def parts(self, thing: Any) -> tuple[bytes, bytes]:
-        """An id for a class or function, and its code."""
-        parts = self._sent.get(thing)
-        if parts is None:
-            with _by_value_lock:
-                parts = self._sent.get(thing)
-                if parts is None:  # once, or a worker would make two classes
-                    dissected = _dissected(thing, type(self)().is_known)
-                    parts = self._sent[thing] = uuid.uuid4().bytes, dissected
-        return parts
-
-    def is_known(self, thing: Any) -> bool:
-        """Whether a worker finds this class or function by its name."""
-        name = getattr(thing, "__module__", None)
-        if not isinstance(name, str):
-            return True
-        if name not in self._importable:
-            self._importable[name] = is_importable(name) or (
-                # A worker may find it nevertheless; else its error says what to do.
-                name not in _MAIN and not _has_cloudpickle()
-            )
-        if not self._importable[name]:
-            return False
-        # A profiler or debugger runs a program as its own main module.
-        return name != "__main__" or "<" in thing.__qualname__ or _is_there(thing)
+        The lock also covers reading them: another start's variables must not look like the user's.
+        """
+        with _lock:
+            variables = self._variables(place, worker_num)
+            before = {name: os.environ.get(name) for name in variables}
+            set_environment(variables)
+            try:
+                yield variables
+            finally:
+                set_environment(before)
 
 
-class _Pickler(pickle.Pickler):
-    owner: ByValue
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, _BY_NAME) and not self.owner.is_known(value):
-            self.owner.is_used = True
-            return _receive, self.owner.parts(value)
-        return NotImplemented
+def _concerns_gpus(options: WorkerOptions) -> bool:
+    devices = options.cuda_devices
+    if devices is None:
+        return options.most_workers > 1
+    return isinstance(devices, str) or any(str(device) != "cpu" for device in devices)
 
 
-def _has_cloudpickle() -> bool:
+def limit_loaded_torch(variables: Mapping[str, str | None]) -> None:
+    """In a forked child: set torch's threads, as it was imported before the variables were set."""
+    torch = sys.modules.get("torch")
+    threads = variables.get(_OPENMP)
+    if torch is not None and threads is not None:
+        torch.set_num_threads(int(threads))
+
+
+def available_cores() -> int:
+    """Cores that this process may use, by its affinity and its container's quota."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    with contextlib.suppress(OSError, ValueError):
+        # "max 100000" or "200000 100000": microseconds of processor time per period (cgroup v2)
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+# -- signals
+
+
+#: Makes a worker write down the stacks of its threads, whatever they are doing.
+STACKS_SIGNAL = signal.SIGUSR2
+
+_LEFT_TO_PARENT = (signal.SIGTERM, signal.SIGHUP)
+_GROUP_SIGNALS = (*_LEFT_TO_PARENT, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Hold these signals back in this thread, and in a process that is started within the block.
+
+    So none of them ends a worker that has just been started, before ``leave_to_parent``. This
+    thread gets them after the block, its process at once if another thread takes them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        return importlib.util.find_spec("cloudpickle") is not None
-    except ValueError:  # None in sys.modules
-        return False
-
-
-def _is_there(thing: Any) -> bool:
-    found: Any = sys.modules.get(thing.__module__)
-    for name in thing.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is thing
-
-
-def _dissected(thing: Any, known: Callable[[Any], bool]) -> bytes:
-    """The code of a thing, and of all classes that it refers to and that go by value."""
-    try:
-        cloudpickle = importlib.import_module("cloudpickle")
-    except ImportError:
-        raise NotImportable(
-            f"{thing.__qualname__} is defined in {_place(thing)}, which worker processes cannot "
-            f"import. Run pip install {' '.join(PACKAGES['notebook'])}, define it in a module "
-            '(.py file) and import it from there, or use mp_start_method="fork"'
-        ) from None
-    classes = {}
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
-        def reducer_override(self, value: Any) -> Any:
-            if isinstance(value, type) and not known(value):
-                classes[value.__module__, value.__qualname__] = value
-            return super().reducer_override(value)
-
-    module = sys.modules.get(thing.__module__)
-    is_registered = module is not None and thing.__module__ not in _MAIN
-    if is_registered:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        file = io.BytesIO()
-        Pickler(file, pickle.HIGHEST_PROTOCOL).dump((thing, classes))
+        # Within the block, since it may raise the KeyboardInterrupt that came just before.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
+        yield
     finally:
-        if is_registered:
-            cloudpickle.unregister_pickle_by_value(module)
-    return file.getvalue()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _place(thing: Any) -> str:
-    if thing.__module__ in _MAIN:
-        return "the main module (a notebook, python -c, standard input or the like)"
-    return f"the module {thing.__module__!r}"
+def leave_to_parent() -> None:
+    """In a worker, before the model is loaded: have these signals do nothing from now on.
+
+    By a handler and not by ignoring them: what is ignored stays so in every program that the model
+    starts, which SIGTERM could not end then. A handler of the model's own replaces ours.
+    """
+    # A forked worker has its parent's: a signal would wake the parent.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _LEFT_TO_PARENT:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _do_nothing)
+            signal.siginterrupt(number, False)  # nor should it disturb native code that waits
+    os.register_at_fork(after_in_child=_take_again)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
 
 
-def _receive(name: bytes, parts: bytes) -> Any:
-    """In a worker: make what was sent, once."""
-    if name not in _received:
-        thing, classes = pickle.loads(parts)
-        for (module, qualname), each in classes.items():
-            if "." not in qualname:  # nested ones are found through their parents
-                setattr(sys.modules.setdefault(module, types.ModuleType(module)), qualname, each)
-        _received[name] = thing
-    return _received[name]
+def _do_nothing(*_: object) -> None:
+    """The handler."""
+
+
+def _take_again() -> None:
+    """In a process that the model has forked: its parent may end it."""
+    for number in _LEFT_TO_PARENT:
+        if signal.getsignal(number) is _do_nothing:
+            signal.signal(number, signal.SIG_DFL)

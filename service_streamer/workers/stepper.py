@@ -37,8 +37,7 @@ from ..observe.record import BatchReport, StepReport
 from .mending import Bisection, Invalid, Outcome, Returned
 from .model_spec import LoadedModel, describe
 from .outputs import StepPair, UnreadableError, read_pairs, read_states
-from .progress import SIGN_OF_LIFE
-from .protocol import DROP, HOLD, RESUME, Failure
+from .protocol import DROP, HOLD, RESUME, SIGN_OF_LIFE, Failure
 from .stages import FORWARD, outcome_of
 from .step_batch import NO_STATE, StepBatch, StepRequest
 
@@ -123,7 +122,7 @@ class _Stepper:
             del received  # it holds items, and would do so until the next comes
 
     def _take(self, received: tuple[Any, ...]) -> None:
-        is_stream = len(received) > 3 and bool(received[3])
+        is_stream = bool(received[3])
         batch_id, items, failures = self.channel.decode(received)[:3]
         told = self._early.pop(batch_id, None)
         if failures or told == DROP:

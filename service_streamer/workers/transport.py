@@ -15,27 +15,13 @@ from typing import Any, NamedTuple
 from ..errors import WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
-from ..reporting import summary
+from ..reporting import quiet_log, summary
 from ..supervision.supervisor import Loss
 from .model_spec import ModelSpec
-from .progress import UNWANTED, add_unwanted
-from .protocol import Failure
+from .protocol import UNWANTED, Failure, WorkerReady, add_unwanted
 from .runner import Channel, serve
 
-
-class WorkerReady(NamedTuple):
-    """The worker has loaded its model and waits for batches.
-
-    Attributes:
-        description: what the model says of itself; None if it says nothing.
-        places: of a model of steps, how many items it steps at a time; 0 for other models.
-        resumes: whether such a model can go on with an item where its outputs ended.
-    """
-
-    slot: int
-    description: dict[str, Any] | None = None
-    places: int = 0
-    resumes: bool = False
+_log = quiet_log(__name__)
 
 
 class WorkerWaits(NamedTuple):
@@ -65,7 +51,8 @@ class WorkerDied(NamedTuple):
     begun: frozenset[int] | None = None
 
 
-#: A report comes with its slot, and with its outputs encoded: see ``Transport.decode``.
+#: A report comes with its slot, and with its outputs encoded: see ``Transport.decode``. After that
+#: of a step come those of the batches that are over by it.
 WorkerEvent = WorkerReady | WorkerWaits | BatchReport | StepReport | WorkerDied
 
 
@@ -74,26 +61,29 @@ class Transport(ABC):
 
     The engine owns it and closes it. Any thread may call ``encode``, ``decode``, ``device``,
     ``send``, ``tell`` and ``wakeup`` at any time, also after ``close`` and for a worker that is
-    gone: then nothing happens. For each worker, one thread at a time calls ``send``, in the order
-    of the batches' ids. The rest is only for the thread that runs the engine's loop, or before that
-    loop starts.
+    gone: then nothing happens. For each worker, one thread at a time calls ``send`` and ``tell``,
+    the former in the order of the batches' ids; a finalizer that runs within one of them calls
+    neither. The rest is only for the thread that runs the engine's loop, or before that loop
+    starts.
     """
 
-    @abstractmethod
-    def encode(self, items: Sequence[Any]) -> Sequence[Any]:
-        """The items as they will travel. Runs in the caller's thread: its items are its own risk.
+    def encode(self, items: Sequence[Any]) -> list[Any]:
+        """The items as they will travel: as they are, unless a transport says otherwise.
+
+        Runs in the caller's thread: its items are its own risk.
 
         Raises:
             UnpicklableItem: an item cannot travel; says which and why.
         """
+        return list(items)
 
-    @abstractmethod
     def decode(self, outputs: list[Any]) -> list[Any]:
         """The outputs of a call as the model returned them. Runs in the caller's thread, too.
 
         Raises:
             ModelError: one cannot be decoded.
         """
+        return outputs
 
     def device(self, place: int) -> Device | None:  # noqa: ARG002 - not every kind has devices
         """The device of worker number ``place``; None if it was given none. For any thread."""
@@ -190,8 +180,6 @@ class Transport(ABC):
         """
 
 
-logger = logging.getLogger(__name__)
-
 _Events = queue.SimpleQueue[WorkerEvent | None]
 
 #: So many reports of steps wait for the engine at most. Then the worker does: it would keep the
@@ -205,25 +193,12 @@ class ThreadTransport(Transport):
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self._events: _Events = queue.SimpleQueue()
-        self._channels: dict[int, _ThreadChannel] = {}
-        self._threads: dict[int, threading.Thread] = {}
-
-    def encode(self, items: Sequence[Any]) -> Sequence[Any]:
-        return list(items)
-
-    def decode(self, outputs: list[Any]) -> list[Any]:
-        return outputs
+        self._workers: dict[int, _WorkerThread] = {}
 
     def start(self, slot: int, place: int, worker_num: int) -> None:  # noqa: ARG002 - no devices here
-        channel = self._channels[slot] = _ThreadChannel(slot, self._events)
-        thread = threading.Thread(
-            target=_run,
-            args=(self._spec, channel),
-            name=f"service_streamer worker {slot}",
-            daemon=True,
-        )
-        thread.start()
-        self._threads[slot] = thread
+        worker = _WorkerThread(slot, self._spec, self._events)
+        worker.thread.start()
+        self._workers[slot] = worker
 
     def send(
         self,
@@ -234,84 +209,90 @@ class ThreadTransport(Transport):
         calls: int | list[int] = 0,
         is_stream: bool = False,
     ) -> None:
-        channel = self._channels.get(slot)
-        if channel is None or batch_id <= channel.last_sent:
+        worker = self._workers.get(slot)
+        if worker is None or batch_id <= worker.last_sent:
             return  # it was lost, and the batch with it; or it has the batch
         no_failures: dict[int, Failure] = {}
         message = (batch_id, payloads, no_failures, is_stream or calls)
-        put = channel.batches.put
+        put = worker.batches.put
         # A signal handler can raise after a call only, so not between these two lines.
-        channel.last_sent = batch_id
+        worker.last_sent = batch_id
         put(message)
 
     def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
-        channel = self._channels.get(slot)
-        if channel is not None and channel.has_steps:
-            channel.batches.put((what, batch_ids))
-        elif channel is not None:
+        worker = self._workers.get(slot)
+        if worker is not None and worker.has_steps:
+            worker.batches.put((what, batch_ids))
+        elif worker is not None:
             for batch_id in batch_ids:
-                add_unwanted(channel.unwanted, batch_id)
+                add_unwanted(worker.unwanted, batch_id)
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
-        events: list[WorkerEvent | None] = []
+        events: list[WorkerEvent] = []
         try:
-            events.append(self._events.get(timeout=timeout))
+            event = self._events.get(timeout=timeout)
             while True:
-                events.append(self._events.get_nowait())
+                # One that hung in its last stage may answer when its worker is gone: too late.
+                worker = None if event is None else self._workers.get(event.slot)
+                if event is not None and worker is not None:
+                    events += self._take_in(event, worker)
+                event = self._events.get_nowait()
         except queue.Empty:
-            pass
-        happened: list[WorkerEvent] = []
-        for event in events:
-            # One that hung in its last stage may answer when its worker is gone: it was too late.
-            if event is None or event.slot not in self._channels:
-                continue
-            happened.append(event)
-            if type(event) is StepReport:
-                self._channels[event.slot].room.release()
-            if type(event) is WorkerDied:
-                del self._channels[event.slot]
-                self._threads.pop(event.slot).join()  # which has nothing more to do
-        return happened
+            return events
+
+    def _take_in(self, event: WorkerEvent, worker: _WorkerThread) -> Sequence[WorkerEvent]:
+        if isinstance(event, StepReport):
+            worker.room.release()
+            return event.events()
+        if isinstance(event, WorkerDied):
+            del self._workers[event.slot]
+            worker.thread.join()  # which has nothing more to do
+        return (event,)
 
     def wakeup(self) -> None:
         self._events.put(None)
 
     def stop(self, slot: int) -> None:
-        channel = self._channels.get(slot)
-        if channel is not None:
-            channel.batches.put(None)
+        worker = self._workers.get(slot)
+        if worker is not None:
+            worker.batches.put(None)
 
     def kill(self, slot: int, why: str) -> None:
         """Only say so: a thread cannot be ended by force."""
-        logger.warning("worker thread %d cannot be ended by force, though %s", slot, why)
+        text = "worker thread %d cannot be ended by force, though %s"
+        _log(logging.WARNING, text, slot, why)
 
     def stack(self, slot: int) -> str:
-        thread = self._threads.get(slot)
-        frame = None if thread is None else sys._current_frames().get(thread.ident or 0)
+        worker = self._workers.get(slot)
+        frame = None if worker is None else sys._current_frames().get(worker.thread.ident or 0)
         return "" if frame is None else "".join(traceback.format_stack(frame))
 
     def close(self, grace: float) -> None:
-        for channel in self._channels.values():
-            channel.is_closing = True
-            channel.room.release()
-            channel.batches.put(None)
-        for slot, thread in self._threads.items():
-            thread.join(grace)
-            if thread.is_alive():
-                logger.warning(
+        for worker in self._workers.values():
+            worker.is_closing = True
+            worker.room.release()
+            worker.batches.put(None)
+        for worker in self._workers.values():
+            worker.thread.join(grace)
+            if worker.thread.is_alive():
+                _log(
+                    logging.WARNING,
                     "worker thread %d is still computing and cannot be ended by force; "
                     "it ends with its batch or with the interpreter",
-                    slot,
+                    worker.slot,
                 )
-        self._threads.clear()
+        self._workers.clear()
 
 
-class _ThreadChannel(Channel):
-    """A worker thread's end: a queue of batches in, the engine's queue of events out."""
+class _WorkerThread(Channel):
+    """A worker, and its end: a queue of batches in, the engine's queue of events out."""
 
-    def __init__(self, slot: int, events: _Events) -> None:
+    def __init__(self, slot: int, spec: ModelSpec, events: _Events) -> None:
         self.slot = slot
-        self.events = events
+        self.thread = threading.Thread(
+            target=self._run, args=(spec,), name=f"service_streamer worker {slot}", daemon=True
+        )
+        self._events = events
         self.batches: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self.last_sent = -1  # the id of a batch
         self.room = threading.Semaphore(_MOST_REPORTS)
@@ -333,27 +314,26 @@ class _ThreadChannel(Channel):
         report.slot = self.slot
         if type(report) is StepReport and not self.is_closing:
             self.room.acquire()
-        self.events.put(report)
+        self._events.put(report)
 
-
-def _run(spec: ModelSpec, channel: _ThreadChannel) -> None:
-    """Whatever ends this thread, the engine hears of it."""
-    loss, report = Loss.START_FAILED, None
-    try:
-        predict = spec.load(None)
-        channel.has_steps = predict.places > 0
-        channel.events.put(WorkerReady(channel.slot, predict.description, predict.places))
-        loss = Loss.CRASHED
-        serve(channel, predict, unwanted=channel.unwanted)
-    except BaseException as error:
-        if loss is Loss.CRASHED:
-            code = error.code if isinstance(error, SystemExit) else None
-            kind = type(error).__qualname__ + (f": {code}" if type(code) is int else "")
-            failure = Failure(WorkerLost(f"the worker thread ended by {kind}"))
-            report = Failure.caught(error).remote_traceback
+    def _run(self, spec: ModelSpec) -> None:
+        """Whatever ends this thread, the engine hears of it."""
+        loss, report = Loss.START_FAILED, None
+        try:
+            model = spec.load(None)
+            self.has_steps = model.places > 0
+            self._events.put(WorkerReady(self.slot, model.description, model.places))
+            loss = Loss.CRASHED
+            serve(self, model, unwanted=self.unwanted)
+        except BaseException as error:
+            if loss is Loss.CRASHED:
+                code = error.code if isinstance(error, SystemExit) else None
+                kind = type(error).__qualname__ + (f": {code}" if type(code) is int else "")
+                failure = Failure(WorkerLost(f"the worker thread ended by {kind}"))
+                report = Failure.caught(error).remote_traceback
+            else:
+                text = f"the worker thread could not start: {summary(error)}"
+                failure = Failure(WorkerStartError(text), cause=Failure.caught(error))
         else:
-            text = f"the worker thread could not start: {summary(error)}"
-            failure = Failure(WorkerStartError(text), cause=Failure.caught(error))
-    else:
-        failure = Failure(WorkerLost("the worker thread was asked to end"))
-    channel.events.put(WorkerDied(channel.slot, failure, loss, report=report))
+            failure = Failure(WorkerLost("the worker thread was asked to end"))
+        self._events.put(WorkerDied(self.slot, failure, loss, report=report))

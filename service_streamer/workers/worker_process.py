@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import fcntl
 import logging
@@ -12,20 +11,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
+from ..options.checks import Device
 from ..reporting import quiet_log
 from ..supervision.supervisor import Loss
-from . import serving
-from .child import STACKS_SIGNAL, held_back, run_child
-from .environment import Placement
+from . import starting
 from .memory.memory_link import Memories, MemoryLink
 from .model_spec import ModelSpec
-from .progress import StageProgress
 from .protocol import (
     EXIT_NO_FREEZE_SUPPORT,
     EXIT_UNGUARDED_MAIN,
@@ -35,11 +32,13 @@ from .protocol import (
     FrameReader,
     FrameWriter,
     FromWorker,
-    WorkerStarted,
+    StageProgress,
+    WorkerReady,
 )
 from .stages import FORWARD, INTAKE
-from .starting import startable
-from .transport import WorkerDied, WorkerEvent, WorkerReady
+from .starting import STACKS_SIGNAL, Placement, held_back, startable
+from .transport import WorkerDied, WorkerEvent
+from .worker_main import Boot, run_worker
 
 _log = quiet_log(__name__)
 
@@ -66,6 +65,44 @@ def _widen(pipe: int) -> None:
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
 
 
+#: Errors of the main module by exit code; a retry would fail too.
+_MAIN_FAILURES = {
+    EXIT_UNGUARDED_MAIN: (
+        "the Streamer is built while the main module is imported, and every worker imports "
+        "that module again: build it under `if __name__ == '__main__':`, or in a function "
+        "that only the web process calls"
+    ),
+    EXIT_NO_FREEZE_SUPPORT: (
+        "this is a frozen program, which every worker runs again: call "
+        "multiprocessing.freeze_support() first under `if __name__ == '__main__':`"
+    ),
+}
+
+
+_LIKELY_CAUSES = {
+    signal.SIGKILL: "perhaps out of memory, or killed by a user",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGBUS: "a crash in native code, or shared memory exhausted",
+    signal.SIGABRT: "native code aborted",
+    signal.SIGILL: "native code built for another processor",
+    signal.SIGTERM: "it was asked to end",
+}
+
+
+def _diagnose(exit_code: int | None) -> str:
+    """Explain an exit code."""
+    if exit_code is None:
+        return "for an unknown reason"
+    if exit_code >= 0:
+        return f"it exited with code {exit_code}"
+    try:
+        number = signal.Signals(-exit_code)
+    except ValueError:
+        return f"killed by signal {-exit_code}"
+    cause = _LIKELY_CAUSES.get(number)
+    return f"killed by {number.name}" + (f" ({cause})" if cause else "")
+
+
 class KnownWorker:
     """What is known of a worker by what it was sent and what it has said. Its ``str`` names it.
 
@@ -79,7 +116,7 @@ class KnownWorker:
         start_failure: what that raised.
         device_failure: what it said of its GPU before it ended; None if it did not.
         killed_for: why it was ended by force, in words; None if it was not.
-        wants_rows: see ``WorkerStarted``.
+        wants_rows: see ``WorkerReady``.
         has_steps: whether its model is one of steps.
     """
 
@@ -95,31 +132,119 @@ class KnownWorker:
         self.killed_for: str | None = None
         self.wants_rows = self.has_steps = False
 
-    def device_died(
-        self, error: Exception, failed: DeviceFailure, begun: frozenset[int] | None = None
+    def events(self, message: FromWorker) -> Sequence[WorkerEvent]:
+        """What it has said, for the engine; nothing if it says why it is about to end.
+
+        Raises:
+            Breach: it does not answer what it was sent.
+        """
+        if isinstance(message, BatchReport):
+            self._check_answer(message)
+            self._take_in(message, message.outputs)
+            return [message]
+        if isinstance(message, StepReport):
+            if not message.outputs.keys() <= self.unanswered.keys():
+                unknown = min(message.outputs.keys() - self.unanswered.keys())
+                raise _not_held("sent an output of", unknown)
+            payloads = [*message.outputs.values()]
+            self._take_in(message, payloads)
+            message.outputs = dict(zip(message.outputs, payloads, strict=True))
+            for done in message.done:
+                self._check_answer(done)
+                self._take_in(done, done.outputs)
+            return message.events()
+        if isinstance(message, WorkerReady):
+            self.is_ready = True
+            self.wants_rows, self.has_steps = message.wants_rows, message.places > 0
+            return [message._replace(slot=self.slot)]
+        if isinstance(message, DeviceFailure):
+            self.device_failure = message
+            return []
+        self.start_failure = failure = message.failure
+        reason = WorkerStartError(f"{self} could not load the model: {failure.text}")
+        loss = Loss.NO_MEMORY if message.is_out_of_memory else Loss.START_FAILED
+        return [WorkerDied(self.slot, Failure(reason, cause=failure), loss)]
+
+    def _check_answer(self, report: BatchReport) -> None:
+        size = self.unanswered.pop(report.batch_id, None)
+        if size is None:  # a process that the model has forked has answered it, say
+            raise _not_held("answered", report.batch_id)
+        if report.failure is None and size != len(report.outputs):
+            raise Breach(f"it answered a batch of {size} with {len(report.outputs)} results")
+
+    def _take_in(self, report: BatchReport | StepReport, payloads: list[Any]) -> None:
+        """Release the blocks that a report names, and keep its payloads in shared memory."""
+        report.slot = self.slot
+        link = self.link
+        if link is not None:
+            if report.released:
+                link.release(report.released)
+            if tuple in map(type, payloads):
+                link.receive(payloads)
+
+    def obituary(
+        self,
+        exit_code: int | None,
+        stacks: str = "",
+        begun: frozenset[int] | None = None,
+        where: str = "",
     ) -> WorkerDied:
-        """The end of a worker whose GPU failed, at one of the batches that it had begun.
+        """How it ended, for the engine and the calls that fail: the likely cause, and what to do.
 
         Args:
-            error: for the calls that fail by it.
-            begun: the batches that it was at, if that is known otherwise, too.
+            exit_code: None if it is not known.
+            stacks: that it has written down.
+            begun: the batches that it was at; None if that is not known.
+            where: its device, to follow its name.
         """
-        suspects = failed.batch_ids | (begun or frozenset())
-        batch_id = min(failed.batch_ids, default=-1)
-        return WorkerDied(
-            self.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, failed.error, suspects
-        )
+        failed = self.device_failure
+        loss = Loss.CRASHED if self.is_ready else Loss.DIED_STARTING
+        error: StreamerError
+        if self.killed_for is not None:
+            kind = WorkerLost if self.is_ready else WorkerStartError
+            error = kind(f"{self} was killed: {self.killed_for}")
+        elif failed is not None:
+            error = WorkerLost(
+                f"{self}{where} ended itself, since its GPU failed with an error after which every "
+                f"call to it fails in the same process: {failed.fault}"
+            )
+            suspects = failed.batch_ids | (begun or frozenset())
+            batch_id = min(failed.batch_ids, default=-1)
+            return WorkerDied(
+                self.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, failed.error, suspects
+            )
+        elif self.is_ready:
+            error = WorkerLost(f"{self} died: {_diagnose(exit_code)}")
+        elif exit_code in _MAIN_FAILURES:
+            error, loss = WorkerStartError(_MAIN_FAILURES[exit_code]), Loss.START_FAILED
+        else:
+            why = _diagnose(exit_code)
+            if exit_code == 1:  # Python's after an exception; the model's would be reported
+                why += ", probably because importing the main module again raised an exception"
+            error = WorkerStartError(
+                f"{self} died before it had loaded its model: {why}; see its standard error"
+            )
+        return WorkerDied(self.slot, Failure(error, stacks or None), loss, begun=begun)
+
+
+def _not_held(verb: str, batch_id: int) -> Breach:
+    return Breach(f"it {verb} batch {batch_id!r:.40}, which it does not hold")
 
 
 class WorkerProcess(KnownWorker):
-    """One process and the parent's ends of its pipes. ``write`` is for any thread.
+    """One process and the parent's ends of its pipes. ``write`` and ``kill`` are for any thread.
 
     Args:
         memory: what it shares with this process, and this one's end of that; None for nothing.
         noun: what it is called in messages.
 
     Attributes:
-        next_step_at: when ``take_steps`` has to be called, on the monotonic clock; None for never.
+        requests, responses, stacks: descriptors of its pipes. Stacks come when it crashes or hangs.
+        death: a descriptor that is readable when the process has ended.
+        reader: reads the responses.
+        kill_at: when it is to be killed unless it has ended, on the monotonic clock; None for
+            never.
+        is_gone: whether it was collected, and its descriptors are closed.
     """
 
     def __init__(
@@ -137,36 +262,33 @@ class WorkerProcess(KnownWorker):
         self._progress: StageProgress | None = None
         with contextlib.suppress(OSError):  # then all that it holds is suspect
             self._progress = StageProgress()
-        self._steps: collections.deque[tuple[float, Callable[[], None]]] = collections.deque()
-        self.process: Any = None
+        self.kill_at: float | None = None
+        self._grace = 0.0
+        self._process: Any = None
         self.is_gone = False
-        self.has_unwritten = False
-        #: Readable when the process has ended.
-        self.death_descriptor = -1
-        # Reentrant: a user's finalizer that makes a call may run while it is held.
+        self.death = -1
+        # Reentrant: a finalizer of a user's, which makes a call, may run while the loop flushes.
         self._write_lock = threading.RLock()
-        self._is_writing = False
-        self._interrupting: collections.deque[bytes] = collections.deque()
-        self._requests, self.request_end = multiprocessing.connection.Pipe(duplex=False)
-        self.response_end, self._responses = multiprocessing.connection.Pipe(duplex=False)
-        for end in (self.request_end, self.response_end):
-            _widen(end.fileno())
-        # For stacks. Nobody reads it before the process has ended.
-        self.stacks_end, self._stacks = multiprocessing.connection.Pipe(duplex=False)
-        for end in (self.request_end, self.response_end, self.stacks_end):
+        for_requests, requests = multiprocessing.connection.Pipe(duplex=False)
+        responses, for_responses = multiprocessing.connection.Pipe(duplex=False)
+        stacks, for_stacks = multiprocessing.connection.Pipe(duplex=False)
+        self._ends = requests, responses, stacks
+        self._ends_of_child = for_requests, for_responses, for_stacks
+        self.requests, self.responses, self.stacks = (end.fileno() for end in self._ends)
+        for pipe in (self.requests, self.responses):
+            _widen(pipe)
+        for end in self._ends:
             os.set_blocking(end.fileno(), False)
-        self._writer = FrameWriter(self.request_end.fileno())
-        #: Where its answers come; asked for after every wait, so without a call.
-        self.response_descriptor = self.response_end.fileno()
-        self.reader = FrameReader(self.response_descriptor)
+        self._writer = FrameWriter(self.requests)
+        self.reader = FrameReader(self.responses)
 
     def __str__(self) -> str:
-        return f"{self._noun} {self.place} (pid {self.process.pid})"
+        return f"{self._noun} {self.place} (pid {self._process.pid})"
 
     def start(
         self, method: str, placement: Placement, worker_num: int, spec: ModelSpec | None
     ) -> None:
-        """Start the process; on an error nothing of it is left.
+        """Start the process. After an error ``discard`` it.
 
         Args:
             method: how, for multiprocessing.
@@ -176,19 +298,23 @@ class WorkerProcess(KnownWorker):
         """
         try:
             self._start(method, placement, worker_num, spec)
-        except BaseException:
-            if self.process is not None and self.process.pid is not None:
-                self.process.kill()
-                self.reap()
-            else:
-                self._release()
-            raise
         finally:
             # The child has its own copies; with ours open there would be no end-of-file.
-            self._requests.close()
-            self._responses.close()
-            self._stacks.close()
+            for end in self._ends_of_child:
+                end.close()
             self._memories = None  # closes the end of its socket, too
+
+    def kill(self) -> None:
+        """End it by force, at once."""
+        self._process.kill()
+
+    def discard(self) -> None:
+        """Leave nothing of it, after a start that has failed halfway."""
+        if self._process is not None and self._process.pid is not None:
+            self._process.kill()
+            self.reap()
+        else:
+            self._release()
 
     def _start(
         self, method: str, placement: Placement, worker_num: int, spec: ModelSpec | None
@@ -203,40 +329,32 @@ class WorkerProcess(KnownWorker):
                 with held_back():
                     resource_tracker.ensure_running()
             with placement.environment(self.place, worker_num) as variables:
-                boot = serving.Boot(
+                boot = Boot(
                     spec,
                     placement.at(self.place),
                     variables,
                     self._memories,
                     placement.sharers(self.place, worker_num),
                     self._progress,
-                    serving.preparation and serving.preparation(),
+                    starting.preparation and starting.preparation(),
                 )
                 # Not a daemon in multiprocessing's sense: those may not have children, which a
                 # model may want (data loaders). The engine ends all before the interpreter ends.
-                self.process = context.Process(
-                    target=run_child,
-                    args=(boot, self._requests, self._responses, self._stacks),
+                self._process = context.Process(
+                    target=run_worker,
+                    args=(boot, *self._ends_of_child),
                     name=f"service_streamer {self._noun} {self.place}",
                     daemon=False,
                 )
                 with held_back():
-                    self.process.start()
+                    self._process.start()
         if hasattr(os, "pidfd_open"):
             # Unlike multiprocessing's sentinel, a pipe whose other end a model's own child
             # processes may inherit, this tells the end of the worker itself.
             with contextlib.suppress(OSError):  # Linux before 5.3
-                self.death_descriptor = os.pidfd_open(self.process.pid)
-        if self.death_descriptor < 0:
-            self.death_descriptor = os.dup(self.process.sentinel)
-
-    def begun(self) -> frozenset[int] | None:
-        """Ids of the batches that it was at when it ended; None if that is not known.
-
-        If its device failed, those that had not come to the device do not count.
-        """
-        first = INTAKE if self.device_failure is None else FORWARD
-        return (self._progress and self._progress.begun(first)) or None
+                self.death = os.pidfd_open(self._process.pid)
+        if self.death < 0:
+            self.death = os.dup(self._process.sentinel)
 
     def drop(self, batch_id: int) -> None:
         """Nobody waits for the batch any more."""
@@ -245,96 +363,86 @@ class WorkerProcess(KnownWorker):
             progress.drop(batch_id)
 
     def write(self, frame: bytes) -> bool:
-        """Write or keep the frame; False if some is kept and the loop should flush it."""
+        """Write or keep the frame; False if some is kept and the loop should flush it.
+
+        For one worker, no call interrupts another one: see ``Transport.send``.
+        """
         with self._write_lock:
-            if self.is_gone:
+            try:
+                return self.is_gone or self._writer.write(frame)
+            except BrokenPipeError:  # it is dying, and its descriptor will say so
                 return True
-            if self._is_writing:  # what this interrupts writes it, after its own
-                self._interrupting.append(frame)
-                return True
-            return self._written(lambda: self._writer.write(frame))
 
     def flush(self) -> None:
+        """Write what is kept, as far as the pipe has room."""
         with self._write_lock:
-            if not self._is_writing:
-                self._written(self._writer.flush)
+            try:
+                self._writer.flush()
+            except BrokenPipeError:
+                self._writer.drop()
 
-    def _written(self, write: Callable[[], bool]) -> bool:
-        self._is_writing = True
-        try:
-            is_written = write()
-            while self._interrupting:
-                is_written = self._writer.write(self._interrupting.popleft())
-            self.has_unwritten = not is_written
-        except BrokenPipeError:  # it is dying, and its descriptor will say so
-            self.has_unwritten = False
-            self._interrupting.clear()
-        finally:
-            self._is_writing = False
-        if self._interrupting:  # since the last look, and nothing else would write them
-            return self._written(self._writer.flush)
-        return not self.has_unwritten
+    @property
+    def has_unwritten(self) -> bool:
+        return self._writer.has_rest
 
     def end_gently(self, grace: float) -> None:
-        """Ask it to end, and see to it that it does; ``take_steps`` goes on with that."""
+        """Ask it to end; it is killed if it has not within ``grace`` seconds."""
         if self.killed_for is None:
-            now = time.monotonic()
-            self._steps.clear()
-            self._steps += [
-                (now, self._ask_to_end),
-                (now + grace, lambda: self._kill(grace)),
-            ]
+            self._grace, self.kill_at = grace, time.monotonic() + grace
+            self.write(b"")  # the stop sentinel
 
     def end_by_force(self, why: str) -> None:
-        """Have it write down its stacks, then end it; ``take_steps`` goes on with that."""
+        """Have it write down its stacks; then it is killed."""
         if self.killed_for is None:
-            self.killed_for = why
-            now = time.monotonic()
-            self._steps.clear()
-            self._steps += [
-                (now, self._ask_for_stacks),
-                (now + _STACKS_GRACE, self.process.kill),
-            ]
+            self.killed_for, self.kill_at = why, time.monotonic() + _STACKS_GRACE
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, STACKS_SIGNAL)
 
     def hasten(self) -> None:
         """Its stacks begin to come: it need not have more time than it takes to write them."""
-        if len(self._steps) == 1:
-            _, kill = self._steps[0]
-            self._steps[0] = (time.monotonic() + _WRITING_GRACE, kill)
+        if self.kill_at is not None:
+            self.kill_at = min(self.kill_at, time.monotonic() + _WRITING_GRACE)
 
-    @property
-    def next_step_at(self) -> float | None:
-        return self._steps[0][0] if self._steps else None
+    def kill_if_overdue(self, now: float) -> None:
+        """Kill it if its time has come."""
+        if self.kill_at is None or self.kill_at > now:
+            return
+        self.kill_at = None
+        self._process.kill()  # SIGTERM it leaves to us: see ``leave_to_parent``
+        if self.killed_for is None:
+            name = str(self)  # or whoever keeps the record would keep all of us
+            text = "%s did not end within %.1f s: it is killed"
+            _log(logging.WARNING, text, name, self._grace)
 
-    def take_steps(self, now: float) -> None:
-        """Do what is due to end it."""
-        while self._steps and self._steps[0][0] <= now:
-            self._steps.popleft()[1]()
+    def died(self, device: Device | None) -> WorkerDied | None:
+        """Collect the dead process; how it ended, for the engine. None if it has said so itself.
 
-    def _ask_to_end(self) -> None:
-        self.write(b"")  # the stop sentinel
-
-    def _ask_for_stacks(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, STACKS_SIGNAL)
-
-    def _kill(self, grace: float) -> None:
-        self.process.kill()  # SIGTERM it leaves to us: see leave_to_parent in child.py
-        name = str(self)  # or whoever keeps the record would keep all of us
-        _log(logging.WARNING, "%s did not end within %.1f s: it is killed", name, grace)
+        Args:
+            device: that it computed on; None if it was given none.
+        """
+        progress = self._progress
+        # If its device failed, batches that had not come to the device do not count.
+        first = INTAKE if self.device_failure is None else FORWARD
+        begun = (progress and progress.begun(first)) or None
+        exit_code, stacks = self.reap()
+        if self.start_failure is not None:
+            return None
+        return self.obituary(
+            exit_code, stacks, begun, "" if device is None else f" on device {device}"
+        )
 
     def reap(self) -> tuple[int | None, str]:
         """Collect the dead process and release everything of it; its exit code and its stacks."""
-        self.process.join()
-        exit_code: int | None = self.process.exitcode
+        self._process.join()
+        exit_code: int | None = self._process.exitcode
         stacks = ""
         with contextlib.suppress(OSError):  # it wrote none, and another process has the pipe
-            stacks = os.read(self.stacks_end.fileno(), _STACKS_SIZE).decode(errors="replace")
+            stacks = os.read(self.stacks, _STACKS_SIZE).decode(errors="replace")
         self._release()
         # Not closed: another thread may join it at this time, as multiprocessing does at the exit
         # of the interpreter, and a closed one raises ValueError there. Nor can one be closed that
         # somebody else has collected, as gevent does, so that it seems alive.
-        _forget(self.process)
+        _forget(self._process)
         return exit_code, stacks
 
     def abandon_in_forked_child(self) -> None:
@@ -343,20 +451,18 @@ class WorkerProcess(KnownWorker):
         self._release()
         self.link = None
         # multiprocessing does not notice a plain fork, and would fail to join it at the exit.
-        _forget(self.process)
+        _forget(self._process)
 
     def _release(self) -> None:
         with self._write_lock:
             self.is_gone = True
-            self.has_unwritten = False
-            self._writer = FrameWriter(-1)  # and let go of what was never written
-        if self.death_descriptor >= 0:
-            os.close(self.death_descriptor)
+            self._writer.drop()
+        if self.death >= 0:
+            os.close(self.death)
         if self.link is not None:
             self.link.close()
-        self._steps.clear()
-        self._progress = None
-        for end in (self.request_end, self.response_end, self.stacks_end):
+        self.kill_at = self._progress = None
+        for end in self._ends:
             end.close()
 
 
@@ -366,133 +472,3 @@ def _forget(process: Any) -> None:
     popen = getattr(process, "_popen", None)
     if popen is not None:
         popen.close()
-
-
-def event_of(worker: KnownWorker, message: FromWorker) -> WorkerEvent | None:
-    """What a worker's message means; None if it says why it is about to end.
-
-    Raises:
-        Breach: it does not answer what the worker was sent.
-    """
-    if isinstance(message, BatchReport):
-        return _answered(worker, message)
-    if isinstance(message, StepReport):
-        return _stepped(worker, message)
-    if isinstance(message, DeviceFailure):
-        worker.device_failure = message
-        return None
-    if isinstance(message, WorkerStarted):
-        worker.is_ready = True
-        worker.wants_rows, worker.has_steps = message.wants_rows, message.places > 0
-        return WorkerReady(worker.slot, message.description, message.places, message.resumes)
-    worker.start_failure = failure = message.failure
-    reason = WorkerStartError(f"{worker} could not load the model: {failure.text}")
-    loss = Loss.NO_MEMORY if message.is_out_of_memory else Loss.START_FAILED
-    return WorkerDied(worker.slot, Failure(reason, cause=failure), loss)
-
-
-def _answered(worker: KnownWorker, report: BatchReport) -> BatchReport:
-    size = worker.unanswered.pop(report.batch_id, None)
-    if size is None:  # a process that the model has forked has answered it, say
-        raise _not_held("answered", report.batch_id)
-    if report.failure is None and size != len(report.outputs):
-        raise Breach(f"it answered a batch of {size} with {len(report.outputs)} results")
-    _receive(worker, report, report.outputs)
-    report.slot = worker.slot
-    return report
-
-
-def _stepped(worker: KnownWorker, report: StepReport) -> StepReport:
-    if not report.outputs.keys() <= worker.unanswered.keys():
-        raise _not_held("sent an output of", min(report.outputs.keys() - worker.unanswered.keys()))
-    payloads = [*report.outputs.values()]
-    _receive(worker, report, payloads)
-    report.outputs = dict(zip(report.outputs, payloads, strict=True))
-    for each in report.done:
-        _answered(worker, each)
-    report.slot = worker.slot
-    return report
-
-
-def _receive(worker: KnownWorker, report: BatchReport | StepReport, payloads: list[Any]) -> None:
-    """Release the blocks that a report names, and keep its payloads in shared memory."""
-    if report.released is not None and worker.link is not None:
-        worker.link.release(report.released)
-        worker.link.receive(payloads)
-
-
-def _not_held(verb: str, batch_id: int) -> Breach:
-    return Breach(f"it {verb} batch {batch_id!r:.40}, which it does not hold")
-
-
-#: Errors of the main module by exit code; a retry would fail too.
-MAIN_FAILURES = {
-    EXIT_UNGUARDED_MAIN: (
-        "the Streamer is built while the main module is imported, and every worker imports "
-        "that module again: build it under `if __name__ == '__main__':`, or in a function "
-        "that only the web process calls"
-    ),
-    EXIT_NO_FREEZE_SUPPORT: (
-        "this is a frozen program, which every worker runs again: call "
-        "multiprocessing.freeze_support() first under `if __name__ == '__main__':`"
-    ),
-}
-
-
-def obituary(
-    worker: str,
-    exit_code: int | None,
-    *,
-    is_ready: bool,
-    killed_for: str | None = None,
-    device_fault: str | None = None,
-) -> StreamerError:
-    """The error for a dead worker's calls: how it ended, the likely cause, what to do.
-
-    Args:
-        worker: its number and process id.
-        killed_for: why we killed it, if we did.
-        device_fault: its GPU's error, if it ended because of that.
-    """
-    if exit_code in MAIN_FAILURES and not is_ready:
-        return WorkerStartError(MAIN_FAILURES[exit_code])
-    if killed_for is not None:
-        end = f"{worker} was killed: {killed_for}"
-        return WorkerLost(end) if is_ready else WorkerStartError(end)
-    if device_fault is not None:
-        return WorkerLost(
-            f"{worker} ended itself, since its GPU failed with an error after which every call to "
-            f"it fails in the same process: {device_fault}"
-        )
-    end = diagnose(exit_code)
-    if is_ready:
-        return WorkerLost(f"{worker} died: {end}")
-    if exit_code == 1:  # Python's exit code after an exception; the model's would be reported
-        end += ", probably because importing the main module again raised an exception"
-    return WorkerStartError(
-        f"{worker} died before it had loaded its model: {end}; see its standard error"
-    )
-
-
-_LIKELY_CAUSES = {
-    signal.SIGKILL: "perhaps out of memory, or killed by a user",
-    signal.SIGSEGV: "a crash in native code",
-    signal.SIGBUS: "a crash in native code, or shared memory exhausted",
-    signal.SIGABRT: "native code aborted",
-    signal.SIGILL: "native code built for another processor",
-    signal.SIGTERM: "it was asked to end",
-}
-
-
-def diagnose(exit_code: int | None) -> str:
-    """Explain an exit code."""
-    if exit_code is None:
-        return "for an unknown reason"
-    if exit_code >= 0:
-        return f"it exited with code {exit_code}"
-    try:
-        number = signal.Signals(-exit_code)
-    except ValueError:
-        return f"killed by signal {-exit_code}"
-    cause = _LIKELY_CAUSES.get(number)
-    return f"killed by {number.name}" + (f" ({cause})" if cause else "")

@@ -100,9 +100,9 @@ def _commit(breach: str) -> None:
             "outputs": [pickle.dumps(None)],
             "started_at": 0.0,
         }
-        end.send_message(BatchReport(**{**right, **_ANSWERS[breach]}))
+        end.send(BatchReport(**{**right, **_ANSWERS[breach]}))
     elif breach in _MESSAGES:
-        end.send_message(_MESSAGES[breach])
+        end.send(_MESSAGES[breach])
     elif breach in _RAW_MESSAGES:
         end.send_raw(_RAW_MESSAGES[breach])
     elif breach == "no tuple":

@@ -247,22 +247,22 @@ def caught(error: BaseException) -> str:
 
 
 def test_a_traceback_keeps_its_causes_when_their_texts_are_cut() -> None:
-    long = KeyError("y" * 20_000)
+    long = KeyError("y" * 40_000)
     error = ValueError("outer")
     error.__cause__ = long
     long.__context__ = error  # a cycle is no reason to hang
     text = caught(error)
     assert text.index("KeyError: 'yyy") < text.index("direct cause") < text.index("ValueError: ou")
     assert "more characters)" in text
-    assert len(text) < 20_000
+    assert len(text) < 40_000
 
 
 def test_groups_and_notes_of_megabytes_are_cut() -> None:
     group = BaseExceptionGroup("several", [ValueError("z" * LONG)])
-    assert len(caught(group)) < 20_000
+    assert len(caught(group)) < 40_000
     noted = ValueError("short")
     noted.add_note("z" * LONG)
-    assert len(caught(noted)) < 20_000
+    assert len(caught(noted)) < 40_000
     noted.__notes__ = [5]  # type: ignore[list-item]
     assert "ValueError: short" in caught(noted)
 

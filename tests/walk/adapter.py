@@ -85,7 +85,8 @@ class InlineTransport(StubTransport):
         return self._loop is not None and self._loop.dead
 
     def deliver(self, *events: WorkerEvent) -> None:
-        self._happened += events
+        for event in events:
+            self._happened += event.events() if isinstance(event, StepReport) else [event]
         self.pump()
 
     def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:

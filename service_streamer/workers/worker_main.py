@@ -1,47 +1,68 @@
-"""What a worker does from its model's loading to its end, whatever it runs in."""
+"""What a worker does, from its start to its end.
+
+    prepare    signals, stacks, environment, and a thread that watches the parent
+    load       the model; say that it is there, or why not
+    serve      batches, until the stop sentinel or the parent's end
+
+``run_worker`` does all of that, as the main function of a worker process. An actor of Ray does the
+last two with ``serve_model``, on a channel of its own.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import faulthandler
 import gc
+import multiprocessing
+import os
 import pickle
+import select
 import sys
+import threading
+import traceback
 from abc import abstractmethod
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ModelError
 from ..gpu.faults import DeviceFailed, Guard
 from ..gpu.out_of_memory import is_out_of_memory
-from ..gpu.places import Place, missing_gpu, visible_gpus
+from ..gpu.places import Place, missing_gpu, set_environment, visible_gpus
 from ..gpu.torch_process import check_torch, limit_memory
 from ..managed_model import is_shown
 from ..observe.record import BatchReport, StepReport
 from ..reporting import summary
 from .codec import Codec
-from .environment import limit_loaded_torch
-from .memory.memory_link import Memories
-from .model_spec import LoadedModel, ModelSpec
-from .progress import StageProgress
+from .memory.memory_link import Memories, MemoryLink, link_in_worker
+from .memory.passing import Windows
+from .model_spec import LoadedModel, ModelSpec, Wrapper
 from .protocol import (
     EXIT_DEVICE_FAILED,
+    EXIT_FORK_RETURNED,
     EXIT_START_FAILED,
     DeviceFailure,
     Failure,
     Frame,
+    FrameReader,
+    FrameWriter,
     FromWorker,
+    StageProgress,
     StartFailure,
-    WorkerStarted,
+    WorkerReady,
     encode,
 )
 from .runner import Channel, serve
+from .starting import STACKS_SIGNAL, leave_to_parent, limit_loaded_torch
 
 if TYPE_CHECKING:
     from .preprocessing import PreprocessPool
 
-
-#: What workers that this process starts call first, asked for at each start; picklable.
-preparation: Callable[[], Callable[[], None]] | None = None
+_FORK_RETURNED = (
+    b"service_streamer: a process that the model has forked returned from the model, and ends; "
+    b"in the model, let it end with os._exit\n"
+)
 
 
 class Boot(NamedTuple):
@@ -73,6 +94,7 @@ class CodedChannel(Channel):
 
     Attributes:
         codec: decodes items and encodes results.
+        link: the memory that large ones lie in; None if all go with the messages.
         cannot_send: what is said of a result that cannot go.
         guard: looks at what items and results raise that cannot travel.
     """
@@ -80,8 +102,9 @@ class CodedChannel(Channel):
     #: Follows what is said of an item, or of a model, of which this process cannot import a part.
     advice = ". Define it in a module that the worker can import"
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, link: MemoryLink | None = None) -> None:
         self.codec = codec
+        self.link = link
         self.cannot_send = ModelSpec.cannot_send
         self.guard = Guard()
 
@@ -89,23 +112,22 @@ class CodedChannel(Channel):
     def send_raw(self, message: tuple[Any, ...]) -> None:
         """Send what is encoded already."""
 
-    def attach(self, model: LoadedModel) -> None:
-        """The model has been loaded."""
-
     def advise(self, error: BaseException) -> str:
         """What to do about something that this process cannot import, to follow what is wrong."""
         return self.advice if isinstance(error, (AttributeError, ImportError)) else ""
 
-    def send(self, report: BatchReport | StepReport) -> None:
+    def send(self, report: FromWorker) -> None:
+        """Send a message of any kind. Any thread."""
         self.send_raw(encode(report))
 
-    def send_message(self, message: FromWorker) -> None:
-        """Send a message of any kind. Any thread."""
-        self.send_raw(encode(message))
-
     def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
-        batch_id, payloads, *more = received
-        self._receive(payloads, *more)
+        batch_id, payloads, released, _ = received
+        if self.link is not None:
+            self.link.expect(len(payloads))  # as many results
+            if released:
+                self.link.release(released)
+            if tuple in map(type, payloads):
+                self.link.receive(payloads)
         decode = self.codec.decode
         items: list[Any] = []
         failures: dict[int, Failure] = {}
@@ -137,7 +159,8 @@ class CodedChannel(Channel):
         report.outputs.clear()
         output = None  # or the blocks that the results look at would not be released
         report.outputs = payloads
-        self._lend(report, payloads)
+        if self.link is not None:
+            report.released = self.link.lend(payloads)
 
     def encode_step(self, report: StepReport) -> None:
         self.check_owner()
@@ -152,14 +175,9 @@ class CodedChannel(Channel):
                 del outputs[batch_id]
                 report.done = [each for each in report.done if each.batch_id != batch_id]
                 report.done.append(BatchReport(batch_id, failure=failure))
-        self._lend(report, payloads)
+        if self.link is not None:
+            report.released = self.link.lend(payloads)
         report.outputs = dict(zip(outputs, payloads, strict=True))
-
-    def _receive(self, payloads: list[Any], *more: Any) -> None:
-        """Prepare the payloads of a batch for decoding, in place; ``more`` came with them."""
-
-    def _lend(self, report: BatchReport | StepReport, payloads: list[Any]) -> None:
-        """Prepare payloads that do not go with the message, in place."""
 
     def _look(self, error: BaseException, batch_id: int) -> None:
         try:
@@ -176,6 +194,131 @@ class CodedChannel(Channel):
         )
         failed.__cause__ = error
         return Failure.caught(failed)
+
+
+def run_worker(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:
+    """Load the model, say so, and serve until the stop sentinel or the parent's end.
+
+    Args:
+        stacks: where the stacks are to go when this process crashes or is asked for them.
+    """
+    pid = os.getpid()
+    try:
+        _run(boot, requests, responses, stacks)
+    except BaseException as error:
+        # A thread that the model has started could prevent a normal end, and the parent would not
+        # learn that this worker is dead.
+        code = 1
+        try:
+            if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+                code = error.code or 0
+            else:
+                traceback.print_exception(error)
+            if os.getpid() == pid:  # else it is a fork of the model's, and they are not its own
+                for child in multiprocessing.active_children():
+                    child.terminate()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # also if standard error is closed, say
+            os._exit(code & 0xFF)
+
+
+def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:
+    leave_to_parent()
+    os.set_blocking(stacks.fileno(), False)  # the parent reads it after our end only
+    faulthandler.disable()  # or a forked child kept the handlers that Ray, say, put in its parent
+    faulthandler.enable(stacks.fileno())
+    faulthandler.register(STACKS_SIGNAL, stacks.fileno())
+    set_environment(boot.variables)  # a fork server has an environment of its own
+    channel = _PipeChannel(requests, responses, boot.memories)
+    more = None if channel.link is None else channel.link.more
+    threading.Thread(
+        target=_exit_with_parent, args=(requests.fileno(), more), name="parent watch", daemon=True
+    ).start()
+    try:
+        pickled = b"" if boot.spec else channel.next_frame()
+    except EOFError:  # the parent has gone before it said what to load
+        sys.exit(EXIT_START_FAILED)
+    serve_model(channel, boot, pickled)
+
+
+def _exit_with_parent(descriptor: int, more: Windows | None) -> None:
+    """End this process when the parent dies, even in the midst of a batch.
+
+    The parent closes the request pipe only after our end, so its hanging up means that it is dead.
+    A poll for no event reports hang-ups only, so this thread wakes up for nothing else.
+
+    Args:
+        more: memory of other processes. What is to be forgotten is unmapped here, since the worker
+            may not get another batch.
+    """
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    if more is not None:
+        poll.register(more, select.POLLIN)
+    while descriptor not in dict(poll.poll()):
+        if more is not None and not more.take_in():
+            poll.unregister(more)
+    os._exit(0)
+
+
+class _PipeChannel(CodedChannel):
+    """The worker's ends of its pair of pipes; they block."""
+
+    def __init__(
+        self, requests: Connection, responses: Connection, memories: Memories | None
+    ) -> None:
+        link = link_in_worker(memories)
+        super().__init__(Codec(None if link is None else link.arena), link)
+        self._pid = os.getpid()
+        self._connections = requests, responses  # they close their descriptors when collected
+        self._reader = FrameReader(requests.fileno())
+        self._frames: collections.deque[Frame] = collections.deque()  # read, not yet received
+        self.writer = FrameWriter(responses.fileno())
+        self._write_lock = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(requests.fileno(), select.POLLIN)
+
+    def check_owner(self) -> None:
+        """End a fork that came back from the model: it must not answer, nor take a batch.
+
+        Else the parent would get two answers to a batch, and the two processes would steal each
+        other's bytes. Not a normal end, which would run the exit functions of the worker.
+        """
+        if os.getpid() != self._pid:
+            try:
+                os.write(2, _FORK_RETURNED)  # without locks, which another thread may have held
+            finally:
+                os._exit(EXIT_FORK_RETURNED)
+
+    def receive(self) -> tuple[Any, ...] | None:
+        frame = self.next_frame()
+        received: tuple[Any, ...] | None = pickle.loads(frame) if frame else None
+        return received
+
+    def is_waiting(self) -> bool:
+        return bool(self._frames or self._poll.poll(0))
+
+    def advise(self, error: BaseException) -> str:
+        if isinstance(error, (AttributeError, ImportError)) and "__mp_main__" in str(error):
+            return (
+                ". Workers import the main module under another name: define classes and functions "
+                "outside of `if __name__ == '__main__':`, or in a module of their own"
+            )
+        return super().advise(error)
+
+    def next_frame(self) -> Frame:
+        self.check_owner()
+        while not self._frames:
+            self._frames.extend(self._reader.read())
+        return self._frames.popleft()
+
+    def send_raw(self, message: tuple[Any, ...]) -> None:
+        self.check_owner()
+        pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._write_lock:  # this thread may end the worker while another one answers
+            if not self.writer.write(pickled):
+                self.writer.flush()  # a signal came in between; this end blocks until it is done
 
 
 def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
@@ -202,22 +345,30 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
         channel.cannot_send = spec.cannot_send
         model.moves_to_cpu = True
         model.guard = channel.guard = Guard(may_end=True)
-        channel.attach(model)
+        if channel.link is not None:
+            model.view = channel.link.view
+            if isinstance(model.managed, Wrapper):
+                model.managed.view = model.view
         gc.freeze()  # or each full collection would go through all that the model has loaded
     except Exception as error:
         lacks_memory = is_out_of_memory(error, (MemoryError,))  # before its causes are let go of
-        channel.send_message(StartFailure(Failure.caught(error), lacks_memory))
+        channel.send(StartFailure(Failure.caught(error), lacks_memory))
         sys.exit(EXIT_START_FAILED)
     # If the parent is gone, there is no one left to report to.
     with contextlib.suppress(BrokenPipeError, EOFError):
-        channel.send_message(
-            WorkerStarted(model.wants_rows, model.description, model.places, model.resumes)
+        channel.send(
+            WorkerReady(
+                description=model.description,
+                places=model.places,
+                resumes=model.resumes,
+                wants_rows=model.wants_rows,
+            )
         )
         try:
             shared = boot.progress.for_worker(model.places) if boot.progress else ()
             serve(channel, model, *shared)
         except DeviceFailed as end:
-            channel.send_message(DeviceFailure(frozenset(end.batch_ids), end.fault, end.error))
+            channel.send(DeviceFailure(frozenset(end.batch_ids), end.fault, end.error))
             sys.exit(EXIT_DEVICE_FAILED)
     if pool is not None:
         pool.close()
