@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..errors import InvalidInput, InvalidItems
-from ..gpu.out_of_memory import is_out_of_memory
+from ..gpu.device_errors import is_out_of_memory
 from ..managed_model import ManagedModel
 from .buckets import NO_BUCKETS, Buckets, make_buckets
 from .compiling import compile_model, text_of

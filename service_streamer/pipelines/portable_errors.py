@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..errors import InvalidInput
-from ..gpu.out_of_memory import is_out_of_memory
+from ..gpu.device_errors import is_out_of_memory
 
 
 @contextmanager

@@ -16,11 +16,9 @@ from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
-from ..gpu.faults import DeviceFailed
-from ..gpu.out_of_memory import is_out_of_memory
-from ..gpu.stage_timer import StageTimer
-from ..gpu.torch_process import release_memory
-from ..gpu.transfers import PLAIN
+from ..gpu.accelerators import release_memory
+from ..gpu.device_errors import DeviceFailed, is_out_of_memory
+from ..gpu.transfers import PLAIN, StageTimer
 from .bisection import Bisection, Invalid, Outcome, OutOfMemory, Returned, bisect
 from .model_spec import LoadedModel
 from .progress import SIGN_OF_LIFE

@@ -9,8 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..gpu.faults import Guard
-from ..gpu.out_of_memory import Named, check_named
+from ..gpu.device_errors import Guard, Named, check_named
 from ..managed_model import ManagedModel, find_length, has_stages, has_steps
 from ..reporting import quiet_log
 from .batch_ceiling import Ceiling, Measure

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ModelError
-from ..gpu.faults import DeviceFailed, Guard
-from ..gpu.out_of_memory import is_out_of_memory
-from ..gpu.places import Place, missing_gpu, visible_gpus
-from ..gpu.torch_process import check_torch, limit_memory
+from ..gpu.accelerators import limit_memory
+from ..gpu.device_errors import DeviceFailed, Guard, is_out_of_memory
+from ..gpu.places import Place, check_torch, missing_gpu, visible_gpus
 from ..managed_model import is_shown
 from ..observe.record import BatchReport, StepReport
 from ..reporting import summary

@@ -20,8 +20,7 @@ from typing import Any
 
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
 from ..gpu.accelerators import kind_in_use
-from ..gpu.stage_timer import StageTimer
-from ..gpu.transfers import PLAIN, OnHost, results_on_host
+from ..gpu.transfers import PLAIN, OnHost, StageTimer, results_on_host
 from ..observe.record import BatchReport
 from ..options.checks import is_sequence
 from .batch_parts import Job, caught, compute_in_parts, prepared_parts

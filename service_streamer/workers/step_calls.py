@@ -22,7 +22,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any
 
 from ..errors import BadModelOutput, InvalidItems, SharedBatchError, WorkerLost
-from ..gpu.torch_process import release_memory
+from ..gpu.accelerators import release_memory
 from ..gpu.transfers import OnHost, results_on_host
 from ..managed_model import ManagedModel
 from ..options.checks import is_sequence
