@@ -20,8 +20,7 @@ from typing import Any
 from ..gpu.places import set_environment
 from ..observe.record import BatchReport, StepReport
 from .codec import Codec
-from .memory.memory_link import Memories, link_in_worker
-from .memory.passing import Windows
+from .memory.memory_link import Memories, Windows, link_in_worker
 from .model_spec import LoadedModel, Wrapper
 from .protocol import (
     EXIT_FORK_RETURNED,

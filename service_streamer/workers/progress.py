@@ -11,7 +11,7 @@ import os
 from collections.abc import MutableSequence, Sequence
 from typing import Any
 
-from .memory.shared_memory import PAGE, Memory
+from .memory.arena import PAGE, Memory
 
 #: Numbers for the batches that nobody waits for: how many those were so far, and the last of them.
 #: A worker has fewer at a time.

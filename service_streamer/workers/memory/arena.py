@@ -65,7 +65,7 @@ _ALIGNMENT = 64
 
 #: The pickle's stream, if it is in the message; the block's start and size; the start of the parts,
 #: the first of which is the stream unless it is in the message; their lengths. In memory that a
-#: third process has made, its number follows: see ``passing``.
+#: third process has made, its number follows: see ``memory_link``.
 Wire: TypeAlias = (
     tuple[bytes | None, int, int, int, tuple[int, ...]]
     | tuple[bytes | None, int, int, int, tuple[int, ...], int]
@@ -106,7 +106,7 @@ class Memory:
         return memory
 
     def __reduce__(self) -> Any:
-        return _passed, (reduction.DupFd(self.descriptor), self.size)
+        return _passed, (reduction.DupFd(self.descriptor),)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         # Bound early: at interpreter exit, the module may be gone before its objects.
@@ -126,10 +126,8 @@ class Memory:
         return mmap.mmap(self.descriptor, self.size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def _passed(descriptor: Any, size: int) -> Memory:
-    memory = Memory.__new__(Memory)
-    memory._hold(descriptor.detach(), size)
-    return memory
+def _passed(descriptor: Any) -> Memory:
+    return Memory.received(descriptor.detach())
 
 
 class Lease:
@@ -153,7 +151,7 @@ class Lease:
 
 
 class Placed:
-    """A large payload in an arena.
+    """A large payload in an arena, as its writer has it; a reader has a ``Received``.
 
     Attributes:
         wire: description for its readers.
@@ -357,32 +355,6 @@ class Arena:
     @property
     def _largest(self) -> int:
         return self._extents.size // _PARTS_OF_MEMORY
-
-
-class Loans:
-    """The blocks of an arena that a reader may be using. Not thread-safe."""
-
-    def __init__(self) -> None:
-        # By block; in memory of a third process by its number and the block.
-        self._leases: dict[Any, list[Lease]] = {}
-
-    def lend(self, payloads: list[Any]) -> None:
-        """Note the payloads of one message to the reader; those outside the arena are ignored."""
-        leases = {one.lease.block: one.lease for one in payloads if type(one) is Placed}
-        for block, lease in leases.items():
-            self._leases.setdefault(block, []).append(lease)
-
-    def includes(self, number: int) -> bool:
-        """Whether the reader may be using blocks in a third process's memory of this number."""
-        return any(type(block) is tuple and block[0] == number for block in self._leases)
-
-    def end(self, blocks: list[Any]) -> None:
-        """Free blocks that the reader released, each as often as it was sent."""
-        for block in blocks:
-            leases = self._leases[block]
-            leases.pop()
-            if not leases:
-                del self._leases[block]
 
 
 def rounded(size: int) -> int:
