@@ -286,9 +286,6 @@ class Arena:
         return Placed((stream, lease.block, lease.size, start, (*lengths,)), lease)
 
     def _copy(self, start: int, source: memoryview) -> None:
-        if source.nbytes <= _COPIED_AT_ONCE:
-            self._bytes[start : start + source.nbytes] = source
-            return
         for done in range(0, source.nbytes, _COPIED_AT_ONCE):
             part = source[done : done + _COPIED_AT_ONCE]
             self._bytes[start + done : start + done + part.nbytes] = part
@@ -314,9 +311,10 @@ class Arena:
             del self._open[next(iter(self._open))]
             self._reclaim()
             block = self._extents.take(size)
-        if block is None or not self._has_pages(block + size):
-            if block is not None:
-                self._extents.give_back(block, size)
+        if block is None:
+            return None
+        if not self._has_pages(block + size):
+            self._extents.give_back(block, size)
             return None
         return Lease(self._ended, block, size), block
 
