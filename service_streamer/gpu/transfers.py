@@ -90,8 +90,6 @@ def to_device(batch: T, device: Any) -> T:
 class OnHost(Generic[T]):
     """Outputs on their way from the device to the host's memory. Any thread may wait for them."""
 
-    __slots__ = ("_copied", "_outputs")
-
     def __init__(self, outputs: T, copied: list[Any]) -> None:
         self._outputs = outputs
         self._copied = copied
@@ -221,8 +219,6 @@ class StageTimer:
 
     The thread of the stage makes and stops it. After that any one thread may ask for the seconds.
     """
-
-    __slots__ = ("_began_at", "_events", "_kind", "_seconds")
 
     def __init__(self) -> None:
         self._seconds: float | None = None

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..workers.memory.arena import Memory
-from ..workers.memory.memory_link import MemorySocket, Windows, memory_sockets
-from ..workers.memory.window import Received, Window, receive
+from ..workers.memory.memory_link import MemorySocket, Received, Windows, memory_sockets, receive
+from ..workers.memory.window import Window
 from .pool_memory import ClientItems, PoolMemory, inlined
 
 _FIRST = b"\0"

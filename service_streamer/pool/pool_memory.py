@@ -18,11 +18,12 @@ from ..workers.memory.memory_link import (
     Memories,
     MemoryLink,
     MemorySender,
+    Received,
     SharedMemory,
     memory_sockets,
 )
 from ..workers.memory.payload import Parts
-from ..workers.memory.window import Received, Window
+from ..workers.memory.window import Window
 
 
 class PoolMemory(SharedMemory):

@@ -85,8 +85,6 @@ def dump(
 class _Pickling:
     """A reusable pickler: making one costs more than pickling a number."""
 
-    __slots__ = ("_buffers", "_chunks", "_large", "_pickler", "is_small")
-
     def __init__(self, make: Callable[..., pickle.Pickler] = pickle.Pickler) -> None:
         self.is_small = True
         self._chunks: list[Any] = []

@@ -15,7 +15,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from pickle import loads
 from typing import Any
 
 from .arena import Memory, Wire, positions
@@ -212,97 +211,3 @@ class _PrivatePages:
                 highest = entries[7::8] if sys.byteorder == "little" else entries[::8]
                 return bool(highest.translate(None, self._CLEAN))
         return True
-
-
-class Received:
-    """A payload in the other side's memory, which keeps it until there are no views of it."""
-
-    __slots__ = ("_lease", "_window", "wire")
-
-    def __init__(self, window: Window, wire: Wire, lease: ReadLease) -> None:
-        self._window = window
-        self._lease = lease
-        self.wire = wire
-
-    def load(self) -> Any:
-        """The value, whose arrays are views of that memory. Any thread."""
-        stream, *buffers = self.parts()
-        return loads(stream, buffers=buffers)
-
-    def load_again(self) -> Any:
-        """The value as it was sent, in memory of its own."""
-        stream, *buffers = self._window.copies(self.wire)
-        return loads(stream, buffers=buffers)
-
-    @property
-    def memory(self) -> Memory:
-        return self._window.memory
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory that it keeps."""
-        return self._lease.size
-
-    def parts(self) -> list[Any]:
-        """The stream of its pickle, and its buffers: views, while this lives."""
-        return self._window.parts(self.wire, self._lease)
-
-
-class _Unreadable:
-    """In place of a payload in memory that this process could not map."""
-
-    def __init__(self, error: OSError) -> None:
-        self._error = error
-
-    def load(self) -> Any:
-        raise self._error
-
-
-class _Shared:
-    """A result for several callers: each that loads it gets memory of its own."""
-
-    __slots__ = ("_parts", "_received", "nbytes")
-
-    def __init__(self, received: Received) -> None:
-        self.nbytes = received.nbytes
-        self._received: Received | None = received
-        self._parts: list[bytes] = []
-
-    def load(self) -> Any:
-        """The value, of a copy. Any thread; the first call takes it out of the shared memory."""
-        received = self._received
-        if received is not None:
-            self._parts = [bytes(part) for part in received.parts()]  # any thread makes the same
-            self._received = None
-        stream, *buffers = self._parts
-        return loads(stream, buffers=map(bytearray, buffers))
-
-
-def shareable(payload: Any) -> Any:
-    """A worker's payload for several callers: each that decodes it gets a copy of its own."""
-    return _Shared(payload) if type(payload) is Received else payload
-
-
-def receive(payloads: list[Any], window_of: Callable[[Wire], Window]) -> bool:
-    """Replace wires by payloads that keep their memory, in place; whether all can be read.
-
-    Args:
-        window_of: returns the window for a wire; raises OSError if its memory cannot be read.
-    """
-    leases: dict[tuple[int, int], ReadLease] = {}  # one for each block of a message
-    is_whole = True
-    for position, wire in enumerate(payloads):
-        if type(wire) is not tuple:
-            continue
-        try:
-            window = window_of(wire)
-        except OSError as error:
-            payloads[position] = _Unreadable(error)
-            is_whole = False
-            continue
-        key = window.memory.number, wire[1]
-        lease = leases.get(key)
-        if lease is None:
-            lease = leases[key] = window.lease(wire)
-        payloads[position] = Received(window, wire, lease)
-    return is_whole
