@@ -21,23 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a worker runs.
+    """Where a worker runs."""
 
-    Attributes:
-        device: number or name of its GPU; None if it sees what its parent sees.
-        gpu_id: the model's ``gpu_id``; None if the user named no device.
-        variables: environment variables to set; None removes one.
-        shown: values of the GPUs that it sees; None if it sees what its parent sees.
-        problem: why the device is unavailable; empty if it is available.
-        expects_gpu: whether a worker without a device should see a GPU.
-    """
-
-    device: Device | None
-    gpu_id: Device | None
-    variables: Mapping[str, str | None]
-    shown: tuple[str, ...] | None = None
-    problem: str = ""
-    expects_gpu: bool = False
+    device: Device | None  # number or name of its GPU; None if it sees what its parent sees
+    gpu_id: Device | None  # the model's; None if the user named no device
+    variables: Mapping[str, str | None]  # of the environment, to set; None removes one
+    shown: tuple[str, ...] | None = None  # values of the GPUs that it sees; None as for ``device``
+    problem: str = ""  # why the device is unavailable; empty if it is available
+    expects_gpu: bool = False  # whether a worker without a device should see a GPU
 
     @property
     def needs_gpu(self) -> bool:
@@ -50,17 +41,11 @@ UNPLACED = Place(None, None, {})
 
 @dataclasses.dataclass(frozen=True)
 class VisibleGpus:
-    """The GPUs that a process sees.
-
-    Attributes:
-        kind: of the GPUs.
-        gpus: in the order of their numbers; None if unknown.
-        lists: the environment variables that select some, such as "CUDA_VISIBLE_DEVICES=4,5".
-    """
+    """The GPUs that a process sees."""
 
     kind: Accelerator
-    gpus: Sequence[Gpu] | None
-    lists: str
+    gpus: Sequence[Gpu] | None  # in the order of their numbers; None if unknown
+    lists: str  # the environment variables that select some, such as "CUDA_VISIBLE_DEVICES=4,5"
 
     @property
     def count(self) -> int | None:

@@ -30,15 +30,10 @@ _DEVICE_NAME = re.compile(r"(cuda:)?\d+(,\d+)*|(GPU|MIG)-[\w/-]+(,(GPU|MIG)-[\w/
 
 @dataclass(frozen=True)
 class Kind:
-    """Any value.
+    """Any value."""
 
-    Attributes:
-        none: what None stands for, such as "no bound"; empty if None is not allowed.
-        auto: whether "auto" is allowed.
-    """
-
-    none: str = ""
-    auto: bool = False
+    none: str = ""  # what None stands for, such as "no bound"; empty if None is not allowed
+    auto: bool = False  # whether "auto" is allowed
 
     @property
     def words(self) -> str:
@@ -81,16 +76,11 @@ class Flag(Kind):
 
 @dataclass(frozen=True)
 class Count(Kind):
-    """A whole number.
+    """A whole number."""
 
-    Attributes:
-        least, most: the bounds; None for none.
-        unit: "bytes", say.
-    """
-
-    least: int | None = 1
+    least: int | None = 1  # the bounds; None for none
     most: int | None = None
-    unit: str = ""
+    unit: str = ""  # "bytes", say
 
     @property
     def words(self) -> str:
@@ -381,23 +371,14 @@ class ErrorTypes(Kind):
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of an option.
+    """What is known of an option."""
 
-    Attributes:
-        name: that of its field, and of its argument in constructors.
-        default: what holds if it is not given.
-        kind: which values it may have.
-        help: what it does, in one plain sentence.
-        more: what else a user should know, in a few sentences.
-        shown: the default in words, if its value says too little.
-    """
-
-    name: str
-    default: Any
-    kind: Kind
-    help: str
-    more: str = ""
-    shown: str = ""
+    name: str  # that of its field, and of its argument in constructors
+    default: Any  # what holds if it is not given
+    kind: Kind  # which values it may have
+    help: str  # what it does, in one plain sentence
+    more: str = ""  # what else a user should know, in a few sentences
+    shown: str = ""  # the default in words, if its value says too little
 
 
 def option(

@@ -43,17 +43,11 @@ _NUMBER_SIZE = 8
 
 
 class Memories(NamedTuple):
-    """The shared memory that a new worker is given.
+    """The shared memory that a new worker is given."""
 
-    Attributes:
-        requests: what it reads.
-        responses: what it writes to.
-        more: where it gets memory of third processes, if there are any.
-    """
-
-    requests: Memory
-    responses: Memory
-    more: MemorySocket | None = None
+    requests: Memory  # what it reads
+    responses: Memory  # what it writes to
+    more: MemorySocket | None = None  # where it gets memory of third processes, if there are any
 
 
 class Received:
