@@ -195,13 +195,11 @@ class Future(concurrent.futures.Future[list[Any]]):
         """For the backend: the call succeeded."""
         self._answered, self.call = self.call, None
         with _making:
-            has_lock = self._own_lock is not None or self._state != "PENDING"
-            if not has_lock:
-                self._encoded = self._result = outputs
-                self._state = "FINISHED"
-        if has_lock:
             self._encoded = outputs
-            self._finish(outputs, None)
+            if self._own_lock is None and self._state == "PENDING":
+                self._state = "FINISHED"
+                return
+        self._finish(None, None)
 
     def fail(self, failure: Failure) -> None:
         """For the backend: the call failed."""
