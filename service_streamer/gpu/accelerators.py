@@ -7,6 +7,7 @@ Settings of the user take precedence: torch's own variables, and torch's own fun
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -122,16 +123,12 @@ def limit_memory(sharers: Sequence[int]) -> bool:
     for module in modules if max(sharers, default=1) > 1 else ():
         # torch may be half loaded. Of a GPU that fails the model's next call will complain.
         with contextlib.suppress(Exception):
-            if not module.is_initialized():
-                _limit_later(module, sharers)
+            if not module.is_initialized():  # there is no public name for what waits for it
+                module._lazy_call(functools.partial(_limit, module, sharers))
             elif hasattr(module, "get_per_process_memory_fraction"):
                 # An older torch does not say what it is limited to, perhaps by the user.
                 _limit(module, sharers)
     return bool(modules)
-
-
-def _limit_later(module: Any, sharers: Sequence[int]) -> None:
-    module._lazy_call(lambda: _limit(module, sharers))  # there is no public name for it
 
 
 def _limit(module: Any, sharers: Sequence[int]) -> None:

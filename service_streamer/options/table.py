@@ -363,19 +363,14 @@ class ResourceOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions(ResourceOptions):
-    """Which Ray cluster has the workers, and what they hold there."""
+class RayStreamerOptions(ResourceOptions, StreamerOptions):
+    """All options of ``RayStreamer``."""
 
     address: str | None = option(
         None, Text(none="the cluster that runs here"), "Address of the Ray cluster.",
         "Without it: the cluster that this process is connected to, else the one that RAY_ADDRESS "
         "names or that runs on this machine, else a new one on this machine.",
     )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class RayStreamerOptions(ClusterOptions, StreamerOptions):
-    """All options of ``RayStreamer``."""
 
 
 @dataclass(frozen=True, kw_only=True)

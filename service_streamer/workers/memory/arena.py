@@ -234,11 +234,6 @@ class Arena:
         """Payloads of this many bytes or more are worth putting here."""
         return LARGE if self.batch < _MANY else LARGE_IN_BATCH
 
-    @property
-    def used(self) -> int:
-        """Approximate number of allocated bytes."""
-        return self._extents.used
-
     def reclaim(self, *, keep_rows: bool = True) -> int:
         """Free the blocks that have ended; returns the number of allocated bytes.
 
@@ -248,8 +243,14 @@ class Arena:
         with self._lock:
             if not keep_rows:
                 self._open.clear()
-            self._reclaim()
-            return self.used
+            while self._ended:
+                self._extents.give_back(*self._ended.popleft())
+            cut = self._extents.review()
+            if cut is not None:
+                with contextlib.suppress(OSError):
+                    self._map.madvise(mmap.MADV_REMOVE, cut, self.memory.size - cut)
+                    self._reach = min(self._reach, cut)
+            return self._extents.used
 
     def put(self, parts: Parts) -> Placed | None:
         """Copy a payload to shared memory; None if there is no room."""
@@ -270,7 +271,7 @@ class Arena:
                 "%.1f MB do not fit into the shared memory for %s, of which %.1f of %.1f MB are in "
                 "use: it goes through a pipe, which is slower. This is said once; "
                 "shared_memory_limit sets how much there is",
-                parts.size / _MB, self._contents, self.used / _MB, self.memory.size / _MB,
+                parts.size / _MB, self._contents, self._extents.used / _MB, self.memory.size / _MB,
             )  # fmt: skip
             return None
         self.is_used = True
@@ -305,11 +306,11 @@ class Arena:
 
     def _block(self, size: int) -> tuple[Lease, int] | None:
         size = rounded(size)
-        self._reclaim()
+        self.reclaim()
         block = self._extents.take(size)
         while block is None and self._open:  # release blocks kept for more rows
             del self._open[next(iter(self._open))]
-            self._reclaim()
+            self.reclaim()
             block = self._extents.take(size)
         if block is None:
             return None
@@ -327,15 +328,6 @@ class Arena:
                 return False
             self._reach = stop
         return True
-
-    def _reclaim(self) -> None:
-        while self._ended:
-            self._extents.give_back(*self._ended.popleft())
-        cut = self._extents.review()
-        if cut is not None:
-            with contextlib.suppress(OSError):
-                self._map.madvise(mmap.MADV_REMOVE, cut, self.memory.size - cut)
-                self._reach = min(self._reach, cut)
 
     def _row(self, size: int) -> tuple[Lease, int] | None:
         rows = self._open.pop(size, None)
