@@ -125,6 +125,15 @@ class Accelerator:
         return None
 
 
+def torch_version() -> str:
+    """The version of the installed torch, which is not imported; empty if there is none."""
+    from importlib.metadata import version  # only here: it takes some milliseconds to import
+
+    with contextlib.suppress(Exception):
+        return str(version("torch"))
+    return ""
+
+
 def reported_twice(look: Callable[[], str | None]) -> str | None:
     """What ``look`` finds, unless it goes away: then it belonged to an earlier call."""
     return look() and look()

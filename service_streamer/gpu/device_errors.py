@@ -140,7 +140,8 @@ def _torch_classes() -> tuple[type[BaseException], ...]:
 
 
 def _says_so(error: Exception, texts: tuple[str, ...]) -> bool:
-    is_native = isinstance(error, RuntimeError) or _library_of(error) in _LIBRARIES
+    library = str(type(error).__module__).partition(".")[0]
+    is_native = isinstance(error, RuntimeError) or library in _LIBRARIES
     if not (is_native or texts):
         return False
     try:
@@ -150,10 +151,6 @@ def _says_so(error: Exception, texts: tuple[str, ...]) -> bool:
     if any(each in text for each in texts):
         return True
     return is_native and _TEXTS.search(text[:_MOST_TEXT]) is not None
-
-
-def _library_of(error: Exception) -> str:
-    return str(type(error).__module__).partition(".")[0]
 
 
 class DeviceFailed(BaseException):
