@@ -60,29 +60,24 @@ class Future(concurrent.futures.Future[list[Any]]):
 
         @property
         def _condition(self) -> Any:
-            lock = self._own_lock
-            if lock is None:
-                with _making:
-                    lock = self._own_lock
-                    if lock is None:
-                        lock = self._own_lock = _Lock()
-            return lock
+            with _making:
+                if self._own_lock is None:
+                    self._own_lock = _Lock()
+            return self._own_lock
 
         # The standard library holds the lock when it adds to the next two.
 
         @property
         def _waiters(self) -> list[Any]:
-            waiters = self._own_waiters
-            if waiters is None:
-                waiters = self._own_waiters = []
-            return waiters
+            if self._own_waiters is None:
+                self._own_waiters = []
+            return self._own_waiters
 
     @property
     def _done_callbacks(self) -> list[Any]:
-        callbacks = self._own_callbacks
-        if callbacks is None:
-            callbacks = self._own_callbacks = []
-        return callbacks
+        if self._own_callbacks is None:
+            self._own_callbacks = []
+        return self._own_callbacks
 
     @property
     def timing(self) -> Timing | None:
@@ -219,7 +214,7 @@ class Future(concurrent.futures.Future[list[Any]]):
         self, result: Any, exception: BaseException | None, state: str = "FINISHED"
     ) -> None:
         with self._condition:
-            if self._state not in ("PENDING", "RUNNING"):
+            if self._state in _OVER:
                 raise concurrent.futures.InvalidStateError(f"{self._state}: {self!r}")
             self._result = result
             self._exception = exception
