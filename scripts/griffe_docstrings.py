@@ -11,7 +11,7 @@ from typing import Any
 import griffe
 
 from service_streamer.options import table
-from service_streamer.options.declare import with_arguments
+from service_streamer.options.kinds import with_arguments
 
 
 class ConstructorDocstrings(griffe.Extension):

@@ -15,7 +15,7 @@ from typing import Any
 import service_streamer
 from service_streamer import RedisStreamer, ThreadedStreamer
 from service_streamer.options import table
-from service_streamer.options.declare import Option, Options, options_of
+from service_streamer.options.kinds import Option, Options, options_of
 from service_streamer.serve.cli.cli_options import COMMANDS, flag_of
 from service_streamer.serve.cli.written import Written
 from service_streamer.serve.http.admission import ServiceOptions

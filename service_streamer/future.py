@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -59,29 +60,24 @@ class Future(concurrent.futures.Future[list[Any]]):
 
         @property
         def _condition(self) -> Any:
-            lock = self._own_lock
-            if lock is None:
-                with _making:
-                    lock = self._own_lock
-                    if lock is None:
-                        lock = self._own_lock = _Lock()
-            return lock
+            with _making:
+                if self._own_lock is None:
+                    self._own_lock = _Lock()
+            return self._own_lock
 
         # The standard library holds the lock when it adds to the next two.
 
         @property
         def _waiters(self) -> list[Any]:
-            waiters = self._own_waiters
-            if waiters is None:
-                waiters = self._own_waiters = []
-            return waiters
+            if self._own_waiters is None:
+                self._own_waiters = []
+            return self._own_waiters
 
     @property
     def _done_callbacks(self) -> list[Any]:
-        callbacks = self._own_callbacks
-        if callbacks is None:
-            callbacks = self._own_callbacks = []
-        return callbacks
+        if self._own_callbacks is None:
+            self._own_callbacks = []
+        return self._own_callbacks
 
     @property
     def timing(self) -> Timing | None:
@@ -105,22 +101,18 @@ class Future(concurrent.futures.Future[list[Any]]):
             concurrent.futures.CancelledError: the call was cancelled.
             Exception: whatever the call failed with.
         """
-        # Often it is there by now. It is set before the state is, so no lock is needed to see it.
-        if self._state != "FINISHED":
-            self._wait(timeout)
-        encoded = self._encoded
-        if encoded is not None:
-            self._decode(encoded)
-        if self._exception is not None:
+        exception = self.exception(timeout)
+        if exception is not None:
             try:
-                raise self._exception
+                raise exception
             finally:
-                self = None  # type: ignore[assignment]  # as the standard one does: no cycle
+                exception = self = None  # type: ignore[assignment]  # or they would be a cycle
         outputs: list[Any] = self._result
         return outputs
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call failed with, or None if it did not; waits and raises as ``result`` does."""
+        # Often it is there by now. It is set before the state is, so no lock is needed to see it.
         if self._state != "FINISHED":
             self._wait(timeout)
         encoded = self._encoded
@@ -177,16 +169,9 @@ class Future(concurrent.futures.Future[list[Any]]):
 
     def _withdrawn(self) -> None:
         """The call is withdrawn: the future is cancelled, unless it has results by now."""
-        with self._condition:
-            is_cancelled = self._state == "PENDING"
-            if is_cancelled:
-                self.call = None
-                self._state = "CANCELLED_AND_NOTIFIED"
-                for waiter in self._own_waiters or ():  # wait() and as_completed()
-                    waiter.add_cancelled(self)
-                self._notify()
-        if is_cancelled and self._own_callbacks:  # last: they may do, and raise, anything
-            self._invoke_callbacks()  # type: ignore[attr-defined]  # typeshed lacks it
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self._finish(None, None, "CANCELLED_AND_NOTIFIED")
+            self.call = None
 
     def done(self) -> bool:
         """Whether it has results or an error, or was cancelled. Needs no lock: it stays so."""
@@ -205,13 +190,11 @@ class Future(concurrent.futures.Future[list[Any]]):
         """For the backend: the call succeeded."""
         self._answered, self.call = self.call, None
         with _making:
-            has_lock = self._own_lock is not None or self._state != "PENDING"
-            if not has_lock:
-                self._encoded = self._result = outputs
-                self._state = "FINISHED"
-        if has_lock:
             self._encoded = outputs
-            self._finish(outputs, None)
+            if self._own_lock is None and self._state == "PENDING":
+                self._state = "FINISHED"
+                return
+        self._finish(None, None)
 
     def fail(self, failure: Failure) -> None:
         """For the backend: the call failed."""
@@ -227,25 +210,26 @@ class Future(concurrent.futures.Future[list[Any]]):
         """As of a standard one; the backend has ``fail`` instead."""
         self._finish(None, exception)
 
-    def _finish(self, result: Any, exception: BaseException | None) -> None:
+    def _finish(
+        self, result: Any, exception: BaseException | None, state: str = "FINISHED"
+    ) -> None:
         with self._condition:
-            if self._state not in ("PENDING", "RUNNING"):
+            if self._state in _OVER:
                 raise concurrent.futures.InvalidStateError(f"{self._state}: {self!r}")
             self._result = result
             self._exception = exception
-            self._state = "FINISHED"
-            for waiter in self._own_waiters or ():
-                (waiter.add_result if exception is None else waiter.add_exception)(self)
-            self._notify()
-        if self._own_callbacks:
+            self._state = state
+            for waiter in self._own_waiters or ():  # wait() and as_completed()
+                if state != "FINISHED":
+                    waiter.add_cancelled(self)
+                else:
+                    (waiter.add_result if exception is None else waiter.add_exception)(self)
+            awaited = self._awaited
+            if awaited is not None:
+                self._awaited = None  # it holds the lock, which need not live longer
+                awaited.notify_all()
+        if self._own_callbacks:  # last: they may do, and raise, anything
             self._invoke_callbacks()  # type: ignore[attr-defined]  # typeshed lacks it
-
-    def _notify(self) -> None:
-        """Wake the threads that wait. With the lock."""
-        awaited = self._awaited
-        if awaited is not None:
-            self._awaited = None  # it holds the lock, which need not live longer
-            awaited.notify_all()
 
 
 def _know_attributes() -> None:

@@ -17,8 +17,7 @@ from .engine.trace_file import Recording
 from .observe.explain import Finding, explain
 from .observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from .options.checks import Devices, Workers
-from .options.declare import documented, options_of
-from .options.kinds import PATIENCE, Flag, WorkerNumber
+from .options.kinds import PATIENCE, Flag, WorkerNumber, documented, options_of
 from .options.table import StreamerOptions
 from .share.single_flight import make_share
 from .supervision.health import Timeout

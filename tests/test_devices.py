@@ -18,16 +18,25 @@ import serve_process
 from command_line import launched
 from device_models import GB, STUB_AT_IMPORT, CudaMemory, MemoryLimits
 from service_streamer import Streamer, WorkerStartError
-from service_streamer.gpu.accelerators import CUDA, ROCM, XPU, Gpu, allocator_variables, find_gpus
+from service_streamer.gpu.accelerators import (
+    CUDA,
+    ROCM,
+    XPU,
+    Gpu,
+    allocator_variables,
+    find_gpus,
+    limit_memory,
+    share_of_memory,
+)
 from service_streamer.gpu.places import (
     Place,
     VisibleGpus,
+    check_torch,
     missing_gpu,
     places,
     select_visible,
     sharers,
 )
-from service_streamer.gpu.torch_process import check_torch, limit_memory, share_of_memory
 from service_streamer.options.table import WorkerOptions
 
 GPU_COUNT = "SERVICE_STREAMER_GPU_COUNT"

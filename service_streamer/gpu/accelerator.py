@@ -17,19 +17,12 @@ _OUT_OF_MEMORY = re.compile("out of memory|alloc_failed|memoryallocation", re.IG
 
 
 class Gpu(NamedTuple):
-    """A GPU, or a part of one that is used like a GPU (MIG).
+    """A GPU, or a part of one that is used like a GPU (MIG)."""
 
-    Attributes:
-        value: value of the environment variable that shows a process this GPU only.
-        name: such as "NVIDIA H100 80GB HBM3"; empty if unknown.
-        uuid: such as "GPU-8a2f..." or "MIG-1b3c..."; empty if unknown.
-        problem: the driver's reason why it cannot be used; empty if it can.
-    """
-
-    value: str
-    name: str = ""
-    uuid: str = ""
-    problem: str = ""
+    value: str  # of the environment variable that shows a process this GPU only
+    name: str = ""  # such as "NVIDIA H100 80GB HBM3"; empty if unknown
+    uuid: str = ""  # such as "GPU-8a2f..." or "MIG-1b3c..."; empty if unknown
+    problem: str = ""  # the driver's reason why it cannot be used; empty if it can
 
 
 class Accelerator:
@@ -130,6 +123,15 @@ class Accelerator:
             text = str(error).partition("\n")[0] or type(error).__qualname__
             return None if _OUT_OF_MEMORY.search(text) else text
         return None
+
+
+def torch_version() -> str:
+    """The version of the installed torch, which is not imported; empty if there is none."""
+    from importlib.metadata import version  # only here: it takes some milliseconds to import
+
+    with contextlib.suppress(Exception):
+        return str(version("torch"))
+    return ""
 
 
 def reported_twice(look: Callable[[], str | None]) -> str | None:

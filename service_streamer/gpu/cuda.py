@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..extras import missing
-from .accelerator import Accelerator, Gpu, reported_twice
+from .accelerator import Accelerator, Gpu, reported_twice, torch_version
 
 ROCM_VARIABLES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
@@ -143,13 +143,9 @@ def _gpus_at(nvml: Any, number: int) -> Iterator[Gpu]:
 
 def _allocator_variable() -> str:
     """The name that this torch reads, and that a name set by the model overrides."""
-    from importlib.metadata import version  # only here: it takes some milliseconds to import
-
-    with contextlib.suppress(Exception):
-        major, minor = map(int, version("torch").split(".")[:2])
-        if (major, minor) >= _NEW_NAME_SINCE:
-            return "PYTORCH_ALLOC_CONF"
-    return "PYTORCH_CUDA_ALLOC_CONF"
+    found = re.match(r"(\d+)\.(\d+)", torch_version())
+    is_new = found is not None and tuple(map(int, found.groups())) >= _NEW_NAME_SINCE
+    return "PYTORCH_ALLOC_CONF" if is_new else "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def _driver_fault() -> str | None:

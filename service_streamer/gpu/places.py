@@ -7,33 +7,28 @@ two GPUs, 0 and 1. A worker on number 1 gets ``CUDA_VISIBLE_DEVICES=5``.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..options.checks import Device, Devices, device_names
 from .accelerator import Accelerator, Gpu
-from .accelerators import CUDA, find_gpus, hidden_variables, kind_of
+from .accelerators import CUDA, TORCH_KINDS, find_gpus, hidden_variables, kind_of
+
+logger = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a worker runs.
+    """Where a worker runs."""
 
-    Attributes:
-        device: number or name of its GPU; None if it sees what its parent sees.
-        gpu_id: the model's ``gpu_id``; None if the user named no device.
-        variables: environment variables to set; None removes one.
-        shown: values of the GPUs that it sees; None if it sees what its parent sees.
-        problem: why the device is unavailable; empty if it is available.
-        expects_gpu: whether a worker without a device should see a GPU.
-    """
-
-    device: Device | None
-    gpu_id: Device | None
-    variables: Mapping[str, str | None]
-    shown: tuple[str, ...] | None = None
-    problem: str = ""
-    expects_gpu: bool = False
+    device: Device | None  # number or name of its GPU; None if it sees what its parent sees
+    gpu_id: Device | None  # the model's; None if the user named no device
+    variables: Mapping[str, str | None]  # of the environment, to set; None removes one
+    shown: tuple[str, ...] | None = None  # values of the GPUs that it sees; None as for ``device``
+    problem: str = ""  # why the device is unavailable; empty if it is available
+    expects_gpu: bool = False  # whether a worker without a device should see a GPU
 
     @property
     def needs_gpu(self) -> bool:
@@ -46,17 +41,11 @@ UNPLACED = Place(None, None, {})
 
 @dataclasses.dataclass(frozen=True)
 class VisibleGpus:
-    """The GPUs that a process sees.
-
-    Attributes:
-        kind: of the GPUs.
-        gpus: in the order of their numbers; None if unknown.
-        lists: the environment variables that select some, such as "CUDA_VISIBLE_DEVICES=4,5".
-    """
+    """The GPUs that a process sees."""
 
     kind: Accelerator
-    gpus: Sequence[Gpu] | None
-    lists: str
+    gpus: Sequence[Gpu] | None  # in the order of their numbers; None if unknown
+    lists: str  # the environment variables that select some, such as "CUDA_VISIBLE_DEVICES=4,5"
 
     @property
     def count(self) -> int | None:
@@ -200,6 +189,33 @@ def missing_gpu(place: Place, visible: VisibleGpus) -> str:
         wish, wanted = f"device {place.device} was requested", len(device_names([place.device]))
     lost = [None] * (wanted - len(visible.gpus))
     return _problem(wish, [*visible.gpus, *lost], visible)
+
+
+def check_torch(place: Place) -> None:
+    """After the model is loaded: check that torch can use the worker's GPU.
+
+    Raises:
+        RuntimeError: torch is built for GPUs, but the user's GPU is missing.
+    """
+    torch: Any = sys.modules.get("torch")
+    if not place.needs_gpu or torch is None:
+        return
+    try:
+        if any(kind.is_available() for kind in TORCH_KINDS.values()):
+            return
+        version = torch.__version__
+        is_for_gpus = any(kind.is_built() for kind in TORCH_KINDS.values())
+    except AttributeError:  # half loaded, or another module of that name
+        return
+    if place.gpu_id is not None and is_for_gpus:
+        raise RuntimeError(
+            f"device {place.device} was requested, but torch {version} sees no GPU in the worker: "
+            "perhaps its driver is too old, or the device is lost; see nvidia-smi"
+        )
+    logger.warning(
+        "torch %s in the worker cannot use %s: if the model uses torch, it runs on the CPU",
+        version, "any GPU" if place.device is None else f"device {place.device}",
+    )  # fmt: skip
 
 
 def sharers(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from .accelerator import Accelerator, Gpu
+from .accelerator import Accelerator, Gpu, torch_version
 
 
 class Xpu(Accelerator):
@@ -28,9 +27,5 @@ class Xpu(Accelerator):
 
 
 def is_torch_for_xpu() -> bool:
-    """Whether the installed torch is built for XPU. It is not imported."""
-    from importlib.metadata import version  # only here: it takes some milliseconds to import
-
-    with contextlib.suppress(Exception):
-        return "+xpu" in version("torch")
-    return False
+    """Whether the installed torch is built for XPU."""
+    return "+xpu" in torch_version()

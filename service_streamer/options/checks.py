@@ -1,4 +1,4 @@
-"""Checks of what callers pass with each call, and what is known of devices and workers."""
+"""Checks of what callers pass with each call, and what devices and workers may be."""
 
 from __future__ import annotations
 
@@ -99,23 +99,6 @@ def check_timeout(value: object) -> float | None:
             f"limit; not {value!r}"
         )
     return max(0.0, float(value))
-
-
-def check_devices_per_worker(count: int, devices: Devices) -> None:
-    """Refuse a number of devices for each worker that the named devices do not allow."""
-    if count == 1 or devices == "auto":
-        return
-    if devices is None:
-        raise ValueError(
-            f'devices_per_worker={count} needs cuda_devices; name the devices, or give "auto"'
-        )
-    names = device_names(devices)
-    if "cpu" in names:
-        raise ValueError(f"devices_per_worker={count} is for GPUs, and the devices include the cpu")
-    if len(names) % count:
-        raise ValueError(
-            f"devices_per_worker={count} must divide the number of devices, which is {len(names)}"
-        )
 
 
 def device_names(devices: Sequence[Device]) -> list[str]:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .checks import Device, Workers, check_devices_per_worker, worker_range
-from .declare import Options, option
+from .checks import Device, Workers, device_names, worker_range
 from .kinds import (
     POOL_NAME,
     Arguments,
@@ -29,12 +28,14 @@ from .kinds import (
     Function,
     Number,
     Numbers,
+    Options,
     Seconds,
     Secret,
     Strategy,
     Text,
     Weights,
     WorkerNumber,
+    option,
 )
 
 
@@ -195,7 +196,23 @@ class PlacementOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_devices_per_worker(self.devices_per_worker, self.cuda_devices)
+        count, devices = self.devices_per_worker, self.cuda_devices
+        if count == 1 or devices == "auto":
+            return
+        if devices is None:
+            raise ValueError(
+                f'devices_per_worker={count} needs cuda_devices; name the devices, or give "auto"'
+            )
+        names = device_names(devices)
+        if "cpu" in names:
+            raise ValueError(
+                f"devices_per_worker={count} is for GPUs, and the devices include the cpu"
+            )
+        if len(names) % count:
+            raise ValueError(
+                f"devices_per_worker={count} must divide the number of devices, which is "
+                f"{len(names)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,19 +363,14 @@ class ResourceOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions(ResourceOptions):
-    """Which Ray cluster has the workers, and what they hold there."""
+class RayStreamerOptions(ResourceOptions, StreamerOptions):
+    """All options of ``RayStreamer``."""
 
     address: str | None = option(
         None, Text(none="the cluster that runs here"), "Address of the Ray cluster.",
         "Without it: the cluster that this process is connected to, else the one that RAY_ADDRESS "
         "names or that runs on this machine, else a new one on this machine.",
     )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class RayStreamerOptions(ClusterOptions, StreamerOptions):
-    """All options of ``RayStreamer``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..errors import InvalidInput
-from ..gpu.out_of_memory import is_out_of_memory
+from ..gpu.device_errors import is_out_of_memory
 from .cached_rows import GeneratedRow
 from .requests import Request
 from .row_sampling import TokenChoice

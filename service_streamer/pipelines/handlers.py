@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ..errors import InvalidInput
-from ..gpu.out_of_memory import is_out_of_memory
+from ..gpu.device_errors import is_out_of_memory
 from .requests import Request, plain
 
 #: The shortest texts are padded to so many tokens: kernels work on blocks of about this size.

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..errors import InvalidInput, InvalidItems
-from ..gpu.out_of_memory import is_out_of_memory
+from ..gpu.device_errors import is_out_of_memory
 from ..managed_model import ManagedModel
 from .description import describe_pipeline, example_of
 from .handlers import NO_BUCKETS, Buckets, Describer, Handler, make_buckets, portable_errors

@@ -20,9 +20,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..workers.memory.memory_link import Received, receive
-from ..workers.memory.passing import MemorySocket, Windows, memory_sockets
-from ..workers.memory.shared_memory import Memory
+from ..workers.memory.arena import Memory
+from ..workers.memory.memory_link import MemorySocket, Received, Windows, memory_sockets, receive
 from ..workers.memory.window import Window
 from .pool_memory import ClientItems, PoolMemory, inlined
 
@@ -149,6 +148,7 @@ class ResultMemory:
         self._windows = Windows(MemorySocket(socket.socket(fileno=descriptor)), private=False)
         self.fileno = self._windows.fileno
         self.take_in = self._windows.take_in
+        self.pop_ended = self._windows.pop_ended
 
     def close(self) -> None:
         """The pool is gone. What was received can still be read."""
@@ -164,10 +164,6 @@ class ResultMemory:
 
     def _window_of(self, wire: Any) -> Window:
         return self._windows.window(wire[5], wire[1])
-
-    def pop_ended(self) -> list[tuple[int, int]]:
-        """The blocks that are no longer in use."""
-        return self._windows.pop_ended() if self._windows.is_used else []
 
 
 def inline(outputs: list[Any]) -> list[Any]:

@@ -41,8 +41,8 @@ from ..remote.remote_client import RemoteClient
 from ..reporting import counted, quiet_log
 from ..supervision.supervisor import Overlap
 from ..workers.codec import Codec
+from ..workers.memory.arena import Placed
 from ..workers.memory.memory_link import SharedMemory
-from ..workers.memory.shared_memory import Placed
 from ..workers.protocol import Failure
 from .client_inbox import ClientInbox
 from .client_loop import ClientDoorbell, ClientLoop

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import StreamerError
-from ..workers.memory.shared_memory import Memory
+from ..workers.memory.arena import Memory
 from ..workers.protocol import FrameReader
 from .client_memory import ResultMemory, first_sent, first_taken
 from .directory import PoolPaths, make_private

@@ -13,10 +13,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..workers.memory.memory_link import Memories, MemoryLink, Received, SharedMemory
-from ..workers.memory.passing import MemorySender, memory_sockets
+from ..workers.memory.arena import PAGE, Arena, Memory, Placed, Wire
+from ..workers.memory.memory_link import (
+    Memories,
+    MemoryLink,
+    MemorySender,
+    Received,
+    SharedMemory,
+    memory_sockets,
+)
 from ..workers.memory.payload import Parts
-from ..workers.memory.shared_memory import PAGE, Arena, Memory, Placed, Wire
 from ..workers.memory.window import Window
 
 
@@ -87,7 +93,7 @@ class _WorkerLink(MemoryLink):
     def forget(self, number: int) -> None:
         """Have the worker unmap a memory, unless it still reads there."""
         with self._lock:
-            if not self._loans.includes(number):
+            if not any(type(block) is tuple and block[0] == number for block in self._lent):
                 self._sender.forget(number)
 
     def close(self) -> None:
@@ -125,7 +131,7 @@ class ClientItems:
             if self._window is None:
                 self._window = Window(self.memory)
             window = self._window
-            stream, *buffers = window.parts(wire, window.look(wire))
+            stream, *buffers = window.parts(wire, window.lease(wire))
             buffers = [memoryview(each) for each in buffers]  # copies, if it could not be mapped
             placed = None if arena is None else arena.put(Parts([stream], buffers))
             payload = whole(stream, buffers) if placed is None else placed

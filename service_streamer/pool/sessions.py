@@ -12,7 +12,7 @@ from typing import Any
 
 from ..engine.engine import Engine
 from ..observe.record import Call
-from ..workers.memory.shared_memory import Memory
+from ..workers.memory.arena import Memory
 from ..workers.protocol import Failure, FrameReader
 from .client_memory import ClientMemory, first_sent, first_taken, inline
 from .outbox import Outbox

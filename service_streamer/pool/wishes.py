@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ..options.declare import options_of
+from ..options.kinds import options_of
 from ..options.table import CallerOptions, HostPoolOptions, SharingOptions, StreamerOptions
 from .canonical import canonical
 from .model_code import code_of, digest

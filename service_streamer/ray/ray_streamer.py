@@ -11,7 +11,7 @@ from ..base_streamer import LIBRARY_TIMEOUT, DefaultTimeout
 from ..engine.build import Length, Model, assemble, check_wanted, make_lengths, make_spec
 from ..engine.engine import Engine
 from ..options.checks import Workers
-from ..options.declare import documented
+from ..options.kinds import documented
 from ..options.table import RayStreamerOptions
 from ..streamer import ScaledStreamer
 from .cluster import Cluster, WorkerResources, connected_address

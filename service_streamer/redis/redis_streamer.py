@@ -9,7 +9,7 @@ from typing import Any
 from ..base_streamer import LIBRARY_TIMEOUT, BaseStreamer, DefaultTimeout
 from ..engine.backend import Backend
 from ..engine.trace_file import Recording
-from ..options.declare import documented
+from ..options.kinds import documented
 from ..options.table import RedisStreamerOptions
 from ..share.single_flight import make_share
 from .client import Client

@@ -31,8 +31,7 @@ from ..errors import StreamerBroken, StreamerClosed
 from ..observe.explain import Finding
 from ..observe.metrics import BatchMetrics
 from ..options.checks import Device, Devices
-from ..options.declare import documented
-from ..options.kinds import PATIENCE
+from ..options.kinds import PATIENCE, documented
 from ..options.table import RedisWorkerOptions, StreamerOptions
 from ..streamer import Streamer
 from ..supervision.health import Timeout

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..options.checks import IMPORT_STRING, Device, Workers
-from ..options.declare import Options, changed, option
 from ..options.kinds import (
     Broker,
     Choice,
     Count,
     Flag,
     Kind,
+    Options,
     Text,
+    changed,
+    option,
 )
 from ..options.table import (
     BatchingOptions,

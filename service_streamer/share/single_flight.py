@@ -77,9 +77,13 @@ class Caller:
     outputs: list[Any]  # by position, as they come in
     missing: int  # outputs that have not come
     items: list[Item] = field(default_factory=list)  # that it waits for, or has waited for
-    is_over: bool = False  # answered, failed or gone; never changes back
     answered_by: Any = None  # the backend's call that gave the last output, if one did
     missed: float = 0.0  # how long that had been under way when this caller came, seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Answered, failed or gone; never changes back."""
+        return self.reply is None
 
     @property
     def computations(self) -> dict[Computation, None]:
@@ -109,7 +113,6 @@ class Caller:
     def end(self) -> tuple[Any, list[Any], list[Item]]:
         """It is over; returns the reply, outputs and items, which it lets go of. Locked."""
         parts = self.reply, self.outputs, self.items
-        self.is_over = True
         self.reply, self.outputs, self.items = None, [], []
         return parts
 
@@ -138,7 +141,11 @@ class Computation:
     accepted: Any = None  # the same, when ``submit`` of the backend has returned
     is_joined: bool = False  # by other callers
     is_stale: bool = False  # its outputs are too old for the cache
-    is_over: bool = False  # answered, failed or given up; never changes back
+
+    @property
+    def is_over(self) -> bool:
+        """Answered, failed or given up; nor is there one before it has items."""
+        return not self.items
 
     @property
     def callers(self) -> dict[Caller, None]:
@@ -390,7 +397,6 @@ class SingleFlight(PassThrough):
 
     def _end(self, computation: Computation) -> list[Item]:
         """The computation is over, and nobody can join it; returns its items. Locked."""
-        computation.is_over = True
         self.computations.discard(computation)
         items, computation.items = computation.items, []  # they refer to each other
         for item in items:

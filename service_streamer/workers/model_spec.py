@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..gpu.faults import Guard
-from ..gpu.out_of_memory import Named, check_named
+from ..gpu.device_errors import Guard, Named, check_named
 from ..managed_model import ManagedModel, find_length, has_stages, has_steps
 from ..reporting import quiet_log
 from .codec import Codec

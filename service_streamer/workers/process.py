@@ -163,7 +163,7 @@ class ProcessTransport(Transport):
                 arena.batch = len(payloads)
                 if worker.wants_rows:
                     self.memory.expect_rows(len(payloads))
-                if arena.is_used or link.window.is_used:  # not with small payloads
+                if arena.is_used or link.has_received:  # not with small payloads
                     released = link.lend(payloads)
             message = batch_id, payloads, released, is_stream or calls
             self._write(worker, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))

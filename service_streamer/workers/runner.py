@@ -26,8 +26,8 @@ from collections.abc import Callable, MutableSequence, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from ..gpu.faults import DeviceFailed
-from ..gpu.torch_process import copy_thread_modes
+from ..gpu.accelerators import copy_thread_modes
+from ..gpu.device_errors import DeviceFailed
 from ..observe.record import BatchReport, StepReport
 from ..reporting import quiet_log, summary
 from .model_spec import LoadedModel

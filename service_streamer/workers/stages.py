@@ -24,11 +24,9 @@ from itertools import chain, repeat
 from typing import Any
 
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
-from ..gpu.accelerators import kind_in_use
-from ..gpu.faults import DeviceFailed
-from ..gpu.out_of_memory import is_out_of_memory
-from ..gpu.stage_timer import StageTimer
-from ..gpu.torch_process import release_memory
+from ..gpu.accelerators import kind_in_use, release_memory
+from ..gpu.device_errors import DeviceFailed, is_out_of_memory
+from ..gpu.transfers import StageTimer
 from ..observe.record import BatchReport
 from .mending import Bisection, Invalid, Outcome, OutOfMemory, Returned, at_positions, by_position
 from .model_spec import LoadedModel, Predict

@@ -30,7 +30,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BadModelOutput, SharedBatchError, WorkerLost
-from ..gpu.torch_process import release_memory
+from ..gpu.accelerators import release_memory
 from ..gpu.transfers import results_on_host
 from ..managed_model import ManagedModel
 from ..observe.record import BatchReport, StepReport

@@ -27,16 +27,14 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ModelError
-from ..gpu.faults import DeviceFailed, Guard
-from ..gpu.out_of_memory import is_out_of_memory
-from ..gpu.places import Place, missing_gpu, set_environment, visible_gpus
-from ..gpu.torch_process import check_torch, limit_memory
+from ..gpu.accelerators import limit_memory
+from ..gpu.device_errors import DeviceFailed, Guard, is_out_of_memory
+from ..gpu.places import Place, check_torch, missing_gpu, set_environment, visible_gpus
 from ..managed_model import is_shown
 from ..observe.record import BatchReport, StepReport
 from ..reporting import summary
 from .codec import Codec
-from .memory.memory_link import Memories, MemoryLink, link_in_worker
-from .memory.passing import Windows
+from .memory.memory_link import Memories, MemoryLink, Windows, link_in_worker
 from .model_spec import LoadedModel, ModelSpec, Wrapper
 from .protocol import (
     EXIT_DEVICE_FAILED,

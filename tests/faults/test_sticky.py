@@ -65,7 +65,6 @@ def test_a_failed_gpu_is_logged_once_in_a_thread_and_calls_fail_with_it(
     gpu = Gpu()
     gpu.error = make_error("assert")
     monkeypatch.setitem(sys.modules, "torch", gpu.module())
-    monkeypatch.setattr(type(loaded(in_thread).guard), "has_logged", False)
     with ThreadedStreamer(in_thread, 4, worker_timeout=None) as streamer:
         for _ in range(4):
             with pytest.raises(AcceleratorError):

@@ -19,15 +19,13 @@ from ends import MB, SIZE, Link, decode, filled, is_shared, read_only
 from service_streamer.workers.codec import Codec
 from service_streamer.workers.memory.memory_link import (
     Memories,
-    SharedMemory,
-    link_in_worker,
-    shareable,
-)
-from service_streamer.workers.memory.passing import (
     MemorySender,
     MemorySocket,
+    SharedMemory,
     Windows,
+    link_in_worker,
     memory_sockets,
+    shareable,
 )
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")

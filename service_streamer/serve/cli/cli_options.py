@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from ...options.checks import IMPORT_STRING
-from ...options.declare import Option, Options, options_of
+from ...options.kinds import Option, Options, options_of
 from ..command_options import ServeOptions, WorkerCommandOptions
 from .config import SERVE, read_defaults, tables_of
 from .simulate_options import SimulateOptions

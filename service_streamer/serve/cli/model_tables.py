@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ...options.declare import options_of
+from ...options.kinds import options_of
 from ..command_options import AddressOptions, ServeOptions
 from ..configuration import NamedModel
 from ..http.web_options import WebOptions

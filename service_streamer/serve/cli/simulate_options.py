@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...options.checks import Workers
-from ...options.declare import changed, option
-from ...options.kinds import Count, File, Flag, Kind, Number, Seconds
+from ...options.kinds import Count, File, Flag, Kind, Number, Seconds, changed, option
 from ...options.table import BatchingOptions, ScaleOptions
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import click
 
-from ...options.declare import Option
 from ...options.kinds import (
     Arguments,
     Broker,
@@ -24,6 +23,7 @@ from ...options.kinds import (
     Kind,
     Number,
     Numbers,
+    Option,
     Seconds,
     Strategy,
     WorkerNumber,

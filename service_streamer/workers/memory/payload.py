@@ -32,15 +32,10 @@ ATOMS = frozenset({str, int, float, bool, type(None)})
 
 
 class Parts(NamedTuple):
-    """A pickled large payload.
+    """A pickled large payload."""
 
-    Attributes:
-        stream: chunks of the pickle's stream: bytes-like objects.
-        buffers: data beside the stream, each at least ``LARGE`` bytes.
-    """
-
-    stream: list[Any]
-    buffers: list[memoryview]
+    stream: list[Any]  # chunks of the pickle's stream: bytes-like objects
+    buffers: list[memoryview]  # data beside the stream, each of at least ``large`` bytes
 
     @property
     def size(self) -> int:
@@ -84,8 +79,6 @@ def dump(
 
 class _Pickling:
     """A reusable pickler: making one costs more than pickling a number."""
-
-    __slots__ = ("_buffers", "_chunks", "_large", "_pickler", "is_small")
 
     def __init__(self, make: Callable[..., pickle.Pickler] = pickle.Pickler) -> None:
         self.is_small = True

@@ -1,4 +1,4 @@
-"""The reader's side of shared memory: views of blocks, the report of their release.
+"""The reader's side of shared memory: views of blocks, and the report of their release.
 
 A reader may write to what it gets. If another reader may need the same data later (an item that is
 computed again after a crash), the mapping is private: a write copies the page, and the copy is
@@ -12,19 +12,18 @@ import contextlib
 import ctypes
 import mmap
 import os
-import pickle
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .shared_memory import Memory, Wire, positions
+from .arena import Memory, Wire, positions
 
 #: One ctypes type per block size: making one is expensive.
 _region_types: dict[int, Any] = {}
 
 
-class Look:
+class ReadLease:
     """Referenced by all views of a block; its end means that there are no more views.
 
     Attributes:
@@ -37,7 +36,7 @@ class Look:
     __slots__ = ("__weakref__", "_ended", "block", "is_copied", "size", "start", "stop")
 
     def __init__(
-        self, ended: collections.deque[Look], block: int, size: int, *, is_copied: bool
+        self, ended: collections.deque[ReadLease], block: int, size: int, *, is_copied: bool
     ) -> None:
         self._ended = ended
         self.block = block
@@ -52,14 +51,14 @@ class Look:
         self._ended.append(self)
 
 
-def _references(look: Look) -> int:
-    return sys.getrefcount(look)
+def _references(lease: ReadLease) -> int:
+    return sys.getrefcount(lease)
 
 
 def _fewest_references() -> int:
-    """Reference count of a look in one variable, which depends on Python's version."""
-    look = Look(collections.deque(), 0, 0, is_copied=True)
-    return _references(look)
+    """Reference count of a lease in one variable, which depends on Python's version."""
+    lease = ReadLease(collections.deque(), 0, 0, is_copied=True)
+    return _references(lease)
 
 
 _FEWEST_REFERENCES = _fewest_references()
@@ -68,83 +67,67 @@ _FEWEST_REFERENCES = _fewest_references()
 class Window:
     """Reads payloads from another process's arena.
 
-    ``load`` is for any thread, the other methods for one thread at a time.
+    ``parts`` and ``copies`` are for any thread, the other methods for one thread at a time.
 
     Args:
-        private: whether readers' writes are hidden from later readers; also enables ``view``.
-
-    Attributes:
         memory: that of the arena.
-        is_used: whether anything was ever read.
+        private: whether readers' writes are hidden from later readers; also enables ``view``.
     """
 
     def __init__(self, memory: Memory, *, private: bool = False) -> None:
-        self.is_used = False
         self.memory = memory
-        self._ended: collections.deque[Look] = collections.deque()
-        self._looks: collections.Counter[int] = collections.Counter()  # by block, not yet reported
-        self._seen: weakref.WeakValueDictionary[int, Look] = weakref.WeakValueDictionary()
+        self._ended: collections.deque[ReadLease] = collections.deque()
+        self._leased: collections.Counter[int] = collections.Counter()  # by block, not yet reported
+        self._seen: weakref.WeakValueDictionary[int, ReadLease] = weakref.WeakValueDictionary()
         self._map: mmap.mmap | None = None
         self._address = 0  # of the mapping; 0 if unused
         self._pages: _PrivatePages | None = None
         with contextlib.suppress(OSError):  # then everything is copied
             self._map = memory.mapped(private=private)
             if private:
-                self._address = _address(self._map)
+                self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
                 self._pages = _PrivatePages(self._map, self._address)
 
-    def look(self, wire: Wire) -> Look:
-        """Count a block as in use until the returned look is dropped.
+    def lease(self, wire: Wire) -> ReadLease:
+        """Count a block as in use until the returned lease is dropped.
 
-        One look per block and message; payloads of a batch in one block share it.
+        One lease per block and message; payloads of a batch in one block share it.
         """
         _, block, size, *_ = wire
         # A reader of an earlier batch's rows may have written to the page that its last row shares
         # with our first.
-        is_copied = self._map is None or (self._pages is not None and block in self._looks)
-        self.is_used = True
-        self._looks[block] += 1
-        look = Look(self._ended, block, size, is_copied=is_copied)
+        is_copied = self._map is None or (self._pages is not None and block in self._leased)
+        self._leased[block] += 1
+        lease = ReadLease(self._ended, block, size, is_copied=is_copied)
         if self._address and not is_copied:
-            self._seen[block] = look
-        return look
+            self._seen[block] = lease
+        return lease
 
-    def load(self, wire: Wire, look: Look) -> Any:
-        """Load a payload, whose memory keeps the look alive.
-
-        Raises:
-            Exception: whatever unpickling it raises.
-        """
-        stream, *buffers = self.parts(wire, look)
-        return pickle.loads(stream, buffers=buffers)
-
-    def load_again(self, wire: Wire) -> Any:
-        """Load a copy of a payload as it was sent, whatever readers have written to it since."""
-        _, block, size, *_ = wire
-        return self.load(wire, Look(collections.deque(), block, size, is_copied=True))
-
-    def parts(self, wire: Wire, look: Look) -> list[Any]:
-        """The stream and the buffers of a payload's pickle, as bytes."""
+    def parts(self, wire: Wire, lease: ReadLease) -> list[Any]:
+        """The stream and the buffers of a payload's pickle, as bytes that keep the lease alive."""
+        if lease.is_copied:
+            return self.copies(wire)
         stream, block, _, start, lengths, *_ = wire
         *starts, end = positions(lengths)
-        parts: list[Any] = [] if stream is None else [stream]
-        if look.is_copied:
-            parts += [self._copy(start + at, n) for at, n in zip(starts, lengths, strict=True)]
-        else:
-            look.start, look.stop = min(look.start, start), max(look.stop, start + end)
-            region, start = self._region(look), start - block
-            parts += [
-                region[start + at : start + at + n] for at, n in zip(starts, lengths, strict=True)
-            ]
-        return parts
+        lease.start, lease.stop = min(lease.start, start), max(lease.stop, start + end)
+        region, start = self._region(lease), start - block
+        views = [region[start + at : start + at + n] for at, n in zip(starts, lengths, strict=True)]
+        return views if stream is None else [stream, *views]
+
+    def copies(self, wire: Wire) -> list[Any]:
+        """The same as they were sent, whatever readers have written to them since."""
+        stream, _, _, start, lengths, *_ = wire
+        starts = positions(lengths)[:-1]
+        copies = [self._copy(start + at, n) for at, n in zip(starts, lengths, strict=True)]
+        return copies if stream is None else [stream, *copies]
 
     def view(self, address: int, size: int) -> memoryview | None:
         """The memory at an address, if all of it is in use in one block."""
         start = address - self._address
-        for look in self._seen.values():
-            is_part = look.start <= start and start + size <= look.stop
-            if is_part and look not in self._ended:
-                return self._region(look)[start - look.block : start - look.block + size]
+        for lease in self._seen.values():
+            is_part = lease.start <= start and start + size <= lease.stop
+            if is_part and lease not in self._ended:
+                return self._region(lease)[start - lease.block : start - lease.block + size]
         return None
 
     def pop_ended(self) -> list[int]:
@@ -152,30 +135,30 @@ class Window:
         blocks = []
         for _ in range(len(self._ended)):
             try:
-                look = self._ended.popleft()
+                lease = self._ended.popleft()
             except IndexError:  # a finalizer in between emptied it
                 break
-            if _references(look) > _FEWEST_REFERENCES:  # a finalizer has revived a view
-                self._ended.append(look)
+            if _references(lease) > _FEWEST_REFERENCES:  # a finalizer has revived a view
+                self._ended.append(lease)
                 continue
-            blocks.append(look.block)
-            self._looks[look.block] -= 1
-            if not self._looks[look.block]:
-                del self._looks[look.block]
-            if self._pages is not None and look.start < look.stop:
+            blocks.append(lease.block)
+            self._leased[lease.block] -= 1
+            if not self._leased[lease.block]:
+                del self._leased[lease.block]
+            if self._pages is not None and lease.start < lease.stop:
                 try:
-                    self._pages.drop(look.start, look.stop)
+                    self._pages.drop(lease.start, lease.stop)
                 except OSError:  # such as locked pages
                     self._map = None  # copy everything from now on
         return blocks
 
-    def _region(self, look: Look) -> memoryview:
-        """A look's block. Views of it reference the ctypes object, which references the look."""
-        kind: Any = _region_types.get(look.size)
+    def _region(self, lease: ReadLease) -> memoryview:
+        """A lease's block. Views of it reference the ctypes object, which references the lease."""
+        kind: Any = _region_types.get(lease.size)
         if kind is None:
-            kind = _region_types[look.size] = ctypes.c_char * look.size
-        region: Any = kind.from_buffer(self._map, look.block)
-        region.look = look
+            kind = _region_types[lease.size] = ctypes.c_char * lease.size
+        region: Any = kind.from_buffer(self._map, lease.block)
+        region.lease = lease
         return memoryview(region).cast("B")
 
     def _copy(self, start: int, length: int) -> bytearray:
@@ -188,10 +171,6 @@ class Window:
                 raise EOFError("shared memory is shorter than expected")
             done += count
         return copy
-
-
-def _address(mapping: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 class _PrivatePages:

@@ -1,15 +1,30 @@
-"""Which errors mean that a batch was too large for the memory of the device.
+"""What an error of a model says about its device: memory too short for the batch, or a broken GPU.
 
-torch has a class for running out. The CUDA runtime, cuBLAS, cuDNN, the driver, ROCm, XLA and CuPy
-have other classes, which are recognized by the beginning of a line of their text. An exception that
-merely quotes such a text from an item does not count.
+**Out of memory.** torch has a class for running out. The CUDA runtime, cuBLAS, cuDNN, the driver,
+ROCm, XLA and CuPy have other classes, which are recognized by the beginning of a line of their
+text. An exception that merely quotes such a text from an item does not count.
+
+**Sticky errors**, as CUDA calls them: after an illegal memory access or a device-side assert every
+further call returns the same error, until the process ends. A worker that goes on all the same
+fails every batch, and at once, so that it is sent more of them than any other. The GPU itself is
+asked, by a tiny kernel. The text of an error only decides whether to ask: models quote their
+inputs, and no input may end a worker by its words.
+https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
+import traceback
+from collections.abc import Callable
 from typing import Any, TypeGuard
+
+from ..reporting import quiet_log
+from .accelerators import fault_in_use
+
+_log_once = quiet_log(__name__, once=True)
 
 #: A model's own out-of-memory errors: exception classes, and parts of an exception's text.
 Named = tuple[type[BaseException] | str, ...]
@@ -52,6 +67,20 @@ _TEXTS = re.compile(
     )""",
     re.VERBOSE | re.MULTILINE | re.IGNORECASE,
 )
+
+#: Words of errors that may be about a GPU, also as the cause of the model's error.
+_SUSPICIOUS = re.compile(
+    "cuda|hip ?error|gpu|cublas|cudnn|cufft|cusolver|cusparse|nccl|rocm|xpu|sycl|level.zero"
+    "|accelerator|memory access|device-side assert|launch failure|launch timed out|uncorrectable"
+    "|misaligned address|illegal instruction|program counter|hardware stack|shared address space",
+    re.IGNORECASE,
+)
+
+#: So many batches in a row that fail are reason enough to ask, whatever they fail with.
+_ROW = 3
+
+#: Characters of the traceback that are read, and go into the log.
+_LONGEST_REPORT = 10_000
 
 
 def is_out_of_memory(error: BaseException, named: Named = ()) -> bool:
@@ -111,7 +140,8 @@ def _torch_classes() -> tuple[type[BaseException], ...]:
 
 
 def _says_so(error: Exception, texts: tuple[str, ...]) -> bool:
-    is_native = isinstance(error, RuntimeError) or _library_of(error) in _LIBRARIES
+    library = str(type(error).__module__).partition(".")[0]
+    is_native = isinstance(error, RuntimeError) or library in _LIBRARIES
     if not (is_native or texts):
         return False
     try:
@@ -123,5 +153,61 @@ def _says_so(error: Exception, texts: tuple[str, ...]) -> bool:
     return is_native and _TEXTS.search(text[:_MOST_TEXT]) is not None
 
 
-def _library_of(error: Exception) -> str:
-    return str(type(error).__module__).partition(".")[0]
+class DeviceFailed(BaseException):
+    """The GPU is of no use to this process any more, which has to end.
+
+    Not an ``Exception``, so that no handler takes it for an error of one batch.
+
+    Attributes:
+        fault: what the GPU said, without anything of the model's or its inputs.
+        error: what the model raised, with its traceback, for the log.
+        batch_ids: the batches that the GPU may have failed at, as far as is known.
+    """
+
+    def __init__(self, fault: str, error: str) -> None:
+        super().__init__(fault)
+        self.fault = fault
+        self.error = error
+        self.batch_ids: set[int] = set()
+
+
+def _report(error: BaseException, frames: int | None = None) -> str:
+    """The texts of an error and of its causes, with so many frames of each traceback."""
+    return "".join(traceback.format_exception(error, limit=frames))[-_LONGEST_REPORT:]
+
+
+class Guard:
+    """Looks at what a model raises. Belongs to the thread that runs the model.
+
+    Args:
+        may_end: whether this process may end for it: a worker process may. In a thread the fault
+            can only be logged, once for each process.
+
+    Attributes:
+        row: batches in a row that failed; the code that computes a batch sets it to 0.
+        probe: see ``fault_in_use``.
+    """
+
+    def __init__(self, *, may_end: bool = False) -> None:
+        self.row = 0
+        self.may_end = may_end
+        self.probe: Callable[[], str | None] = fault_in_use
+
+    def look(self, error: BaseException) -> None:
+        """Look at an error while it still has its causes.
+
+        Raises:
+            DeviceFailed: the GPU is of no use to this process any more.
+        """
+        self.row += 1
+        fault = self.probe() if self.row >= _ROW or _SUSPICIOUS.search(_report(error, 0)) else None
+        if fault is None:
+            return
+        if self.may_end:
+            raise DeviceFailed(fault, _report(error)) from None
+        _log_once(
+            logging.CRITICAL,
+            "every call to the GPU fails in this process from now on (%s), and so does every "
+            "batch until the process is restarted. Use a Streamer: its workers are processes, "
+            "which it restarts", fault,
+        )  # fmt: skip

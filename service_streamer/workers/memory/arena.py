@@ -65,7 +65,7 @@ _ALIGNMENT = 64
 
 #: The pickle's stream, if it is in the message; the block's start and size; the start of the parts,
 #: the first of which is the stream unless it is in the message; their lengths. In memory that a
-#: third process has made, its number follows: see ``passing``.
+#: third process has made, its number follows: see ``memory_link``.
 Wire: TypeAlias = (
     tuple[bytes | None, int, int, int, tuple[int, ...]]
     | tuple[bytes | None, int, int, int, tuple[int, ...], int]
@@ -106,7 +106,7 @@ class Memory:
         return memory
 
     def __reduce__(self) -> Any:
-        return _passed, (reduction.DupFd(self.descriptor), self.size)
+        return _passed, (reduction.DupFd(self.descriptor),)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         # Bound early: at interpreter exit, the module may be gone before its objects.
@@ -126,10 +126,8 @@ class Memory:
         return mmap.mmap(self.descriptor, self.size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def _passed(descriptor: Any, size: int) -> Memory:
-    memory = Memory.__new__(Memory)
-    memory._hold(descriptor.detach(), size)
-    return memory
+def _passed(descriptor: Any) -> Memory:
+    return Memory.received(descriptor.detach())
 
 
 class Lease:
@@ -153,7 +151,7 @@ class Lease:
 
 
 class Placed:
-    """A large payload in an arena.
+    """A large payload in an arena, as its writer has it; a reader has a ``Received``.
 
     Attributes:
         wire: description for its readers.
@@ -236,11 +234,6 @@ class Arena:
         """Payloads of this many bytes or more are worth putting here."""
         return LARGE if self.batch < _MANY else LARGE_IN_BATCH
 
-    @property
-    def used(self) -> int:
-        """Approximate number of allocated bytes."""
-        return self._extents.used
-
     def reclaim(self, *, keep_rows: bool = True) -> int:
         """Free the blocks that have ended; returns the number of allocated bytes.
 
@@ -250,8 +243,14 @@ class Arena:
         with self._lock:
             if not keep_rows:
                 self._open.clear()
-            self._reclaim()
-            return self.used
+            while self._ended:
+                self._extents.give_back(*self._ended.popleft())
+            cut = self._extents.review()
+            if cut is not None:
+                with contextlib.suppress(OSError):
+                    self._map.madvise(mmap.MADV_REMOVE, cut, self.memory.size - cut)
+                    self._reach = min(self._reach, cut)
+            return self._extents.used
 
     def put(self, parts: Parts) -> Placed | None:
         """Copy a payload to shared memory; None if there is no room."""
@@ -272,7 +271,7 @@ class Arena:
                 "%.1f MB do not fit into the shared memory for %s, of which %.1f of %.1f MB are in "
                 "use: it goes through a pipe, which is slower. This is said once; "
                 "shared_memory_limit sets how much there is",
-                parts.size / _MB, self._contents, self.used / _MB, self.memory.size / _MB,
+                parts.size / _MB, self._contents, self._extents.used / _MB, self.memory.size / _MB,
             )  # fmt: skip
             return None
         self.is_used = True
@@ -288,9 +287,6 @@ class Arena:
         return Placed((stream, lease.block, lease.size, start, (*lengths,)), lease)
 
     def _copy(self, start: int, source: memoryview) -> None:
-        if source.nbytes <= _COPIED_AT_ONCE:
-            self._bytes[start : start + source.nbytes] = source
-            return
         for done in range(0, source.nbytes, _COPIED_AT_ONCE):
             part = source[done : done + _COPIED_AT_ONCE]
             self._bytes[start + done : start + done + part.nbytes] = part
@@ -310,15 +306,16 @@ class Arena:
 
     def _block(self, size: int) -> tuple[Lease, int] | None:
         size = rounded(size)
-        self._reclaim()
+        self.reclaim()
         block = self._extents.take(size)
         while block is None and self._open:  # release blocks kept for more rows
             del self._open[next(iter(self._open))]
-            self._reclaim()
+            self.reclaim()
             block = self._extents.take(size)
-        if block is None or not self._has_pages(block + size):
-            if block is not None:
-                self._extents.give_back(block, size)
+        if block is None:
+            return None
+        if not self._has_pages(block + size):
+            self._extents.give_back(block, size)
             return None
         return Lease(self._ended, block, size), block
 
@@ -331,15 +328,6 @@ class Arena:
                 return False
             self._reach = stop
         return True
-
-    def _reclaim(self) -> None:
-        while self._ended:
-            self._extents.give_back(*self._ended.popleft())
-        cut = self._extents.review()
-        if cut is not None:
-            with contextlib.suppress(OSError):
-                self._map.madvise(mmap.MADV_REMOVE, cut, self.memory.size - cut)
-                self._reach = min(self._reach, cut)
 
     def _row(self, size: int) -> tuple[Lease, int] | None:
         rows = self._open.pop(size, None)
@@ -357,32 +345,6 @@ class Arena:
     @property
     def _largest(self) -> int:
         return self._extents.size // _PARTS_OF_MEMORY
-
-
-class Loans:
-    """The blocks of an arena that a reader may be using. Not thread-safe."""
-
-    def __init__(self) -> None:
-        # By block; in memory of a third process by its number and the block.
-        self._leases: dict[Any, list[Lease]] = {}
-
-    def lend(self, payloads: list[Any]) -> None:
-        """Note the payloads of one message to the reader; those outside the arena are ignored."""
-        leases = {one.lease.block: one.lease for one in payloads if type(one) is Placed}
-        for block, lease in leases.items():
-            self._leases.setdefault(block, []).append(lease)
-
-    def includes(self, number: int) -> bool:
-        """Whether the reader may be using blocks in a third process's memory of this number."""
-        return any(type(block) is tuple and block[0] == number for block in self._leases)
-
-    def end(self, blocks: list[Any]) -> None:
-        """Free blocks that the reader released, each as often as it was sent."""
-        for block in blocks:
-            leases = self._leases[block]
-            leases.pop()
-            if not leases:
-                del self._leases[block]
 
 
 def rounded(size: int) -> int:
