@@ -204,9 +204,7 @@ class _Running:
         if options.cors_origins:
             site = CrossOrigin(site, options.cors_origins)
         server = HTTPServer(
-            site, self._sock,
-            write_timeout=options.write_timeout, max_unread=options.max_unread,
-            turns=None if part is None else part.turns,
+            site, self._sock, turns=None if part is None else part.turns,
             tls=tls, access_log=AccessLog() if options.access_log else None,
         )  # fmt: skip
         loop = asyncio.get_running_loop()

@@ -25,6 +25,7 @@ from .headers import check_framing, read_priority, read_seconds, read_tenant
 from .json_bodies import READ_AT_ONCE, WRITTEN_AT_ONCE, LargeAnswer
 from .keyring import KeyHolder, Keyring
 from .refusals import Refusal, too_large
+from .slow_readers import WRITE_TIMEOUT
 
 #: A body that is too large is received up to this multiple of the limit.
 _SPILL = 16
@@ -184,7 +185,7 @@ class Cycle:
         _, answers, senders = self._budgets
         if answers.size + size > most and senders:
             slowest = min(senders, key=LargeAnswer.rate)
-            slowest.end_if_slow(self._options.write_timeout)
+            slowest.end_if_slow(WRITE_TIMEOUT)
         answers.take(size, most)
         self.answer_size += size
 

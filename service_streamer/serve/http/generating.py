@@ -27,9 +27,8 @@ async def generate(body: bytes, context: Context) -> JSONAnswer | EventStream:
         raise invalid("text", "is missing; send the text to continue")
     if field == "text" and request.inputs is not None:
         raise invalid("inputs", "means the same as text; leave one of them out")
-    parameters, wishes = hub_generation(request.parameters or {}, is_stream=bool(request.stream))
-    if wishes.best_of == 1:
-        check_single(parameters)
+    parameters, wishes = hub_generation(request.parameters or {})
+    check_single(parameters)
     parameters.pop("return_full_text", None)
     is_another = context.description.get("task") == "text2text-generation"
     item = {"do": "generate", "inputs": text, "parameters": parameters}

@@ -1,4 +1,4 @@
-"""Embeddings in the forms of text-embeddings-inference: /embed, /embed_all and /similarity."""
+"""Embeddings in the forms of text-embeddings-inference: /embed and /embed_all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from .hub_schemas import (
     EmbedRequest,
     HubFeaturesRequest,
     SimilarityInputs,
-    SimilarityRequest,
     cutting,
 )
 from .json_bodies import JSONAnswer, read_json
@@ -28,7 +27,6 @@ _HAS_NUMPY = find_spec("numpy") is not None
 
 _read_embed = msgspec.json.Decoder(EmbedRequest)
 _read_embed_all = msgspec.json.Decoder(EmbedAllRequest)
-_read_similarity = msgspec.json.Decoder(SimilarityRequest)
 
 #: Names of the model's parameters in these requests.
 TRUNCATE = {
@@ -57,13 +55,6 @@ async def embed_all(body: bytes, context: Context) -> JSONAnswer:
     inputs, _ = inputs_of(request.inputs, "inputs")
     outputs = await _computed("embed_all", inputs, cutting(request), context)
     return await context.answer(lambda: [states for [states] in outputs])
-
-
-async def similarity(body: bytes, context: Context) -> JSONAnswer:
-    request: SimilarityRequest = await read_json(_read_similarity, body)
-    asked = request.parameters
-    parameters = {} if asked is None else cutting(asked, takes_prompts=True)
-    return await _similarities(request.inputs, parameters, context)
 
 
 async def infer_features(request: HubFeaturesRequest, context: Context) -> JSONAnswer:

@@ -53,13 +53,6 @@ class SimilarityInputs(Struct, forbid_unknown_fields=True):
     sentences: Annotated[list[str], Meta(min_length=1)]
 
 
-class SimilarityRequest(Struct, forbid_unknown_fields=True):
-    """Sentences to compare."""
-
-    inputs: SimilarityInputs
-    parameters: Cut | None = None
-
-
 class HubFeaturesRequest(HubTextRequest):
     """The form of Hugging Face's InferenceClient, for models that embed texts.
 

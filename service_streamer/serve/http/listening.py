@@ -11,7 +11,7 @@ from .access_log import AccessLog
 from .connection import Connection, Listeners, RefusedConnection
 from .descriptors import max_connections
 from .exchange import Application
-from .slow_readers import SlowReaders
+from .slow_readers import MAX_UNREAD, WRITE_TIMEOUT, SlowReaders
 from .tls import TLS
 
 _BACKLOG = 2048
@@ -59,8 +59,8 @@ class HTTPServer:
         application: Application,
         sock: socket.socket,
         *,
-        write_timeout: float = 30.0,
-        max_unread: int = 256 << 20,
+        write_timeout: float = WRITE_TIMEOUT,
+        max_unread: int = MAX_UNREAD,
         turns: Turns | None = None,
         tls: TLS | None = None,
         access_log: AccessLog | None = None,

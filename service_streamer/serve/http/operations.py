@@ -9,7 +9,7 @@ operation               items                                   form of the answ
 /v1/completions         {"do": "generate", ...} per prompt      OpenAI
 /v1/chat/completions    {"do": "generate", ...}                 OpenAI
 /v1/embeddings          {"do": "embed", ...} per text           OpenAI; also at /embeddings
-/embed, /similarity     {"do": "embed", ...} per text           text-embeddings-inference
+/embed                  {"do": "embed", ...} per text           text-embeddings-inference
 /embed_all              {"do": "embed_all", ...} per text       text-embeddings-inference
 /rerank                 {"do": "rerank", ...} per pair          text-embeddings-inference
 /v1/rerank, /v2/rerank  {"do": "rerank", ...} per pair          Cohere, Jina
@@ -39,14 +39,13 @@ from .generation_schemas import (
     GenerateRequest,
     GenerateResponse,
 )
-from .hub_embeddings import embed, embed_all, similarity
+from .hub_embeddings import embed, embed_all
 from .hub_schemas import (
     DecodeRequest,
     DetokenizeRequest,
     DetokenizeResponse,
     EmbedAllRequest,
     EmbedRequest,
-    SimilarityRequest,
     TokenInText,
     TokenizeRequest,
     TokensOfPrompt,
@@ -160,10 +159,6 @@ OPERATIONS = (
     Operation(
         "/embed_all", "embed_all", "Embeddings of each token, in text-embeddings-inference's form",
         EmbedAllRequest, list[list[list[float]]], embed_all, needs="a model for feature-extraction",
-    ),
-    Operation(
-        "/similarity", "embed", "Cosines of a sentence and others",
-        SimilarityRequest, list[float], similarity, needs=_EMBEDS,
     ),
     Operation(
         "/rerank", "rerank", "Order texts by a query, in text-embeddings-inference's form",

@@ -118,7 +118,7 @@ async def infer(body: bytes, context: Context) -> JSONAnswer | EventStream:
 async def _infer_text(
     request: HubGenerationRequest | HubTextRequest, parameters: dict[str, Any], context: Context
 ) -> JSONAnswer | EventStream:
-    parameters, wishes = hub_generation(parameters, is_stream=bool(request.stream))
+    parameters, wishes = hub_generation(parameters)
     is_another = context.description.get("task") == "text2text-generation"
     if not is_another:
         parameters.setdefault("return_full_text", False)
