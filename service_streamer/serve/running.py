@@ -45,13 +45,12 @@ from .http.asgi import ASGIBridge
 from .http.background import Failures, start_task
 from .http.cors import CrossOrigin
 from .http.endpoint import stopping
-from .http.keyring import Keyring
+from .http.keyring import Keyring, SharedCells
 from .http.listening import HTTPServer
 from .http.models import Models, Repository
 from .http.prometheus import METRICS, Exposition
 from .http.request_figures import model_asked_for, requests_of
 from .http.service import Service
-from .http.shared_cells import SharedCells
 from .http.siblings import Siblings
 from .http.tls import TLS
 from .repository import ModelRepository
