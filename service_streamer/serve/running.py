@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import uvloop
 
 from ..engine.operator_signals import (
@@ -48,8 +49,7 @@ from .http.endpoint import stopping
 from .http.keyring import Keyring, SharedCells
 from .http.listening import HTTPServer
 from .http.models import Models, Repository
-from .http.prometheus import METRICS, Exposition
-from .http.request_figures import model_asked_for, requests_of
+from .http.prometheus import exposition_of
 from .http.service import Service
 from .http.siblings import Siblings
 from .http.tls import TLS
@@ -280,16 +280,12 @@ class _Running:
                 pass
 
     async def _meet(self, siblings: Siblings) -> None:
-        exposition = Exposition(self._models)
-
-        def answer(question: bytes) -> bytes:
-            if question == METRICS:
-                return exposition.snapshot()
-            service = self._models.find(model_asked_for(question) or "")
-            return b"" if service is None else requests_of(service).encoded()
+        def requests(model: str) -> bytes:
+            service = self._models.find(model)
+            return b"" if service is None else msgspec.msgpack.encode(service.figures())
 
         try:
-            await siblings.listen(answer)
+            await siblings.listen(exposition_of(self._models).snapshot, requests)
         except OSError as error:
             logger.warning("each web process reports only its own figures: %s", error)
         self._models.siblings = siblings
