@@ -40,7 +40,6 @@ from .configuration import Configuration
 from .heap import keep_freed_memory
 from .hosted_model import HostedModel, OpenedModel, ServiceFailed
 from .http.accepting import Turns
-from .http.access_log import AccessLog
 from .http.app import create_app, create_site, traced
 from .http.asgi import ASGIBridge
 from .http.background import Failures, start_task
@@ -204,7 +203,7 @@ class _Running:
             site = CrossOrigin(site, options.cors_origins)
         server = HTTPServer(
             site, self._sock, turns=None if part is None else part.turns,
-            tls=tls, access_log=AccessLog() if options.access_log else None,
+            tls=tls, access_log=options.access_log,
         )  # fmt: skip
         loop = asyncio.get_running_loop()
         looking = loop.create_task(_look(tls, keyring))
