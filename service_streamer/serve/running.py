@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import uvloop
 
 from ..engine.operator_signals import (
@@ -44,11 +43,11 @@ from .http.app import create_app, create_site, traced
 from .http.asgi import ASGIBridge
 from .http.background import Failures, start_task
 from .http.cors import CrossOrigin
-from .http.endpoint import stopping
 from .http.keyring import Keyring, SharedCells
 from .http.listening import HTTPServer
 from .http.models import Models, Repository
 from .http.prometheus import exposition_of
+from .http.refusals import stopping
 from .http.service import Service
 from .http.siblings import Siblings
 from .http.tls import TLS
@@ -281,7 +280,7 @@ class _Running:
     async def _meet(self, siblings: Siblings) -> None:
         def requests(model: str) -> bytes:
             service = self._models.find(model)
-            return b"" if service is None else msgspec.msgpack.encode(service.figures())
+            return b"" if service is None else service.figures().encoded()
 
         try:
             await siblings.listen(exposition_of(self._models).snapshot, requests)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from ...pipelines.requests import Parameter
 from ...pipelines.structure import FORMS
-from .context import invalid, unsupported
 from .events import TokenEvents, hub_reason
 from .logprobs import hub_token, hub_top_tokens
+from .refusals import invalid, unsupported
 from .text_forms import text_form
 
 #: Further parameters of these requests, besides the model's own.

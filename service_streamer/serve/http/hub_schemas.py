@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from .context import unsupported
+from .refusals import unsupported
 from .schemas import HubTextRequest, Ignored, TextRequest
 from .token_inputs import TextsOrTokens, Token
 

@@ -28,7 +28,7 @@ import msgspec
 
 from ..v2.infer_request import InferenceHeader
 from .completions import chat, completions
-from .context import BinaryAnswer, Context, Description
+from .context import RequestContext
 from .embeddings import embeddings
 from .generating import generate
 from .generation_schemas import (
@@ -51,7 +51,7 @@ from .hub_schemas import (
     TokensOfPrompt,
 )
 from .hub_tokens import decode, detokenize, tokenize
-from .json_bodies import JSONAnswer
+from .json_bodies import BinaryAnswer, JSONAnswer
 from .predicting import REQUESTS_OF_TASKS, TEXT_TASKS, infer, predict
 from .reranking import (
     DocumentsRequest,
@@ -69,6 +69,7 @@ from .schemas import (
     PredictRequest,
     TextRequest,
 )
+from .service import Description
 from .streaming import EventStream
 from .tensor_inference import infer_tensors
 
@@ -93,7 +94,7 @@ class Operation(NamedTuple):
     summary: str
     request: type[msgspec.Struct]
     response: Any
-    run: Callable[[bytes, Context], Awaitable[JSONAnswer | BinaryAnswer | EventStream]]
+    run: Callable[[bytes, RequestContext], Awaitable[JSONAnswer | BinaryAnswer | EventStream]]
     is_openais: bool = False
     streams: bool = False
     needs: str = ""

@@ -27,7 +27,6 @@ from ...observe.metrics import StreamerStats
 from ...streamer import PoolStreamer
 from .admission import Admission, ServiceOptions, make_budgets
 from .background import start_task
-from .context import Description
 from .exchange import Headers
 from .keyring import ANYBODY, KeyHolder, Keyring
 from .pool_view import PoolView
@@ -47,6 +46,9 @@ _AT_ONCE = 16
 
 #: Seconds without a refusal until that ends.
 _CALM = 1.0
+
+#: A model's description, see ``pipelines.PipelineModel``; empty for models without one.
+Description = Mapping[str, Any]
 
 #: After these errors the model never answers.
 _ENDS = (PoolMismatch, StreamerBroken, StreamerClosed, WorkerStartError)
