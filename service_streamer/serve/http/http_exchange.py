@@ -311,7 +311,8 @@ class HTTPExchange:
         self.on_gone = None
         self._body = b""
         self.carrier.answered(self)
-        self.log_once(self._status)
+        if self._is_logged:
+            self.log_once(self._status)
 
     def log_once(self, status: int) -> None:
         """Write its line in the access log, if there is one."""
