@@ -18,14 +18,8 @@ from service_streamer.options import table
 from service_streamer.options.kinds import Option, Options, options_of
 from service_streamer.serve.cli.cli_options import COMMANDS, flag_of
 from service_streamer.serve.cli.written import Written
+from service_streamer.serve.http import prometheus
 from service_streamer.serve.http.admission import ServiceOptions
-from service_streamer.serve.http.prometheus import (
-    _broker,
-    _Collector,
-    _HostCollector,
-    _scaling,
-    _steps,
-)
 from service_streamer.serve.http.service import Service
 
 __all__ = ["pages"]
@@ -191,9 +185,9 @@ def _metrics(families: Iterable[Any]) -> str:
 def metrics_page() -> str:
     with ThreadedStreamer(sorted) as streamer:
         service: Any = Service(streamer, ServiceOptions("model"))
-        own = [*_Collector(service).collect()]
-        steps = [*_steps(streamer.metrics)]
-        scaling = [*_scaling(streamer.stats())]
+        own = [*prometheus.of_model(service)]
+        steps = [*prometheus.steps(streamer.metrics)]
+        scaling = [*prometheus.scaling(streamer.stats())]
         stats = SimpleNamespace(
             state="connected", outages=0, clock_steps=0, held=0, claimed=0, taken_over=0,
             taken_away=0, late=0, expired=0, set_aside=0, pool=streamer.stats(),
@@ -201,9 +195,9 @@ def metrics_page() -> str:
         host: Any = SimpleNamespace(
             model_name="model", stats=lambda: stats, metrics=streamer.metrics
         )
-        hosts = [*_HostCollector(host, lambda: True).collect()]
+        hosts = [*prometheus.of_host(host, is_ready=True)]
     with RedisStreamer() as client:
-        behind = [*_broker(client.stats())]
+        behind = [*prometheus.broker(client.stats())]
     known = {each.name for each in own}
     tables = [
         f"## `service-streamer serve`\n\n{_metrics(own)}",

@@ -48,10 +48,6 @@ def holder_of(keyring: Keyring, key: str, scope: str | None = None) -> Any:
     return keyring.authorize(bearer(key), scope)
 
 
-def quota_of(keyring: Keyring, key: str = "a") -> Any:
-    return holder_of(keyring, key).quota
-
-
 # -- the file
 
 
@@ -138,37 +134,37 @@ def test_the_command_makes_no_key_for_a_wrong_name_or_scope() -> None:
 
 
 def limited(path: Path, **limits: int) -> Any:
-    """The limits of a key, which are asked with the time."""
+    """The holder of a key with these limits."""
     lines = [f"{name.replace('_', '-')} = {value}" for name, value in limits.items()]
     path.write_text(key_table("alice", "a", "\n".join(lines)))
-    return quota_of(Keyring((), path))
+    return holder_of(Keyring((), path), "a")
 
 
 def test_requests_flow_in_again(path: Path) -> None:
-    quota = limited(path, requests_per_minute=60)
-    assert [quota.enter(100.0) for _ in range(60)] == [None] * 60, "those of a minute at once"
-    assert quota.enter(100.0) == ("requests-per-minute = 60", 1)
-    assert quota.enter(100.5) == ("requests-per-minute = 60", 1)
-    assert quota.enter(101.0) is None
-    assert quota.enter(101.0) is not None
-    assert [quota.enter(1000.0) for _ in range(61)].count(None) == 60, "and no more than those"
+    holder = limited(path, requests_per_minute=60)
+    assert [holder.admit(100.0) for _ in range(60)] == [None] * 60, "those of a minute at once"
+    assert holder.admit(100.0) == ("requests-per-minute = 60", 1)
+    assert holder.admit(100.5) == ("requests-per-minute = 60", 1)
+    assert holder.admit(101.0) is None
+    assert holder.admit(101.0) is not None
+    assert [holder.admit(1000.0) for _ in range(61)].count(None) == 60, "and no more than those"
 
 
 @pytest.mark.parametrize("rate", [1, 7, 599, 100_003])
 def test_no_request_is_lost_to_rounding(path: Path, rate: int) -> None:
-    quota = limited(path, requests_per_minute=rate)
+    holder = limited(path, requests_per_minute=rate)
     for now in (12345.678, 99999.1):
-        admitted = [quota.enter(now) for _ in range(rate + 1)]
+        admitted = [holder.admit(now) for _ in range(rate + 1)]
         assert admitted.count(None) == rate
 
 
 def test_open_requests_are_limited_and_a_refused_one_costs_nothing(path: Path) -> None:
-    quota = limited(path, requests_per_minute=3, concurrency=2)
-    assert [quota.enter(0.0) for _ in range(12)] == [None, None, *10 * [("concurrency = 2", 1)]]
-    quota.leave()
-    assert quota.enter(0.0) is None
-    quota.leave()
-    assert quota.enter(0.0) == ("requests-per-minute = 3", 20)
+    holder = limited(path, requests_per_minute=3, concurrency=2)
+    assert [holder.admit(0.0) for _ in range(12)] == [None, None, *10 * [("concurrency = 2", 1)]]
+    holder.leave()
+    assert holder.admit(0.0) is None
+    holder.leave()
+    assert holder.admit(0.0) == ("requests-per-minute = 3", 20)
 
 
 def test_each_key_is_counted_apart_however_many_there_have_been(path: Path) -> None:
@@ -179,9 +175,9 @@ def test_each_key_is_counted_apart_however_many_there_have_been(path: Path) -> N
         keys = [f"{file}-{number}" for number in range(count)]
         replace(path, "".join(key_table(f"k{key}", key, "concurrency = 1") for key in keys))
         keyring.look()
-        quotas = [quota_of(keyring, key) for key in keys]
-        assert {quota.enter(0.0) for quota in quotas} == {None}
-        assert {quota.enter(0.0) for quota in quotas} == {("concurrency = 1", 1)}
+        holders = [holder_of(keyring, key) for key in keys]
+        assert {holder.admit(0.0) for holder in holders} == {None}
+        assert {holder.admit(0.0) for holder in holders} == {("concurrency = 1", 1)}
 
 
 # -- the keyring
@@ -308,19 +304,19 @@ def test_what_a_key_has_used_outlives_changes_of_the_file(path: Path) -> None:
     text = key_table("alice", "a", "requests-per-minute = 2\nconcurrency = 1")
     path.write_text(text)
     keyring = Keyring((), path)
-    open_request = quota_of(keyring)
-    assert open_request.enter(0.0) is None
+    open_request = holder_of(keyring, "a")
+    assert open_request.admit(0.0) is None
     for changed in ("", key_table("alice", "a")):  # the key is away, and then has no limits
         for each in (changed, text):
             replace(path, each)
             keyring.look()
-        assert quota_of(keyring).enter(0.0) == ("concurrency = 1", 1)
+        assert holder_of(keyring, "a").admit(0.0) == ("concurrency = 1", 1)
     replace(path, key_table("alice", "a", "requests-per-minute = 2\nconcurrency = 2"))
     keyring.look()
-    assert quota_of(keyring).enter(0.0) is None
-    assert quota_of(keyring).enter(0.0) == ("concurrency = 2", 1)
+    assert holder_of(keyring, "a").admit(0.0) is None
+    assert holder_of(keyring, "a").admit(0.0) == ("concurrency = 2", 1)
     open_request.leave()
-    assert quota_of(keyring).enter(0.0) == ("requests-per-minute = 2", 30)
+    assert holder_of(keyring, "a").admit(0.0) == ("requests-per-minute = 2", 30)
 
 
 # -- the service

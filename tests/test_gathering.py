@@ -132,7 +132,7 @@ def test_ended_request_leaves_no_cycle(ending: str, gate: Gate) -> None:
 
     def left() -> list[str]:
         kinds = {type(each).__name__ for each in gc.get_objects()}
-        return sorted(kinds & {"HTTPExchange", "ServiceCycle"})
+        return sorted(kinds & {"HTTPExchange", "RequestContext"})
 
     async def main() -> None:
         gc.collect()  # what earlier tests have left
@@ -140,7 +140,7 @@ def test_ended_request_leaves_no_cycle(ending: str, gate: Gate) -> None:
             client = StubClient(application.site)
             client.send(request(1))
             await asyncio.to_thread(gate.await_arrival)
-            assert left() == ["HTTPExchange", "ServiceCycle"]
+            assert left() == ["HTTPExchange", "RequestContext"]
             if ending == "gone":
                 client.leave()
                 await settled()

@@ -97,16 +97,15 @@ def test_embed_all(features: Client) -> None:
     assert len(cut) == 32
 
 
-def test_similarity(features: Client) -> None:
+def test_sentences_are_compared(features: Client) -> None:
     inputs = {"source_sentence": "the king", "sentences": ["the king", "a tree"]}
-    found = asked(features, "/similarity", inputs=inputs)
+    found = asked(features, "/", inputs=inputs)
     one, other = asked(features, "/embed", inputs=["the king", "a tree"])
     cosine = sum(left * right for left, right in zip(one, other, strict=True))
     assert found == pytest.approx([1, cosine], abs=1e-5)
-    assert asked(features, "/", inputs=inputs) == found
     inputs["sentences"].append(LONG)
-    assert refused(features, "/similarity", 422, inputs=inputs)[0] == "inputs"
-    assert len(asked(features, "/similarity", inputs=inputs, parameters={"truncate": True})) == 3
+    assert refused(features, "/", 422, inputs=inputs)[0] == "inputs"
+    assert len(asked(features, "/", inputs=inputs, truncate=True)) == 3
 
 
 @pytest.fixture(params=["", "/v1"])
@@ -176,7 +175,7 @@ def test_bad_inputs_of_embeddings_are_named(embeddings: Any, wrong: Any, says: s
         ("/embed", {"inputs": "a", "prompt_name": "passage"}, "prompt_name", "document"),
         ("/embed", {"inputs": "a", "truncation_direction": "up"}, "truncation_direction", "left"),
         ("/embed", {"inputs": "a", "truncat": True}, "truncat", "truncate"),
-        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}},
+        ("/", {"inputs": {"source_sentence": "a", "sentences": []}},
          "inputs.sentences", "1"),
         ("/tokenize", {}, "inputs", "missing"),
         ("/tokenize", {"inputs": []}, "inputs", "empty"),

@@ -206,7 +206,7 @@ async def test_an_answer_beyond_the_bound_is_not_sent() -> None:
 @in_still_time
 async def test_a_slow_reader_gives_way_when_there_is_no_room() -> None:
     streamer = LargeResults(NUMBERS, FEATURES)
-    async with serving(streamer, max_answers=12_000_000, write_timeout=30.0) as served:
+    async with serving(streamer, max_answers=12_000_000) as served:
         budget = served.service.budgets.answers
         slow = StubClient(served.site)
         slow.send(features(10, 100))

@@ -259,7 +259,7 @@ def test_places_of_tokens_do_not_count_a_blank_that_the_text_lacks() -> None:
 
 
 def test_hugging_faces_tokens_have_details() -> None:
-    told = tokens(WITH_LOGPROBS, return_full_text=True, top_n_tokens=1)
+    told = tokens(WITH_LOGPROBS, return_full_text=True, details=True, logprobs=1)
     assert [each.token.text for each in told] == ["a", "", "\xe9", ""]
     assert [each.token.logprob for each in told] == [-1, -2, -9999, -3]
     assert told[0].top_tokens[0].text == "b"

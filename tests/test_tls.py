@@ -68,7 +68,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture(scope="module")
 def service(files: Files) -> Iterator[Serving]:
-    with Serving(KINDS, *files.arguments, "--write-timeout", "1") as service:
+    with Serving(KINDS, *files.arguments) as service:
         yield service
 
 
@@ -111,6 +111,7 @@ async def test_application_knows_the_scheme(is_secure: bool, scheme: bytes) -> N
     assert client.received.endswith(b"\r\n\r\n" + scheme)
 
 
+@pytest.mark.long
 def test_client_is_cut_when_it_does_not_read_over_tls(service: Serving, files: Files) -> None:
     body = b'{"inputs": "%b"}' % (b"x" * (12 << 20))
     with socket.socket() as sock:

@@ -27,7 +27,7 @@ from service_streamer.serve.configuration import Configuration, NamedModel
 from service_streamer.serve.hosted_model import OpenedModel
 from service_streamer.serve.http.admission import ServiceOptions
 from service_streamer.serve.http.app import create_site
-from service_streamer.serve.http.context import Context
+from service_streamer.serve.http.context import RequestContext
 from service_streamer.serve.http.endpoint import Endpoint
 from service_streamer.serve.http.exchange import Exchange
 from service_streamer.serve.http.listening import HTTPServer, bind
@@ -75,7 +75,7 @@ class _Instant:
         return model.describe()
 
 
-async def _at_once(_: bytes, __: Context) -> bytes:
+async def _at_once(_: bytes, __: RequestContext) -> bytes:
     return _ANSWER
 
 

@@ -18,9 +18,8 @@ from typing import Any
 from ..errors import StreamerClosed, StreamerError
 from .hosted_model import HostedModel, OpenedModel
 from .http.background import start_task
-from .http.endpoint import stopping
 from .http.models import Models
-from .http.refusals import Refusal
+from .http.refusals import Refusal, stopping
 from .http.service import Service
 
 logger = logging.getLogger(__name__)

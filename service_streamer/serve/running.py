@@ -39,19 +39,16 @@ from .configuration import Configuration
 from .heap import keep_freed_memory
 from .hosted_model import HostedModel, OpenedModel, ServiceFailed
 from .http.accepting import Turns
-from .http.access_log import AccessLog
 from .http.app import create_app, create_site, traced
 from .http.asgi import ASGIBridge
 from .http.background import Failures, start_task
 from .http.cors import CrossOrigin
-from .http.endpoint import stopping
-from .http.keyring import Keyring
+from .http.keyring import Keyring, SharedCells
 from .http.listening import HTTPServer
 from .http.models import Models, Repository
-from .http.prometheus import METRICS, Exposition
-from .http.request_figures import model_asked_for, requests_of
+from .http.prometheus import exposition_of
+from .http.refusals import stopping
 from .http.service import Service
-from .http.shared_cells import SharedCells
 from .http.siblings import Siblings
 from .http.tls import TLS
 from .repository import ModelRepository
@@ -204,10 +201,8 @@ class _Running:
         if options.cors_origins:
             site = CrossOrigin(site, options.cors_origins)
         server = HTTPServer(
-            site, self._sock,
-            write_timeout=options.write_timeout, max_unread=options.max_unread,
-            turns=None if part is None else part.turns,
-            tls=tls, access_log=AccessLog() if options.access_log else None,
+            site, self._sock, turns=None if part is None else part.turns,
+            tls=tls, access_log=options.access_log,
         )  # fmt: skip
         loop = asyncio.get_running_loop()
         looking = loop.create_task(_look(tls, keyring))
@@ -283,16 +278,12 @@ class _Running:
                 pass
 
     async def _meet(self, siblings: Siblings) -> None:
-        exposition = Exposition(self._models)
-
-        def answer(question: bytes) -> bytes:
-            if question == METRICS:
-                return exposition.snapshot()
-            service = self._models.find(model_asked_for(question) or "")
-            return b"" if service is None else requests_of(service).encoded()
+        def requests(model: str) -> bytes:
+            service = self._models.find(model)
+            return b"" if service is None else service.figures().encoded()
 
         try:
-            await siblings.listen(answer)
+            await siblings.listen(exposition_of(self._models).snapshot, requests)
         except OSError as error:
             logger.warning("each web process reports only its own figures: %s", error)
         self._models.siblings = siblings

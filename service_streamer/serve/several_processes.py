@@ -43,8 +43,8 @@ from .fleet_models import FleetModels
 from .followed_models import FollowedModels
 from .hosted_model import ServiceFailed
 from .http.accepting import Turns
+from .http.keyring import SharedCells, cells_needed
 from .http.models import Models
-from .http.shared_cells import SharedCells, cells_needed
 from .http.siblings import Siblings
 from .launching import announce, listen, reserve_rpc
 from .logs import configure_logging

@@ -155,7 +155,7 @@ def test_a_timeout_in_the_file_is_refused() -> None:
     # The arguments win over the file, and the pod's grace period goes by the value.
     with pytest.raises(helm_python.HelmError, match="set timeout as a value of the chart"):
         rendered({"config": "[serve]\n  timeout = 60\n"})
-    rendered({"config": "[serve]\nwrite-timeout = 60\nstart-timeout = 60\n"})
+    rendered({"config": "[serve]\nstart-timeout = 60\n"})
 
 
 @pytest.mark.parametrize("name", ["default", "all"])

@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]{0,126}[A-Za-z0-9])?")
 
 #: What the paths of a service begin with. After the name of one model it is not that of another.
 _PLACES = frozenset((
-    "predict", "generate", "embed", "embed_all", "similarity", "rerank", "tokenize", "decode",
+    "predict", "generate", "embed", "embed_all", "rerank", "tokenize", "decode",
     "detokenize", "v1", "v2", "health", "info", "docs", "openapi.json", "metrics", "stats",
     "events", "static",
 ))  # fmt: skip

@@ -6,23 +6,11 @@ name. Clients choose the path, so what could end a line or begin another field i
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
-from .exchange import Headers
-from .http_exchange import HTTPExchange
-
-if TYPE_CHECKING:
-    from .connection import Connection
-
 _logger = logging.getLogger("service_streamer.access")
-
-#: Status of a request whose client disconnected before the end of the answer, as nginx has it.
-_GONE = 499
 
 #: Maximum bytes of a path; the rest is cut off.
 _LONGEST_PATH = 2048
@@ -54,105 +42,44 @@ def _path(target: bytes) -> str:
     return "%".join(map(_safe, path[:_LONGEST_PATH].split(b"%")))
 
 
-class AccessLog:
-    """Writes the lines. Belongs to one event loop.
+def log_request(
+    *,
+    method: bytes,
+    target: bytes,
+    status: int,
+    size: int,
+    seconds: float,
+    request_id: str,
+    client: tuple[str, int] | None,
+    key: str,
+    model: str,
+) -> None:
+    """Write the line of a request that is over.
 
     Args:
-        write: gets each line.
+        size: bytes of the answer's body, without its framing.
+        key, model: their names; empty if unknown.
     """
-
-    def __init__(self, write: Callable[[Line], None] = _logger.info) -> None:
-        self._write = write
-
-    def answered(self, exchange: LoggedExchange, status: int) -> None:
-        """A request is over."""
-        client = exchange.carrier.client
-        line = Line(
-            method=exchange.method.decode("ascii"),
-            path=_path(exchange.target),
-            status=status,
-            bytes=exchange.sent,
-            seconds=round(perf_counter() - exchange.began, 6),
-            request_id=exchange.request_id,
-        )
-        if client is not None:
-            line["client"] = client[0]
-        if exchange.key:
-            line["key"] = _safe(exchange.key)
-        if exchange.model:
-            line["model"] = _safe(exchange.model)
-        self._write(line)
-
-    def unreadable(
-        self, client: tuple[str, int] | None, exchange: HTTPExchange | None, size: int
-    ) -> None:
-        """Bytes that are not HTTP were answered with 400.
-
-        Args:
-            exchange: whose body they should be; None if they should be a head.
-            size: bytes of the answer's body.
-        """
-        if isinstance(exchange, LoggedExchange):
-            exchange.sent = size
-            exchange.log_once(400)
-        else:
-            line = Line(method="-", path="-", status=400, bytes=size)
-            if client is not None:
-                line["client"] = client[0]
-            self._write(line)
+    line = Line(
+        method=method.decode("ascii"),
+        path=_path(target),
+        status=status,
+        bytes=size,
+        seconds=round(seconds, 6),
+        request_id=request_id,
+    )
+    if client is not None:
+        line["client"] = client[0]
+    if key:
+        line["key"] = _safe(key)
+    if model:
+        line["model"] = _safe(model)
+    _logger.info(line)
 
 
-class LoggedExchange(HTTPExchange):
-    """A request that is logged once, at its end.
-
-    Attributes:
-        began: when its head had arrived, by ``perf_counter``.
-        sent: bytes of the answer's body, without its framing.
-    """
-
-    __slots__ = ("_log", "_status", "began", "sent")
-
-    def __init__(self, log: AccessLog, carrier: Connection, *request: Any, **more: Any) -> None:
-        super().__init__(carrier, *request, **more)
-        self._log: AccessLog | None = log
-        self._status = self.sent = 0
-        self.began = perf_counter()
-
-    @classmethod
-    def to(cls, log: AccessLog) -> Callable[..., HTTPExchange]:
-        """What makes those of a log."""
-        return functools.partial(cls, log)
-
-    def log_once(self, status: int) -> None:
-        log, self._log = self._log, None
-        if log is not None:
-            log.answered(self, status)
-
-    def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        self._count(body)
-        super().answer(status, headers, body)
-
-    async def write(self, part: bytes) -> None:
-        self._count(part)
-        await super().write(part)
-
-    async def end(self, part: bytes = b"") -> None:
-        self._count(part)
-        await super().end(part)
-
-    def _count(self, part: bytes) -> None:
-        if not (self.is_gone or self.is_over or self.method == b"HEAD"):
-            self.sent += len(part)
-
-    def lost(self) -> None:
-        if not self.is_over:
-            self.log_once(_GONE)
-        super().lost()
-
-    def _head(self, status: int, headers: Headers, more: bytes) -> bytes:
-        self._status = status
-        return super()._head(status, headers, more)
-
-    def _is_complete(self) -> None:
-        super()._is_complete()
-        self.log_once(self._status)
+def log_unreadable(client: tuple[str, int] | None, size: int) -> None:
+    """Write the line of bytes in place of a head that are not HTTP: they were answered with 400."""
+    line = Line(method="-", path="-", status=400, bytes=size)
+    if client is not None:
+        line["client"] = client[0]
+    _logger.info(line)

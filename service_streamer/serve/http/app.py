@@ -1,6 +1,6 @@
 """The application: a fast path for requests to the model, Starlette for the rest.
 
-POST to an operation ──▶ Endpoint: a Cycle, the operation, one answer
+POST to an operation ──▶ Endpoint: a RequestContext, the operation, one answer
 everything else      ──▶ Starlette: health, metrics, the page, documentation, 404, 405
 
 ``create_site`` serves our own connections, ``create_app`` any ASGI server.
@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from ... import __version__
 from .asgi import ASGIBridge, ExchangeBridge, Receive, Scope, Send, request_id_of
-from .cycle import answer_early
+from .context import answer_early
 from .exchange import Exchange
 from .headers import is_allowed_host
 from .http_exchange import HTTPExchange

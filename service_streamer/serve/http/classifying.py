@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import InvalidInput
-from .context import Context, invalid, unsupported
+from .context import RequestContext
 from .hub_embeddings import TRUNCATE, said
 from .hub_schemas import ClassificationRequest, cutting
 from .json_bodies import JSONAnswer
+from .refusals import invalid, unsupported
 
 _FIELDS = ("truncate", "truncation_direction", "raw_scores")
 
@@ -20,7 +21,7 @@ def is_hub_form(request: ClassificationRequest) -> bool:
     )
 
 
-async def classify(request: ClassificationRequest, context: Context) -> JSONAnswer:
+async def classify(request: ClassificationRequest, context: RequestContext) -> JSONAnswer:
     """All labels with their scores, best first: of one text, or of each text and pair of a list."""
     if request.stream:
         raise unsupported("stream")

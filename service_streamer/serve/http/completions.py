@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ...errors import InvalidInput
-from .context import Context, check_streams, invalid, renamed, unsupported
+from .context import RequestContext
 from .echoing import echoes_of
 from .events import ChatEvents, CompletionEvents, UsageIn
 from .generation_schemas import (
@@ -24,6 +24,7 @@ from .generation_schemas import (
 )
 from .json_bodies import JSONAnswer, read_json
 from .logprobs import Echo, LegacyLogprobs, best_rows, chat_logprobs
+from .refusals import invalid, renamed, unsupported
 from .schemas import Usage, log_harmless
 from .streaming import EventStream
 from .text_forms import text_form
@@ -56,7 +57,7 @@ _read_completions = msgspec.json.Decoder(CompletionsRequest)
 _read_chat = msgspec.json.Decoder(ChatRequest)
 
 
-async def completions(body: bytes, context: Context) -> JSONAnswer | EventStream:
+async def completions(body: bytes, context: RequestContext) -> JSONAnswer | EventStream:
     request: CompletionsRequest = await read_json(_read_completions, body)
     parameters = _openais_parameters(request, context)
     count = request.n or 1
@@ -134,7 +135,7 @@ def _nothing_after(echo: Echo, count: int) -> list[dict[str, Any]]:
     return [text] * count
 
 
-async def chat(body: bytes, context: Context) -> JSONAnswer | EventStream:
+async def chat(body: bytes, context: RequestContext) -> JSONAnswer | EventStream:
     request: ChatRequest = await read_json(_read_chat, body)
     parameters = _openais_parameters(request, context)
     if request.top_logprobs is not None and not request.logprobs:
@@ -165,7 +166,7 @@ async def chat(body: bytes, context: Context) -> JSONAnswer | EventStream:
 
 
 def _openais_parameters(
-    request: CompletionsRequest | ChatRequest, context: Context
+    request: CompletionsRequest | ChatRequest, context: RequestContext
 ) -> dict[str, Any]:
     """The model's parameters. Raises Refusal: a field has an effect that is not supported."""
     log_harmless(request)
@@ -176,7 +177,7 @@ def _openais_parameters(
                 raise unsupported(name, "is not supported: models have no tools; leave it out")
             raise unsupported(name)
     if request.stream:
-        check_streams(context)
+        context.check_streams()
     elif request.stream_options is not None:
         raise unsupported("stream_options", "is not supported without stream; leave it out")
     parameters: dict[str, Any] = {
@@ -202,7 +203,7 @@ def _openais_parameters(
     return parameters | text_form(request.response_format, "response_format")
 
 
-def _head(kind: str, context: Context) -> dict[str, Any]:
+def _head(kind: str, context: RequestContext) -> dict[str, Any]:
     return {
         "id": f"{kind}-{secrets.token_hex(12)}",
         "created": int(time.time()),

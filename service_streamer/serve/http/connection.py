@@ -23,7 +23,7 @@ from typing import Any
 import httptools
 
 from .accepting import Turns
-from .access_log import AccessLog, LoggedExchange
+from .access_log import log_unreadable
 from .exchange import Application, Disconnected
 from .http_exchange import HTTPExchange, date_line
 from .slow_readers import SlowReaders
@@ -73,11 +73,10 @@ class Listeners:
         application: answers an exchange.
         readers: watches clients that do not read their answers.
         turns: counts the connections for the other processes on the socket; None if there are none.
-        access_log: gets a line for each request; None for no log.
+        access_log: whether each request is logged.
         most: maximum number of connections.
 
     Attributes:
-        exchange: makes a request of a connection.
         open: the connections.
         refused: those beyond the maximum that are being answered, the oldest first.
         on_empty: called when the last one has closed.
@@ -90,12 +89,11 @@ class Listeners:
         application: Application,
         readers: SlowReaders,
         turns: Turns | None = None,
-        access_log: AccessLog | None = None,
+        access_log: bool = False,
         most: int = sys.maxsize,
     ) -> None:
         self.application = application
         self.access_log = access_log
-        self.exchange = HTTPExchange if access_log is None else LoggedExchange.to(access_log)
         self.readers = readers
         self.turns = turns
         self.open: set[Connection] = set()
@@ -296,9 +294,10 @@ class Connection(asyncio.Protocol):
         self._has_got_on = True
         # Proxies of HTTP/1.0 may not see where a chunked body ends.
         is_framed = is_new or all(name != b"transfer-encoding" for name, _ in self._headers)
-        exchange = self._listeners.exchange(
+        exchange = HTTPExchange(
             self, parser.get_method(), self._target, self._headers,
             is_new=is_new, keeps_alive=is_framed and parser.should_keep_alive(),
+            is_logged=self._listeners.access_log,
         )  # fmt: skip
         self._arriving = exchange
         if self._serving is None and self.writable is None and not self._queue:
@@ -356,8 +355,11 @@ class Connection(asyncio.Protocol):
             return
         if before is None or not before.has_begun:
             self.transport.write(_plain(b"400 Bad Request", text))
-            if self._listeners.access_log is not None:
-                self._listeners.access_log.unreadable(self.client, before, len(text))
+            if before is not None:
+                before.sent = len(text)
+                before.log_once(400)
+            elif self._listeners.access_log:
+                log_unreadable(self.client, len(text))
         if before is not None:
             before.lost()
         self.transport.close()

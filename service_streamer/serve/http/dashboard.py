@@ -15,8 +15,9 @@ from ...observe.explain import Finding
 from .background import Failures
 from .events import event, on_one_line
 from .pool_view import PoolFigures
-from .request_figures import RequestFigures, Requests, decoded, question_of, requests_of
+from .request_figures import RequestFigures, Requests, decoded
 from .service import Service
+from .siblings import question_of
 
 #: Seconds between snapshots, and number of snapshots per percentile.
 _INTERVAL = 1.0
@@ -104,9 +105,11 @@ class Dashboard:
         siblings = service.siblings
         if siblings is None:
             await service.renew()
-            return Requests(time.monotonic(), {0: requests_of(service)})
-        _, answers = await asyncio.gather(service.renew(), siblings.others(question_of(service)))
-        heard = {**decoded(answers), siblings.number: requests_of(service)}
+            return Requests(time.monotonic(), {0: service.figures()})
+        _, answers = await asyncio.gather(
+            service.renew(), siblings.others(question_of(service.model))
+        )
+        heard = {**decoded(answers), siblings.number: service.figures()}
         self._heard |= heard
         return Requests(time.monotonic(), {**self._heard}, len(heard))
 

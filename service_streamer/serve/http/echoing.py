@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .context import Context, unsupported
+from .context import RequestContext
 from .logprobs import Echo
+from .refusals import unsupported
 
 
 async def echoes_of(
-    prompts: Sequence[Any], logprobs: int | None, context: Context, *, counts: bool
+    prompts: Sequence[Any], logprobs: int | None, context: RequestContext, *, counts: bool
 ) -> list[Echo]:
     """The echo of each prompt. What only the model knows is asked for in one call.
 

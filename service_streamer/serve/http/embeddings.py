@@ -12,15 +12,16 @@ from typing import Any
 import msgspec
 
 from ...errors import InvalidInput
-from .context import Context, invalid, renamed
+from .context import RequestContext
 from .json_bodies import JSONAnswer, read_json
+from .refusals import invalid, renamed
 from .schemas import EmbeddingsRequest, Usage, log_harmless
 from .token_inputs import inputs_of
 
 _read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
 
 
-async def embeddings(body: bytes, context: Context) -> JSONAnswer:
+async def embeddings(body: bytes, context: RequestContext) -> JSONAnswer:
     request: EmbeddingsRequest = await read_json(_read_embeddings, body)
     log_harmless(request)
     inputs, _ = inputs_of(request.input, "input")

@@ -11,31 +11,31 @@ from typing import Any
 import msgspec
 
 from ...errors import InvalidInput
-from .context import Context, check_streams, invalid, renamed
+from .context import RequestContext
 from .generation_schemas import GenerateRequest, GenerateResponse
 from .hub_generation import hub_details, hub_generation
 from .json_bodies import JSONAnswer, read_json
+from .refusals import invalid, renamed
 from .streaming import EventStream
 
 _read_generate = msgspec.json.Decoder(GenerateRequest)
 
 
-async def generate(body: bytes, context: Context) -> JSONAnswer | EventStream:
+async def generate(body: bytes, context: RequestContext) -> JSONAnswer | EventStream:
     request: GenerateRequest = await read_json(_read_generate, body)
     field, text = ("inputs", request.inputs) if request.text is None else ("text", request.text)
     if text is None:
         raise invalid("text", "is missing; send the text to continue")
     if field == "text" and request.inputs is not None:
         raise invalid("inputs", "means the same as text; leave one of them out")
-    parameters, wishes = hub_generation(request.parameters or {}, is_stream=bool(request.stream))
-    if wishes.best_of == 1:
-        check_single(parameters)
+    parameters, wishes = hub_generation(request.parameters or {})
+    check_single(parameters)
     parameters.pop("return_full_text", None)
     is_another = context.description.get("task") == "text2text-generation"
     item = {"do": "generate", "inputs": text, "parameters": parameters}
     try:
         if request.stream:
-            check_streams(context)
+            context.check_streams()
             return await context.stream(item, wishes.events(None if is_another else text))
         [rows] = await context.compute([item])
     except InvalidInput as error:

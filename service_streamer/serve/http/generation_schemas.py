@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from .context import invalid
+from .refusals import invalid
 from .schemas import (
     HarmlessFields,
     HarmlessMessageFields,

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from .asgi import ASGIBridge
 from .listening import HTTPServer
-from .prometheus import HostExposition
+from .prometheus import exposition_of_host
 
 if TYPE_CHECKING:
     from ...redis.redis_stats import RedisWorkerStats
@@ -75,7 +75,7 @@ class Probes:
     def __init__(self, worker: RedisWorker, sock: socket.socket) -> None:
         self._worker = worker
         self._sock = sock
-        self._exposition = HostExposition(worker, lambda: self._standing()[0] == "ready")
+        self._exposition = exposition_of_host(worker, lambda: self._standing()[0] == "ready")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: HTTPServer | None = None
         self._has_begun = threading.Event()

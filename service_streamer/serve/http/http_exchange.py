@@ -10,11 +10,13 @@ import secrets
 import time
 from collections.abc import Callable
 from email.utils import formatdate
+from time import perf_counter
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import httptools
 
+from .access_log import log_request
 from .exchange import Disconnected, Headers
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
     for status in http.HTTPStatus
 }
+#: Status of a request whose client disconnected before the end of the answer, as nginx has it.
+_GONE = 499
+
 #: Statuses of answers without a body.
 _BODILESS = (204, 304)
 
@@ -87,14 +92,18 @@ class HTTPExchange:
         is_over: whether the answer is complete.
         has_begun: whether the answer's head has been sent.
         more_lines: further lines of the answer's head.
+        sent: bytes of the answer's body, without its framing.
         task: computes the answer; None before and after that.
     """
 
     __slots__ = (
+        "_began",
         "_body",
         "_has_asked",
         "_id",
         "_is_chunked",
+        "_is_logged",
+        "_status",
         "_waiter",
         "carrier",
         "has_begun",
@@ -109,6 +118,7 @@ class HTTPExchange:
         "model",
         "more_lines",
         "on_gone",
+        "sent",
         "target",
         "task",
     )
@@ -122,6 +132,7 @@ class HTTPExchange:
         *,
         is_new: bool,
         keeps_alive: bool,
+        is_logged: bool,
     ) -> None:
         self.carrier = carrier
         self.method = method
@@ -136,6 +147,9 @@ class HTTPExchange:
         self._body = self._id = self.more_lines = b""
         self._waiter: asyncio.Future[None] | None = None
         self._has_asked = self._is_chunked = False
+        self._is_logged = is_logged
+        self._began = perf_counter() if is_logged else 0.0
+        self._status = self.sent = 0
 
     @property
     def request_id(self) -> str:
@@ -199,6 +213,8 @@ class HTTPExchange:
 
     def lost(self) -> None:
         """For the connection: nothing can be sent any more."""
+        if not self.is_over:
+            self.log_once(_GONE)
         self.is_gone = True
         self.wake()
         on_gone, self.on_gone = self.on_gone, None
@@ -217,7 +233,8 @@ class HTTPExchange:
         transport = self.carrier.transport
         if self.method == b"HEAD":
             body = b""
-        if len(body) < _LARGE:
+        self.sent = len(body)
+        if self.sent < _LARGE:
             transport.write(head + body)
         elif not self.carrier.is_secure:
             transport.writelines((head, body))
@@ -251,6 +268,7 @@ class HTTPExchange:
         if self.is_gone or self.is_over:
             raise Disconnected
         if part and self.method != b"HEAD":
+            self.sent += len(part)
             if self._is_chunked and len(part) >= _LARGE:
                 self.carrier.transport.writelines((b"%x\r\n" % len(part), part, b"\r\n"))
             else:
@@ -265,6 +283,7 @@ class HTTPExchange:
         if self.is_gone or self.is_over:
             raise Disconnected
         if self.method != b"HEAD":
+            self.sent += len(part)
             last = self._framed(part) if part else b""
             last += b"0\r\n\r\n" if self._is_chunked else b""
             if last:
@@ -272,6 +291,7 @@ class HTTPExchange:
         self._is_complete()
 
     def _head(self, status: int, headers: Headers, more: bytes) -> bytes:
+        self._status = status
         lines = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
         lines += date_line()
         for header in headers:
@@ -291,3 +311,21 @@ class HTTPExchange:
         self.on_gone = None
         self._body = b""
         self.carrier.answered(self)
+        if self._is_logged:
+            self.log_once(self._status)
+
+    def log_once(self, status: int) -> None:
+        """Write its line in the access log, if there is one."""
+        if self._is_logged:
+            self._is_logged = False
+            log_request(
+                method=self.method,
+                target=self.target,
+                status=status,
+                size=self.sent,
+                seconds=perf_counter() - self._began,
+                request_id=self.request_id,
+                client=self.carrier.client,
+                key=self.key,
+                model=self.model,
+            )

@@ -1,4 +1,4 @@
-"""Embeddings in the forms of text-embeddings-inference: /embed, /embed_all and /similarity."""
+"""Embeddings in the forms of text-embeddings-inference: /embed and /embed_all."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 import msgspec
 
 from ...errors import InvalidInput
-from .context import Context, Description, renamed, unsupported
+from .context import RequestContext
 from .embeddings import shortened
 from .hub_schemas import (
     EmbedAllRequest,
     EmbedRequest,
     HubFeaturesRequest,
     SimilarityInputs,
-    SimilarityRequest,
     cutting,
 )
 from .json_bodies import JSONAnswer, read_json
+from .refusals import renamed, unsupported
 from .schemas import hub_parameters
+from .service import Description
 from .token_inputs import inputs_of
 
 _HAS_NUMPY = find_spec("numpy") is not None
 
 _read_embed = msgspec.json.Decoder(EmbedRequest)
 _read_embed_all = msgspec.json.Decoder(EmbedAllRequest)
-_read_similarity = msgspec.json.Decoder(SimilarityRequest)
 
 #: Names of the model's parameters in these requests.
 TRUNCATE = {
@@ -40,7 +40,7 @@ TRUNCATE = {
 _OF_VECTORS = ("normalize", "dimensions", "prompt_name")
 
 
-async def embed(body: bytes, context: Context) -> JSONAnswer:
+async def embed(body: bytes, context: RequestContext) -> JSONAnswer:
     request: EmbedRequest = await read_json(_read_embed, body)
     inputs, _ = inputs_of(request.inputs, "inputs")
     return await _embedded(
@@ -52,21 +52,14 @@ async def embed(body: bytes, context: Context) -> JSONAnswer:
     )
 
 
-async def embed_all(body: bytes, context: Context) -> JSONAnswer:
+async def embed_all(body: bytes, context: RequestContext) -> JSONAnswer:
     request: EmbedAllRequest = await read_json(_read_embed_all, body)
     inputs, _ = inputs_of(request.inputs, "inputs")
     outputs = await _computed("embed_all", inputs, cutting(request), context)
     return await context.answer(lambda: [states for [states] in outputs])
 
 
-async def similarity(body: bytes, context: Context) -> JSONAnswer:
-    request: SimilarityRequest = await read_json(_read_similarity, body)
-    asked = request.parameters
-    parameters = {} if asked is None else cutting(asked, takes_prompts=True)
-    return await _similarities(request.inputs, parameters, context)
-
-
-async def infer_features(request: HubFeaturesRequest, context: Context) -> JSONAnswer:
+async def infer_features(request: HubFeaturesRequest, context: RequestContext) -> JSONAnswer:
     """The answer of ``/`` for models that embed texts."""
     parameters = hub_parameters(request) | cutting(request, takes_prompts=True)
     inputs = request.inputs
@@ -85,7 +78,7 @@ async def infer_features(request: HubFeaturesRequest, context: Context) -> JSONA
     return await context.answer(lambda: outputs[0] if isinstance(inputs, str) else outputs)
 
 
-def _check_embeds(context: Context, field: str) -> None:
+def _check_embeds(context: RequestContext, field: str) -> None:
     if "embed" not in context.description.get("operations", ()):
         obstacle = context.description.get("no_embeddings")
         why = f", since {obstacle}" if obstacle else ""
@@ -95,7 +88,7 @@ def _check_embeds(context: Context, field: str) -> None:
 async def _embedded(
     inputs: Iterable[Any],
     parameters: Mapping[str, Any],
-    context: Context,
+    context: RequestContext,
     dimensions: int | None,
     *,
     normalizes: bool,
@@ -110,7 +103,7 @@ async def _embedded(
 
 
 async def _similarities(
-    inputs: SimilarityInputs, parameters: Mapping[str, Any], context: Context
+    inputs: SimilarityInputs, parameters: Mapping[str, Any], context: RequestContext
 ) -> JSONAnswer:
     """Cosines of the sentence and the others."""
     texts = [inputs.source_sentence, *inputs.sentences]
@@ -120,7 +113,7 @@ async def _similarities(
 
 
 async def _computed(
-    do: str, inputs: Iterable[Any], parameters: Mapping[str, Any], context: Context
+    do: str, inputs: Iterable[Any], parameters: Mapping[str, Any], context: RequestContext
 ) -> list[Any]:
     items = vector_items(do, inputs, parameters, context.description)
     context.check_count(len(items))

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from .context import unsupported
+from .refusals import unsupported
 from .schemas import HubTextRequest, Ignored, TextRequest
 from .token_inputs import TextsOrTokens, Token
 
@@ -51,13 +51,6 @@ class SimilarityInputs(Struct, forbid_unknown_fields=True):
 
     source_sentence: str
     sentences: Annotated[list[str], Meta(min_length=1)]
-
-
-class SimilarityRequest(Struct, forbid_unknown_fields=True):
-    """Sentences to compare."""
-
-    inputs: SimilarityInputs
-    parameters: Cut | None = None
 
 
 class HubFeaturesRequest(HubTextRequest):

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ...errors import InvalidInput
-from .context import Context, invalid, renamed, unsupported
+from .context import RequestContext
 from .hub_schemas import (
     NO_PROMPTS,
     DecodeRequest,
@@ -18,6 +18,7 @@ from .hub_schemas import (
     TokensOfPrompt,
 )
 from .json_bodies import JSONAnswer, read_json
+from .refusals import invalid, renamed, unsupported
 from .token_inputs import inputs_of
 
 _read_tokenize = msgspec.json.Decoder(TokenizeRequest)
@@ -25,7 +26,7 @@ _read_decode = msgspec.json.Decoder(DecodeRequest)
 _read_detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
 
-async def tokenize(body: bytes, context: Context) -> JSONAnswer:
+async def tokenize(body: bytes, context: RequestContext) -> JSONAnswer:
     request: TokenizeRequest = await read_json(_read_tokenize, body)
     if request.prompt_name is not None:
         raise unsupported("prompt_name", NO_PROMPTS)
@@ -46,7 +47,7 @@ async def tokenize(body: bytes, context: Context) -> JSONAnswer:
     return await context.answer(lambda: found)
 
 
-async def decode(body: bytes, context: Context) -> JSONAnswer:
+async def decode(body: bytes, context: RequestContext) -> JSONAnswer:
     request: DecodeRequest = await read_json(_read_decode, body)
     inputs, _ = inputs_of(request.ids, "ids")
     parameters = {"skip_special_tokens": request.skip_special_tokens}
@@ -54,7 +55,7 @@ async def decode(body: bytes, context: Context) -> JSONAnswer:
     return await context.answer(lambda: found)
 
 
-async def detokenize(body: bytes, context: Context) -> JSONAnswer:
+async def detokenize(body: bytes, context: RequestContext) -> JSONAnswer:
     request: DetokenizeRequest = await read_json(_read_detokenize, body)
     parameters = {"skip_special_tokens": request.skip_special_tokens}
     [text] = await _computed("decode", [request.tokens], parameters, "tokens", context)
@@ -62,7 +63,11 @@ async def detokenize(body: bytes, context: Context) -> JSONAnswer:
 
 
 async def _computed(
-    do: str, inputs: Iterable[Any], parameters: Mapping[str, Any], field: str, context: Context
+    do: str,
+    inputs: Iterable[Any],
+    parameters: Mapping[str, Any],
+    field: str,
+    context: RequestContext,
 ) -> list[Any]:
     items = [{"do": do, "inputs": each, "parameters": parameters} for each in inputs]
     context.check_count(len(items))

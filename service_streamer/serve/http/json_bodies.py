@@ -13,16 +13,14 @@ import asyncio
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ..v2.infer_answer import encode
 from ..v2.nested_lists import pieces
+from .exchange import Exchange, Headers
 from .refusals import Refusal, undecodable
-
-if TYPE_CHECKING:
-    from .exchange import Exchange, Headers
 
 #: Bytes of JSON that are read in the event loop, and bytes as a worker sends them that are written
 #: in it: both take some 10 ms. Four bytes of a number are 20 of JSON.
@@ -155,6 +153,17 @@ class LargeAnswer:
         finally:
             self._task = None  # whose frames hold this object: a cycle
         return None
+
+
+class BinaryAnswer(NamedTuple):
+    """An answer that is not JSON.
+
+    Attributes:
+        headers: with Content-Type.
+    """
+
+    body: bytes
+    headers: Headers
 
 
 #: What an operation returns: the JSON, or what sends it.

@@ -1,27 +1,84 @@
-"""The API keys of a service: those of --api-key, and those of a file that may change.
+"""The API keys of a service: who may send a request, and how many.
 
-A file that cannot be read, or is not valid, changes nothing: the keys that were read last stay, and
-the log says why once.
+They are those of --api-key, and those of a file that may change. A file that cannot be read, or is
+not valid, changes nothing: the keys that were read last stay, and the log says why once.
+
+What a key has used of its limits is in numbers, its cells, that all web processes of a service
+have, so the limits hold for all of them together. There is no lock, which a dying process could
+keep: two that take at the same moment may count as one.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableSequence
 from pathlib import Path
+from typing import Any
 
 from .api_keys import COMPUTE, METRICS, SCOPES, ApiKey, digest_of, read_keys
 from .file_stamps import Stamp, stamp_of
-from .quotas import Quota
 from .refusals import Refusal
-from .shared_cells import SharedCells, cells_needed
 
 logger = logging.getLogger(__name__)
 
 #: Maximum bytes of the file.
 _MOST_BYTES = 2 << 20
+
+
+#: Keys that there is room for in shared memory, including those that were used before and are gone.
+#: Later ones are limited by each process alone.
+_SLOTS = 4096
+
+#: Seconds in which the requests of a minute flow in again.
+_MINUTE = 60.0
+
+#: The cells of a key: the time at which none of its requests of a minute are used any more, then
+#: for each web process the number of its open requests.
+_UNUSED_AT, _OPEN = 0, 1
+
+
+def cells_needed(processes: int) -> int:
+    """Numbers in an array for ``SharedCells``."""
+    return _SLOTS * (1 + _OPEN + processes)
+
+
+class SharedCells:
+    """Finds the cells of a key by its digest. For one web process.
+
+    A slot is a number made of the digest, then the key's cells. All processes read the same file,
+    so they look for the same slots in the same order. Only if they claim one for two keys at the
+    same moment do these keys share it, until the service ends.
+
+    Args:
+        array: ``multiprocessing.RawArray("d", cells_needed(processes))``, which no process has used
+            before the first one.
+        number: of this process. Its open requests are none: an earlier process of that number died.
+            So whoever sees it die makes one as well; there may be no later process.
+    """
+
+    def __init__(self, array: Any, number: int, processes: int) -> None:
+        self.number = number
+        self._width = 1 + _OPEN + processes
+        self._cells = memoryview(array).cast("B").cast("d")
+        self._own: dict[bytes, MutableSequence[float]] = {}  # of keys without a slot
+        for slot in range(_SLOTS):
+            self._cells[slot * self._width + 1 + _OPEN + number] = 0.0
+
+    def of(self, digest: bytes) -> MutableSequence[float]:
+        """The cells of a key: always the same, also if the key was away."""
+        name = float(1 + int.from_bytes(digest[:6]))  # exact, and never 0
+        first = int.from_bytes(digest[6:10])
+        for step in range(_SLOTS):
+            at = (first + step) % _SLOTS * self._width
+            if self._cells[at] == 0.0:
+                self._cells[at] = name
+            if self._cells[at] == name:
+                own: Any = self._cells[at + 1 : at + self._width]
+                return own  # type: ignore[no-any-return]
+        return self._own.setdefault(digest, [0.0] * (self._width - 1))
 
 
 class KeyHolder:
@@ -30,15 +87,21 @@ class KeyHolder:
     Args:
         key: its key.
         tenant: for the fair queue; empty for none.
-        quota: the key's limits; None without limits.
+        cells: what is used of the key's limits; None without limits.
+        number: of this web process.
     """
 
-    __slots__ = ("key", "quota", "tenant")
-
-    def __init__(self, key: ApiKey, tenant: str, quota: Quota | None = None) -> None:
+    def __init__(
+        self,
+        key: ApiKey,
+        tenant: str,
+        cells: MutableSequence[float] | None = None,
+        number: int = 0,
+    ) -> None:
         self.key = key
         self.tenant = tenant
-        self.quota = quota
+        self._cells = cells
+        self._own = _OPEN + number
 
     def enter(self) -> None:
         """Count a request as open. Who is admitted has to ``leave``.
@@ -46,24 +109,46 @@ class KeyHolder:
         Raises:
             Refusal: 429, the key's limits are reached.
         """
-        if self.quota is None:
-            return
-        short = self.quota.enter(time.monotonic())
-        if short is not None:
+        shortage = None if self._cells is None else self.admit(time.monotonic())
+        if shortage is not None:
+            limit, seconds = shortage
             raise Refusal(
                 429,
                 "rate_limit_error",
-                f"the API key {self.key.name!r} has reached its limit {short.limit}; retry in "
-                f"{short.seconds} s",
+                f"the API key {self.key.name!r} has reached its limit {limit}; retry in {seconds} "
+                "s",
                 reason="rate_limited",
                 code="rate_limit_exceeded",
-                retry_after=short.seconds,
+                retry_after=seconds,
             )
+
+    def admit(self, now: float) -> tuple[str, int] | None:
+        """Count a request as open; else the limit that is reached, and seconds until it may be.
+
+        The rate is a bucket with the requests of a minute. Each request moves the time forward at
+        which the bucket is full again.
+
+        Args:
+            now: seconds of a monotonic clock that all web processes share.
+        """
+        key, cells = self.key, self._cells
+        assert cells is not None
+        if key.concurrency is not None and sum(cells[_OPEN:]) >= key.concurrency:
+            return f"concurrency = {key.concurrency}", 1
+        if key.requests_per_minute is not None:
+            unused_at = max(cells[_UNUSED_AT], now) + _MINUTE / key.requests_per_minute
+            late = unused_at - now - _MINUTE
+            if late > 1e-6:  # the sum of many shares of a minute is not exact
+                limit = f"requests-per-minute = {key.requests_per_minute}"
+                return limit, max(1, math.ceil(late))
+            cells[_UNUSED_AT] = unused_at
+        cells[self._own] += 1
+        return None
 
     def leave(self) -> None:
         """The request is over."""
-        if self.quota is not None:
-            self.quota.leave()
+        if self._cells is not None:
+            self._cells[self._own] -= 1
 
 
 #: The caller of a service without keys: everybody may do everything.
@@ -161,18 +246,13 @@ class Keyring:
 
         That holds for a key that was away, too, as all are while a file is written in place.
         """
-        callers = dict(self._given)
-        for digest, key in keys.items():
-            before = self._callers.get(digest)
-            quota = None
-            if key.has_limits:
-                known = None if before is None else before.quota
-                quota = self._new_quota(digest, key) if known is None else known.renewed(key)
-            callers[digest] = KeyHolder(key, key.name, quota)
-        self._callers = callers
-
-    def _new_quota(self, digest: bytes, key: ApiKey) -> Quota:
-        return Quota(key, self._cells.of(digest), self._cells.number)
+        cells = self._cells
+        self._callers = self._given | {
+            digest: KeyHolder(
+                key, key.name, cells.of(digest) if key.has_limits else None, cells.number
+            )
+            for digest, key in keys.items()
+        }
 
 
 def load_keys(path: Path) -> dict[bytes, ApiKey]:

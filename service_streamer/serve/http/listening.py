@@ -7,11 +7,10 @@ import contextlib
 import socket
 
 from .accepting import Acceptor, Turns
-from .access_log import AccessLog
 from .connection import Connection, Listeners, RefusedConnection
 from .descriptors import max_connections
 from .exchange import Application
-from .slow_readers import SlowReaders
+from .slow_readers import MAX_UNREAD, WRITE_TIMEOUT, SlowReaders
 from .tls import TLS
 
 _BACKLOG = 2048
@@ -48,7 +47,7 @@ class HTTPServer:
         max_unread: bytes that all clients together may leave unread.
         turns: with whom the socket is shared; None for nobody.
         tls: encrypts the connections; None for plain ones.
-        access_log: gets a line for each request; None for no log.
+        access_log: whether each request is logged.
 
     Attributes:
         listeners: what its connections have in common.
@@ -59,11 +58,11 @@ class HTTPServer:
         application: Application,
         sock: socket.socket,
         *,
-        write_timeout: float = 30.0,
-        max_unread: int = 256 << 20,
+        write_timeout: float = WRITE_TIMEOUT,
+        max_unread: int = MAX_UNREAD,
         turns: Turns | None = None,
         tls: TLS | None = None,
-        access_log: AccessLog | None = None,
+        access_log: bool = False,
     ) -> None:
         self._sock = sock
         if tls is not None and turns is None:

@@ -18,12 +18,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from .api_keys import ADMIN
-from .cycle import late_body
-from .endpoint import stopping
 from .json_bodies import decoded
 from .locks import check_caller
 from .models import Models
-from .refusals import Refusal
+from .refusals import Refusal, late_body, stopping
 
 #: The paths.
 CONTROL = (

@@ -205,7 +205,6 @@ _EXAMPLES: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "/v1/completions": lambda value: {"prompt": value},
     "/v1/chat/completions": lambda value: {"messages": [{"role": "user", "content": value}]},
     **dict.fromkeys(("/v1/embeddings", "/embeddings"), lambda value: {"input": value}),
-    "/similarity": lambda value: {"inputs": {"source_sentence": value, "sentences": [value]}},
     "/rerank": lambda value: {"query": value, "texts": [value]},
     **dict.fromkeys(
         ("/v1/rerank", "/v2/rerank"), lambda value: {"query": value, "documents": [value]}

@@ -9,7 +9,7 @@ operation               items                                   form of the answ
 /v1/completions         {"do": "generate", ...} per prompt      OpenAI
 /v1/chat/completions    {"do": "generate", ...}                 OpenAI
 /v1/embeddings          {"do": "embed", ...} per text           OpenAI; also at /embeddings
-/embed, /similarity     {"do": "embed", ...} per text           text-embeddings-inference
+/embed                  {"do": "embed", ...} per text           text-embeddings-inference
 /embed_all              {"do": "embed_all", ...} per text       text-embeddings-inference
 /rerank                 {"do": "rerank", ...} per pair          text-embeddings-inference
 /v1/rerank, /v2/rerank  {"do": "rerank", ...} per pair          Cohere, Jina
@@ -28,7 +28,7 @@ import msgspec
 
 from ..v2.infer_request import InferenceHeader
 from .completions import chat, completions
-from .context import BinaryAnswer, Context, Description
+from .context import RequestContext
 from .embeddings import embeddings
 from .generating import generate
 from .generation_schemas import (
@@ -39,20 +39,19 @@ from .generation_schemas import (
     GenerateRequest,
     GenerateResponse,
 )
-from .hub_embeddings import embed, embed_all, similarity
+from .hub_embeddings import embed, embed_all
 from .hub_schemas import (
     DecodeRequest,
     DetokenizeRequest,
     DetokenizeResponse,
     EmbedAllRequest,
     EmbedRequest,
-    SimilarityRequest,
     TokenInText,
     TokenizeRequest,
     TokensOfPrompt,
 )
 from .hub_tokens import decode, detokenize, tokenize
-from .json_bodies import JSONAnswer
+from .json_bodies import BinaryAnswer, JSONAnswer
 from .predicting import REQUESTS_OF_TASKS, TEXT_TASKS, infer, predict
 from .reranking import (
     DocumentsRequest,
@@ -70,6 +69,7 @@ from .schemas import (
     PredictRequest,
     TextRequest,
 )
+from .service import Description
 from .streaming import EventStream
 from .tensor_inference import infer_tensors
 
@@ -94,7 +94,7 @@ class Operation(NamedTuple):
     summary: str
     request: type[msgspec.Struct]
     response: Any
-    run: Callable[[bytes, Context], Awaitable[JSONAnswer | BinaryAnswer | EventStream]]
+    run: Callable[[bytes, RequestContext], Awaitable[JSONAnswer | BinaryAnswer | EventStream]]
     is_openais: bool = False
     streams: bool = False
     needs: str = ""
@@ -160,10 +160,6 @@ OPERATIONS = (
     Operation(
         "/embed_all", "embed_all", "Embeddings of each token, in text-embeddings-inference's form",
         EmbedAllRequest, list[list[list[float]]], embed_all, needs="a model for feature-extraction",
-    ),
-    Operation(
-        "/similarity", "embed", "Cosines of a sentence and others",
-        SimilarityRequest, list[float], similarity, needs=_EMBEDS,
     ),
     Operation(
         "/rerank", "rerank", "Order texts by a query, in text-embeddings-inference's form",

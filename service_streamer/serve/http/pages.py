@@ -21,10 +21,11 @@ from .locks import check_caller
 from .models import Models
 from .openapi import LOCKED, openapi
 from .operations import OPERATIONS
-from .prometheus import METRICS, Exposition, merged
+from .prometheus import exposition_of, merged
 from .refusals import Refusal
 from .schemas import hub_info
 from .service import Service
+from .siblings import METRICS
 from .v2_pages import V2Pages, json_answer
 
 _STATIC = Path(__file__).parent.parent / "static"
@@ -56,7 +57,7 @@ class Pages:
         self._service = service
         self._is_root = is_root
         self._dashboard = Dashboard(service)
-        self._exposition = Exposition(models)
+        self._exposition = exposition_of(models)
         self._described: object = None  # the description that the document was made of
         self._document = msgspec.Raw()
 
@@ -140,9 +141,8 @@ class Pages:
         else:
             renewed = asyncio.gather(*(each.renew() for each in self._models))
             _renewed, others = await asyncio.gather(renewed, siblings.others(METRICS))
-            text = merged(
-                {**others, siblings.number: self._exposition.snapshot()}, self._exposition.common()
-            )
+            own = {siblings.number: self._exposition.snapshot()}
+            text = merged(others | own, self._models)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _stats(self, _: Request) -> Response:

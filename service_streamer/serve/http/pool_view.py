@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from ...base_streamer import BaseStreamer
 from ...errors import StreamerError
 from ...observe.explain import Finding
 from ...observe.metrics import BatchMetrics, StreamerStats, WorkerStats
@@ -45,95 +44,51 @@ class PoolFigures(NamedTuple):
         return cls(streamer.stats(), streamer.metrics, streamer.workers(), streamer.findings())
 
 
-class PoolView(Protocol):
-    """Belongs to one event loop.
+class PoolView:
+    """The workers of one model. Belongs to one event loop.
 
     Attributes:
         is_shared: whether other processes use the same workers.
     """
 
-    is_shared: bool
+    def __init__(self, streamer: PoolStreamer) -> None:
+        self._streamer = streamer
+        client = streamer.pool_client
+        self.is_shared = client is not None
+        if client is not None:
+            self._stats: StreamerStats | None = None
+            self._figures: PoolFigures | None = None
+            self._for_stats = _Question(client, streamer.stats)
+            self._for_figures = _Question(client, lambda: PoolFigures.of(streamer))
 
     @property
     def has_steps(self) -> bool | None:
         """Whether the model is one of steps; None if only its description says so."""
+        return None if self.is_shared else self._streamer.engine.has_steps
 
     def stats(self) -> StreamerStats | None:
         """As they were at the last ``look`` or later; None if the pool did not answer."""
+        return self._stats if self.is_shared else self._streamer.stats()
 
     def figures(self) -> PoolFigures | None:
         """As they were at the last ``renew`` or later; None if the pool did not answer."""
+        return self._figures if self.is_shared else PoolFigures.of(self._streamer)
 
     async def look(self) -> None:
         """Have the stats of now."""
+        if self.is_shared:
+            self._stats = await self._for_stats.answer()
 
     async def renew(self) -> None:
         """Have all figures of now."""
+        if self.is_shared:
+            figures = self._figures = await self._for_figures.answer()
+            self._stats = None if figures is None else figures.stats
 
     async def description(self) -> Mapping[str, Any] | None:
         """As ``Backend.model_description``."""
-
-
-def view_of(streamer: BaseStreamer) -> PoolView | None:
-    """None if the workers are behind a broker."""
-    if not isinstance(streamer, PoolStreamer):
-        return None
-    client = streamer.pool_client
-    return _OwnView(streamer) if client is None else _SharedView(streamer, client)
-
-
-class _OwnView:
-    is_shared = False
-
-    def __init__(self, streamer: PoolStreamer) -> None:
-        self._streamer = streamer
-
-    @property
-    def has_steps(self) -> bool:
-        return self._streamer.engine.has_steps
-
-    def stats(self) -> StreamerStats:
-        return self._streamer.stats()
-
-    def figures(self) -> PoolFigures:
-        return PoolFigures.of(self._streamer)
-
-    async def look(self) -> None:
-        pass
-
-    async def renew(self) -> None:
-        pass
-
-    async def description(self) -> Mapping[str, Any] | None:
-        return self._streamer.backend.model_description()
-
-
-class _SharedView:
-    is_shared = True
-    has_steps = None
-
-    def __init__(self, streamer: PoolStreamer, client: PoolClient) -> None:
-        self._streamer = streamer
-        self._stats: StreamerStats | None = None
-        self._figures: PoolFigures | None = None
-        self._for_stats = _Question(client, streamer.stats)
-        self._for_figures = _Question(client, lambda: PoolFigures.of(streamer))
-
-    def stats(self) -> StreamerStats | None:
-        return self._stats
-
-    def figures(self) -> PoolFigures | None:
-        return self._figures
-
-    async def look(self) -> None:
-        self._stats = await self._for_stats.answer()
-
-    async def renew(self) -> None:
-        figures = self._figures = await self._for_figures.answer()
-        self._stats = None if figures is None else figures.stats
-
-    async def description(self) -> Mapping[str, Any] | None:
-        return await asked(self._streamer.backend.model_description)
+        describe = self._streamer.backend.model_description
+        return await _in_thread(describe) if self.is_shared else describe()
 
 
 class _Question(Generic[T]):
@@ -157,7 +112,7 @@ class _Question(Generic[T]):
         now = asyncio.get_running_loop().time()
         asking = self._asking
         if asking is None or (asking.done() and (asking.exception() or now >= self._fresh_until)):
-            asking = self._asking = asyncio.ensure_future(asked(self._ask))
+            asking = self._asking = asyncio.ensure_future(_in_thread(self._ask))
             self._fresh_until = now + _FRESH
         try:
             return await asyncio.wait_for(asyncio.shield(asking), _PATIENCE)
@@ -165,7 +120,7 @@ class _Question(Generic[T]):
             return None
 
 
-async def asked(ask: Callable[[], T]) -> T:
+async def _in_thread(ask: Callable[[], T]) -> T:
     """What a function returns or raises that may block; the end of the loop does not wait for it.
 
     Threads of an executor are joined at the end of the loop.

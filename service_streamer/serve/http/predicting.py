@@ -11,7 +11,7 @@ from ...errors import InvalidInput
 from ...pipelines.tasks import TASKS
 from ..v2.infer_answer import encode
 from .classifying import classify, is_hub_form
-from .context import Context, check_streams, invalid, renamed, unsupported
+from .context import RequestContext
 from .events import OutputEvents
 from .generating import check_single
 from .generation_schemas import GenerationRequest, HubGenerationRequest, texts_of
@@ -20,7 +20,7 @@ from .hub_embeddings import gives_vectors, infer_features, vector_items
 from .hub_generation import hub_details, hub_generation
 from .hub_schemas import ClassificationRequest, HubFeaturesRequest
 from .json_bodies import JSONAnswer, decoded, read_json
-from .refusals import Refusal
+from .refusals import Refusal, invalid, renamed, unsupported
 from .schemas import (
     HubRequest,
     HubTextRequest,
@@ -73,7 +73,7 @@ _OF_TASKS = {
 _read_parameters = msgspec.json.Decoder(dict[str, Any])
 
 
-async def predict(body: bytes, context: Context) -> JSONAnswer | EventStream:
+async def predict(body: bytes, context: RequestContext) -> JSONAnswer | EventStream:
     task = context.description.get("task")
     request = await _request(_readers(task).plain, body, context)
     if isinstance(request, ClassificationRequest) and is_hub_form(request):
@@ -94,7 +94,7 @@ async def predict(body: bytes, context: Context) -> JSONAnswer | EventStream:
     return await context.answer(lambda: outputs[0] if is_one else outputs)
 
 
-async def infer(body: bytes, context: Context) -> JSONAnswer | EventStream:
+async def infer(body: bytes, context: RequestContext) -> JSONAnswer | EventStream:
     task = context.description.get("task")
     request = await _request(_readers(task).hub, body, context)
     if isinstance(request, HubFeaturesRequest):
@@ -116,9 +116,11 @@ async def infer(body: bytes, context: Context) -> JSONAnswer | EventStream:
 
 
 async def _infer_text(
-    request: HubGenerationRequest | HubTextRequest, parameters: dict[str, Any], context: Context
+    request: HubGenerationRequest | HubTextRequest,
+    parameters: dict[str, Any],
+    context: RequestContext,
 ) -> JSONAnswer | EventStream:
-    parameters, wishes = hub_generation(parameters, is_stream=bool(request.stream))
+    parameters, wishes = hub_generation(parameters)
     is_another = context.description.get("task") == "text2text-generation"
     if not is_another:
         parameters.setdefault("return_full_text", False)
@@ -127,7 +129,7 @@ async def _infer_text(
     inputs, is_one = texts_of(request.inputs)
     try:
         if request.stream:
-            check_streams(context)
+            context.check_streams()
             check_single(parameters)
             if not is_one:
                 raise invalid("inputs", "a stream is of one text; send a request for each")
@@ -148,7 +150,7 @@ def _readers(task: str | None) -> _Readers:
     return _TEXTS if task in TEXT_TASKS else _ANY
 
 
-async def _request(decoder: msgspec.json.Decoder[Any], body: bytes, context: Context) -> Any:
+async def _request(decoder: msgspec.json.Decoder[Any], body: bytes, context: RequestContext) -> Any:
     """Read a request from JSON, a file or a form. Raises Refusal."""
     if context.content_type[:16] != b"application/json":
         task = TASKS.get(context.description.get("task", ""))
@@ -168,7 +170,7 @@ def _of_file(decoder: msgspec.json.Decoder[Any], sent: Sent) -> Any:
     return decoder.type(sent.inputs, parameters)
 
 
-def _items(inputs: Any, parameters: dict[str, Any], context: Context) -> list[Any]:
+def _items(inputs: Any, parameters: dict[str, Any], context: RequestContext) -> list[Any]:
     """Items of an input, or of a list of inputs. Raises Refusal."""
     context.check_count(len(inputs) if isinstance(inputs, list) else 1)
     items = inputs if isinstance(inputs, list) else [inputs]
@@ -177,7 +179,9 @@ def _items(inputs: Any, parameters: dict[str, Any], context: Context) -> list[An
     return with_parameters(items, parameters, context)
 
 
-def with_parameters(items: list[Any], parameters: dict[str, Any], context: Context) -> list[Any]:
+def with_parameters(
+    items: list[Any], parameters: dict[str, Any], context: RequestContext
+) -> list[Any]:
     """Items that are inputs, or have them beside the request's parameters. Raises Refusal."""
     description = context.description
     if parameters and not description.get("takes_parameters"):

@@ -1,9 +1,8 @@
 """The service's metrics in Prometheus's form, collected on each scrape.
 
 Each series of a model has the label ``model``. With several web processes each of their series has
-the label ``process``. Totals over all processes
-would fall when one restarts, and Prometheus would count the others' work twice. The pool that they
-share is there once, without the label.
+the label ``process``. Totals over all processes would fall when one restarts, and Prometheus would
+count the others' work twice. The pool that they share is there once, without the label.
 """
 
 from __future__ import annotations
@@ -27,40 +26,7 @@ if TYPE_CHECKING:
     from ...redis.redis_worker import RedisWorker
 
 
-#: The question to the other web processes.
-METRICS = b"metrics"
-
 _PREFIX = "service_streamer_"
-
-
-class _Rendering:
-    """Renders what a collector has, and the metrics of this process."""
-
-    def __init__(self, collector: Any) -> None:
-        self._registry = _registry(collector)
-
-    def text(self) -> bytes:
-        """All metrics, as ``CONTENT_TYPE_LATEST``."""
-        return generate_latest(self._registry)
-
-    def snapshot(self) -> bytes:
-        """All metrics, for ``merged``."""
-        return msgspec.msgpack.encode([_Family.of(each) for each in self._registry.collect()])
-
-
-class Exposition(_Rendering):
-    """Renders the metrics of the models and of their process."""
-
-    def __init__(self, models: Iterable[Service]) -> None:
-        self._models = models
-        super().__init__(_Collected(self._all))
-
-    def _all(self) -> list[Metric]:
-        return _labelled((each.model, _Collector(each).collect()) for each in self._models)
-
-    def common(self) -> list[Metric]:
-        """For ``merged``: those of the pools that the web processes share."""
-        return _labelled((each.model, _Collector(each).shared()) for each in self._models)
 
 
 class _Collected:
@@ -74,18 +40,52 @@ class _Collected:
         return ()
 
 
-def _labelled(models: Iterable[tuple[str, Iterable[Metric]]]) -> list[Metric]:
-    """The metrics of several models together, with the label ``model``."""
+class Exposition:
+    """Renders metrics, and those of this process.
+
+    Args:
+        collect: returns the metrics.
+    """
+
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._registry = registry = CollectorRegistry()
+        registry.register(_Collected(collect))
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
+        GCCollector(registry=registry)
+
+    def text(self) -> bytes:
+        """All metrics, as ``CONTENT_TYPE_LATEST``."""
+        return generate_latest(self._registry)
+
+    def snapshot(self) -> bytes:
+        """All metrics, for ``merged``."""
+        return msgspec.msgpack.encode([_Family.of(each) for each in self._registry.collect()])
+
+
+def exposition_of(models: Iterable[Service]) -> Exposition:
+    """Of what these models do in this process."""
+    return Exposition(lambda: _together((of_model(each), {"model": each.model}) for each in models))
+
+
+def exposition_of_host(worker: RedisWorker, is_ready: Callable[[], bool]) -> Exposition:
+    """Of a worker host."""
+    return Exposition(
+        lambda: _together([(of_host(worker, is_ready=is_ready()), {"model": worker.model_name})])
+    )
+
+
+def _together(parts: Iterable[tuple[Iterable[Metric], Mapping[str, str]]]) -> list[Metric]:
+    """Metrics of several models or processes by name, with more labels."""
     metrics: dict[str, Metric] = {}
-    for model, families in models:
+    for families, more in parts:
         for family in families:
             metric = metrics.get(family.name)
             if metric is None:
                 metric = Metric(family.name, family.documentation, family.type)
                 metrics[family.name] = metric
             for sample in family.samples:
-                labels = {"model": model, **sample.labels}
-                metric.add_sample(sample.name, labels, sample.value)
+                metric.add_sample(sample.name, {**more, **sample.labels}, sample.value)
     return [*metrics.values()]
 
 
@@ -102,157 +102,130 @@ class _Family(msgspec.Struct, array_like=True):
         samples = [(each.name, dict(each.labels), float(each.value)) for each in metric.samples]
         return cls(metric.name, metric.documentation, metric.type, samples)
 
+    def metric(self) -> Metric:
+        metric = Metric(self.name, self.documentation, self.type)
+        for sample in self.samples:
+            metric.add_sample(*sample)
+        return metric
 
-def merged(snapshots: Mapping[int, bytes], common: Iterable[Metric] = ()) -> bytes:
+
+def merged(snapshots: Mapping[int, bytes], models: Iterable[Service]) -> bytes:
     """The metrics of several web processes, as ``CONTENT_TYPE_LATEST``.
 
     Args:
         snapshots: results of ``Exposition.snapshot`` by process number.
-        common: those that belong to none of them.
+        models: of this process; their shared pools belong to none of them.
     """
-    metrics: dict[str, Metric] = {}
+    parts: list[tuple[Iterable[Metric], Mapping[str, str]]] = []
     for number in sorted(snapshots):
         try:
             families = msgspec.msgpack.decode(snapshots[number], type=list[_Family])
         except msgspec.DecodeError:  # that process died while it answered
             continue
-        for family in families:
-            metric = metrics.get(family.name)
-            if metric is None:
-                metric = Metric(family.name, family.documentation, family.type)
-                metrics[family.name] = metric
-            for name, labels, value in family.samples:
-                metric.add_sample(name, {**labels, "process": str(number)}, value)
-    for shared in common:  # models of worker hosts have some of the same metrics
-        metric = metrics.setdefault(shared.name, shared)
-        if metric is not shared:
-            metric.samples += shared.samples
-    return generate_latest(_Collected(metrics.values))
+        parts.append(([each.metric() for each in families], {"process": str(number)}))
+    parts += [(_of_shared_pool(each), {"model": each.model}) for each in models]
+    return generate_latest(_Collected(lambda: _together(parts)))
 
 
-class HostExposition(_Rendering):
-    """Renders the metrics of a worker host and of its process."""
-
-    def __init__(self, worker: RedisWorker, is_ready: Callable[[], bool]) -> None:
-        collector = _HostCollector(worker, is_ready)
-        super().__init__(_Collected(lambda: _labelled([(worker.model_name, collector.collect())])))
-
-
-def _registry(collector: Any) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    registry.register(collector)
-    ProcessCollector(registry=registry)
-    PlatformCollector(registry=registry)
-    GCCollector(registry=registry)
-    return registry
-
-
-class _Collector:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def collect(self) -> Iterator[Metric]:
-        service = self._service
-        info = GaugeMetricFamily(
-            f"{_PREFIX}info",
-            "Always 1; its labels name the model",
-            labels=["version", "model", "task"],
-        )
-        info.add_metric([__version__, service.model, str(service.description.get("task", ""))], 1)
-        yield info
-        yield from self._requests()
-        streamer: Any = service.streamer
-        if service.pool is None:
-            yield self._ready()
-            yield from _broker(streamer.stats())
-        elif service.pool.is_shared:
-            yield from _sharing(*streamer.share_counts)
-        else:
-            yield self._ready()
-            yield from self._pool()
-            stats = streamer.stats()
-            yield from _sharing(stats.deduplicated, stats.cached)
-
-    def shared(self) -> Iterator[Metric]:
-        """Of a pool that the web processes share, as it was looked at last."""
-        pool = self._service.pool
-        if pool is not None and pool.is_shared:
-            yield self._ready()
-            yield from self._pool()
-
-    def _ready(self) -> Metric:
-        is_ready = self._service.standing()[0] == "ready"
-        return _gauge("ready", "Whether requests can be computed", is_ready)
-
-    def _pool(self) -> Iterator[Metric]:
-        assert self._service.pool is not None
-        figures = self._service.pool.figures()
-        if figures is not None:
-            yield from _pool(figures.stats, figures.metrics)
-            if self._service.has_steps:
-                yield from _steps(figures.metrics)
-
-    def _requests(self) -> Iterator[Metric]:
-        requests = self._service.requests
-        answers = CounterMetricFamily(
-            f"{_PREFIX}requests", "Answered requests", labels=["path", "status"]
-        )
-        for (path, status), count in [*requests.answers.items()]:
-            answers.add_metric([path, str(status)], count)
-        yield answers
-        rejections = CounterMetricFamily(
-            f"{_PREFIX}rejections", "Requests answered with an error", labels=["reason"]
-        )
-        for reason, count in [*requests.rejections.items()]:
-            rejections.add_metric([reason], count)
-        yield rejections
-        yield _counter(
-            "disconnects", "Clients that disconnected before the answer", requests.disconnects
-        )
-        yield _gauge("open_requests", "Requests in progress", requests.open)
-        yield _gauge("open_streams", "Streams in progress", len(self._service.streams))
-        yield _counter("streams", "Streams that had an output", requests.streams)
-        yield _counter("stream_outputs", "Outputs sent in streams that are over", requests.outputs)
-        latencies = HistogramMetricFamily(
-            f"{_PREFIX}request_duration_seconds",
-            "Seconds from the request's head to its result",
-            labels=["path"],
-        )
-        for path, histogram in [*requests.latencies.items()]:
-            latencies.add_metric([path], *_buckets(histogram))
-        yield latencies
+def of_model(service: Service) -> Iterator[Metric]:
+    """Those of a model, but for its pool if that is shared."""
+    info = GaugeMetricFamily(
+        f"{_PREFIX}info",
+        "Always 1; its labels name the model",
+        labels=["version", "model", "task"],
+    )
+    info.add_metric([__version__, service.model, str(service.description.get("task", ""))], 1)
+    yield info
+    yield from _requests(service)
+    streamer: Any = service.streamer
+    if service.pool is None:
+        yield _ready(service)
+        yield from broker(streamer.stats())
+    elif service.pool.is_shared:
+        yield from _sharing(*streamer.share_counts)
+    else:
+        yield from _of_pool(service)
+        stats = streamer.stats()
+        yield from _sharing(stats.deduplicated, stats.cached)
 
 
-class _HostCollector:
-    def __init__(self, worker: RedisWorker, is_ready: Callable[[], bool]) -> None:
-        self._worker = worker
-        self._is_ready = is_ready
+def _of_shared_pool(service: Service) -> Iterator[Metric]:
+    """Of a pool that the web processes share, as it was looked at last."""
+    if service.pool is not None and service.pool.is_shared:
+        yield from _of_pool(service)
 
-    def collect(self) -> Iterator[Metric]:
-        info = GaugeMetricFamily(
-            f"{_PREFIX}info", "Always 1; its labels name the model", labels=["version", "model"]
-        )
-        info.add_metric([__version__, self._worker.model_name], 1)
-        yield info
-        yield _gauge("ready", "Whether calls can be computed", self._is_ready())
-        stats = self._worker.stats()
-        if stats is None:
-            return
-        yield _gauge("redis_connected", "Whether Redis answers", stats.state != "disconnected")
-        yield _counter("redis_outages", "Lost connections to Redis", stats.outages)
-        yield _counter("redis_clock_steps", "Steps of Redis's clock", stats.clock_steps)
-        yield _gauge("held", "Claimed calls in progress", stats.held)
-        yield _counter("claimed", "Claimed calls", stats.claimed)
-        yield _counter("taken_over", "Calls taken over from dead hosts", stats.taken_over)
-        yield _counter("taken_away", "Calls taken over by another host", stats.taken_away)
-        yield _counter("late", "Results that came after another host's", stats.late)
-        yield _counter("expired_when_claimed", "Calls claimed after their deadline", stats.expired)
-        yield _counter("set_aside", "Malformed messages", stats.set_aside)
-        metrics = self._worker.metrics
-        yield from _pool(stats.pool, metrics)
-        yield from _sharing(stats.pool.deduplicated, stats.pool.cached)
-        if metrics.first_output.count:  # of a model of steps
-            yield from _steps(metrics)
+
+def _of_pool(service: Service) -> Iterator[Metric]:
+    assert service.pool is not None
+    yield _ready(service)
+    figures = service.pool.figures()
+    if figures is not None:
+        yield from _pool(figures.stats, figures.metrics)
+        if service.has_steps:
+            yield from steps(figures.metrics)
+
+
+def _ready(service: Service) -> Metric:
+    is_ready = service.standing()[0] == "ready"
+    return _gauge("ready", "Whether requests can be computed", is_ready)
+
+
+def _requests(service: Service) -> Iterator[Metric]:
+    requests = service.requests
+    answers = CounterMetricFamily(
+        f"{_PREFIX}requests", "Answered requests", labels=["path", "status"]
+    )
+    for (path, status), count in [*requests.answers.items()]:
+        answers.add_metric([path, str(status)], count)
+    yield answers
+    rejections = CounterMetricFamily(
+        f"{_PREFIX}rejections", "Requests answered with an error", labels=["reason"]
+    )
+    for reason, count in [*requests.rejections.items()]:
+        rejections.add_metric([reason], count)
+    yield rejections
+    text = "Clients that disconnected before the answer"
+    yield _counter("disconnects", text, requests.disconnects)
+    yield _gauge("open_requests", "Requests in progress", requests.open)
+    yield _gauge("open_streams", "Streams in progress", len(service.streams))
+    yield _counter("streams", "Streams that had an output", requests.streams)
+    yield _counter("stream_outputs", "Outputs sent in streams that are over", requests.outputs)
+    latencies = HistogramMetricFamily(
+        f"{_PREFIX}request_duration_seconds",
+        "Seconds from the request's head to its result",
+        labels=["path"],
+    )
+    for path, histogram in [*requests.latencies.items()]:
+        latencies.add_metric([path], *_buckets(histogram))
+    yield latencies
+
+
+def of_host(worker: RedisWorker, *, is_ready: bool) -> Iterator[Metric]:
+    """Those of a worker host."""
+    info = GaugeMetricFamily(
+        f"{_PREFIX}info", "Always 1; its labels name the model", labels=["version", "model"]
+    )
+    info.add_metric([__version__, worker.model_name], 1)
+    yield info
+    yield _gauge("ready", "Whether calls can be computed", is_ready)
+    stats = worker.stats()
+    if stats is None:
+        return
+    yield _gauge("redis_connected", "Whether Redis answers", stats.state != "disconnected")
+    yield _counter("redis_outages", "Lost connections to Redis", stats.outages)
+    yield _counter("redis_clock_steps", "Steps of Redis's clock", stats.clock_steps)
+    yield _gauge("held", "Claimed calls in progress", stats.held)
+    yield _counter("claimed", "Claimed calls", stats.claimed)
+    yield _counter("taken_over", "Calls taken over from dead hosts", stats.taken_over)
+    yield _counter("taken_away", "Calls taken over by another host", stats.taken_away)
+    yield _counter("late", "Results that came after another host's", stats.late)
+    yield _counter("expired_when_claimed", "Calls claimed after their deadline", stats.expired)
+    yield _counter("set_aside", "Malformed messages", stats.set_aside)
+    metrics = worker.metrics
+    yield from _pool(stats.pool, metrics)
+    yield from _sharing(stats.pool.deduplicated, stats.pool.cached)
+    if metrics.first_output.count:  # of a model of steps
+        yield from steps(metrics)
 
 
 def _pool(stats: StreamerStats, metrics: BatchMetrics) -> Iterator[Metric]:
@@ -286,7 +259,7 @@ def _pool(stats: StreamerStats, metrics: BatchMetrics) -> Iterator[Metric]:
         workers.add_metric([state], count)
     yield workers
     if stats.worker_range is not None:
-        yield from _scaling(stats)
+        yield from scaling(stats)
     yield _counter("worker_restarts", "Restarted workers", stats.restarts)
     yield _counter("retries", "Items computed again after their worker died", stats.retries)
     yield _counter("expired", "Calls that timed out", stats.expired)
@@ -296,7 +269,7 @@ def _pool(stats: StreamerStats, metrics: BatchMetrics) -> Iterator[Metric]:
     )
 
 
-def _scaling(stats: StreamerStats) -> Iterator[Metric]:
+def scaling(stats: StreamerStats) -> Iterator[Metric]:
     """Of workers whose number the load decides on."""
     least, most = stats.worker_range or (0, 0)
     yield _gauge("workers_wanted", "Workers that the load needs", stats.wanted or 0)
@@ -308,7 +281,7 @@ def _scaling(stats: StreamerStats) -> Iterator[Metric]:
     yield _gauge("target_wait_seconds", text, stats.target_wait or 0.0)
 
 
-def _steps(metrics: BatchMetrics) -> Iterator[Metric]:
+def steps(metrics: BatchMetrics) -> Iterator[Metric]:
     """Of a model of steps."""
     yield _histogram(
         "first_output_seconds", "Seconds from a stream's call to its first output",
@@ -320,7 +293,7 @@ def _steps(metrics: BatchMetrics) -> Iterator[Metric]:
     )  # fmt: skip
 
 
-def _broker(stats: Any) -> Iterator[Metric]:
+def broker(stats: Any) -> Iterator[Metric]:
     yield _gauge("pending", "Calls in progress", stats.pending)
     yield _gauge("redis_connected", "Whether Redis answers", stats.state == "connected")
     yield _gauge("redis_hosts", "Live worker hosts", stats.hosts or 0)

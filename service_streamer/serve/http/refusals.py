@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -277,3 +277,32 @@ def too_large(limit: int, size: int | None = None) -> Refusal:
     shown = f" of {size} bytes" if size is not None else ""
     text = f"the body{shown} exceeds the limit of {limit} bytes (--max-body); send less at once"
     return Refusal(413, "invalid_request_error", text, reason="too_large", code="request_too_large")
+
+
+def late_body(timeout: float) -> Refusal:
+    text = f"the body did not arrive within {timeout:.3g} s, set by --timeout or the client"
+    return Refusal(408, "timeout", text, reason="timeout", code="request_timeout")
+
+
+def stopping(text: str = "the service is stopping") -> Refusal:
+    """The answer when the model is not there, or not any more."""
+    return Refusal(
+        503, "unavailable", text, reason="unavailable", code="unavailable", retry_after=5
+    )
+
+
+def invalid(param: str, text: str, code: str = "invalid_value") -> Refusal:
+    return Refusal(
+        422, "invalid_request_error", f"{param}: {text}", reason="invalid", param=param, code=code
+    )
+
+
+def unsupported(param: str, text: str = "is not supported; leave it out") -> Refusal:
+    return invalid(param, text, "unsupported_parameter")
+
+
+def renamed(error: InvalidInput, names: Mapping[str, str]) -> InvalidInput:
+    """The same error with the field's name in the request."""
+    field, colon, text = str(error).partition(":")
+    name, bracket, rest = field.partition("[")  # of a message of a chat
+    return InvalidInput(names.get(name, name) + bracket + rest + colon + text)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ...errors import InvalidInput
-from .context import Context
+from .context import RequestContext
 from .hub_embeddings import TRUNCATE, said
 from .hub_schemas import Cut, cutting
 from .json_bodies import JSONAnswer, read_json
@@ -98,7 +98,7 @@ _read_texts = msgspec.json.Decoder(RerankRequest)
 _read_documents = msgspec.json.Decoder(DocumentsRequest)
 
 
-async def rerank(body: bytes, context: Context) -> JSONAnswer:
+async def rerank(body: bytes, context: RequestContext) -> JSONAnswer:
     request: RerankRequest = await read_json(_read_texts, body)
     found = await _scored(request.query, request.texts, "texts", cutting(request), context)
     return await context.answer(
@@ -113,7 +113,7 @@ async def rerank(body: bytes, context: Context) -> JSONAnswer:
     )
 
 
-async def rerank_documents(body: bytes, context: Context) -> JSONAnswer:
+async def rerank_documents(body: bytes, context: RequestContext) -> JSONAnswer:
     request: DocumentsRequest = await read_json(_read_documents, body)
     texts = [each if isinstance(each, str) else each.text for each in request.documents]
     parameters = {"truncation": request.truncate}
@@ -132,7 +132,11 @@ async def rerank_documents(body: bytes, context: Context) -> JSONAnswer:
 
 
 async def _scored(
-    query: str, texts: Sequence[str], field: str, parameters: dict[str, Any], context: Context
+    query: str,
+    texts: Sequence[str],
+    field: str,
+    parameters: dict[str, Any],
+    context: RequestContext,
 ) -> _Scored:
     context.check_count(len(texts))
     items = [

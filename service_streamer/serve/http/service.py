@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
@@ -25,13 +24,13 @@ from ...errors import (
     WorkerStartError,
 )
 from ...observe.metrics import StreamerStats
+from ...streamer import PoolStreamer
 from .admission import Admission, ServiceOptions, make_budgets
 from .background import start_task
-from .context import Description
 from .exchange import Headers
 from .keyring import ANYBODY, KeyHolder, Keyring
-from .pool_view import view_of
-from .request_metrics import RequestMetrics
+from .pool_view import PoolView
+from .request_figures import RequestFigures, RequestMetrics
 from .siblings import Siblings
 from .streaming import EventStream
 
@@ -47,6 +46,9 @@ _AT_ONCE = 16
 
 #: Seconds without a refusal until that ends.
 _CALM = 1.0
+
+#: A model's description, see ``pipelines.PipelineModel``; empty for models without one.
+Description = Mapping[str, Any]
 
 #: After these errors the model never answers.
 _ENDS = (PoolMismatch, StreamerBroken, StreamerClosed, WorkerStartError)
@@ -93,12 +95,12 @@ class Service:
         self.keyring: Keyring | None = None
         self.budgets = make_budgets()
         self.backend = streamer.backend
-        self.pool = view_of(streamer)
+        #: None if the workers are behind a broker.
+        self.pool = PoolView(streamer) if isinstance(streamer, PoolStreamer) else None
         self.options = options
         self.description: Description = {}
         self.requests = RequestMetrics()
         self.admission = Admission(options)
-        self.started_at = time.monotonic()
         self.is_draining = self.is_retired = False
         self.siblings: Siblings | None = None
         self.streams: set[EventStream] = set()
@@ -128,6 +130,10 @@ class Service:
     def model(self) -> str:
         """The model's name for users."""
         return self.options.model or self.description.get("model") or "model"
+
+    def figures(self) -> RequestFigures:
+        """Of its requests in this process."""
+        return self.requests.figures(len(self.streams))
 
     def authorize(self, headers: Headers, scope: str | None) -> KeyHolder:
         """Who has sent a request, as ``Keyring.authorize``; anybody if no key is needed."""

@@ -12,9 +12,18 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+#: The question for all metrics of a process; and, before the name of a model, for its requests.
+METRICS = b"metrics"
+_REQUESTS = b"requests "
+
 #: Seconds to wait for a process's answer, and its maximum size in bytes.
 _PATIENCE = 1.0
 _MOST_BYTES = 16 << 20
+
+
+def question_of(model: str) -> bytes:
+    """The question for a model's requests. Names have no line ends."""
+    return _REQUESTS + model.encode()
 
 
 class Siblings:
@@ -32,11 +41,12 @@ class Siblings:
         self._count = count
         self._server: asyncio.Server | None = None
 
-    async def listen(self, answer_to: Callable[[bytes], bytes]) -> None:
+    async def listen(self, metrics: Callable[[], bytes], requests: Callable[[str], bytes]) -> None:
         """Answer the others from now on.
 
         Args:
-            answer_to: the answer to a question, which is a line without its end; empty for none.
+            metrics: all of this process.
+            requests: those of a model, by its name; empty if there is no such model.
 
         Raises:
             OSError: the folder is gone, or its path is too long for a socket.
@@ -46,7 +56,11 @@ class Siblings:
             try:
                 with contextlib.suppress(OSError, ValueError):
                     question = (await reader.readline()).rstrip()
-                    writer.write(answer_to(question))
+                    if question == METRICS:
+                        writer.write(metrics())
+                    elif question.startswith(_REQUESTS):
+                        name = question.removeprefix(_REQUESTS).decode("utf-8", "replace")
+                        writer.write(requests(name))
                     await writer.drain()
             finally:
                 writer.close()

@@ -10,6 +10,10 @@ logger = logging.getLogger(__name__)
 #: Minimum rate of a client, bytes per second. Arbitrary: 15 MB may take 8 minutes.
 LEAST_RATE = 32 << 10
 
+#: Seconds that a client may leave an answer unread, and bytes that all clients together may.
+WRITE_TIMEOUT = 30.0
+MAX_UNREAD = 256 << 20
+
 #: Maximum seconds between two checks.
 _INTERVAL = 5.0
 

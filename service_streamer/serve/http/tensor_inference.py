@@ -13,10 +13,10 @@ from ..v2.infer_answer import OutputTensor, answer_of, check_wanted, chosen, enc
 from ..v2.infer_request import InferenceHeader, InferRequest, calling, parse_header
 from ..v2.model_metadata import outputs_of, wanted_of
 from ..v2.tensor_items import check_tensors, count_of, items_of
-from .context import BinaryAnswer, Context, invalid
-from .json_bodies import JSONAnswer, decoded
+from .context import RequestContext
+from .json_bodies import BinaryAnswer, JSONAnswer, decoded
 from .predicting import with_parameters
-from .refusals import Refusal
+from .refusals import Refusal, invalid
 
 #: How long the JSON of a body with binary data is.
 LENGTH_HEADER = b"inference-header-content-length"
@@ -30,7 +30,7 @@ _AT_ONCE = 256 << 10
 _read_header = msgspec.json.Decoder(InferenceHeader)
 
 
-async def infer_tensors(body: bytes, context: Context) -> JSONAnswer | BinaryAnswer:
+async def infer_tensors(body: bytes, context: RequestContext) -> JSONAnswer | BinaryAnswer:
     try:
         json, binary = _parted(body, context)
         if len(json) <= _AT_ONCE:
@@ -61,7 +61,7 @@ def lacks_numpy(error: ModuleNotFoundError) -> Refusal:
     return Refusal(501, "server_error", text, reason="unavailable", code="not_installed")
 
 
-def _parted(body: bytes, context: Context) -> tuple[bytes | memoryview, memoryview]:
+def _parted(body: bytes, context: RequestContext) -> tuple[bytes | memoryview, memoryview]:
     """The JSON of a body, and the binary data behind it. Raises Refusal."""
     length = context.header(LENGTH_HEADER)
     if not length:
@@ -80,7 +80,7 @@ def _request(json: bytes | memoryview, binary: memoryview) -> InferRequest:
     return parse_header(decoded(_read_header, json), binary)
 
 
-def read_tensors(request: InferRequest, context: Context) -> list[Any]:
+def read_tensors(request: InferRequest, context: RequestContext) -> list[Any]:
     """The items of a request, before anything is queued. Raises Refusal, InvalidInput."""
     description = context.description
     count = count_of(request.inputs)
@@ -96,7 +96,7 @@ def read_tensors(request: InferRequest, context: Context) -> list[Any]:
 
 
 def write_tensors(
-    request: InferRequest, results: list[Any], context: Context
+    request: InferRequest, results: list[Any], context: RequestContext
 ) -> list[tuple[OutputTensor, bool]]:
     """The tensors of the answer, and whether each is binary data. Raises InvalidInput."""
     return chosen(output_tensors(results, wanted_of(context.description)), request)

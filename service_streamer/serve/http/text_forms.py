@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from .context import invalid
+from .refusals import invalid
 
 #: The types of forms, under all of their names.
 FORM_KINDS = ("text", "json_object", "json_schema", "json", "regex")

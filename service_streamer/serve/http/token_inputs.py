@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from .context import invalid
+from .refusals import invalid
 
 Token = Annotated[int, Meta(ge=0, le=2**31 - 1, description="the number of a token of the model")]
 

@@ -10,10 +10,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..v2.model_metadata import model_config, model_metadata, server_metadata
-from .endpoint import stopping
 from .locks import check_caller
 from .models import Models
-from .refusals import Refusal
+from .refusals import Refusal, stopping
 from .routes import TENSORS, model_and_place
 from .service import Service
 

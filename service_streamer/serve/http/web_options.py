@@ -161,16 +161,6 @@ class WebOptions(Options):
         "Tokens of an answer × answers × prompts. An answer counts 256 if max_new_tokens is left "
         "out.",
     )  # fmt: skip
-    write_timeout: float = option(
-        30.0, Seconds(), "How long a client may leave an answer unread, in seconds.",
-        "Then its connection is closed.",
-    )  # fmt: skip
-    max_unread: int = option(
-        256 << 20, Size(),
-        "Upper bound on the answers that all clients together leave unread, in bytes.",
-        "Beyond it the connection of the slowest is closed.",
-        shown="256M",
-    )  # fmt: skip
     max_answers: int = option(
         256 << 20, Size(),
         "Upper bound on the memory of all large answers that are computed or sent, in bytes; "

@@ -1,6 +1,6 @@
 """The methods of the Open Inference Protocol's gRPC service.
 
-ModelInfer          message ──▶ a Cycle, as of a request over HTTP ──▶ message, or a status
+ModelInfer          message ──▶ a RequestContext, as of a request over HTTP ──▶ message, or a status
 ModelStreamInfer    the same for each message of a stream, in order; of a model of steps a message
                     for each output
 """
@@ -20,11 +20,12 @@ from google.protobuf.message import DecodeError
 
 from ...errors import InvalidInput, Overloaded, PredictTimeout
 from ..http.api_keys import COMPUTE
-from ..http.endpoint import ServiceCycle, check_served, stopping
+from ..http.context import RequestContext
+from ..http.endpoint import check_served
 from ..http.model_control import repository_index
 from ..http.models import Models
 from ..http.operations import INFER
-from ..http.refusals import Refusal, refusal
+from ..http.refusals import Refusal, refusal, stopping
 from ..http.service import Service
 from ..http.streaming import MAX_BUFFERED
 from ..http.tensor_inference import read_tensors, write_tensors
@@ -206,22 +207,22 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     # -- inference
 
-    def _turned(self, cycle: ServiceCycle, message: Any) -> Service:
-        """The model of a message, which the cycle then computes with. Raises Refusal."""
+    def _turned(self, call: RequestContext, message: Any) -> Service:
+        """The model of a message, which the call then computes with. Raises Refusal."""
         service = self._of(message.model_name, message.model_version)
-        cycle.turn_to(service)
+        call.turn_to(service)
         return service
 
     async def _infer(self, data: bytes, context: Any) -> bytes:
         began = perf_counter()
         service = self._models.first
         try:
-            with _entered(service, context) as cycle:
-                cycle.hold(len(data))
+            with _entered(service, context) as call:
+                call.hold(len(data))
                 message, size = _parsed(ModelInferRequest, data), len(data)
                 del data  # the message has its own copy
-                service = self._turned(cycle, message)
-                done = await self._inferred(service, cycle, message, size)
+                service = self._turned(call, message)
+                done = await self._inferred(service, call, message, size)
         except asyncio.CancelledError:
             service.requests.disconnects += 1
             raise
@@ -232,13 +233,13 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
         return done
 
     async def _inferred(
-        self, service: Service, cycle: ServiceCycle, message: Any, size: int
+        self, service: Service, call: RequestContext, message: Any, size: int
     ) -> bytes:
         service.requests.open += 1
         try:
             request = await ready_request(service, message, size)
-            results = await cycle.compute(read_tensors(request, cycle))
-            answer = write_message(service.model, request, write_tensors(request, results, cycle))
+            results = await call.compute(read_tensors(request, call))
+            answer = write_message(service.model, request, write_tensors(request, results, call))
             done: bytes = answer.SerializeToString()
             return done
         finally:
@@ -289,12 +290,12 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
         began = perf_counter()
         service, id_ = self._models.first, ""
         try:
-            with _entered(service, context) as cycle:
-                cycle.hold(len(data))
+            with _entered(service, context) as call:
+                call.hold(len(data))
                 message = _parsed(ModelInferRequest, data)
                 id_ = message.id
-                service = self._turned(cycle, message)
-                await self._send_answers(service, cycle, message, len(data), answers)
+                service = self._turned(call, message)
+                await self._send_answers(service, call, message, len(data), answers)
             service.requests.served(_STREAM, perf_counter() - began)
         except asyncio.CancelledError:
             service.requests.disconnects += 1
@@ -309,7 +310,7 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _send_answers(
         self,
         service: Service,
-        cycle: ServiceCycle,
+        call: RequestContext,
         message: Any,
         size: int,
         answers: asyncio.Queue[Any],
@@ -318,13 +319,13 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
         try:
             request = await ready_request(service, message, size)
             wants_end = bool(request.parameters.pop(_WANTS_END, False))
-            items = read_tensors(request, cycle)
+            items = read_tensors(request, call)
             if service.has_steps and len(items) == 1:
-                await _send_steps(service, cycle, request, items[0], answers)
+                await _send_steps(service, call, request, items[0], answers)
                 last = ModelStreamInferResponse()
                 last.infer_response.MergeFrom(write_message(service.model, request, ()))
             else:
-                last = _streamed(cycle, request, await cycle.compute(items))
+                last = _streamed(call, request, await call.compute(items))
             if wants_end:
                 last.infer_response.parameters[_IS_END].bool_param = True
             if wants_end or last.infer_response.outputs:
@@ -334,49 +335,49 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 async def _send_steps(
-    service: Service, cycle: ServiceCycle, request: InferRequest, item: Any, answers: Any
+    service: Service, call: RequestContext, request: InferRequest, item: Any, answers: Any
 ) -> None:
     """A message for each output of a model of steps."""
     requests = service.requests
     admission = service.admission
     large = admission.check(service.description, [item]).large
-    turn = admission.enter(large, cycle.left)
+    turn = admission.enter(large, call.left)
     try:
-        await cycle.await_turn(turn)
-        async with cycle.open_stream(item, MAX_BUFFERED) as outputs:
+        await call.await_turn(turn)
+        async with call.open_stream(item, MAX_BUFFERED) as outputs:
             requests.streams += 1
             async for output in outputs:
-                await answers.put(_streamed(cycle, request, [output]))
+                await answers.put(_streamed(call, request, [output]))
                 requests.outputs += 1
     finally:
         admission.leave(large, turn, is_done=True)
 
 
-def _streamed(cycle: ServiceCycle, request: InferRequest, results: list[Any]) -> Any:
-    answer = write_message(cycle.model, request, write_tensors(request, results, cycle))
+def _streamed(call: RequestContext, request: InferRequest, results: list[Any]) -> Any:
+    answer = write_message(call.model, request, write_tensors(request, results, call))
     streamed = ModelStreamInferResponse()
     streamed.infer_response.MergeFrom(answer)
     return streamed
 
 
 @contextlib.contextmanager
-def _entered(service: Service, context: Any) -> Iterator[ServiceCycle]:
+def _entered(service: Service, context: Any) -> Iterator[RequestContext]:
     """A call that counts against the limits of its key within the block.
 
     Raises:
         Refusal: a key or a header is wrong, the key's limits are reached, or its time is over.
     """
-    cycle = ServiceCycle(service, MetadataExchange(context.invocation_metadata()))
+    call = RequestContext(service, MetadataExchange(context.invocation_metadata()))
     try:
-        cycle.check()
+        call.check()
         left = context.time_remaining()
         if left is not None:
-            cycle.hasten(max(left, 0.0), 0)
-        yield cycle
+            call.hasten(max(left, 0.0), 0)
+        yield call
     except PredictTimeout as error:
-        raise refusal(error, debug=service.options.debug, timeout=cycle.timeout) from None
+        raise refusal(error, debug=service.options.debug, timeout=call.timeout) from None
     finally:
-        cycle.leave()
+        call.leave()
 
 
 async def ready_request(service: Service, message: Any, size: int) -> InferRequest:

@@ -5,8 +5,8 @@ import { byId, h, resolved } from "./shared.js";
 const LABELS = "candidate_labels";
 
 /** Of the endpoints of generated text: what the page has no view or no use for. */
-const HIDDEN = new Set(["num_return_sequences", "logprobs", "logit_bias", "json_schema", "details", "top_n_tokens", "best_of",
-  "stop_sequences", "decoder_input_details", "watermark", "grammar"]);
+const HIDDEN = new Set(["num_return_sequences", "logprobs", "logit_bias", "json_schema", "details", "stop_sequences",
+  "decoder_input_details", "watermark", "grammar"]);
 
 /** Fields of a chat's request that are parameters of the text. */
 const OF_CHATS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
