@@ -91,7 +91,7 @@ class Client(RemoteClient[SentCalls]):
         self._keys = Keys(prefix)
         self._reply_ttl = reply_ttl
         self._name = ""
-        self._hosts = HostsSeen(wire, prefix)
+        self._hosts = HostsSeen(wire)
         self._lost = LostCalls(book, prefix, reply_ttl)
         self._lost_outputs = deliveries
         self._sender = Sender(

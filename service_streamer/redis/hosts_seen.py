@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import BadMessage
-from .link import log
 from .wire import Wire
 
 
@@ -24,9 +22,8 @@ class HostsSeen:
         on_change: called, in any thread, whenever Redis was asked.
     """
 
-    def __init__(self, wire: Wire, prefix: str) -> None:
+    def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._prefix = prefix
         self.count: int | None = None
         self.queued: int | None = None
         self.models: tuple[str, ...] = ()
@@ -36,7 +33,6 @@ class HostsSeen:
         self._description: Mapping[str, Any] | None = None
         self._was_described = False  # a description was read
         self.resumes: bool | None = None
-        self._has_warned = False
 
     def description(self) -> Mapping[str, Any] | None:
         """That of the model; None while no host has announced one that can be read."""
@@ -57,9 +53,5 @@ class HostsSeen:
             self._announced, self._description = announced, description
         self.count = len(models)
         self.models = tuple(sorted({each.decode(errors="replace") for each in models if each}))
-        if len(self.models) > 1 and not self._has_warned:
-            self._has_warned = True
-            text = "worker hosts of prefix %r serve different models: %s"
-            log(logging.WARNING, text, self._prefix, ", ".join(self.models))
         self.is_awaited = False
         self.on_change()
