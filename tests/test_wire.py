@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import redis_peers
 from models import DetailedError, FrozenError, OddError, WordedError
 from service_streamer import BadMessage, BadModelOutput, ModelError, PredictTimeout, WorkerLost
-from service_streamer.redis.wire import Attempt, OutputRun, Precedence, RemoteAnswer, Wire
+from service_streamer.redis.wire import OutputRun, Precedence, RemoteAnswer, Wire
 from test_codec import CHANGES, FUZZ, Changes, changed
 
 SECRET = b"sixteen bytes or more"
@@ -38,7 +38,7 @@ def test_a_message_of_another_format_says_what_to_install() -> None:
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-@pytest.mark.parametrize("attempt", [None, Attempt(0, 0), Attempt(3, 1)])
+@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
     "precedence",
     [
@@ -47,18 +47,18 @@ def test_a_message_of_another_format_says_what_to_install() -> None:
     ],
 )  # fmt: skip
 def test_the_headers_of_a_call_come_as_they_were_sent(
-    secret: bytes | None, precedence: Precedence, attempt: Attempt | None
+    secret: bytes | None, precedence: Precedence, is_stream: bool
 ) -> None:
     both = wire(secret)
-    message = both.call("web", 7, [b"a", b""], precedence, attempt)
-    assert both.read_call(message) == ("web", 7, [b"a", b""], precedence, attempt)
+    message = both.call("web", 7, [b"a", b""], precedence, is_stream=is_stream)
+    assert both.read_call(message) == ("web", 7, [b"a", b""], precedence, is_stream)
 
 
 MESSAGES = [
-    wire().call("web", 7, [b"a", b"bc"], Precedence(-3, "Zoë", True), Attempt(3, 1)),
+    wire().call("web", 7, [b"a", b"bc"], Precedence(-3, "Zoë", True), is_stream=True),
     wire().results("web", 7, [b"x"]),
     wire().failure("web", 7, FileNotFoundError(2, "No such file", "x")),
-    wire().stream_end("web", 7, 5, [b"x"], WorkerLost("died"), Attempt(2, 1)),
+    wire().stream_end("web", 7, 5, [b"x"], WorkerLost("died")),
     wire().outputs("web", [OutputRun(7, 0, [b"a", b""], b"1-0")]),
 ]
 
@@ -109,8 +109,6 @@ def test_outputs_of_streams_and_their_ends_come_as_they_were_sent() -> None:
     assert failed.outputs == [b"x"]
     assert failed.failure is not None
     assert isinstance(failed.failure.exception(), WorkerLost)
-    again = both.stream_end("web", 7, 5, [b"x"], WorkerLost("died"), Attempt(2, 1))
-    assert both.read_reply(again, "web").again == Attempt(2, 1)
 
 
 def travelled(error: BaseException, error_types: Any = (), **options: Any) -> BaseException:

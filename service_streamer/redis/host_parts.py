@@ -64,4 +64,4 @@ class HostParts(NamedTuple):
         description: Mapping[str, Any] | None = None
         with contextlib.suppress(StreamerError):  # no worker has loaded it
             description = self.engine.model_description()
-        return self.wire.announcement(description or {}, resumes=self.engine.resumes)
+        return self.wire.announcement(description or {})

@@ -17,7 +17,6 @@ class HostsSeen:
         count: how many hosts are alive; None while that is not known.
         queued: number of calls of all clients; None while that is not known.
         models: the models of the hosts.
-        resumes: whether the model can go on with a stream elsewhere; None while that is not known.
         is_awaited: the description is wanted soon.
         on_change: called, in any thread, whenever Redis was asked.
     """
@@ -32,7 +31,6 @@ class HostsSeen:
         self._announced = b""  # the model's description, as the hosts announced it
         self._description: Mapping[str, Any] | None = None
         self._was_described = False  # a description was read
-        self.resumes: bool | None = None
 
     def description(self) -> Mapping[str, Any] | None:
         """That of the model; None while no host has announced one that can be read."""
@@ -48,7 +46,7 @@ class HostsSeen:
         if announced != self._announced:
             description: Mapping[str, Any] | None = None
             with contextlib.suppress(BadMessage):  # the answer to a call says why
-                description, self.resumes = self._wire.read_announcement(announced)
+                description = self._wire.read_announcement(announced)
                 self._was_described = True
             self._announced, self._description = announced, description
         self.count = len(models)

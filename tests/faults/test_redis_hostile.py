@@ -144,7 +144,7 @@ BAD_HEADERS: list[Any] = [
     7, "abc", [1], {b"priority": 1}, {"p": 1}, {"priority": "0"}, {"priority": True},
     {"priority": 1.0}, {"priority": 10**9 + 1}, {"tenant": b""}, {"tenant": None},
     {"tenant": "x" * 257}, {"tenant": [[[]]]}, {"has_deadline": 0}, {"has_deadline": None},
-    {"stream": True}, {"stream": []}, {"stream": [1]}, {"stream": [0, "0"]},
+    {"stream": None}, {"stream": []}, {"stream": 1}, {"stream": [0, 0]},
 ]  # fmt: skip
 
 #: Each of them alone; what is to become of them: they are set aside, or expire, or (None) either is
