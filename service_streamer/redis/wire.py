@@ -309,55 +309,55 @@ class Wire:
     # -- exceptions
 
     def _encoded_error(self, error: BaseException, causes: int) -> tuple[Any, ...]:
-        """An exception's class, contents, text, traceback and cause."""
-        held: bytes | None = None
-        with contextlib.suppress(Exception):  # the exception's own code fails: send its text
-            if self._is_pickle:
-                held = self.codec.encode((error, error.args))
-                self.codec.decode(held)  # an unusual constructor fails only here
-            else:
-                # An OSError keeps its file names outside args.
-                args = error.__reduce__()[1] if isinstance(error, OSError) else error.args
-                held = self.codec.encode([list(args), dict(vars(error))])
+        """An exception's class, by its name and perhaps pickled, text, traceback and cause."""
+        pickled: bytes | None = None
+        if self._is_pickle:
+            with contextlib.suppress(Exception):  # its class cannot be imported
+                pickled = self.codec.encode(type(error))
         cause = error.__cause__
         trace = cause.text if isinstance(cause, RemoteTraceback) else None
         encoded_cause = None
         if cause is not None and trace is None and causes:
             encoded_cause = self._encoded_error(cause, causes - 1)
-        return _name(type(error)), held, summary(error), trace, encoded_cause
+        return _name(type(error)), pickled, _text(error), trace, encoded_cause
 
     def _failure(self, content: Any, causes: int = _CAUSES) -> Failure:
         if not (isinstance(content, list) and len(content) == 5):
             raise BadMessage("it has neither results nor an error")
-        name, held, text, trace, cause = content
+        name, pickled, text, trace, cause = content
         if not (isinstance(name, str) and isinstance(text, str)):
             raise BadMessage("its error has no name")
-        error = self._error(name, held, text)
+        error = self._error(name, pickled, text)
         if isinstance(trace, str):
             return Failure(error, trace)
         if cause is not None and causes:
             return Failure(error, cause=self._failure(cause, causes - 1))
         return Failure(error)
 
-    def _error(self, name: str, held: Any, text: str) -> BaseException:
-        """Restore an exception without running code of its class: the name is not trusted."""
-        kind = self._error_types.get(name) or _KNOWN.get(name)
-        # If its constructor takes other arguments, only its text is restored.
-        with contextlib.suppress(Exception):
-            if self._is_pickle:
-                error, args = self.codec.decode(held)
+    def _error(self, name: str, pickled: Any, text: str) -> BaseException:
+        """An exception of this class and text, or of a base class that can have the text alone.
+
+        The name is not trusted: classes are looked up among those that this side knows.
+        """
+        kind: Any = self._error_types.get(name) or _KNOWN.get(name)
+        if kind is None and self._is_pickle:
+            with contextlib.suppress(Exception):  # it cannot be imported here
+                kind = self.codec.decode(pickled)
+        args = (text,) if text else ()
+        for each in () if kind is None else kind.__mro__:
+            if each is Exception and each is not kind:  # it would say nothing of its class
+                break
+            with contextlib.suppress(Exception):  # it needs other arguments than a text
+                known = _KNOWN.get(_name(each))
+                if known is not None:
+                    return known(*args)
+                # A user's constructor would word the text once more.
+                error: BaseException = each.__new__(each, *args)
                 BaseException.__setattr__(error, "args", args)  # also of a frozen dataclass
-                return error  # type: ignore[no-any-return]
-            if kind is not None:
-                args, state = self.codec.decode(held)
-                if name in _BUILT_IN:
-                    error = kind(*args)
-                else:
-                    error = kind.__new__(kind, *args)
-                    error.args = tuple(args)
-                vars(error).update(state)
+                str(error)
                 return error
-        return ModelError(f"{text} (stands in for {name})")
+        short = name.rpartition(".")[2]
+        return ModelError(f"{f'{short}: {text}' if text else short} (stands in for {name})")
 
 
 #: Lone surrogates: a model's error may quote its input.
@@ -366,6 +366,17 @@ _ANY = "surrogatepass"
 
 def _name(kind: type[BaseException]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _text(error: BaseException) -> str:
+    """What an exception of this class has to be given to have this text."""
+    args = error.args
+    if len(args) == 1 and type(args[0]) is str and type(error) is KeyError:  # it quotes it
+        return str(args[0])
+    try:
+        return str(error)
+    except (Exception, SystemExit):
+        return summary(error).partition(": ")[2]
 
 
 def _are_bytes(values: Any) -> bool:

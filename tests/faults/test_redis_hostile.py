@@ -334,8 +334,7 @@ def test_a_reply_cannot_raise_what_would_end_a_thread(site: Site, gate: Gate) ->
     for number, kind in enumerate(kinds, 1):
         future = site.streamer.submit([number])
         gate.await_arrival()
-        held = site.wire().codec.encode([["true"], {}])
-        forged = packed(2, "msgpack", site.client_name(), number, (kind, held, "text", None, None))
+        forged = packed(2, "msgpack", site.client_name(), number, (kind, None, "text", None, None))
         site.send(["r", forged], to=site.keys.replies(site.client_name()))
         with pytest.raises(ModelError, match=f"stands in for {kind}"):
             future.result()
