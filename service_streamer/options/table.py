@@ -443,17 +443,7 @@ class RedisStreamerOptions(BrokerOptions, CallerOptions, SharingOptions, Pending
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerHostOptions(Options):
-    """Whether a worker host may have another model than other hosts."""
-
-    allow_other_models: bool = option(
-        False, Flag(), "Whether this host may serve beside hosts with another model.",
-        "For the time in which one model replaces another.",
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class RedisWorkerOptions(WorkerHostOptions, BrokerOptions, StreamerOptions):
+class RedisWorkerOptions(BrokerOptions, StreamerOptions):
     """All options of ``RedisWorker``."""
 
     claim_timeout: float = option(

@@ -257,7 +257,7 @@ class ClientLoop:
                 logging.WARNING, "pool %s is gone with %s that may not be computed again",
                 self._connector.name, counted(len(lost), "call"),
             )  # fmt: skip
-            why = "retry is False" if not self._may_rerun else self._calls.why_not_resumed
+            why = "outputs of it were handed out" if self._may_rerun else "retry is False"
             text = f"the pool died, or the connection to it, while it held this call, and {why}"
             for call, reply in replies:
                 answer(call, reply, failure=Failure(WorkerLost(text)))

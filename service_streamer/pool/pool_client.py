@@ -46,7 +46,7 @@ from ..workers.memory.memory_link import SharedMemory
 from ..workers.protocol import Failure
 from .client_inbox import ClientInbox
 from .client_loop import ClientDoorbell, ClientLoop
-from .pool_calls import PoolBook, PoolCall, PoolCalls, Question, ResumableInflow
+from .pool_calls import PoolBook, PoolCall, PoolCalls, Question
 from .pool_link import Connector
 from .pool_protocol import pack, times
 
@@ -94,13 +94,13 @@ class PoolClient(RemoteClient[PoolCalls]):
 
     # -- calls
 
-    def _encoded(self, items: Sequence[Any]) -> Any:
+    def _encode_items(self, items: Sequence[Any]) -> Any:
         return self._codec.encode_items(items)
 
     def decode(self, outputs: list[Any]) -> list[Any]:
         return self._codec.decode_outputs(outputs)
 
-    def _addressed(self, call: Call, number: int, payloads: Any, deadline: float) -> RemoteCall:
+    def _encode_call(self, call: Call, number: int, payloads: Any, deadline: float) -> RemoteCall:
         lengths = call.lengths
         precedence = None if call.precedence is ORDINARY else (*call.precedence,)
         until = None if deadline == math.inf else deadline
@@ -108,22 +108,16 @@ class PoolClient(RemoteClient[PoolCalls]):
         leases = [each for each in payloads if type(each) is Placed]
         if leases:
             payloads = [each.wire if type(each) is Placed else each for each in payloads]
-        outputs: list[bytes] | None = [] if call.is_stream else None
         size = sum(map(len, payloads))
         sent: tuple[Any, ...]
-        if len(payloads) == 1 and precedence is lengths is None and outputs is None:
+        if len(payloads) == 1 and precedence is lengths is None and not call.is_stream:
             sent = (number, payloads[0], until)
         else:
-            sent = (number, payloads, until, precedence, lengths, outputs)
-        mark = b"s" if call.is_stream else b""
-        remote = PoolCall(number, sent, size, call.timeout, deadline, call.reply, mark, leases)
-        if call.is_stream and self._may_rerun and self._calls.resumes is not False:
-            remote.inflow = ResumableInflow()
-        return remote
-
-    def _address_again(self, call: RemoteCall, payloads: list[bytes]) -> None:
-        assert isinstance(call, PoolCall)
-        call.go_on_after(payloads)
+            sent = (number, payloads, until, precedence, lengths, call.is_stream)
+        return PoolCall(
+            number, sent, size, call.timeout, deadline, call.reply, leases,
+            is_stream=call.is_stream,
+        )  # fmt: skip
 
     def submit(self, call: Call) -> None:
         if self.lengths is not None:

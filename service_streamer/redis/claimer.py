@@ -106,13 +106,14 @@ class Claimer:
             asked = time.monotonic()
             redis_now, other_models, claimed, taken, more, takes_over = self.link.run(
                 JOIN, keys, options.name, options.life, self._keys.inboxes, options.model,
-                int(options.allow_other_models or not is_new), max(room, self._parts.batch_size),
+                max(room, self._parts.batch_size),
                 self._takeover.idle if may_take_over else LEFT,
                 int(may_take_over), self._parts.announcement(),
             )  # fmt: skip
             if other_models:
                 self._check_other_models({each.decode(errors="replace") for each in other_models})
                 return False
+            self._mismatch_since = None
             self._takeover.read_clock(redis_now, asked)
             for id_, fields, claims in (*claimed, *taken):
                 self._intake.claimed(id_, fields, claims)
@@ -139,8 +140,7 @@ class Claimer:
         raise WorkerStartError(
             f"worker hosts of prefix {self._options.prefix!r} serve {', '.join(sorted(models))}, "
             f"but this host has {self._options.model}: calls would get results of either model. "
-            "Give each model its own prefix, or set allow_other_models=True "
-            "(--allow-other-models) while the new model replaces the old one"
+            "Give each model its own prefix"
         )
 
     def _read(self, room: int) -> None:

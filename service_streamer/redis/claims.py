@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..remote.open_calls import Attempt
 from .outflow import Outflow
 
 #: Seconds to claim ahead: an answer, a claim, and a busy interpreter in between.
@@ -28,13 +27,11 @@ class Claim:
         is_submitted: whether the engine has it, which may be asked to drop it only then.
         is_set_aside: whether its message is in the stream of malformed ones.
         is_unread: whether this host could not read its message.
-        attempt: of a stream, which time its client has sent it; None for another call.
         outflow: of a stream, its outputs on their way to Redis; None for another call.
     """
 
     __slots__ = (
-        "attempt", "call", "client", "id", "is_open", "is_set_aside", "is_submitted", "is_unread",
-        "number",
+        "call", "client", "id", "is_open", "is_set_aside", "is_submitted", "is_unread", "number",
         "outflow", "size",
     )  # fmt: skip
 
@@ -44,7 +41,6 @@ class Claim:
         self.number = number
         self.size = size
         self.call: Any = None
-        self.attempt: Attempt | None = None
         self.outflow: Outflow | None = None
         self.is_open = True
         self.is_set_aside = self.is_submitted = self.is_unread = False

@@ -40,7 +40,7 @@ from ..errors import (
 )
 from ..observe.record import Call
 from ..remote.call_book import CallBook
-from ..remote.open_calls import FIRST_ATTEMPT, RemoteCall
+from ..remote.open_calls import RemoteCall
 from ..remote.remote_client import RemoteClient
 from ..reporting import report_bug
 from ..workers.protocol import Failure
@@ -91,7 +91,7 @@ class Client(RemoteClient[SentCalls]):
         self._keys = Keys(prefix)
         self._reply_ttl = reply_ttl
         self._name = ""
-        self._hosts = HostsSeen(wire, prefix)
+        self._hosts = HostsSeen(wire)
         self._lost = LostCalls(book, prefix, reply_ttl)
         self._lost_outputs = deliveries
         self._sender = Sender(
@@ -110,23 +110,14 @@ class Client(RemoteClient[SentCalls]):
 
     # -- calls
 
-    def _addressed(
+    def _encode_call(
         self, call: Call, number: int, payloads: list[bytes], deadline: float
     ) -> RemoteCall:
-        attempt = FIRST_ATTEMPT if call.is_stream else None
-        message = self._wire.call(self._name, number, payloads, call.precedence, attempt)
-        remote = RemoteCall(
-            number, message, call.timeout, deadline, call.reply, is_stream=call.is_stream
+        message = self._wire.call(
+            self._name, number, payloads, call.precedence, is_stream=call.is_stream
         )
-        if remote.inflow is not None and self._hosts.resumes is not False:
-            remote.precedence = call.precedence
-            remote.inflow.keep(payloads)
-        return remote
-
-    def _address_again(self, call: RemoteCall, payloads: list[bytes]) -> None:
-        assert call.inflow is not None
-        call.message = self._wire.call(
-            self._name, call.number, payloads, call.precedence, call.inflow.attempt
+        return RemoteCall(
+            number, message, call.timeout, deadline, call.reply, is_stream=call.is_stream
         )
 
     def _send_now(self, call: RemoteCall) -> None:

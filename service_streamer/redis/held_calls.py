@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..engine.timer import Doorbell
-from ..errors import WorkerLost
-from ..remote.open_calls import Attempt
 from ..workers.protocol import Failure
 from .claims import Claim, Claims
 from .host_parts import HostParts
@@ -23,7 +21,6 @@ class HeldOutcome(NamedTuple):
     outputs: list[bytes]
     failure: Failure | None
     was_running: bool
-    again: Attempt | None = None  # the client may have the stream go on elsewhere
 
     def failed(self, failure: Failure) -> HeldOutcome:
         """The same call with an error instead, and without outputs that were not written."""
@@ -47,7 +44,6 @@ class HeldCalls:
 
     def __init__(self, parts: HostParts) -> None:
         self._engine = parts.engine
-        self._max_attempts = parts.options.max_attempts
         self.lock = threading.RLock()  # a finalizer of a user's may run while it is held
         self.claims = Claims(parts.batch_size)
         self.outcomes: collections.deque[HeldOutcome] = collections.deque()
@@ -68,8 +64,6 @@ class HeldCalls:
             on_failed=lambda claim, failure: self.computed(claim, failure=failure),
             on_outcome=self.outcomes.append,
             on_dropped=self.forget,
-            hand_over=self._hand_over,
-            is_leaving=self.is_leaving,
         )
 
     def __len__(self) -> int:
@@ -104,57 +98,22 @@ class HeldCalls:
         claim: Claim,
         outputs: list[bytes] | None = None,
         failure: Failure | None = None,
-        again: Attempt | None = None,
     ) -> None:
         """Queue an outcome for Redis. Any thread."""
         with self.lock:
             was_running = claim.call is not None and claim.call.is_running
             if not self.claims.computed(claim):
                 return
-            outcome = HeldOutcome(claim, outputs or [], failure, was_running, again)
+            outcome = HeldOutcome(claim, outputs or [], failure, was_running)
             if not self.streams.keeps(claim, outcome):
                 self.outcomes.append(outcome)
         self.has_work.ring()
         self.has_room.ring()
 
-    def again(self, claim: Claim, *, is_loss: bool) -> Attempt | None:
-        """What lets the client have a stream go on elsewhere; None if it must not, or cannot.
-
-        Args:
-            is_loss: whether the host that had it died.
-        """
-        attempt = claim.attempt
-        if attempt is None or not self._engine.resumes or self._max_attempts == 1:
-            return None
-        losses = attempt.losses + is_loss
-        return attempt._replace(losses=losses) if losses < self._max_attempts else None
-
     def leave(self) -> None:
-        """Claim no more calls, and let others go on with what rests here, which may take for ever.
-
-        Those that cannot go on elsewhere do not rest any more: the engine sees to that.
-        """
+        """Claim no more calls."""
         self.is_leaving.set()
-        with self.lock:
-            resting = [each for each in self.claims if each.outflow and each.outflow.rests]
-        for claim in resting:
-            self._hand_over(claim)
         self.has_room.ring()
-
-    def _hand_over(self, claim: Claim) -> bool:
-        """A stream should rest, and cannot: let the client have it go on elsewhere, if that can be.
-
-        It may come back, for another worker of this host.
-        """
-        again = self.again(claim, is_loss=False)
-        with self.lock:
-            call = claim.call
-            if again is None or call is None or call.is_over or not claim.is_submitted:
-                return False
-        lost = WorkerLost("the worker ended while the stream's consumer was behind")
-        self.computed(claim, failure=Failure(lost), again=again)
-        self._engine.withdraw(call)
-        return True
 
     def forget(self, ids: Sequence[bytes]) -> int:
         """Drop claims that others have taken, or nobody wants; returns how many were open."""

@@ -150,26 +150,17 @@ class HostOutcomes:
                 return self._parts.wire.results(claim.client, claim.number, outcome.outputs)
             rest = [*flow.waiting, *outcome.outputs]
             return self._parts.wire.stream_end(claim.client, claim.number, flow.written, rest)
-        error, again = outcome.failure.exception(), outcome.again
+        error = outcome.failure.exception()
         if self._is_ours(outcome.failure, error):
             if not self._held.is_leaving.is_set():
                 # The engine may recover before the claimer looks, but this call is unanswered.
                 self._on_failure(error)
             if flow is not None and flow.has_begun:
                 error = WorkerLost("the worker host ended after outputs were handed out")
-                again = self._held.again(claim, is_loss=not self._held.is_leaving.is_set())
             elif self._options.max_attempts > 1 or not outcome.was_running:
                 return None  # handed back at the end
             else:
                 error = WorkerLost("the worker host ended while it computed this call")
-        elif (
-            again is None
-            and flow is not None
-            and flow.is_not_kept
-            and isinstance(error, WorkerLost)
-            and outcome.failure.remote_traceback is None  # else the model has raised it
-        ):
-            again = self._held.again(claim, is_loss=True)
         if isinstance(error, BadMessage) and not claim.is_set_aside:
             self._set_aside(link, claim, error)
             claim.is_set_aside = True
@@ -177,10 +168,9 @@ class HostOutcomes:
             return b""
         if claim.is_unread and isinstance(error, BadMessage):
             return self._parts.wire.notice(claim.number, error.reason)
-        if again is not None or (flow is not None and flow.waiting):
-            first, rest = (0, []) if flow is None else (flow.written, flow.waiting)
+        if flow is not None and flow.waiting:
             return self._parts.wire.stream_end(
-                claim.client, claim.number, first, rest, error, again
+                claim.client, claim.number, flow.written, flow.waiting, error
             )
         return self._parts.wire.failure(claim.client, claim.number, error)
 

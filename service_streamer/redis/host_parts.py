@@ -23,8 +23,7 @@ class HostOptions(NamedTuple):
         claim_timeout: seconds without a sign of life until other hosts claim its calls.
         reply_ttl: seconds that replies are kept for a client that does not fetch them.
         max_attempts: how many hosts may claim a call; 1 if it must not be computed twice.
-        model: name of the model; all hosts of a prefix should have the same.
-        allow_other_models: whether to serve beside hosts with another model.
+        model: name of the model; all hosts of a prefix have the same.
     """
 
     name: str
@@ -33,7 +32,6 @@ class HostOptions(NamedTuple):
     reply_ttl: float
     max_attempts: int
     model: str
-    allow_other_models: bool
 
     @property
     def life(self) -> int:
@@ -66,4 +64,4 @@ class HostParts(NamedTuple):
         description: Mapping[str, Any] | None = None
         with contextlib.suppress(StreamerError):  # no worker has loaded it
             description = self.engine.model_description()
-        return self.wire.announcement(description or {}, resumes=self.engine.resumes)
+        return self.wire.announcement(description or {})

@@ -5,12 +5,12 @@ from __future__ import annotations
 from .scripts import Script
 
 #: A host joins, or restores its keys. KEYS calls, inbox, model. ARGV its name, its life in ms,
-#: prefix of the inboxes' names, its model, whether others may have another one (1 or 0), maximum
-#: number of other hosts' calls to claim, after how long in ms, whether only if Redis has run for
-#: that long, and its model's description. Returns Redis's time in ms; other models that it may not
-#: join; its own claims, some of which it may not know after a lost connection; calls taken over:
-#: id, fields, number of hosts that claimed it; whether there may be more; and whether dead hosts'
-#: calls were claimed, not only left ones.
+#: prefix of the inboxes' names, its model, maximum number of other hosts' calls to claim, after how
+#: long in ms, whether only if Redis has run for that long, and its model's description. Returns
+#: Redis's time in ms; other models, because of which it may not join; its own claims, some of which
+#: it may not know after a lost connection; calls taken over: id, fields, number of hosts that
+#: claimed it; whether there may be more; and whether dead hosts' calls were claimed, not only left
+#: ones.
 JOIN = Script("""
 local calls, name, inboxes = KEYS[1], ARGV[1], ARGV[3]
 redis.call('PERSIST', calls)  -- after a first write, lack of memory refuses no other
@@ -19,7 +19,7 @@ for _, other in ipairs(hosts(calls, inboxes)) do
   local theirs = card(inboxes .. other)['model'] or ''
   if theirs ~= '' and theirs ~= ARGV[4] then others[#others + 1] = theirs end
 end
-if ARGV[5] == '0' and #others > 0 then return {milliseconds(), others, {}, {}, 0, 0} end
+if #others > 0 then return {milliseconds(), others, {}, {}, 0, 0} end
 if redis.call('EXISTS', KEYS[2]) == 0 then
   redis.call('XADD', KEYS[2], '*', 'model', ARGV[4], 'life', ARGV[2])
 end
@@ -30,7 +30,7 @@ end
 redis.call('XGROUP', 'CREATECONSUMER', calls, 'hosts', name)
 redis.call('PERSIST', calls)
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
-put(KEYS[3], 'm', ARGV[9], ARGV[2])
+put(KEYS[3], 'm', ARGV[8], ARGV[2])
 local claimed = {}
 local found = redis.call('XPENDING', calls, 'hosts', '-', '+', 100000, name)
 for _, pending in ipairs(found) do  -- XREADGROUP would count another claim
@@ -38,13 +38,13 @@ for _, pending in ipairs(found) do  -- XREADGROUP would count another claim
   if entry then table.insert(claimed, {entry[1], entry[2], pending[4]}) end
 end
 renew(calls, inboxes)
-local idle = tonumber(ARGV[7])
-if ARGV[8] == '1' then
+local idle = tonumber(ARGV[6])
+if ARGV[7] == '1' then
   local info = redis.pcall('INFO', 'server')  -- not every user may
   local uptime = type(info) == 'string' and string.match(info, 'uptime_in_seconds:(%d+)')
   if uptime and uptime * 1000 < idle then idle = LEFT end
 end
-local taken, more = take(calls, name, tonumber(ARGV[6]), idle)
+local taken, more = take(calls, name, tonumber(ARGV[5]), idle)
 return {milliseconds(), {}, claimed, taken, more, idle < LEFT and 1 or 0}
 """)
 

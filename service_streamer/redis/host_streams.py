@@ -69,9 +69,6 @@ class HostStreams:
         on_failed: called with a claim whose stream fails here, and why.
         on_outcome: called with an outcome that had to wait for outputs: it may go now. Locked.
         on_dropped: called with ids of claims that nobody wants any more.
-        hand_over: called with a claim whose item should rest, and cannot; whether another host is
-            to go on with it.
-        is_leaving: set when this host ends, and no item can rest any more.
     """
 
     def __init__(
@@ -83,8 +80,6 @@ class HostStreams:
         on_failed: Callable[[Claim, Failure], None],
         on_outcome: Callable[[Any], None],
         on_dropped: Callable[[Sequence[bytes]], object],
-        hand_over: Callable[[Claim], bool],
-        is_leaving: threading.Event,
     ) -> None:
         self._engine = parts.engine
         self._wire = wire = parts.wire
@@ -96,8 +91,6 @@ class HostStreams:
         self._on_failed = on_failed
         self._on_outcome = on_outcome
         self._on_dropped = on_dropped
-        self._hand_over = hand_over
-        self._is_leaving = is_leaving
         self._outflows = Outflows()
         self._most_of_client = min(_MOST_OF_CLIENT, wire.max_bytes // 2)
         self._most_at_end = min(_MOST_AT_END, wire.max_bytes // 2)
@@ -111,10 +104,10 @@ class HostStreams:
     def __len__(self) -> int:
         return len(self._outflows)
 
-    def open(self, claim: Claim, first: int) -> None:
-        """The host has claimed a stream, whose next output has this number; submits it next."""
+    def open(self, claim: Claim) -> None:
+        """The host has claimed a stream, and submits it next."""
         with self._lock:
-            self._outflows.open(claim, first)
+            self._outflows.open(claim)
 
     def close(self, claim: Claim) -> None:
         """It is over for this host. Locked."""
@@ -132,7 +125,7 @@ class HostStreams:
 
     def _can_end(self, flow: Outflow) -> bool:
         """Whether what waits may go with its end."""
-        return flow.size <= self._most_at_end or not flow.ready
+        return flow.size <= self._most_at_end
 
     # -- in the engine's thread
 
@@ -149,16 +142,13 @@ class HostStreams:
             if not claim.is_open:
                 return
             call = claim.call
-            is_last = call is not None and call.is_over and call.failure is None
-            if call is not None and not call.is_over and call.handed_out is None:
-                flow.is_not_kept = True
-            waiting = self._outflows.put(claim, output, is_last=is_last)
+            waiting = self._outflows.put(claim, output)
             is_much = waiting >= _MOST_WAITING or flow.size >= _MOST_BYTES_WAITING
             flow.is_behind |= is_much
         if flow.rests and call is not None and not call.is_held:
             self._rest(claim, flow)
             # Else its worker is about to end, and lets nothing rest; or this was the last one.
-            if call.is_held or call.is_over or self._hand_over(claim):
+            if call.is_held or call.is_over:
                 return
         if waiting >= _FAR_TOO_MANY or flow.size >= _FAR_TOO_MUCH:
             text = f"{waiting} outputs of the stream wait for Redis, or its client reads none"
@@ -173,8 +163,6 @@ class HostStreams:
 
     def _rest(self, claim: Claim, flow: Outflow) -> None:
         """Have the item rest, or go on."""
-        if flow.rests and self._is_leaving.is_set() and self._hand_over(claim):
-            return
         with self._resting_lock:  # the last one to come here finds how it is
             call = claim.call
             if call is not None:
@@ -342,4 +330,4 @@ def written(claim: Claim) -> int:
 def has_written(claim: Claim) -> bool:
     """Whether some of them are of this host."""
     assert claim.outflow is not None
-    return claim.outflow.written > claim.outflow.first
+    return claim.outflow.written > 0

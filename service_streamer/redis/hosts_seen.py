@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import BadMessage
-from .link import log
 from .wire import Wire
 
 
@@ -19,14 +17,12 @@ class HostsSeen:
         count: how many hosts are alive; None while that is not known.
         queued: number of calls of all clients; None while that is not known.
         models: the models of the hosts.
-        resumes: whether the model can go on with a stream elsewhere; None while that is not known.
         is_awaited: the description is wanted soon.
         on_change: called, in any thread, whenever Redis was asked.
     """
 
-    def __init__(self, wire: Wire, prefix: str) -> None:
+    def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._prefix = prefix
         self.count: int | None = None
         self.queued: int | None = None
         self.models: tuple[str, ...] = ()
@@ -35,8 +31,6 @@ class HostsSeen:
         self._announced = b""  # the model's description, as the hosts announced it
         self._description: Mapping[str, Any] | None = None
         self._was_described = False  # a description was read
-        self.resumes: bool | None = None
-        self._has_warned = False
 
     def description(self) -> Mapping[str, Any] | None:
         """That of the model; None while no host has announced one that can be read."""
@@ -52,14 +46,10 @@ class HostsSeen:
         if announced != self._announced:
             description: Mapping[str, Any] | None = None
             with contextlib.suppress(BadMessage):  # the answer to a call says why
-                description, self.resumes = self._wire.read_announcement(announced)
+                description = self._wire.read_announcement(announced)
                 self._was_described = True
             self._announced, self._description = announced, description
         self.count = len(models)
         self.models = tuple(sorted({each.decode(errors="replace") for each in models if each}))
-        if len(self.models) > 1 and not self._has_warned:
-            self._has_warned = True
-            text = "worker hosts of prefix %r serve different models: %s"
-            log(logging.WARNING, text, self._prefix, ", ".join(self.models))
         self.is_awaited = False
         self.on_change()

@@ -54,7 +54,7 @@ class Intake:
         held = self._held
         entry = dict(zip(fields[::2], fields[1::2], strict=False))
         try:
-            client, number, payloads, precedence, attempt = self._wire.read_call(entry.get(b"m"))
+            client, number, payloads, precedence, is_stream = self._wire.read_call(entry.get(b"m"))
             left = self._time_left(entry.get(b"d", b"0"), link)
         except LinkError:
             raise
@@ -66,20 +66,17 @@ class Intake:
             if held.hold(claim, claims):
                 held.computed(claim, failure=Failure(error.with_traceback(None)))
             return
-        handed_out = payloads[1:] if attempt is not None and attempt.number else []
-        claim = Claim(id_, client, number, len(payloads) - len(handed_out))
-        claim.attempt = attempt
+        claim = Claim(id_, client, number, len(payloads))
         if not held.hold(claim, claims):
             return
         call = Call(
-            payloads[: claim.size],
+            payloads,
             _Reply(held, claim),
             None if left == math.inf else left,
             precedence,
             is_watched=True,
-            is_stream=attempt is not None,
+            is_stream=is_stream,
         )
-        call.handed_out = handed_out or None
         try:
             self._submit(claim, call, left, claims)
         except Exception as bug:
@@ -88,7 +85,7 @@ class Intake:
 
     def _submit(self, claim: Claim, call: Call, left: float, claims: int) -> None:
         """Submit a call, which has so many seconds left, to the engine; or refuse it."""
-        held, attempt, handed_out = self._held, claim.attempt, call.handed_out or []
+        held = self._held
         if left <= 0:
             with held.lock:
                 held.counts["expired"] += 1
@@ -98,21 +95,16 @@ class Intake:
             lost = WorkerLost(
                 "the stream's worker host died, or lost Redis, after outputs were handed out"
             )
-            held.computed(claim, failure=Failure(lost), again=held.again(claim, is_loss=True))
-        elif claims + (attempt.losses if attempt else 0) > self._max_attempts:
+            held.computed(claim, failure=Failure(lost))
+        elif claims > self._max_attempts:
             lost = WorkerLost(
                 f"{claims - 1} worker hosts in a row claimed this call and did not finish it: "
                 "they died, or lost Redis"
             )
-            if handed_out:
-                lost = WorkerLost("its worker hosts died, or lost Redis, one after the other")
-            held.computed(claim, failure=Failure(lost))
-        elif handed_out and not self._engine.resumes:
-            lost = WorkerLost("this worker host's model cannot resume a stream that has begun")
             held.computed(claim, failure=Failure(lost))
         else:
-            if attempt is not None:
-                held.streams.open(claim, len(handed_out))
+            if call.is_stream:
+                held.streams.open(claim)
             try:
                 with self.lock:
                     self._engine.submit(call)

@@ -50,8 +50,7 @@ class SentCalls(OpenCalls):
         self._put_in += len(ids)
         self.is_known = True
         for call, id_ in zip(self._sending, ids, strict=False):
-            if call.number not in self._unsent:  # else it is to be sent again already
-                call.message = b""
+            call.message = b""
             call.id = self._newest_id = id_
             if call.is_over:
                 self._drop(call)
@@ -105,18 +104,15 @@ class SentCalls(OpenCalls):
         """Whether the last ``doubtful`` left some calls out."""
         return self._last_doubted > 0
 
-    def gone(self, calls: Iterable[tuple[RemoteCall, bytes]]) -> list[tuple[RemoteCall, str]]:
+    def gone(self, calls: Iterable[RemoteCall]) -> list[tuple[RemoteCall, str]]:
         """End calls that are not in Redis and have no reply, with the reason of their notice.
-
-        Args:
-            calls: with the ids that are not there; a stream may have another one by now.
 
         Returns the calls that were open. The reason is empty without a notice.
         """
         found = []
-        for call, id_ in calls:
+        for call in calls:
             reason = self._reasons.get(call.number, "")
-            if call.id == id_ and self._over(call):
+            if self._over(call):
                 found.append((call, reason))
         return found
 

@@ -40,9 +40,7 @@ class LostCalls:
         self._reply_ttl = reply_ttl
         self.was_forgotten = self.is_noticed = False
         self.unreadable = self.lost = 0
-        self._suspects: dict[
-            bytes, list[tuple[RemoteCall, bytes]]
-        ] = {}  # calls missing in Redis, by mark
+        self._suspects: dict[bytes, list[RemoteCall]] = {}  # calls missing in Redis, by mark
         self._marks: collections.deque[bytes] = collections.deque()  # marks that were read
         self._warned: set[str] = set()  # reasons of which a warning was logged
 
@@ -73,13 +71,12 @@ class LostCalls:
             if not calls:
                 break
             mark = secrets.token_hex(8).encode()
-            ids = [call.id for call in calls]
-            gone = ask(mark, ids)
-            suspects = {**self._suspects, mark: [(calls[i], ids[i]) for i in gone]}
+            gone = ask(mark, [call.id for call in calls])
+            suspects = {**self._suspects, mark: [calls[i] for i in gone]}
             self._suspects = {
                 mark: calls
                 for mark, calls in suspects.items()
-                if not all(call.is_over for call, _ in calls)
+                if not all(call.is_over for call in calls)
             }
             is_more = looks_for_all and self._book.calls.has_more_doubts
         self.was_forgotten &= not looks_for_all

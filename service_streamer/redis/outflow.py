@@ -7,7 +7,6 @@ numbers which of them it has.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,46 +23,32 @@ class Outflow:
     Attributes:
         waiting: encoded.
         size: bytes of them.
-        first: the number of the first one that this host has.
-        written: how many outputs Redis has taken so far, of the whole stream.
+        written: how many outputs Redis has taken so far.
         has_begun: whether some were sent, so that Redis may have them.
         is_held: the client wants the item to rest.
         is_behind: Redis takes them too slowly, so it rests as well.
-        has_last: the last output waits, which goes with the end: else a host that took over between
-            the two would go on past it.
-        is_not_kept: the engine has not kept its outputs, so if its worker dies only the client can
-            have it go on.
         outcome: of the call, if it waits for these to be written; opaque here.
     """
 
     __slots__ = (
-        "first", "has_begun", "has_last", "is_behind", "is_held", "is_not_kept", "outcome",
-        "size", "waiting", "written",
+        "has_begun", "is_behind", "is_held", "outcome", "size", "waiting", "written",
     )  # fmt: skip
 
-    def __init__(self, first: int) -> None:
+    def __init__(self) -> None:
         self.waiting: list[bytes] = []
-        self.size = 0
-        self.first = self.written = first
-        self.has_begun = self.has_last = self.is_held = self.is_behind = False
-        self.is_not_kept = False
+        self.size = self.written = 0
+        self.has_begun = self.is_held = self.is_behind = False
         self.outcome: Any = None
 
     def clear(self) -> None:
         """Drop what waits."""
         self.waiting.clear()
         self.size = 0
-        self.has_last = False
 
     @property
     def rests(self) -> bool:
-        """Whether its item should take no step for now."""
+        """Whether the stream is paused."""
         return self.is_held or self.is_behind
-
-    @property
-    def ready(self) -> int:
-        """How many of those that wait may go before the end."""
-        return len(self.waiting) - self.has_last
 
 
 class Outflows:
@@ -91,9 +76,9 @@ class Outflows:
         """Whether there is something to write that Redis may take."""
         return bool(self._ready.keys() - self._full)
 
-    def open(self, claim: Claim, first: int = 0) -> None:
-        """A host has claimed a stream, whose next output has this number."""
-        claim.outflow = Outflow(first)
+    def open(self, claim: Claim) -> None:
+        """A host has claimed a stream."""
+        claim.outflow = Outflow()
         self._streams.setdefault(claim.client, {})[claim.id] = claim
 
     def close(self, claim: Claim) -> None:
@@ -107,19 +92,13 @@ class Outflows:
         if claim.client not in self._streams:
             self._full.discard(claim.client)
 
-    def put(self, claim: Claim, output: bytes, *, is_last: bool = False) -> int:
-        """An output has come; returns how many of its stream wait.
-
-        Args:
-            is_last: whether no other follows, unless it comes at once, and is the last then.
-        """
+    def put(self, claim: Claim, output: bytes) -> int:
+        """An output has come; returns how many of its stream wait."""
         flow = claim.outflow
         assert flow is not None
         flow.waiting.append(output)
         flow.size += len(output)
-        flow.has_last = is_last
-        if flow.ready:
-            self._ready.setdefault(claim.client, {})[claim.id] = claim
+        self._ready.setdefault(claim.client, {})[claim.id] = claim
         return len(flow.waiting)
 
     def next(
@@ -141,7 +120,7 @@ class Outflows:
             for claim in claims.values():
                 assert claim.outflow is not None
                 outputs: list[bytes] = []
-                for output in itertools.islice(claim.outflow.waiting, claim.outflow.ready):
+                for output in claim.outflow.waiting:
                     more = len(output) + _PER_OUTPUT + (0 if outputs else _PER_RUN)
                     if size and size + more > most_per_client:
                         break
@@ -164,7 +143,7 @@ class Outflows:
         flow.written += count
         flow.size -= sum(map(len, flow.waiting[:count]))
         del flow.waiting[:count]
-        if not flow.ready:
+        if not flow.waiting:
             of_client = self._ready.get(claim.client)
             if of_client is not None:
                 of_client.pop(claim.id, None)

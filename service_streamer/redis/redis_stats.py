@@ -23,7 +23,7 @@ class RedisStreamerStats:
         rejected: total of calls refused with ``Overloaded``.
         deduplicated: total of items answered by another caller's computation.
         cached: total of items answered from the cache.
-        models: names of the hosts' models; there should be one.
+        models: names of the hosts' models: all hosts of a prefix have the same one.
         unreadable: total of calls that failed because client and host could not read each other:
             their secret, serializer or ``max_message_bytes`` differ.
         lost: total of calls that were no longer in Redis and had no reply.
@@ -49,8 +49,6 @@ class RedisStreamerStats:
         text = f"{self.state} | pending {self.pending}"
         if self.hosts is not None:
             text += f" | in Redis {self.queued} | worker hosts {self.hosts}"
-        if len(self.models) > 1:
-            text += f" | different models {', '.join(self.models)}"
         names = (
             "outages", "expired", "cancelled", "rejected", "unreadable", "lost", "deduplicated",
             "cached",

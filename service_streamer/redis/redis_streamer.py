@@ -91,11 +91,6 @@ class RedisStreamer(BaseStreamer):
         ]
         if stats.hosts == 0:
             lines.append("No worker host is alive: calls wait in Redis. Start one.")
-        if len(stats.models) > 1:
-            lines.append(
-                f"The worker hosts serve different models: {', '.join(stats.models)}. Give each "
-                "model a prefix of its own."
-            )
         if stats.unreadable:
             lines.append(
                 f"{stats.unreadable} calls failed so far because the two sides cannot read each "

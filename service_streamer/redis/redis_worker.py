@@ -94,7 +94,6 @@ class RedisWorker:
         claim_timeout: float = 5,
         retry: bool = True,
         model_name: str | None = None,
-        allow_other_models: bool = False,
         worker_num: int = 1,
         cuda_devices: Devices = None,
         devices_per_worker: int = 1,
@@ -120,7 +119,6 @@ class RedisWorker:
             reply_ttl=options.reply_ttl,
             max_attempts=options.max_attempts if retry else 1,
             model=_name_of(model_class) if model_name is None else model_name,
-            allow_other_models=allow_other_models,
         )
         self._model = model_class
         self._lock = threading.RLock()  # reentrant: a user's finalizer may run while it is held

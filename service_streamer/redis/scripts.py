@@ -199,9 +199,9 @@ end
 
 #: A client sends calls, in order, up to the limit.
 #: KEYS calls, client. ARGV maximum of calls, life of the client in ms, position of the first call,
-#: then for each its time in ms (or -1), its message, and whether it was accepted before, so that no
-#: limit holds (1 or 0). Returns whether the client was known, and the ids of the accepted calls. A
-#: client repeats a batch whose answer was lost: calls that had arrived before keep their ids.
+#: then for each its time in ms (or -1) and its message. Returns whether the client was known, and
+#: the ids of the accepted calls. A client repeats a batch whose answer was lost: calls that had
+#: arrived before keep their ids.
 ENQUEUE = Script("""
 local known = redis.call('GET', KEYS[2])
 local value, before = known or '0', {}
@@ -211,11 +211,11 @@ local last = count
 local room = tonumber(ARGV[1]) - redis.call('XLEN', KEYS[1])
 local now = milliseconds()
 local ids = {}
-for i = 4, #ARGV, 3 do
-  local number = ARGV[3] + (i - 4) / 3
+for i = 4, #ARGV, 2 do
+  local number = ARGV[3] + (i - 4) / 2
   if number <= count then
     ids[#ids + 1] = before[#before - count + number] or ''
-  elseif room > 0 or ARGV[i + 2] == '1' then
+  elseif room > 0 then
     local left = tonumber(ARGV[i])
     local deadline = left < 0 and 0 or now + left
     ids[#ids + 1] = redis.call(

@@ -115,8 +115,7 @@ class Sender:
         for call in batch:
             left = call.deadline - now
             milliseconds = -1 if left == math.inf else max(0, math.ceil(left * 1000))
-            goes_on = call.inflow is not None and call.inflow.attempt.number > 0
-            arguments += (milliseconds, call.message, int(goes_on))
+            arguments += (milliseconds, call.message)
         self.link.send(
             ENQUEUE,
             (self._keys.calls, self._keys.client(self.name)),

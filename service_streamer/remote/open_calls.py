@@ -5,26 +5,7 @@ from __future__ import annotations
 import collections
 from typing import Any, NamedTuple
 
-from ..observe.record import ORDINARY
 from ..workers.protocol import Failure
-
-#: Maximum bytes of an item and its outputs that are kept, so that the stream can go on elsewhere.
-_MOST_KEPT = 4 << 20
-
-
-class Attempt(NamedTuple):
-    """One of the times that a stream is sent: it may go on elsewhere where its outputs ended.
-
-    Attributes:
-        number: from 0; tells what is new from what comes twice.
-        losses: how many of those died who had the stream.
-    """
-
-    number: int
-    losses: int
-
-
-FIRST_ATTEMPT = Attempt(0, 0)
 
 
 class RemoteAnswer(NamedTuple):
@@ -35,14 +16,12 @@ class RemoteAnswer(NamedTuple):
         outputs: encoded.
         failure: why it failed.
         first: the number of the first of the outputs, if it is a stream that was handed out.
-        again: the attempt that has ended, if the stream may go on elsewhere after these outputs.
     """
 
     number: int
     outputs: list[bytes]
     failure: Failure | None = None
     first: int | None = None
-    again: Attempt | None = None
 
 
 class OutputRun(NamedTuple):
@@ -72,45 +51,21 @@ class Inflow:
         is_held: the consumer is behind: it has as much as it takes for now.
         is_passing: a thread is passing on the backlog.
         end: what comes after it, None before that has come: opaque here.
-        attempt: which time the stream was sent the last time.
-        begun_at: the number of the first output of that attempt.
-        kept: the item and all outputs, with which the stream can go on elsewhere; None if they are
-            not kept.
     """
 
-    __slots__ = (
-        "_kept_bytes", "attempt", "backlog", "begun_at", "end", "handed_out", "is_held",
-        "is_passing", "kept", "missing",
-    )  # fmt: skip
+    __slots__ = ("backlog", "end", "handed_out", "is_held", "is_passing", "missing")
 
     def __init__(self) -> None:
-        self.handed_out = self.begun_at = 0
-        self.attempt = FIRST_ATTEMPT
-        self.kept: list[bytes] | None = None
-        self._kept_bytes = 0
+        self.handed_out = 0
         self.missing: tuple[int, int] | None = None
         self.backlog: collections.deque[bytes] = collections.deque()
         self.is_held = self.is_passing = False
         self.end: Any = None
 
-    def keep(self, payloads: list[bytes]) -> None:
-        """Keep the item, or outputs that follow: so far as it is little."""
-        if self.kept is None:
-            if self.handed_out:  # something before them was not kept
-                return
-            self.kept = []
-        self._kept_bytes += sum(map(len, payloads))
-        if self._kept_bytes > _MOST_KEPT:
-            self.kept = None
-        else:
-            self.kept += payloads
-
-    def came(self, outputs: list[bytes]) -> None:
+    def add(self, outputs: list[bytes]) -> None:
         """Outputs have come, each for the first time."""
         self.backlog += outputs
         self.handed_out += len(outputs)
-        if self.kept is not None:
-            self.keep(outputs)
 
 
 class RemoteCall:
@@ -119,7 +74,6 @@ class RemoteCall:
     Attributes:
         number: the client's number for it.
         message: what is sent.
-        precedence: of a stream that may be sent again.
         timeout: seconds that the caller waits; None for ever.
         deadline: end of that time on the client's clock.
         reply: receives the outcome; opaque here.
@@ -130,8 +84,7 @@ class RemoteCall:
     """
 
     __slots__ = (
-        "deadline", "id", "inflow", "is_over", "is_taken", "message", "number", "precedence",
-        "reply", "timeout",
+        "deadline", "id", "inflow", "is_over", "is_taken", "message", "number", "reply", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -146,7 +99,6 @@ class RemoteCall:
     ) -> None:
         self.number = number
         self.message = message
-        self.precedence = ORDINARY
         self.timeout = timeout
         self.deadline = deadline
         self.reply = reply
@@ -230,29 +182,16 @@ class OpenCalls:
         """End all calls; returns those that were open."""
         return [call for call in [*self._calls.values()] if self.give_up(call)]
 
-    def send_again(self, call: RemoteCall) -> None:
-        """Send a stream once more, as another message, unless it is over.
-
-        Before those that are new, which may be refused, and with them all that follow.
-        """
-        if not call.is_over:
-            call.id = b""
-            call.is_taken = False
-            self._unsent[call.number] = call
-            self._unsent.move_to_end(call.number, last=False)
-
-    def stream(self, number: int, id_: bytes, first: int) -> RemoteCall | None:
+    def stream(self, number: int, id_: bytes = b"") -> RemoteCall | None:
         """The open stream of which outputs have come, if it is one.
 
         Args:
             id_: what the other side calls it, if its first outputs have come.
-            first: the number of the first of these outputs.
         """
         call = self._calls.get(number)
         if call is None or call.inflow is None:
             return None
-        if first >= call.inflow.begun_at:  # else they are of an earlier attempt
-            call.id = call.id or id_
+        call.id = call.id or id_
         return call
 
     def progress(self) -> object:
@@ -271,8 +210,6 @@ class OpenCalls:
         if call.is_over:
             return False
         call.is_over = True
-        if call.inflow is not None:
-            call.inflow.kept = None  # its consumer may keep the stream
         del self._calls[call.number]
         return True
 

@@ -37,7 +37,6 @@ from ..errors import (
     StreamerError,
     StreamerForked,
     UnpicklableItem,
-    WorkerLost,
 )
 from ..observe.record import Call
 from ..reporting import counted, quiet_log
@@ -76,7 +75,6 @@ class RemoteClient(ABC, Generic[Ledger]):
         self._book = book
         self._calls = book.calls
         self._deliveries = deliveries
-        deliveries.on_again = self._send_again
         self._drain_timeout = math.inf if drain_timeout is None else drain_timeout
         self._numbers = itertools.count(1)
         self._timer = Timer(self._time_ended)
@@ -93,17 +91,10 @@ class RemoteClient(ABC, Generic[Ledger]):
     # -- of a subclass
 
     @abstractmethod
-    def _addressed(
+    def _encode_call(
         self, call: Call, number: int, payloads: list[bytes], deadline: float
     ) -> RemoteCall:
         """A call as it is sent. Raises ValueError: it is too large."""
-
-    @abstractmethod
-    def _address_again(self, call: RemoteCall, payloads: list[bytes]) -> None:
-        """Give a stream the message by which it goes on: with its item, and outputs.
-
-        Raises ValueError: it is too large.
-        """
 
     @abstractmethod
     def _send_now(self, call: RemoteCall) -> None:
@@ -139,7 +130,7 @@ class RemoteClient(ABC, Generic[Ledger]):
         number = next(self._numbers)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            remote = self._addressed(call, number, self._encoded(call.payloads), deadline)
+            remote = self._encode_call(call, number, self._encode_items(call.payloads), deadline)
         except UnpicklableItem as error:
             reply.fail(Failure(error.with_traceback(None)))
             return
@@ -159,7 +150,7 @@ class RemoteClient(ABC, Generic[Ledger]):
             self._interrupted()
             raise
 
-    def _encoded(self, items: Sequence[Any]) -> list[bytes]:
+    def _encode_items(self, items: Sequence[Any]) -> list[bytes]:
         encode = self._encode
         payloads: list[bytes] = []
         item: Any = None
@@ -218,22 +209,6 @@ class RemoteClient(ABC, Generic[Ledger]):
         self._book.doorbell.ring()
         if not is_held:
             self._deliveries.pass_on(call)
-
-    def _send_again(self, call: RemoteCall) -> None:
-        """Have a stream go on elsewhere after the outputs that have come."""
-        assert call.inflow is not None
-        kept = call.inflow.kept
-        if kept is None:  # it is over meanwhile
-            return
-        try:
-            self._address_again(call, kept)
-        except ValueError as error:
-            text = f"the stream was lost, and is too large to go on elsewhere: {error}"
-            self._book.fail(call, WorkerLost(text))
-            return
-        with self._book.lock:
-            self._calls.send_again(call)
-        self._book.doorbell.ring()
 
     def _time_ended(self, call: RemoteCall) -> None:
         reply = call.reply

@@ -144,7 +144,7 @@ BAD_HEADERS: list[Any] = [
     7, "abc", [1], {b"priority": 1}, {"p": 1}, {"priority": "0"}, {"priority": True},
     {"priority": 1.0}, {"priority": 10**9 + 1}, {"tenant": b""}, {"tenant": None},
     {"tenant": "x" * 257}, {"tenant": [[[]]]}, {"has_deadline": 0}, {"has_deadline": None},
-    {"stream": True}, {"stream": []}, {"stream": [1]}, {"stream": [0, "0"]},
+    {"stream": None}, {"stream": []}, {"stream": 1}, {"stream": [0, 0]},
 ]  # fmt: skip
 
 #: Each of them alone; what is to become of them: they are set aside, or expire, or (None) either is
@@ -334,8 +334,7 @@ def test_a_reply_cannot_raise_what_would_end_a_thread(site: Site, gate: Gate) ->
     for number, kind in enumerate(kinds, 1):
         future = site.streamer.submit([number])
         gate.await_arrival()
-        held = site.wire().codec.encode([["true"], {}])
-        forged = packed(2, "msgpack", site.client_name(), number, (kind, held, "text", None, None))
+        forged = packed(2, "msgpack", site.client_name(), number, (kind, None, "text", None, None))
         site.send(["r", forged], to=site.keys.replies(site.client_name()))
         with pytest.raises(ModelError, match=f"stands in for {kind}"):
             future.result()
