@@ -34,7 +34,8 @@ from .protocol import (
     WorkerStarted,
     encode,
 )
-from .runner import Channel, serve
+from .runner import serve
+from .stages import Channel
 
 if TYPE_CHECKING:
     from .preprocessing import PreprocessPool

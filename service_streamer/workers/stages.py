@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -29,7 +30,7 @@ from ..gpu.faults import DeviceFailed
 from ..gpu.out_of_memory import is_out_of_memory
 from ..gpu.stage_timer import StageTimer
 from ..gpu.torch_process import release_memory
-from ..observe.record import BatchReport
+from ..observe.record import BatchReport, StepReport
 from .mending import Bisection, Invalid, Outcome, OutOfMemory, Returned, at_positions, by_position
 from .model_spec import LoadedModel, Predict
 from .outputs import check_outputs, in_own_memory, memory_of
@@ -38,6 +39,62 @@ from .protocol import Failure
 from .stacking import stacks
 
 INTAKE, FORWARD, OUTLET = range(3)
+
+
+class Channel(ABC):
+    """A worker's end of its private connection to the web process.
+
+    ``receive`` and ``decode`` are called by one thread, ``encode`` and ``send`` by one other.
+    """
+
+    @abstractmethod
+    def receive(self) -> tuple[Any, ...] | None:
+        """Block for the next batch: its id, and the rest of it for ``decode``. None: end now.
+
+        Its fourth member, if there are as many, are the items of each call, as in
+        ``Transport.send``; of a model of steps it says whether it is a stream. To a model of steps
+        it may also be ``DROP``, ``HOLD`` or ``RESUME`` with the ids of batches: whose callers have
+        gone, that are not to be stepped for a while, and that are again.
+        """
+
+    @abstractmethod
+    def send(self, report: BatchReport | StepReport) -> None:
+        """Answer a batch, or report a step; it is encoded."""
+
+    def encode_step(self, report: StepReport) -> None:  # noqa: B027 - optional
+        """Make the outputs of a step, and of the batches that are over, ready to travel.
+
+        A stream of which an output cannot travel is to be ended: its batch is then among those that
+        are over, with that failure.
+        """
+
+    def is_waiting(self) -> bool:
+        """Whether ``receive`` would return at once."""
+        return False
+
+    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
+        """The batch's id, its items, and by position why an item is missing."""
+        batch: tuple[int, list[Any], dict[int, Failure]] = received[:3]
+        return batch
+
+    #: Whether ``decoded`` is wanted: it keeps the memory of large items.
+    keeps_decoded = False
+    #: The last batch of several items that ``decode`` has decoded; whoever takes it empties this.
+    decoded: Sequence[Any] = ()
+
+    def decode_again(self, payload: Any) -> Any:
+        """An item as it was sent: the model may have written to it."""
+        return payload
+
+    def encode(self, report: BatchReport) -> None:  # noqa: B027 - optional
+        """Make the outputs ready to travel; one that cannot becomes a failure of its position."""
+
+    def check_owner(self) -> None:  # noqa: B027
+        """End a process that the model has forked and that came back from the model."""
+
+    def interrupt(self) -> bool:
+        """Make ``receive`` return None, now or soon, for another thread; False if it cannot."""
+        return False
 
 
 @dataclass(eq=False)
@@ -149,8 +206,8 @@ def outcome_of(
 class Stages:
     """Runs the stages of one model. Each method belongs to the thread of its stage.
 
-    ``take_in``, ``compute`` and ``finish`` raise nothing that a model raises: that becomes the
-    failure of the batch, or of the calls at fault. They raise DeviceFailed, and what ends a worker.
+    None of them raises what a model raises: that becomes the failure of the batch, or of the calls
+    at fault. They raise DeviceFailed, and what ends a worker.
 
     Args:
         progress: where each stage writes which batch it is at: its id plus 1, or 0.
@@ -162,18 +219,20 @@ class Stages:
 
     def __init__(
         self,
+        channel: Channel,
         model: LoadedModel,
         progress: MutableSequence[int] | None = None,
         unwanted: Sequence[int] = (),
     ) -> None:
+        self.channel = channel
+        channel.keeps_decoded = model.may_rerun
         self.model = model
         self.progress = [0, 0, 0] if progress is None else progress
         self._unwanted = unwanted
-        self.on_run: Callable[[], None] = lambda: None
+        self.on_run: Callable[[], None] = lambda: channel.send(StepReport())
         managed: Any = model.managed
         if hasattr(managed, "raise_if_unwanted"):
             managed.raise_if_unwanted = lambda: self._check_wanted(self.progress[FORWARD])
-        #: Whether reports say what each stage took, also where batches do not overlap.
         self.has_stages = model.forward is not model.predict
         self._preprocess = _one_at_a_time(model.preprocess)
         self._postprocess = _one_at_a_time(model.postprocess)
@@ -181,8 +240,19 @@ class Stages:
         #: comes up in any stage of any batch, often in ``forward`` of the next one.
         self.launched: set[int] = set()
 
-    def take_in(self, job: Job) -> None:
-        """Preprocess."""
+    def take_in(self, received: tuple[Any, ...]) -> Job:
+        """INTAKE, of what the channel has received."""
+        channel, began = self.channel, time.monotonic()
+        self.progress[INTAKE] = received[0] + 1
+        job = Job(*channel.decode(received), received[3] if len(received) > 3 else 0)
+        payloads, channel.decoded = channel.decoded, ()
+        if payloads:
+            job.again = lambda position: channel.decode_again(payloads[position])
+        job.decoding = time.monotonic() - began
+        self._prepare(job)
+        return job
+
+    def _prepare(self, job: Job) -> None:
         model, items = self.model, job.items
         if (self._preprocess is None and not model.stack) or not items:
             return
@@ -212,7 +282,7 @@ class Stages:
             start = stop
 
     def compute(self, job: Job) -> None:
-        """Run ``forward``, or ``predict``; or all stages, if the batch is computed in parts."""
+        """FORWARD; or all stages, if the batch is computed in parts."""
         if job.failure is not None or not job.items:
             return
         started = time.monotonic()
@@ -238,7 +308,7 @@ class Stages:
             job.seconds[FORWARD] += time.monotonic() - started
 
     def finish(self, job: Job, *, is_overlapped: bool = False) -> bool:
-        """Make results. False: the batch has to go back to ``compute``, which does it in parts."""
+        """OUTLET, up to the results. False: the batch goes back to ``compute``, in parts."""
         timer, moves_to_cpu = job.timer, self.model.moves_to_cpu
         if timer is not None:
             job.seconds[FORWARD] += timer.seconds()
@@ -266,7 +336,19 @@ class Stages:
         self._check_wanted(job.batch_id + 1)
         job.results = self.results(job.data, len(job.items))
 
-    def report(self, job: Job) -> BatchReport:
+    def answer(self, job: Job, *, is_overlapped: bool = False) -> None:
+        """The rest of OUTLET: encode and send."""
+        report = self._report(job)
+        began = time.monotonic()
+        self.channel.encode(report)
+        if job.memory is not None and job.memory() is not None:  # though nothing here looks at it
+            self.model.keeps_outputs = True
+        job.encoding = time.monotonic() - began
+        if is_overlapped or self.has_stages:
+            report.stages = job.by_stage
+        self.channel.send(report)
+
+    def _report(self, job: Job) -> BatchReport:
         """The report of a finished job, which lets go of all that it holds.
 
         Nothing may hold the items when the report is encoded: their blocks of shared memory are
@@ -295,11 +377,6 @@ class Stages:
             padding,
             runs=job.runs,
         )
-
-    def sent(self, job: Job) -> None:
-        """Its results are encoded, and nothing here looks at them any more."""
-        if job.memory is not None and job.memory() is not None:
-            self.model.keeps_outputs = True
 
     # -- what the model is called for; a model with ``stack`` for each array by itself
 

@@ -27,7 +27,7 @@ import time
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, MutableSequence, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import BadModelOutput, SharedBatchError, WorkerLost
 from ..gpu.torch_process import release_memory
@@ -39,11 +39,8 @@ from .model_spec import LoadedModel, describe
 from .outputs import StepPair, UnreadableError, read_pairs, read_states
 from .progress import SIGN_OF_LIFE
 from .protocol import DROP, HOLD, RESUME, Failure
-from .stages import FORWARD, outcome_of
+from .stages import FORWARD, Channel, outcome_of
 from .step_batch import NO_STATE, StepBatch, StepRequest
-
-if TYPE_CHECKING:  # it imports this module
-    from .runner import Channel
 
 logger = logging.getLogger(__name__)
 
@@ -410,7 +407,7 @@ class _Start(_RequestParts):
             if len(part) == 1:
                 batch.ran_out(others)
             else:
-                batch.start_ran_out(len(part))
+                batch.starts.ran_out(len(part))
             self.drop(self.items)
         release_memory()  # only now: where it was raised, frames still held tensors
 

@@ -20,7 +20,8 @@ from ..supervision.supervisor import Loss
 from .model_spec import ModelSpec
 from .progress import UNWANTED, add_unwanted
 from .protocol import Failure
-from .runner import Channel, serve
+from .runner import serve
+from .stages import Channel
 
 
 class WorkerReady(NamedTuple):
