@@ -212,11 +212,11 @@ class PreprocessPool:
                 self._ready.add(event.slot)
             elif isinstance(event, WorkerDied):
                 del self._places[event.slot]
-                is_first_start = event.slot < self._count and event.slot not in self._ready
-                if event.slot not in self._ready:
-                    self.may_start_at = time.monotonic() + _START_INTERVAL
+                was_ready = event.slot in self._ready
                 self._ready.discard(event.slot)
-                if not is_first_start:  # ``wait_ready`` raises it
+                if not was_ready:
+                    self.may_start_at = time.monotonic() + _START_INTERVAL
+                if was_ready or event.slot >= self._count:  # else ``wait_ready`` raises it
                     logger.warning("%s", event.failure.message)
         return events
 

@@ -249,24 +249,20 @@ class Stages:
         if payloads:
             job.again = lambda position: channel.decode_again(payloads[position])
         job.decoding = time.monotonic() - began
-        self._prepare(job)
-        return job
-
-    def _prepare(self, job: Job) -> None:
-        model, items = self.model, job.items
-        if (self._preprocess is None and not model.stack) or not items:
-            return
-        started = job.started_at = time.monotonic()
+        if not job.items or (self._preprocess is None and not self.model.stack):
+            return job
+        job.started_at = time.monotonic()
         job.data = None
         try:
             self._check_wanted(job.batch_id + 1)
-            if model.ceiling.limit:
+            if self.model.ceiling.limit:
                 self._prepare_parts(job)
             else:
-                job.data = self.prepare(items)
+                job.data = self.prepare(job.items)
         except BaseException as error:
-            self._failed(job, error, len(items))
-        job.seconds[INTAKE] = time.monotonic() - started
+            self._failed(job, error, len(job.items))
+        job.seconds[INTAKE] = time.monotonic() - job.started_at
+        return job
 
     def _prepare_parts(self, job: Job) -> None:
         """Preprocess those parts of the batch that probably fit into memory."""
