@@ -115,7 +115,6 @@ class _Overlap:
     def __init__(self, stages: Stages, warn: Callable[..., None]) -> None:
         self._warn = warn
         self._stages = stages
-        self._channel = stages.channel
         #: For this thread. None: the intake has ended, and at last the outlet.
         self._prepared: SimpleQueue[Job | None] = SimpleQueue()
         #: For the outlet. None: the intake has ended, or else all ends at once.
@@ -174,7 +173,7 @@ class _Overlap:
             # Results that are on their way are sent before the worker ends.
             self._computed.put(None)
             self._outlet.join(_LAST_RESULTS)
-            if self._channel.interrupt():
+            if self._stages.channel.interrupt():
                 self._intake.join(_LAST_RESULTS)
             raise
         stages.on_run = on_run
@@ -194,14 +193,14 @@ class _Overlap:
         """Until the channel says to end, or overlap is of no use: returns the batch after that."""
         lonely = 0
         while True:
-            received = self._channel.receive()
+            received = self._stages.channel.receive()
             lonely = lonely + 1 if self._taken == self._answered else 0
             is_of_use = max(lonely, self._saved_nothing) <= _USELESS
             if received is None or not is_of_use or self._stages.model.keeps_outputs:
                 return received
             job = self._stages.take_in(received)
             del received
-            self._channel.check_owner()
+            self._stages.channel.check_owner()
             self._stages.progress[INTAKE] = 0
             self._before_forward.get()
             if self._has_failed:
@@ -227,7 +226,7 @@ class _Overlap:
                 self._before_forward.put(None)
             stages.progress[FORWARD] = job.batch_id + 1
             stages.compute(job)
-            self._channel.check_owner()
+            self._stages.channel.check_owner()
             stages.progress[FORWARD] = 0
             if not job.is_redone:
                 self._before_outlet.get()
@@ -246,7 +245,7 @@ class _Overlap:
                     is_ending = True
                     continue
                 if isinstance(job, StepReport):
-                    self._channel.send(job)
+                    self._stages.channel.send(job)
                     continue
                 if not job.is_redone:
                     self._before_outlet.put(None)

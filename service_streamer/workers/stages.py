@@ -177,9 +177,8 @@ def outcome_of(
 ) -> Invalid | OutOfMemory | Failure:
     """What a model's error means; raises it again if it is no error of a batch.
 
-    Args:
-        named: how many items the model was called with, if it knows them by their positions. Else
-            ``InvalidItems`` is an error of all of them.
+    ``named`` items were in the call, if the model knows them by their positions. Else, as 0,
+    ``InvalidItems`` is an error of all of them.
     """
     if isinstance(error, InvalidItems):
         if named:

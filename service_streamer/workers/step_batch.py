@@ -206,11 +206,7 @@ class StepBatch:
         self.running += requests
 
     def learn_start(self, requests: Sequence[StepRequest], seconds: float | None) -> None:
-        """These have started together, and their costs are known.
-
-        Args:
-            seconds: what it took; None after an error.
-        """
+        """These have started together, in so many seconds; None after an error."""
         for request in requests:
             request.first_cost = cost = request.cost
             before = cost if self._new_cost is None else self._new_cost

@@ -352,7 +352,6 @@ class _RequestParts(Bisection[StepRequest]):
     def __init__(self, stepper: _Stepper, requests: Sequence[StepRequest]) -> None:
         super().__init__(requests)
         self._stepper = stepper
-        self._batch = stepper.batch
         self._may_rerun = stepper.model.may_rerun
         self._told_at = time.monotonic()
 
@@ -395,7 +394,7 @@ class _Start(_RequestParts):
 
     def ran_out(self, part: list[StepRequest], failure: Failure) -> None:
         """The part fails if it can never fit; else it waits, and all that come after it."""
-        batch = self._batch
+        batch = self._stepper.batch
         others = len(batch.running) + self._started
         is_alone = len(part) == 1 and not others
         if is_alone:
@@ -431,7 +430,8 @@ class _Step(_RequestParts):
 
     def ran_out(self, part: list[StepRequest], failure: Failure) -> None:
         """Give up the youngest of those that have not taken the step."""
-        batch, size, youngest = self._batch, len(self._batch.running), None
+        batch, youngest = self._stepper.batch, None
+        size = len(batch.running)
         if self._may_rerun and size > 1:
             batch.ran_out(size - 1)
             youngest = batch.youngest(self.items)
