@@ -231,7 +231,7 @@ class Stages:
         self.on_run: Callable[[], None] = lambda: channel.send(StepReport())
         managed: Any = model.managed
         if hasattr(managed, "raise_if_unwanted"):
-            managed.raise_if_unwanted = lambda: self._check_wanted(self.progress[FORWARD])
+            managed.raise_if_unwanted = lambda: self._check_wanted(self.progress[FORWARD] - 1)
         self.has_stages = model.forward is not model.predict
         self._preprocess = _one_at_a_time(model.preprocess)
         self._postprocess = _one_at_a_time(model.postprocess)
@@ -253,7 +253,7 @@ class Stages:
         job.started_at = time.monotonic()
         job.data = None
         try:
-            self._check_wanted(job.batch_id + 1)
+            self._check_wanted(job.batch_id)
             if self.model.ceiling.limit:
                 self._prepare_parts(job)
             else:
@@ -289,7 +289,7 @@ class Stages:
         in_parts = job.outcome is not None or bool(job.prepared or self.model.ceiling.limit)
         if not in_parts:
             try:
-                self._check_wanted(job.batch_id + 1)
+                self._check_wanted(job.batch_id)
                 job.data = self.forward(job.data)
             except BaseException as error:
                 # Of a batch that preprocess has made the positions are not known.
@@ -328,7 +328,7 @@ class Stages:
         return False
 
     def _make_results(self, job: Job) -> None:
-        self._check_wanted(job.batch_id + 1)
+        self._check_wanted(job.batch_id)
         job.results = self.results(job.data, len(job.items))
 
     def answer(self, job: Job, *, is_overlapped: bool = False) -> None:
@@ -408,20 +408,20 @@ class Stages:
 
     # -- errors
 
-    def is_wanted(self, number: int) -> bool:
-        """Whether anybody waits for the batch of this id plus 1."""
+    def is_wanted(self, batch_id: int) -> bool:
+        """Whether anybody waits for the batch."""
         unwanted = self._unwanted
-        return not (unwanted and unwanted[0] and is_unwanted(unwanted, number))
+        return not (unwanted and unwanted[0] and is_unwanted(unwanted, batch_id + 1))
 
-    def _check_wanted(self, number: int) -> None:
-        """Raises InvalidInput, of which nobody learns: the batch of this number is unwanted."""
-        if not self.is_wanted(number):
+    def _check_wanted(self, batch_id: int) -> None:
+        """Raises InvalidInput, of which nobody learns: the batch is unwanted."""
+        if not self.is_wanted(batch_id):
             raise InvalidInput("nobody waits for the results any more")
 
     def _failed(self, job: Job, error: BaseException, named: int = 0) -> None:
         """What a stage raised: the batch fails, or is computed in parts."""
         outcome = outcome_of(error, self.model, job.batch_id, named)
-        may_search = job.is_shared and self.is_wanted(job.batch_id + 1)
+        may_search = job.is_shared and self.is_wanted(job.batch_id)
         if isinstance(outcome, Failure) and not may_search:
             job.fail(outcome)
         else:
@@ -488,7 +488,7 @@ class _BatchParts(Bisection[int]):
 
     def run(self, part: list[int]) -> Outcome:
         job, stages = self._job, self._stages
-        if not stages.is_wanted(job.batch_id + 1):
+        if not stages.is_wanted(job.batch_id):
             return self._give_up(Failure(InvalidInput("nobody waits for the results any more")))
         now = time.monotonic()
         if now - self._told_at >= SIGN_OF_LIFE:
