@@ -22,7 +22,7 @@ from service_streamer import (
 from service_streamer.batching.policy import Policy
 from service_streamer.observe.record import BatchRecord
 from service_streamer.testing import Gate
-from worker_loop import loaded, model_of, raised, served, texts
+from worker_loop import Batches, loaded, model_of, raised, served, texts
 
 
 def refuse(items: Sequence[Any]) -> None:
@@ -97,6 +97,30 @@ def test_invalid_rows_of_a_stacked_batch_fail_alone(model: type[ManagedModel]) -
     assert sorted(report.failures) == [2, 4]
     done = [None if each is None else each.tolist() for each in report.outputs]
     assert done == [[10, 10], [20], None, [40, 40], None, [60]]
+
+
+class Copies(Batches):
+    """As that of a process: a model writes to copies of what was sent."""
+
+    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Any]]:
+        number, self.decoded, failures = received[:3]
+        return number, copy.deepcopy(self.decoded), failures
+
+    def decode_again(self, payload: Any) -> Any:
+        return copy.deepcopy(payload)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_valid_items_are_as_they_were_sent_when_they_are_preprocessed_again(together: bool) -> None:
+    class Writes(Staged):
+        def preprocess(self, items: list[Any]) -> list[Any]:
+            for item in items:
+                item += 1
+            return super().preprocess(items)
+
+    batch = [np.array(1), np.array(-5), np.array(3)]
+    for report in Copies(batch, batch, together=together).serve(loaded(Writes)):
+        assert report.outputs == [20, None, 40]
 
 
 class Wrong(Staged):

@@ -54,11 +54,7 @@ Outcome: TypeAlias = Returned | Invalid | OutOfMemory | Failure
 
 
 def by_position(invalid: InvalidItems, positions: Sequence[int]) -> dict[int, Exception]:
-    """The errors, of a call with the items at these positions.
-
-    Raises:
-        BadModelOutput: there were no such items.
-    """
+    """The errors, of a call with the items at these positions. Raises BadModelOutput: none such."""
     wrong = [i for i in invalid.errors if type(i) is not int or not 0 <= i < len(positions)]
     if wrong:
         raise BadModelOutput(
@@ -117,13 +113,8 @@ class Bisection(ABC, Generic[T]):
     def run_all(self, *, may_rerun: bool, known: Outcome | None = None) -> int:
         """Run all items, until each has results or has failed, or is dropped.
 
-        Args:
-            may_rerun: whether the model gets a part again on which it raised. If not, all of that
-                part fail.
-            known: what became of the first part, if that was run already.
-
-        Returns:
-            How many runs it took since one raised.
+        Without ``may_rerun`` all of a part fail on which the model raised. ``known`` is what became
+        of the first part, if that was run already. Returns how many runs it took since one raised.
         """
         runs, has_raised = 0, False
         while self.items:
@@ -253,12 +244,7 @@ class Ceiling:
         self._until_probe = FIRST_INTERVAL  # full parts until the next probe
 
     def begin(self, size: int, lengths: Sequence[float] | None = None) -> None:
-        """A batch of so many items is to be computed.
-
-        Args:
-            lengths: lengths of the items, at least 0; None if unknown. A ceiling must always get
-                the one or the other.
-        """
+        """A batch is to be computed. A ceiling must always get lengths, or never."""
         asked = size * _longest(lengths)
         self._asked = max(self._asked, asked) if self.limit else asked
         self._before = None
@@ -276,11 +262,7 @@ class Ceiling:
     def fitted(
         self, size: int, lengths: Sequence[float] | None = None, *, was_cut: bool = False
     ) -> None:
-        """A part was computed.
-
-        Args:
-            was_cut: whether there were more items.
-        """
+        """A part was computed; ``was_cut`` says that there were more items."""
         cost = size * _longest(lengths)
         if not self.limit:
             return
@@ -294,11 +276,7 @@ class Ceiling:
     def ran_out(
         self, size: int, lengths: Sequence[float] | None = None, *, keep: int | None = None
     ) -> None:
-        """A part ran out of memory.
-
-        Args:
-            keep: how many items to compute at once from now on; None for half of them.
-        """
+        """A part ran out of memory: from now on ``keep`` items fit at once, or else half of it."""
         longest = _longest(lengths)
         if size == 1 and keep is None:
             # One item was to blame, so the old limit is right. If the device is full after all,

@@ -84,11 +84,7 @@ StepPair = tuple[Any, bool] | Failure
 
 
 class UnreadableError(BadModelOutput):
-    """The results of a call say nothing of any item.
-
-    Attributes:
-        parts: of them, as far as they have any.
-    """
+    """The results of a call say nothing of any item; ``parts`` of them, as far as there are any."""
 
     def __init__(self, text: str, parts: Sequence[Any] = ()) -> None:
         super().__init__(text)
@@ -103,8 +99,7 @@ def read_states(found: Any, expected: int, name: str) -> list[Any]:
 def read_pairs(found: Any, expected: int, name: str, *, moves_to_cpu: bool) -> list[StepPair]:
     """So many pairs, with their tensors on the CPU. One that is none is its item's failure.
 
-    Raises:
-        UnreadableError: they are not as many.
+    Raises UnreadableError: they are not as many.
     """
     if type(found) is OnHost:
         found = results_on_host(found)

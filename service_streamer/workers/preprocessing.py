@@ -88,22 +88,14 @@ class PreprocessPool:
             self._start(place)
 
     def wait_ready(self) -> None:
-        """Block until all of them are.
-
-        Raises:
-            WorkerStartError: one of them could not start; its cause has the traceback.
-        """
+        """Block until all of them are. Raises WorkerStartError, whose cause has the traceback."""
         while len(self._ready) < self._count:
             for event in self._events(None):
                 if isinstance(event, WorkerDied):
                     raise event.failure.exception()
 
     def attach(self, model: ManagedModel) -> None:
-        """Stand in for the ``preprocess`` of this model.
-
-        Raises:
-            TypeError: it has none.
-        """
+        """Stand in for the ``preprocess`` of this model. Raises TypeError: it has none."""
         check_preprocess(type(model))
         self._collate = model.collate
         model.preprocess = self  # type: ignore[method-assign]
@@ -212,11 +204,11 @@ class PreprocessPool:
                 self._ready.add(event.slot)
             elif isinstance(event, WorkerDied):
                 del self._places[event.slot]
-                is_first_start = event.slot < self._count and event.slot not in self._ready
-                if event.slot not in self._ready:
-                    self.may_start_at = time.monotonic() + _START_INTERVAL
+                was_ready = event.slot in self._ready
                 self._ready.discard(event.slot)
-                if not is_first_start:  # ``wait_ready`` raises it
+                if not was_ready:
+                    self.may_start_at = time.monotonic() + _START_INTERVAL
+                if was_ready or event.slot >= self._count:  # else ``wait_ready`` raises it
                     logger.warning("%s", event.failure.message)
         return events
 
@@ -233,13 +225,9 @@ def _split(items: Any, count: int) -> list[Any]:
 
 
 class InvalidPart(NamedTuple):
-    """In place of what ``preprocess`` returned: it called items of the part invalid.
+    """In place of what ``preprocess`` returned: it called items of the part invalid."""
 
-    Attributes:
-        failures: by position in the part.
-    """
-
-    failures: dict[int, Failure]
+    failures: dict[int, Failure]  # by position in the part
 
     def errors(self) -> dict[int, Exception]:
         """Those that it named, by position in the part."""
@@ -301,10 +289,7 @@ def _end_with(worker: int) -> None:
     """Have the kernel end this process with its worker, also when it hangs in native code.
 
     The worker is killed because of such a hang; the thread that watches for its end may not get to
-    run then.
-
-    Raises:
-        SystemExit: it has ended already, and there is no one left to tell.
+    run then. Raises SystemExit: the worker has ended already.
     """
     with contextlib.suppress(AttributeError, OSError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

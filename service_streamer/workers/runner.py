@@ -20,19 +20,16 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableSequence, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 from ..gpu.accelerators import copy_thread_modes
 from ..gpu.device_errors import DeviceFailed
-from ..observe.record import BatchReport, StepReport
+from ..observe.record import StepReport
 from ..reporting import quiet_log, summary
 from .model_spec import LoadedModel
-from .protocol import Failure
-from .stages import FORWARD, INTAKE, OUTLET, Job, Stages
+from .stages import FORWARD, INTAKE, OUTLET, Channel, Job, Stages
 
 #: Batches do not overlap if that saves less than so many seconds of each: handing a batch on to
 #: another thread takes about 5e-5 each time.
@@ -44,62 +41,6 @@ _USELESS = 8
 
 #: How long results that are on their way may take when the worker has to end, seconds.
 _LAST_RESULTS = 5.0
-
-
-class Channel(ABC):
-    """A worker's end of its private connection to the web process.
-
-    ``receive`` and ``decode`` are called by one thread, ``encode`` and ``send`` by one other.
-    """
-
-    @abstractmethod
-    def receive(self) -> tuple[Any, ...] | None:
-        """Block for the next batch: its id, and the rest of it for ``decode``. None: end now.
-
-        Its fourth member are the items of each call, as in ``Transport.send``; of a model of steps
-        it says whether it is a stream. Such a model may also get ``DROP``, ``HOLD`` or ``RESUME``
-        with the ids of batches: whose callers have gone, that are not to be stepped for a while,
-        and that are again.
-        """
-
-    @abstractmethod
-    def send(self, report: BatchReport | StepReport) -> None:
-        """Answer a batch, or report a step; it is encoded."""
-
-    def encode_step(self, report: StepReport) -> None:  # noqa: B027 - optional
-        """Make the outputs of a step, and of the batches that are over, ready to travel.
-
-        A stream of which an output cannot travel is to be ended: its batch is then among those that
-        are over, with that failure.
-        """
-
-    def is_waiting(self) -> bool:
-        """Whether ``receive`` would return at once."""
-        return False
-
-    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
-        """The batch's id, its items, and by position why an item is missing."""
-        batch: tuple[int, list[Any], dict[int, Failure]] = received[:3]
-        return batch
-
-    #: Whether ``decoded`` is wanted: it keeps the memory of large items.
-    keeps_decoded = False
-    #: The last batch of several items that ``decode`` has decoded; whoever takes it empties this.
-    decoded: Sequence[Any] = ()
-
-    def decode_again(self, payload: Any) -> Any:
-        """An item as it was sent: the model may have written to it."""
-        return payload
-
-    def encode(self, report: BatchReport) -> None:  # noqa: B027 - optional
-        """Make the outputs ready to travel; one that cannot becomes a failure of its position."""
-
-    def check_owner(self) -> None:  # noqa: B027
-        """End a process that the model has forked and that came back from the model."""
-
-    def interrupt(self) -> bool:
-        """Make ``receive`` return None, now or soon, for another thread; False if it cannot."""
-        return False
 
 
 def serve(
@@ -124,22 +65,20 @@ def serve(
 
         serve_steps(channel, model, progress)
         return
-    stages = Stages(model, progress, unwanted)
+    stages = Stages(channel, model, progress, unwanted)
     try:
-        _serve(channel, stages)
+        _serve(stages)
     except DeviceFailed as end:
         end.batch_ids |= stages.launched
         raise
 
 
-def _serve(channel: Channel, stages: Stages) -> None:
-    may_overlap = _has_real_threads()
-    channel.keeps_decoded = stages.model.may_rerun
-    stages.on_run = lambda: channel.send(StepReport())
+def _serve(stages: Stages) -> None:
+    channel, may_overlap = stages.channel, _has_real_threads()
     warn_once = quiet_log(__name__, once=True)  # it tries again and again
     received = channel.receive()
     while received is not None:
-        job = _take_in(channel, stages, received)
+        job = stages.take_in(received)
         # Nothing here may hold the batch: it would stay in memory until the next one comes, and
         # its blocks of shared memory are released with the report.
         del received
@@ -148,42 +87,16 @@ def _serve(channel: Channel, stages: Stages) -> None:
         stages.compute(job)
         while not stages.finish(job):
             stages.compute(job)
-        _answer(channel, stages, job)
+        stages.answer(job)
         stages.progress[FORWARD] = 0
         overlaps = may_overlap and job.saves(_WORTH) and not stages.model.keeps_outputs
         if overlaps and channel.is_waiting():
-            overlap = _Overlap(channel, stages, warn_once)
+            overlap = _Overlap(stages, warn_once)
             if overlap.start():
                 received = overlap.run()
                 del overlap  # it holds that batch
                 continue
         received = channel.receive()
-
-
-def _take_in(channel: Channel, stages: Stages, received: tuple[Any, ...]) -> Job:
-    """INTAKE: decode and preprocess."""
-    began = time.monotonic()
-    stages.progress[INTAKE] = received[0] + 1
-    job = Job(*channel.decode(received), received[3])
-    payloads, channel.decoded = channel.decoded, ()
-    if payloads:
-        job.again = lambda position: channel.decode_again(payloads[position])
-    job.decoding = time.monotonic() - began
-    stages.take_in(job)
-    return job
-
-
-def _answer(channel: Channel, stages: Stages, job: Job, *, is_overlapped: bool = False) -> None:
-    """The rest of OUTLET: encode and send."""
-    report = stages.report(job)
-    began = time.monotonic()
-    channel.encode(report)
-    if job.memory is not None:
-        stages.sent(job)
-    job.encoding = time.monotonic() - began
-    if is_overlapped or stages.has_stages:
-        report.stages = job.by_stage
-    channel.send(report)
 
 
 def _has_real_threads() -> bool:
@@ -199,9 +112,8 @@ class _Overlap:
     the token back. A batch that comes back from the outlet needs none.
     """
 
-    def __init__(self, channel: Channel, stages: Stages, warn: Callable[..., None]) -> None:
+    def __init__(self, stages: Stages, warn: Callable[..., None]) -> None:
         self._warn = warn
-        self._channel = channel
         self._stages = stages
         #: For this thread. None: the intake has ended, and at last the outlet.
         self._prepared: SimpleQueue[Job | None] = SimpleQueue()
@@ -261,7 +173,7 @@ class _Overlap:
             # Results that are on their way are sent before the worker ends.
             self._computed.put(None)
             self._outlet.join(_LAST_RESULTS)
-            if self._channel.interrupt():
+            if self._stages.channel.interrupt():
                 self._intake.join(_LAST_RESULTS)
             raise
         stages.on_run = on_run
@@ -281,14 +193,14 @@ class _Overlap:
         """Until the channel says to end, or overlap is of no use: returns the batch after that."""
         lonely = 0
         while True:
-            received = self._channel.receive()
+            received = self._stages.channel.receive()
             lonely = lonely + 1 if self._taken == self._answered else 0
             is_of_use = max(lonely, self._saved_nothing) <= _USELESS
             if received is None or not is_of_use or self._stages.model.keeps_outputs:
                 return received
-            job = _take_in(self._channel, self._stages, received)
+            job = self._stages.take_in(received)
             del received
-            self._channel.check_owner()
+            self._stages.channel.check_owner()
             self._stages.progress[INTAKE] = 0
             self._before_forward.get()
             if self._has_failed:
@@ -314,7 +226,7 @@ class _Overlap:
                 self._before_forward.put(None)
             stages.progress[FORWARD] = job.batch_id + 1
             stages.compute(job)
-            self._channel.check_owner()
+            self._stages.channel.check_owner()
             stages.progress[FORWARD] = 0
             if not job.is_redone:
                 self._before_outlet.get()
@@ -333,13 +245,13 @@ class _Overlap:
                     is_ending = True
                     continue
                 if isinstance(job, StepReport):
-                    self._channel.send(job)
+                    self._stages.channel.send(job)
                     continue
                 if not job.is_redone:
                     self._before_outlet.put(None)
                 stages.progress[OUTLET] = job.batch_id + 1
                 if stages.finish(job, is_overlapped=True):
-                    _answer(self._channel, stages, job, is_overlapped=True)
+                    stages.answer(job, is_overlapped=True)
                     self._answered += 1
                     self._saved_nothing = 0 if job.saves(_WORTH) else self._saved_nothing + 1
                 else:

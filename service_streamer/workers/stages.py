@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -27,7 +28,7 @@ from ..errors import BadModelOutput, InvalidInput, InvalidItems
 from ..gpu.accelerators import kind_in_use, release_memory
 from ..gpu.device_errors import DeviceFailed, is_out_of_memory
 from ..gpu.transfers import StageTimer
-from ..observe.record import BatchReport
+from ..observe.record import BatchReport, StepReport
 from .mending import Bisection, Invalid, Outcome, OutOfMemory, Returned, at_positions, by_position
 from .model_spec import LoadedModel, Predict
 from .outputs import check_outputs, in_own_memory, memory_of
@@ -35,6 +36,62 @@ from .protocol import SIGN_OF_LIFE, Failure, is_unwanted
 from .stacking import stacks
 
 INTAKE, FORWARD, OUTLET = range(3)
+
+
+class Channel(ABC):
+    """A worker's end of its private connection to the web process.
+
+    ``receive`` and ``decode`` are called by one thread, ``encode`` and ``send`` by one other.
+    """
+
+    @abstractmethod
+    def receive(self) -> tuple[Any, ...] | None:
+        """Block for the next batch: its id, and the rest of it for ``decode``. None: end now.
+
+        Its fourth member are the items of each call, as in ``Transport.send``; of a model of steps
+        it says whether it is a stream. Such a model may also get ``DROP``, ``HOLD`` or ``RESUME``
+        with the ids of batches: whose callers have gone, that are not to be stepped for a while,
+        and that are again.
+        """
+
+    @abstractmethod
+    def send(self, report: BatchReport | StepReport) -> None:
+        """Answer a batch, or report a step; it is encoded."""
+
+    def encode_step(self, report: StepReport) -> None:  # noqa: B027 - optional
+        """Make the outputs of a step, and of the batches that are over, ready to travel.
+
+        A stream of which an output cannot travel is to be ended: its batch is then among those that
+        are over, with that failure.
+        """
+
+    def is_waiting(self) -> bool:
+        """Whether ``receive`` would return at once."""
+        return False
+
+    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
+        """The batch's id, its items, and by position why an item is missing."""
+        batch: tuple[int, list[Any], dict[int, Failure]] = received[:3]
+        return batch
+
+    #: Whether ``decoded`` is wanted: it keeps the memory of large items.
+    keeps_decoded = False
+    #: The last batch of several items that ``decode`` has decoded; whoever takes it empties this.
+    decoded: Sequence[Any] = ()
+
+    def decode_again(self, payload: Any) -> Any:
+        """An item as it was sent: the model may have written to it."""
+        return payload
+
+    def encode(self, report: BatchReport) -> None:  # noqa: B027 - optional
+        """Make the outputs ready to travel; one that cannot becomes a failure of its position."""
+
+    def check_owner(self) -> None:  # noqa: B027
+        """End a process that the model has forked and that came back from the model."""
+
+    def interrupt(self) -> bool:
+        """Make ``receive`` return None, now or soon, for another thread; False if it cannot."""
+        return False
 
 
 @dataclass(eq=False)
@@ -117,9 +174,8 @@ def outcome_of(
 ) -> Invalid | OutOfMemory | Failure:
     """What a model's error means; raises it again if it is no error of a batch.
 
-    Args:
-        named: how many items the model was called with, if it knows them by their positions. Else
-            ``InvalidItems`` is an error of all of them.
+    ``named`` items were in the call, if the model knows them by their positions. Else, as 0,
+    ``InvalidItems`` is an error of all of them.
     """
     if isinstance(error, InvalidItems):
         if named:
@@ -146,8 +202,8 @@ def outcome_of(
 class Stages:
     """Runs the stages of one model. Each method belongs to the thread of its stage.
 
-    ``take_in``, ``compute`` and ``finish`` raise nothing that a model raises: that becomes the
-    failure of the batch, or of the calls at fault. They raise DeviceFailed, and what ends a worker.
+    None of them raises what a model raises: that becomes the failure of the batch, or of the calls
+    at fault. They raise DeviceFailed, and what ends a worker.
 
     Args:
         progress: where each stage writes which batch it is at: its id plus 1, or 0.
@@ -159,18 +215,20 @@ class Stages:
 
     def __init__(
         self,
+        channel: Channel,
         model: LoadedModel,
         progress: MutableSequence[int] | None = None,
         unwanted: Sequence[int] = (),
     ) -> None:
+        self.channel = channel
+        channel.keeps_decoded = model.may_rerun
         self.model = model
         self.progress = [0, 0, 0] if progress is None else progress
         self._unwanted = unwanted
-        self.on_run: Callable[[], None] = lambda: None
+        self.on_run: Callable[[], None] = lambda: channel.send(StepReport())
         managed: Any = model.managed
         if hasattr(managed, "raise_if_unwanted"):
-            managed.raise_if_unwanted = lambda: self._check_wanted(self.progress[FORWARD])
-        #: Whether reports say what each stage took, also where batches do not overlap.
+            managed.raise_if_unwanted = lambda: self._check_wanted(self.progress[FORWARD] - 1)
         self.has_stages = model.forward is not model.predict
         self._preprocess = _one_at_a_time(model.preprocess)
         self._postprocess = _one_at_a_time(model.postprocess)
@@ -178,22 +236,29 @@ class Stages:
         #: comes up in any stage of any batch, often in ``forward`` of the next one.
         self.launched: set[int] = set()
 
-    def take_in(self, job: Job) -> None:
-        """Preprocess."""
-        model, items = self.model, job.items
-        if (self._preprocess is None and not model.stack) or not items:
-            return
-        started = job.started_at = time.monotonic()
+    def take_in(self, received: tuple[Any, ...]) -> Job:
+        """INTAKE, of what the channel has received."""
+        channel, began = self.channel, time.monotonic()
+        self.progress[INTAKE] = received[0] + 1
+        job = Job(*channel.decode(received), received[3])
+        payloads, channel.decoded = channel.decoded, ()
+        if payloads:
+            job.again = lambda position: channel.decode_again(payloads[position])
+        job.decoding = time.monotonic() - began
+        if not job.items or (self._preprocess is None and not self.model.stack):
+            return job
+        job.started_at = time.monotonic()
         job.data = None
         try:
-            self._check_wanted(job.batch_id + 1)
-            if model.ceiling.limit:
+            self._check_wanted(job.batch_id)
+            if self.model.ceiling.limit:
                 self._prepare_parts(job)
             else:
-                job.data = self.prepare(items)
+                job.data = self.prepare(job.items)
         except BaseException as error:
-            self._failed(job, error, len(items))
-        job.seconds[INTAKE] = time.monotonic() - started
+            self._failed(job, error, len(job.items))
+        job.seconds[INTAKE] = time.monotonic() - job.started_at
+        return job
 
     def _prepare_parts(self, job: Job) -> None:
         """Preprocess those parts of the batch that probably fit into memory."""
@@ -209,7 +274,7 @@ class Stages:
             start = stop
 
     def compute(self, job: Job) -> None:
-        """Run ``forward``, or ``predict``; or all stages, if the batch is computed in parts."""
+        """FORWARD; or all stages, if the batch is computed in parts."""
         if job.failure is not None or not job.items:
             return
         started = time.monotonic()
@@ -221,7 +286,7 @@ class Stages:
         in_parts = job.outcome is not None or bool(job.prepared or self.model.ceiling.limit)
         if not in_parts:
             try:
-                self._check_wanted(job.batch_id + 1)
+                self._check_wanted(job.batch_id)
                 job.data = self.forward(job.data)
             except BaseException as error:
                 # Of a batch that preprocess has made the positions are not known.
@@ -235,7 +300,7 @@ class Stages:
             job.seconds[FORWARD] += time.monotonic() - started
 
     def finish(self, job: Job, *, is_overlapped: bool = False) -> bool:
-        """Make results. False: the batch has to go back to ``compute``, which does it in parts."""
+        """OUTLET, up to the results. False: the batch goes back to ``compute``, in parts."""
         timer, moves_to_cpu = job.timer, self.model.moves_to_cpu
         if timer is not None:
             job.seconds[FORWARD] += timer.seconds()
@@ -260,10 +325,22 @@ class Stages:
         return False
 
     def _make_results(self, job: Job) -> None:
-        self._check_wanted(job.batch_id + 1)
+        self._check_wanted(job.batch_id)
         job.results = self.results(job.data, len(job.items))
 
-    def report(self, job: Job) -> BatchReport:
+    def answer(self, job: Job, *, is_overlapped: bool = False) -> None:
+        """The rest of OUTLET: encode and send."""
+        report = self._report(job)
+        began = time.monotonic()
+        self.channel.encode(report)
+        if job.memory is not None and job.memory() is not None:  # though nothing here looks at it
+            self.model.keeps_outputs = True
+        job.encoding = time.monotonic() - began
+        if is_overlapped or self.has_stages:
+            report.stages = job.by_stage
+        self.channel.send(report)
+
+    def _report(self, job: Job) -> BatchReport:
         """The report of a finished job, which lets go of all that it holds.
 
         Nothing may hold the items when the report is encoded: their blocks of shared memory are
@@ -292,11 +369,6 @@ class Stages:
             padding,
             runs=job.runs,
         )
-
-    def sent(self, job: Job) -> None:
-        """Its results are encoded, and nothing here looks at them any more."""
-        if job.memory is not None and job.memory() is not None:
-            self.model.keeps_outputs = True
 
     # -- what the model is called for; a model with ``stack`` for each array by itself
 
@@ -333,20 +405,20 @@ class Stages:
 
     # -- errors
 
-    def is_wanted(self, number: int) -> bool:
-        """Whether anybody waits for the batch of this id plus 1."""
+    def is_wanted(self, batch_id: int) -> bool:
+        """Whether anybody waits for the batch."""
         unwanted = self._unwanted
-        return not (unwanted and unwanted[0] and is_unwanted(unwanted, number))
+        return not (unwanted and unwanted[0] and is_unwanted(unwanted, batch_id + 1))
 
-    def _check_wanted(self, number: int) -> None:
-        """Raises InvalidInput, of which nobody learns: the batch of this number is unwanted."""
-        if not self.is_wanted(number):
+    def _check_wanted(self, batch_id: int) -> None:
+        """Raises InvalidInput, of which nobody learns: the batch is unwanted."""
+        if not self.is_wanted(batch_id):
             raise InvalidInput("nobody waits for the results any more")
 
     def _failed(self, job: Job, error: BaseException, named: int = 0) -> None:
         """What a stage raised: the batch fails, or is computed in parts."""
         outcome = outcome_of(error, self.model, job.batch_id, named)
-        may_search = job.is_shared and self.is_wanted(job.batch_id + 1)
+        may_search = job.is_shared and self.is_wanted(job.batch_id)
         if isinstance(outcome, Failure) and not may_search:
             job.fail(outcome)
         else:
@@ -413,7 +485,7 @@ class _BatchParts(Bisection[int]):
 
     def run(self, part: list[int]) -> Outcome:
         job, stages = self._job, self._stages
-        if not stages.is_wanted(job.batch_id + 1):
+        if not stages.is_wanted(job.batch_id):
             return self._give_up(Failure(InvalidInput("nobody waits for the results any more")))
         now = time.monotonic()
         if now - self._told_at >= SIGN_OF_LIFE:

@@ -120,6 +120,7 @@ class StepBatch:
         deck: those that wait, in order.
         running: in the order in which they began.
         memory: how many may run, learned from lack of memory.
+        starts: how many may start in one call, likewise.
         evicted: states that were given up; whoever reports them sets it to 0.
     """
 
@@ -137,8 +138,8 @@ class StepBatch:
         # One more at a time: of too many, each is given up after a step that ran out.
         self.memory = Ceiling(growth=0.0)
         self.memory.begin(places)
-        self._starts = Ceiling(growth=0.0)  # how many may start in one call
-        self._starts.begin(places)
+        self.starts = Ceiling(growth=0.0)
+        self.starts.begin(places)
         self._awaits_end = False  # nothing starts before an item is over: they cost too much
         self.evicted = 0
         self._places = places
@@ -164,7 +165,7 @@ class StepBatch:
         if not self.deck or (self._awaits_end and running):
             return []
         size = self.memory.room(self._places)
-        most = min(self._most_in_time(), self._starts.room(self._places))
+        most = min(self._most_in_time(), self.starts.room(self._places))
         is_bounded = self._max_cost < math.inf
         if is_bounded and self._new_cost is None:
             most = 1  # it will tell
@@ -205,18 +206,14 @@ class StepBatch:
         self.running += requests
 
     def learn_start(self, requests: Sequence[StepRequest], seconds: float | None) -> None:
-        """These have started together, and their costs are known.
-
-        Args:
-            seconds: what it took; None after an error.
-        """
+        """These have started together, in so many seconds; None after an error."""
         for request in requests:
             request.first_cost = cost = request.cost
             before = cost if self._new_cost is None else self._new_cost
             self._new_cost = before + (cost - before) * COST_RATE
         if seconds is not None:
             self._start_time.observe(len(requests), seconds)
-            self._starts.fitted(len(requests))
+            self.starts.fitted(len(requests))
 
     def learn_step(self, seconds: float) -> None:
         """A step took so many seconds, without an error."""
@@ -229,10 +226,6 @@ class StepBatch:
         before = growth if self._growth is None else self._growth
         self._growth = before + (growth - before) * COST_RATE
 
-    def can_start_again(self, request: StepRequest) -> bool:
-        """Whether it may, and its caller sees nothing of it."""
-        return self._may_rerun and not request.sent
-
     def excess(self) -> StepRequest | None:
         """The one to be given up since all together cost too much; None if none is."""
         if len(self.running) < 2 or self.cost <= self._max_cost:
@@ -241,8 +234,10 @@ class StepBatch:
         return self.youngest(self.running)
 
     def youngest(self, among: Sequence[StepRequest]) -> StepRequest | None:
-        """The last that began of these, and can start again; None if none can."""
-        return next(filter(self.can_start_again, reversed(among)), None)
+        """The last that began of these, and can start again unseen by its caller; or None."""
+        if not self._may_rerun:
+            return None
+        return next((each for each in reversed(among) if not each.sent), None)
 
     def put_back(self, requests: Sequence[StepRequest]) -> None:
         """Before the others on deck, in this order. Their states are given up."""
@@ -258,14 +253,10 @@ class StepBatch:
         """There is memory for no more than so many."""
         self.memory.ran_out(keep + 1, keep=max(1, keep))
 
-    def start_ran_out(self, size: int) -> None:
-        """So many could not start in one call."""
-        self._starts.ran_out(size)
-
     def ran_out_alone(self) -> None:
         """An item does not fit, whoever runs. So it may have been the reason for the bounds."""
         self.memory.ran_out(1)
-        self._starts.ran_out(1)
+        self.starts.ran_out(1)
 
     def end(self, request: StepRequest) -> None:
         """It is over, wherever it is."""

@@ -27,7 +27,7 @@ import time
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, MutableSequence, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import BadModelOutput, SharedBatchError, WorkerLost
 from ..gpu.accelerators import release_memory
@@ -38,11 +38,8 @@ from .mending import Bisection, Invalid, Outcome, Returned
 from .model_spec import LoadedModel, describe
 from .outputs import StepPair, UnreadableError, read_pairs, read_states
 from .protocol import DROP, HOLD, RESUME, SIGN_OF_LIFE, Failure
-from .stages import FORWARD, outcome_of
+from .stages import FORWARD, Channel, outcome_of
 from .step_batch import NO_STATE, StepBatch, StepRequest
-
-if TYPE_CHECKING:  # it imports this module
-    from .runner import Channel
 
 logger = logging.getLogger(__name__)
 
@@ -354,7 +351,6 @@ class _RequestParts(Bisection[StepRequest]):
     def __init__(self, stepper: _Stepper, requests: Sequence[StepRequest]) -> None:
         super().__init__(requests)
         self._stepper = stepper
-        self._batch = stepper.batch
         self._may_rerun = stepper.model.may_rerun
         self._told_at = time.monotonic()
 
@@ -397,7 +393,7 @@ class _Start(_RequestParts):
 
     def ran_out(self, part: list[StepRequest], failure: Failure) -> None:
         """The part fails if it can never fit; else it waits, and all that come after it."""
-        batch = self._batch
+        batch = self._stepper.batch
         others = len(batch.running) + self._started
         is_alone = len(part) == 1 and not others
         if is_alone:
@@ -409,7 +405,7 @@ class _Start(_RequestParts):
             if len(part) == 1:
                 batch.ran_out(others)
             else:
-                batch.start_ran_out(len(part))
+                batch.starts.ran_out(len(part))
             self.drop(self.items)
         release_memory()  # only now: where it was raised, frames still held tensors
 
@@ -433,7 +429,8 @@ class _Step(_RequestParts):
 
     def ran_out(self, part: list[StepRequest], failure: Failure) -> None:
         """Give up the youngest of those that have not taken the step."""
-        batch, size, youngest = self._batch, len(self._batch.running), None
+        batch, youngest = self._stepper.batch, None
+        size = len(batch.running)
         if self._may_rerun and size > 1:
             batch.ran_out(size - 1)
             youngest = batch.youngest(self.items)

@@ -19,7 +19,8 @@ from ..reporting import quiet_log, summary
 from ..supervision.supervisor import Loss
 from .model_spec import ModelSpec
 from .protocol import UNWANTED, Failure, WorkerReady, add_unwanted
-from .runner import Channel, serve
+from .runner import serve
+from .stages import Channel
 
 _log = quiet_log(__name__)
 

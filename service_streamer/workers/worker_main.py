@@ -51,7 +51,8 @@ from .protocol import (
     WorkerReady,
     encode,
 )
-from .runner import Channel, serve
+from .runner import serve
+from .stages import Channel
 from .starting import STACKS_SIGNAL, leave_to_parent, limit_loaded_torch
 
 if TYPE_CHECKING:
