@@ -61,7 +61,6 @@ _LONGEST_TRACEBACK = 2 * MAX_TEXT
 #: These say nothing of the worker that they come from.
 _BLAMES_INPUT = (InvalidInput, UnpicklableItem, BadMessage)
 
-
 #: Exit codes of worker processes; Python itself uses 1 and 2.
 EXIT_START_FAILED = 3
 EXIT_FORK_RETURNED = 70  # EX_SOFTWARE of sysexits.h
@@ -74,6 +73,9 @@ Frame = bytes | bytearray | memoryview
 _HEADER_SIZE = 8
 #: What a pipe holds on Linux: more is never there to be read at once.
 _READ_SIZE = 65_536
+
+
+# -- failures
 
 
 class Failure:
@@ -203,6 +205,9 @@ def _format(error: BaseException) -> str:
     return text
 
 
+# -- messages
+
+
 class WorkerReady(NamedTuple):
     """From a worker: it has loaded its model, and waits for batches.
 
@@ -307,6 +312,9 @@ def decode(message: tuple[Any, ...]) -> FromWorker:
     return _KINDS[kind](*fields)
 
 
+# -- frames
+
+
 class FrameReader:
     """Reads frames; at most one thread at a time. Does not own the descriptor."""
 
@@ -407,6 +415,9 @@ class FrameWriter:
             else:
                 unwritten[0] = unwritten[0][count:]
         return True
+
+
+# -- the page of numbers
 
 
 #: Numbers for the batches that nobody waits for: how many those were so far, and the last of them.
