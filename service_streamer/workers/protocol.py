@@ -272,14 +272,6 @@ class Breach(Exception):
     """A worker has written what the protocol does not allow; the text says what."""
 
 
-def describe_breach(error: Exception) -> str:
-    """Why a worker is killed whose message raised ``error`` when it was read."""
-    why = (
-        str(error) if isinstance(error, Breach) else f"its answer cannot be read ({summary(error)})"
-    )
-    return f"it broke the protocol: {why}"
-
-
 def encode(message: FromWorker) -> tuple[Any, ...]:
     """The message as the tuple that is pickled."""
     if isinstance(message, BatchReport):
@@ -366,7 +358,10 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Writes frames in order and keeps what the pipe does not take yet; one thread at a time."""
+    """Writes frames in order and keeps what the pipe does not take yet; one thread at a time.
+
+    ``write`` may interrupt ``flush`` anywhere, as in a finalizer, and nothing else anything.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

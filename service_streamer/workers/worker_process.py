@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
-from ..reporting import quiet_log
+from ..reporting import quiet_log, summary
 from ..supervision.supervisor import Loss
 from . import starting
 from .memory.memory_link import Memories, MemoryLink
@@ -164,6 +164,13 @@ class KnownWorker:
         reason = WorkerStartError(f"{self} could not load the model: {failure.text}")
         loss = Loss.NO_MEMORY if message.is_out_of_memory else Loss.START_FAILED
         return [WorkerDied(self.slot, Failure(reason, cause=failure), loss)]
+
+    def note_breach(self, error: Exception) -> None:
+        """Reading what it has said raised this, so it is going to be killed."""
+        if self.killed_for is None:
+            is_known = isinstance(error, Breach)
+            why = str(error) if is_known else f"its answer cannot be read ({summary(error)})"
+            self.killed_for = f"it broke the protocol: {why}"
 
     def _check_answer(self, report: BatchReport) -> None:
         size = self.unanswered.pop(report.batch_id, None)
@@ -365,7 +372,7 @@ class WorkerProcess(KnownWorker):
     def write(self, frame: bytes) -> bool:
         """Write or keep the frame; False if some is kept and the loop should flush it.
 
-        For one worker, no call interrupts another one: see ``Transport.send``.
+        No call interrupts another one, see ``Transport``; but a finalizer's may interrupt ``flush``.
         """
         with self._write_lock:
             try:
@@ -403,16 +410,20 @@ class WorkerProcess(KnownWorker):
         if self.kill_at is not None:
             self.kill_at = min(self.kill_at, time.monotonic() + _WRITING_GRACE)
 
-    def kill_if_overdue(self, now: float) -> None:
-        """Kill it if its time has come."""
-        if self.kill_at is None or self.kill_at > now:
-            return
+    def kill_if_overdue(self, timeout: float | None) -> float | None:
+        """Kill it if its time has come; else how long to wait for that, ``timeout`` at most."""
+        if self.kill_at is None:
+            return timeout
+        left = self.kill_at - time.monotonic()
+        if left > 0:
+            return left if timeout is None else min(timeout, left)
         self.kill_at = None
-        self._process.kill()  # SIGTERM it leaves to us: see ``leave_to_parent``
+        self.kill()  # SIGTERM it leaves to us: see ``leave_to_parent``
         if self.killed_for is None:
             name = str(self)  # or whoever keeps the record would keep all of us
             text = "%s did not end within %.1f s: it is killed"
             _log(logging.WARNING, text, name, self._grace)
+        return timeout
 
     def died(self, device: Device | None) -> WorkerDied | None:
         """Collect the dead process; how it ended, for the engine. None if it has said so itself.
