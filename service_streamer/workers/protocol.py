@@ -360,7 +360,7 @@ class FrameReader:
 class FrameWriter:
     """Writes frames in order and keeps what the pipe does not take yet; one thread at a time.
 
-    ``write`` may interrupt ``flush`` anywhere, as in a finalizer, and nothing else anything.
+    A finalizer that calls ``write`` may interrupt ``flush`` at any line, but not another ``write``.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -372,7 +372,7 @@ class WorkerProcess(KnownWorker):
     def write(self, frame: bytes) -> bool:
         """Write or keep the frame; False if some is kept and the loop should flush it.
 
-        No call interrupts another one, see ``Transport``; but a finalizer's may interrupt ``flush``.
+        No call interrupts another one: see ``Transport``. A finalizer's may interrupt ``flush``.
         """
         with self._write_lock:
             try:
