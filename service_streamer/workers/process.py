@@ -229,8 +229,6 @@ class ProcessTransport(Transport):
         worker = self._workers.get(slot)
         if worker is not None:
             worker.end_by_force(why)
-            with contextlib.suppress(KeyError):  # it was killed before
-                self._watch(worker.stacks, worker, self._stacks_begin)
 
     def close(self, grace: float) -> None:
         if self._is_closed:
@@ -296,15 +294,11 @@ class ProcessTransport(Transport):
         worker.note_breach(error)
         worker.kill()
 
-    def _stacks_begin(self, worker: WorkerProcess) -> None:
-        self._unwatch(worker.stacks)
-        worker.hasten()
-
     def _lost(self, worker: WorkerProcess) -> None:
         """The worker is dead: what it had written still counts, then it is gone."""
         while worker.responses in self._selector.get_map() and self._read(worker):
             pass
-        for descriptor in (worker.death, worker.responses, worker.requests, worker.stacks):
+        for descriptor in (worker.death, worker.responses, worker.requests):
             self._unwatch(descriptor)
         del self._workers[worker.slot]
         try:

@@ -45,9 +45,6 @@ _log = quiet_log(__name__)
 #: How long one that hangs has to write down its stacks, seconds. It takes some milliseconds.
 _STACKS_GRACE = 0.5
 
-#: And how long for the rest of them, once the first are there.
-_WRITING_GRACE = 0.05
-
 #: Bytes of a pipe. Memory is used for what is in it only. With 16 and 64 callers, payloads of 8 and
 #: 12 kB and this size give 1.07 to 1.27 times the calls of 64 kB, and 1 MiB up to 1.41 times. But a
 #: user has 64 MiB for all pipes (pipe-user-pages-soft), and beyond that new ones hold 8 kB only. So
@@ -246,7 +243,7 @@ class WorkerProcess(KnownWorker):
         noun: what it is called in messages.
 
     Attributes:
-        requests, responses, stacks: descriptors of its pipes. Stacks come when it crashes or hangs.
+        requests, responses: descriptors of its pipes.
         death: a descriptor that is readable when the process has ended.
         reader: reads the responses.
         kill_at: when it is to be killed unless it has ended, on the monotonic clock; None for
@@ -278,10 +275,10 @@ class WorkerProcess(KnownWorker):
         self._write_lock = threading.RLock()
         for_requests, requests = multiprocessing.connection.Pipe(duplex=False)
         responses, for_responses = multiprocessing.connection.Pipe(duplex=False)
-        stacks, for_stacks = multiprocessing.connection.Pipe(duplex=False)
-        self._ends = requests, responses, stacks
+        self._stacks, for_stacks = multiprocessing.connection.Pipe(duplex=False)
+        self._ends = requests, responses, self._stacks
         self._ends_of_child = for_requests, for_responses, for_stacks
-        self.requests, self.responses, self.stacks = (end.fileno() for end in self._ends)
+        self.requests, self.responses = requests.fileno(), responses.fileno()
         for pipe in (self.requests, self.responses):
             _widen(pipe)
         for end in self._ends:
@@ -405,11 +402,6 @@ class WorkerProcess(KnownWorker):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, STACKS_SIGNAL)
 
-    def hasten(self) -> None:
-        """Its stacks begin to come: it need not have more time than it takes to write them."""
-        if self.kill_at is not None:
-            self.kill_at = min(self.kill_at, time.monotonic() + _WRITING_GRACE)
-
     def kill_if_overdue(self, timeout: float | None) -> float | None:
         """Kill it if its time has come; else how long to wait for that, ``timeout`` at most."""
         if self.kill_at is None:
@@ -448,7 +440,7 @@ class WorkerProcess(KnownWorker):
         exit_code: int | None = self._process.exitcode
         stacks = ""
         with contextlib.suppress(OSError):  # it wrote none, and another process has the pipe
-            stacks = os.read(self.stacks, _STACKS_SIZE).decode(errors="replace")
+            stacks = os.read(self._stacks.fileno(), _STACKS_SIZE).decode(errors="replace")
         self._release()
         # Not closed: another thread may join it at this time, as multiprocessing does at the exit
         # of the interpreter, and a closed one raises ValueError there. Nor can one be closed that
