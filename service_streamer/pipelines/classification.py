@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidInput
-from .encoding import Text
 from .inputs import read_text
-from .labels import default_function, rank
 from .requests import Request, quote
-from .tensors import TensorHandler, logits_of
+from .rows import default_function, rank
+from .tensors import TensorHandler, Text, logits_of
 
 
 class TextClassifier(TensorHandler):

@@ -11,25 +11,9 @@ from typing import Any
 
 from .tasks import GENERATING, TASKS
 
-_LABELLED = frozenset(
-    (
-        "audio-classification", "image-classification", "object-detection", "text-classification",
-        "token-classification",
-    )
-)  # fmt: skip
-
 #: The task whose answers are vectors. The description says of how many numbers, and by that also
 #: that an item may ask for arrays of them.
 _EMBEDS = "feature-extraction"
-
-_EXAMPLES = {
-    "feature-extraction": "A sentence to find others like it.",
-    "text-classification": "I have never enjoyed a rainy day as much as this one.",
-    "text-generation": "Once upon a time",
-    "text2text-generation": "translate English to German: The house is small.",
-    "token-classification": "Ada Lovelace lived in London.",
-    "zero-shot-classification": "The match ended two to one.",
-}
 
 #: For tasks that require labels.
 _LABELS = ["sports", "politics"]
@@ -44,7 +28,7 @@ def describe_pipeline(pipeline: Any, name: str, operations: list[str]) -> dict[s
         operations: supported operations.
     """
     task, model = pipeline.task, pipeline.model
-    labels = getattr(model.config, "id2label", None) if task in _LABELLED else None
+    labels = getattr(model.config, "id2label", None) if TASKS[task].has_labels else None
     return {
         "task": task,
         "model": name,
@@ -74,7 +58,7 @@ def example_of(pipeline: Any, limit: int | None) -> dict[str, Any]:
     elif task == "fill-mask":
         inputs = f"Happy birthday to {pipeline.tokenizer.mask_token}."
     else:
-        inputs = _EXAMPLES[task]
+        inputs = TASKS[task].example
     pairs: list[tuple[str, ...]] = [()]  # what a text is read with
     if "candidate_labels" in TASKS[task].parameters:
         is_roomy = limit is None or limit >= 32  # for more than a label and a word

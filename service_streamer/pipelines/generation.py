@@ -9,52 +9,27 @@ Inputs are prompts, or chats of which the tokenizer's template makes prompts.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidInput
-from .inputs import are_tokens, read_text, read_tokens
+from .inputs import read_text
 from .requests import Request, call_pipeline, plain, quote
 from .tasks import MOST_NEW_TOKENS
-from .text_handler import GivenText
+from .text_handler import PromptedText
 from .text_pieces import first_of
-from .texts import fit_text, prepare_padding, token_limit
+from .texts import fit_text
 
 _MOST_MESSAGES = 256
 _LEAST = {"role", "content"}  # fields of a message
 _MOST_FIELDS = {*_LEAST, "name", "tool_calls", "tool_call_id"}
 
 
-class Generator(GivenText):
-    """ "generate": continues prompts, with finish reasons.
+class Generator(PromptedText):
+    """ "generate": continues prompts, with finish reasons."""
 
-    Args:
-        pipeline: a pipeline of transformers.
-    """
-
-    def __init__(self, pipeline: Any) -> None:
-        super().__init__(pipeline)
-        self.can_batch = prepare_padding(pipeline.model, self.tokenizer, "left")
-        self.limit = token_limit(pipeline.model, self.tokenizer)
-        #: For ``prepare``, which may run in another thread than ``forward``.
-        self._counter = copy.deepcopy(self.tokenizer)
-
-    def read(self, request: Request) -> tuple[Any, ...]:
-        is_chat = isinstance(request.inputs, (list, tuple))
-        if self.takes_tokens and are_tokens(request.inputs):
-            request.encoded = read_tokens(request.inputs, self.vocabulary)
-        elif is_chat:
-            request.encoded = self._encode_chat(request)
-        else:
-            text = read_text(request.inputs, may_be_blank=True)
-            fit_text(text, self.limit, self.tokenizer)
-            request.encoded = list(self._counter(text)["input_ids"])
-        request.tokens = len(request.encoded)
-        if not request.tokens:
-            raise InvalidInput(f"inputs: {quote(request.inputs)} has no tokens; send a text")
-        return (is_chat,)
+    side = "left"
 
     def same_length(self, request: Request, options: Mapping[str, Any]) -> int | None:
         # Options that read the prompt would read its padding, too.
@@ -62,23 +37,7 @@ class Generator(GivenText):
 
     def forward(self, batch: list[Request]) -> list[Any]:
         """Compute requests of one group, in one call of the model."""
-        prompts = {"input_ids": [request.encoded for request in batch]}
-        encoded = self.tokenizer.pad(prompts, padding=len(batch) > 1, return_tensors="pt")
-        ids, device = encoded["input_ids"], self.pipeline.device
-        found = self._generated(
-            batch,
-            ids.shape[1],
-            input_ids=ids.to(device),
-            attention_mask=encoded["attention_mask"].to(device),
-        )
-        stops = batch[0].parameters.get("stop", ())
-        return [
-            [
-                {**self._ended(row, stops, request.encoded), "prompt_tokens": request.tokens}
-                for row in rows
-            ]
-            for request, rows in zip(batch, found, strict=True)
-        ]
+        return self.texts_of(batch, goes_on=True)
 
     def room(self, request: Request) -> int:
         room = MOST_NEW_TOKENS if self.limit is None else self.limit - request.tokens
@@ -94,10 +53,10 @@ class Generator(GivenText):
             f"the text has {request.tokens} tokens, which leaves {room} of the model's {self.limit}"
         )
 
-    def _encode_chat(self, request: Request) -> list[int]:
+    def encode_chat(self, request: Request) -> list[int]:
         messages = request.inputs
         if not self.tokenizer.chat_template:
-            raise InvalidInput("inputs: this model does not support chats; send a string")
+            return super().encode_chat(request)
         if not 1 <= len(messages) <= _MOST_MESSAGES:
             raise InvalidInput(f"inputs: a chat must have 1 to {_MOST_MESSAGES} messages")
         whole = ""
@@ -119,7 +78,7 @@ class Generator(GivenText):
         request.inputs = [*map(_for_template, messages, range(len(messages)))]
         goes_on = messages[-1]["role"] == "assistant"
         try:
-            ids = self._counter.apply_chat_template(
+            ids = self.counter.apply_chat_template(
                 request.inputs,
                 add_generation_prompt=not goes_on,
                 continue_final_message=goes_on,

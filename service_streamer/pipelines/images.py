@@ -14,11 +14,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from .handlers import Handler
 from .inputs import read_image
-from .labels import Labels, default_function, rank
 from .requests import Request
-from .rows import RowHandler
+from .rows import LabelHandler, RowHandler, default_function
 
 logger = logging.getLogger(__name__)
 
@@ -69,23 +67,12 @@ class ImageFeatures(RowHandler):
         return features
 
 
-class ImageClassifier(ImageFeatures):
+class ImageClassifier(LabelHandler, ImageFeatures):
     """ "predict" of image-classification."""
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__(pipeline)
-        config = pipeline.model.config
-        self.labels = Labels(config, default_function(config))
-
-    def plan(self, requests: list[Request]) -> Any:
-        return self.labels.plan(requests)
-
-    def compute(self, inputs: Mapping[str, Any], plan: Any) -> Any:
-        """Scores and numbers of the best labels."""
-        return rank(self.run(inputs)["logits"], *plan)
-
-    def results(self, requests: list[Request], outputs: Any) -> list[Any]:
-        return self.labels.answers(requests, outputs)
+        self.function = default_function(pipeline.model.config)
 
 
 class ObjectDetector(ImageFeatures):
@@ -119,13 +106,6 @@ class ObjectDetector(ImageFeatures):
                 ]
             )
         return results
-
-
-IMAGE_HANDLERS: Mapping[str, Callable[[Any], Handler]] = {
-    "image-classification": ImageClassifier,
-    "image-feature-extraction": ImageFeatures,
-    "object-detection": ObjectDetector,
-}
 
 
 class _Outputs(dict[str, Any]):

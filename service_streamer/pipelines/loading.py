@@ -10,37 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from .hub import HubModel, name_and_revision, resolve
-from .load_errors import first_line, loaded, no_part
 from .precision import DTYPES, Precision
 from .seq2seq import bare_pipeline
-from .suiting import known_task
-from .tasks import ALIASES, GENERATING, TASKS
+from .tasks import ALIASES, GENERATING, TASKS, Task, known_task
 from .transcribing import WHISPER
-from .weights import OWN_CODE, OWN_TASKS, Loading, class_of, load_weights, options_of_hub
+from .weights import (
+    OWN_CODE,
+    Loading,
+    class_of,
+    first_line,
+    load_weights,
+    loaded,
+    no_part,
+    options_of_hub,
+)
 
 DEFAULT_MODEL = Path(__file__).parent.parent / "models" / "text_infilling"
 
-#: Classes of models that are in tables with many others, by their task.
-_NAMED = {"image-to-text": ("VisionEncoderDecoderModel",)}
-
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
-#: transformers' tables of model classes per task, in order of preference: some classes are in
-#: several tables.
-_CLASSES_OF = {
-    "text2text-generation": ("SEQ_TO_SEQ_CAUSAL_LM",),
-    "fill-mask": ("MASKED_LM",),
-    "zero-shot-classification": ("SEQUENCE_CLASSIFICATION",),
-    "text-classification": ("SEQUENCE_CLASSIFICATION",),
-    "token-classification": ("TOKEN_CLASSIFICATION",),
-    "text-generation": ("CAUSAL_LM",),
-    "image-classification": ("IMAGE_CLASSIFICATION",),
-    "object-detection": ("OBJECT_DETECTION",),
-    "automatic-speech-recognition": ("CTC", "SPEECH_SEQ_2_SEQ"),
-    "audio-classification": ("AUDIO_CLASSIFICATION",),
-    "image-feature-extraction": ("IMAGE",),
-    "feature-extraction": ("TEXT_ENCODING",),
-}
+#: The first task that a class suits, if it is in tables of several: texts from texts, although
+#: they can fill masks, too.
+_FIRST = "text2text-generation"
 
 
 def locate_model(model: str | os.PathLike[str] | None) -> str:
@@ -161,7 +152,7 @@ def load_pipeline(
         # accelerate has moved the model already.
         is_placed = getattr(model, "hf_device_map", None) is not None
         device = None if is_placed else torch.device(loading.device)
-        if checked in OWN_TASKS:
+        if TASKS[checked].loads:
             built = bare_pipeline(checked, model, device, parts)
         else:
             built = build(checked, model=model, device=device, **parts)
@@ -252,19 +243,14 @@ def _check_class(source: str, task: str, config: Any) -> None:
 
 
 def _tasks_of(name: str) -> list[str]:
-    return [task for task in (*_CLASSES_OF, *_NAMED) if name in _classes(task)]
+    return [task for task in dict.fromkeys((_FIRST, *TASKS)) if name in _classes(TASKS[task])]
 
 
-def _classes(task: str) -> set[str]:
+def _classes(task: Task) -> set[str]:
     from transformers.models.auto import modeling_auto
 
-    if task in _NAMED:
-        return {*_NAMED[task]}
-    return {
-        name
-        for table in _CLASSES_OF[task]
-        for name in _names(getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES"))
-    }
+    tables = (getattr(modeling_auto, f"MODEL_FOR_{each}_MAPPING_NAMES") for each in task.tables)
+    return {*task.classes}.union(*map(_names, tables))
 
 
 def _names(table: Any) -> set[str]:

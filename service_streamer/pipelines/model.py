@@ -11,19 +11,15 @@ from typing import Any, NamedTuple
 from ..errors import InvalidInput, InvalidItems
 from ..gpu.out_of_memory import is_out_of_memory
 from ..managed_model import ManagedModel
-from .buckets import NO_BUCKETS, Buckets, make_buckets
-from .compiling import compile_model, text_of
 from .description import describe_pipeline, example_of
-from .handlers import Describer, Handler
+from .handlers import NO_BUCKETS, Buckets, Describer, Handler, make_buckets, portable_errors
 from .hub import remember
 from .loading import find_model, generates, load_pipeline, read_json, shown_name
-from .portable_errors import portable_errors
 from .requests import Request
 from .sizes import item_length
 from .sounds import CPU_SECONDS, GPU_SECONDS
-from .suiting import check_suits
 from .task_handlers import handlers_of
-from .tasks import TASKS, check_parameters, parse_item
+from .tasks import TASKS, check_parameters, check_suits, parse_item
 from .weights import Loading
 
 logger = logging.getLogger(__name__)
@@ -396,3 +392,42 @@ def _padding(groups: list[list[Request]]) -> float | None:
     computed = sum(len(group) * max(each.tokens for each in group) for group in groups)
     tokens = sum(each.tokens for group in groups for each in group)
     return 1 - tokens / computed if computed else None
+
+
+def compile_model(model: Any, shapes: int) -> None:
+    """Compile a transformers model for shapes that are compiled when they first occur.
+
+    The head of a model stays as it is: it is one or two kernels, and may get a part of the tokens.
+
+    Args:
+        shapes: how many shapes there will be.
+    """
+    import torch
+
+    # Beyond the limit a model would run uncompiled, without an error. One more for each shape: the
+    # flags that torch guards differ between the first call and later ones.
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 2 * shapes)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * shapes)
+    model.base_model.compile(dynamic=False)
+
+
+def text_of(tokenizer: Any, word: str, tokens: int) -> str:
+    """A text of ``tokens`` tokens, or of a few less: a word again and again.
+
+    Args:
+        word: what the text begins with; "a" follows.
+    """
+
+    def text(count: int) -> str:
+        return word + " a" * count
+
+    def length(count: int) -> int:
+        return len(tokenizer(text(count))["input_ids"])
+
+    # Most tokenizers make one or two tokens of " a".
+    low, high = 0, tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if length(middle) <= tokens else (low, middle - 1)
+    return text(low)

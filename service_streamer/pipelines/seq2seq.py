@@ -5,17 +5,16 @@ transformers has no pipelines for them any more. The results have the forms that
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidInput
 from .images import upright
-from .inputs import are_tokens, read_image, read_text, read_tokens
-from .requests import Request, quote
+from .inputs import read_image
+from .requests import Request
 from .tasks import MOST_NEW_TOKENS
-from .text_handler import GivenText
-from .texts import fit_text, prepare_padding, token_limit
+from .text_handler import GivenText, PromptedText
+from .texts import prepare_padding
 
 
 def bare_pipeline(task: str, model: Any, device: Any, parts: Mapping[str, Any]) -> Any:
@@ -65,33 +64,23 @@ class _Decoder(GivenText):
     def _begun(self, request: Request) -> int:  # noqa: ARG002
         return 1  # the decoder's start
 
+    def records(self, request: Request, rows: list[list[int]]) -> list[dict[str, Any]]:
+        """``[{"generated_text": ...}, ...]`` of these rows of new tokens."""
+        stops = request.parameters.get("stop", ())
+        return [{"generated_text": self._ended(row, stops)["text"]} for row in rows]
 
-class Rewriter(_Decoder):
+
+class Rewriter(_Decoder, PromptedText):
     """ "generate" of text2text-generation: texts for texts, with finish reasons.
 
     Args:
         pipeline: of ``bare_pipeline``.
     """
 
-    def __init__(self, pipeline: Any) -> None:
-        super().__init__(pipeline)
-        self.can_batch = prepare_padding(pipeline.model, self.tokenizer, "right")
-        self.limit = token_limit(pipeline.model, self.tokenizer)
-        #: For ``prepare``, which may run in another thread than ``forward``.
-        self._counter = copy.deepcopy(self.tokenizer)
+    side = "right"
 
     def read(self, request: Request) -> tuple[Any, ...]:
-        if self.takes_tokens and are_tokens(request.inputs):
-            request.encoded = read_tokens(request.inputs, self.vocabulary)
-        elif isinstance(request.inputs, (list, tuple)):
-            raise InvalidInput("inputs: this model does not support chats; send a string")
-        else:
-            text = read_text(request.inputs, may_be_blank=True)
-            fit_text(text, self.limit, self.tokenizer)
-            request.encoded = list(self._counter(text)["input_ids"])
-        request.tokens = len(request.encoded)
-        if not request.tokens:
-            raise InvalidInput(f"inputs: {quote(request.inputs)} has no tokens; send a text")
+        super().read(request)
         if self.limit is not None and request.tokens > self.limit:
             raise InvalidInput(
                 f"inputs: the text has {request.tokens} tokens, and the limit is {self.limit}; "
@@ -105,20 +94,7 @@ class Rewriter(_Decoder):
 
     def forward(self, batch: list[Request]) -> list[Any]:
         """Compute requests of one group, in one call of the model."""
-        texts = {"input_ids": [request.encoded for request in batch]}
-        encoded = self.tokenizer.pad(texts, padding=len(batch) > 1, return_tensors="pt")
-        device = self.pipeline.device
-        found = self._generated(
-            batch,
-            1,
-            input_ids=encoded["input_ids"].to(device),
-            attention_mask=encoded["attention_mask"].to(device),
-        )
-        stops = batch[0].parameters.get("stop", ())
-        return [
-            [{**self._ended(row, stops), "prompt_tokens": request.tokens} for row in rows]
-            for request, rows in zip(batch, found, strict=True)
-        ]
+        return self.texts_of(batch, goes_on=False)
 
 
 class TextRewriter(Rewriter):
@@ -131,9 +107,7 @@ class TextRewriter(Rewriter):
         ]
 
     def result(self, request: Request, rows: list[list[int]]) -> Any:
-        """The operation's result for these rows of new tokens."""
-        stops = request.parameters.get("stop", ())
-        return [{"generated_text": self._ended(row, stops)["text"]} for row in rows]
+        return self.records(request, rows)
 
 
 class ImageDescriber(_Decoder):
@@ -161,12 +135,10 @@ class ImageDescriber(_Decoder):
         model = self.pipeline.model
         pixels = torch.stack([request.encoded for request in batch])
         found = self._generated(batch, 1, pixel_values=pixels.to(model.device, model.dtype))
-        return [self.result(request, rows) for request, rows in zip(batch, found, strict=True)]
+        return [self.records(request, rows) for request, rows in zip(batch, found, strict=True)]
 
     def result(self, request: Request, rows: list[list[int]]) -> Any:
-        """The operation's result for these rows of new tokens."""
-        stops = request.parameters.get("stop", ())
-        return [{"generated_text": self._ended(row, stops)["text"]} for row in rows]
+        return self.records(request, rows)
 
     def example(self) -> Any:
         """An image, as the encoder reads it."""

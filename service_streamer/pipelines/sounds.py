@@ -8,9 +8,8 @@ from typing import Any
 from ..errors import InvalidInput
 from .handlers import Handler
 from .inputs import read_audio
-from .labels import Labels, default_function, rank
 from .requests import Request, call_pipeline
-from .rows import RowHandler
+from .rows import LabelHandler, default_function
 
 #: Parameters that say how text is generated.
 _OF_WHISPER = frozenset(("language", "task", "num_beams"))
@@ -28,7 +27,7 @@ GPU_SECONDS = 600  # the longest sound; a worker notices if its GPU has too litt
 _STRIDE = 5.0
 
 
-class SoundClassifier(RowHandler):
+class SoundClassifier(LabelHandler):
     """ "predict" of audio-classification.
 
     Sounds whose features have the same shape share a batch: padding would change some models'
@@ -42,8 +41,7 @@ class SoundClassifier(RowHandler):
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__(pipeline)
-        config = pipeline.model.config
-        self.labels = Labels(config, default_function(config, of_one="softmax"))
+        self.function = default_function(pipeline.model.config, of_one="softmax")
         self.computes_whole = not any(hasattr(pipeline.feature_extractor, name) for name in _SIZES)
 
     def read(self, request: Request) -> Mapping[str, Any]:
@@ -53,16 +51,6 @@ class SoundClassifier(RowHandler):
         request.tokens = len(samples) if self.computes_whole else 0
         features = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt")
         return {name: each[0] for name, each in features.items()}
-
-    def plan(self, requests: list[Request]) -> Any:
-        return self.labels.plan(requests)
-
-    def compute(self, inputs: Mapping[str, Any], plan: Any) -> Any:
-        """Scores and numbers of the best labels."""
-        return rank(self.run(inputs)["logits"], *plan)
-
-    def results(self, requests: list[Request], outputs: Any) -> list[Any]:
-        return self.labels.answers(requests, outputs)
 
 
 class SpeechRecognizer(Handler):

@@ -14,9 +14,9 @@ from ..errors import InvalidInput, InvalidItems
 from ..managed_model import ManagedModel
 from .answers import Answer, Resumed, ids_of, joined_outputs, whole_output
 from .cached_rows import GeneratedRow
+from .handlers import portable, portable_errors
 from .loop_check import RowLoop, fastest_loop
 from .model import PipelineModel
-from .portable_errors import portable, portable_errors
 from .requests import Request
 from .row_sampling import TokenChoice, choose
 from .sizes import item_length

@@ -12,8 +12,7 @@ from typing import Any
 
 from ..errors import InvalidInput
 from ..extras import missing
-from .regex_limits import regex_obstacle
-from .schema_limits import schema_obstacle
+from .form_limits import regex_obstacle, schema_obstacle
 
 #: Parameters that give a text a form.
 FORMS = ("json_schema", "regex")

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .classification import PairScorer, TextClassifier
-from .embedding import FeatureExtractor, SentenceEmbedder, TokenEmbedder
+from .embedding import FeatureExtractor, SentenceEmbedder, TokenEmbedder, sentence_settings
 from .generation import Generator, PipelineGenerator
 from .handlers import Handler
-from .images import IMAGE_HANDLERS
+from .images import ImageClassifier, ImageFeatures, ObjectDetector
 from .infilling import MaskFiller
 from .scoring import PromptScorer
-from .sentence_files import sentence_settings
 from .seq2seq import ImageDescriber, Rewriter, TextRewriter
 from .sounds import SoundClassifier, SpeechRecognizer
 from .tagging import TokenTagger
@@ -26,12 +25,14 @@ from .transcribing import WHISPER, Transcriber
 _HANDLERS: Mapping[str, Mapping[str, Callable[[Any], Handler]]] = {
     "audio-classification": {"predict": SoundClassifier},
     "fill-mask": {"predict": MaskFiller},
+    "image-classification": {"predict": ImageClassifier},
+    "image-feature-extraction": {"predict": ImageFeatures},
     "image-to-text": {"predict": ImageDescriber},
+    "object-detection": {"predict": ObjectDetector},
     "text-classification": {"predict": TextClassifier},
     "text-generation": {"predict": PipelineGenerator, "generate": Generator},
     "text2text-generation": {"predict": TextRewriter, "generate": Rewriter},
     "token-classification": {"predict": TokenTagger},
-    **{task: {"predict": handler} for task, handler in IMAGE_HANDLERS.items()},
 }
 
 

@@ -7,7 +7,7 @@ would let a client choose files, devices or batch sizes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import InvalidInput
@@ -29,11 +29,27 @@ class Task(NamedTuple):
         parameters: parameters of "predict".
         operations: further operations, with their parameters. Those in ``TOKEN_OPERATIONS`` are
             of all tasks that take text.
+        tables: transformers' tables of the classes of its models, in order of preference: some
+            classes are in several tables.
+        classes: those of its models, where a table has many others.
+        loads: the class that loads its models, where transformers has no pipeline for the task.
+        example: inputs that every model takes; empty where they are made for the model.
+        has_labels: whether its models name labels.
+        generates: whether answers are generated texts.
+        compiles: whether its models can be compiled. Not those whose batches are made by
+            transformers' pipelines, or have a shape for each length.
     """
 
     takes: str
     parameters: Mapping[str, Parameter]
     operations: Mapping[str, Mapping[str, Parameter]] = {}
+    tables: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    loads: str = ""
+    example: str = ""
+    has_labels: bool = False
+    generates: bool = False
+    compiles: bool = True
 
     def parameters_of(self, do: str) -> Mapping[str, Parameter] | None:
         """Parameters of an operation; None if the task does not have that operation."""
@@ -169,6 +185,7 @@ TASKS: Mapping[str, Task] = {
             ),
             **_TRUNCATION,
         },
+        tables=("MASKED_LM",),
     ),
     "text-classification": Task(
         "text",
@@ -181,6 +198,8 @@ TASKS: Mapping[str, Task] = {
             **_CUTTING,
         },
         {"rerank": _CUTTING},
+        tables=("SEQUENCE_CLASSIFICATION",), has_labels=True,
+        example="I have never enjoyed a rainy day as much as this one.",
     ),
     "token-classification": Task(
         "text",
@@ -194,9 +213,11 @@ TASKS: Mapping[str, Task] = {
             ),
             **_TRUNCATION,
         },
+        tables=("TOKEN_CLASSIFICATION",), has_labels=True, example="Ada Lovelace lived in London.",
     ),
     "feature-extraction": Task(
-        "text", _CUTTING, {"embed": _EMBEDDING, "embed_all": _CUTTING}
+        "text", _CUTTING, {"embed": _EMBEDDING, "embed_all": _CUTTING},
+        tables=("TEXT_ENCODING",), example="A sentence to find others like it.",
     ),
     "text-generation": Task(
         "text",
@@ -205,9 +226,12 @@ TASKS: Mapping[str, Task] = {
             "return_full_text": Parameter("boolean", "Also return the prompt; true by default."),
         },
         {"generate": {**_GENERATION, **_LENGTHENED}, "score": _SCORING},
+        tables=("CAUSAL_LM",), generates=True, compiles=False, example="Once upon a time",
     ),
     "text2text-generation": Task(
-        "text", _REWRITING, {"generate": {**_REWRITING, **_LENGTHENED}}
+        "text", _REWRITING, {"generate": {**_REWRITING, **_LENGTHENED}},
+        tables=("SEQ_TO_SEQ_CAUSAL_LM",), loads="AutoModelForSeq2SeqLM", generates=True,
+        compiles=False, example="translate English to German: The house is small.",
     ),
     "zero-shot-classification": Task(
         "text",
@@ -222,14 +246,24 @@ TASKS: Mapping[str, Task] = {
             "multi_label": Parameter("boolean", "Whether several labels may apply."),
             **_TRUNCATION,
         },
+        tables=("SEQUENCE_CLASSIFICATION",), compiles=False, example="The match ended two to one.",
     ),
-    "image-classification": Task("image", {**_TOP_LABELS, **_FUNCTION}),
-    "image-feature-extraction": Task("image", {}),
+    "image-classification": Task(
+        "image", {**_TOP_LABELS, **_FUNCTION}, tables=("IMAGE_CLASSIFICATION",), has_labels=True
+    ),
+    "image-feature-extraction": Task("image", {}, tables=("IMAGE",)),
     "object-detection": Task(
-        "image", {"threshold": Parameter("number", "Minimum score of an object.", 0, 1)}
+        "image", {"threshold": Parameter("number", "Minimum score of an object.", 0, 1)},
+        tables=("OBJECT_DETECTION",), has_labels=True,
     ),
-    "image-to-text": Task("image", _REWRITING),
-    "audio-classification": Task("audio", {**_TOP_LABELS, **_FUNCTION}),
+    "image-to-text": Task(
+        "image", _REWRITING, classes=("VisionEncoderDecoderModel",),
+        loads="AutoModelForImageTextToText", generates=True, compiles=False,
+    ),
+    "audio-classification": Task(
+        "audio", {**_TOP_LABELS, **_FUNCTION},
+        tables=("AUDIO_CLASSIFICATION",), has_labels=True, compiles=False,
+    ),
     "automatic-speech-recognition": Task(
         "audio",
         {
@@ -250,6 +284,7 @@ TASKS: Mapping[str, Task] = {
                 1, _MOST_SEQUENCES,
             ),
         },
+        tables=("CTC", "SPEECH_SEQ_2_SEQ"), compiles=False,
     ),
 }  # fmt: skip
 
@@ -262,7 +297,7 @@ ALIASES = {
 }
 
 #: Tasks whose answers are generated texts.
-GENERATING = frozenset(("text-generation", "text2text-generation", "image-to-text"))
+GENERATING = frozenset(name for name, task in TASKS.items() if task.generates)
 
 
 def parameter_schemas(task: str, do: str = "predict") -> dict[str, dict[str, Any]]:
@@ -335,3 +370,55 @@ def parse_item(item: object) -> tuple[str, Any, Any]:
 def _shown(name: object) -> str:
     text = str(name).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+# -- which options suit which task
+#
+# The command refuses with these words what a worker would refuse after it has imported torch.
+
+
+def known_task(task: str) -> str:
+    """The task by our name of it.
+
+    Raises:
+        ValueError: the task is unknown.
+    """
+    task = ALIASES.get(task, task)
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}; must be one of {', '.join(sorted(TASKS))}")
+    return task
+
+
+def check_suits(
+    task: str, options: Mapping[str, Any], name: Callable[[str], str] = lambda option: option
+) -> None:
+    """Refuse an option that was given and does not suit the task.
+
+    Args:
+        task: one of ``TASKS``.
+        options: values by the names of options; others than those of pipelines are left alone.
+        name: what the user calls an option.
+
+    Raises:
+        ValueError: an option does not suit the task; the text says what to do.
+    """
+    takes = TASKS[task].takes
+    if options.get("max_batch_tokens") is not None and (takes != "text" or task in GENERATING):
+        raise ValueError(
+            f"{name('max_batch_tokens')} has no effect on {task}: it is for tasks on texts "
+            f"other than generation; leave it out, or set {name('max_batch_cost')}"
+        )
+    if options.get("max_batch_seconds") is not None and takes != "audio":
+        option = name("max_batch_seconds")
+        raise ValueError(f"{option} has no effect on {task}: it is for sounds; leave it out")
+    if options.get("compile") and not TASKS[task].compiles:
+        raise ValueError(f"models of {task} cannot be compiled here; leave {name('compile')} out")
+    if options.get("preprocess_workers") and task == "image-to-text":
+        option = name("preprocess_workers")
+        raise ValueError(f"{task} runs by steps, and has no preprocess; leave {option} out")
+    if options.get("preprocess_workers") and takes == "text":
+        option = name("preprocess_workers")
+        raise ValueError(
+            f"{option} is for images and sounds: the texts of {task} are tokenized by compiled "
+            f"code; leave {option} out"
+        )

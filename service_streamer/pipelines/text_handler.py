@@ -7,19 +7,21 @@ A text is generated as a whole, by ``forward``, or token by token (``stepped_pip
 from __future__ import annotations
 
 import contextlib
+import copy
 import secrets
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..errors import InvalidInput
 from .handlers import Handler
-from .requests import Request
+from .inputs import are_tokens, read_text, read_tokens
+from .requests import Request, quote
 from .row_sampling import PENALTIES, Sampling, sampling_of
 from .structure import FORMS
 from .tasks import MOST_NEW_TOKENS
 from .text_pieces import PromptTail, first_of
-from .texts import vocabulary_size
+from .texts import fit_text, prepare_padding, token_limit, vocabulary_size
 
 #: Default of ``max_new_tokens``, as in transformers' pipeline.
 _NEW_TOKENS = 256
@@ -347,6 +349,70 @@ class GivenText(TextHandler):
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(secrets.randbits(63) if seed is None else seed)
             yield
+
+
+class PromptedText(GivenText):
+    """Texts whose inputs are texts, or lists of tokens.
+
+    Args:
+        pipeline: a pipeline of transformers.
+    """
+
+    #: Where shorter inputs of a batch are padded.
+    side: Literal["left", "right"]
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__(pipeline)
+        self.can_batch = prepare_padding(pipeline.model, self.tokenizer, self.side)
+        self.limit = token_limit(pipeline.model, self.tokenizer)
+        #: For ``prepare``, which may run in another thread than ``forward``.
+        self.counter = copy.deepcopy(self.tokenizer)
+
+    def read(self, request: Request) -> tuple[Any, ...]:
+        is_chat = isinstance(request.inputs, (list, tuple))
+        if self.takes_tokens and are_tokens(request.inputs):
+            request.encoded = read_tokens(request.inputs, self.vocabulary)
+        elif is_chat:
+            request.encoded = self.encode_chat(request)
+        else:
+            text = read_text(request.inputs, may_be_blank=True)
+            fit_text(text, self.limit, self.tokenizer)
+            request.encoded = list(self.counter(text)["input_ids"])
+        request.tokens = len(request.encoded)
+        if not request.tokens:
+            raise InvalidInput(f"inputs: {quote(request.inputs)} has no tokens; send a text")
+        return (is_chat,)
+
+    def encode_chat(self, request: Request) -> list[int]:  # noqa: ARG002
+        """The tokens of a chat. Raises InvalidInput."""
+        raise InvalidInput("inputs: this model does not support chats; send a string")
+
+    def texts_of(self, batch: list[Request], *, goes_on: bool) -> list[list[dict[str, Any]]]:
+        """The texts of each request, with their ends, in one call of the model.
+
+        Args:
+            goes_on: whether texts go on from the inputs; else they are a decoder's.
+        """
+        prompts = {"input_ids": [request.encoded for request in batch]}
+        encoded = self.tokenizer.pad(prompts, padding=len(batch) > 1, return_tensors="pt")
+        ids, device = encoded["input_ids"], self.pipeline.device
+        found = self._generated(
+            batch,
+            ids.shape[1] if goes_on else 1,  # the decoder's start
+            input_ids=ids.to(device),
+            attention_mask=encoded["attention_mask"].to(device),
+        )
+        stops = batch[0].parameters.get("stop", ())
+        return [
+            [
+                {
+                    **self._ended(row, stops, request.encoded if goes_on else ()),
+                    "prompt_tokens": request.tokens,
+                }
+                for row in rows
+            ]
+            for request, rows in zip(batch, found, strict=True)
+        ]
 
 
 def _stopping_at(tokenizer: Any, stops: Sequence[str]) -> Any:

@@ -13,8 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .decoding import cleans_spaces
-from .token_words import BROKEN, TokenWords
+from .decoding import BROKEN, TokenWords, cleans_spaces
 
 #: Decoders (of the package tokenizers) whose text of later tokens does not depend on earlier ones,
 #: but for the token just before.

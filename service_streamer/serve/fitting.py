@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from ..gpu.places import places, visible_gpus
 from ..options.checks import Devices, device_names
-from ..pipelines.quantization import check_quantization
-from ..pipelines.suiting import check_suits, known_task
+from ..pipelines.precision import check_quantization
+from ..pipelines.tasks import check_suits, known_task
 from ..pipelines.weights import check_accelerate, check_attention
 from ..reporting import counted
 from .command_options import ModelCommandOptions, PipelineOptions, ServeOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...pipelines.declared_tensors import DATATYPES
+from ...pipelines.custom import DATATYPES
 from ..v2.infer_answer import VERSION
 from ..v2.model_metadata import inputs_of
 from .model_control import CONTROL

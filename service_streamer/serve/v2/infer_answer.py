@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...errors import BadModelOutput, InvalidInput
-from ...pipelines.declared_tensors import TensorSpec
+from ...pipelines.custom import TensorSpec
 from ...pipelines.requests import plain
 from .infer_request import InferRequest, WantedOutput, arrays
 

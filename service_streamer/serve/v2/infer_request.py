@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from ...errors import InvalidInput
-from ...pipelines.declared_tensors import DATATYPES
+from ...pipelines.custom import DATATYPES
 from .nested_lists import flat_texts
 
 #: How many texts a tensor may have. Arbitrary: each takes 100 ns of the web process, and bytes.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ... import __version__
-from ...pipelines.declared_tensors import TensorSpec
+from ...pipelines.custom import TensorSpec
 from ...pipelines.tasks import TASKS
 from .infer_answer import VERSION
 

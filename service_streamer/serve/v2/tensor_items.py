@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import InvalidInput
-from ...pipelines.declared_tensors import TensorSpec
+from ...pipelines.custom import TensorSpec
 from ...pipelines.tasks import TASKS
 from .infer_request import InferRequest, InputTensor, arrays
 
