@@ -62,7 +62,7 @@ def started(text: str, error: Exception) -> WorkerStartError:
 
 
 HEAD = "Traceback (most recent call last):\n"
-OUR_FRAME = f'  File "{OURS}/workers/child.py", line 1, in run\n    load()\n'
+OUR_FRAME = f'  File "{OURS}/workers/worker_main.py", line 1, in run\n    load()\n'
 FRAME = '  File "/home/me/service_streamer/mine.py", line 2, in init_model\n    1 / 0\n    ~~^~~\n'
 END = "ZeroDivisionError: division by zero\n"
 

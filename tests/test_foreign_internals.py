@@ -24,7 +24,7 @@ def test_versions_have_upper_bounds() -> None:
 
 
 def test_new_processes_know_their_folder_and_key() -> None:
-    """workers/starting.py goes on without these, in the wrong folder or with the wrong key."""
+    """workers/starting.py relies on these: for the folder and the key of new processes."""
     process: Any = multiprocessing.process
     assert isinstance(process.current_process()._config, dict)
     assert issubclass(process.AuthenticationString, bytes)

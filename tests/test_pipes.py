@@ -62,6 +62,28 @@ def test_frames_keep_their_order_behind_one_that_does_not_fit(pipe: tuple[int, i
     assert received == frames
 
 
+def test_what_a_finalizer_writes_during_a_flush_comes_after_it(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = FrameReader(pipe[0]), FrameWriter(pipe[1])
+    frames = [b"first" * 40_000, b"second"]
+    writer.write(frames[0])
+    received = available(reader)
+    write = os.write
+
+    def interrupted(descriptor: int, data: bytes) -> int:
+        count = write(descriptor, data)
+        monkeypatch.undo()
+        writer.write(frames[1])
+        return count
+
+    monkeypatch.setattr(os, "write", interrupted)
+    while len(received) < 2:
+        writer.flush()
+        received += available(reader)
+    assert received == frames
+
+
 def test_a_frame_that_comes_byte_by_byte(pipe: tuple[int, int]) -> None:
     reader = FrameReader(pipe[0])
     for byte in (5).to_bytes(8, "little") + b"hell":

@@ -35,7 +35,7 @@ from ..reporting import quiet_log, summary
 from ..supervision.supervisor import Loss
 from ..workers.codec import ByValue, Codec, encode_spec
 from ..workers.model_spec import ModelSpec
-from ..workers.protocol import Failure, WorkerReady, describe_breach
+from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerWaits
 from ..workers.worker_main import Boot
 from .apart import ApartStore, frame
@@ -385,8 +385,7 @@ class RayTransport(Transport):
 
     def _give_up(self, worker: KnownActor, error: Exception) -> None:
         """What the worker has sent cannot be read; the rest makes no sense then."""
-        if worker.killed_for is None:
-            worker.killed_for = describe_breach(error)
+        worker.note_breach(error)
         self._kill(worker)
 
     def _look(self, worker: KnownActor) -> None:

@@ -28,7 +28,6 @@ import pickle
 import selectors
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +40,7 @@ from ..supervision.supervisor import Loss
 from .codec import ByValue, Codec, encode_spec
 from .memory.memory_link import SharedMemory
 from .model_spec import ModelSpec
-from .protocol import Failure, decode, describe_breach
+from .protocol import Failure, decode
 from .starting import Placement
 from .transport import Transport, WorkerDied, WorkerEvent
 from .worker_process import WorkerProcess
@@ -96,7 +95,6 @@ class ProcessTransport(Transport):
         if not (is_encoded or isinstance(spec, bytes)):
             self._codec = Codec(self.memory.arena, by_value, spec.cannot_load)
         self._workers: dict[int, WorkerProcess] = {}
-        self._ending: set[WorkerProcess] = set()  # those that are killed when their time comes
         #: Each descriptor with its worker and what is to be done when it is ready.
         self._selector = selectors.DefaultSelector()
         self._wakeup_reader, self._wakeup_writer = os.pipe()
@@ -202,8 +200,8 @@ class ProcessTransport(Transport):
             self._has_unwritten = False  # before the look, which sets it again
             for worker in self._workers.values():
                 self._watch_for_room(worker)
-        if self._ending:
-            timeout = self._kill_overdue(timeout)
+        for worker in self._workers.values():
+            timeout = worker.kill_if_overdue(timeout)
         for key, _ in self._selector.select(0 if self._events else timeout):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
@@ -231,9 +229,6 @@ class ProcessTransport(Transport):
         worker = self._workers.get(slot)
         if worker is not None:
             worker.end_by_force(why)
-            self._ending.add(worker)
-            with contextlib.suppress(KeyError):  # it was killed before
-                self._watch(worker.stacks, worker, self._stacks_begin)
 
     def close(self, grace: float) -> None:
         if self._is_closed:
@@ -269,18 +264,7 @@ class ProcessTransport(Transport):
 
     def _end(self, worker: WorkerProcess, grace: float) -> None:
         worker.end_gently(grace)
-        self._ending.add(worker)
         self._has_unwritten = True  # perhaps: the stop sentinel waits for room, too
-
-    def _kill_overdue(self, timeout: float | None) -> float | None:
-        """Kill what should have ended by now; how long to wait until the next one, at most."""
-        now = time.monotonic()
-        for worker in self._ending:
-            worker.kill_if_overdue(now)
-            if worker.kill_at is not None:
-                left = worker.kill_at - now
-                timeout = left if timeout is None else min(timeout, left)
-        return timeout
 
     def _read(self, worker: WorkerProcess) -> bool:
         """Take in what the worker has written; whether there may be more."""
@@ -307,22 +291,16 @@ class ProcessTransport(Transport):
     def _give_up(self, worker: WorkerProcess, error: Exception) -> None:
         """What the worker has written cannot be read; the rest makes no sense then."""
         self._unwatch(worker.responses)
-        if worker.killed_for is None:
-            worker.killed_for = describe_breach(error)
+        worker.note_breach(error)
         worker.kill()
-
-    def _stacks_begin(self, worker: WorkerProcess) -> None:
-        self._unwatch(worker.stacks)
-        worker.hasten()
 
     def _lost(self, worker: WorkerProcess) -> None:
         """The worker is dead: what it had written still counts, then it is gone."""
         while worker.responses in self._selector.get_map() and self._read(worker):
             pass
-        for descriptor in (worker.death, worker.responses, worker.requests, worker.stacks):
+        for descriptor in (worker.death, worker.responses, worker.requests):
             self._unwatch(descriptor)
         del self._workers[worker.slot]
-        self._ending.discard(worker)
         try:
             died = worker.died(self._placement.at(worker.place).device)
         except Exception as error:  # no descriptors, say: the engine must hear of it all the same

@@ -61,7 +61,6 @@ _LONGEST_TRACEBACK = 2 * MAX_TEXT
 #: These say nothing of the worker that they come from.
 _BLAMES_INPUT = (InvalidInput, UnpicklableItem, BadMessage)
 
-
 #: Exit codes of worker processes; Python itself uses 1 and 2.
 EXIT_START_FAILED = 3
 EXIT_FORK_RETURNED = 70  # EX_SOFTWARE of sysexits.h
@@ -74,6 +73,9 @@ Frame = bytes | bytearray | memoryview
 _HEADER_SIZE = 8
 #: What a pipe holds on Linux: more is never there to be read at once.
 _READ_SIZE = 65_536
+
+
+# -- failures
 
 
 class Failure:
@@ -203,6 +205,9 @@ def _format(error: BaseException) -> str:
     return text
 
 
+# -- messages
+
+
 class WorkerReady(NamedTuple):
     """From a worker: it has loaded its model, and waits for batches.
 
@@ -267,14 +272,6 @@ class Breach(Exception):
     """A worker has written what the protocol does not allow; the text says what."""
 
 
-def describe_breach(error: Exception) -> str:
-    """Why a worker is killed whose message raised ``error`` when it was read."""
-    why = (
-        str(error) if isinstance(error, Breach) else f"its answer cannot be read ({summary(error)})"
-    )
-    return f"it broke the protocol: {why}"
-
-
 def encode(message: FromWorker) -> tuple[Any, ...]:
     """The message as the tuple that is pickled."""
     if isinstance(message, BatchReport):
@@ -305,6 +302,9 @@ def decode(message: tuple[Any, ...]) -> FromWorker:
         done, outputs, *others = fields
         return StepReport(outputs, [BatchReport(*each) for each in done], *others)
     return _KINDS[kind](*fields)
+
+
+# -- frames
 
 
 class FrameReader:
@@ -358,7 +358,10 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Writes frames in order and keeps what the pipe does not take yet; one thread at a time."""
+    """Writes frames in order and keeps what the pipe does not take yet; one thread at a time.
+
+    A finalizer that calls ``write`` may interrupt ``flush`` at any line, but not another ``write``.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -407,6 +410,9 @@ class FrameWriter:
             else:
                 unwritten[0] = unwritten[0][count:]
         return True
+
+
+# -- the page of numbers
 
 
 #: Numbers for the batches that nobody waits for: how many those were so far, and the last of them.

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
-from ..reporting import quiet_log
+from ..reporting import quiet_log, summary
 from ..supervision.supervisor import Loss
 from . import starting
 from .memory.memory_link import Memories, MemoryLink
@@ -44,9 +44,6 @@ _log = quiet_log(__name__)
 
 #: How long one that hangs has to write down its stacks, seconds. It takes some milliseconds.
 _STACKS_GRACE = 0.5
-
-#: And how long for the rest of them, once the first are there.
-_WRITING_GRACE = 0.05
 
 #: Bytes of a pipe. Memory is used for what is in it only. With 16 and 64 callers, payloads of 8 and
 #: 12 kB and this size give 1.07 to 1.27 times the calls of 64 kB, and 1 MiB up to 1.41 times. But a
@@ -165,6 +162,13 @@ class KnownWorker:
         loss = Loss.NO_MEMORY if message.is_out_of_memory else Loss.START_FAILED
         return [WorkerDied(self.slot, Failure(reason, cause=failure), loss)]
 
+    def note_breach(self, error: Exception) -> None:
+        """Reading what it has said raised this, so it is going to be killed."""
+        if self.killed_for is None:
+            is_known = isinstance(error, Breach)
+            why = str(error) if is_known else f"its answer cannot be read ({summary(error)})"
+            self.killed_for = f"it broke the protocol: {why}"
+
     def _check_answer(self, report: BatchReport) -> None:
         size = self.unanswered.pop(report.batch_id, None)
         if size is None:  # a process that the model has forked has answered it, say
@@ -239,7 +243,7 @@ class WorkerProcess(KnownWorker):
         noun: what it is called in messages.
 
     Attributes:
-        requests, responses, stacks: descriptors of its pipes. Stacks come when it crashes or hangs.
+        requests, responses: descriptors of its pipes.
         death: a descriptor that is readable when the process has ended.
         reader: reads the responses.
         kill_at: when it is to be killed unless it has ended, on the monotonic clock; None for
@@ -271,10 +275,10 @@ class WorkerProcess(KnownWorker):
         self._write_lock = threading.RLock()
         for_requests, requests = multiprocessing.connection.Pipe(duplex=False)
         responses, for_responses = multiprocessing.connection.Pipe(duplex=False)
-        stacks, for_stacks = multiprocessing.connection.Pipe(duplex=False)
-        self._ends = requests, responses, stacks
+        self._stacks, for_stacks = multiprocessing.connection.Pipe(duplex=False)
+        self._ends = requests, responses, self._stacks
         self._ends_of_child = for_requests, for_responses, for_stacks
-        self.requests, self.responses, self.stacks = (end.fileno() for end in self._ends)
+        self.requests, self.responses = requests.fileno(), responses.fileno()
         for pipe in (self.requests, self.responses):
             _widen(pipe)
         for end in self._ends:
@@ -365,7 +369,7 @@ class WorkerProcess(KnownWorker):
     def write(self, frame: bytes) -> bool:
         """Write or keep the frame; False if some is kept and the loop should flush it.
 
-        For one worker, no call interrupts another one: see ``Transport.send``.
+        No call interrupts another one: see ``Transport``. A finalizer's may interrupt ``flush``.
         """
         with self._write_lock:
             try:
@@ -398,21 +402,20 @@ class WorkerProcess(KnownWorker):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, STACKS_SIGNAL)
 
-    def hasten(self) -> None:
-        """Its stacks begin to come: it need not have more time than it takes to write them."""
-        if self.kill_at is not None:
-            self.kill_at = min(self.kill_at, time.monotonic() + _WRITING_GRACE)
-
-    def kill_if_overdue(self, now: float) -> None:
-        """Kill it if its time has come."""
-        if self.kill_at is None or self.kill_at > now:
-            return
+    def kill_if_overdue(self, timeout: float | None) -> float | None:
+        """Kill it if its time has come; else how long to wait for that, ``timeout`` at most."""
+        if self.kill_at is None:
+            return timeout
+        left = self.kill_at - time.monotonic()
+        if left > 0:
+            return left if timeout is None else min(timeout, left)
         self.kill_at = None
-        self._process.kill()  # SIGTERM it leaves to us: see ``leave_to_parent``
+        self.kill()  # SIGTERM it leaves to us: see ``leave_to_parent``
         if self.killed_for is None:
             name = str(self)  # or whoever keeps the record would keep all of us
             text = "%s did not end within %.1f s: it is killed"
             _log(logging.WARNING, text, name, self._grace)
+        return timeout
 
     def died(self, device: Device | None) -> WorkerDied | None:
         """Collect the dead process; how it ended, for the engine. None if it has said so itself.
@@ -437,7 +440,7 @@ class WorkerProcess(KnownWorker):
         exit_code: int | None = self._process.exitcode
         stacks = ""
         with contextlib.suppress(OSError):  # it wrote none, and another process has the pipe
-            stacks = os.read(self.stacks, _STACKS_SIZE).decode(errors="replace")
+            stacks = os.read(self._stacks.fileno(), _STACKS_SIZE).decode(errors="replace")
         self._release()
         # Not closed: another thread may join it at this time, as multiprocessing does at the exit
         # of the interpreter, and a closed one raises ValueError there. Nor can one be closed that

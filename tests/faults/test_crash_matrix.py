@@ -137,9 +137,7 @@ LONG_HANGS = ("unpickle an item", "predict", "pickle a result", "load the model"
 @pytest.fixture
 def time_for_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who hangs may write them down when the machine lets it."""
-    module = "service_streamer.workers.worker_process"
-    monkeypatch.setattr(f"{module}._STACKS_GRACE", 30.0)
-    monkeypatch.setattr(f"{module}._WRITING_GRACE", 0.5)
+    monkeypatch.setattr("service_streamer.workers.worker_process._STACKS_GRACE", 5.0)
 
 
 def cells(
