@@ -63,7 +63,6 @@ class Kind:
         return value
 
 
-@dataclass(frozen=True)
 class Flag(Kind):
     words = "True or False"
 
@@ -103,7 +102,6 @@ class Count(Kind):
         return value
 
 
-@dataclass(frozen=True)
 class WorkerNumber(Kind):
     """A number of workers, or the least and the most in a tuple."""
 
@@ -121,7 +119,6 @@ class WorkerNumber(Kind):
         return (least, most) if is_sequence(value) else least
 
 
-@dataclass(frozen=True)
 class FixedNumber(Count):
     """A number of workers where the load cannot change it."""
 
@@ -199,7 +196,6 @@ class Numbers(Kind):
         return {each: number.convert(value[each]) for each in value}
 
 
-@dataclass(frozen=True)
 class Weights(Numbers):
     """Numbers by tenant."""
 
@@ -252,7 +248,6 @@ class Choice(Kind):
         return value
 
 
-@dataclass(frozen=True)
 class Devices(Kind):
     words = 'GPU numbers such as 0,1, strings such as "GPU-1a2b", or cpu'
 
@@ -289,7 +284,6 @@ class Arguments(Kind):
         return value
 
 
-@dataclass(frozen=True)
 class Function(Kind):
     """Checked when it is imported."""
 
@@ -317,7 +311,6 @@ class File(Kind):
         return path
 
 
-@dataclass(frozen=True)
 class Strategy(Kind):
     """A word, or an object of Ray's, which Ray itself looks at."""
 
@@ -329,14 +322,12 @@ class Strategy(Kind):
         return value
 
 
-@dataclass(frozen=True)
 class Broker(Kind):
     """Looked at when it is connected to."""
 
     words = "an address of Redis, or a redis.Redis client"
 
 
-@dataclass(frozen=True)
 class Secret(Kind):
     """A string or bytes, long enough to sign with. It is never part of a message."""
 
@@ -354,7 +345,6 @@ class Secret(Kind):
         return value
 
 
-@dataclass(frozen=True)
 class ErrorTypes(Kind):
     """Classes of exceptions."""
 

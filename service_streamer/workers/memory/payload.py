@@ -58,34 +58,32 @@ def dump(
     """
     if _known_to != (len(copyreg.dispatch_table), *map(sys.modules.__contains__, _PACKAGES)):
         _learn_reducers()
-    if make is not None:
-        pickling = _Pickling(make)
-    else:
-        try:
-            pickling = _idle.pop()
-        except IndexError:
-            pickling = _Pickling()
     try:
-        parts = pickling.dump(item, large)
-    except BaseException:
-        pickling.end()
-        raise
-    if pickling.is_small and make is None:
-        _idle.append(pickling)
-    else:
-        pickling.end()
-    return parts
+        pickling = _idle.pop() if make is None else _Pickling(make)
+    except IndexError:
+        pickling = _Pickling()
+    try:
+        return pickling.dump(item, large)
+    finally:
+        if pickling.is_reusable and make is None:
+            _idle.append(pickling)
+        else:
+            pickling.end()
 
 
 class _Pickling:
-    """A reusable pickler: making one costs more than pickling a number."""
+    """A reusable pickler: making one costs more than pickling a number.
+
+    Attributes:
+        is_reusable: whether the latest item was pickled, and into a short stream: see ``_SMALL``.
+    """
 
     def __init__(self, make: Callable[..., pickle.Pickler] = pickle.Pickler) -> None:
-        self.is_small = True
+        self.is_reusable = False
         self._chunks: list[Any] = []
         self._buffers: list[memoryview] = []
         self._large: float = LARGE
-        self._pickler = make(self, PROTOCOL, buffer_callback=self._is_small)
+        self._pickler = make(self, PROTOCOL, buffer_callback=self._stays)
         self._pickler.dispatch_table = _reducers
 
     def write(self, chunk: Any) -> None:
@@ -97,10 +95,11 @@ class _Pickling:
 
     def dump(self, item: Any, large: float) -> bytes | Parts:
         self._large = large
+        self.is_reusable = False
         try:
             self._pickler.dump(item)
             last: bytes = self._chunks.pop()
-            self.is_small = not self._chunks and len(last) <= _SMALL
+            self.is_reusable = not self._chunks and len(last) <= _SMALL
             if not self._chunks and not self._buffers and len(last) < large:
                 return last
             chunks = [
@@ -118,7 +117,7 @@ class _Pickling:
         """Break the reference cycle with the pickler."""
         del self._pickler
 
-    def _is_small(self, buffer: pickle.PickleBuffer) -> bool:
+    def _stays(self, buffer: pickle.PickleBuffer) -> bool:
         """Whether a buffer stays in the stream."""
         view = buffer.raw()
         if view.nbytes < self._large:
