@@ -23,8 +23,7 @@ from ..pool.visits import ask_pool, await_end
 from .hosted_model import ServiceFailed
 from .http.dashboard import advised
 from .http.pool_view import PoolFigures
-from .loading_progress import LoadingProgress
-from .logs import lines_of, name_lines
+from .logs import LoadingProgress, lines_of, name_lines
 from .opening import streamer_of
 
 logger = logging.getLogger(__name__)

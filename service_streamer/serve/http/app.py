@@ -22,17 +22,15 @@ from starlette.types import ASGIApp
 from ... import __version__
 from .asgi import ASGIBridge, ExchangeBridge, Receive, Scope, Send, request_id_of
 from .context import answer_early
-from .exchange import Exchange
+from .endpoint import PREFIX, Routes
+from .exchange import Exchange, HTTPExchange
 from .headers import is_allowed_host
-from .http_exchange import HTTPExchange
-from .model_control import ModelControl
 from .models import Models
 from .operations import OPERATIONS
 from .pages import Pages
 from .refusals import Refusal, refusal
-from .routes import PREFIX, Routes
 from .service import Service
-from .v2_pages import is_v2
+from .v2_pages import ModelControl, is_v2
 
 #: Paths without spans: polled every few seconds, or endless.
 _UNTRACED = "health$,health/live,health/ready,metrics,stats,events,static/.*"

@@ -20,17 +20,22 @@ from ...observe.record import ORDINARY, Call, Precedence, Timing
 from ..v2.infer_answer import encode
 from .admission import answer_too_large
 from .api_keys import COMPUTE
-from .content_coding import decompressed
 from .events import Form
 from .exchange import Disconnected, Exchange
-from .headers import check_framing, read_priority, read_seconds, read_tenant, timing_header
-from .joined_streams import open_streams
+from .headers import (
+    check_framing,
+    decompressed,
+    read_priority,
+    read_seconds,
+    read_tenant,
+    timing_header,
+)
 from .json_bodies import READ_AT_ONCE, WRITTEN_AT_ONCE, JSONAnswer, LargeAnswer, write_json
 from .keyring import KeyHolder
 from .refusals import Refusal, late_body, too_large, unsupported
 from .service import Description, Service
 from .slow_readers import WRITE_TIMEOUT
-from .streaming import MAX_BUFFERED, EventStream
+from .streaming import MAX_BUFFERED, EventStream, open_streams
 
 #: A body that is too large is received up to this multiple of the limit.
 _SPILL = 16

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 
-from .http_exchange import HTTPExchange
+from .exchange import HTTPExchange
 from .refusals import Refusal
 
 _METHODS = b"GET, HEAD, POST"

@@ -15,9 +15,8 @@ from ...observe.explain import Finding
 from .background import Failures
 from .events import event, on_one_line
 from .pool_view import PoolFigures
-from .request_figures import RequestFigures, Requests, decoded
+from .request_figures import RequestFigures, Requests, decoded, question_of
 from .service import Service
-from .siblings import question_of
 
 #: Seconds between snapshots, and number of snapshots per percentile.
 _INTERVAL = 1.0

@@ -15,8 +15,7 @@ from ...errors import InvalidInput
 from .context import RequestContext
 from .json_bodies import JSONAnswer, read_json
 from .refusals import invalid, renamed
-from .schemas import EmbeddingsRequest, Usage, log_harmless
-from .token_inputs import inputs_of
+from .schemas import EmbeddingsRequest, Usage, inputs_of, log_harmless
 
 _read_embeddings = msgspec.json.Decoder(EmbeddingsRequest)
 

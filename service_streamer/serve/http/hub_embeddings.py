@@ -21,9 +21,8 @@ from .hub_schemas import (
 )
 from .json_bodies import JSONAnswer, read_json
 from .refusals import renamed, unsupported
-from .schemas import hub_parameters
+from .schemas import hub_parameters, inputs_of
 from .service import Description
-from .token_inputs import inputs_of
 
 _HAS_NUMPY = find_spec("numpy") is not None
 

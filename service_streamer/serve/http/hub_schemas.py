@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from .refusals import unsupported
-from .schemas import HubTextRequest, Ignored, TextRequest
-from .token_inputs import TextsOrTokens, Token
+from .schemas import HubTextRequest, Ignored, TextRequest, TextsOrTokens, Token
 
 _Truncate = Annotated[
     bool | None, Meta(description="truncate a text that is too long instead of refusing it")

@@ -19,7 +19,7 @@ from .hub_schemas import (
 )
 from .json_bodies import JSONAnswer, read_json
 from .refusals import invalid, renamed, unsupported
-from .token_inputs import inputs_of
+from .schemas import inputs_of
 
 _read_tokenize = msgspec.json.Decoder(TokenizeRequest)
 _read_decode = msgspec.json.Decoder(DecodeRequest)

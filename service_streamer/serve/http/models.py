@@ -15,8 +15,8 @@ from urllib.parse import quote
 from .admission import make_budgets
 from .keyring import Keyring
 from .refusals import Refusal
+from .request_figures import Siblings
 from .service import Service
-from .siblings import Siblings
 
 #: Characters of an unknown name in an error, and names that the error lists.
 _LONGEST_NAME, _MOST_NAMES = 100, 20

@@ -12,12 +12,12 @@ from ... import __version__
 from ...options.checks import LONGEST_TENANT
 from ...pipelines.tasks import TASKS, parameter_schemas
 from .api_keys import METRICS
+from .generation_schemas import FORM_KINDS
 from .hub_generation import HUB_PARAMETERS
 from .operations import OPERATIONS, Operation
 from .predicting import TEXT_FROM_TEXT
 from .schemas import ErrorResponse
 from .service import Service
-from .text_forms import FORM_KINDS
 from .v2_openapi import v2_components, v2_paths
 
 _REF = "#/components/schemas/{name}"

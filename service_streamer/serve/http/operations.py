@@ -30,7 +30,6 @@ from ..v2.infer_request import InferenceHeader
 from .completions import chat, completions
 from .context import RequestContext
 from .embeddings import embeddings
-from .generating import generate
 from .generation_schemas import (
     ChatRequest,
     ChatResponse,
@@ -40,6 +39,7 @@ from .generation_schemas import (
     GenerateResponse,
 )
 from .hub_embeddings import embed, embed_all
+from .hub_generation import generate
 from .hub_schemas import (
     DecodeRequest,
     DetokenizeRequest,

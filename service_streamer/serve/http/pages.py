@@ -17,16 +17,15 @@ from starlette.staticfiles import StaticFiles
 
 from ... import __version__
 from .dashboard import Dashboard
-from .locks import check_caller
 from .models import Models
 from .openapi import LOCKED, openapi
 from .operations import OPERATIONS
 from .prometheus import exposition_of, merged
 from .refusals import Refusal
+from .request_figures import METRICS
 from .schemas import hub_info
 from .service import Service
-from .siblings import METRICS
-from .v2_pages import V2Pages, json_answer
+from .v2_pages import V2Pages, check_caller, json_answer
 
 _STATIC = Path(__file__).parent.parent / "static"
 

@@ -13,11 +13,10 @@ from ..v2.infer_answer import encode
 from .classifying import classify, is_hub_form
 from .context import RequestContext
 from .events import OutputEvents
-from .generating import check_single
 from .generation_schemas import GenerationRequest, HubGenerationRequest, texts_of
 from .headers import Sent, read_sent
 from .hub_embeddings import gives_vectors, infer_features, vector_items
-from .hub_generation import hub_details, hub_generation
+from .hub_generation import check_single, hub_details, hub_generation
 from .hub_schemas import ClassificationRequest, HubFeaturesRequest
 from .json_bodies import JSONAnswer, decoded, read_json
 from .refusals import Refusal, invalid, renamed, unsupported

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...pipelines.declared_tensors import DATATYPES
-from ..v2.infer_answer import VERSION
-from ..v2.model_metadata import inputs_of
-from .model_control import CONTROL
+from ..v2.infer_answer import VERSION, inputs_of
 from .service import Service
+from .v2_pages import CONTROL
 
 _ERRORS = {
     "400": "The request is malformed, or does not fit the model",
