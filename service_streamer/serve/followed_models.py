@@ -1,4 +1,7 @@
-"""The models of one of several web processes: it follows the plans of its parent."""
+"""The models of one of several web processes: it follows the plans of its parent.
+
+The messages that they send each other stand here, too.
+"""
 
 from __future__ import annotations
 

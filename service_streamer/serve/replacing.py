@@ -5,6 +5,9 @@
 
 A model that cannot be loaded changes nothing: the old one goes on. So for a moment both are in
 memory. Where there is no room for that, ``SIGHUP`` replaces the workers one at a time.
+
+``ModelRepository`` changes the models of a service with one web process: by its file, and over
+HTTP.
 """
 
 from __future__ import annotations

@@ -413,7 +413,12 @@ _LARGEST = 32 << 20
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep what it frees, up to a bound; no effect without glibc."""
+    """Have this process keep what it frees, up to a bound; no effect without glibc.
+
+    By default the C library gives a large block back to the system when it is freed. The next body
+    gets new pages, which the system has to clear: for arrays of 602 kB over HTTP that was 40 % of
+    the web process's time.
+    """
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, _LARGEST)

@@ -2,6 +2,8 @@
 
 The process that wakes up first accepts, and that is often the same one. Connections that are kept
 alive would clump there: its requests wait while another process has nothing to do.
+
+A process may have as many connections as its limit of open files allows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Background tasks: what they raise unexpectedly is logged with its traceback."""
+"""What goes on besides requests: tasks whose unexpected errors are logged, and looks at files."""
 
 from __future__ import annotations
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...engine.backend import LoopReply
 from ...engine.streams import AsyncStream
+from ...errors import InvalidInput
 from ...observe.record import ORDINARY, Call, Precedence, Timing
 from ..v2.infer_answer import encode
 from .admission import answer_too_large
@@ -32,7 +33,7 @@ from .headers import (
 )
 from .json_bodies import READ_AT_ONCE, WRITTEN_AT_ONCE, JSONAnswer, LargeAnswer, write_json
 from .keyring import KeyHolder
-from .refusals import Refusal, late_body, too_large, unsupported
+from .refusals import Refusal, late_body, renamed, too_large, unsupported
 from .service import Description, Service
 from .slow_readers import WRITE_TIMEOUT
 from .streaming import MAX_BUFFERED, EventStream, open_streams
@@ -356,6 +357,28 @@ class RequestContext:
         if sizes.answer:
             self.expect_answer(sizes.answer)
         return self._compute_large(items, sizes.large) if sizes.large else self.submit(items)
+
+    async def compute_each(
+        self,
+        do: str,
+        inputs: Iterable[Any],
+        parameters: Mapping[str, Any],
+        names: Mapping[str, str],
+        **more: Any,
+    ) -> list[Any]:
+        """Compute an operation of the model on each input.
+
+        Args:
+            do: the operation.
+            names: what the request calls the model's fields, for errors.
+            more: further fields of each item.
+        """
+        items = [{"do": do, "inputs": each, "parameters": parameters, **more} for each in inputs]
+        self.check_count(len(items))
+        try:
+            return await self.compute(items)
+        except InvalidInput as error:
+            raise renamed(error, names) from None
 
     async def answer(self, make: Callable[[], Any], size: int = 0) -> JSONAnswer:
         """The answer in JSON, of what was computed last.

@@ -1,4 +1,4 @@
-"""Answers the requests of an operation: the fast path."""
+"""The fast path: which endpoint a POST is for, and how the endpoint answers it."""
 
 from __future__ import annotations
 

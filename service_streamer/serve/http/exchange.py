@@ -1,6 +1,6 @@
 """One request and its answer, as endpoints see them, whatever speaks HTTP.
 
-``connection.py`` has those of our own connections, ``asgi.py`` those of any ASGI server.
+``HTTPExchange`` is that of our own connections, ``asgi.py`` has that of any ASGI server.
 """
 
 from __future__ import annotations

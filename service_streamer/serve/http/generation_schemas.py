@@ -1,4 +1,4 @@
-"""Schemas of requests for generated text and of their answers."""
+"""Schemas of requests for generated text and of their answers, and the form of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a request says besides JSON: headers (timeouts, priorities), files and forms. Pure."""
+"""What a request says besides JSON: headers (timeouts, priorities), files, forms, compression.
+
+A small compressed body may be made to grow a thousandfold, so what comes out is bounded, and its
+larger part is computed in a thread: the event loop goes on.
+"""
 
 from __future__ import annotations
 

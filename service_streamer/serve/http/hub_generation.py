@@ -1,4 +1,4 @@
-"""Generated text in the form of text-generation-inference: its parameters and its answers."""
+"""Generated text in the form of text-generation-inference: parameters, answers, and /generate."""
 
 from __future__ import annotations
 

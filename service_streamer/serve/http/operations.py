@@ -29,7 +29,15 @@ import msgspec
 from ..v2.infer_request import InferenceHeader
 from .completions import chat, completions
 from .context import RequestContext
-from .embeddings import embeddings
+from .embeddings import (
+    EmbedAllRequest,
+    EmbeddingsRequest,
+    EmbeddingsResponse,
+    EmbedRequest,
+    embed,
+    embed_all,
+    embeddings,
+)
 from .generation_schemas import (
     ChatRequest,
     ChatResponse,
@@ -38,19 +46,7 @@ from .generation_schemas import (
     GenerateRequest,
     GenerateResponse,
 )
-from .hub_embeddings import embed, embed_all
 from .hub_generation import generate
-from .hub_schemas import (
-    DecodeRequest,
-    DetokenizeRequest,
-    DetokenizeResponse,
-    EmbedAllRequest,
-    EmbedRequest,
-    TokenInText,
-    TokenizeRequest,
-    TokensOfPrompt,
-)
-from .hub_tokens import decode, detokenize, tokenize
 from .json_bodies import BinaryAnswer, JSONAnswer
 from .predicting import REQUESTS_OF_TASKS, TEXT_TASKS, infer, predict
 from .reranking import (
@@ -62,8 +58,6 @@ from .reranking import (
     rerank_documents,
 )
 from .schemas import (
-    EmbeddingsRequest,
-    EmbeddingsResponse,
     HubRequest,
     HubTextRequest,
     PredictRequest,
@@ -72,6 +66,17 @@ from .schemas import (
 from .service import Description
 from .streaming import EventStream
 from .tensor_inference import infer_tensors
+from .tokens import (
+    DecodeRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenInText,
+    TokenizeRequest,
+    TokensOfPrompt,
+    decode,
+    detokenize,
+    tokenize,
+)
 
 
 class Operation(NamedTuple):

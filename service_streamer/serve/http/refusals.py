@@ -302,7 +302,13 @@ def unsupported(param: str, text: str = "is not supported; leave it out") -> Ref
 
 
 def renamed(error: InvalidInput, names: Mapping[str, str]) -> InvalidInput:
-    """The same error with the field's name in the request."""
+    """The same error in the words of the request.
+
+    Args:
+        names: what the request calls the model's fields.
+    """
     field, colon, text = str(error).partition(":")
     name, bracket, rest = field.partition("[")  # of a message of a chat
+    if names.get("parameters.truncation") == "truncate":
+        text = text.replace("set the parameter truncation", "set truncate to true")
     return InvalidInput(names.get(name, name) + bracket + rest + colon + text)

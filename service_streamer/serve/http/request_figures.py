@@ -1,7 +1,8 @@
 """Counts and durations of requests: those of one web process, and of all of a service.
 
 Each process counts its own (``RequestMetrics``), tells the others (``RequestFigures``), and adds up
-what all of them say (``Requests``).
+what all of them say (``Requests``). They talk over sockets in a private folder (``Siblings``): a
+request for /metrics or /stats reaches one of them, and its answer has to be complete.
 """
 
 from __future__ import annotations

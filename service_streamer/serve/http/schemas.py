@@ -1,10 +1,10 @@
-"""Schemas of requests and answers, which msgspec checks; the form of Hugging Face's client."""
+"""Schemas of requests and answers, which msgspec checks; texts or tokens; Hugging Face's client."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -149,35 +149,6 @@ def log_harmless(sent: HarmlessFields | HarmlessMessageFields) -> None:
         if name not in _logged and getattr(sent, name):
             _logged.add(name)
             logger.info("requests have the field %r, which has no effect here", name)
-
-
-class EmbeddingsRequest(HarmlessFields, forbid_unknown_fields=True):
-    """OpenAI's form, and ``truncation``."""
-
-    input: TextsOrTokens
-    model: Ignored = None
-    encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
-    truncation: Annotated[
-        bool, Meta(description="Truncate a text that is too long instead of refusing it.")
-    ] = False
-
-
-class Embedding(Struct):
-    """Embedding of one text: numbers, or base64 of little-endian float32."""
-
-    embedding: list[float] | str
-    index: int
-    object: str = "embedding"
-
-
-class EmbeddingsResponse(Struct):
-    """OpenAI's form."""
-
-    data: list[Embedding]
-    model: str
-    usage: Usage
-    object: str = "list"
 
 
 class _Error(Struct):

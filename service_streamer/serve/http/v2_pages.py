@@ -1,4 +1,10 @@
-"""The Open Inference Protocol's routes for GET: health and metadata."""
+"""The Open Inference Protocol besides inference: health, metadata, and Triton's model repository.
+
+GET  /v2, /v2/health/..., /v2/models/...    the server and its models
+POST /v2/repository/index                   all models, and how they stand; for any key
+POST /v2/repository/models/NAME/load        load it, or load it anew; returns when it answers
+POST /v2/repository/models/NAME/unload      take it away; open requests are answered
+"""
 
 from __future__ import annotations
 

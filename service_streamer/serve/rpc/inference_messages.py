@@ -3,6 +3,8 @@
 Names and numbers of fields are the protocol's: clients of others depend on them. They are built
 when this module is imported, in a pool of their own. So the protobuf of the user may be of any
 version, and a program may have another copy of the same messages.
+
+``read_message`` and ``write_message`` make requests of them, and of answers messages.
 """
 
 from __future__ import annotations

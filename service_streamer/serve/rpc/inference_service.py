@@ -3,6 +3,8 @@
 ModelInfer          message ──▶ a RequestContext, as of a request over HTTP ──▶ message, or a status
 ModelStreamInfer    the same for each message of a stream, in order; of a model of steps a message
                     for each output
+
+The metadata of a call stand in the place of a request's headers.
 """
 
 from __future__ import annotations

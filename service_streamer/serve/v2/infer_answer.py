@@ -6,6 +6,8 @@ numbers, or arrays of one shape and type    "output", whose rows they are
 dicts of those, with the same keys          one for each key
 texts, or bytes                             "output", of the type BYTES
 anything else                               "output", of the type BYTES: JSON
+
+And what the protocol says of the server and of a model.
 """
 
 from __future__ import annotations

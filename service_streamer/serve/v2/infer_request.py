@@ -3,6 +3,14 @@
 {"id": ..., "parameters": {...}, "inputs": [{"name", "shape", "datatype", "parameters", "data"}],
  "outputs": [{"name", "parameters"}]}, followed by the binary data of the inputs that have
 ``binary_data_size`` in place of ``data``.
+
+A row of each tensor makes an item for the model:
+
+model                       tensors                 item
+-----                       -------                 ----
+a task                      one, BYTES              a text, or the bytes of a file
+a user's, one input         one                     a view of the row
+a user's, several inputs    several                 {name: a view of the row}
 """
 
 from __future__ import annotations
