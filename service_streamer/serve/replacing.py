@@ -190,17 +190,13 @@ def given_up() -> Exception:
 
 
 def not_loaded(text: str) -> Refusal:
-    return Refusal(
-        422, "invalid_request_error", text, reason="invalid", param="model", code="model_not_loaded"
-    )
+    return Refusal(422, text, param="model", code="model_not_loaded")
 
 
 def last_model(name: str) -> Refusal:
     return Refusal(
         409,
-        "invalid_request_error",
         f"{name!r} is the last model of this service; stop the service instead",
-        reason="invalid",
         param="model",
         code="last_model",
     )

@@ -156,10 +156,8 @@ async def _refuse_host(models: Models, exchange: Exchange) -> None:
     hosts = [value[:100].decode("latin-1") for name, value in headers if name == b"host"]
     refused = Refusal(
         400,
-        "invalid_request_error",
         f"Host: {', '.join(hosts)!r} is not a host of this service; the operator can allow it "
         "with --allowed-host",
-        reason="invalid",
         param="Host",
         code="host_not_allowed",
     )
@@ -176,9 +174,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     }
     refused = Refusal(
         error.status_code,
-        "not_found" if error.status_code == 404 else "invalid_request_error",
         messages.get(error.status_code, error.detail),
-        reason="invalid",
         code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code),
     )
     if is_v2(request.url.path):

@@ -343,10 +343,8 @@ class RequestContext:
         if most is not None and count > most:
             raise Refusal(
                 413,
-                "invalid_request_error",
                 f"{count} inputs exceed the queue's limit of {most} (--max-pending); send fewer at "
                 "once",
-                reason="too_large",
                 code="too_many_inputs",
             )
 

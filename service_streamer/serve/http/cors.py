@@ -77,10 +77,8 @@ class CrossOrigin:
             shown = origin[:100].decode("latin-1")
             refused = Refusal(
                 403,
-                "permission_error",
                 f"Origin: web pages of {shown!r} may not call this service; the operator can allow "
                 "it with --cors-origin",
-                reason="forbidden",
                 param="Origin",
                 code="origin_not_allowed",
             )

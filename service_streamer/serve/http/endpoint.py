@@ -173,9 +173,7 @@ def check_served(service: Service, operation: Operation) -> None:
             needs += f"; this one has none, since {obstacle}"
         raise Refusal(
             404,
-            "not_found",
             f"{operation.path} is not supported: the service runs {task}{needs}; see /docs",
-            reason="invalid",
             code="unsupported_operation",
         )
 

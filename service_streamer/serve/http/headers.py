@@ -33,10 +33,8 @@ def check_framing(value: bytes) -> None:
         shown = value[:40].decode("latin-1")
         raise Refusal(
             501,
-            "invalid_request_error",
             f"Transfer-Encoding: {shown!r} is not supported, only chunked; to compress the body, "
             "use Content-Encoding",
-            reason="invalid",
             param="Transfer-Encoding",
             code="unsupported_transfer_encoding",
         )
@@ -86,12 +84,7 @@ def is_allowed_host(allowed: tuple[str, ...], headers: Iterable[tuple[bytes, byt
 def _bad_header(name: bytes, wanted: str, value: bytes) -> Refusal:
     shown, named = value[:40].decode("latin-1"), name.decode()
     return Refusal(
-        422,
-        "invalid_request_error",
-        f"{named}: must be {wanted}, not {shown!r}",
-        reason="invalid",
-        param=named,
-        code="invalid_value",
+        422, f"{named}: must be {wanted}, not {shown!r}", param=named, code="invalid_value"
     )
 
 
@@ -148,10 +141,8 @@ def read_sent(content_type: bytes, body: bytes, takes: str | None) -> Sent | Non
     if takes == "text":
         raise Refusal(
             415,
-            "invalid_request_error",
             f"Content-Type: this model takes text, not {kind}; send JSON, such as "
             '{"inputs": "a text"}',
-            reason="invalid",
             param="Content-Type",
             code="unsupported_media_type",
         )
@@ -175,19 +166,15 @@ def _form(content_type: bytes, body: bytes, *, is_text: bool) -> Sent:
         else:
             raise Refusal(
                 422,
-                "invalid_request_error",
                 f"unknown form field `{name}`; send files, or texts as `inputs`, and `parameters` "
                 "as JSON",
-                reason="invalid",
                 param=name,
                 code="unknown_parameter",
             )
     if not inputs:
         raise Refusal(
             422,
-            "invalid_request_error",
             "missing form field `inputs`; send a file, or a text as `inputs`",
-            reason="invalid",
             param="inputs",
             code="missing_required_parameter",
         )
@@ -261,13 +248,7 @@ def _text(content: bytes) -> str:
 
 
 def _unreadable(why: str) -> Refusal:
-    return Refusal(
-        400,
-        "invalid_request_error",
-        f"the form cannot be read: {why}",
-        reason="invalid",
-        code="invalid_form",
-    )
+    return Refusal(400, f"the form cannot be read: {why}", code="invalid_form")
 
 
 #: Window sizes for zlib: of gzip, and of the zlib format, which HTTP calls deflate.
@@ -305,10 +286,8 @@ async def decompressed(body: bytes, coding: bytes, most: int) -> bytes:
         shown = coding[:40].decode("latin-1")
         raise Refusal(
             415,
-            "invalid_request_error",
             f"Content-Encoding: {shown!r} is not supported; compress the body once with gzip or "
             "deflate, or send it as it is",
-            reason="invalid",
             param="Content-Encoding",
             code="unsupported_content_encoding",
             more=((b"accept-encoding", CODINGS),),
@@ -350,9 +329,7 @@ def _decompress(body: bytes, window: int, most: int) -> bytes:
 def _malformed(problem: str) -> Refusal:
     return Refusal(
         400,
-        "invalid_request_error",
         f"the body {problem}, which the header Content-Encoding announces",
-        reason="invalid",
         param="Content-Encoding",
         code="invalid_content_encoding",
     )

@@ -114,9 +114,7 @@ class Models:
             names = [*names[:_MOST_NAMES], "others"]
         return Refusal(
             404,
-            "not_found",
             f"model: {text}; this service runs {', '.join(names)}",
-            reason="invalid",
             param="model",
             code="model_not_found",
         )

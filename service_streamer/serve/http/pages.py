@@ -153,8 +153,8 @@ class Pages:
         if self._dashboard.is_full:
             raise Refusal(
                 503,
-                "overloaded",
                 "too many clients are watching the live figures; use /stats, or retry later",
+                kind="overloaded",
                 reason="overloaded",
                 code="overloaded",
                 retry_after=30,

@@ -73,7 +73,7 @@ def lacks_numpy(error: ModuleNotFoundError) -> Refusal:
     if error.name != "numpy":
         raise error
     text = missing("a request with tensors of numbers", "numpy", "oip")
-    return Refusal(501, "server_error", text, reason="unavailable", code="not_installed")
+    return Refusal(501, text, kind="server_error", reason="unavailable", code="not_installed")
 
 
 def _parted(body: bytes, context: RequestContext) -> tuple[bytes | memoryview, memoryview]:

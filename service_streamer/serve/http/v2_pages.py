@@ -101,11 +101,9 @@ class V2Pages:
         is_known = is_read or place == "/infer"
         raise Refusal(
             405 if is_known else 404,
-            "invalid_request_error",
             f"{request.method} is not allowed at {place or 'a model'}; see /docs"
             if is_known
             else f"no such path: {request.url.path[:200]}; see /docs for the operations",
-            reason="invalid",
             more=((b"allow", b"POST" if place == "/infer" else b"GET, HEAD"),) if is_known else (),
         )
 
@@ -127,15 +125,13 @@ class V2Pages:
                 name = name.removesuffix(end)
             if name == "stats":
                 text = "statistics of this protocol are not offered; see /stats and /metrics"
-                raise Refusal(404, "not_found", text, reason="invalid", code="not_found")
+                raise Refusal(404, text, code="not_found")
             raise self._models.unknown(name)
         service, rest = named
         version = rest.removeprefix("/versions/").partition("/")[0]
         raise Refusal(
             404,
-            "not_found",
             f"version: {service.model!r} has the version 1 only; not {version[:100]!r}",
-            reason="invalid",
             param="version",
             code="model_not_found",
         )
@@ -202,7 +198,6 @@ class ModelControl:
             service.requests.refused(path, 403, "unauthorized")
             raise Refusal(
                 403,
-                "permission_error",
                 "loading and unloading models needs a key with the scope admin; start the service "
                 "with --api-key-file, or change the file of --config and send SIGHUP",
                 reason="unauthorized",
@@ -236,9 +231,7 @@ class ModelControl:
             if len(body) > _MOST_BYTES:
                 raise Refusal(
                     413,
-                    "invalid_request_error",
                     f"the body exceeds {_MOST_BYTES} bytes; it needs none",
-                    reason="too_large",
                     code="request_too_large",
                 )
         read: _ControlBody = decoded(_read, body) if body.strip() else _ControlBody()
@@ -246,10 +239,8 @@ class ModelControl:
         if unknown:
             raise Refusal(
                 422,
-                "invalid_request_error",
                 f"parameters: {unknown[0][:100]!r} is not supported; what a model is stands in the "
                 "service's file",
-                reason="invalid",
                 param="parameters",
                 code="unsupported_parameter",
             )
@@ -270,11 +261,7 @@ class ModelControl:
         repository = self._models.repository
         if repository is None:
             raise Refusal(
-                501,
-                "invalid_request_error",
-                "this service cannot load or unload models",
-                reason="invalid",
-                code="unsupported_operation",
+                501, "this service cannot load or unload models", code="unsupported_operation"
             )
         return repository
 

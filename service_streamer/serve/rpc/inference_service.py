@@ -253,9 +253,7 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
         if version not in ("", VERSION):
             raise Refusal(
                 404,
-                "not_found",
                 f"version: {name!r} has the version {VERSION} only; not {version[:100]!r}",
-                reason="invalid",
             )
         return service
 
