@@ -27,19 +27,23 @@ from .exchange import Exchange, HTTPExchange
 from .headers import is_allowed_host
 from .models import Models
 from .operations import OPERATIONS
-from .pages import Pages
+from .pages import PAGES, Pages
 from .refusals import Refusal, refusal
 from .service import Service
 from .v2_pages import ModelControl, is_v2
 
-#: Paths without spans: polled every few seconds, or endless.
-_UNTRACED = "health$,health/live,health/ready,metrics,stats,events,static/.*"
+#: Patterns of paths without spans.
+_UNTRACED = ",".join([*(f"{each.path}$" for each in PAGES if each.is_polled), "/static/.*"])
 
+#: Probes name a container's address, which is unknown in advance.
+_PROBES = {each.path for each in PAGES if each.path.startswith("/health")} | {
+    "/v2/health/live", "/v2/health/ready",
+}  # fmt: skip
 
 #: Paths at the root that are for the default model, where models are named.
-_OF_DEFAULT = frozenset(op.path for op in OPERATIONS if not op.is_openais) | {
-    "/docs", "/info", "/openapi.json", "/stats", "/events",
-}  # fmt: skip
+_OF_DEFAULT = {each.path for each in OPERATIONS if not each.is_openais} | {
+    each.path for each in PAGES if each.is_of_model
+}
 
 
 def create_site(models: Models) -> Callable[[HTTPExchange], Awaitable[None]]:
@@ -144,10 +148,8 @@ def _site(routes: Sequence[BaseRoute], service: Service) -> ASGIApp:
 
 
 def _has_allowed_host(scope: Scope, allowed: tuple[str, ...]) -> bool:
-    """Whether to serve the request. Probes name a container's address, unknown in advance."""
-    probes = ("/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
-    is_probe = scope["path"] in probes
-    return is_probe or is_allowed_host(allowed, scope["headers"])
+    """Whether to serve the request."""
+    return scope["path"] in _PROBES or is_allowed_host(allowed, scope["headers"])
 
 
 async def _refuse_host(models: Models, exchange: Exchange) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -13,10 +13,9 @@ from ...options.checks import LONGEST_TENANT
 from ...pipelines.declared_tensors import DATATYPES
 from ...pipelines.tasks import TASKS, parameter_schemas
 from ..v2.infer_answer import VERSION, inputs_of
-from .api_keys import METRICS
 from .generation_schemas import FORM_KINDS
 from .hub_generation import HUB_PARAMETERS
-from .operations import OPERATIONS, Operation
+from .operations import OPERATIONS, Operation, Page
 from .predicting import TEXT_FROM_TEXT
 from .schemas import ErrorResponse
 from .service import Service
@@ -49,16 +48,6 @@ _V2_ERRORS = {
     "501": "The service lacks numpy, or the header Transfer-Encoding is not supported",
 }
 
-#: Paths that need the API key besides the operations: they reveal the traffic.
-#: Each with the scope that the key must have; None for any.
-LOCKED: Mapping[str, str | None] = {
-    "/stats": METRICS,
-    "/metrics": METRICS,
-    "/events": METRICS,
-    "/v1/models": None,
-    "/v1/models/{model}": None,
-}
-
 _TIMEOUT = {
     "name": "X-Request-Timeout",
     "in": "header",
@@ -81,8 +70,8 @@ _TENANT = {
 }
 
 
-def openapi(service: Service) -> dict[str, Any]:
-    """The document, with the operations of this model."""
+def openapi(service: Service, pages: Iterable[Page]) -> dict[str, Any]:
+    """The document, with the operations of this model, and what GET answers."""
     operations = [op for op in OPERATIONS if service.offers(op.does)]
     requests = [op.request_for(service.description) for op in operations]
     answers = [Any if op.response is None else op.response for op in operations]
@@ -111,12 +100,11 @@ def openapi(service: Service) -> dict[str, Any]:
         },
         "components": {"schemas": components},
     }
-    document["paths"] |= _others(service, error) | _v2_paths(service)
+    document["paths"] |= {
+        page.path: {"get": _get(page, service, error)} for page in pages if page.summary
+    }
+    document["paths"] |= _v2_paths(service)
     components |= _v2_components(service)
-    for path in LOCKED if security else ():
-        responses = document["paths"][path]["get"]["responses"]
-        for status in ("401",) if LOCKED[path] is None else ("401", "403"):
-            responses[status] = _error(status, _ERRORS[status], error)
     if security:
         document["components"]["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
@@ -149,9 +137,9 @@ def _post(service: Service, operation: Operation, answer: Any, error: Any) -> di
             '. With "stream": true an event for each output, then [DONE], or an error'
         )
     content: dict[str, Any] = {"schema": _ref(request.__name__)}
-    example = _example(operation, service.description.get("example"))
-    if example is not None:
-        content["example"] = example
+    value = service.description.get("example")
+    if value is not None and operation.example is not None:
+        content["example"] = operation.example(value)
     return {
         "summary": operation.summary,
         "tags": ["model"],
@@ -201,57 +189,29 @@ def _files(service: Service) -> dict[str, Any]:
     return content
 
 
-def _example(operation: Operation, value: Any) -> Any:
-    make = _EXAMPLES.get(operation.path)
-    return None if value is None or make is None else make(value)
-
-
-#: A request for each operation that takes the example of the model.
-_EXAMPLES: Mapping[str, Callable[[Any], dict[str, Any]]] = {
-    **dict.fromkeys(
-        ("/predict", "/", "/embed", "/embed_all", "/tokenize"), lambda value: {"inputs": value}
-    ),
-    "/generate": lambda value: {"text": value},
-    "/v1/completions": lambda value: {"prompt": value},
-    "/v1/chat/completions": lambda value: {"messages": [{"role": "user", "content": value}]},
-    **dict.fromkeys(("/v1/embeddings", "/embeddings"), lambda value: {"input": value}),
-    "/rerank": lambda value: {"query": value, "texts": [value]},
-    **dict.fromkeys(
-        ("/v1/rerank", "/v2/rerank"), lambda value: {"query": value, "documents": [value]}
-    ),
-}
-
-
-def _others(service: Service, error: Any) -> dict[str, Any]:
-    anything = {"type": "object"}
-    text = {"text/plain": {"schema": {"type": "string"}}}
-    metrics = {"description": "The metrics", "content": text}
-    events = {"description": "Snapshots", "content": {"text/event-stream": {}}}
-    unready = {"503": _response("The model is loading, stopping or broken", anything)}
-    return {
-        path: {"get": {"summary": summary, "operationId": _id(path), "tags": ["service"]} | rest}
-        for path, summary, rest in (
-            ("/health/live", "Whether the web process answers",
-             {"responses": {"200": _response("It answers", anything)}, "security": []}),
-            ("/health/ready", "Whether the model is ready",
-             {"responses": {"200": _response("It is", anything)} | unready, "security": []}),
-            ("/health", "The same, where text-embeddings-inference has it",
-             {"responses": {"200": _response("It is", anything)} | unready, "security": []}),
-            ("/info", "The served model and its limits",
-             {"responses": {"200": _response("The model and the limits", anything)},
-              "security": []}),
-            ("/stats", "Current figures",
-             {"responses": {"200": _response("A snapshot", anything)}}),
-            ("/metrics", "Metrics for Prometheus", {"responses": {"200": metrics}}),
-            ("/events", "A snapshot every second", {"responses": {"200": events}}),
-            ("/v1/models", "The served models, in OpenAI's form",
-             {"responses": {"200": _response("One model", anything)}}),
-            ("/v1/models/{model}", "The model of this name, in OpenAI's form",
-             {"parameters": [{**_MODEL, "example": service.model}],
-              "responses": {"200": _response("The model", anything),
-                            "404": _error("404", "There is no such model", error)}}),
-        )
-    }  # fmt: skip
+def _get(page: Page, service: Service, error: Any) -> dict[str, Any]:
+    schema = {"text/plain": {"type": "string"}, "application/json": {"type": "object"}}
+    content = {"schema": schema[page.media]} if page.media in schema else {}
+    responses: dict[str, Any] = {
+        "200": {"description": page.response, "content": {page.media: content}}
+    }
+    if page.unready:
+        responses["503"] = _response(page.unready, {"type": "object"})
+    operation: dict[str, Any] = {
+        "summary": page.summary,
+        "operationId": _id(page.path),
+        "tags": ["service"],
+        "responses": responses,
+    }
+    if "{model}" in page.path:
+        operation["parameters"] = [{**_MODEL, "example": service.model}]
+        responses["404"] = _error("404", "There is no such model", error)
+    if not page.needs_key:
+        operation["security"] = []
+    elif service.options.needs_key:
+        for status in ("401",) if page.scope is None else ("401", "403"):
+            responses[status] = _error(status, _ERRORS[status], error)
+    return operation
 
 
 def _id(path: str) -> str:
@@ -369,15 +329,17 @@ def _v2_paths(service: Service) -> dict[str, Any]:
     }  # fmt: skip
     is_open: dict[str, Any] = {"security": []}
     paths: dict[str, Any] = {
-        "/v2": {"get": _get("The server and its extensions", "V2Server") | is_open},
-        "/v2/health/live": {"get": _get("Whether the web process answers") | is_open},
-        "/v2/health/ready": {"get": _get("Whether the service is ready", unready=True) | is_open},
+        "/v2": {"get": _v2_get("The server and its extensions", "V2Server") | is_open},
+        "/v2/health/live": {"get": _v2_get("Whether the web process answers") | is_open},
+        "/v2/health/ready": {
+            "get": _v2_get("Whether the service is ready", unready=True) | is_open
+        },
     }
     for middle, parameters in (("", [name]), ("/versions/{model_version}", [name, version])):
         place = f"/v2/models/{{model_name}}{middle}"
-        about = _get("A model's inputs and outputs", "V2Model", unready=True)
-        ready = _get("Whether the model is ready", unready=True)
-        config = _get("A model's configuration, in Triton's form", unready=True)
+        about = _v2_get("A model's inputs and outputs", "V2Model", unready=True)
+        ready = _v2_get("Whether the model is ready", unready=True)
+        config = _v2_get("A model's configuration, in Triton's form", unready=True)
         for each in (about, ready, config):
             for status in ("401", "404") if service.options.needs_key else ("404",):
                 each["responses"][status] = _v2_response(_V2_ERRORS[status], "V2Error")
@@ -458,7 +420,7 @@ def _infer(service: Service) -> dict[str, Any]:
     }
 
 
-def _get(summary: str, schema: str | None = None, *, unready: bool = False) -> dict[str, Any]:
+def _v2_get(summary: str, schema: str | None = None, *, unready: bool = False) -> dict[str, Any]:
     responses = {"200": _v2_response(summary, schema)}
     if unready:
         responses["503"] = _v2_response("Not ready", None)

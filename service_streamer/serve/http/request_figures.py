@@ -245,7 +245,7 @@ def _add(histogram: Histogram, figures: RequestFigures, sign: int) -> None:
 
 
 #: The question for all metrics of a process; and, before the name of a model, for its requests.
-METRICS = b"metrics"
+ALL_METRICS = b"metrics"
 _REQUESTS = b"requests "
 
 #: Seconds to wait for a process's answer, and its maximum size in bytes.
@@ -288,7 +288,7 @@ class Siblings:
             try:
                 with contextlib.suppress(OSError, ValueError):
                     question = (await reader.readline()).rstrip()
-                    if question == METRICS:
+                    if question == ALL_METRICS:
                         writer.write(metrics())
                     elif question.startswith(_REQUESTS):
                         name = question.removeprefix(_REQUESTS).decode("utf-8", "replace")
