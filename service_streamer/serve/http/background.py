@@ -1,13 +1,11 @@
-"""What goes on besides requests: tasks whose unexpected errors are logged, and looks at files."""
+"""Background tasks: what they raise unexpectedly is logged with its traceback."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import logging
-import os
 from collections.abc import Coroutine
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -59,15 +57,3 @@ def _log_failure(what: str, task: asyncio.Task[None]) -> None:
     error = None if task.cancelled() else task.exception()
     if error is not None:
         logger.error("%s", what, exc_info=error)
-
-
-Stamp = tuple[tuple[int, ...], ...]
-
-
-def stamp_of(*paths: Path | None) -> Stamp:
-    """What differs after a change of the files; without those that are None. Raises OSError.
-
-    The time of changes of the mode counts: a file may become readable.
-    """
-    found = (os.stat(path) for path in paths if path is not None)
-    return tuple((each.st_mtime_ns, each.st_ctime_ns, each.st_size, each.st_ino) for each in found)

@@ -74,7 +74,7 @@ class EmbeddingsResponse(Struct):
     object: str = "list"
 
 
-class Cut(Struct, forbid_unknown_fields=True, kw_only=True):
+class TruncationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     """What requests for texts have in common."""
 
     truncate: Truncate = None
@@ -82,7 +82,7 @@ class Cut(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_name: PromptName = None
 
 
-class EmbedRequest(Cut):
+class EmbedRequest(TruncationFields):
     """Texts, for one vector each."""
 
     inputs: TextsOrTokens
@@ -90,7 +90,7 @@ class EmbedRequest(Cut):
     dimensions: _Dimensions = None
 
 
-class EmbedAllRequest(Cut):
+class EmbedAllRequest(TruncationFields):
     """Texts, for a vector of each of their tokens."""
 
     inputs: TextsOrTokens
@@ -184,7 +184,7 @@ async def embed(body: bytes, context: RequestContext) -> JSONAnswer:
     inputs, _ = inputs_of(request.inputs, "inputs")
     return await _embedded(
         inputs,
-        cutting(request, takes_prompts=True),
+        truncation_parameters(request, takes_prompts=True),
         context,
         request.dimensions,
         normalizes=request.normalize,
@@ -194,13 +194,13 @@ async def embed(body: bytes, context: RequestContext) -> JSONAnswer:
 async def embed_all(body: bytes, context: RequestContext) -> JSONAnswer:
     request: EmbedAllRequest = await read_json(_read_embed_all, body)
     inputs, _ = inputs_of(request.inputs, "inputs")
-    outputs = await _computed("embed_all", inputs, cutting(request), context)
+    outputs = await _computed("embed_all", inputs, truncation_parameters(request), context)
     return await context.answer(lambda: [states for [states] in outputs])
 
 
 async def infer_features(request: HubFeaturesRequest, context: RequestContext) -> JSONAnswer:
     """The answer of ``/`` for models that embed texts."""
-    parameters = hub_parameters(request) | cutting(request, takes_prompts=True)
+    parameters = hub_parameters(request) | truncation_parameters(request, takes_prompts=True)
     inputs = request.inputs
     field = next((name for name in _OF_VECTORS if getattr(request, name) is not None), None)
     if isinstance(inputs, SimilarityInputs):
@@ -263,7 +263,7 @@ def as_arrays(description: Description) -> dict[str, Any]:
     return {"arrays": True} if _HAS_NUMPY and description.get("vector_size") else {}
 
 
-def cutting(request: Any, *, takes_prompts: bool = False) -> dict[str, Any]:
+def truncation_parameters(request: Any, *, takes_prompts: bool = False) -> dict[str, Any]:
     """The model's parameters for what a request says of truncation, and of a prompt.
 
     Args:

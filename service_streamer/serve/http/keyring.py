@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .api_keys import COMPUTE, METRICS, SCOPES, ApiKey, digest_of, read_keys
-from .background import Stamp, stamp_of
+from .file_stamps import Stamp, stamp_of
 from .refusals import Refusal
 
 logger = logging.getLogger(__name__)

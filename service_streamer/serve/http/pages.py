@@ -21,7 +21,7 @@ from .dashboard import Dashboard
 from .models import Models
 from .openapi import openapi
 from .operations import OPERATIONS, Page
-from .prometheus import exposition_of, merged
+from .prometheus import exposition_of, merge_processes
 from .refusals import Refusal
 from .request_figures import ALL_METRICS
 from .schemas import hub_info
@@ -137,7 +137,7 @@ class Pages:
             renewed = asyncio.gather(*(each.renew() for each in self._models))
             _renewed, others = await asyncio.gather(renewed, siblings.others(ALL_METRICS))
             own = {siblings.number: self._exposition.snapshot()}
-            text = merged(others | own, self._models)
+            text = merge_processes(others | own, self._models)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _stats(self, _: Request) -> Response:

@@ -18,8 +18,8 @@ from .embeddings import (
     HubFeaturesRequest,
     Truncate,
     as_arrays,
-    cutting,
     infer_features,
+    truncation_parameters,
 )
 from .events import OutputEvents
 from .generation_schemas import GenerationRequest, HubGenerationRequest, texts_of
@@ -239,7 +239,11 @@ async def _classify(request: ClassificationRequest, context: RequestContext) -> 
         raise invalid("inputs", "is empty; send at least one text")
     if not is_one:
         _check_lists(inputs)
-    parameters: dict[str, Any] = {"top_k": None, **(request.parameters or {}), **cutting(request)}
+    parameters: dict[str, Any] = {
+        "top_k": None,
+        **(request.parameters or {}),
+        **truncation_parameters(request),
+    }
     if request.raw_scores:
         parameters["function_to_apply"] = "none"
     texts = map(_input, inputs)

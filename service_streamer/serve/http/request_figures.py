@@ -139,7 +139,7 @@ class RequestFigures(msgspec.Struct, array_like=True, frozen=True):
     seconds: float
 
     def encoded(self) -> bytes:
-        """For ``decoded``."""
+        """For ``decode_figures``."""
         return msgspec.msgpack.encode(self)
 
     @property
@@ -147,7 +147,7 @@ class RequestFigures(msgspec.Struct, array_like=True, frozen=True):
         return sum(self.answers.values())
 
 
-def decoded(answers: Mapping[int, bytes]) -> dict[int, RequestFigures]:
+def decode_figures(answers: Mapping[int, bytes]) -> dict[int, RequestFigures]:
     """What the other processes answered, without those that died while they did."""
     found = {}
     for number, answer in answers.items():

@@ -11,12 +11,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .context import RequestContext
-from .embeddings import TRUNCATE, Cut, cutting
+from .embeddings import TRUNCATE, TruncationFields, truncation_parameters
 from .json_bodies import JSONAnswer, read_json
 from .schemas import Ignored
 
 
-class RerankRequest(Cut):
+class RerankRequest(TruncationFields):
     """Texts to order by how well they match the query."""
 
     query: str
@@ -98,7 +98,9 @@ _read_documents = msgspec.json.Decoder(DocumentsRequest)
 
 async def rerank(body: bytes, context: RequestContext) -> JSONAnswer:
     request: RerankRequest = await read_json(_read_texts, body)
-    found = await _scored(request.query, request.texts, "texts", cutting(request), context)
+    found = await _scored(
+        request.query, request.texts, "texts", truncation_parameters(request), context
+    )
     return await context.answer(
         lambda: [
             Rank(

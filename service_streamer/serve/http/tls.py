@@ -10,7 +10,7 @@ import os
 import ssl
 from pathlib import Path
 
-from .background import Stamp, stamp_of
+from .file_stamps import Stamp, stamp_of
 from .web_options import WebOptions
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from ..http.accepting import max_connections
 from ..http.admission import ServiceOptions
-from ..http.background import Failures, stamp_of
+from ..http.background import Failures
+from ..http.file_stamps import stamp_of
 from ..http.models import Models
 from .inference_messages import POOL, SERVICE
 from .inference_service import InferenceService
