@@ -227,7 +227,7 @@ def test_bound_of_all_bodies_comes_from_the_memory(monkeypatch: pytest.MonkeyPat
 
 PROGRAM = """
 import resource, sys
-from service_streamer.serve.heap import keep_freed_memory
+from service_streamer.serve.running import keep_freed_memory
 if sys.argv[1] == "keeps":
     keep_freed_memory()
 def bodies():

@@ -23,8 +23,8 @@ from ..engine.operator_signals import SignalSocket
 from ..errors import StreamerClosed, StreamerError
 from .command_options import ServeOptions
 from .configuration import Configuration, changes
+from .followed_models import Plan, PlanDone, PlannedModel, Wish, WishAnswer
 from .launching import waits_for
-from .plans import Plan, PlanDone, PlannedModel, Wish, WishAnswer
 from .pool_owner import PoolOwner
 from .replacing import given_up, restart_all
 

@@ -12,7 +12,7 @@ from ..base_streamer import BaseStreamer
 from ..errors import StreamerBroken
 from ..streamer import PoolStreamer, ScaledStreamer
 from .http.admission import ServiceOptions
-from .http.dashboard import advised
+from .http.dashboard import advice_for
 from .http.pool_view import PoolFigures
 from .http.service import Service
 
@@ -94,7 +94,7 @@ class HostedModel:
             lines.append(streamer.stats().gist)
         elif self.has_workers:  # those of a shared pool are reported by the parent
             figures = PoolFigures.of(streamer)
-            lines += [figures.stats.gist, *advised(figures.findings)]
+            lines += [figures.stats.gist, *advice_for(figures.findings)]
         return lines
 
     def close(self) -> None:

@@ -16,8 +16,7 @@ from .configuration import Configuration, NamedModel
 from .hosted_model import OpenedModel
 from .http.models import Models
 from .http.service import Service
-from .loading_progress import LoadingProgress
-from .logs import configure_logging
+from .logs import LoadingProgress, configure_logging
 from .opening import model_name, open_model, pool_options
 
 if TYPE_CHECKING:

@@ -21,10 +21,9 @@ from ..pool.election import is_led
 from ..pool.pool_client import PoolClient
 from ..pool.visits import ask_pool, await_end
 from .hosted_model import ServiceFailed
-from .http.dashboard import advised
+from .http.dashboard import advice_for
 from .http.pool_view import PoolFigures
-from .loading_progress import LoadingProgress
-from .logs import lines_of, name_lines
+from .logs import LoadingProgress, lines_of, name_lines
 from .opening import streamer_of
 
 logger = logging.getLogger(__name__)
@@ -218,4 +217,4 @@ class PoolOwner:
     def report(self) -> list[str]:
         """Lines for the log. Raises StreamerError: the pool does not answer."""
         figures = PoolFigures.of(self._streamer)
-        return [figures.stats.gist, *advised(figures.findings)]
+        return [figures.stats.gist, *advice_for(figures.findings)]

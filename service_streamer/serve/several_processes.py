@@ -40,16 +40,15 @@ from ..workers.starting import startable
 from .command_options import ServeOptions
 from .configuration import Configuration
 from .fleet_models import FleetModels
-from .followed_models import FollowedModels
+from .followed_models import FollowedModels, Plan
 from .hosted_model import ServiceFailed
 from .http.accepting import Turns
 from .http.keyring import SharedCells, cells_needed
 from .http.models import Models
-from .http.siblings import Siblings
+from .http.request_figures import Siblings
 from .launching import announce, listen, reserve_rpc
 from .logs import configure_logging
 from .opening import open_model
-from .plans import Plan
 from .pool_preparation import prepare_pools
 from .running import FleetPart, run_service
 

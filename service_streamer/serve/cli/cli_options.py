@@ -17,9 +17,8 @@ from click.core import ParameterSource
 
 from ...options.checks import IMPORT_STRING
 from ...options.kinds import Option, Options, options_of
-from ..command_options import ServeOptions, WorkerCommandOptions
+from ..command_options import ServeOptions, SimulateOptions, WorkerCommandOptions
 from .config import SERVE, read_defaults, tables_of
-from .simulate_options import SimulateOptions
 from .written import Written
 
 WORKER, SIMULATE = "worker", "simulate"

@@ -88,11 +88,11 @@ def serve(options: ServeOptions) -> None:
     if any(each.options.ray is not None for each in models):
         _need("ray", extra="ray")
     from ..configuration import Configuration
+    from ..fitting import with_count
     from ..hosted_model import ServiceFailed
     from ..launching import CannotListen
     from ..logs import configure_logging
     from ..opening import ClusterUnavailable, ModelUnavailable, open_model
-    from ..web_processes import with_count
 
     configure_logging(options.log_format)
     options, counted = with_count(options, models)

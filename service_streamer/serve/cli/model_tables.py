@@ -27,13 +27,7 @@ MODEL = "model"
 #: Names are parts of paths, of metrics and of log lines.
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]{0,126}[A-Za-z0-9])?")
 
-#: What the paths of a service begin with. After the name of one model it is not that of another.
-_PLACES = frozenset((
-    "predict", "generate", "embed", "embed_all", "rerank", "tokenize", "decode",
-    "detokenize", "v1", "v2", "health", "info", "docs", "openapi.json", "metrics", "stats",
-    "events", "static",
-))  # fmt: skip
-#: The same of the paths of the Open Inference Protocol, in which the name of a model stands.
+#: What follows the name of a model in paths of the Open Inference Protocol.
 _V2_PLACES = frozenset(("infer", "ready", "versions", "load", "unload"))
 
 #: Bounds on requests that each model may have for itself. All else of a web process is common.
@@ -130,12 +124,21 @@ def _name(where: str, name: Any, others: list[str]) -> str:
     for other in others:
         short, long = sorted((name, other), key=len)
         place = long.removeprefix(f"{short}/")
-        if place != long and place.partition("/")[0] in _PLACES | _V2_PLACES:
+        if place != long and place.partition("/")[0] in _places():
             raise click.BadParameter(
                 f"{where} name: the requests of model {short!r} at .../{place} would be those of "
                 f"model {long!r}; rename one"
             )
     return str(name)
+
+
+def _places() -> frozenset[str]:
+    """What begins a path behind the name of a model: there, no other model's name may go on."""
+    from ..http.operations import OPERATIONS
+    from ..http.pages import PAGES
+
+    paths = [each.path for each in (*OPERATIONS, *PAGES)]
+    return _V2_PLACES | {"static"} | {path.split("/")[1] for path in paths} - {""}
 
 
 def _converted(

@@ -21,8 +21,8 @@ from ...simulate.loads import (
 )
 from ...simulate.model_cost import CostModel, LogNormal, Observed
 from ...simulate.simulator import Report, simulate
+from ..command_options import SimulateOptions
 from .cli_options import SIMULATE, with_options
-from .simulate_options import SimulateOptions
 
 #: Of a sweep, as shares of the capacity.
 _LOADS = [number / 10 for number in range(1, 13)]

@@ -28,9 +28,8 @@ from ...options.kinds import (
     Strategy,
     WorkerNumber,
 )
-from ..command_options import ANY_CLUSTER, RayAddress
+from ..command_options import ANY_CLUSTER, BurstLoad, LoadPhases, MeanLength, RayAddress
 from ..http.web_options import Header, HostName, Origin, Several, Size
-from .simulate_options import BurstLoad, LoadPhases, MeanLength
 
 _DURATION = re.compile(r"\s*([^a-z\s]+(?:e[+-]?\d+)?)\s*(s|ms|us|)\s*")
 _UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}

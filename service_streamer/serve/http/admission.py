@@ -97,8 +97,8 @@ class ByteBudget:
             logger.warning(self._warning, self.size >> 20, most >> 20)
         raise Refusal(
             503,
-            "overloaded",
             self._refusal,
+            kind="overloaded",
             reason="overloaded",
             code="overloaded",
             retry_after=1,
@@ -204,8 +204,8 @@ class Admission:
         if self._done >= most and ahead * self._seconds > left * self._done:
             raise Refusal(
                 503,
-                "overloaded",
                 "too many large images wait to be decoded; retry later, or send smaller images",
+                kind="overloaded",
                 reason="overloaded",
                 code="overloaded",
                 retry_after=2,
@@ -276,11 +276,9 @@ def answer_too_large(size: int, most: int) -> Refusal:
     """
     return Refusal(
         413,
-        "invalid_request_error",
         f"the answer of this request would take {size >> 20:,} MB, and the service holds "
         f"{most >> 20:,} MB of all answers at most (--max-answers); send fewer or shorter inputs "
         "at once",
-        reason="too_large",
         code="request_too_costly",
     )
 
@@ -290,9 +288,7 @@ def _too_much(what: str, count: int, unit: str, limit: float, option: str, advic
     total = "" if verb == "has" else " in total"
     return Refusal(
         413,
-        "invalid_request_error",
         f"the {what} of this request {verb} {count:,} {unit}{total}, but the service's limit "
         f"is {limit:,.0f} ({option}); {advice}",
-        reason="too_large",
         code="request_too_costly",
     )

@@ -22,26 +22,28 @@ from starlette.types import ASGIApp
 from ... import __version__
 from .asgi import ASGIBridge, ExchangeBridge, Receive, Scope, Send, request_id_of
 from .context import answer_early
-from .exchange import Exchange
+from .endpoint import PREFIX, Routes
+from .exchange import Exchange, HTTPExchange
 from .headers import is_allowed_host
-from .http_exchange import HTTPExchange
-from .model_control import ModelControl
 from .models import Models
 from .operations import OPERATIONS
-from .pages import Pages
+from .pages import PAGES, Pages
 from .refusals import Refusal, refusal
-from .routes import PREFIX, Routes
 from .service import Service
-from .v2_pages import is_v2
+from .v2_pages import ModelControl, is_v2
 
-#: Paths without spans: polled every few seconds, or endless.
-_UNTRACED = "health$,health/live,health/ready,metrics,stats,events,static/.*"
+#: Patterns of paths without spans.
+_UNTRACED = ",".join([*(f"{each.path}$" for each in PAGES if each.is_polled), "/static/.*"])
 
+#: Probes name a container's address, which is unknown in advance.
+_PROBES = {each.path for each in PAGES if each.path.startswith("/health")} | {
+    "/v2/health/live", "/v2/health/ready",
+}  # fmt: skip
 
 #: Paths at the root that are for the default model, where models are named.
-_OF_DEFAULT = frozenset(op.path for op in OPERATIONS if not op.is_openais) | {
-    "/docs", "/info", "/openapi.json", "/stats", "/events",
-}  # fmt: skip
+_OF_DEFAULT = {each.path for each in OPERATIONS if not each.is_openais} | {
+    each.path for each in PAGES if each.is_of_model
+}
 
 
 def create_site(models: Models) -> Callable[[HTTPExchange], Awaitable[None]]:
@@ -146,10 +148,8 @@ def _site(routes: Sequence[BaseRoute], service: Service) -> ASGIApp:
 
 
 def _has_allowed_host(scope: Scope, allowed: tuple[str, ...]) -> bool:
-    """Whether to serve the request. Probes name a container's address, unknown in advance."""
-    probes = ("/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
-    is_probe = scope["path"] in probes
-    return is_probe or is_allowed_host(allowed, scope["headers"])
+    """Whether to serve the request."""
+    return scope["path"] in _PROBES or is_allowed_host(allowed, scope["headers"])
 
 
 async def _refuse_host(models: Models, exchange: Exchange) -> None:
@@ -158,10 +158,8 @@ async def _refuse_host(models: Models, exchange: Exchange) -> None:
     hosts = [value[:100].decode("latin-1") for name, value in headers if name == b"host"]
     refused = Refusal(
         400,
-        "invalid_request_error",
         f"Host: {', '.join(hosts)!r} is not a host of this service; the operator can allow it "
         "with --allowed-host",
-        reason="invalid",
         param="Host",
         code="host_not_allowed",
     )
@@ -178,9 +176,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     }
     refused = Refusal(
         error.status_code,
-        "not_found" if error.status_code == 404 else "invalid_request_error",
         messages.get(error.status_code, error.detail),
-        reason="invalid",
         code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code),
     )
     if is_v2(request.url.path):

@@ -13,8 +13,14 @@ from typing import Any
 
 import httptools
 
-from .exchange import Application, Disconnected, Headers
-from .http_exchange import HTTPExchange, find_request_id, new_request_id
+from .exchange import (
+    Application,
+    Disconnected,
+    Headers,
+    HTTPExchange,
+    find_request_id,
+    new_request_id,
+)
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

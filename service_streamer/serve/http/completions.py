@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from ...errors import InvalidInput
 from .context import RequestContext
-from .echoing import echoes_of
 from .events import ChatEvents, CompletionEvents, UsageIn
 from .generation_schemas import (
     NOT_OFFERED,
@@ -21,14 +21,13 @@ from .generation_schemas import (
     Completion,
     CompletionsRequest,
     CompletionsResponse,
+    text_form,
 )
 from .json_bodies import JSONAnswer, read_json
 from .logprobs import Echo, LegacyLogprobs, best_rows, chat_logprobs
 from .refusals import invalid, renamed, unsupported
-from .schemas import Usage, log_harmless
+from .schemas import Usage, inputs_of, log_harmless
 from .streaming import EventStream
-from .text_forms import text_form
-from .token_inputs import inputs_of
 
 #: Parameters that the model and the requests call the same, and that have no default.
 _AS_THEY_ARE = (
@@ -222,3 +221,51 @@ def _usage(outputs: list[Any]) -> Usage:
     taken = sum(sequences[0]["prompt_tokens"] for sequences in outputs)
     made = sum(each["completion_tokens"] for sequences in outputs for each in sequences)
     return Usage(taken, taken + made, made)
+
+
+async def echoes_of(
+    prompts: Sequence[Any], logprobs: int | None, context: RequestContext, *, counts: bool
+) -> list[Echo]:
+    """The echo of each prompt. What only the model knows is asked for in one call.
+
+    Args:
+        prompts: texts, and lists of tokens.
+        logprobs: how many of the likeliest tokens are told in place of each; None for no log
+            probabilities.
+        counts: whether the numbers of tokens are needed.
+
+    Raises:
+        Refusal: the model does not compute log probabilities of prompts.
+        InvalidInput: a prompt is wrong.
+    """
+    if logprobs is not None and "score" not in context.description.get("operations", ()):
+        raise unsupported(
+            "logprobs",
+            "is not supported with echo: this model computes none of a prompt; leave one of them "
+            "out",
+        )
+    items: list[Any] = []
+    for prompt in prompts:
+        is_text = isinstance(prompt, str)
+        if not is_text:
+            items.append(_item("decode", prompt, skip_special_tokens=False))
+        if logprobs is not None:
+            items.append(_item("score", prompt, logprobs=logprobs))
+        elif counts and is_text:
+            items.append(_item("tokenize", prompt))
+    results = iter(await context.compute(items) if items else ())
+    echoes = []
+    for prompt in prompts:
+        text = prompt if isinstance(prompt, str) else next(results)
+        if logprobs is not None:
+            tokens = next(results)
+            echoes.append(Echo(text, tokens, len(tokens)))
+        elif isinstance(prompt, str):
+            echoes.append(Echo(text, None, len(next(results)) if counts else 0))
+        else:
+            echoes.append(Echo(text, None, len(prompt)))
+    return echoes
+
+
+def _item(do: str, prompt: Any, **parameters: Any) -> dict[str, Any]:
+    return {"do": do, "inputs": prompt, "parameters": parameters}

@@ -24,8 +24,7 @@ import httptools
 
 from .accepting import Turns
 from .access_log import log_unreadable
-from .exchange import Application, Disconnected
-from .http_exchange import HTTPExchange, date_line
+from .exchange import Application, Disconnected, HTTPExchange, date_line
 from .slow_readers import SlowReaders
 
 logger = logging.getLogger(__name__)

@@ -11,26 +11,32 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...engine.backend import LoopReply
 from ...engine.streams import AsyncStream
+from ...errors import InvalidInput
 from ...observe.record import ORDINARY, Call, Precedence, Timing
 from ..v2.infer_answer import encode
 from .admission import answer_too_large
 from .api_keys import COMPUTE
-from .content_coding import decompressed
 from .events import Form
 from .exchange import Disconnected, Exchange
-from .headers import check_framing, read_priority, read_seconds, read_tenant, timing_header
-from .joined_streams import open_streams
+from .headers import (
+    check_framing,
+    decompressed,
+    read_priority,
+    read_seconds,
+    read_tenant,
+    timing_header,
+)
 from .json_bodies import READ_AT_ONCE, WRITTEN_AT_ONCE, JSONAnswer, LargeAnswer, write_json
 from .keyring import KeyHolder
-from .refusals import Refusal, late_body, too_large, unsupported
+from .refusals import Refusal, late_body, renamed, too_large, unsupported
 from .service import Description, Service
 from .slow_readers import WRITE_TIMEOUT
-from .streaming import MAX_BUFFERED, EventStream
+from .streaming import MAX_BUFFERED, EventStream, open_streams
 
 #: A body that is too large is received up to this multiple of the limit.
 _SPILL = 16
@@ -337,10 +343,8 @@ class RequestContext:
         if most is not None and count > most:
             raise Refusal(
                 413,
-                "invalid_request_error",
                 f"{count} inputs exceed the queue's limit of {most} (--max-pending); send fewer at "
                 "once",
-                reason="too_large",
                 code="too_many_inputs",
             )
 
@@ -351,6 +355,28 @@ class RequestContext:
         if sizes.answer:
             self.expect_answer(sizes.answer)
         return self._compute_large(items, sizes.large) if sizes.large else self.submit(items)
+
+    async def compute_each(
+        self,
+        do: str,
+        inputs: Iterable[Any],
+        parameters: Mapping[str, Any],
+        names: Mapping[str, str],
+        **more: Any,
+    ) -> list[Any]:
+        """Compute an operation of the model on each input.
+
+        Args:
+            do: the operation.
+            names: what the request calls the model's fields, for errors.
+            more: further fields of each item.
+        """
+        items = [{"do": do, "inputs": each, "parameters": parameters, **more} for each in inputs]
+        self.check_count(len(items))
+        try:
+            return await self.compute(items)
+        except InvalidInput as error:
+            raise renamed(error, names) from None
 
     async def answer(self, make: Callable[[], Any], size: int = 0) -> JSONAnswer:
         """The answer in JSON, of what was computed last.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 
-from .http_exchange import HTTPExchange
+from .exchange import HTTPExchange
 from .refusals import Refusal
 
 _METHODS = b"GET, HEAD, POST"
@@ -77,10 +77,8 @@ class CrossOrigin:
             shown = origin[:100].decode("latin-1")
             refused = Refusal(
                 403,
-                "permission_error",
                 f"Origin: web pages of {shown!r} may not call this service; the operator can allow "
                 "it with --cors-origin",
-                reason="forbidden",
                 param="Origin",
                 code="origin_not_allowed",
             )

@@ -15,9 +15,8 @@ from ...observe.explain import Finding
 from .background import Failures
 from .events import event, on_one_line
 from .pool_view import PoolFigures
-from .request_figures import RequestFigures, Requests, decoded
+from .request_figures import RequestFigures, Requests, decode_figures, question_of
 from .service import Service
-from .siblings import question_of
 
 #: Seconds between snapshots, and number of snapshots per percentile.
 _INTERVAL = 1.0
@@ -109,7 +108,7 @@ class Dashboard:
         _, answers = await asyncio.gather(
             service.renew(), siblings.others(question_of(service.model))
         )
-        heard = {**decoded(answers), siblings.number: service.figures()}
+        heard = {**decode_figures(answers), siblings.number: service.figures()}
         self._heard |= heard
         return Requests(time.monotonic(), {**self._heard}, len(heard))
 
@@ -169,7 +168,7 @@ def _add_pool(figures: dict[str, Any], pool: PoolFigures | None, max_pending: in
         {"upto": bound, "count": count} for bound, count in zip(bounds, sizes.counts, strict=True)
     ]
     figures["reasons"] = {reason.name.lower(): n for reason, n in metrics.reasons.most_common()}
-    figures["explanation"] = advised(pool.findings)
+    figures["explanation"] = advice_for(pool.findings)
     figures["queue"] = {
         "pending": stats.pending,
         "in_flight": stats.in_flight,
@@ -220,12 +219,12 @@ ADVICE = {
 _OPTION = re.compile(r"\b(batch_size|cpu_threads|max_batch_cost|max_latency|max_pending)\b")
 
 
-def advised(findings: Iterable[Finding]) -> list[str]:
+def advice_for(findings: Iterable[Finding]) -> list[str]:
     """One line per finding, with options of the command line. Pure."""
-    return [str(_advised(finding)) for finding in findings]
+    return [str(_in_options(finding)) for finding in findings]
 
 
-def _advised(finding: Finding) -> Finding:
+def _in_options(finding: Finding) -> Finding:
     advice = finding.advice
     if advice and (finding.name != "padding" or "length=" in advice):
         advice = ADVICE.get(finding.name, advice)

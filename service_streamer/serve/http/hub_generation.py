@@ -1,16 +1,22 @@
-"""Generated text in the form of text-generation-inference: its parameters and its answers."""
+"""Generated text in the form of text-generation-inference: parameters, answers, and /generate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
+from ...errors import InvalidInput
 from ...pipelines.requests import Parameter
 from ...pipelines.structure import FORMS
+from .context import RequestContext
 from .events import TokenEvents, hub_reason
+from .generation_schemas import GenerateRequest, GenerateResponse, text_form
+from .json_bodies import JSONAnswer, read_json
 from .logprobs import hub_token, hub_top_tokens
-from .refusals import invalid, unsupported
-from .text_forms import text_form
+from .refusals import invalid, renamed, unsupported
+from .streaming import EventStream
 
 #: Further parameters of these requests, besides the model's own.
 HUB_PARAMETERS: Mapping[str, Parameter] = {
@@ -126,3 +132,40 @@ def _details(row: Mapping[str, Any], wishes: HubWishes) -> dict[str, Any]:
     if wishes.has_top:
         details["top_tokens"] = [*map(hub_top_tokens, tokens)]
     return details
+
+
+_read_generate = msgspec.json.Decoder(GenerateRequest)
+
+
+async def generate(body: bytes, context: RequestContext) -> JSONAnswer | EventStream:
+    request: GenerateRequest = await read_json(_read_generate, body)
+    field, text = ("inputs", request.inputs) if request.text is None else ("text", request.text)
+    if text is None:
+        raise invalid("text", "is missing; send the text to continue")
+    if field == "text" and request.inputs is not None:
+        raise invalid("inputs", "means the same as text; leave one of them out")
+    parameters, wishes = hub_generation(request.parameters or {})
+    check_single(parameters)
+    parameters.pop("return_full_text", None)
+    is_another = context.description.get("task") == "text2text-generation"
+    item = {"do": "generate", "inputs": text, "parameters": parameters}
+    try:
+        if request.stream:
+            context.check_streams()
+            return await context.stream(item, wishes.events(None if is_another else text))
+        [rows] = await context.compute([item])
+    except InvalidInput as error:
+        raise renamed(error, {"inputs": field, **wishes.names}) from None
+    [answer, *_] = hub_details(rows, wishes, "text")
+    if field == "text":
+        answer["text"] = ("" if is_another else text) + answer.pop("generated_text")
+    elif wishes.has_prompt and not is_another:
+        answer["generated_text"] = text + answer["generated_text"]
+    return await context.answer(lambda: GenerateResponse(**answer))
+
+
+def check_single(parameters: Mapping[str, Any]) -> None:
+    if parameters.get("num_return_sequences", 1) != 1:
+        raise invalid(
+            "parameters.num_return_sequences", "/generate returns one text; use /v1/completions"
+        )

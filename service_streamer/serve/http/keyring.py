@@ -114,10 +114,8 @@ class KeyHolder:
             limit, seconds = shortage
             raise Refusal(
                 429,
-                "rate_limit_error",
                 f"the API key {self.key.name!r} has reached its limit {limit}; retry in {seconds} "
                 "s",
-                reason="rate_limited",
                 code="rate_limit_exceeded",
                 retry_after=seconds,
             )
@@ -212,10 +210,8 @@ class Keyring:
             scopes = ", ".join(sorted(key.scopes))
             raise Refusal(
                 403,
-                "permission_error",
                 f"the API key {key.name!r} does not have the scope {scope}, which this request "
                 f"needs; it has {scopes}. The operator can add it in the file of --api-key-file",
-                reason="forbidden",
                 code="insufficient_scope",
                 key=key.name,
             )
@@ -275,9 +271,7 @@ def load_keys(path: Path) -> dict[bytes, ApiKey]:
 def _unauthorized(problem: str, key: str = "") -> Refusal:
     return Refusal(
         401,
-        "authentication_error",
         f"{problem}; send the service's key in the header Authorization: Bearer KEY",
-        reason="unauthorized",
         code="invalid_api_key",
         key=key,
         more=((b"www-authenticate", b"Bearer"),),

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import socket
 
-from .accepting import Acceptor, Turns
+from .accepting import Acceptor, Turns, max_connections
 from .connection import Connection, Listeners, RefusedConnection
-from .descriptors import max_connections
 from .exchange import Application
 from .slow_readers import MAX_UNREAD, WRITE_TIMEOUT, SlowReaders
 from .tls import TLS

@@ -15,8 +15,8 @@ from urllib.parse import quote
 from .admission import make_budgets
 from .keyring import Keyring
 from .refusals import Refusal
+from .request_figures import Siblings
 from .service import Service
-from .siblings import Siblings
 
 #: Characters of an unknown name in an error, and names that the error lists.
 _LONGEST_NAME, _MOST_NAMES = 100, 20
@@ -114,9 +114,7 @@ class Models:
             names = [*names[:_MOST_NAMES], "others"]
         return Refusal(
             404,
-            "not_found",
             f"model: {text}; this service runs {', '.join(names)}",
-            reason="invalid",
             param="model",
             code="model_not_found",
         )

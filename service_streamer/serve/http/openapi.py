@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from ... import __version__
 from ...options.checks import LONGEST_TENANT
+from ...pipelines.custom import DATATYPES
 from ...pipelines.tasks import TASKS, parameter_schemas
-from .api_keys import METRICS
+from ..v2.infer_answer import VERSION, inputs_of
+from .generation_schemas import FORM_KINDS
 from .hub_generation import HUB_PARAMETERS
-from .operations import OPERATIONS, Operation
+from .operations import OPERATIONS, Operation, Page
 from .predicting import TEXT_FROM_TEXT
 from .schemas import ErrorResponse
 from .service import Service
-from .text_forms import FORM_KINDS
-from .v2_openapi import v2_components, v2_paths
+from .v2_pages import CONTROL
 
 _REF = "#/components/schemas/{name}"
 
@@ -39,14 +40,12 @@ _ERRORS = {
     "504": "The result was not ready in time",
 }
 
-#: Paths that need the API key besides the operations: they reveal the traffic.
-#: Each with the scope that the key must have; None for any.
-LOCKED: Mapping[str, str | None] = {
-    "/stats": METRICS,
-    "/metrics": METRICS,
-    "/events": METRICS,
-    "/v1/models": None,
-    "/v1/models/{model}": None,
+_V2_ERRORS = {
+    **{status: text for status, text in _ERRORS.items() if status != "422"},
+    "400": "The request is malformed, or does not fit the model",
+    "404": "There is no such model or version",
+    "415": "The body is compressed in another way than gzip or deflate",
+    "501": "The service lacks numpy, or the header Transfer-Encoding is not supported",
 }
 
 _TIMEOUT = {
@@ -71,8 +70,8 @@ _TENANT = {
 }
 
 
-def openapi(service: Service) -> dict[str, Any]:
-    """The document, with the operations of this model."""
+def openapi(service: Service, pages: Iterable[Page]) -> dict[str, Any]:
+    """The document, with the operations of this model, and what GET answers."""
     operations = [op for op in OPERATIONS if service.offers(op.does)]
     requests = [op.request_for(service.description) for op in operations]
     answers = [Any if op.response is None else op.response for op in operations]
@@ -101,12 +100,11 @@ def openapi(service: Service) -> dict[str, Any]:
         },
         "components": {"schemas": components},
     }
-    document["paths"] |= _others(service, error) | v2_paths(service)
-    components |= v2_components(service)
-    for path in LOCKED if security else ():
-        responses = document["paths"][path]["get"]["responses"]
-        for status in ("401",) if LOCKED[path] is None else ("401", "403"):
-            responses[status] = _error(status, _ERRORS[status], error)
+    document["paths"] |= {
+        page.path: {"get": _get(page, service, error)} for page in pages if page.summary
+    }
+    document["paths"] |= _v2_paths(service)
+    components |= _v2_components(service)
     if security:
         document["components"]["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
@@ -138,10 +136,10 @@ def _post(service: Service, operation: Operation, answer: Any, error: Any) -> di
         result["description"] += (
             '. With "stream": true an event for each output, then [DONE], or an error'
         )
-    content: dict[str, Any] = {"schema": {"$ref": _REF.format(name=request.__name__)}}
-    example = _example(operation, service.description.get("example"))
-    if example is not None:
-        content["example"] = example
+    content: dict[str, Any] = {"schema": _ref(request.__name__)}
+    value = service.description.get("example")
+    if value is not None and operation.example is not None:
+        content["example"] = operation.example(value)
     return {
         "summary": operation.summary,
         "tags": ["model"],
@@ -191,57 +189,29 @@ def _files(service: Service) -> dict[str, Any]:
     return content
 
 
-def _example(operation: Operation, value: Any) -> Any:
-    make = _EXAMPLES.get(operation.path)
-    return None if value is None or make is None else make(value)
-
-
-#: A request for each operation that takes the example of the model.
-_EXAMPLES: Mapping[str, Callable[[Any], dict[str, Any]]] = {
-    **dict.fromkeys(
-        ("/predict", "/", "/embed", "/embed_all", "/tokenize"), lambda value: {"inputs": value}
-    ),
-    "/generate": lambda value: {"text": value},
-    "/v1/completions": lambda value: {"prompt": value},
-    "/v1/chat/completions": lambda value: {"messages": [{"role": "user", "content": value}]},
-    **dict.fromkeys(("/v1/embeddings", "/embeddings"), lambda value: {"input": value}),
-    "/rerank": lambda value: {"query": value, "texts": [value]},
-    **dict.fromkeys(
-        ("/v1/rerank", "/v2/rerank"), lambda value: {"query": value, "documents": [value]}
-    ),
-}
-
-
-def _others(service: Service, error: Any) -> dict[str, Any]:
-    anything = {"type": "object"}
-    text = {"text/plain": {"schema": {"type": "string"}}}
-    metrics = {"description": "The metrics", "content": text}
-    events = {"description": "Snapshots", "content": {"text/event-stream": {}}}
-    unready = {"503": _response("The model is loading, stopping or broken", anything)}
-    return {
-        path: {"get": {"summary": summary, "operationId": _id(path), "tags": ["service"]} | rest}
-        for path, summary, rest in (
-            ("/health/live", "Whether the web process answers",
-             {"responses": {"200": _response("It answers", anything)}, "security": []}),
-            ("/health/ready", "Whether the model is ready",
-             {"responses": {"200": _response("It is", anything)} | unready, "security": []}),
-            ("/health", "The same, where text-embeddings-inference has it",
-             {"responses": {"200": _response("It is", anything)} | unready, "security": []}),
-            ("/info", "The served model and its limits",
-             {"responses": {"200": _response("The model and the limits", anything)},
-              "security": []}),
-            ("/stats", "Current figures",
-             {"responses": {"200": _response("A snapshot", anything)}}),
-            ("/metrics", "Metrics for Prometheus", {"responses": {"200": metrics}}),
-            ("/events", "A snapshot every second", {"responses": {"200": events}}),
-            ("/v1/models", "The served models, in OpenAI's form",
-             {"responses": {"200": _response("One model", anything)}}),
-            ("/v1/models/{model}", "The model of this name, in OpenAI's form",
-             {"parameters": [{**_MODEL, "example": service.model}],
-              "responses": {"200": _response("The model", anything),
-                            "404": _error("404", "There is no such model", error)}}),
-        )
-    }  # fmt: skip
+def _get(page: Page, service: Service, error: Any) -> dict[str, Any]:
+    schema = {"text/plain": {"type": "string"}, "application/json": {"type": "object"}}
+    content = {"schema": schema[page.media]} if page.media in schema else {}
+    responses: dict[str, Any] = {
+        "200": {"description": page.response, "content": {page.media: content}}
+    }
+    if page.unready:
+        responses["503"] = _response(page.unready, {"type": "object"})
+    operation: dict[str, Any] = {
+        "summary": page.summary,
+        "operationId": _id(page.path),
+        "tags": ["service"],
+        "responses": responses,
+    }
+    if "{model}" in page.path:
+        operation["parameters"] = [{**_MODEL, "example": service.model}]
+        responses["404"] = _error("404", "There is no such model", error)
+    if not page.needs_key:
+        operation["security"] = []
+    elif service.options.needs_key:
+        for status in ("401",) if page.scope is None else ("401", "403"):
+            responses[status] = _error(status, _ERRORS[status], error)
+    return operation
 
 
 def _id(path: str) -> str:
@@ -258,3 +228,216 @@ def _error(status: str, text: str, schema: Any) -> dict[str, Any]:
 
 def _response(text: str, schema: Any) -> dict[str, Any]:
     return {"description": text, "content": {"application/json": {"schema": schema}}}
+
+
+# -- the Open Inference Protocol
+
+_LENGTH = {
+    "name": "Inference-Header-Content-Length",
+    "in": "header",
+    "description": "Bytes of JSON at the beginning of a body with binary data",
+    "schema": {"type": "integer", "minimum": 1},
+}
+
+
+def _v2_components(service: Service) -> dict[str, Any]:
+    """The schemas."""
+    inputs = inputs_of(service.description)
+    name: dict[str, Any] = {"type": "string"}
+    if service.description.get("inputs"):
+        name["enum"] = [each["name"] for each in inputs]
+    kinds = sorted({each["datatype"] for each in inputs}) if inputs else [*DATATYPES]
+    shape = {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1}
+    parameters = {"type": "object"}
+    spec = {
+        "name": {"type": "string"},
+        "datatype": {"enum": [*DATATYPES]},
+        "shape": {"type": "array", "items": {"type": "integer"}},
+    }
+    tensor = {
+        "name": name,
+        "shape": shape,
+        "datatype": {"enum": kinds},
+        "parameters": {
+            "type": "object",
+            "properties": {"binary_data_size": {"type": "integer", "minimum": 0}},
+        },
+        "data": {"type": "array", "items": {}, "description": "The elements, flat or nested"},
+    }
+    wanted = {
+        "name": {"type": "string"},
+        "parameters": {"type": "object", "properties": {"binary_data": {"type": "boolean"}}},
+    }
+    output = {**spec, "parameters": parameters, "data": _list({})}
+    return {
+        "V2Error": _object({"error": {"type": "string"}}, "error"),
+        "V2Server": _object(
+            {
+                "name": {"type": "string"},
+                "version": {"type": "string"},
+                "extensions": {"type": "array", "items": {"type": "string"}},
+            },
+            "name", "version", "extensions",
+        ),
+        "V2Model": _object(
+            {
+                "name": {"type": "string"},
+                "versions": {"type": "array", "items": {"type": "string"}},
+                "platform": {"type": "string"},
+                "inputs": _list(_object(spec, *spec)),
+                "outputs": _list(_object(spec, *spec)),
+            },
+            "name", "versions", "platform", "inputs", "outputs",
+        ),
+        "V2Request": _object(
+            {
+                "id": {"type": "string"},
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        "timeout": {"type": "integer", "minimum": 0, "description": "µs"},
+                        "priority": {"type": "integer", "minimum": 0},
+                        "binary_data_output": {"type": "boolean"},
+                    },
+                },
+                "inputs": {
+                    **_list(_object(tensor, "name", "shape", "datatype")), "minItems": 1,
+                },
+                "outputs": _list(_object(wanted, "name")),
+            },
+            "inputs",
+        ),
+        "V2Answer": _object(
+            {
+                "model_name": {"type": "string"},
+                "model_version": {"type": "string"},
+                "id": {"type": "string"},
+                "outputs": _list(_object(output, "name", "datatype", "shape")),
+            },
+            "model_name", "model_version", "outputs",
+        ),
+    }  # fmt: skip
+
+
+def _v2_paths(service: Service) -> dict[str, Any]:
+    """The paths."""
+    name = {
+        "name": "model_name", "in": "path", "required": True, "schema": {"enum": [service.model]},
+    }  # fmt: skip
+    version = {
+        "name": "model_version", "in": "path", "required": True, "schema": {"enum": [VERSION]},
+    }  # fmt: skip
+    is_open: dict[str, Any] = {"security": []}
+    paths: dict[str, Any] = {
+        "/v2": {"get": _v2_get("The server and its extensions", "V2Server") | is_open},
+        "/v2/health/live": {"get": _v2_get("Whether the web process answers") | is_open},
+        "/v2/health/ready": {
+            "get": _v2_get("Whether the service is ready", unready=True) | is_open
+        },
+    }
+    for middle, parameters in (("", [name]), ("/versions/{model_version}", [name, version])):
+        place = f"/v2/models/{{model_name}}{middle}"
+        about = _v2_get("A model's inputs and outputs", "V2Model", unready=True)
+        ready = _v2_get("Whether the model is ready", unready=True)
+        config = _v2_get("A model's configuration, in Triton's form", unready=True)
+        for each in (about, ready, config):
+            for status in ("401", "404") if service.options.needs_key else ("404",):
+                each["responses"][status] = _v2_response(_V2_ERRORS[status], "V2Error")
+        infer = _infer(service)
+        for each in (about, ready, config, infer):
+            each["parameters"] = [*parameters, *each.get("parameters", ())]
+        paths[place] = {"get": about}
+        paths[f"{place}/ready"] = {"get": ready}
+        paths[f"{place}/config"] = {"get": config}
+        paths[f"{place}/infer"] = {"post": infer}
+    control = _control_paths(service)
+    paths |= control if service.options.needs_key else {CONTROL[0]: control[CONTROL[0]]}
+    for path, item in paths.items():
+        for method, operation in item.items():
+            operation["operationId"] = method + path.translate(_NO_SIGNS)
+            operation["tags"] = ["open inference protocol"]
+    return paths
+
+
+def _control_paths(service: Service) -> dict[str, Any]:
+    """Loading and unloading of models."""
+    name = {
+        "name": "model", "in": "path", "required": True, "schema": {"type": "string"},
+        "example": service.model,
+    }  # fmt: skip
+    refusals = ("400", "401", "403", "404", "413", "501", "503")
+    more = {"409": "It is the last model"}
+    paths: dict[str, Any] = {}
+    for path, summary in zip(CONTROL, ("All models", "Load", "Unload"), strict=True):
+        is_index = path == CONTROL[0]
+        found: Any = {"description": "The models" if is_index else "It is done"}
+        if is_index:
+            found = _v2_response(found["description"], None)
+            found["content"]["application/json"]["schema"] = _list(
+                _object({each: {"type": "string"} for each in _INDEX}, *_INDEX)
+            )
+        own = {} if is_index else {status: more[status] for status in more}
+        texts = {**{status: _V2_ERRORS[status] for status in refusals}, **own}
+        operation: dict[str, Any] = {
+            "summary": summary if is_index else f"{summary} a model",
+            "responses": {
+                "200": found,
+                **{status: _v2_response(text, "V2Error") for status, text in texts.items()},
+            },
+        }
+        if not is_index:
+            operation["parameters"] = [name]
+        paths[path] = {"post": operation}
+    return paths
+
+
+_INDEX = ("name", "version", "state", "reason")
+
+
+_NO_SIGNS = str.maketrans({"/": "_", "{": "", "}": ""})
+
+
+def _infer(service: Service) -> dict[str, Any]:
+    statuses = {**_V2_ERRORS}
+    for status in () if service.options.needs_key else ("401", "403", "429"):
+        del statuses[status]
+    result = _v2_response("The outputs", "V2Answer")
+    result["content"]["application/octet-stream"] = {}
+    return {
+        "summary": "Run the model on tensors",
+        "parameters": [_LENGTH],
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {"schema": _ref("V2Request")},
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+            },
+        },
+        "responses": {
+            "200": result,
+            **{status: _v2_response(text, "V2Error") for status, text in statuses.items()},
+        },
+    }
+
+
+def _v2_get(summary: str, schema: str | None = None, *, unready: bool = False) -> dict[str, Any]:
+    responses = {"200": _v2_response(summary, schema)}
+    if unready:
+        responses["503"] = _v2_response("Not ready", None)
+    return {"summary": summary, "responses": responses}
+
+
+def _v2_response(text: str, schema: str | None) -> dict[str, Any]:
+    return _response(text, {"type": "object"} if schema is None else _ref(schema))
+
+
+def _ref(name: str) -> dict[str, Any]:
+    return {"$ref": _REF.format(name=name)}
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*required]}

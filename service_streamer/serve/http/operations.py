@@ -25,12 +25,20 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
+from starlette.responses import Response
 
 from ..v2.infer_request import InferenceHeader
 from .completions import chat, completions
 from .context import RequestContext
-from .embeddings import embeddings
-from .generating import generate
+from .embeddings import (
+    EmbedAllRequest,
+    EmbeddingsRequest,
+    EmbeddingsResponse,
+    EmbedRequest,
+    embed,
+    embed_all,
+    embeddings,
+)
 from .generation_schemas import (
     ChatRequest,
     ChatResponse,
@@ -39,18 +47,7 @@ from .generation_schemas import (
     GenerateRequest,
     GenerateResponse,
 )
-from .hub_embeddings import embed, embed_all
-from .hub_schemas import (
-    DecodeRequest,
-    DetokenizeRequest,
-    DetokenizeResponse,
-    EmbedAllRequest,
-    EmbedRequest,
-    TokenInText,
-    TokenizeRequest,
-    TokensOfPrompt,
-)
-from .hub_tokens import decode, detokenize, tokenize
+from .hub_generation import generate
 from .json_bodies import BinaryAnswer, JSONAnswer
 from .predicting import REQUESTS_OF_TASKS, TEXT_TASKS, infer, predict
 from .reranking import (
@@ -62,8 +59,6 @@ from .reranking import (
     rerank_documents,
 )
 from .schemas import (
-    EmbeddingsRequest,
-    EmbeddingsResponse,
     HubRequest,
     HubTextRequest,
     PredictRequest,
@@ -72,6 +67,17 @@ from .schemas import (
 from .service import Description
 from .streaming import EventStream
 from .tensor_inference import infer_tensors
+from .tokens import (
+    DecodeRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenInText,
+    TokenizeRequest,
+    TokensOfPrompt,
+    decode,
+    detokenize,
+    tokenize,
+)
 
 
 class Operation(NamedTuple):
@@ -82,6 +88,7 @@ class Operation(NamedTuple):
         does: the operation that the model must support.
         summary: for the documentation.
         request, response: schemas; None for anything.
+        example: makes a request of an input, for the documentation; None without an example.
         is_openais: whether its errors have OpenAI's statuses.
         streams: whether the answer may be server-sent events.
         needs: which models support it, for the error of others; empty if that is no surprise.
@@ -95,6 +102,7 @@ class Operation(NamedTuple):
     request: type[msgspec.Struct]
     response: Any
     run: Callable[[bytes, RequestContext], Awaitable[JSONAnswer | BinaryAnswer | EventStream]]
+    example: Callable[[Any], dict[str, Any]] | None = None
     is_openais: bool = False
     streams: bool = False
     needs: str = ""
@@ -124,58 +132,76 @@ _EMBEDS = "a model for feature-extraction that has sentence embeddings"
 _RERANKS = "a model for text-classification that has one label, which is a cross-encoder"
 _TOKENIZES = "a model that takes text"
 
+
+def _inputs(value: Any) -> dict[str, Any]:
+    return {"inputs": value}
+
+
 OPERATIONS = (
     Operation(
         "/predict", "predict", "Run the model on one or several inputs",
-        PredictRequest, None, predict, streams=True,
+        PredictRequest, None, predict, example=_inputs, streams=True,
     ),
     Operation(
         "/", "predict", "The same, in the form of Hugging Face's InferenceClient",
-        HubRequest, None, infer, streams=True,
+        HubRequest, None, infer, example=_inputs, streams=True,
     ),
     Operation(
         "/generate", "generate", "Continue a text",
-        GenerateRequest, GenerateResponse, generate, streams=True,
+        GenerateRequest, GenerateResponse, generate,
+        example=lambda value: {"text": value}, streams=True,
     ),
     Operation(
         "/v1/completions", "generate", "Completions, in OpenAI's form",
-        CompletionsRequest, CompletionsResponse, completions, is_openais=True, streams=True,
+        CompletionsRequest, CompletionsResponse, completions,
+        example=lambda value: {"prompt": value}, is_openais=True, streams=True,
     ),
     Operation(
         "/v1/chat/completions", "generate", "Answers to a chat, in OpenAI's form",
-        ChatRequest, ChatResponse, chat, is_openais=True, streams=True,
+        ChatRequest, ChatResponse, chat,
+        example=lambda value: {"messages": [{"role": "user", "content": value}]},
+        is_openais=True, streams=True,
     ),
     Operation(
         "/v1/embeddings", "embed", "Sentence embeddings, in OpenAI's form",
-        EmbeddingsRequest, EmbeddingsResponse, embeddings, is_openais=True, needs=_EMBEDS,
+        EmbeddingsRequest, EmbeddingsResponse, embeddings,
+        example=lambda value: {"input": value}, is_openais=True, needs=_EMBEDS,
     ),
     Operation(
         "/embeddings", "embed", "The same",
-        EmbeddingsRequest, EmbeddingsResponse, embeddings, is_openais=True, needs=_EMBEDS,
+        EmbeddingsRequest, EmbeddingsResponse, embeddings,
+        example=lambda value: {"input": value}, is_openais=True, needs=_EMBEDS,
     ),
     Operation(
         "/embed", "embed", "Sentence embeddings, in text-embeddings-inference's form",
-        EmbedRequest, list[list[float]], embed, needs=_EMBEDS,
+        EmbedRequest, list[list[float]], embed, example=_inputs, needs=_EMBEDS,
     ),
     Operation(
         "/embed_all", "embed_all", "Embeddings of each token, in text-embeddings-inference's form",
-        EmbedAllRequest, list[list[list[float]]], embed_all, needs="a model for feature-extraction",
+        EmbedAllRequest, list[list[list[float]]], embed_all,
+        example=_inputs, needs="a model for feature-extraction",
     ),
     Operation(
         "/rerank", "rerank", "Order texts by a query, in text-embeddings-inference's form",
-        RerankRequest, list[Rank], rerank, needs=_RERANKS,
+        RerankRequest, list[Rank], rerank,
+        example=lambda value: {"query": value, "texts": [value]}, needs=_RERANKS,
     ),
     Operation(
         "/v1/rerank", "rerank", "Order documents by a query, in Cohere's and Jina's form",
-        DocumentsRequest, DocumentsResponse, rerank_documents, is_openais=True, needs=_RERANKS,
+        DocumentsRequest, DocumentsResponse, rerank_documents,
+        example=lambda value: {"query": value, "documents": [value]},
+        is_openais=True, needs=_RERANKS,
     ),
     Operation(
         "/v2/rerank", "rerank", "The same",
-        DocumentsRequest, DocumentsResponse, rerank_documents, is_openais=True, needs=_RERANKS,
+        DocumentsRequest, DocumentsResponse, rerank_documents,
+        example=lambda value: {"query": value, "documents": [value]},
+        is_openais=True, needs=_RERANKS,
     ),
     Operation(
         "/tokenize", "tokenize", "The tokens of texts",
-        TokenizeRequest, list[list[TokenInText]] | TokensOfPrompt, tokenize, needs=_TOKENIZES,
+        TokenizeRequest, list[list[TokenInText]] | TokensOfPrompt, tokenize,
+        example=_inputs, needs=_TOKENIZES,
     ),
     Operation(
         "/decode", "decode", "The texts of tokens",
@@ -192,3 +218,31 @@ INFER = Operation(
     "/v2/models/{model}/infer", "predict", "Run the model on tensors (Open Inference Protocol)",
     InferenceHeader, None, infer_tensors, is_v2=True,
 )  # fmt: skip
+
+
+class Page(NamedTuple):
+    """A path for GET that is documented.
+
+    Attributes:
+        path: its path; ``{model}`` stands for a model's name.
+        answer: gives the response.
+        summary: for the documentation; empty for a path that is not there.
+        response: what the response is.
+        media: its content type.
+        unready: what it says if the model is not ready, with status 503; empty if it never does.
+        needs_key: whether it needs the API key, since it reveals the traffic.
+        scope: that the key must have; None for any key.
+        is_of_model: whether it is about one model; at the root that is the default model.
+        is_polled: whether it has no span: it is read every few seconds, or endless.
+    """
+
+    path: str
+    answer: Callable[..., Awaitable[Response]]
+    summary: str = ""
+    response: str = ""
+    media: str = "application/json"
+    unready: str = ""
+    needs_key: bool = False
+    scope: str | None = None
+    is_of_model: bool = False
+    is_polled: bool = False

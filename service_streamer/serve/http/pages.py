@@ -16,17 +16,17 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ... import __version__
+from .api_keys import METRICS
 from .dashboard import Dashboard
-from .locks import check_caller
 from .models import Models
-from .openapi import LOCKED, openapi
-from .operations import OPERATIONS
-from .prometheus import exposition_of, merged
+from .openapi import openapi
+from .operations import OPERATIONS, Page
+from .prometheus import exposition_of, merge_processes
 from .refusals import Refusal
+from .request_figures import ALL_METRICS
 from .schemas import hub_info
 from .service import Service
-from .siblings import METRICS
-from .v2_pages import V2Pages, json_answer
+from .v2_pages import V2Pages, check_caller, json_answer
 
 _STATIC = Path(__file__).parent.parent / "static"
 
@@ -62,33 +62,28 @@ class Pages:
         self._document = msgspec.Raw()
 
     def routes(self) -> list[BaseRoute]:
-        """Routes for Starlette; those in ``LOCKED`` need the API key, if there is one."""
-        page = functools.partial(_page, "index.html")
-        docs = functools.partial(_page, "docs.html")
-        handlers: dict[str, Handler] = {
-            "/health": self._ready,
-            "/health/live": self._live,
-            "/health/ready": self._ready,
-            "/info": self._info,
-            "/openapi.json": self._openapi,
-            "/metrics": self._metrics,
-            "/stats": self._stats,
-            "/events": self._events,
-            "/v1/models": self._models_served,
-            "/v1/models/{model}": self._model_served,
-        }
-        for path, scope in LOCKED.items():
-            handlers[path] = _locked(self._service, path, scope, handlers[path])
+        """Routes for Starlette: those of ``PAGES``, and what is no page of the documentation."""
         return [
-            Route("/", page, methods=["GET", "POST"]),  # POST goes to the operation, not here
-            Route("/docs", docs),
+            # POST goes to the operation, not here.
+            Route("/", functools.partial(_file, "index.html"), methods=["GET", "POST"]),
             *(
-                Route(path.replace("{model}", "{model:path}"), handler)
-                for path, handler in handlers.items()
+                Route(each.path.replace("{model}", "{model:path}"), self._route(each))
+                for each in PAGES
             ),
             *V2Pages(self._models).routes(),
             Mount("/static", _Static(directory=_STATIC)),
         ]
+
+    def _route(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            if page.needs_key:
+                check_caller(self._service, page.path, page.scope, request)
+            return await page.answer(self, request)
+
+        return answer
+
+    async def _docs(self, request: Request) -> Response:
+        return await _file("docs.html", request)
 
     async def _live(self, _: Request) -> Response:
         return json_answer({"status": "live"})
@@ -130,7 +125,7 @@ class Pages:
     async def _openapi(self, _: Request) -> Response:
         description = self._service.description
         if self._described is not description:
-            self._document = msgspec.Raw(msgspec.json.encode(openapi(self._service)))
+            self._document = msgspec.Raw(msgspec.json.encode(openapi(self._service, PAGES)))
             self._described = description
         return json_answer(self._document)
 
@@ -140,9 +135,9 @@ class Pages:
             text = self._exposition.text()
         else:
             renewed = asyncio.gather(*(each.renew() for each in self._models))
-            _renewed, others = await asyncio.gather(renewed, siblings.others(METRICS))
+            _renewed, others = await asyncio.gather(renewed, siblings.others(ALL_METRICS))
             own = {siblings.number: self._exposition.snapshot()}
-            text = merged(others | own, self._models)
+            text = merge_processes(others | own, self._models)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _stats(self, _: Request) -> Response:
@@ -154,8 +149,8 @@ class Pages:
         if self._dashboard.is_full:
             raise Refusal(
                 503,
-                "overloaded",
                 "too many clients are watching the live figures; use /stats, or retry later",
+                kind="overloaded",
                 reason="overloaded",
                 code="overloaded",
                 retry_after=30,
@@ -188,16 +183,50 @@ class _Static(StaticFiles):
         return response
 
 
-Handler = Callable[[Request], Awaitable[Response]]
+_HEALTH = "The model is loading, stopping or broken"
+
+#: All that GET answers besides the page itself, its files, and the Open Inference Protocol.
+PAGES = (
+    Page("/docs", Pages._docs, is_of_model=True),
+    Page("/openapi.json", Pages._openapi, is_of_model=True),
+    Page(
+        "/health/live", Pages._live, "Whether the web process answers", "It answers",
+        is_polled=True,
+    ),
+    Page(
+        "/health/ready", Pages._ready, "Whether the model is ready", "It is",
+        unready=_HEALTH, is_polled=True,
+    ),
+    Page(
+        "/health", Pages._ready, "The same, where text-embeddings-inference has it", "It is",
+        unready=_HEALTH, is_polled=True,
+    ),
+    Page(
+        "/info", Pages._info, "The served model and its limits", "The model and the limits",
+        is_of_model=True,
+    ),
+    Page(
+        "/stats", Pages._stats, "Current figures", "A snapshot",
+        needs_key=True, scope=METRICS, is_of_model=True, is_polled=True,
+    ),
+    Page(
+        "/metrics", Pages._metrics, "Metrics for Prometheus", "The metrics", "text/plain",
+        needs_key=True, scope=METRICS, is_polled=True,
+    ),
+    Page(
+        "/events", Pages._events, "A snapshot every second", "Snapshots", "text/event-stream",
+        needs_key=True, scope=METRICS, is_of_model=True, is_polled=True,
+    ),
+    Page(
+        "/v1/models", Pages._models_served, "The served models, in OpenAI's form", "One model",
+        needs_key=True,
+    ),
+    Page(
+        "/v1/models/{model}", Pages._model_served, "The model of this name, in OpenAI's form",
+        "The model", needs_key=True,
+    ),
+)  # fmt: skip
 
 
-def _locked(service: Service, path: str, scope: str | None, handler: Handler) -> Handler:
-    async def locked(request: Request) -> Response:
-        check_caller(service, path, scope, request)
-        return await handler(request)
-
-    return locked
-
-
-async def _page(name: str, _: Request) -> Response:
+async def _file(name: str, _: Request) -> Response:
     return FileResponse(_STATIC / name, headers=_PAGE_HEADERS)

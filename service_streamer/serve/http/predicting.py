@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from ...errors import InvalidInput
 from ...pipelines.tasks import TASKS
 from ..v2.infer_answer import encode
-from .classifying import classify, is_hub_form
 from .context import RequestContext
+from .embeddings import (
+    TRUNCATE,
+    Direction,
+    HubFeaturesRequest,
+    Truncate,
+    as_arrays,
+    infer_features,
+    truncation_parameters,
+)
 from .events import OutputEvents
-from .generating import check_single
 from .generation_schemas import GenerationRequest, HubGenerationRequest, texts_of
 from .headers import Sent, read_sent
-from .hub_embeddings import gives_vectors, infer_features, vector_items
-from .hub_generation import hub_details, hub_generation
-from .hub_schemas import ClassificationRequest, HubFeaturesRequest
+from .hub_generation import check_single, hub_details, hub_generation
 from .json_bodies import JSONAnswer, decoded, read_json
 from .refusals import Refusal, invalid, renamed, unsupported
 from .schemas import (
@@ -49,6 +55,20 @@ TEXT_TASKS = frozenset(
 _NAMES_OF_OTHERS = ("translation_text", "summary_text")
 
 
+class ClassificationRequest(TextRequest):
+    """One text, or a list of texts; or text-embeddings-inference's form.
+
+    In its form a list has lists of one text, or of a pair of texts.
+    """
+
+    inputs: str | list[str | Annotated[list[str], Meta(min_length=1, max_length=2)]]  # type: ignore[assignment]
+    truncate: Truncate = None
+    truncation_direction: Direction = None
+    raw_scores: Annotated[
+        bool | None, Meta(description="return the model's logits, of all labels")
+    ] = None
+
+
 #: Requests to /predict and to /, of tasks whose inputs may be more than texts.
 REQUESTS_OF_TASKS: Mapping[object, tuple[type[TextRequest], type[HubTextRequest]]] = {
     "feature-extraction": (TextRequest, HubFeaturesRequest),
@@ -76,8 +96,8 @@ _read_parameters = msgspec.json.Decoder(dict[str, Any])
 async def predict(body: bytes, context: RequestContext) -> JSONAnswer | EventStream:
     task = context.description.get("task")
     request = await _request(_readers(task).plain, body, context)
-    if isinstance(request, ClassificationRequest) and is_hub_form(request):
-        return await classify(request, context)
+    if isinstance(request, ClassificationRequest) and _is_hub_form(request):
+        return await _classify(request, context)
     inputs, is_one = request.inputs, not isinstance(request.inputs, list)
     if task == "text-generation":
         inputs, is_one = texts_of(inputs)
@@ -174,8 +194,11 @@ def _items(inputs: Any, parameters: dict[str, Any], context: RequestContext) -> 
     """Items of an input, or of a list of inputs. Raises Refusal."""
     context.check_count(len(inputs) if isinstance(inputs, list) else 1)
     items = inputs if isinstance(inputs, list) else [inputs]
-    if gives_vectors(context.description):
-        return vector_items("predict", items, parameters, context.description)
+    more = as_arrays(context.description)
+    if more:
+        return [
+            {"do": "predict", "inputs": each, "parameters": parameters, **more} for each in items
+        ]
     return with_parameters(items, parameters, context)
 
 
@@ -192,3 +215,57 @@ def with_parameters(
     if parameters or (not takes_any and dict in map(type, items)):
         items = [{"do": "predict", "inputs": each, "parameters": parameters} for each in items]
     return items
+
+
+# -- text classification in text-embeddings-inference's form
+
+_OF_HUB = ("truncate", "truncation_direction", "raw_scores")
+
+
+def _is_hub_form(request: ClassificationRequest) -> bool:
+    """Whether a request can only be of text-embeddings-inference's form."""
+    return any(getattr(request, name) is not None for name in _OF_HUB) or (
+        isinstance(request.inputs, list) and any(isinstance(each, list) for each in request.inputs)
+    )
+
+
+async def _classify(request: ClassificationRequest, context: RequestContext) -> JSONAnswer:
+    """All labels with their scores, best first: of one text, or of each text and pair of a list."""
+    if request.stream:
+        raise unsupported("stream")
+    is_one = isinstance(request.inputs, str)
+    inputs = [request.inputs] if isinstance(request.inputs, str) else request.inputs
+    if not inputs:
+        raise invalid("inputs", "is empty; send at least one text")
+    if not is_one:
+        _check_lists(inputs)
+    parameters: dict[str, Any] = {
+        "top_k": None,
+        **(request.parameters or {}),
+        **truncation_parameters(request),
+    }
+    if request.raw_scores:
+        parameters["function_to_apply"] = "none"
+    texts = map(_input, inputs)
+    outputs = await context.compute_each("predict", texts, parameters, TRUNCATE)
+    return await context.answer(lambda: outputs[0] if is_one else outputs)
+
+
+def _check_lists(inputs: list[Any]) -> None:
+    """Raises Refusal: an input is a string. In the other form that is a part of a pair."""
+    for number, each in enumerate(inputs):
+        if isinstance(each, str):
+            raise invalid(
+                f"inputs[{number}]",
+                'must be ["a text"] or ["a text", "its pair"], since the request has a list of '
+                "lists, truncate, truncation_direction or raw_scores",
+            )
+
+
+def _input(value: str | list[str]) -> Any:
+    """A text, or a pair as the model takes it."""
+    if isinstance(value, str):
+        return value
+    if len(value) == 1:
+        return value[0]
+    return {"text": value[0], "text_pair": value[1]}

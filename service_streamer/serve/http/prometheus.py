@@ -59,23 +59,27 @@ class Exposition:
         return generate_latest(self._registry)
 
     def snapshot(self) -> bytes:
-        """All metrics, for ``merged``."""
+        """All metrics, for ``merge_processes``."""
         return msgspec.msgpack.encode([_Family.of(each) for each in self._registry.collect()])
 
 
 def exposition_of(models: Iterable[Service]) -> Exposition:
     """Of what these models do in this process."""
-    return Exposition(lambda: _together((of_model(each), {"model": each.model}) for each in models))
+    return Exposition(
+        lambda: _merge_families((of_model(each), {"model": each.model}) for each in models)
+    )
 
 
 def exposition_of_host(worker: RedisWorker, is_ready: Callable[[], bool]) -> Exposition:
     """Of a worker host."""
     return Exposition(
-        lambda: _together([(of_host(worker, is_ready=is_ready()), {"model": worker.model_name})])
+        lambda: _merge_families(
+            [(of_host(worker, is_ready=is_ready()), {"model": worker.model_name})]
+        )
     )
 
 
-def _together(parts: Iterable[tuple[Iterable[Metric], Mapping[str, str]]]) -> list[Metric]:
+def _merge_families(parts: Iterable[tuple[Iterable[Metric], Mapping[str, str]]]) -> list[Metric]:
     """Metrics of several models or processes by name, with more labels."""
     metrics: dict[str, Metric] = {}
     for families, more in parts:
@@ -109,7 +113,7 @@ class _Family(msgspec.Struct, array_like=True):
         return metric
 
 
-def merged(snapshots: Mapping[int, bytes], models: Iterable[Service]) -> bytes:
+def merge_processes(snapshots: Mapping[int, bytes], models: Iterable[Service]) -> bytes:
     """The metrics of several web processes, as ``CONTENT_TYPE_LATEST``.
 
     Args:
@@ -124,7 +128,7 @@ def merged(snapshots: Mapping[int, bytes], models: Iterable[Service]) -> bytes:
             continue
         parts.append(([each.metric() for each in families], {"process": str(number)}))
     parts += [(_of_shared_pool(each), {"model": each.model}) for each in models]
-    return generate_latest(_Collected(lambda: _together(parts)))
+    return generate_latest(_Collected(lambda: _merge_families(parts)))
 
 
 def of_model(service: Service) -> Iterator[Metric]:

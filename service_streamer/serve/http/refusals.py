@@ -41,14 +41,28 @@ _NAMED = re.compile(r"field `([^`]*)`")
 _LIKENESS = 0.85
 
 
+#: ``type`` of an error, and its reason in metrics, by status; all others are invalid requests.
+_OF_STATUS = {
+    401: ("authentication_error", "unauthorized"),
+    403: ("permission_error", "forbidden"),
+    404: ("not_found", "invalid"),
+    408: ("timeout", "timeout"),
+    413: ("invalid_request_error", "too_large"),
+    429: ("rate_limit_error", "rate_limited"),
+    500: ("server_error", "failed"),
+    503: ("unavailable", "unavailable"),
+    504: ("timeout", "timeout"),
+}
+
+
 class Refusal(Exception):
     """An error answer.
 
     Args:
         status: HTTP status.
-        kind: the error's ``type``, for programs.
         message: for people: what is wrong, and what to do.
-        reason: label in metrics.
+        kind: the error's ``type``, for programs; None for that of the status.
+        reason: label in metrics; None for that of the status.
         param: the wrong field of the request.
         code: stable error code, for programs.
         retry_after: seconds until a retry makes sense.
@@ -60,10 +74,10 @@ class Refusal(Exception):
     def __init__(
         self,
         status: int,
-        kind: str,
         message: str,
         *,
-        reason: str,
+        kind: str | None = None,
+        reason: str | None = None,
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
@@ -73,10 +87,11 @@ class Refusal(Exception):
     ) -> None:
         message = _without_surrogates(message)
         super().__init__(message)
+        usual_kind, usual_reason = _OF_STATUS.get(status, ("invalid_request_error", "invalid"))
         self.status = status
-        self.reason = reason
+        self.reason = reason or usual_reason
         param = None if param is None else _without_surrogates(param)
-        error = {"message": message, "type": kind, "param": param, "code": code}
+        error = {"message": message, "type": kind or usual_kind, "param": param, "code": code}
         if log_id is not None:
             error["id"] = log_id
         self.body = msgspec.json.encode({"error": error})
@@ -192,8 +207,9 @@ def refusal(
             message = row.message.format(known)
             message += f" ({error})" if debug else ""
             return Refusal(
-                row.status, row.kind, message,
-                reason=row.reason, code=row.code or row.kind, retry_after=row.retry_after,
+                row.status, message,
+                kind=row.kind, reason=row.reason, code=row.code or row.kind,
+                retry_after=row.retry_after,
             )  # fmt: skip
     return _internal(error, debug=debug, request_id=request_id)
 
@@ -212,20 +228,13 @@ def undecodable(error: Exception, fields: Sequence[str] = ()) -> Refusal:
         text = "the body is nested too deeply"
     else:
         text = f"the body is not valid JSON: {error}"
-    return Refusal(400, "invalid_request_error", text, reason="invalid", code="invalid_json")
+    return Refusal(400, text, code="invalid_json")
 
 
 def _invalid(text: str) -> Refusal:
     text = text or "the model refuses the inputs, and does not say why"  # empty is no error to gRPC
     named = _FIELD.match(text)
-    return Refusal(
-        422,
-        "invalid_request_error",
-        text,
-        reason="invalid",
-        param=named.group(1) if named else "inputs",
-        code="invalid_value",
-    )
+    return Refusal(422, text, param=named.group(1) if named else "inputs", code="invalid_value")
 
 
 def _mistyped(text: str, fields: Sequence[str]) -> Refusal:
@@ -241,11 +250,9 @@ def _mistyped(text: str, fields: Sequence[str]) -> Refusal:
         code = "unknown_parameter" if is_unknown else "missing_required_parameter"
         what = f"unknown field `{param}`{'' if place else _meant(name, fields)}"
         what = what if is_unknown else f"missing field `{param}`"
-        return Refusal(422, "invalid_request_error", what, reason="invalid", param=param, code=code)
+        return Refusal(422, what, param=param, code=code)
     message = f"{param or 'the body'}: {what[0].lower()}{what[1:]}"
-    return Refusal(
-        422, "invalid_request_error", message, reason="invalid", param=param or None, code=code
-    )
+    return Refusal(422, message, param=param or None, code=code)
 
 
 def _meant(name: str, fields: Sequence[str]) -> str:
@@ -264,7 +271,7 @@ def _internal(error: Exception, *, debug: bool, request_id: str | None) -> Refus
     message += f"; the service's log has the details under id {id_}"
     if debug:
         message += "\n" + "".join(traceback.format_exception(error))
-    return Refusal(500, "server_error", message, reason="failed", log_id=id_, code=code)
+    return Refusal(500, message, log_id=id_, code=code)
 
 
 def _without_surrogates(text: str) -> str:
@@ -276,25 +283,21 @@ def too_large(limit: int, size: int | None = None) -> Refusal:
     """The answer for a body that is too large."""
     shown = f" of {size} bytes" if size is not None else ""
     text = f"the body{shown} exceeds the limit of {limit} bytes (--max-body); send less at once"
-    return Refusal(413, "invalid_request_error", text, reason="too_large", code="request_too_large")
+    return Refusal(413, text, code="request_too_large")
 
 
 def late_body(timeout: float) -> Refusal:
     text = f"the body did not arrive within {timeout:.3g} s, set by --timeout or the client"
-    return Refusal(408, "timeout", text, reason="timeout", code="request_timeout")
+    return Refusal(408, text, code="request_timeout")
 
 
 def stopping(text: str = "the service is stopping") -> Refusal:
     """The answer when the model is not there, or not any more."""
-    return Refusal(
-        503, "unavailable", text, reason="unavailable", code="unavailable", retry_after=5
-    )
+    return Refusal(503, text, code="unavailable", retry_after=5)
 
 
 def invalid(param: str, text: str, code: str = "invalid_value") -> Refusal:
-    return Refusal(
-        422, "invalid_request_error", f"{param}: {text}", reason="invalid", param=param, code=code
-    )
+    return Refusal(422, f"{param}: {text}", param=param, code=code)
 
 
 def unsupported(param: str, text: str = "is not supported; leave it out") -> Refusal:
@@ -302,7 +305,13 @@ def unsupported(param: str, text: str = "is not supported; leave it out") -> Ref
 
 
 def renamed(error: InvalidInput, names: Mapping[str, str]) -> InvalidInput:
-    """The same error with the field's name in the request."""
+    """The same error in the words of the request.
+
+    Args:
+        names: what the request calls the model's fields.
+    """
     field, colon, text = str(error).partition(":")
     name, bracket, rest = field.partition("[")  # of a message of a chat
+    if names.get("parameters.truncation") == "truncate":
+        text = text.replace("set the parameter truncation", "set truncate to true")
     return InvalidInput(names.get(name, name) + bracket + rest + colon + text)

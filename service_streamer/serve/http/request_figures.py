@@ -1,15 +1,19 @@
 """Counts and durations of requests: those of one web process, and of all of a service.
 
 Each process counts its own (``RequestMetrics``), tells the others (``RequestFigures``), and adds up
-what all of them say (``Requests``).
+what all of them say (``Requests``). They talk over sockets in a private folder (``Siblings``): a
+request for /metrics or /stats reaches one of them, and its answer has to be complete.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -135,7 +139,7 @@ class RequestFigures(msgspec.Struct, array_like=True, frozen=True):
     seconds: float
 
     def encoded(self) -> bytes:
-        """For ``decoded``."""
+        """For ``decode_figures``."""
         return msgspec.msgpack.encode(self)
 
     @property
@@ -143,7 +147,7 @@ class RequestFigures(msgspec.Struct, array_like=True, frozen=True):
         return sum(self.answers.values())
 
 
-def decoded(answers: Mapping[int, bytes]) -> dict[int, RequestFigures]:
+def decode_figures(answers: Mapping[int, bytes]) -> dict[int, RequestFigures]:
     """What the other processes answered, without those that died while they did."""
     found = {}
     for number, answer in answers.items():
@@ -238,3 +242,99 @@ def _add(histogram: Histogram, figures: RequestFigures, sign: int) -> None:
     for bucket, count in enumerate(figures.latencies):
         histogram.counts[bucket] += sign * count
     histogram.total += sign * figures.seconds
+
+
+#: The question for all metrics of a process; and, before the name of a model, for its requests.
+ALL_METRICS = b"metrics"
+_REQUESTS = b"requests "
+
+#: Seconds to wait for a process's answer, and its maximum size in bytes.
+_PATIENCE = 1.0
+_MOST_BYTES = 16 << 20
+
+
+def question_of(model: str) -> bytes:
+    """The question for a model's requests. Names have no line ends."""
+    return _REQUESTS + model.encode()
+
+
+class Siblings:
+    """The service's web processes, seen from one of them. Belongs to one event loop.
+
+    Args:
+        folder: private folder of the service.
+        number: number of this process.
+        count: number of web processes.
+    """
+
+    def __init__(self, folder: Path, number: int, count: int) -> None:
+        self._folder = folder
+        self.number = number
+        self._count = count
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, metrics: Callable[[], bytes], requests: Callable[[str], bytes]) -> None:
+        """Answer the others from now on.
+
+        Args:
+            metrics: all of this process.
+            requests: those of a model, by its name; empty if there is no such model.
+
+        Raises:
+            OSError: the folder is gone, or its path is too long for a socket.
+        """
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                with contextlib.suppress(OSError, ValueError):
+                    question = (await reader.readline()).rstrip()
+                    if question == ALL_METRICS:
+                        writer.write(metrics())
+                    elif question.startswith(_REQUESTS):
+                        name = question.removeprefix(_REQUESTS).decode("utf-8", "replace")
+                        writer.write(requests(name))
+                    await writer.drain()
+            finally:
+                writer.close()
+
+        path = self._path(self.number)
+        with contextlib.suppress(FileExistsError):
+            self._folder.mkdir(
+                0o700
+            )  # it is deleted with the last process, and may be needed again
+        if self._folder.stat().st_uid != os.geteuid():
+            raise PermissionError(f"{self._folder} belongs to another user")
+        path.unlink(missing_ok=True)  # left by a dead process of the same number
+        self._server = await asyncio.start_unix_server(answer, path)
+
+    async def others(self, question: bytes) -> dict[int, bytes]:
+        """The others' answers by number, without those that did not answer in time."""
+        numbers = [number for number in range(self._count) if number != self.number]
+        answers = await asyncio.gather(*(self._ask(number, question) for number in numbers))
+        return {number: each for number, each in zip(numbers, answers, strict=True) if each}
+
+    def close(self) -> None:
+        """Stop answering. The last process deletes the folder."""
+        if self._server is not None:
+            self._server.close()
+        with contextlib.suppress(OSError):
+            self._path(self.number).unlink(missing_ok=True)
+            os.rmdir(self._folder)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / str(number)
+
+    async def _ask(self, number: int, question: bytes) -> bytes:
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                reader, writer = await asyncio.open_unix_connection(
+                    self._path(number), limit=_MOST_BYTES
+                )
+                writer.write(question + b"\n")
+                return await reader.read()
+        except (OSError, TimeoutError):
+            return b""
+        finally:
+            if writer is not None:
+                writer.close()

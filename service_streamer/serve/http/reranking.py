@@ -10,15 +10,13 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from ...errors import InvalidInput
 from .context import RequestContext
-from .hub_embeddings import TRUNCATE, said
-from .hub_schemas import Cut, cutting
+from .embeddings import TRUNCATE, TruncationFields, truncation_parameters
 from .json_bodies import JSONAnswer, read_json
 from .schemas import Ignored
 
 
-class RerankRequest(Cut):
+class RerankRequest(TruncationFields):
     """Texts to order by how well they match the query."""
 
     query: str
@@ -100,7 +98,9 @@ _read_documents = msgspec.json.Decoder(DocumentsRequest)
 
 async def rerank(body: bytes, context: RequestContext) -> JSONAnswer:
     request: RerankRequest = await read_json(_read_texts, body)
-    found = await _scored(request.query, request.texts, "texts", cutting(request), context)
+    found = await _scored(
+        request.query, request.texts, "texts", truncation_parameters(request), context
+    )
     return await context.answer(
         lambda: [
             Rank(
@@ -138,16 +138,9 @@ async def _scored(
     parameters: dict[str, Any],
     context: RequestContext,
 ) -> _Scored:
-    context.check_count(len(texts))
-    items = [
-        {"do": "rerank", "inputs": {"text": query, "text_pair": each}, "parameters": parameters}
-        for each in texts
-    ]
-    try:
-        outputs = await context.compute(items)
-    except InvalidInput as error:
-        names = {"inputs": field, "inputs.text": "query", "inputs.text_pair": field, **TRUNCATE}
-        raise said(error, names) from None
+    names = {"inputs": field, "inputs.text": "query", "inputs.text_pair": field, **TRUNCATE}
+    pairs = [{"text": query, "text_pair": each} for each in texts]
+    outputs = await context.compute_each("rerank", pairs, parameters, names)
     logits = [each["score"] for each in outputs]
     # By logits: scores near 1 are equal in floating point.
     order = sorted(range(len(logits)), key=logits.__getitem__, reverse=True)

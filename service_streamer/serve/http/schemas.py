@@ -1,14 +1,48 @@
-"""Schemas of requests and answers, which msgspec checks; the form of Hugging Face's client."""
+"""Schemas of requests and answers, which msgspec checks; texts or tokens; Hugging Face's client."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from .token_inputs import TextsOrTokens
+from .refusals import invalid
+
+Token = Annotated[int, Meta(ge=0, le=2**31 - 1, description="the number of a token of the model")]
+
+#: A text or its tokens, or a list of texts and lists of tokens.
+TextsOrTokens = Annotated[
+    str | list[str | Token | list[Token]],
+    Meta(description="a text, a list of the model's tokens, or a list of texts and such lists"),
+]
+
+
+def inputs_of(
+    value: str | Sequence[str | int | list[int]], field: str
+) -> tuple[Sequence[str | int | list[int]], bool]:
+    """The inputs of a request, each a text or a list of tokens, and whether it is a single one.
+
+    Raises:
+        Refusal: there is none, one has no tokens, or a token stands among texts.
+    """
+    if isinstance(value, str):
+        return [value], True
+    if not value:
+        raise invalid(field, "is empty; send at least one text")
+    numbers = [each for each in value if isinstance(each, int)]
+    if len(numbers) == len(value):
+        return [numbers], True
+    if numbers:
+        raise invalid(
+            f"{field}[{value.index(numbers[0])}]",
+            "is a token among texts; send the tokens of one text as a list of their own",
+        )
+    if [] in value:
+        raise invalid(f"{field}[{value.index([])}]", "is empty; send at least one token")
+    return value, False
+
 
 logger = logging.getLogger(__name__)
 
@@ -115,35 +149,6 @@ def log_harmless(sent: HarmlessFields | HarmlessMessageFields) -> None:
         if name not in _logged and getattr(sent, name):
             _logged.add(name)
             logger.info("requests have the field %r, which has no effect here", name)
-
-
-class EmbeddingsRequest(HarmlessFields, forbid_unknown_fields=True):
-    """OpenAI's form, and ``truncation``."""
-
-    input: TextsOrTokens
-    model: Ignored = None
-    encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
-    truncation: Annotated[
-        bool, Meta(description="Truncate a text that is too long instead of refusing it.")
-    ] = False
-
-
-class Embedding(Struct):
-    """Embedding of one text: numbers, or base64 of little-endian float32."""
-
-    embedding: list[float] | str
-    index: int
-    object: str = "embedding"
-
-
-class EmbeddingsResponse(Struct):
-    """OpenAI's form."""
-
-    data: list[Embedding]
-    model: str
-    usage: Usage
-    object: str = "list"
 
 
 class _Error(Struct):

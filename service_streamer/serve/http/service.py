@@ -30,8 +30,7 @@ from .background import start_task
 from .exchange import Headers
 from .keyring import ANYBODY, KeyHolder, Keyring
 from .pool_view import PoolView
-from .request_figures import RequestFigures, RequestMetrics
-from .siblings import Siblings
+from .request_figures import RequestFigures, RequestMetrics, Siblings
 from .streaming import EventStream
 
 logger = logging.getLogger(__name__)

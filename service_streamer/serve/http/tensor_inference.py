@@ -9,10 +9,25 @@ from typing import Any
 import msgspec
 
 from ...extras import missing
-from ..v2.infer_answer import OutputTensor, answer_of, check_wanted, chosen, encode, output_tensors
-from ..v2.infer_request import InferenceHeader, InferRequest, calling, parse_header
-from ..v2.model_metadata import outputs_of, wanted_of
-from ..v2.tensor_items import check_tensors, count_of, items_of
+from ..v2.infer_answer import (
+    OutputTensor,
+    answer_of,
+    check_wanted,
+    chosen,
+    encode,
+    output_tensors,
+    outputs_of,
+    wanted_of,
+)
+from ..v2.infer_request import (
+    InferenceHeader,
+    InferRequest,
+    calling,
+    check_tensors,
+    count_of,
+    items_of,
+    parse_header,
+)
 from .context import RequestContext
 from .json_bodies import BinaryAnswer, JSONAnswer, decoded
 from .predicting import with_parameters
@@ -58,7 +73,7 @@ def lacks_numpy(error: ModuleNotFoundError) -> Refusal:
     if error.name != "numpy":
         raise error
     text = missing("a request with tensors of numbers", "numpy", "oip")
-    return Refusal(501, "server_error", text, reason="unavailable", code="not_installed")
+    return Refusal(501, text, kind="server_error", reason="unavailable", code="not_installed")
 
 
 def _parted(body: bytes, context: RequestContext) -> tuple[bytes | memoryview, memoryview]:

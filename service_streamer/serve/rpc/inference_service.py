@@ -3,6 +3,8 @@
 ModelInfer          message ──▶ a RequestContext, as of a request over HTTP ──▶ message, or a status
 ModelStreamInfer    the same for each message of a stream, in order; of a model of steps a message
                     for each output
+
+The metadata of a call stand in the place of a request's headers.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ from ...errors import InvalidInput, Overloaded, PredictTimeout
 from ..http.api_keys import COMPUTE
 from ..http.context import RequestContext
 from ..http.endpoint import check_served
-from ..http.model_control import repository_index
+from ..http.exchange import Headers, find_request_id, new_request_id
 from ..http.models import Models
 from ..http.operations import INFER
 from ..http.refusals import Refusal, refusal, stopping
 from ..http.service import Service
 from ..http.streaming import MAX_BUFFERED
 from ..http.tensor_inference import read_tensors, write_tensors
-from ..v2.infer_answer import VERSION
+from ..http.v2_pages import repository_index
+from ..v2.infer_answer import VERSION, model_config, model_metadata, server_metadata
 from ..v2.infer_request import InferRequest
-from ..v2.model_metadata import model_config, model_metadata, server_metadata
 from .inference_messages import (
     SERVICE,
     ModelConfigRequest,
@@ -47,9 +49,61 @@ from .inference_messages import (
     ServerLiveResponse,
     ServerMetadataResponse,
     ServerReadyResponse,
+    read_message,
+    write_message,
 )
-from .message_tensors import read_message, write_message
-from .metadata_exchange import MetadataExchange
+
+_FRAMING = ("content-length", "transfer-encoding")
+
+
+class MetadataExchange:
+    """An ``Exchange`` whose headers are the metadata of a call. gRPC reads and answers by itself.
+
+    Headers of HTTP's framing are left out: they say nothing about the message.
+
+    gRPC cancels the task of a client that has gone, so nothing is watched here.
+    """
+
+    is_read = True
+    is_gone = False
+    key = model = ""
+
+    def __init__(self, metadata: Any) -> None:
+        self.headers: Headers = [
+            (name.encode(), value if isinstance(value, bytes) else value.encode())
+            for name, value in metadata or ()
+            if name not in _FRAMING
+        ]
+        self.on_gone: Callable[[], object] | None = None
+        self._request_id = ""
+
+    @property
+    def request_id(self) -> str:
+        if not self._request_id:
+            self._request_id = (find_request_id(self.headers) or new_request_id()).decode()
+        return self._request_id
+
+    def take(self) -> bytes:
+        return b""
+
+    async def more(self) -> bytes:
+        return b""
+
+    def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        raise NotImplementedError
+
+    def answer_early(self, status: int, headers: Headers, body: bytes, most: int) -> None:
+        raise NotImplementedError
+
+    def start(self, status: int, headers: Headers) -> None:
+        raise NotImplementedError
+
+    async def write(self, part: bytes) -> None:
+        raise NotImplementedError
+
+    async def end(self, part: bytes = b"") -> None:
+        raise NotImplementedError
+
 
 logger = logging.getLogger(__name__)
 
@@ -199,9 +253,7 @@ class InferenceService(grpc.GenericRpcHandler):  # type: ignore[misc]
         if version not in ("", VERSION):
             raise Refusal(
                 404,
-                "not_found",
                 f"version: {name!r} has the version {VERSION} only; not {version[:100]!r}",
-                reason="invalid",
             )
         return service
 

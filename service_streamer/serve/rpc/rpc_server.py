@@ -14,9 +14,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from ..http.accepting import max_connections
 from ..http.admission import ServiceOptions
 from ..http.background import Failures
-from ..http.descriptors import max_connections
 from ..http.file_stamps import stamp_of
 from ..http.models import Models
 from .inference_messages import POOL, SERVICE
