@@ -25,8 +25,8 @@ from ..observe.record import BatchRecord, BatchReport, Call, Reason, StepReport
 from ..options.table import StreamerOptions
 from ..supervision.autoscaling import Load
 from ..supervision.health import BatchBound
-from .call_ledger import CallLedger
-from .call_queue import LARGE, CallQueue, run
+from .call_ledger import CallLedger, run
+from .call_queue import LARGE, CallQueue
 from .isolation import Raised, Search
 from .length_queue import LengthQueue
 from .policy import Decision, Policy
@@ -322,7 +322,9 @@ class Batcher:
 
     def worker_kept(self, slot: int, now: float) -> Actions:
         """A worker that was retiring, and is not lost, is to go on after all."""
-        self.slots.reopen(slot, takes=slot not in self.health.held_back)
+        self.slots.reopen(slot)
+        if slot not in self.health.held_back:
+            self.slots.release(slot)  # it was to be replaced
         return self._cut(now)
 
     def worker_dying(self, slot: int) -> None:
@@ -479,7 +481,7 @@ class Batcher:
                     wait_until = decision.wait_until
                     break
         self._set_deadline(wait_until)
-        calls, searches = ledger.take_ended(), retries.take_ended()
+        calls, searches = ledger.take_ended(), retries.take_ended() if retries.ended else ()
         if not (batches or calls or vacant or searches or hung or condemned):
             return NOTHING
         return Actions(batches, calls, hung, vacant, searches, condemned)

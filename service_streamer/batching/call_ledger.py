@@ -31,7 +31,7 @@ from ..observe.metrics import BatchMetrics
 from ..observe.recent import RECENT
 from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Call, CallState, Span
 from ..supervision.health import Health
-from .call_queue import CallQueue, run
+from .call_queue import CallQueue
 from .isolation import Raised, Retries, Search, Suspects, parts_after_death
 from .learning import LearnedCost
 from .slots import Slots
@@ -412,6 +412,12 @@ class CallLedger:
                     unanswered[call] = unanswered.get(call, 0) + stop - start
         assert all(call.unanswered == size for call, size in unanswered.items())
         assert all(search.parts == count for search, count in searches.items())
+
+
+def run(call: Call) -> None:
+    """All items of the call, which is new, go into a batch."""
+    call.pending = 0
+    call.state = CallState.RUNNING
 
 
 def _end(call: Call) -> None:

@@ -262,9 +262,3 @@ class CallQueue:
         most = LARGE * self._batch_size
         assert self.counted == sum(min(call.pending, most) for call in waiting)
         self._turns.check_invariants()
-
-
-def run(call: Call) -> None:
-    """All items of the call, which is new, go into a batch."""
-    call.pending = 0
-    call.state = _RUNNING

@@ -146,10 +146,7 @@ class Retries:
 
     def take_ended(self) -> Sequence[Search | Raised]:
         """What is to be logged since the last time."""
-        ended = self.ended
-        if not ended:
-            return ()
-        self.ended = []
+        ended, self.ended = self.ended, []
         return ended
 
     @property
