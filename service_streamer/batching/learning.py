@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 
 #: How long callers are watched for after their answers, as a share of the batch's duration.
 #: Tuned between 0.1 and 0.5 with ``python benchmarks/scheduling_grid.py --quick``: a lower value
@@ -77,18 +78,16 @@ PADDING_SPREAD = 1e-3
 _NEVER = -math.inf
 
 
+@dataclass(slots=True)
 class _Watch:
     """Counts the calls that arrive after one batch's results went out."""
 
-    __slots__ = ("answered", "arrived", "closes_at", "first_at", "last_arrival", "opened_at")
-
-    def __init__(self, answered: int, opened_at: float, closes_at: float) -> None:
-        self.answered = answered
-        self.arrived = 0
-        self.opened_at = opened_at
-        self.first_at = opened_at  # when it became the oldest one
-        self.last_arrival = opened_at
-        self.closes_at = closes_at
+    answered: int
+    opened_at: float
+    closes_at: float
+    first_at: float  # when it became the oldest one
+    last_arrival: float
+    arrived: int = 0
 
 
 class ArrivalForecast:
@@ -142,7 +141,7 @@ class ArrivalForecast:
             self._calls, self._counted_at = 0, now
         if calls:
             closes_at = now + WATCH_SHARE * duration + self._round_trip
-            watches.append(_Watch(calls, now, closes_at))
+            watches.append(_Watch(calls, now, closes_at, now, now))
             self._last_event = now
 
     def arrived(self, size: int, now: float) -> None:

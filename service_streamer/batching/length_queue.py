@@ -49,23 +49,16 @@ _WAITING = CallState.WAITING
 
 
 class _Neighbours:
-    """Items that go together.
-
-    Attributes:
-        length: of the longest.
-        padding: of all of them.
-        reason: why there are no more.
-        start, stop: the part of the window that has them.
-    """
+    """Items that go together."""
 
     __slots__ = ("entries", "length", "padding", "reason", "start", "stop")
 
     def __init__(self, first: Entry) -> None:
         self.entries = [first]
-        self.length = first[0]
-        self.padding = 0.0
-        self.reason: Reason | None = None
-        self.start, self.stop = sys.maxsize, 0
+        self.length = first[0]  # of the longest
+        self.padding = 0.0  # of all of them
+        self.reason: Reason | None = None  # why there are no more
+        self.start, self.stop = sys.maxsize, 0  # the part of the window that has them
 
 
 class LengthQueue(CallQueue):

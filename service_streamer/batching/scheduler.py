@@ -98,12 +98,15 @@ class Scheduler(ABC):
         self._slots.resumed(report.slot, now)
         return []
 
+    @abstractmethod
     def came_back(self, batch: BatchRecord) -> None:
-        """A batch is back, with results or a failure: count it, and learn of it if that helps."""
-        figures, waiting, now = self._ledger.figures, self._ledger.queue.items, batch.back_at
-        self._count(batch)
+        """A batch is back, with results or a failure: count it, and learn how fast workers are."""
+
+    def _came_back(self, batch: BatchRecord, work: float) -> None:
+        """It is counted in the metrics, and has so much work in units of ``rate``."""
+        waiting, now = self._ledger.queue.items, batch.back_at
         self.note(batch)
-        figures.recent.append(batch)
+        self._ledger.figures.recent.append(batch)
         is_wasted = batch.has_failed and all(call.is_over for call, _, _ in batch.spans)
         if is_wasted or not (waiting or self.is_behind):
             return
@@ -113,7 +116,6 @@ class Scheduler(ABC):
             return
         self.is_behind = True
         self._took.append(now - batch.cut_at)
-        work = self._work_of(batch)
         if work and batch.search is None:  # else it has been counted before
             self._measure(work, now)
 
@@ -139,14 +141,6 @@ class Scheduler(ABC):
         batch.pending = self._ledger.queue.items
         batch.answered, batch.failed = figures.answered_calls, figures.failed_calls
         batch.expired, batch.rejected = figures.expired_calls, figures.rejected_calls
-
-    @abstractmethod
-    def _count(self, batch: BatchRecord) -> None:
-        """Count in the metrics a batch that is back."""
-
-    @abstractmethod
-    def _work_of(self, batch: BatchRecord) -> float:
-        """What a batch counts in ``rate``."""
 
     @abstractmethod
     def answered(self, batch: BatchRecord, calls: int) -> None:
@@ -212,12 +206,7 @@ class Scheduler(ABC):
         self, failed: int, start_duration: float, served: tuple[int, int], full: int,
         seconds: float, turn: float,
     ) -> Load:  # fmt: skip
-        """The load, of which the scheduler of batches or of steps knows the rest.
-
-        Args:
-            served: items and batches that came back, in total.
-            seconds: for a full batch.
-        """
+        """Of ``served`` items and batches, and of what a full batch takes, in seconds."""
         ledger, figures = self._ledger, self._ledger.figures
         is_known = 0 < seconds < math.inf
         return Load(
@@ -275,11 +264,9 @@ class BatchScheduler(Scheduler):
         # With one stage a worker is free when its batch is back.
         return 0.0 if self._slots.room == 2 else self._policy.cost.duration(batch.cost)
 
-    def _count(self, batch: BatchRecord) -> None:
+    def came_back(self, batch: BatchRecord) -> None:
         self._ledger.figures.metrics.came_back(batch)
-
-    def _work_of(self, batch: BatchRecord) -> float:
-        return batch.cost
+        self._came_back(batch, batch.cost)
 
     def answered(self, batch: BatchRecord, calls: int) -> None:
         report, waiting = batch.report, self._ledger.queue.items
@@ -428,13 +415,11 @@ class StepScheduler(Scheduler):
             parts.append((call, output))
         return parts
 
-    def _count(self, batch: BatchRecord) -> None:
+    def came_back(self, batch: BatchRecord) -> None:
         self._ledger.figures.metrics.item_over(batch)
         if batch.spans[0][0].is_stream:
             batch.report.outputs = NO_OUTPUTS  # they have been handed out
-
-    def _work_of(self, batch: BatchRecord) -> float:
-        return batch.size
+        self._came_back(batch, 1.0)
 
     def answered(self, batch: BatchRecord, calls: int) -> None:  # noqa: ARG002
         figures = self._ledger.figures

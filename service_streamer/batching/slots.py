@@ -31,10 +31,6 @@ def room_for(seconds: float, slowest: float) -> int:
 
     By Little's law so many are on their way while that stage computes back to back; and one more,
     which is there when it is done.
-
-    Args:
-        seconds: what a batch takes in all stages.
-        slowest: what it takes in the slowest one.
     """
     if slowest <= 0.0:
         return 2
@@ -43,10 +39,7 @@ def room_for(seconds: float, slowest: float) -> int:
 
 
 class _Slot:
-    """Room for the batches of one worker, by their ids.
-
-    They reach the worker in the order of their ids. Those of a model of steps come back in any.
-    """
+    """Room for the batches of one worker, by their ids. Those of steps end in any order."""
 
     def __init__(self) -> None:
         self.batches: dict[int, BatchRecord] = {}
@@ -69,18 +62,6 @@ class Slots:
     Args:
         bound: how long one may compute a batch.
         sends_ahead: whether busy ones may be sent further batches.
-
-    Attributes:
-        idle: slots that hold nothing and take a batch. A dict as an ordered set: the one that has
-            been idle for longest is first, so that work is spread evenly over the devices.
-        without_ahead: slots that hold a batch and take a full one ahead; ordered the same way.
-        room: the most batches that each holds.
-        places: of a model of steps, how many items a worker steps at a time; else 0.
-        sizes: those that the model pads batches to, ascending; none if it computes any size.
-        grace: how many workers may have died with a batch that need not be alone with its worker.
-        items: how many are in flight.
-        next_look: when to look for hung ones, if something is in flight. May be too early, which
-            spares the engine a look at every batch, but never late.
     """
 
     def __init__(self, bound: BatchBound, *, sends_ahead: bool) -> None:
@@ -88,15 +69,23 @@ class Slots:
         self._least = bound.least
         self._notable = bound.notable
         self._sends_ahead = sends_ahead
-        self.room = 2
-        self.grace = self.places = 0
+        self.room = 2  # the most batches that each holds
+        self.places = 0  # of a model of steps, how many items a worker steps at a time
+        #: How many workers may have died with a batch that need not be alone with its worker.
+        self.grace = 0
+        #: Those that the model pads batches to, ascending; none if it computes any size.
         self.sizes: tuple[int, ...] = ()
         self._seconds = self._slowest = 0.0  # of a batch in all stages, and in the slowest; of late
         self._slots: dict[int, _Slot] = {}
+        self._taking: set[int] = set()  # those that take batches
+        #: Those that hold nothing and take a batch. A dict as an ordered set: the one that has been
+        #: idle for longest is first, so that work is spread evenly over the devices.
         self.idle: dict[int, None] = {}
+        #: Those that hold a batch and take a full one ahead; ordered the same way.
         self.without_ahead: dict[int, None] = {}
-        self._taking: set[int] = set()  # slots that take batches
-        self.items = 0
+        self.items = 0  # in flight
+        #: When to look for hung ones, if something is in flight. May be too early, which spares the
+        #: engine a look at every batch, but never late.
         self.next_look = math.inf
 
     def recount(self, now: float) -> None:
@@ -121,10 +110,7 @@ class Slots:
         return len(self._taking)
 
     def _arrange(self, number: int, slot: _Slot) -> None:
-        """Have it among those that take batches, are idle, or are without a batch ahead, or not.
-
-        What is alone with its worker is the only batch there.
-        """
+        """Have it among those that take batches, are idle, or are without a batch ahead, or not."""
         held, takes = slot.batches, slot.takes
         if takes:
             self._taking.add(number)
@@ -139,7 +125,7 @@ class Slots:
             and takes
             and self._sends_ahead
             and len(held) < self.room
-            and next(iter(held.values())).losses <= self.grace
+            and next(iter(held.values())).losses <= self.grace  # else that is alone there
         ):
             self.without_ahead[number] = None
         else:
@@ -347,7 +333,7 @@ class Slots:
         return hung
 
     def _rests(self, slot: _Slot) -> bool:
-        """Whether all that it could step are held. What is on deck has no place then."""
+        """Whether all that it could step are held: what is on deck has no place then."""
         held = sum(batch.spans[0][0].is_held for batch in slot.batches.values())
         return held >= min(len(slot.batches), self.places)
 

@@ -53,17 +53,7 @@ def work_of(call: Call, start: int = 0) -> float:
 
 
 class _Group:
-    """Calls of a tenant that go by arrival among each other, or nearly have one deadline.
-
-    Attributes:
-        priority: of all of them; None of those with a deadline of their own.
-        items: how many of their items wait.
-        work: what those cost.
-        timed: what those of them cost that are of small calls whose time ends.
-        tag: the virtual time of the class, among those of its priority. It starts at that of the
-            one that is next.
-        calls: its calls by arrival.
-    """
+    """Calls of a tenant that go by arrival among each other, or nearly have one deadline."""
 
     __slots__ = ("calls", "is_large", "items", "kind", "priority", "tag", "timed", "work")
 
@@ -71,35 +61,31 @@ class _Group:
         self.kind = kind
         self.priority = None if isinstance(kind, float) else kind[0]
         self.is_large = not isinstance(kind, float) and kind[1] > 0
+        # The virtual time of the class, among those of its priority. It starts at that of the one
+        # that is next.
         self.tag = tag
-        self.items = 0
-        self.work = self.timed = 0.0
-        self.calls: OrderedDict[Queued, None] = OrderedDict()
+        self.items = 0  # of its calls that wait
+        self.work = 0.0  # what those cost
+        self.timed = 0.0  # what those of them cost that are of small calls whose time ends
+        self.calls: OrderedDict[Queued, None] = OrderedDict()  # by arrival
 
 
 class Queued:
-    """A call in the line of its tenant.
-
-    Attributes:
-        items: how many of its items are there; 0 as soon as it is not there any more.
-        size_class: 0 of small calls.
-        is_timed: whether it is small, has no deadline of its own, and its time ends.
-        number: of the calls in the line, by arrival.
-        unit: what an item of it costs, on average.
-    """
+    """A call in the line of its tenant."""
 
     __slots__ = ("call", "group", "is_timed", "items", "line", "number", "size_class", "unit")
 
     group: _Group
-    number: int
+    number: int  # of the calls in the line, by arrival
 
     def __init__(self, call: Call, line: TenantLine, size_class: int) -> None:
         self.call = call
         self.line = line
-        self.items = 0
-        self.size_class = size_class
-        self.is_timed = False
+        self.items = 0  # that are there; none as soon as the call is not there any more
+        self.size_class = size_class  # 0 of small calls
+        self.is_timed = False  # it is small, has no deadline of its own, and its time ends
         lengths = call.lengths
+        # What an item of it costs, on average.
         self.unit = 1.0 if lengths is None else sum(lengths) / call.size or 1.0
 
     def count(self, items: int) -> None:
@@ -113,24 +99,19 @@ class Queued:
 
 
 class TenantLine:
-    """The calls of one tenant that wait.
-
-    Attributes:
-        groups: those with calls.
-        turns: that it had since a small call had one for its age.
-        credit: what others cost since a large one had one for its age, or the first one came.
-        aged: which ``head`` has just said for its age.
-        owed: what calls of it were given beside those of other tenants, and is to be charged.
-    """
+    """The calls of one tenant that wait."""
 
     def __init__(self, tenant: str, weight: float) -> None:
         self.tenant = tenant
         self.weight = weight
-        self.groups: dict[_Kind, _Group] = {}
+        self.groups: dict[_Kind, _Group] = {}  # those with calls
         self._tags: dict[_Kind, float] = {}  # of classes that have gone
-        self.credit = self.owed = 0.0
-        self.turns = 0
-        self.aged: Queued | None = None
+        self._turns = 0  # that it had since a small call had one for its age
+        # What others cost since a large one had one for its age, or the first one came.
+        self._credit = 0.0
+        self._aged: Queued | None = None  # which ``head`` has just said for its age
+        #: What calls of it were given beside those of other tenants, and is to be charged.
+        self.owed = 0.0
         # By arrival: the small calls that are timed, and the large ones.
         self._timed: OrderedDict[Queued, None] = OrderedDict()
         self._large: OrderedDict[Queued, None] = OrderedDict()
@@ -254,15 +235,15 @@ class TenantLine:
 
     def head(self, now: float) -> Queued:
         """Whose turn it is; there must be one."""
-        self.aged = None
-        if self.turns >= AGING - 1:
+        self._aged = None
+        if self._turns >= AGING - 1:
             small = [next(iter(each.calls)) for each in self.groups.values() if not each.is_large]
-            self.aged = min(small, key=attrgetter("number"), default=None)
-        if self._large and self.aged is None:
+            self._aged = min(small, key=attrgetter("number"), default=None)
+        if self._large and self._aged is None:
             oldest = next(iter(self._large))
-            if self.credit >= (AGING - 1) * oldest.unit:
-                self.aged = oldest
-        return self.aged or self._urgent(now) or self._first()
+            if self._credit >= (AGING - 1) * oldest.unit:
+                self._aged = oldest
+        return self._aged or self._urgent(now) or self._first()
 
     def _urgent(self, now: float) -> Queued | None:
         """The call whose time ends first, of those that go by that."""
@@ -294,10 +275,10 @@ class TenantLine:
 
     def served(self, queued: Queued, cost: float) -> None:
         """What ``head`` said had its turn."""
-        is_aged = queued is self.aged
-        self.turns = 0 if is_aged and not queued.size_class else self.turns + 1
+        is_aged = queued is self._aged
+        self._turns = 0 if is_aged and not queued.size_class else self._turns + 1
         if self._large:
-            self.credit = 0.0 if is_aged and queued.size_class else self.credit + cost
+            self._credit = 0.0 if is_aged and queued.size_class else self._credit + cost
         queued.group.tag += cost
 
 
