@@ -132,8 +132,7 @@ class ArrivalForecast:
     def answered(self, calls: int, duration: float, now: float) -> None:
         """A batch that took ``duration`` seconds is back; the results of ``calls`` calls go out."""
         watches = self._watches
-        if watches and watches[0].closes_at <= now:
-            self._end_watches(now)
+        self._end_watches(now)
         passed = now - self._counted_at
         if passed > 0.0:
             weight = passed / (passed + RATE_BATCHES * duration)
@@ -158,8 +157,7 @@ class ArrivalForecast:
         elif closes_at > _NEVER:
             self._learn_burst()
         watches = self._watches
-        if watches and watches[0].closes_at <= now:
-            self._end_watches(now)
+        self._end_watches(now)
         if watches:
             watch = watches[0]
             watch.arrived += 1
@@ -187,8 +185,6 @@ class ArrivalForecast:
             self._burst_began_at = self._burst_last_at = now
             self._burst_closes_at = now + gap
             self._burst_arrived = 0
-            if not watches:
-                return self._burst_size
         return self.expected(now)
 
     def expected(self, now: float) -> float:
@@ -224,9 +220,7 @@ class ArrivalForecast:
 
     def time_passed(self, now: float) -> None:
         """Learn from the watches that have ended by ``now``."""
-        watches = self._watches
-        if watches and watches[0].closes_at <= now:
-            self._end_watches(now)
+        self._end_watches(now)
         if _NEVER < self._burst_closes_at < now:
             self._learn_burst()
 
@@ -243,17 +237,13 @@ class ArrivalForecast:
             watches[0].first_at = now
         arrived, answered = watch.arrived, watch.answered
         self._return_rate += (arrived / answered - self._return_rate) * LEARNING_RATE
-        # Without ``min`` and ``max``, which take longer: every call of a lone caller comes here.
-        by_chance = self._rate * (now - watch.first_at)
-        if by_chance > answered:
-            by_chance = float(answered)
+        by_chance = min(self._rate * (now - watch.first_at), float(answered))
         self._excess += (arrived - by_chance - self._excess) * LEARNING_RATE
-        possible = self._possible
-        self._possible = possible = possible + (answered - by_chance - possible) * LEARNING_RATE
-        if possible > 0.0:
+        self._possible += (answered - by_chance - self._possible) * LEARNING_RATE
+        if self._possible > 0.0:
             # What is little may be chance, too.
-            closedness = (self._excess / possible - CHANCE) / (1.0 - CHANCE)
-            self.closedness = 0.0 if closedness < 0.0 else 1.0 if closedness > 1.0 else closedness
+            closedness = (self._excess / self._possible - CHANCE) / (1.0 - CHANCE)
+            self.closedness = min(1.0, max(0.0, closedness))
         if arrived:
             gap = (watch.last_arrival - watch.opened_at) / arrived
             self._gap += (gap - self._gap) * LEARNING_RATE

@@ -23,7 +23,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..observe.record import ORDINARY, BatchRecord, Call, CallState, Reason, Span
-from .call_queue import LARGE, CallQueue
+from .call_queue import LARGE, CallQueue, class_of
 from .learning import LearnedCost
 from .policy import Decision, Finish
 from .turns import TurnOrder, work_of
@@ -92,8 +92,8 @@ class LengthQueue(CallQueue):
     def work(self) -> float:
         return self._turns.work + self._inside_work
 
-    def _largeness(self, call: Call) -> float:
-        return max(super()._largeness(call), work_of(call) / self._large_cost)
+    def _size_class(self, call: Call) -> int:
+        return class_of(max(call.pending / self._large_items, work_of(call) / self._large_cost))
 
     def _learn(self) -> None:
         if self._learn_share():
@@ -106,8 +106,9 @@ class LengthQueue(CallQueue):
             return
         call.state = _WAITING
         self.items += call.pending
-        size_class, inside = self._classify(call), call.pending
+        size_class, inside = self._size_class(call), call.pending
         if size_class:
+            self._large.add(call)
             # The others, its last ones, have turns before they are in the window.
             while inside > 1 and positions[inside - 1] == call.size - call.pending + inside - 1:
                 inside -= 1

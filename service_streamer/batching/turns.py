@@ -268,7 +268,7 @@ class TenantLine:
             priority, tag, size_class, number, group = by_priority[0]
             if not group.items:
                 heappop(by_priority)
-            elif tag < group.tag:  # it had turns
+            elif tag < group.tag and len(by_priority) > 1:  # it had turns, which others had not
                 heapreplace(by_priority, (priority, group.tag, size_class, number, group))
             else:
                 return next(iter(group.calls))
