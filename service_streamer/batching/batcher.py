@@ -234,7 +234,7 @@ class Batcher:
             self._set_deadline(self.deadline)
         if (
             scheduler.call_arrived(call, now)
-            and not (more or self._is_pressed)
+            and not (more or self._has_suspects)
             and slots.items < slots.taking
         ):
             return Actions([self._cut_alone(call, now)])
@@ -245,7 +245,7 @@ class Batcher:
                 queue.items < scheduler.enough
                 and now < waits_until
                 and queue.goes_by_arrival
-                and not self._is_pressed
+                and not self._has_suspects
             ):
                 if waits_until < self.deadline:  # all that waited before it have left
                     self._set_deadline(waits_until)
@@ -257,8 +257,8 @@ class Batcher:
         return NOTHING  # no worker is free: the usual case under load, so without a look
 
     @property
-    def _is_pressed(self) -> bool:
-        """Whether there is more to look at than the calls that wait."""
+    def _has_suspects(self) -> bool:
+        """Whether parts wait to be run again, or workers are held back."""
         return bool(self.retries.waiting or self.health.held_back)
 
     def calls_submitted(self, now: float) -> Actions:
@@ -357,7 +357,7 @@ class Batcher:
             over = ledger.batch_done(batch)
             # What is about to come back is known before it is decided what to cut.
             scheduler.answered(batch, over)
-            if over > 1 and self.slots.idle and not (ledger.queue.items or self._is_pressed):
+            if over > 1 and self.slots.idle and not (ledger.queue.items or self._has_suspects):
                 self.expects_until = now + MOST_RETURNED * report.pace
         actions = self._cut(now, vacant)
         if self.on_back is None:
@@ -390,7 +390,7 @@ class Batcher:
         self.health.lost(slot, now, had_new_items=bool(new))
         for batch in new:
             self.figures.metrics.was_cut(batch)
-        again, cut_off = scheduler.apart(lost)
+        again, cut_off = scheduler.divide_lost(lost)
         ledger.worker_lost(again, failure, now, batch_id, begun, is_outage=is_outage)
         for batch in cut_off:
             self.retries.given_up(batch, ledger.fail_spans(batch.spans, failure))

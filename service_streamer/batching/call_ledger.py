@@ -340,7 +340,7 @@ class CallLedger:
     def end_all(
         self, calls: Sequence[Call], failure: Any, returned: Sequence[BatchReport]
     ) -> list[int]:
-        """As of ``Batcher``, which makes the queue anew then."""
+        """Fail the calls, whatever the queue says; the closing slots that hold nothing now."""
         for call in calls:
             if call.state is CallState.WAITING:
                 run(call)  # the queue may not be what it should be: nothing is removed from it

@@ -62,7 +62,7 @@ class _Neighbours:
 
 
 class LengthQueue(CallQueue):
-    """The queue of calls whose items have lengths; see ``CallQueue``."""
+    """The queue of calls whose items have lengths. It has the arguments of ``CallQueue``."""
 
     def __init__(
         self,

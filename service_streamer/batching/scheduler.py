@@ -57,27 +57,21 @@ _FITTING_GAIN = 1.1
 
 
 class Scheduler(ABC):
-    """What both have: what is known while more waits than workers keep up with.
-
-    Attributes:
-        is_behind: whether more waits than workers keep up with.
-        rate: units of cost that come back per second, items of a model of steps; infinity while
-            that is not known.
-        waits_until, enough: until when the last decision was to wait; and with how many items it is
-            the same again, before that time.
-    """
+    """What both schedulers have: the measures that are taken while workers do not keep up."""
 
     def __init__(self, ledger: CallLedger) -> None:
         self._ledger = ledger
         self._slots = ledger.slots
-        self.waits_until, self.enough = -math.inf, 0
-        #: Seconds that the last batches took, from being cut.
-        self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)
+        self.waits_until = -math.inf  # until when the last decision was to wait
+        self.enough = 0  # with fewer items it is the same again, before that time
+        self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)  # by the last batches, seconds
         self._catch_up()
 
     def _catch_up(self) -> None:
         """Nothing waits: what was learned will not hold the next time."""
-        self.is_behind = False
+        self.is_behind = False  # more waits than workers keep up with
+        #: Units of cost, or items of a model of steps, that come back per second; infinity while
+        #: that is not known.
         self.rate = self._rate_before = math.inf
         self._took.clear()
         self._since = -1.0  # when the batches began that are counted for the next rate
@@ -94,7 +88,7 @@ class Scheduler(ABC):
         """A batch is about to be sent; how long it is in the slowest stage of a worker, seconds."""
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
-        """As of ``Batcher``. Here a worker only says that it has not hung."""
+        """A worker has reported a step. One whose model has none only says that it has not hung."""
         self._slots.resumed(report.slot, now)
         return []
 
@@ -146,7 +140,7 @@ class Scheduler(ABC):
     def answered(self, batch: BatchRecord, calls: int) -> None:
         """Of a batch that is back, and has not failed as a whole, so many calls are over."""
 
-    def apart(
+    def divide_lost(
         self, lost: Sequence[BatchRecord]
     ) -> tuple[Sequence[BatchRecord], Sequence[BatchRecord]]:
         """Of what a worker took with it: what can begin again or go on, and what cannot."""
@@ -200,7 +194,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def load(self, failed: int, start_duration: float) -> Load:
-        """As of ``Batcher``."""
+        """What there is to do, for ``Autoscaling``."""
 
     def _load(
         self, failed: int, start_duration: float, served: tuple[int, int], full: int,
@@ -455,7 +449,7 @@ class StepScheduler(Scheduler):
             batch.spans[0][0].is_held = False
             self._slots.resumed(batch.slot, now)
 
-    def apart(
+    def divide_lost(
         self, lost: Sequence[BatchRecord]
     ) -> tuple[Sequence[BatchRecord], Sequence[BatchRecord]]:
         # What a caller has got of a stream cannot be taken back.
