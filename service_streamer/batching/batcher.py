@@ -213,28 +213,24 @@ class Batcher:
             self.figures.refused_items += call.size
         return takes
 
-    def call_submitted(
-        self, call: Call, now: float, is_watched: bool = False, more: bool = False
-    ) -> Actions:
+    def call_submitted(self, call: Call, now: float) -> Actions:
         """A call with at least one item arrived.
 
-        Args:
-            is_watched: whether it is to expire here when its time ends, wherever its items are.
-            more: whether others arrive at the same time, and ``calls_submitted`` after them: a
-                batch is not cut of the first of them alone. Full ones for all workers that are free
-                are, since nothing that follows could change them.
+        If ``more`` arrive at the same time, and ``calls_submitted`` after them, a batch is not cut
+        of the first of them alone. Full ones for all workers that are free are, since nothing that
+        follows could change them.
         """
         call.arrived_at = now
         figures, slots, scheduler = self.figures, self.slots, self._scheduler
         queue, deadlines = self._ledger.queue, self._ledger.deadlines
         figures.accepted_calls += 1
         figures.accepted_items += call.size
-        if is_watched and call.deadline < math.inf:
+        if call.is_watched and call.deadline < math.inf:
             deadlines.add(call)
             self._set_deadline(self.deadline)
         if (
             scheduler.call_arrived(call, now)
-            and not (more or self._has_suspects)
+            and not (call.more or self._has_suspects)
             and slots.items < slots.taking
         ):
             return Actions([self._cut_alone(call, now)])
@@ -250,9 +246,11 @@ class Batcher:
                 if waits_until < self.deadline:  # all that waited before it have left
                     self._set_deadline(waits_until)
                 return NOTHING
-            if not more or queue.items >= self._batch_size * len(slots.idle):
+            if not call.more or queue.items >= self._batch_size * len(slots.idle):
                 return self._cut(now)
-        elif slots.without_ahead and (queue.items >= scheduler.full or (slots.beside and not more)):
+        elif slots.without_ahead and (
+            queue.items >= scheduler.full or (slots.beside and not call.more)
+        ):
             return self._cut(now)
         return NOTHING  # no worker is free: the usual case under load, so without a look
 

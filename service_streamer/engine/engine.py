@@ -403,7 +403,7 @@ class Engine:
                 )
         call.reply.call = call  # not before it is accepted: who holds a call may withdraw it
         core.open[call] = None
-        actions = batcher.call_submitted(call, now, call.is_watched, call.more)
+        actions = batcher.call_submitted(call, now)
         return self._is_early(actions) or is_early
 
     def check_room(self, size: int = 1) -> None:
