@@ -197,18 +197,18 @@ class Scheduler(ABC):
         """What there is to do, for ``Autoscaling``."""
 
     def _load(
-        self, failed: int, start_duration: float, served: tuple[int, int], full: int,
+        self, failed: int, start_duration: float, *, served: int, batches: int, full: int,
         seconds: float, turn: float,
     ) -> Load:  # fmt: skip
-        """Of ``served`` items and batches, and of what a full batch takes, in seconds."""
+        """What there is to do where a full batch takes so many seconds."""
         ledger, figures = self._ledger, self._ledger.figures
         is_known = 0 < seconds < math.inf
         return Load(
             waiting=ledger.queue.items + ledger.retries.items,
             in_flight=self._slots.items,
             arrived=figures.accepted_items + figures.refused_items,
-            served=served[0],
-            batches=served[1],
+            served=served,
+            batches=batches,
             ready=self._slots.taking,
             failed=failed,
             full=full,
@@ -349,9 +349,11 @@ class BatchScheduler(Scheduler):
 
     def load(self, failed: int, start_duration: float) -> Load:
         policy, metrics = self._policy, self._ledger.figures.metrics
-        served = int(metrics.sizes.total), metrics.batch.count
         seconds = policy.duration(policy.full)
-        return self._load(failed, start_duration, served, policy.full, seconds, seconds)
+        return self._load(
+            failed, start_duration, served=int(metrics.sizes.total), batches=metrics.batch.count,
+            full=policy.full, seconds=seconds, turn=seconds,
+        )  # fmt: skip
 
 
 class StepScheduler(Scheduler):
@@ -487,8 +489,10 @@ class StepScheduler(Scheduler):
         # All places together are one batch.
         over, places = self._ledger.figures.metrics.batch.count, self._places
         seconds = self._ledger.figures.batch_duration
-        served = over, over // places
-        return self._load(failed, start_duration, served, places, seconds, seconds / places)
+        return self._load(
+            failed, start_duration, served=over, batches=over // places,
+            full=places, seconds=seconds, turn=seconds / places,
+        )  # fmt: skip
 
 
 def _fit_size(size: int, sizes: Sequence[int], duration: Callable[[float], float]) -> int:
