@@ -110,9 +110,9 @@ class Service:
 
     def _call(self, caller: int) -> None:
         item = self._item(caller)
-        call = Call([item], (caller, item))
+        call = Call([item], (caller, item), is_watched=True)
         call.deadline = self.now + self._timeout
-        self._do(self.batcher.call_submitted(call, self.now, is_watched=True))
+        self._do(self.batcher.call_submitted(call, self.now))
 
     def _ready(self) -> None:
         slot, self._next_slot = self._next_slot, self._next_slot + 1

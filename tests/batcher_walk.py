@@ -30,9 +30,9 @@ class Walk:
     def submit(
         self, *items: Any, timeout: float = math.inf, more: bool = False
     ) -> tuple[Call, list[BatchRecord]]:
-        call = Call(list(items), None)
+        call = Call(list(items), None, is_watched=True, more=more)
         call.deadline = self.now + timeout
-        actions = self.batcher.call_submitted(call, self.now, is_watched=True, more=more)
+        actions = self.batcher.call_submitted(call, self.now)
         if not more:  # until all have come, an idle worker may be left without
             self.checked(actions)
         return call, list(actions.batches)

@@ -132,16 +132,14 @@ class AnyOrder(RuleBasedStateMachine):
         if not self.batcher.has_room_for(size):
             return
         items = [(len(self.calls), i) for i in range(size)]
-        call = Call(items, items)
+        call = Call(items, items, is_watched=len(self.calls) % 2 > 0, more=more)
         call.deadline = self.now + timeout
         if self.has_lengths:
             call.lengths = lengths
         if precedence is not None:
             call.precedence = precedence
         self.calls.append(call)
-        watched = len(self.calls) % 2 == 0
-        self.do(self.batcher.call_submitted(call, self.now, is_watched=watched, more=more))
-
+        self.do(self.batcher.call_submitted(call, self.now))
         if more:
             self.do(self.batcher.calls_submitted(self.now))
 

@@ -32,11 +32,11 @@ def test_a_lone_call_is_cut_past_the_queue_as_it_would_be_from_it(
         said: list[tuple[Any, ...]] = []
         for number in range(100):
             now = 0.1 * number
-            call = Call([number], None)
+            call = Call([number], None, is_watched=True, more=not past)
             call.deadline = now + 10.0
             if has_lengths:
                 call.lengths = (number % 7,)
-            actions = batcher.call_submitted(call, now, is_watched=True, more=not past)
+            actions = batcher.call_submitted(call, now)
             if not past:
                 assert not actions.batches
                 actions = batcher.calls_submitted(now)

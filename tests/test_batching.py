@@ -69,10 +69,10 @@ class Workers:
     def submit(self, *lengths: float, calls: int = 1, timeout: float = math.inf) -> None:
         """So many calls arrive together, each of one item, or of one for each length."""
         for _ in range(calls):
-            call = Call([None] * max(1, len(lengths)), None)
+            call = Call([None] * max(1, len(lengths)), None, more=True)
             call.lengths = lengths or None
             call.deadline = self.now + timeout
-            self.begin(self.batcher.call_submitted(call, self.now, more=True).batches)
+            self.begin(self.batcher.call_submitted(call, self.now).batches)
         self.begin(self.batcher.calls_submitted(self.now).batches)
         self.batcher.check_invariants()
 

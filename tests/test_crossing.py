@@ -19,12 +19,12 @@ from http_in_process import StubClient, post, serving
 from service_streamer import Streamer, ThreadedStreamer
 
 #: The most modules that one ``predict`` may cross, and one request. Three of the latter decide
-#: which of several models it is for, and check what it asks of that one. Seven are the batcher's:
-#: what happens, the queue, when to cut, what is learned, the policy, the workers, and what becomes
-#: of calls. A lone call goes the way of all others. One is the core, which puts each worker's
-#: batches in its outbox in the order in which they were cut.
+#: which of several models it is for, and check what it asks of that one. Eight are the batcher's:
+#: what happens, the queue, whose turn it is, when to cut, what is learned, the policy, the workers,
+#: and what becomes of calls. A lone call goes the way of all others. One is the core, which puts
+#: each worker's batches in its outbox in the order in which they were cut.
 PREDICT = 17
-REQUEST = 31
+REQUEST = 32
 #: Until the streamer takes its worker for warm.
 WARM = 20
 

@@ -209,7 +209,7 @@ def test_what_waited_at_a_lost_host_behind_another_batch_is_not_charged(is_known
     batcher = Batcher(batch_size=1, max_latency=0.0, max_attempts=2)
     first, behind = Call(["first"], None), Call(["behind"], None)
     for call in (first, behind):
-        batcher.call_submitted(call, 0.0, is_watched=True)
+        batcher.call_submitted(call, 0.0)
     slot = 0
     held = [*batcher.worker_ready(slot, 0.0).batches]
     assert [batch.payloads for batch in held] == [["first"], ["behind"]]
@@ -223,7 +223,7 @@ def test_all_that_a_lost_host_stepped_at_once_is_charged() -> None:
     batcher = Batcher(batch_size=2, max_latency=0.0)
     batcher.begin_steps(2)
     for name in "ab":
-        batcher.call_submitted(Call([name], None), 0.0, is_watched=True)
+        batcher.call_submitted(Call([name], None), 0.0)
     assert len(batcher.worker_ready(0, 0.0).batches) == 2
     batcher.worker_lost(0, "gone", 0.0, is_outage=True)
     again = batcher.worker_ready(1, 0.0).batches
@@ -234,8 +234,8 @@ def test_a_batch_that_is_given_up_since_its_callers_have_gone_says_nothing_of_ot
     batcher = Batcher(batch_size=8, max_latency=0.0)
     batcher.worker_ready(0, 0.0)
     for _ in range(9):
-        calls = [Call([None], None) for _ in range(8)]
-        told = [batcher.call_submitted(call, 0.0, more=True) for call in calls]
+        calls = [Call([None], None, more=True) for _ in range(8)]
+        told = [batcher.call_submitted(call, 0.0) for call in calls]
         [batch] = [batch for actions in told for batch in actions.batches]
         assert batch.size == 8
         for call in calls:
@@ -243,9 +243,9 @@ def test_a_batch_that_is_given_up_since_its_callers_have_gone_says_nothing_of_ot
         assert batcher.take_unwanted() == [(0, batch.id)]
         assert not batcher.take_unwanted()
         batcher.batch_returned(BatchReport(batch.id, failure="given up", slot=0), 0.0)
-    shared, alone = (Call([None], None) for _ in range(2))
-    batcher.call_submitted(shared, 0.0, more=True)
-    batcher.call_submitted(alone, 0.0, more=True)
+    shared, alone = (Call([None], None, more=True) for _ in range(2))
+    batcher.call_submitted(shared, 0.0)
+    batcher.call_submitted(alone, 0.0)
     assert len(batcher.calls_submitted(0.0).batches) == 1
     assert batcher.call_withdrawn(alone)
     assert not batcher.take_unwanted(), "the other one waits"

@@ -237,16 +237,14 @@ def test_order_is_priority_then_arrival_and_every_eighth_by_arrival(
 ) -> None:
     """None cuts one item; a number is the priority of a call that comes."""
     line = Line()
-    waiting = [line.add(priority=1)]  # so that they take turns
+    waiting = [line.add(priority=1)]
     turns = 0
-    is_fair = True  # until none waits, all take turns
     for number, priority in enumerate([*events, None, *[None] * len(events)]):
         line.now = float(number)
         if priority is not None:
             waiting.append(line.add(priority=priority))
-            is_fair |= priority != 0
         elif waiting:
-            turns = turns + 1 if is_fair else 0
+            turns += 1
             expected = waiting[0]
             if turns % AGING:
                 expected = max(waiting, key=lambda made: made.precedence.priority)
@@ -255,7 +253,7 @@ def test_order_is_priority_then_arrival_and_every_eighth_by_arrival(
             assert [call for call, _, _ in batch.spans] == [expected]
             waiting.remove(expected)
         if not waiting:
-            turns, is_fair = 0, False
+            turns = 0
     assert line.batcher.is_empty
 
 

@@ -148,6 +148,6 @@ def test_calls_that_come_together_are_one_batch_though_a_stage_is_free() -> None
             batcher.batch_returned(report, now)
     now += 0.02  # the last one has left its first two stages
     for _ in range(8):
-        assert not batcher.call_submitted(Call([0], None, more=True), now, more=True).batches
+        assert not batcher.call_submitted(Call([0], None, more=True), now).batches
     (batch,) = batcher.calls_submitted(now).batches
     assert batch.size == 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from policies.service import Batch, Job
@@ -35,13 +34,13 @@ class Learned:
 
     def arrived(self, job: Job, now: float) -> Sequence[Batch]:
         batcher = self._batcher
-        call = Call((job,), None)
+        call = Call((job,), None, is_watched=True)
         call.deadline = job.deadline
         if self._has_lengths:
             call.lengths = (job.length,)
         if batcher.hopeless_for(call, now):
             return ()  # refused
-        return _batches(batcher.call_submitted(call, now, job.deadline < math.inf))
+        return _batches(batcher.call_submitted(call, now))
 
     def returned(self, batch: Batch, took: float, now: float) -> Sequence[Batch]:
         record = batch.tag

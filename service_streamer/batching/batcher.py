@@ -25,8 +25,8 @@ from ..observe.record import BatchRecord, BatchReport, Call, Reason, StepReport
 from ..options.table import StreamerOptions
 from ..supervision.autoscaling import Load
 from ..supervision.health import BatchBound
-from .call_ledger import CallLedger
-from .call_queue import LARGE, CallQueue, run
+from .call_ledger import CallLedger, run
+from .call_queue import LARGE, CallQueue
 from .isolation import Raised, Search
 from .length_queue import LengthQueue
 from .policy import Decision, Policy
@@ -213,28 +213,24 @@ class Batcher:
             self.figures.refused_items += call.size
         return takes
 
-    def call_submitted(
-        self, call: Call, now: float, is_watched: bool = False, more: bool = False
-    ) -> Actions:
+    def call_submitted(self, call: Call, now: float) -> Actions:
         """A call with at least one item arrived.
 
-        Args:
-            is_watched: whether it is to expire here when its time ends, wherever its items are.
-            more: whether others arrive at the same time, and ``calls_submitted`` after them: a
-                batch is not cut of the first of them alone. Full ones for all workers that are free
-                are, since nothing that follows could change them.
+        If ``more`` arrive at the same time, and ``calls_submitted`` after them, a batch is not cut
+        of the first of them alone. Full ones for all workers that are free are, since nothing that
+        follows could change them.
         """
         call.arrived_at = now
         figures, slots, scheduler = self.figures, self.slots, self._scheduler
         queue, deadlines = self._ledger.queue, self._ledger.deadlines
         figures.accepted_calls += 1
         figures.accepted_items += call.size
-        if is_watched and call.deadline < math.inf:
+        if call.is_watched and call.deadline < math.inf:
             deadlines.add(call)
             self._set_deadline(self.deadline)
         if (
             scheduler.call_arrived(call, now)
-            and not (more or self._is_pressed)
+            and not (call.more or self._has_suspects)
             and slots.items < slots.taking
         ):
             return Actions([self._cut_alone(call, now)])
@@ -245,20 +241,22 @@ class Batcher:
                 queue.items < scheduler.enough
                 and now < waits_until
                 and queue.goes_by_arrival
-                and not self._is_pressed
+                and not self._has_suspects
             ):
                 if waits_until < self.deadline:  # all that waited before it have left
                     self._set_deadline(waits_until)
                 return NOTHING
-            if not more or queue.items >= self._batch_size * len(slots.idle):
+            if not call.more or queue.items >= self._batch_size * len(slots.idle):
                 return self._cut(now)
-        elif slots.without_ahead and (queue.items >= scheduler.full or (slots.beside and not more)):
+        elif slots.without_ahead and (
+            queue.items >= scheduler.full or (slots.beside and not call.more)
+        ):
             return self._cut(now)
         return NOTHING  # no worker is free: the usual case under load, so without a look
 
     @property
-    def _is_pressed(self) -> bool:
-        """Whether there is more to look at than the calls that wait."""
+    def _has_suspects(self) -> bool:
+        """Whether parts wait to be run again, or workers are held back."""
         return bool(self.retries.waiting or self.health.held_back)
 
     def calls_submitted(self, now: float) -> Actions:
@@ -322,7 +320,9 @@ class Batcher:
 
     def worker_kept(self, slot: int, now: float) -> Actions:
         """A worker that was retiring, and is not lost, is to go on after all."""
-        self.slots.reopen(slot, takes=slot not in self.health.held_back)
+        self.slots.reopen(slot)
+        if slot not in self.health.held_back:
+            self.slots.release(slot)  # it was to be replaced
         return self._cut(now)
 
     def worker_dying(self, slot: int) -> None:
@@ -355,7 +355,7 @@ class Batcher:
             over = ledger.batch_done(batch)
             # What is about to come back is known before it is decided what to cut.
             scheduler.answered(batch, over)
-            if over > 1 and self.slots.idle and not (ledger.queue.items or self._is_pressed):
+            if over > 1 and self.slots.idle and not (ledger.queue.items or self._has_suspects):
                 self.expects_until = now + MOST_RETURNED * report.pace
         actions = self._cut(now, vacant)
         if self.on_back is None:
@@ -388,7 +388,7 @@ class Batcher:
         self.health.lost(slot, now, had_new_items=bool(new))
         for batch in new:
             self.figures.metrics.was_cut(batch)
-        again, cut_off = scheduler.apart(lost)
+        again, cut_off = scheduler.divide_lost(lost)
         ledger.worker_lost(again, failure, now, batch_id, begun, is_outage=is_outage)
         for batch in cut_off:
             self.retries.given_up(batch, ledger.fail_spans(batch.spans, failure))
@@ -479,7 +479,7 @@ class Batcher:
                     wait_until = decision.wait_until
                     break
         self._set_deadline(wait_until)
-        calls, searches = ledger.take_ended(), retries.take_ended()
+        calls, searches = ledger.take_ended(), retries.take_ended() if retries.ended else ()
         if not (batches or calls or vacant or searches or hung or condemned):
             return NOTHING
         return Actions(batches, calls, hung, vacant, searches, condemned)

@@ -31,7 +31,7 @@ from ..observe.metrics import BatchMetrics
 from ..observe.recent import RECENT
 from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Call, CallState, Span
 from ..supervision.health import Health
-from .call_queue import CallQueue, run
+from .call_queue import CallQueue
 from .isolation import Raised, Retries, Search, Suspects, parts_after_death
 from .learning import LearnedCost
 from .slots import Slots
@@ -41,28 +41,20 @@ _OVER = CallState.OVER
 
 
 class Figures:
-    """Counts calls and batches since the start.
-
-    Attributes:
-        failed_calls: those that failed of anything but their time.
-        expired_calls: those whose time ended.
-        cancelled_calls: those that were withdrawn.
-        rejected_calls: those that were refused since too much waited; the engine counts those that
-            found no room.
-        refused_items: of those calls that were refused since too much waited, and would have been
-            in time by themselves; counted there, too.
-        batch_duration: what the model has taken for a batch of late, seconds; infinity before the
-            first.
-        recent: the last batches that came back, the oldest first.
-    """
+    """Counts calls and batches since the start."""
 
     def __init__(self) -> None:
         self.accepted_calls = self.accepted_items = self.answered_calls = 0
-        self.failed_calls = self.expired_calls = self.cancelled_calls = 0
-        self.rejected_calls = self.refused_items = 0
+        self.failed_calls = 0  # of anything but their time
+        self.expired_calls = self.cancelled_calls = 0  # whose time ended, or that were withdrawn
+        #: Refused since too much waited; the engine counts those that found no room.
+        self.rejected_calls = 0
+        #: Of those calls, if they would have been in time by themselves; counted there, too.
+        self.refused_items = 0
+        #: What the model has taken for a batch of late, seconds; infinity before the first.
         self.batch_duration = math.inf
         self.metrics = BatchMetrics()
-        self.recent: deque[BatchRecord] = deque(maxlen=RECENT)
+        self.recent: deque[BatchRecord] = deque(maxlen=RECENT)  # that came back, the oldest first
 
     def took(self, duration: float, batches: int) -> None:
         """The model took so long for a batch; of about so many batches the mean is known."""
@@ -82,11 +74,6 @@ class CallLedger:
     Attributes:
         queue: calls with items that are not cut; made anew with the batcher's state, as ``cost``.
         cost: what a batch costs.
-        retries: parts of batches that wait to be run again.
-        health: of the workers.
-        start_duration: what a worker takes to be ready, seconds.
-        abandoned: calls that are over while a worker may still be at them.
-        deadlines: of the calls that are to expire here.
     """
 
     queue: CallQueue
@@ -105,10 +92,10 @@ class CallLedger:
         self.retries = Retries(max_attempts=max_attempts)
         self.health = Health()
         self.figures = Figures()
-        self.deadlines: Deadlines[Call] = Deadlines()
-        self.start_duration = 0.0
-        self.abandoned: set[Call] = set()
-        self._ended: list[Call] = []
+        self.deadlines: Deadlines[Call] = Deadlines()  # of the calls that are to expire here
+        self.start_duration = 0.0  # what a worker takes to be ready, seconds
+        self.abandoned: set[Call] = set()  # over, while a worker may still be at them
+        self._ended: list[Call] = []  # since ``take_ended``
         self._expired = expired
         self._expired_suspect = expired_suspect
         self._shared = shared
@@ -353,7 +340,7 @@ class CallLedger:
     def end_all(
         self, calls: Sequence[Call], failure: Any, returned: Sequence[BatchReport]
     ) -> list[int]:
-        """As of ``Batcher``, which makes the queue anew then."""
+        """Fail the calls, whatever the queue says; the closing slots that hold nothing now."""
         for call in calls:
             if call.state is CallState.WAITING:
                 run(call)  # the queue may not be what it should be: nothing is removed from it
@@ -412,6 +399,12 @@ class CallLedger:
                     unanswered[call] = unanswered.get(call, 0) + stop - start
         assert all(call.unanswered == size for call, size in unanswered.items())
         assert all(search.parts == count for search, count in searches.items())
+
+
+def run(call: Call) -> None:
+    """All items of the call, which is new, go into a batch."""
+    call.pending = 0
+    call.state = CallState.RUNNING
 
 
 def _end(call: Call) -> None:

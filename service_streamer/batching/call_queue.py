@@ -79,23 +79,14 @@ class CallQueue:
             self._learn()
         call.state = _WAITING
         self.items += call.pending
-        self._turns.add(call, call.pending, self._classify(call))
-
-    def _classify(self, call: Call) -> int:
-        """The class of size of a call that is about to wait."""
         size_class = self._size_class(call)
         if size_class:
             self._large.add(call)
-        return size_class
+        self._turns.add(call, call.pending, size_class)
 
     def _size_class(self, call: Call) -> int:
-        """0 if the call is small; a class of large ones is within a factor of two."""
-        size = self._largeness(call)
-        return int(min(size, 2.0**60)).bit_length() if size >= 1.0 else 0
-
-    def _largeness(self, call: Call) -> float:
-        """Its size, of that from which on a call is large."""
-        return call.pending / self._large_items
+        """0 if the call is small."""
+        return class_of(call.pending / self._large_items)
 
     def restore(self, call: Call, positions: Sequence[int]) -> None:
         """The call waits again with these items; without lengths, its last ones."""
@@ -264,7 +255,9 @@ class CallQueue:
         self._turns.check_invariants()
 
 
-def run(call: Call) -> None:
-    """All items of the call, which is new, go into a batch."""
-    call.pending = 0
-    call.state = _RUNNING
+def class_of(size: float) -> int:
+    """The class of a call that is so many times as large as the smallest large ones; 0 if small.
+
+    Those of one class are within a factor of two.
+    """
+    return int(min(size, 2.0**60)).bit_length() if size >= 1.0 else 0

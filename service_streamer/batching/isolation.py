@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -36,11 +37,6 @@ def parts_after_death(items: int, run: float, death: float) -> int:
     With g parts a level of the search takes g model calls and one death, and there are
     log(items) / log(g) levels. So where a model is loaded in a moment halves are best; where that
     takes seconds, and a model call a few milliseconds, it is best to run the items one by one.
-
-    Args:
-        items: how many.
-        run: what a model call takes, seconds.
-        death: what a death takes, until the next worker is ready, seconds.
     """
     bits = max(1, (items - 1).bit_length())
     seconds = {
@@ -62,62 +58,42 @@ def deaths_allowed(items: int, max_attempts: int) -> int:
 _BY_SEARCH = attrgetter("search.number")
 
 
+@dataclass(eq=False)
 class Search:
-    """What is known about one batch that was lost with its worker; shared by all the parts of it.
+    """What is known about one batch that was lost with its worker; all its parts share it."""
 
-    Attributes:
-        items: of the batch.
-        failure: what began it, opaque here.
-        deaths_left: how many more workers may die of it.
-        number: of the searches so far; the oldest goes first.
-        parts: how many are not over: they wait to be run, or are being run.
-        runs: extra model calls so far.
-        failed: calls that failed so far.
-    """
-
-    def __init__(self, items: int, failure: Any, *, deaths: int, number: int) -> None:
-        self.items = items
-        self.failure = failure
-        self.deaths_left = deaths
-        self.number = number
-        self.parts = 1  # the batch itself
-        self.runs = 0
-        self.failed = 0
+    items: int  # of the batch
+    failure: Any  # what began it, opaque here
+    deaths_left: int  # how many more workers may die of it
+    number: int  # of the searches so far; the oldest goes first
+    parts: int = 1  # that are not over: they wait to be run, or are being run
+    runs: int = 0  # extra model calls so far
+    failed: int = 0  # calls that failed so far
 
 
 class Raised(NamedTuple):
-    """A batch of several calls on which the model raised, for the log.
+    """A batch of several calls on which the model raised, for the log."""
 
-    Attributes:
-        calls: of the batch.
-        failed: how many of them failed.
-        failure: of the first one, opaque here; None if none failed.
-        runs: model calls that it took to find them; 0 if they were not looked for.
-    """
-
-    calls: int
-    failed: int
-    failure: Any
-    runs: int
+    calls: int  # of the batch
+    failed: int  # how many of them failed
+    failure: Any  # of the first one, opaque here; None if none failed
+    runs: int  # model calls that it took to find them; 0 if they were not looked for
 
 
+@dataclass(eq=False, slots=True)
 class Suspects:
-    """A part of a batch, to be run again.
+    """A part of a batch, to be run again."""
 
-    Attributes:
-        losses: how many workers died while they held its items; if any, it is to be run alone.
-        outages: how many were lost with their host while they held its items. Not a number of the
-            search: a host with many workers takes many parts with it at once.
-    """
+    spans: list[Span]
+    search: Search
+    losses: int  # workers that died while they held its items; if any, it is to be run alone
+    #: Workers that were lost with their host while they held its items. Not a number of the search:
+    #: a host with many workers takes many parts with it at once.
+    outages: int
 
-    __slots__ = ("losses", "outages", "search", "size", "spans")
-
-    def __init__(self, spans: list[Span], search: Search, losses: int, outages: int) -> None:
-        self.spans = spans
-        self.search = search
-        self.losses = losses
-        self.outages = outages
-        self.size = _size(spans)
+    @property
+    def size(self) -> int:
+        return _size(self.spans)
 
 
 class Retries:
@@ -125,31 +101,22 @@ class Retries:
 
     Args:
         max_attempts: how many deaths of workers an item may have been there for; 1 for none again.
-
-    Attributes:
-        grace: how many workers may have died with a part that need not be alone with its worker.
-        waiting: the parts that wait, in their order.
-        ended: what is to be logged since ``take_ended``: searches that have come to an end.
-        retried_items: how many were to be run again since their worker died.
-        isolated_calls: how many failed by themselves, so that others did not.
     """
 
     def __init__(self, *, max_attempts: int) -> None:
         self._max_attempts = max_attempts
         self._searches = 0  # so far
         self._is_turn_of_new = False
+        #: How many workers may have died with a part that need not be alone with its worker.
         self.grace = 0
-        self.waiting: list[Suspects] = []
-        self.ended: list[Search | Raised] = []
-        self.retried_items = 0
-        self.isolated_calls = 0
+        self.waiting: list[Suspects] = []  # in their order
+        self.ended: list[Search | Raised] = []  # to be logged since ``take_ended``
+        self.retried_items = 0  # that were to be run again since their worker died
+        self.isolated_calls = 0  # that failed by themselves, so that others did not
 
     def take_ended(self) -> Sequence[Search | Raised]:
         """What is to be logged since the last time."""
-        ended = self.ended
-        if not ended:
-            return ()
-        self.ended = []
+        ended, self.ended = self.ended, []
         return ended
 
     @property
@@ -304,7 +271,7 @@ class Retries:
             return search
         self._searches += 1
         deaths = deaths_allowed(batch.size, self._max_attempts)
-        return Search(batch.size, failure, deaths=deaths, number=self._searches)
+        return Search(batch.size, failure, deaths, self._searches)
 
     def _run_again(
         self,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 
 #: How long callers are watched for after their answers, as a share of the batch's duration.
 #: Tuned between 0.1 and 0.5 with ``python benchmarks/scheduling_grid.py --quick``: a lower value
@@ -77,18 +78,16 @@ PADDING_SPREAD = 1e-3
 _NEVER = -math.inf
 
 
+@dataclass(slots=True)
 class _Watch:
     """Counts the calls that arrive after one batch's results went out."""
 
-    __slots__ = ("answered", "arrived", "closes_at", "first_at", "last_arrival", "opened_at")
-
-    def __init__(self, answered: int, opened_at: float, closes_at: float) -> None:
-        self.answered = answered
-        self.arrived = 0
-        self.opened_at = opened_at
-        self.first_at = opened_at  # when it became the oldest one
-        self.last_arrival = opened_at
-        self.closes_at = closes_at
+    answered: int
+    opened_at: float
+    closes_at: float
+    first_at: float  # when it became the oldest one
+    last_arrival: float
+    arrived: int = 0
 
 
 class ArrivalForecast:
@@ -133,8 +132,7 @@ class ArrivalForecast:
     def answered(self, calls: int, duration: float, now: float) -> None:
         """A batch that took ``duration`` seconds is back; the results of ``calls`` calls go out."""
         watches = self._watches
-        if watches and watches[0].closes_at <= now:
-            self._end_watches(now)
+        self._end_watches(now)
         passed = now - self._counted_at
         if passed > 0.0:
             weight = passed / (passed + RATE_BATCHES * duration)
@@ -142,7 +140,7 @@ class ArrivalForecast:
             self._calls, self._counted_at = 0, now
         if calls:
             closes_at = now + WATCH_SHARE * duration + self._round_trip
-            watches.append(_Watch(calls, now, closes_at))
+            watches.append(_Watch(calls, now, closes_at, now, now))
             self._last_event = now
 
     def arrived(self, size: int, now: float) -> None:
@@ -159,8 +157,7 @@ class ArrivalForecast:
         elif closes_at > _NEVER:
             self._learn_burst()
         watches = self._watches
-        if watches and watches[0].closes_at <= now:
-            self._end_watches(now)
+        self._end_watches(now)
         if watches:
             watch = watches[0]
             watch.arrived += 1
@@ -188,8 +185,6 @@ class ArrivalForecast:
             self._burst_began_at = self._burst_last_at = now
             self._burst_closes_at = now + gap
             self._burst_arrived = 0
-            if not watches:
-                return self._burst_size
         return self.expected(now)
 
     def expected(self, now: float) -> float:
@@ -225,9 +220,7 @@ class ArrivalForecast:
 
     def time_passed(self, now: float) -> None:
         """Learn from the watches that have ended by ``now``."""
-        watches = self._watches
-        if watches and watches[0].closes_at <= now:
-            self._end_watches(now)
+        self._end_watches(now)
         if _NEVER < self._burst_closes_at < now:
             self._learn_burst()
 
@@ -244,17 +237,13 @@ class ArrivalForecast:
             watches[0].first_at = now
         arrived, answered = watch.arrived, watch.answered
         self._return_rate += (arrived / answered - self._return_rate) * LEARNING_RATE
-        # Without ``min`` and ``max``, which take longer: every call of a lone caller comes here.
-        by_chance = self._rate * (now - watch.first_at)
-        if by_chance > answered:
-            by_chance = float(answered)
+        by_chance = min(self._rate * (now - watch.first_at), float(answered))
         self._excess += (arrived - by_chance - self._excess) * LEARNING_RATE
-        possible = self._possible
-        self._possible = possible = possible + (answered - by_chance - possible) * LEARNING_RATE
-        if possible > 0.0:
+        self._possible += (answered - by_chance - self._possible) * LEARNING_RATE
+        if self._possible > 0.0:
             # What is little may be chance, too.
-            closedness = (self._excess / possible - CHANCE) / (1.0 - CHANCE)
-            self.closedness = 0.0 if closedness < 0.0 else 1.0 if closedness > 1.0 else closedness
+            closedness = (self._excess / self._possible - CHANCE) / (1.0 - CHANCE)
+            self.closedness = min(1.0, max(0.0, closedness))
         if arrived:
             gap = (watch.last_arrival - watch.opened_at) / arrived
             self._gap += (gap - self._gap) * LEARNING_RATE

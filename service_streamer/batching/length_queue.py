@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from ..observe.record import BatchRecord, Call, CallState, Reason, Span
-from .call_queue import LARGE, CallQueue
+from ..observe.record import ORDINARY, BatchRecord, Call, CallState, Reason, Span
+from .call_queue import LARGE, CallQueue, class_of
 from .learning import LearnedCost
 from .policy import Decision, Finish
 from .turns import TurnOrder, work_of
@@ -49,27 +49,20 @@ _WAITING = CallState.WAITING
 
 
 class _Neighbours:
-    """Items that go together.
-
-    Attributes:
-        length: of the longest.
-        padding: of all of them.
-        reason: why there are no more.
-        start, stop: the part of the window that has them.
-    """
+    """Items that go together."""
 
     __slots__ = ("entries", "length", "padding", "reason", "start", "stop")
 
     def __init__(self, first: Entry) -> None:
         self.entries = [first]
-        self.length = first[0]
-        self.padding = 0.0
-        self.reason: Reason | None = None
-        self.start, self.stop = sys.maxsize, 0
+        self.length = first[0]  # of the longest
+        self.padding = 0.0  # of all of them
+        self.reason: Reason | None = None  # why there are no more
+        self.start, self.stop = sys.maxsize, 0  # the part of the window that has them
 
 
 class LengthQueue(CallQueue):
-    """The queue of calls whose items have lengths; see ``CallQueue``."""
+    """The queue of calls whose items have lengths. It has the arguments of ``CallQueue``."""
 
     def __init__(
         self,
@@ -81,7 +74,10 @@ class LengthQueue(CallQueue):
         self._large_cost = math.inf  # from which on a call is large
         self._inside = 0  # items in the window
         self._window_size = WINDOW_BATCHES * batch_size  # up to which it is filled
-        self._window_turns = TurnOrder(self._weights)
+        self._inside_work = 0.0  # their lengths together
+        # Of the calls in the window, from the first on that is not like the others: before that
+        # they go as they came. It spares four microseconds a call.
+        self._window_turns: TurnOrder | None = None
         self._sorted: list[Entry] = []  # with entries of calls that are over, which are skipped
         self._new: list[Entry] = []  # those that are not yet among them
         self._held: dict[Call, dict[int, Entry]] = {}  # of those that wait, by place in their call
@@ -94,10 +90,10 @@ class LengthQueue(CallQueue):
 
     @property
     def work(self) -> float:
-        return self._turns.work + self._window_turns.work
+        return self._turns.work + self._inside_work
 
-    def _largeness(self, call: Call) -> float:
-        return max(super()._largeness(call), work_of(call) / self._large_cost)
+    def _size_class(self, call: Call) -> int:
+        return class_of(max(call.pending / self._large_items, work_of(call) / self._large_cost))
 
     def _learn(self) -> None:
         if self._learn_share():
@@ -110,8 +106,9 @@ class LengthQueue(CallQueue):
             return
         call.state = _WAITING
         self.items += call.pending
-        size_class, inside = self._classify(call), call.pending
+        size_class, inside = self._size_class(call), call.pending
         if size_class:
+            self._large.add(call)
             # The others, its last ones, have turns before they are in the window.
             while inside > 1 and positions[inside - 1] == call.size - call.pending + inside - 1:
                 inside -= 1
@@ -123,15 +120,20 @@ class LengthQueue(CallQueue):
         held = self._held.pop(call, None)
         if held is not None:
             self._inside -= len(held)
-            self._window_turns.remove(call, len(held))
+            self._inside_work -= sum([length for length, _, _, _ in held.values()])
+            if self._window_turns is not None:
+                self._window_turns.remove(call, len(held))
         super().remove(call)
 
     def ahead(self, call: Call) -> float:
         if not self.items:
             return 0.0
         size_class, work, unit = self._size_class(call), work_of(call), self.work / self.items
-        orders = self._turns, self._window_turns
-        return sum([turns.ahead(call, size_class, work, unit) for turns in orders])
+        outside = self._turns.ahead(call, size_class, work, unit)
+        turns = self._order(call, size_class)
+        if turns is None:
+            return outside + self._inside_work
+        return outside + turns.ahead(call, size_class, work, unit)
 
     @property
     def goes_by_arrival(self) -> bool:
@@ -142,7 +144,7 @@ class LengthQueue(CallQueue):
         arrived_at = math.inf if outside is None else outside.arrived_at
         if not self._held:
             return arrived_at
-        if self._window_turns.is_by_arrival:
+        if self._window_turns is None:
             self._oldest = next(iter(self._held))
         elif self._oldest not in self._held:
             self._oldest = min(self._held, key=attrgetter("arrived_at"))
@@ -150,24 +152,40 @@ class LengthQueue(CallQueue):
         return min(arrived_at, self._oldest.arrived_at)
 
     def first_deadline(self, now: float) -> float:
-        turns = self._window_turns if self._inside else self._turns
-        return turns.head(now).call.deadline
+        call = self._head(now) if self._inside else self._turns.head(now).call
+        return call.deadline
 
     # -- the window
+
+    def _order(self, call: Call, size_class: int) -> TurnOrder | None:
+        """Of the calls in the window, with this one; None as long as all are alike."""
+        if self._window_turns is None and (size_class or call.precedence is not ORDINARY):
+            self._window_turns = TurnOrder(self._weights)
+            for each, entries in self._held.items():
+                self._window_turns.add(each, len(entries), 0)
+        return self._window_turns
+
+    def _head(self, now: float) -> Call:
+        """Whose turn it is in the window; there must be one."""
+        turns = self._window_turns
+        return next(iter(self._held)) if turns is None else turns.head(now).call
 
     def _enter(self, call: Call, positions: Sequence[int], size_class: int) -> None:
         """These items of the call are in the window from now on."""
         held, lengths, number = self._held, call.lengths, self._entries
         if not held:
-            self._window_turns = TurnOrder(self._weights)
-        self._window_turns.add(call, len(positions), size_class)
-        self._oldest = None
+            self._window_turns, self._inside_work = None, 0.0
+        turns = self._order(call, size_class)
+        if turns is not None:
+            turns.add(call, len(positions), size_class)
+            self._oldest = None
         own = held.get(call)
         if own is None:
             own = held[call] = {}
         for index in positions:
             number += 1
             length = 1.0 if lengths is None else float(lengths[index])
+            self._inside_work += length
             own[index] = entry = (length, number, call, index)
             self._new.append(entry)
         self._entries = number
@@ -209,7 +227,7 @@ class LengthQueue(CallQueue):
             return True
 
         self._fill(now)
-        while self.items and is_left_out(self._window_turns.head(now).call):
+        while self.items and is_left_out(self._head(now)):
             self._fill(now)
         if not self.items:
             return None
@@ -250,7 +268,7 @@ class LengthQueue(CallQueue):
             is_left_out: whether no item of the call may be cut.
         """
         self._sort()
-        large, call = self._large, self._window_turns.head(now).call
+        large, call = self._large, self._head(now)
         group = _Neighbours(next(iter(self._held[call].values())))
         # Its neighbours cost about as much as the first item.
         large_room = int(max(1.0, min(self._large_cost_now() / (group.length or 1.0), room)))
@@ -366,9 +384,11 @@ class LengthQueue(CallQueue):
             entries[start:stop] = [entry for entry in entries[start:stop] if entry[1] not in gone]
         for _, _, call, index in chosen:
             own = held[call]
-            del own[index]
+            self._inside_work -= own.pop(index)[0]
             if not own:
                 del held[call]
+        if turns is None:
+            return
         for call in dict.fromkeys([entry[2] for entry in chosen]):  # the first one's is the first
             queued = turns.get(call)
             size = queued.items - len(held.get(call, ()))
@@ -387,8 +407,10 @@ class LengthQueue(CallQueue):
             entry for entry in [*self._sorted, *self._new] if entry[2].state is _WAITING
         )
         assert self.items - len(held) == sum(self._turns.get(call).items for call in self._turns)
-        if held:
-            self._window_turns.check_invariants()
+        work = sum(length for length, _, _, _ in held)
+        assert not held or math.isclose(self._inside_work, work, abs_tol=1e-6 * (1.0 + work))
+        turns = self._window_turns
+        if held and turns is not None:
+            turns.check_invariants()
             sizes = {call: len(entries) for call, entries in self._held.items()}
-            turns = self._window_turns
             assert sizes == {call: turns.get(call).items for call in turns}

@@ -106,23 +106,15 @@ _BOUNDS = (Reason.MAX_LATENCY, Reason.DEADLINE)
 
 
 class Decision(NamedTuple):
-    """What to do with the items that wait.
+    """What to do with the items that wait."""
 
-    Attributes:
-        size: the most items to cut into a batch now; 0 to wait.
-        reason: why the batch gets no more items.
-        wait_until: when to decide again if nothing happens before; infinity in the past for a cut.
-        max_cost: the most that the batch may cost, unless one item costs more.
-        cost_reason: why the batch gets no more items, if ``max_cost`` ends it.
-        enough: with fewer items it is still best to wait: each call that comes until then is one
-            that was expected. 0 where that is not known.
-    """
-
-    size: int
-    reason: Reason
-    wait_until: float = -math.inf
-    max_cost: float = math.inf
-    cost_reason: Reason = Reason.COST
+    size: int  # the most items to cut into a batch now; 0 to wait
+    reason: Reason  # why the batch gets no more items
+    wait_until: float = -math.inf  # when to decide again if nothing happens before
+    max_cost: float = math.inf  # the most that the batch may cost, unless one item costs more
+    cost_reason: Reason = Reason.COST  # why it gets no more items, if ``max_cost`` ends it
+    #: With fewer items it is still best to wait: each call that comes until then is one that was
+    #: expected. 0 where that is not known.
     enough: int = 0
 
 
@@ -131,49 +123,29 @@ _NOT_AHEAD = Decision(0, Reason.ALONE, math.inf)
 
 
 class Backlog(NamedTuple):
-    """The items that wait, and the workers for them: what a decision depends on.
+    """The items that wait, and the workers for them: what a decision depends on."""
 
-    Attributes:
-        items: that wait; at least one.
-        oldest: when the oldest of them arrived.
-        deadline: of the call that is next, for the slowest stage of a worker.
-        free: workers that could begin with a batch now.
-        workers: that take batches.
-        in_flight: items that workers hold.
-        waited_until: until when the last decision was to wait; infinity in the past if it was to
-            cut a batch.
-        now: the time.
-    """
-
-    items: int
-    oldest: float
-    deadline: float
-    free: int
-    workers: int
-    in_flight: int
-    waited_until: float
+    items: int  # that wait; at least one
+    oldest: float  # when the oldest of them arrived
+    deadline: float  # of the call that is next, for the slowest stage of a worker
+    free: int  # workers that could begin with a batch now
+    workers: int  # that take batches
+    in_flight: int  # items that workers hold
+    waited_until: float  # when the last decision was to wait for; in the past if it was to cut
     now: float
 
 
 class Finish(NamedTuple):
-    """When a batch is back, by its size; as far as that is known.
+    """When a batch is back, by its size; as far as that is known."""
 
-    Attributes:
-        likely: a batch without items, as predicted.
-        earliest: the same, if it is as fast as it hardly ever is.
-        each: what each item adds, seconds.
-        least: the smallest batch that is worth it for the sake of its first call. The others have
-            to wait for another batch. Infinity for none.
-        safely: a batch without items, if it is as slow as it hardly ever is.
-        safely_each: what each item adds then, seconds.
-    """
-
-    likely: float
-    earliest: float = -math.inf
-    each: float = 0.0
+    likely: float  # a batch without items, as predicted
+    earliest: float = -math.inf  # the same, if it is as fast as it hardly ever is
+    each: float = 0.0  # what each item adds, seconds
+    #: The smallest batch that is worth it for the sake of its first call. The others have to wait
+    #: for another batch. Infinity for none.
     least: float = math.inf
-    safely: float = math.inf
-    safely_each: float = 0.0
+    safely: float = math.inf  # a batch without items, if it is as slow as it hardly ever is
+    safely_each: float = 0.0  # what each item adds then, seconds
 
     def last(self, now: float, size: int) -> float:
         """When a batch of that size is likely back: a call with a later deadline is in time."""

@@ -57,27 +57,21 @@ _FITTING_GAIN = 1.1
 
 
 class Scheduler(ABC):
-    """What both have: what is known while more waits than workers keep up with.
-
-    Attributes:
-        is_behind: whether more waits than workers keep up with.
-        rate: units of cost that come back per second, items of a model of steps; infinity while
-            that is not known.
-        waits_until, enough: until when the last decision was to wait; and with how many items it is
-            the same again, before that time.
-    """
+    """What both schedulers have: the measures that are taken while workers do not keep up."""
 
     def __init__(self, ledger: CallLedger) -> None:
         self._ledger = ledger
         self._slots = ledger.slots
-        self.waits_until, self.enough = -math.inf, 0
-        #: Seconds that the last batches took, from being cut.
-        self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)
+        self.waits_until = -math.inf  # until when the last decision was to wait
+        self.enough = 0  # with fewer items it is the same again, before that time
+        self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)  # by the last batches, seconds
         self._catch_up()
 
     def _catch_up(self) -> None:
         """Nothing waits: what was learned will not hold the next time."""
-        self.is_behind = False
+        self.is_behind = False  # more waits than workers keep up with
+        #: Units of cost, or items of a model of steps, that come back per second; infinity while
+        #: that is not known.
         self.rate = self._rate_before = math.inf
         self._took.clear()
         self._since = -1.0  # when the batches began that are counted for the next rate
@@ -94,16 +88,19 @@ class Scheduler(ABC):
         """A batch is about to be sent; how long it is in the slowest stage of a worker, seconds."""
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
-        """As of ``Batcher``. Here a worker only says that it has not hung."""
+        """A worker has reported a step. One whose model has none only says that it has not hung."""
         self._slots.resumed(report.slot, now)
         return []
 
+    @abstractmethod
     def came_back(self, batch: BatchRecord) -> None:
-        """A batch is back, with results or a failure: count it, and learn of it if that helps."""
-        figures, waiting, now = self._ledger.figures, self._ledger.queue.items, batch.back_at
-        self._count(batch)
+        """A batch is back, with results or a failure: count it, and learn how fast workers are."""
+
+    def _came_back(self, batch: BatchRecord, work: float) -> None:
+        """It is counted in the metrics, and has so much work in units of ``rate``."""
+        waiting, now = self._ledger.queue.items, batch.back_at
         self.note(batch)
-        figures.recent.append(batch)
+        self._ledger.figures.recent.append(batch)
         is_wasted = batch.has_failed and all(call.is_over for call, _, _ in batch.spans)
         if is_wasted or not (waiting or self.is_behind):
             return
@@ -113,7 +110,6 @@ class Scheduler(ABC):
             return
         self.is_behind = True
         self._took.append(now - batch.cut_at)
-        work = self._work_of(batch)
         if work and batch.search is None:  # else it has been counted before
             self._measure(work, now)
 
@@ -141,18 +137,10 @@ class Scheduler(ABC):
         batch.expired, batch.rejected = figures.expired_calls, figures.rejected_calls
 
     @abstractmethod
-    def _count(self, batch: BatchRecord) -> None:
-        """Count in the metrics a batch that is back."""
-
-    @abstractmethod
-    def _work_of(self, batch: BatchRecord) -> float:
-        """What a batch counts in ``rate``."""
-
-    @abstractmethod
     def answered(self, batch: BatchRecord, calls: int) -> None:
         """Of a batch that is back, and has not failed as a whole, so many calls are over."""
 
-    def apart(
+    def divide_lost(
         self, lost: Sequence[BatchRecord]
     ) -> tuple[Sequence[BatchRecord], Sequence[BatchRecord]]:
         """Of what a worker took with it: what can begin again or go on, and what cannot."""
@@ -206,26 +194,21 @@ class Scheduler(ABC):
 
     @abstractmethod
     def load(self, failed: int, start_duration: float) -> Load:
-        """As of ``Batcher``."""
+        """What there is to do, for ``Autoscaling``."""
 
     def _load(
-        self, failed: int, start_duration: float, served: tuple[int, int], full: int,
+        self, failed: int, start_duration: float, *, served: int, batches: int, full: int,
         seconds: float, turn: float,
     ) -> Load:  # fmt: skip
-        """The load, of which the scheduler of batches or of steps knows the rest.
-
-        Args:
-            served: items and batches that came back, in total.
-            seconds: for a full batch.
-        """
+        """What there is to do where a full batch takes so many seconds."""
         ledger, figures = self._ledger, self._ledger.figures
         is_known = 0 < seconds < math.inf
         return Load(
             waiting=ledger.queue.items + ledger.retries.items,
             in_flight=self._slots.items,
             arrived=figures.accepted_items + figures.refused_items,
-            served=served[0],
-            batches=served[1],
+            served=served,
+            batches=batches,
             ready=self._slots.taking,
             failed=failed,
             full=full,
@@ -275,11 +258,9 @@ class BatchScheduler(Scheduler):
         # With one stage a worker is free when its batch is back.
         return 0.0 if self._slots.room == 2 else self._policy.cost.duration(batch.cost)
 
-    def _count(self, batch: BatchRecord) -> None:
+    def came_back(self, batch: BatchRecord) -> None:
         self._ledger.figures.metrics.came_back(batch)
-
-    def _work_of(self, batch: BatchRecord) -> float:
-        return batch.cost
+        self._came_back(batch, batch.cost)
 
     def answered(self, batch: BatchRecord, calls: int) -> None:
         report, waiting = batch.report, self._ledger.queue.items
@@ -368,9 +349,11 @@ class BatchScheduler(Scheduler):
 
     def load(self, failed: int, start_duration: float) -> Load:
         policy, metrics = self._policy, self._ledger.figures.metrics
-        served = int(metrics.sizes.total), metrics.batch.count
         seconds = policy.duration(policy.full)
-        return self._load(failed, start_duration, served, policy.full, seconds, seconds)
+        return self._load(
+            failed, start_duration, served=int(metrics.sizes.total), batches=metrics.batch.count,
+            full=policy.full, seconds=seconds, turn=seconds,
+        )  # fmt: skip
 
 
 class StepScheduler(Scheduler):
@@ -428,13 +411,11 @@ class StepScheduler(Scheduler):
             parts.append((call, output))
         return parts
 
-    def _count(self, batch: BatchRecord) -> None:
+    def came_back(self, batch: BatchRecord) -> None:
         self._ledger.figures.metrics.item_over(batch)
         if batch.spans[0][0].is_stream:
             batch.report.outputs = NO_OUTPUTS  # they have been handed out
-
-    def _work_of(self, batch: BatchRecord) -> float:
-        return batch.size
+        self._came_back(batch, 1.0)
 
     def answered(self, batch: BatchRecord, calls: int) -> None:  # noqa: ARG002
         figures = self._ledger.figures
@@ -470,7 +451,7 @@ class StepScheduler(Scheduler):
             batch.spans[0][0].is_held = False
             self._slots.resumed(batch.slot, now)
 
-    def apart(
+    def divide_lost(
         self, lost: Sequence[BatchRecord]
     ) -> tuple[Sequence[BatchRecord], Sequence[BatchRecord]]:
         # What a caller has got of a stream cannot be taken back.
@@ -508,8 +489,10 @@ class StepScheduler(Scheduler):
         # All places together are one batch.
         over, places = self._ledger.figures.metrics.batch.count, self._places
         seconds = self._ledger.figures.batch_duration
-        served = over, over // places
-        return self._load(failed, start_duration, served, places, seconds, seconds / places)
+        return self._load(
+            failed, start_duration, served=over, batches=over // places,
+            full=places, seconds=seconds, turn=seconds / places,
+        )  # fmt: skip
 
 
 def _fit_size(size: int, sizes: Sequence[int], duration: Callable[[float], float]) -> int:

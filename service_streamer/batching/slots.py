@@ -31,10 +31,6 @@ def room_for(seconds: float, slowest: float) -> int:
 
     By Little's law so many are on their way while that stage computes back to back; and one more,
     which is there when it is done.
-
-    Args:
-        seconds: what a batch takes in all stages.
-        slowest: what it takes in the slowest one.
     """
     if slowest <= 0.0:
         return 2
@@ -43,20 +39,21 @@ def room_for(seconds: float, slowest: float) -> int:
 
 
 class _Slot:
-    """Room for the batches of one worker, by their ids.
-
-    They reach the worker in the order of their ids. Those of a model of steps come back in any.
-    """
+    """Room for the batches of one worker, by their ids. Those of steps end in any order."""
 
     def __init__(self) -> None:
         self.batches: dict[int, BatchRecord] = {}
         self.done = 0  # batches that it has computed, as far as that matters
         self.busy_since = 0.0  # when the worker began with the batch that it computes now
-        self.is_closing = False
-        self.takes = True  # neither closing nor held back
+        self.is_closing = self.is_held_back = False
         self.is_hung = False  # it was reported that its batch takes too long
         self.is_ending = False  # it is killed for that, whatever it still reports
         self.free_at = -math.inf  # when its slowest stage has computed all that it was sent
+
+    @property
+    def takes(self) -> bool:
+        """Whether the worker takes batches."""
+        return not (self.is_closing or self.is_held_back)
 
 
 class Slots:
@@ -65,19 +62,6 @@ class Slots:
     Args:
         bound: how long one may compute a batch.
         sends_ahead: whether busy ones may be sent further batches.
-
-    Attributes:
-        idle: slots that hold nothing and take a batch. A dict as an ordered set: the one that has
-            been idle for longest is first, so that work is spread evenly over the devices.
-        without_ahead: slots that hold a batch and take a full one ahead; ordered the same way.
-        room: the most batches that each holds.
-        places: of a model of steps, how many items a worker steps at a time; else 0.
-        sizes: those that the model pads batches to, ascending; none if it computes any size.
-        grace: how many workers may have died with a batch that need not be alone with its worker.
-        items: how many are in flight.
-        taking: how many slots take batches: all that are neither closing nor held back.
-        next_look: when to look for hung ones, if something is in flight. May be too early, which
-            spares the engine a look at every batch, but never late.
     """
 
     def __init__(self, bound: BatchBound, *, sends_ahead: bool) -> None:
@@ -85,14 +69,23 @@ class Slots:
         self._least = bound.least
         self._notable = bound.notable
         self._sends_ahead = sends_ahead
-        self.room = 2
-        self.grace = self.places = 0
+        self.room = 2  # the most batches that each holds
+        self.places = 0  # of a model of steps, how many items a worker steps at a time
+        #: How many workers may have died with a batch that need not be alone with its worker.
+        self.grace = 0
+        #: Those that the model pads batches to, ascending; none if it computes any size.
         self.sizes: tuple[int, ...] = ()
         self._seconds = self._slowest = 0.0  # of a batch in all stages, and in the slowest; of late
         self._slots: dict[int, _Slot] = {}
+        self._taking: set[int] = set()  # those that take batches
+        #: Those that hold nothing and take a batch. A dict as an ordered set: the one that has been
+        #: idle for longest is first, so that work is spread evenly over the devices.
         self.idle: dict[int, None] = {}
+        #: Those that hold a batch and take a full one ahead; ordered the same way.
         self.without_ahead: dict[int, None] = {}
-        self.items = self.taking = 0
+        self.items = 0  # in flight
+        #: When to look for hung ones, if something is in flight. May be too early, which spares the
+        #: engine a look at every batch, but never late.
         self.next_look = math.inf
 
     def recount(self, now: float) -> None:
@@ -101,23 +94,28 @@ class Slots:
         No worker is held back any more. All begin anew with what they hold, as to its time.
         """
         self.items = sum(batch.size for batch in self.in_flight())
-        self.idle, self.without_ahead = {}, {}
+        self.idle, self.without_ahead, self._taking = {}, {}, set()
         for number, slot in self._slots.items():
-            slot.takes = not slot.is_closing
+            slot.is_held_back = False
             slot.busy_since = slot.free_at = now
             self._arrange(number, slot)
-        self.taking = sum(slot.takes for slot in self._slots.values())
         self.next_look = now + self._least if self.items else math.inf
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def _arrange(self, number: int, slot: _Slot) -> None:
-        """Have it among the idle ones, or those without a batch ahead, if that is what it is now.
+    @property
+    def taking(self) -> int:
+        """How many workers take batches."""
+        return len(self._taking)
 
-        What is alone with its worker is the only batch there.
-        """
+    def _arrange(self, number: int, slot: _Slot) -> None:
+        """Have it among those that take batches, are idle, or are without a batch ahead, or not."""
         held, takes = slot.batches, slot.takes
+        if takes:
+            self._taking.add(number)
+        else:
+            self._taking.discard(number)
         if takes and not held:
             self.idle[number] = None
         else:
@@ -127,22 +125,21 @@ class Slots:
             and takes
             and self._sends_ahead
             and len(held) < self.room
-            and next(iter(held.values())).losses <= self.grace
+            and next(iter(held.values())).losses <= self.grace  # else that is alone there
         ):
             self.without_ahead[number] = None
         else:
             self.without_ahead.pop(number, None)
 
     def add(self, slot: int) -> None:
-        self._slots[slot] = _Slot()
-        self.taking += 1
-        self.idle[slot] = None
+        self._slots[slot] = holder = _Slot()
+        self._arrange(slot, holder)
 
     def remove(self, slot: int) -> list[BatchRecord]:
         """The worker is gone, if it ever took part; the batches that it held."""
         if slot not in self._slots:
             return []
-        self.hold_back(slot)
+        self.close(slot)
         lost = [*self._slots.pop(slot).batches.values()]
         self.items -= sum(batch.size for batch in lost)
         return lost
@@ -164,22 +161,17 @@ class Slots:
 
     def close(self, slot: int) -> bool:
         """Let the worker take no more; whether it is vacant already."""
-        self.hold_back(slot)
-        self._slots[slot].is_closing = True
-        return not self._slots[slot].batches
-
-    def reopen(self, slot: int, *, takes: bool) -> None:
-        """The worker is not to end after all, unless it is killed since it hung.
-
-        Args:
-            takes: whether it takes batches at once; else it is held back.
-        """
         holder = self._slots[slot]
-        if holder.is_ending:
-            return
-        holder.is_closing = False
-        if takes:
-            self.release(slot)
+        holder.is_closing = True
+        self._arrange(slot, holder)
+        return not holder.batches
+
+    def reopen(self, slot: int) -> None:
+        """The worker is not to end after all, unless it is killed since it hung."""
+        holder = self._slots[slot]
+        if not holder.is_ending:
+            holder.is_closing = False
+            self._arrange(slot, holder)
 
     def is_closing(self, slot: int) -> bool:
         """Whether the worker is to end when it has finished what it holds."""
@@ -191,19 +183,13 @@ class Slots:
 
     def hold_back(self, slot: int) -> None:
         """Let the worker take no more until ``release``."""
-        holder = self._slots[slot]
-        self.taking -= holder.takes
-        holder.takes = False
-        self._arrange(slot, holder)
+        self._slots[slot].is_held_back = True
+        self._arrange(slot, self._slots[slot])
 
     def release(self, slot: int) -> None:
         """Let the worker take batches again, unless it is closing."""
-        holder = self._slots[slot]
-        if holder.takes or holder.is_closing:
-            return
-        holder.takes = True
-        self.taking += 1
-        self._arrange(slot, holder)
+        self._slots[slot].is_held_back = False
+        self._arrange(slot, self._slots[slot])
 
     def begin_steps(self, places: int, room: int, grace: int) -> None:
         """The model has steps: each batch is one item, and workers hold so many."""
@@ -245,22 +231,15 @@ class Slots:
                 self._arrange(number, holder)
 
     def give(self, batch: BatchRecord, now: float, duration: float) -> None:
-        """The batch goes to its slot, which is idle, or takes one ahead.
-
-        Args:
-            duration: how long it will be in the slowest stage, seconds.
-        """
+        """The batch goes to its slot, and will be in its slowest stage for ``duration`` seconds."""
         slot = self._slots[batch.slot]
         slot.free_at = (now if slot.free_at < now else slot.free_at) + duration
         slot.batches[batch.id] = batch
         self.items += batch.size
         if batch.slot in self.idle:
-            del self.idle[batch.slot]
             slot.busy_since = now
-        else:
-            del self.without_ahead[batch.slot]
-        if self._sends_ahead and len(slot.batches) < self.room and batch.losses <= self.grace:
-            self.without_ahead[batch.slot] = None  # at the end
+        self.without_ahead.pop(batch.slot, None)  # it is last among them from now on
+        self._arrange(batch.slot, slot)
         if now + self._least < self.next_look:
             self.next_look = now + self._least
 
@@ -289,11 +268,7 @@ class Slots:
         return slot, opens_at.get(slot, math.inf)
 
     def begins_at(self, slot: int, now: float, duration: Callable[[float], float]) -> float:
-        """When the worker begins with a batch that it is given now.
-
-        Args:
-            duration: of a batch, by its cost, seconds.
-        """
+        """When the worker begins with a batch that it is given now."""
         holder = self._slots[slot]
         ends_at = holder.busy_since + sum(duration(held.cost) for held in holder.batches.values())
         return max(now, ends_at) if holder.batches else now
@@ -303,8 +278,7 @@ class Slots:
     ) -> tuple[BatchRecord, Sequence[int]]:
         """Remove a batch that a worker has finished; also the slot, if it is vacant by that.
 
-        Args:
-            is_done: whether it has results: one that failed may have been short for that.
+        If it is not ``is_done``, it may have been short since it failed: nothing is learned of it.
         """
         holder = self._slots[slot]
         batch = holder.batches.pop(batch_id, None)
@@ -318,14 +292,10 @@ class Slots:
         holder.is_hung = False
         if holder.batches:
             holder.busy_since = now
-            self._arrange(slot, holder)
-        elif holder.takes:
+        else:
             holder.free_at = -math.inf
-            self.without_ahead.pop(slot, None)
-            self.idle[slot] = None
-        elif holder.is_closing:
-            return batch, [slot]
-        return batch, ()
+        self._arrange(slot, holder)
+        return batch, [slot] if holder.is_closing and not holder.batches else ()
 
     def _observe(self, holder: _Slot, now: float) -> None:
         if not self._was_held_up(now):
@@ -363,7 +333,7 @@ class Slots:
         return hung
 
     def _rests(self, slot: _Slot) -> bool:
-        """Whether all that it could step are held. What is on deck has no place then."""
+        """Whether all that it could step are held: what is on deck has no place then."""
         held = sum(batch.spans[0][0].is_held for batch in slot.batches.values())
         return held >= min(len(slot.batches), self.places)
 
@@ -389,11 +359,6 @@ class Slots:
             return None
         return now - max(since)
 
-    def batch(self, slot: int, batch_id: int) -> BatchRecord | None:
-        """What this worker has under that number; None if it has not, or is gone."""
-        holder = self._slots.get(slot)
-        return None if holder is None else holder.batches.get(batch_id)
-
     def in_flight(self) -> list[BatchRecord]:
         return [batch for slot in self._slots.values() for batch in slot.batches.values()]
 
@@ -404,8 +369,7 @@ class Slots:
 
     def check_invariants(self) -> None:
         assert self.items == sum(batch.size for batch in self.in_flight())
-        assert self.taking == sum(slot.takes for slot in self._slots.values())
-        assert not any(slot.takes and slot.is_closing for slot in self._slots.values())
+        assert self._taking == {number for number, slot in self._slots.items() if slot.takes}
         assert {*self.idle, *self.without_ahead} <= {*self._slots}
         for number, slot in self._slots.items():
             batches = [*slot.batches.values()]

@@ -1,4 +1,4 @@
-"""Whose turn it is among calls that are not all alike: fair between tenants, by rank within one.
+"""Whose turn it is among calls that wait: fair between tenants, by rank within one.
 
     tenants     the one that has had least, for its weight, is next
     rank        1. whose time was given with the call, or whose waiting has taken half of its
@@ -24,10 +24,11 @@ others for ever.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 from math import frexp, inf, isclose, ldexp
+from operator import attrgetter
 
 from ..observe.record import Call
 
@@ -52,51 +53,39 @@ def work_of(call: Call, start: int = 0) -> float:
 
 
 class _Group:
-    """Calls of a tenant that go by arrival among each other, or nearly have one deadline.
+    """Calls of a tenant that go by arrival among each other, or nearly have one deadline."""
 
-    Attributes:
-        priority: of all of them; None of those with a deadline of their own.
-        items: how many of their items wait.
-        work: what those cost.
-        timed: what those of them cost that are of small calls whose time ends.
-        tag: the virtual time of the class, among those of its priority. It starts at that of the
-            one that is next.
-        calls: its calls by arrival, once not all of the tenant are alike; a heap of the tenant has
-            those with a deadline of their own.
-    """
+    __slots__ = ("calls", "is_large", "items", "kind", "priority", "tag", "timed", "work")
 
-    __slots__ = ("calls", "items", "kind", "priority", "tag", "timed", "work")
-
-    def __init__(self, kind: _Kind, tag: float) -> None:
+    def __init__(self, kind: _Kind, tag: float = 0.0) -> None:
         self.kind = kind
         self.priority = None if isinstance(kind, float) else kind[0]
+        self.is_large = not isinstance(kind, float) and kind[1] > 0
+        # The virtual time of the class, among those of its priority. It starts at that of the one
+        # that is next.
         self.tag = tag
-        self.items = 0
-        self.work = self.timed = 0.0
-        self.calls: deque[Queued] = deque()
+        self.items = 0  # of its calls that wait
+        self.work = 0.0  # what those cost
+        self.timed = 0.0  # what those of them cost that are of small calls whose time ends
+        self.calls: OrderedDict[Queued, None] = OrderedDict()  # by arrival
 
 
 class Queued:
-    """A call in the line of its tenant.
+    """A call in the line of its tenant."""
 
-    Attributes:
-        items: how many of its items are there; 0 as soon as it is not there any more.
-        size_class: 0 of small calls.
-        is_timed: whether it is small, has no deadline of its own, and its time ends.
-        unit: what an item of it costs, on average.
-    """
-
-    __slots__ = ("call", "group", "is_timed", "items", "line", "size_class", "unit")
+    __slots__ = ("call", "group", "is_timed", "items", "line", "number", "size_class", "unit")
 
     group: _Group
+    number: int  # of the calls in the line, by arrival
 
     def __init__(self, call: Call, line: TenantLine, size_class: int) -> None:
         self.call = call
         self.line = line
-        self.items = 0
-        self.size_class = size_class
-        self.is_timed = False
+        self.items = 0  # that are there; none as soon as the call is not there any more
+        self.size_class = size_class  # 0 of small calls
+        self.is_timed = False  # it is small, has no deadline of its own, and its time ends
         lengths = call.lengths
+        # What an item of it costs, on average.
         self.unit = 1.0 if lengths is None else sum(lengths) / call.size or 1.0
 
     def count(self, items: int) -> None:
@@ -110,120 +99,99 @@ class Queued:
 
 
 class TenantLine:
-    """The calls of one tenant that wait.
-
-    Attributes:
-        groups: those with calls.
-        turns: that it had since a small call had one for its age.
-        credit: what others cost since a large one had.
-        aged: which ``head`` has just said for its age.
-        owed: what calls of it were given beside those of other tenants, and is to be charged.
-    """
+    """The calls of one tenant that wait."""
 
     def __init__(self, tenant: str, weight: float) -> None:
         self.tenant = tenant
         self.weight = weight
-        self._number = 0  # keeps what is in a heap from being compared
-        self.groups: dict[_Kind, _Group] = {}
+        self.groups: dict[_Kind, _Group] = {}  # those with calls
         self._tags: dict[_Kind, float] = {}  # of classes that have gone
-        self.credit = self.owed = 0.0
-        self.turns = 0
-        self.aged: Queued | None = None
-        self._by_arrival: deque[Queued] = deque()  # the small ones
-        self._large: deque[Queued] = deque()  # the large ones, by arrival
-        # As long as the calls are of one class, and the time of none ends before that of one that
-        # came before it, they go by arrival, and the rest is empty.
-        self._alike: _Group | None = None
-        self._latest = -inf  # the deadline of the last of those
-        self._deadlined: list[tuple[float, int, int, Queued]] = []  # a heap
-        # Of the others, a heap: by priority, then by tag; of two with the same the smaller class.
+        self._turns = 0  # that it had since a small call had one for its age
+        # What others cost since a large one had one for its age, or the first one came.
+        self._credit = 0.0
+        self._aged: Queued | None = None  # which ``head`` has just said for its age
+        #: What calls of it were given beside those of other tenants, and is to be charged.
+        self.owed = 0.0
+        # By arrival: the small calls that are timed, and the large ones.
+        self._timed: OrderedDict[Queued, None] = OrderedDict()
+        self._large: OrderedDict[Queued, None] = OrderedDict()
+        # Heaps, also of what has gone: the calls with a deadline of their own; and the groups of
+        # the others, by priority, then by tag, then the smaller class.
+        self._deadlined: list[tuple[float, int, int, Queued]] = []
         self._by_priority: list[tuple[int, float, int, int, _Group]] = []
-        self._timed: deque[Queued] = deque()  # the small ones of the others whose time ends
-
-    def empty(self) -> None:
-        """No call waits any more."""
-        self._by_arrival.clear()
-        self._large.clear()
-        if self._alike is None:
-            self._deadlined.clear()
-            self._by_priority.clear()
-            self._timed.clear()
-            self._tags.clear()
-        self._alike, self._latest = None, -inf
-
-    @property
-    def is_alike(self) -> bool:
-        """Whether all that wait go by arrival."""
-        return self._alike is not None
-
-    def _goes_by_arrival(self, call: Call, size_class: int) -> bool:
-        """Whether the call goes by arrival behind those that do, or is the first."""
-        priority, _, has_deadline = call.precedence
-        if call.deadline < self._latest or (has_deadline and not size_class):
-            return False
-        return not self.groups or (
-            self._alike is not None and self._alike.kind == (priority, size_class)
-        )
+        self._number = 0  # of the last call; keeps what is in a heap from being compared
+        self._room = 64  # for calls with a deadline of their own, before looking for what has gone
 
     def add(self, queued: Queued) -> None:
         """The call waits from now on."""
         call, size_class = queued.call, queued.size_class
-        (self._large if size_class else self._by_arrival).append(queued)
-        queued.is_timed = call.deadline < inf and not size_class
-        if self._goes_by_arrival(call, size_class):
-            if self._alike is None:
-                self._alike = self._begin((call.precedence.priority, size_class), 0.0)
-            queued.group = self._alike
-            self._latest = call.deadline
-            return
-        if self._alike is not None:
-            self._alike, self.turns, self.credit = None, 0, 0.0  # so far the oldest was next
-            for other in [*self._by_arrival, *self._large]:  # one is empty, but for this one
-                if other.items:
-                    self._rank(other)
-        self._rank(queued)
-
-    def _rank(self, queued: Queued) -> None:
-        """Put a call where it is found in its turn, since not all are alike."""
-        call, deadline = queued.call, queued.call.deadline
         priority, _, has_deadline = call.precedence
-        if has_deadline and not queued.size_class:
-            queued.is_timed = False
-            soon = deadline
-            if deadline < inf:
-                exponent = frexp(deadline - call.arrived_at)[1]
-                soon -= deadline % ldexp(1.0, exponent - _PRECISION)
-            queued.group = self.groups.get(soon) or self._begin(soon, 0.0)
-            self._number = number = self._number + 1
-            heappush(self._deadlined, (deadline, -priority, number, queued))
-            return
-        kind = priority, queued.size_class
-        group = self.groups.get(kind)
-        if group is None:
-            tags = [each.tag for each in self.groups.values() if each.priority == priority]
-            # It does not save up turns, and does not forget what it had.
-            least = min(tags, default=0.0)
-            group = self._begin(kind, max(least, self._tags.pop(kind, least)))
-        if not group.calls:
-            self._number = number = self._number + 1
-            entry = -priority, group.tag, queued.size_class, number, group
-            heappush(self._by_priority, entry)
-        group.calls.append(queued)
+        self._number = queued.number = self._number + 1
+        if size_class:
+            self._large[queued] = None
+        if has_deadline and not size_class:
+            group = self._deadline_group(call)
+            heappush(self._deadlined, (call.deadline, -priority, queued.number, queued))
+        else:
+            kind = priority, size_class
+            group = self.groups.get(kind) or self._begin(kind)
+            if call.deadline < inf and not size_class:
+                queued.is_timed = True
+                self._timed[queued] = None
         queued.group = group
-        if queued.is_timed:
-            self._timed.append(queued)
+        group.calls[queued] = None
 
-    def _begin(self, kind: _Kind, tag: float) -> _Group:
-        group = self.groups[kind] = _Group(kind, tag)
+    def _deadline_group(self, call: Call) -> _Group:
+        """Of the calls with nearly this deadline."""
+        if len(self._deadlined) >= self._room:
+            self._deadlined = [entry for entry in self._deadlined if entry[3].items]
+            heapify(self._deadlined)
+            self._room = max(64, 2 * len(self._deadlined))
+        soon = call.deadline
+        if soon < inf:
+            exponent = frexp(soon - call.arrived_at)[1]
+            soon -= soon % ldexp(1.0, exponent - _PRECISION)
+        group = self.groups.get(soon)
+        if group is None:
+            group = self.groups[soon] = _Group(soon)
         return group
 
-    def end(self, group: _Group) -> None:
-        """No call of the group waits any more."""
-        del self.groups[group.kind]
-        if group.priority is not None and self._alike is None:
-            if len(self._tags) > 64:  # of as many priorities
+    def _begin(self, kind: tuple[int, int]) -> _Group:
+        """A class of size of a priority, of which no call waits. It does not save up turns, and
+        does not forget what it had.
+        """
+        priority, size_class = kind
+        tags = [each.tag for each in self.groups.values() if each.priority == priority]
+        least = min(tags, default=0.0)
+        group = self.groups[kind] = _Group(kind, max(least, self._tags.pop(kind, least)))
+        heap = self._by_priority
+        heappush(heap, (-priority, group.tag, size_class, self._number, group))
+        if len(heap) > 2 * len(self.groups) + 32:
+            self._by_priority = [each for each in heap if each[4].items or each[4] is group]
+            heapify(self._by_priority)
+        return group
+
+    def leave(self, queued: Queued) -> None:
+        """The call waits no more."""
+        if queued.size_class:
+            del self._large[queued]
+        if queued.is_timed:
+            del self._timed[queued]
+        group = queued.group
+        del group.calls[queued]
+        if not group.items:
+            del self.groups[group.kind]
+            if group.priority is not None:
+                if len(self._tags) > 64:  # of as many priorities
+                    self._tags.clear()
+                self._tags[group.kind] = group.tag
+            if not self.groups:
                 self._tags.clear()
-            self._tags[group.kind] = group.tag
+
+    @property
+    def is_by_arrival(self) -> bool:
+        """Whether all that wait are of one priority and class."""
+        return len(self.groups) == 1 and not any(isinstance(kind, float) for kind in self.groups)
 
     @property
     def work(self) -> float:
@@ -236,8 +204,6 @@ class TenantLine:
         Args:
             work: of the call itself, which is not counted.
         """
-        if self._goes_by_arrival(call, size_class):
-            return self.work
         if size_class:
             return self._ahead_of_large(call.precedence.priority, size_class, work)
         sooner = timed = later = higher = 0.0
@@ -269,67 +235,51 @@ class TenantLine:
 
     def head(self, now: float) -> Queued:
         """Whose turn it is; there must be one."""
-        by_arrival, large, timed = self._by_arrival, self._large, self._timed
-        while by_arrival and not by_arrival[0].items:
-            by_arrival.popleft()
-        while large and not large[0].items:
-            large.popleft()
-        if self._alike is not None:
-            return (by_arrival or large)[0]
-        self.aged = None
-        if by_arrival and self.turns >= AGING - 1:
-            self.aged = by_arrival[0]
-        elif large and self.credit >= (AGING - 1) * large[0].unit:
-            self.aged = large[0]
-        if self.aged is not None:
-            return self.aged
+        self._aged = None
+        if self._turns >= AGING - 1:
+            small = [next(iter(each.calls)) for each in self.groups.values() if not each.is_large]
+            self._aged = min(small, key=attrgetter("number"), default=None)
+        if self._large and self._aged is None:
+            oldest = next(iter(self._large))
+            if self._credit >= (AGING - 1) * oldest.unit:
+                self._aged = oldest
+        return self._aged or self._urgent(now) or self._first()
+
+    def _urgent(self, now: float) -> Queued | None:
+        """The call whose time ends first, of those that go by that."""
         urgent, deadlined = None, self._deadlined
         while deadlined and not deadlined[0][3].items:
             heappop(deadlined)
         if deadlined:
             urgent = deadlined[0][3]
-        while timed and not timed[0].items:
-            timed.popleft()
-        if timed:
-            call = timed[0].call
+        if self._timed:
+            oldest = next(iter(self._timed))
+            call = oldest.call
             if 2 * now >= call.arrived_at + call.deadline and (
                 urgent is None or call.deadline < urgent.call.deadline
             ):
-                urgent = timed[0]
-        if urgent is not None:
-            return urgent
+                urgent = oldest
+        return urgent
+
+    def _first(self) -> Queued:
+        """The first call of the class whose turn it is; there must be one."""
         by_priority = self._by_priority
         while True:
             priority, tag, size_class, number, group = by_priority[0]
             if not group.items:
                 heappop(by_priority)
-            elif tag < group.tag:  # it had turns
+            elif tag < group.tag and len(by_priority) > 1:  # it had turns, which others had not
                 heapreplace(by_priority, (priority, group.tag, size_class, number, group))
             else:
-                break
-        calls = group.calls
-        while not calls[0].items:
-            calls.popleft()
-        return calls[0]
+                return next(iter(group.calls))
 
-    @property
-    def entries(self) -> int:
-        """How much is kept, of calls that wait or not: two or three for each."""
-        entries = len(self._deadlined) + len(self._by_priority) + len(self._timed)
-        entries += sum([len(group.calls) for group in self.groups.values()])
-        return entries + len(self._by_arrival) + len(self._large)
-
-    def sweep(self) -> None:
-        """Let go of calls that do not wait any more."""
-        self._deadlined = [entry for entry in self._deadlined if entry[3].items]
-        heapify(self._deadlined)
-        self._by_priority = [entry for entry in self._by_priority if entry[-1].items]
-        heapify(self._by_priority)
-        self._by_arrival = deque(queued for queued in self._by_arrival if queued.items)
-        self._large = deque(queued for queued in self._large if queued.items)
-        self._timed = deque(queued for queued in self._timed if queued.items)
-        for group in self.groups.values():
-            group.calls = deque(queued for queued in group.calls if queued.items)
+    def served(self, queued: Queued, cost: float) -> None:
+        """What ``head`` said had its turn."""
+        is_aged = queued is self._aged
+        self._turns = 0 if is_aged and not queued.size_class else self._turns + 1
+        if self._large:
+            self._credit = 0.0 if is_aged and queued.size_class else self._credit + cost
+        queued.group.tag += cost
 
 
 class TurnOrder:
@@ -342,7 +292,6 @@ class TurnOrder:
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._queued: OrderedDict[Call, Queued] = OrderedDict()
-        self._stale = 0  # calls in the lines that do not wait any more, at most
         self._lines: dict[str, TenantLine] = {}
         # Tenants with calls, by virtual time: those that have had no turn yet, and the others.
         self._new: OrderedDict[TenantLine, float] = OrderedDict()
@@ -372,8 +321,8 @@ class TurnOrder:
 
     @property
     def is_by_arrival(self) -> bool:
-        """Whether all calls go by arrival; if no, perhaps so, too."""
-        return len(self._lines) == 1 and next(iter(self._lines.values())).is_alike
+        """Whether all calls go by arrival. They may even if this is false."""
+        return len(self._lines) == 1 and next(iter(self._lines.values())).is_by_arrival
 
     def add(self, call: Call, items: int, size_class: int) -> None:
         """The call waits from now on, with so many of its items. If it does already, with more."""
@@ -401,20 +350,14 @@ class TurnOrder:
         self._leave(queued, size)
 
     def _leave(self, queued: Queued, size: int) -> None:
-        line, group = queued.line, queued.group
         queued.count(-size)
-        if not group.items:
-            line.end(group)
-            if not line.groups:
-                line.empty()
-                if line in self._new:
-                    del self._new[line], self._lines[line.tenant]
         if queued.items:
             return
+        line = queued.line
+        line.leave(queued)
         del self._queued[queued.call]
-        self._stale += 1
-        if self._stale > 16 and self._stale > len(self._queued):
-            self._sweep()
+        if not line.groups and line in self._new:
+            del self._new[line], self._lines[line.tenant]
 
     def head(self, now: float) -> Queued:
         """Whose turn it is; there must be one."""
@@ -454,10 +397,7 @@ class TurnOrder:
             self._new_in_a_row = 0
             virtual, _, line = self._heap[0]
             heapreplace(self._heap, (virtual + cost / line.weight, number, line))
-        is_aged = queued is line.aged
-        line.turns = 0 if is_aged and not queued.size_class else line.turns + 1
-        line.credit = 0.0 if is_aged and queued.size_class else line.credit + cost
-        queued.group.tag += cost
+        line.served(queued, cost)
         self._leave(queued, size)
 
     def ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
@@ -498,25 +438,6 @@ class TurnOrder:
             self._shares.append((inf, before, 0.0))
         _, before, weights = self._shares[bisect_left(self._shares, (share, 0, 0.0))]
         return before + share * weights
-
-    def _sweep(self) -> None:
-        """Let go of calls that do not wait any more, and of tenants of which none does.
-
-        Unless they are few: most of them went when their turn had come. With those that come before
-        the next look, no more than 40 calls that are over stay behind a worker that hangs.
-        """
-        self._stale, waiting = 0, len(self._queued)
-        entries = sum([line.entries + 1 for line in self._lines.values()])
-        # If no more come and 16 end, nobody looks again.
-        if entries <= (4 if waiting > 16 else 2) * waiting + 32:
-            return
-        for line in self._lines.values():
-            line.sweep()
-        # But not of those that have had more than others: it counts if they come back.
-        self._heap = [e for e in self._heap if e[2].groups or e[0] > self._virtual]
-        heapify(self._heap)
-        kept = [*(line for _, _, line in self._heap), *self._new]
-        self._lines = {line.tenant: line for line in kept}
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if what waits and the counts differ. For tests."""

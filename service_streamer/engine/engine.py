@@ -272,7 +272,7 @@ class Engine(Core):
                 )
         call.reply.call = call  # not before it is accepted: who holds a call may withdraw it
         self.open_calls[call] = None
-        actions = batcher.call_submitted(call, now, call.is_watched, call.more)
+        actions = batcher.call_submitted(call, now)
         return self._is_early(actions)
 
     def check_room(self, size: int = 1) -> None:

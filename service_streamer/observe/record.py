@@ -222,41 +222,32 @@ STAGES = ("preprocess", "forward", "postprocess")
 
 @dataclass(slots=True)
 class BatchReport:
-    """What a worker reports of one batch. All fields but ``slot`` travel, in this order.
-
-    Attributes:
-        batch_id: which batch.
-        outputs: one for each item, as they are or encoded; empty when the batch failed.
-        failures: by position, of the items that failed; opaque here. Those of one call may share
-            one, and so may all that failed together.
-        failure: of the batch as a whole, opaque here; None when items failed one by one, or none.
-        duration: what the model took, seconds; with stages, all of them together.
-        started_at: when the model began, by the worker's monotonic clock: on one host everybody's.
-        ceiling: the most that the worker now computes at once, for lack of device memory: see
-            ``StreamerStats``; 0 for no such limit.
-        padding: see ``ManagedModel.padding``; None if the model does not report it.
-        released: blocks of shared memory that the worker no longer reads; None where none is used.
-        stages: seconds of each of ``STAGES``; None for a model without stages whose batches did not
-            overlap.
-        runs: how many more model calls it took to find the calls on which the model raises.
-        output_times: of a model of steps, seconds from ``started_at`` to the first output, and from
-            one to the next the mean and the longest; None without outputs, and of streams.
-        slot: the worker's; set by the transport.
-    """
+    """What a worker reports of one batch. All fields but ``slot`` travel, in this order."""
 
     batch_id: int
+    #: One for each item, as they are or encoded; empty when the batch failed.
     outputs: list[Any] = field(default_factory=list)
+    #: By position, of the items that failed; opaque here. Those of one call may share one, and so
+    #: may all that failed together.
     failures: dict[int, Any] = field(default_factory=dict)
+    #: Of the batch as a whole, opaque here; None when items failed one by one, or none.
     failure: Any = None
-    duration: float = 0.0
+    duration: float = 0.0  # what the model took, seconds; with stages, all of them together
+    #: When the model began, by the worker's monotonic clock: on one host everybody's.
     started_at: float = -math.inf
+    #: The most that the worker now computes at once, for lack of device memory: see
+    #: ``StreamerStats``; 0 for no such limit.
     ceiling: float = 0
-    padding: float | None = None
+    padding: float | None = None  # see ``ManagedModel.padding``; None if it is not reported
+    #: Blocks of shared memory that the worker no longer reads; None where none is used.
     released: list[int] | None = None
+    #: Seconds of each of ``STAGES``; None for a model without stages whose batches did not overlap.
     stages: tuple[float, float, float] | None = None
+    #: Of a model of steps, seconds from ``started_at`` to the first output, and from one to the
+    #: next the mean and the longest; None without outputs, and of streams.
     output_times: tuple[float, float | None, float | None] | None = None
-    runs: int = 0
-    slot: int = field(default=-1, kw_only=True)
+    runs: int = 0  # more model calls that it took to find the calls on which the model raises
+    slot: int = field(default=-1, kw_only=True)  # the worker's; set by the transport
 
     @property
     def has_failed(self) -> bool:
@@ -274,35 +265,23 @@ class StepReport:
     """What a worker reports of one step of its model. All fields but ``slot`` travel.
 
     Of a model of steps a batch is one item: it has a place in its worker until it is over.
-
-    Attributes:
-        outputs: of streams, by batch: those of this step, as they are or encoded.
-        done: the batches that are over, with the joined outputs, or why there are none. Those of
-            streams have the output None, since theirs have been sent.
-        size: states that the model stepped; 0 if there was only something to report.
-        cost: of all of them.
-        duration: what ``step`` took, seconds.
-        started: items that began before it.
-        starting: what ``start`` took for these, seconds.
-        waiting: items that the worker holds and has not begun.
-        evicted: states that were given up for lack of memory, and begin again.
-        started_at: when ``step`` began, by the worker's monotonic clock.
-        released: as in ``BatchReport``.
-        slot: the worker's; set by the transport.
     """
 
+    #: Of streams, by batch: those of this step, as they are or encoded.
     outputs: dict[int, Any] = field(default_factory=dict)
+    #: The batches that are over, with the joined outputs, or why there are none. Those of streams
+    #: have the output None, since theirs have been sent.
     done: list[BatchReport] = field(default_factory=list)
-    size: int = 0
-    cost: float = 0.0
-    duration: float = 0.0
-    started: int = 0
-    starting: float = 0.0
-    waiting: int = 0
-    evicted: int = 0
-    started_at: float = -math.inf
-    released: list[int] | None = None
-    slot: int = field(default=-1, kw_only=True)
+    size: int = 0  # states that the model stepped; 0 if there was only something to report
+    cost: float = 0.0  # of all of them
+    duration: float = 0.0  # what ``step`` took, seconds
+    started: int = 0  # items that began before it
+    starting: float = 0.0  # what ``start`` took for these, seconds
+    waiting: int = 0  # items that the worker holds and has not begun
+    evicted: int = 0  # states that were given up for lack of memory, and begin again
+    started_at: float = -math.inf  # when ``step`` began, by the worker's monotonic clock
+    released: list[int] | None = None  # as in ``BatchReport``
+    slot: int = field(default=-1, kw_only=True)  # the worker's; set by the transport
 
     def events(self) -> Sequence[StepReport | BatchReport]:
         """It, and then the reports of the batches that are over by it."""
