@@ -143,8 +143,9 @@ class CallLedger:
                     call.outputs[first:last] = outputs[start : start + size]
                 call.batch = batch
                 call.unanswered -= size
-                positions = range(start, start + size)
-                failed = self._failure_of(call, positions, batch) if failures else None
+                failed = None
+                if failures:
+                    failed = self._failure_of(call, range(start, start + size), batch)
                 if failed is not None:
                     self.fail(call, failed)
                 elif not call.unanswered:

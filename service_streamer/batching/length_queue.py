@@ -71,6 +71,7 @@ class LengthQueue(CallQueue):
         weights: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(cost, batch_size, weights)
+        self._alike = None  # what is alike here is known in the window
         self._large_cost = math.inf  # from which on a call is large
         self._inside = 0  # items in the window
         self._window_size = WINDOW_BATCHES * batch_size  # up to which it is filled
@@ -94,6 +95,10 @@ class LengthQueue(CallQueue):
 
     def _size_class(self, call: Call) -> int:
         return class_of(max(call.pending / self._large_items, work_of(call) / self._large_cost))
+
+    def _forget_turns(self) -> None:
+        super()._forget_turns()
+        self._alike = None
 
     def _learn(self) -> None:
         if self._learn_share():
