@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 
 from service_streamer.redis.claims import Claim, Claims
 from service_streamer.redis.redis_clock import RedisClock
+from service_streamer.redis.sent_calls import SentCalls
+from service_streamer.remote.open_calls import RemoteCall
 
 #: Seconds that a claim takes: a model that is faster would wait for Redis.
 CLAIMING_TIME = 0.01
@@ -107,6 +110,65 @@ def test_computed_call_makes_room_before_redis_has_the_outcome() -> None:
     assert claims.room(1, SLOW) == 1
     assert len(claims) == 2, "it is held until Redis knows the outcome"
     assert [each.id for each in claims] == [b"1-0", b"2-0"]
+
+
+# -- when a call without a deadline has made no progress for too long
+
+
+LIMIT = 600.0
+
+
+class Queue:
+    """A client's calls, and how far hosts are."""
+
+    def __init__(self) -> None:
+        self.calls = SentCalls()
+        self.ids = itertools.count(1)
+
+    def send(self, *, deadline: float = math.inf, is_stream: bool = False) -> RemoteCall:
+        number = next(self.ids)
+        call = RemoteCall(number, b"", None, deadline, None, is_stream=is_stream)
+        self.calls.add(call)
+        assert self.calls.batch(9, 9) == [call]
+        self.calls.put_in([b"%d-0" % number])
+        return call
+
+    def silent(self, now: float, delivered: int = 0) -> list[int]:
+        self.calls.delivered = b"%d-0" % delivered if delivered else b""
+        return [call.number for call in self.calls.silent(now, LIMIT)]
+
+
+def test_calls_of_a_queue_that_stands_still_are_silent_but_those_with_deadlines() -> None:
+    queue = Queue()
+    queue.send()
+    queue.send(deadline=1e9)
+    assert queue.silent(0) == []
+    queue.send()  # after that look
+    assert queue.silent(LIMIT - 10) == []
+    assert queue.silent(LIMIT) == [1]
+    assert queue.silent(2 * LIMIT) == [1, 3]
+
+
+def test_no_call_is_silent_that_hosts_come_nearer_to() -> None:
+    queue = Queue()
+    for _ in range(100):
+        queue.send()
+    for minute in range(50):
+        assert queue.silent(60.0 * minute, 1 + minute) == [*range(1, minute - 8)]
+
+
+def test_a_stream_is_silent_if_no_outputs_come_and_its_consumer_is_not_behind() -> None:
+    queue = Queue()
+    inflow = queue.send(is_stream=True).inflow
+    assert inflow is not None
+    for minute in range(100):
+        inflow.add([b""])
+        assert queue.silent(60.0 * minute, 1) == []
+    inflow.is_held = True
+    for minute in range(100, 200):
+        assert queue.silent(60.0 * minute, 1) == []
+    inflow.is_held = False
+    assert queue.silent(60.0 * 209, 1) == [1]
 
 
 # -- Redis's clock, which may be set while calls wait: when a deadline has passed

@@ -26,7 +26,8 @@ class RedisStreamerStats:
         models: names of the hosts' models: all hosts of a prefix have the same one.
         unreadable: total of calls that failed because client and host could not read each other:
             their secret, serializer or ``max_message_bytes`` differ.
-        lost: total of calls that were no longer in Redis and had no reply.
+        lost: total of calls that made no progress for ``answer_timeout``, and of streams whose
+            outputs Redis has lost.
     """
 
     state: str

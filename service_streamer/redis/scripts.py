@@ -15,8 +15,7 @@
                                             ids of its last batch
     {service_streamer:PREFIX}:replies:NAME  stream of its replies: r = message, any number of them;
                                             p = message with outputs of streams, see ``OUTPUTS``;
-                                            n = notice that a host could not read a call; c = mark,
-                                            see ``CHECK``
+                                            n = notice that a host could not read a call
     {service_streamer:PREFIX}:unread:NAME   stream of one entry: b = how many bytes of outputs wait
                                             for the client among its replies
     {service_streamer:PREFIX}:dead          stream of malformed messages, see ``SET_ASIDE``
@@ -199,12 +198,10 @@ end
 
 #: A client sends calls, in order, up to the limit.
 #: KEYS calls, client. ARGV maximum of calls, life of the client in ms, position of the first call,
-#: then for each its time in ms (or -1) and its message. Returns whether the client was known, and
-#: the ids of the accepted calls. A client repeats a batch whose answer was lost: calls that had
-#: arrived before keep their ids.
+#: then for each its time in ms (or -1) and its message. Returns the ids of the accepted calls. A
+#: client repeats a batch whose answer was lost: calls that had arrived before keep their ids.
 ENQUEUE = Script("""
-local known = redis.call('GET', KEYS[2])
-local value, before = known or '0', {}
+local value, before = redis.call('GET', KEYS[2]) or '0', {}
 for word in string.gmatch(value, '%S+') do before[#before + 1] = word end
 local count = tonumber(before[1])
 local last = count
@@ -229,13 +226,13 @@ end
 redis.call('PERSIST', KEYS[1])
 if last > count then value = string.format('%.0f ', last) .. table.concat(ids, ' ') end
 redis.call('SET', KEYS[2], value, 'PX', ARGV[2])
-return {known and 1 or 0, ids}
+return ids
 """)
 
 #: A client's sign of life. KEYS calls, client, model. ARGV life in ms, prefix of the inboxes'
-#: names, how many calls it has sent (-1 if none). Returns whether it was known, the models of the
-#: live hosts, the number of calls, the id of the last call delivered to a host ('' for none), and
-#: the model's description ('' if no host has announced one).
+#: names, how many calls it has sent (-1 if none). Returns the models of the live hosts, the number
+#: of calls, the id of the last call delivered to a host ('' for none), and the model's description
+#: ('' if no host has announced one).
 REFRESH = Script("""
 local known = redis.call('PEXPIRE', KEYS[2], ARGV[1])
 if known == 0 and tonumber(ARGV[3]) >= 0 then
@@ -245,35 +242,8 @@ local models = {}
 for _, name in ipairs(hosts(KEYS[1], ARGV[2])) do
   models[#models + 1] = card(ARGV[2] .. name)['model'] or ''
 end
-return {known, models, redis.call('XLEN', KEYS[1]), delivered(KEYS[1]) or '',
+return {models, redis.call('XLEN', KEYS[1]), delivered(KEYS[1]) or '',
   card(KEYS[3])['m'] or ''}
-""")
-
-#: A client asks which of its calls are gone: answered, set aside or deleted. KEYS calls, replies.
-#: ARGV a mark, life of replies in ms, ids. If any is gone, the mark follows all replies so far: a
-#: call without a reply before the mark never gets one. Returns the positions, from 0, of the calls
-#: that are gone.
-CHECK = Script("""
-local function parts(id)
-  local time, number = string.match(id, '^(%d+)%-(%d+)$')
-  return tonumber(time or 0), tonumber(number or 0)
-end
-local is_empty = redis.call('XLEN', KEYS[1]) == 0
-local last = delivered(KEYS[1])
-local last_time, last_number = parts(last or '0-0')
-local gone = {}
-for i = 3, #ARGV do
-  local time, number = parts(ARGV[i])
-  local was_given = last and (time < last_time or time == last_time and number <= last_number)
-  -- Undelivered calls are not looked up: that would read their messages.
-  if is_empty or (was_given and not owner(KEYS[1], ARGV[i])) then gone[#gone + 1] = i - 3 end
-end
-if #gone > 0 then
-  local made = redis.pcall('XADD', KEYS[2], '*', 'c', ARGV[1])
-  if made.err then return {} end
-  redis.call('PEXPIRE', KEYS[2], ARGV[2])
-end
-return gone
 """)
 
 #: A client gives up calls, which hosts that have claimed them drop; or has streams rest or go on.

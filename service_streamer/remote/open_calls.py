@@ -51,12 +51,17 @@ class Inflow:
         is_held: the consumer is behind: it has as much as it takes for now.
         is_passing: a thread is passing on the backlog.
         end: what comes after it, None before that has come: opaque here.
+        counted, counted_at: how many had come when that was last looked at and they were more than
+            before, and when.
     """
 
-    __slots__ = ("backlog", "end", "handed_out", "is_held", "is_passing", "missing")
+    __slots__ = (
+        "backlog", "counted", "counted_at", "end", "handed_out", "is_held", "is_passing", "missing",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.handed_out = 0
+        self.counted, self.counted_at = -1, 0.0
         self.missing: tuple[int, int] | None = None
         self.backlog: collections.deque[bytes] = collections.deque()
         self.is_held = self.is_passing = False
@@ -132,6 +137,10 @@ class OpenCalls:
     def add(self, call: RemoteCall) -> None:
         self._calls[call.number] = call
         self._unsent[call.number] = call
+
+    def get(self, number: int) -> RemoteCall | None:
+        """The open call with this number."""
+        return self._calls.get(number)
 
     def resting(self) -> list[RemoteCall]:
         """Streams whose consumers are behind."""

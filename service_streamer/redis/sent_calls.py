@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+import collections
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..remote.open_calls import OpenCalls, RemoteCall
 
+#: So often within the time after which a call is silent the progress is noted.
+_LOOKS = 100
+
+
+class _Look(NamedTuple):
+    """How far calls were at some time.
+
+    Attributes:
+        time: on the monotonic clock.
+        delivered: id of the last call delivered to hosts.
+        newest: number of the newest call of this client.
+    """
+
+    time: float
+    delivered: bytes
+    newest: int
+
 
 class SentCalls(OpenCalls):
-    """Each is an entry of Redis once it is sent, and is found again there by its id.
+    """Each is an entry of Redis once it is sent.
 
     Attributes:
         is_known: whether Redis has accepted a call of this client.
@@ -21,9 +40,7 @@ class SentCalls(OpenCalls):
         super().__init__()
         self._put_in = 0
         self._newest_id = b""  # of an entry
-        self._reasons: dict[int, str] = {}  # of notices, by number of the call
-        self._last_doubted = 0  # number of the last call that was looked for
-        self._newest_before = 0  # number of the newest call at the last ``doubtful``
+        self._looks: collections.deque[_Look] = collections.deque()
         self.is_known = False
         self.delivered = b""
         self.to_tell: list[tuple[bytes, bytes]] = []
@@ -70,57 +87,42 @@ class SentCalls(OpenCalls):
         if call.id and not call.is_over:
             self.to_tell.append((call.id, b"hold" if is_held else b"go"))
 
-    def noticed(self, number: int, reason: str) -> bool:
-        """Take in a notice that a host cannot read a call; whether the call is open."""
-        if number not in self._calls:
-            return False
-        self._reasons[number] = reason
-        return True
+    def silent(self, now: float, limit: float) -> list[RemoteCall]:
+        """Calls without a deadline that have made no progress for ``limit`` seconds.
 
-    def doubtful(self, most: int, *, all_sent: bool = False) -> list[RemoteCall]:
-        """Calls to look for in Redis: those with notices, and some that have waited long.
-
-        Long means since the last time. All calls get their turn.
-
-        Args:
-            most: maximum number of calls without notices.
-            all_sent: also calls that have not waited long.
+        A call makes progress while hosts come nearer to it in the queue. One that was delivered
+        to a host must be answered in that time, or must hand out outputs if it is a stream.
         """
-        noticed = [
-            call for number in self._reasons if (call := self._calls.get(number)) and call.id
-        ]
-        if not most:
-            return noticed
-        newest = next(reversed(self._calls), 0)
-        oldest, upto = self._last_doubted, newest if all_sent else self._newest_before
-        waiting = (call for call in self._calls.values() if oldest < call.number <= upto)
-        doubted = [*itertools.islice((call for call in waiting if call.id), most)]
-        self._newest_before = newest
-        self._last_doubted = doubted[-1].number if len(doubted) == most else 0
-        return [*noticed, *(call for call in doubted if call.number not in self._reasons)]
-
-    @property
-    def has_more_doubts(self) -> bool:
-        """Whether the last ``doubtful`` left some calls out."""
-        return self._last_doubted > 0
-
-    def gone(self, calls: Iterable[RemoteCall]) -> list[tuple[RemoteCall, str]]:
-        """End calls that are not in Redis and have no reply, with the reason of their notice.
-
-        Returns the calls that were open. The reason is empty without a notice.
-        """
-        found = []
-        for call in calls:
-            reason = self._reasons.get(call.number, "")
-            if self._over(call):
-                found.append((call, reason))
+        looks = self._looks
+        if looks and now - looks[-1].time < limit / _LOOKS:
+            return []
+        looks.append(_Look(now, self.delivered, next(reversed(self._calls), 0)))
+        while len(looks) > 1 and looks[1].time <= now - limit:
+            looks.popleft()
+        before = looks[0]
+        if before.time > now - limit:
+            return []
+        stands_still = before.delivered == self.delivered
+        reached = _parts(before.delivered)
+        found: list[RemoteCall] = []
+        for call in self._calls.values():
+            if call.number > before.newest:
+                break
+            if not stands_still and call.id and _parts(call.id) > reached:
+                break  # hosts come nearer to it, and to those behind it
+            if call.deadline == math.inf and _is_quiet(call, now, limit):
+                found.append(call)
         return found
 
-    def _over(self, call: RemoteCall) -> bool:
-        is_news = super()._over(call)
-        if is_news and self._reasons:
-            self._reasons.pop(call.number, None)
-        return is_news
+
+def _is_quiet(call: RemoteCall, now: float, limit: float) -> bool:
+    """Whether it is no stream whose consumer has got something, or is behind."""
+    inflow = call.inflow
+    if inflow is None:
+        return True
+    if inflow.is_held or inflow.handed_out != inflow.counted:
+        inflow.counted, inflow.counted_at = inflow.handed_out, now
+    return now - inflow.counted_at >= limit
 
 
 def _parts(id_: bytes) -> tuple[int, int]:
