@@ -75,7 +75,6 @@ class RedisWorkerStats:
         expired: total of calls claimed after their deadline.
         set_aside: total of malformed messages.
         outages: total of lost connections to Redis.
-        clock_steps: total of steps of Redis's clock by more than a second.
     """
 
     state: str
@@ -89,14 +88,12 @@ class RedisWorkerStats:
     expired: int
     set_aside: int
     outages: int
-    clock_steps: int
 
     @property
     def gist(self) -> str:
         """A one-line summary."""
         names = (
             "taken_over", "taken_away", "late", "handed_back", "expired", "set_aside", "outages",
-            "clock_steps",
         )  # fmt: skip
         totals = (
             f"{name.replace('_', ' ')} {getattr(self, name)}"
