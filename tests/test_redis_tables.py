@@ -120,7 +120,7 @@ class Queue:
     """A client's calls, and how far hosts are."""
 
     def __init__(self) -> None:
-        self.calls = SentCalls()
+        self.calls = SentCalls(9)
         self.ids = itertools.count(1)
 
     def send(self, *, deadline: float = math.inf, is_stream: bool = False) -> RemoteCall:

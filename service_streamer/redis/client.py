@@ -42,8 +42,7 @@ from ..errors import (
     WorkerStartTimeout,
 )
 from ..observe.record import Call
-from ..remote.call_book import CallBook, answer
-from ..remote.open_calls import RemoteCall
+from ..remote.open_calls import RemoteCall, answer
 from ..remote.remote_client import RemoteClient
 from ..reporting import report_bug
 from ..workers.protocol import Failure
@@ -138,13 +137,13 @@ class Client(RemoteClient[SentCalls]):
         answer_timeout: float | None,
         drain_timeout: float | None,
     ) -> None:
-        book = CallBook(SentCalls(), max_pending)
+        calls = SentCalls(max_pending)
         self._keys = Keys(prefix)
         self._receiver = Receiver(
-            address, self._keys, wire, book, prefix=prefix, reply_ttl=reply_ttl,
+            address, self._keys, wire, calls, prefix=prefix, reply_ttl=reply_ttl,
             on_bug=self._fail_all,
         )  # fmt: skip
-        super().__init__(wire.codec.encode, wire.codec.decode, book, self._receiver, drain_timeout)
+        super().__init__(wire.codec.encode, wire.codec.decode, calls, self._receiver, drain_timeout)
         self._address = address
         self._wire = wire
         self._max_pending = max_pending
@@ -178,7 +177,7 @@ class Client(RemoteClient[SentCalls]):
         try:
             if not self._send_lock.acquire(blocking=False):
                 return
-            with self._book.lock:
+            with self._calls.lock:
                 is_alone = not self._is_under_way and self._calls.is_alone(call)
             if is_alone and self._link.is_connected:
                 self._begin_batch()
@@ -213,17 +212,17 @@ class Client(RemoteClient[SentCalls]):
         return self._link.failure or self._receiver.link.failure
 
     def stats(self) -> RedisStreamerStats:
-        book, hosts = self._book, self._hosts
-        with book.lock:
+        open_calls, hosts = self._calls, self._hosts
+        with open_calls.lock:
             return RedisStreamerStats(
                 state=self._state(),
                 pending=len(self._calls),
                 queued=hosts.queued,
                 hosts=hosts.count,
                 outages=self._outages.count,
-                expired=book.expired,
-                cancelled=book.cancelled,
-                rejected=book.rejected,
+                expired=open_calls.expired,
+                cancelled=open_calls.cancelled,
+                rejected=open_calls.rejected,
                 models=hosts.models,
                 unreadable=self._receiver.unreadable,
                 lost=self._lost + self._receiver.lost,
@@ -241,7 +240,7 @@ class Client(RemoteClient[SentCalls]):
         self._start()
         description = self._hosts.description()
         if self._hosts.is_awaited:
-            self._book.doorbell.ring()
+            self._calls.doorbell.ring()
         return description
 
     def when_workers_change(self, callback: Callable[[], None]) -> None:
@@ -251,7 +250,7 @@ class Client(RemoteClient[SentCalls]):
     def _state(self) -> str:
         if self._is_ending.is_set():
             return "closed"
-        if self._book.is_closing:
+        if self._calls.is_closing:
             return "draining"
         if not self._threads:
             return "new"
@@ -295,12 +294,12 @@ class Client(RemoteClient[SentCalls]):
         self._start_thread("sender", self._send)
 
     def _send(self) -> None:
-        book = self._book
+        open_calls = self._calls
         backoff = Backoff(random.random)
         refresh_at = 0.0
         while not self._is_ending.is_set():
             now = time.monotonic()
-            if book.is_abandoned and self._is_hopeless(now):
+            if open_calls.is_abandoned and self._is_hopeless(now):
                 self.close(drain=False, timeout=None)
                 return
             try:
@@ -314,9 +313,9 @@ class Client(RemoteClient[SentCalls]):
                         refresh_at = now + _REFRESH / 10
                 is_any = self._send_batch()
                 is_any |= self._tell()
-                book.answer_failed()
+                open_calls.answer_failed()
                 if not is_any:
-                    book.doorbell.wait(refresh_at - time.monotonic())
+                    open_calls.doorbell.wait(refresh_at - time.monotonic())
                 self._outages.over(self._address)
                 backoff.succeeded()
             except LinkError as error:
@@ -328,7 +327,7 @@ class Client(RemoteClient[SentCalls]):
                 if self._is_ending.is_set():  # close() has closed its connection
                     return
                 failure = Failure(report_bug("the streamer", bug))
-                with self._send_lock, book.lock:  # forget what is under way
+                with self._send_lock, open_calls.lock:  # forget what is under way
                     self._link.close()
                     self._is_under_way = False
                     self._calls.skip_batch()
@@ -337,20 +336,20 @@ class Client(RemoteClient[SentCalls]):
 
     def _fail_all(self, failure: Failure) -> None:
         """Answer all open calls with an error of ours, in any thread."""
-        with self._book.lock:
-            calls = self._book.calls.give_up_all()
-            self._book.changed.notify_all()
+        with self._calls.lock:
+            calls = self._calls.end_all()
+            self._calls.changed.notify_all()
         for call in calls:
             answer(call, call.reply, failure=failure)
 
     def _fail_silent(self, now: float) -> None:
         """Fail calls that have made no progress for too long: nothing may hang for ever."""
-        with self._book.lock:
+        with self._calls.lock:
             silent = self._calls.silent(now, self._answer_timeout)
         for call in silent:
             text = f"no progress in {self._answer_timeout:g} s, which is answer_timeout"
-            self._lost += self._book.fail(call, self._late(text))
-        self._book.answer_failed()
+            self._lost += self._calls.fail(call, self._late(text))
+        self._calls.answer_failed()
 
     def _send_batch(self) -> bool:
         """Send the next calls, or finish those under way; whether there were any."""
@@ -360,7 +359,7 @@ class Client(RemoteClient[SentCalls]):
             return self._end_batch()
 
     def _begin_batch(self) -> None:
-        with self._book.lock:
+        with self._calls.lock:
             batch = self._calls.batch(_MOST_CALLS, _MOST_BYTES)
         if not batch:
             return
@@ -386,18 +385,18 @@ class Client(RemoteClient[SentCalls]):
         if not is_any:
             return False
         ids = self._link.receive()  # if that fails, the same batch is sent again
-        book = self._book
-        with book.lock:
+        open_calls = self._calls
+        with open_calls.lock:
             refused = self._calls.put_in(ids)
-            book.rejected += len(refused)
+            open_calls.rejected += len(refused)
             if refused:
-                book.changed.notify_all()
+                open_calls.changed.notify_all()
         if refused:
             text = (
                 f"{self._max_pending} calls of all clients are pending, which is max_pending; "
                 "retry later"
             )
-            book.fail_soon(refused, Failure(Overloaded(text)))
+            open_calls.fail_soon(refused, Failure(Overloaded(text)))
         return True
 
     def _tell(self) -> bool:
@@ -419,7 +418,7 @@ class Client(RemoteClient[SentCalls]):
             self._life,
             *itertools.chain.from_iterable(told),
         )
-        with self._book.lock:
+        with self._calls.lock:
             del self._calls.to_tell[: len(told)]
 
     def _refresh(self) -> None:
@@ -427,9 +426,9 @@ class Client(RemoteClient[SentCalls]):
         with self._send_lock:
             self._end_batch()
             self._look(self._link, self._calls.count_put_in if self._calls.is_known else -1)
-        if self._book.is_closing:
-            with self._book.lock:
-                self._book.changed.notify_all()  # who drains watches the progress
+        if self._calls.is_closing:
+            with self._calls.lock:
+                self._calls.changed.notify_all()  # who drains watches the progress
 
     def _look(self, link: Link, put_in: int = -1) -> None:
         """Ask Redis for hosts and calls, over any link."""
@@ -466,7 +465,7 @@ class Client(RemoteClient[SentCalls]):
             each.close()
         for thread in (parting, sending, receiving):
             _join(thread)
-        self._book.answer_failed()
+        self._calls.answer_failed()
 
     def _sign_off(
         self, link: Link, sending: threading.Thread | None, receiving: threading.Thread

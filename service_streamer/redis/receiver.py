@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ..errors import BadMessage, BrokerUnavailable
-from ..remote.call_book import CallBook
 from ..remote.deliveries import Deliveries
 from ..remote.open_calls import Inflow, RemoteAnswer, RemoteCall
 from ..reporting import report_bug, summary
@@ -42,13 +41,13 @@ class Receiver(Deliveries):
         address: Address,
         keys: Keys,
         wire: Wire,
-        book: CallBook[SentCalls],
+        calls: SentCalls,
         *,
         prefix: str,
         reply_ttl: float,
         on_bug: Callable[[Failure], None],
     ) -> None:
-        super().__init__(book)
+        super().__init__(calls)
         self._address = address
         self._keys = keys
         self._wire = wire
@@ -141,10 +140,10 @@ class Receiver(Deliveries):
 
     def _fail_unreadable(self, number: int, what: str, reason: str) -> None:
         """Fail a call, on a word that is not signed: who can write it can delete calls, too."""
-        with self._book.lock:
-            call = self._book.calls.get(number)
+        with self._calls.lock:
+            call = self._calls.get(number)
         text = f"{what}: {REASONS[reason]}"
-        if call is None or not self._book.fail(call, BadMessage(text, reason=reason)):
+        if call is None or not self._calls.fail(call, BadMessage(text, reason=reason)):
             return
         self.unreadable += 1
         if text not in self._warned:
@@ -174,7 +173,7 @@ class Receiver(Deliveries):
                 f"Redis has lost the outputs of the stream from number {inflow.handed_out} to "
                 f"{first - 1}"
             )
-            self.lost += self._book.fail(call, BrokerUnavailable(text))
+            self.lost += self._calls.fail(call, BrokerUnavailable(text))
 
 
 def _after(id_: bytes) -> bytes:

@@ -36,8 +36,8 @@ class SentCalls(OpenCalls):
         to_tell: ids of entries, and what is to be done with them: see ``TELL``.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, max_pending: int) -> None:
+        super().__init__(max_pending)
         self._put_in = 0
         self._newest_id = b""  # of an entry
         self._looks: collections.deque[_Look] = collections.deque()
