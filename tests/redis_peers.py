@@ -129,7 +129,7 @@ _SCRIPTS = {
     for kinds, script in {
         "calls client": "send calls", "calls host orders": "give orders",
         "calls client host model": "sign of life of a client",
-        "calls replies": "look for calls", "replies unread": "delete replies",
+        "replies unread": "delete replies",
         "calls host model": "sign of life",  # of a host, also with what it joins the others by
         "calls": "take over",
         "calls client replies": "answer",

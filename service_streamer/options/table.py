@@ -435,6 +435,12 @@ class RedisStreamerOptions(BrokerOptions, CallerOptions, SharingOptions, Pending
         "beyond it fail with Overloaded.",
         "It counts the calls of all clients. Each client has its own bound.",
     )  # fmt: skip
+    answer_timeout: float | None = option(
+        600.0, Seconds(none="no limit"),
+        "How long a call without a timeout may make no progress, in seconds.",
+        "It fails then. In the queue, each call that hosts claim before it is progress. Once a "
+        "host has claimed it, only its answer and its outputs are.",
+    )  # fmt: skip
     drain_timeout: float | None = option(
         60.0, Seconds(none="no limit"),
         "How long close waits for open calls that make no progress, in seconds.",

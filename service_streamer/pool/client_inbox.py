@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ModelError
-from ..remote.call_book import CallBook
 from ..remote.deliveries import Deliveries
 from ..remote.open_calls import OutputRun, RemoteAnswer
 from ..workers.protocol import Failure
@@ -22,14 +21,14 @@ class ClientInbox:
     """Hands out what has come. In the client's thread.
 
     Args:
-        book: of the client's calls.
+        calls: the client's open ones.
 
     Attributes:
         on_workers: called when the workers of the pool, or the connection to it, have changed.
     """
 
-    def __init__(self, book: CallBook[PoolCalls], deliveries: Deliveries) -> None:
-        self._book = book
+    def __init__(self, calls: PoolCalls, deliveries: Deliveries) -> None:
+        self._calls = calls
         self._deliveries = deliveries
         self.on_workers: Callable[[], None] = lambda: None
         self._link: PoolLink | None = None
@@ -61,14 +60,14 @@ class ClientInbox:
     def _hear(self, kind: int, number: Any, *values: Any) -> None:
         if kind == ANSWER:
             (value,) = values
-            question = self._book.calls.questions.pop(number, None)
+            question = self._calls.questions.pop(number, None)
             if question is not None:  # else whoever has asked has gone
                 question.reply.set_result(value)
         elif kind == FREED:
-            with self._book.lock:
-                self._book.calls.freed(number)
+            with self._calls.lock:
+                self._calls.freed(number)
         elif kind == PARTING:
-            self._book.calls.read = number
+            self._calls.read = number
         elif kind == WORKERS:
             self.on_workers()
 
@@ -76,7 +75,7 @@ class ClientInbox:
         """Hand out what has come at a time, outputs of a stream before its end."""
         ends: list[RemoteAnswer] = []
         runs: dict[int, OutputRun] = {}
-        calls, results = self._book.calls, self._results
+        calls, results = self._calls, self._results
         for answer in answers:
             number, outcome = answer[0], answer[1]
             outputs = outcome if type(outcome) is list else [outcome]
@@ -97,7 +96,7 @@ class ClientInbox:
                 ends.append(RemoteAnswer(number, outputs))
         if runs:
             self._deliveries.hand_out(runs.values())
-            self._book.answer_failed()  # streams whose consumers are too far behind
+            self._calls.answer_failed()  # streams whose consumers are too far behind
         if ends:
             self._deliveries.deliver(ends)
         if results is not None:

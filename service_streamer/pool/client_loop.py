@@ -11,7 +11,7 @@ from typing import Any
 
 from ..engine.timer import Doorbell, rest_if_copied
 from ..errors import PoolMismatch, StreamerBroken, StreamerError, WorkerLost
-from ..remote.call_book import CallBook, answer
+from ..remote.open_calls import answer
 from ..reporting import counted, quiet_log
 from ..workers.protocol import Failure
 from .client_inbox import ClientInbox
@@ -45,9 +45,9 @@ class ClientDoorbell(Doorbell):
         opened: while the client's thread runs.
     """
 
-    def __init__(self, book: CallBook[PoolCalls]) -> None:
+    def __init__(self, calls: PoolCalls) -> None:
         super().__init__()
-        self._book = book
+        self._calls = calls
         self.link: PoolLink | None = None
         self.opened: Opened | None = None
 
@@ -55,14 +55,14 @@ class ClientDoorbell(Doorbell):
         link = self.link
         if link is not None:
             try:
-                if len(self._book.calls) > _MANY:
+                if len(self._calls) > _MANY:
                     link.write_soon()
                 else:
                     link.write()
             except BaseException:  # of a signal handler, or a bug of ours
                 link.cut()
                 raise
-        if link is None or self._book.is_abandoned:  # then it may have been the last call
+        if link is None or self._calls.is_abandoned:  # then it may have been the last call
             self.wake()
 
     def wake(self) -> None:
@@ -77,7 +77,7 @@ class ClientLoop:
 
     Args:
         connector: finds the pool, or starts it.
-        book: of the client's calls.
+        calls: the client's open ones.
         bell: of the same; gets the connection.
         inbox: gets what has come.
         is_done: whether the client has ended.
@@ -87,7 +87,7 @@ class ClientLoop:
     def __init__(
         self,
         connector: Connector,
-        book: CallBook[PoolCalls],
+        calls: PoolCalls,
         bell: ClientDoorbell,
         inbox: ClientInbox,
         is_done: Callable[[], bool],
@@ -95,8 +95,7 @@ class ClientLoop:
         may_rerun: bool,
     ) -> None:
         self._connector = connector
-        self._book = book
-        self._calls = book.calls
+        self._calls = calls
         self._bell = bell
         self._inbox = inbox
         self._is_done = is_done
@@ -210,12 +209,12 @@ class ClientLoop:
 
     def _fail_touched(self, messages: list[Any], failure: Failure) -> None:
         """Fail the calls of these messages; if they name no open call, fail all."""
-        with self._book.lock:
+        with self._calls.lock:
             calls = [call for each in messages if (call := self._calls.get(each[0])) is not None]
-            calls = [call for call in calls if self._calls.give_up(call)]
-            self._book.changed.notify_all()
-        self._book.fail_soon(calls, failure)
-        self._book.answer_failed()
+            calls = [call for call in calls if self._calls.end(call)]
+            self._calls.changed.notify_all()
+        self._calls.fail_soon(calls, failure)
+        self._calls.answer_failed()
         if not calls:
             self.fail_all(failure)
 
@@ -231,7 +230,7 @@ class ClientLoop:
 
     def _connected(self, link: PoolLink) -> None:
         """The pool has said its first word: send what is open."""
-        with self._book.lock:
+        with self._calls.lock:
             self._bell.link = link
             self._calls.connected(link)
             self._inbox.connected(link)
@@ -242,13 +241,13 @@ class ClientLoop:
         """The pool is gone: what it may not compute again fails."""
         lost: list[PoolCall] = []
         link.close()  # first: no thread sends any more
-        with self._book.lock:
+        with self._calls.lock:
             was_connected = self._bell.link is link
             if was_connected:
                 self._bell.link = None
                 lost = self._calls.disconnected(may_rerun=self._may_rerun)
                 replies = [(call, call.reply) for call in lost]
-                self._book.changed.notify_all()
+                self._calls.changed.notify_all()
         if not was_connected:
             return
         self._inbox.on_workers()
@@ -264,12 +263,12 @@ class ClientLoop:
 
     def fail_all(self, failure: Failure) -> None:
         """No pool can be had: nothing that is open will be computed."""
-        book = self._book
-        with book.lock:
-            calls = book.calls.give_up_all()
+        open_calls = self._calls
+        with open_calls.lock:
+            calls = open_calls.end_all()
             replies = [(call, call.reply) for call in calls]
-            questions, book.calls.questions = book.calls.questions, {}
-            book.changed.notify_all()
+            questions, open_calls.questions = open_calls.questions, {}
+            open_calls.changed.notify_all()
         for call, reply in replies:
             answer(call, reply, failure=failure)
         for question in questions.values():

@@ -46,7 +46,7 @@ from ..workers.memory.memory_link import SharedMemory
 from ..workers.protocol import Failure
 from .client_inbox import ClientInbox
 from .client_loop import ClientDoorbell, ClientLoop
-from .pool_calls import PoolBook, PoolCall, PoolCalls, Question
+from .pool_calls import PoolCall, PoolCalls, Question
 from .pool_link import Connector
 from .pool_protocol import pack, times
 
@@ -64,7 +64,7 @@ class PoolClient(RemoteClient[PoolCalls]):
         codec: of items and results; closed with the client.
         memory: what that writes to; closed, too.
         lengths: of items; None if each counts one.
-        book: of its calls.
+        calls: its open ones.
         may_rerun: whether a call may be computed twice.
     """
 
@@ -74,22 +74,22 @@ class PoolClient(RemoteClient[PoolCalls]):
         codec: Codec,
         memory: SharedMemory,
         lengths: Lengths | None,
-        book: PoolBook,
+        calls: PoolCalls,
         *,
         may_rerun: bool,
     ) -> None:
-        self._bell = book.doorbell = ClientDoorbell(book)
-        deliveries = Deliveries(book)
-        super().__init__(pack, codec.decode_outputs, book, deliveries, None)
+        self._bell = calls.doorbell = ClientDoorbell(calls)
+        deliveries = Deliveries(calls)
+        super().__init__(pack, codec.decode_outputs, calls, deliveries, None)
         self._connector = connector
         self._codec = codec
         self._memory = memory
         self.lengths = lengths
         self._may_rerun = may_rerun
         self._made_in = os.getpid()
-        self._inbox = ClientInbox(book, deliveries)
+        self._inbox = ClientInbox(calls, deliveries)
         self._loop = ClientLoop(
-            connector, book, self._bell, self._inbox, self._is_done, may_rerun=may_rerun
+            connector, calls, self._bell, self._inbox, self._is_done, may_rerun=may_rerun
         )
 
     # -- calls
@@ -151,7 +151,7 @@ class PoolClient(RemoteClient[PoolCalls]):
     @property
     def is_closing(self) -> bool:
         """Whether new calls are refused."""
-        return self._book.is_closing
+        return self._calls.is_closing
 
     def describe(self) -> str:
         if self._made_in != os.getpid():
@@ -162,7 +162,7 @@ class PoolClient(RemoteClient[PoolCalls]):
     def _state(self) -> str:
         if self._is_ending.is_set():
             return "closed"
-        if self._book.is_closing:
+        if self._calls.is_closing:
             return "draining"
         if not self._threads:
             return "new"
@@ -200,8 +200,8 @@ class PoolClient(RemoteClient[PoolCalls]):
             longest = patience + 1.0  # the pool watches the time, too, and knows more
         number = next(self._numbers)
         question = Question(number, method, arguments)
-        with self._book.lock:
-            if self._book.is_closing:  # by another thread: nobody would answer it
+        with self._calls.lock:
+            if self._calls.is_closing:  # by another thread: nobody would answer it
                 raise StreamerClosed("the streamer is closed")
             self._calls.ask(number, question)
         self._bell.ring()
@@ -214,7 +214,7 @@ class PoolClient(RemoteClient[PoolCalls]):
             ) from None
         finally:
             if not question.reply.done():
-                with self._book.lock:
+                with self._calls.lock:
                     self._calls.withdraw_question(number)
                 self._bell.ring()
         if isinstance(value, Failure):
@@ -284,7 +284,7 @@ class PoolClient(RemoteClient[PoolCalls]):
         self._start_thread("pool client", self._loop.run)
 
     def _is_done(self) -> bool:
-        if self._book.is_abandoned and not self._is_ending.is_set() and not len(self._calls):
+        if self._calls.is_abandoned and not self._is_ending.is_set() and not len(self._calls):
             self.close(drain=False, timeout=None)
         return self._is_ending.is_set()
 

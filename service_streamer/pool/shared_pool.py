@@ -17,7 +17,7 @@ from ..workers.process import ProcessTransport
 from ..workers.starting import refuse_unguarded_main
 from . import pool_protocol
 from .directory import own_directory, paths_of
-from .pool_calls import PoolBook
+from .pool_calls import PoolCalls
 from .pool_client import PoolClient
 from .pool_link import Connector
 from .pool_log import opened_log
@@ -120,7 +120,7 @@ def pool_clients(
             Codec(arena, by_value),
             memory,
             lengths,
-            PoolBook(options.max_pending, most_in_flight),
+            PoolCalls(options.max_pending, most_in_flight),
             may_rerun=options.retry,
         )
 

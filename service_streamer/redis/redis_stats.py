@@ -26,7 +26,8 @@ class RedisStreamerStats:
         models: names of the hosts' models: all hosts of a prefix have the same one.
         unreadable: total of calls that failed because client and host could not read each other:
             their secret, serializer or ``max_message_bytes`` differ.
-        lost: total of calls that were no longer in Redis and had no reply.
+        lost: total of calls that made no progress for ``answer_timeout``, and of streams whose
+            outputs Redis has lost.
     """
 
     state: str
@@ -74,7 +75,6 @@ class RedisWorkerStats:
         expired: total of calls claimed after their deadline.
         set_aside: total of malformed messages.
         outages: total of lost connections to Redis.
-        clock_steps: total of steps of Redis's clock by more than a second.
     """
 
     state: str
@@ -88,14 +88,12 @@ class RedisWorkerStats:
     expired: int
     set_aside: int
     outages: int
-    clock_steps: int
 
     @property
     def gist(self) -> str:
         """A one-line summary."""
         names = (
             "taken_over", "taken_away", "late", "handed_back", "expired", "set_aside", "outages",
-            "clock_steps",
         )  # fmt: skip
         totals = (
             f"{name.replace('_', ' ')} {getattr(self, name)}"

@@ -48,6 +48,7 @@ class RedisStreamer(BaseStreamer):
         error_types: Sequence[type[BaseException]] = (),
         max_message_bytes: int = 32 << 20,
         reply_ttl: float = 120,
+        answer_timeout: float | None = 600,
         drain_timeout: float | None = 60,
         trace: str | os.PathLike[str] | None = None,
         deduplicate: bool = False,
@@ -64,6 +65,7 @@ class RedisStreamer(BaseStreamer):
             prefix=options.prefix,
             max_pending=max_pending,
             reply_ttl=options.reply_ttl,
+            answer_timeout=options.answer_timeout,
             drain_timeout=options.drain_timeout,
         )
         self._backend: Backend = self._client

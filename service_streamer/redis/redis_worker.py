@@ -36,7 +36,7 @@ from ..options.table import RedisWorkerOptions, StreamerOptions
 from ..streamer import Streamer
 from ..supervision.health import Timeout
 from .host import Host
-from .host_parts import HostOptions
+from .host_state import HostOptions
 from .link import Address, log
 from .redis_stats import RedisWorkerStats
 from .serializers import WireCodec

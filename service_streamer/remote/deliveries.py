@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from ..engine.backend import Mailbox
 from ..errors import Overloaded
 from ..reporting import quiet_log
-from .call_book import CallBook, answer
-from .open_calls import Inflow, OpenCalls, OutputRun, RemoteAnswer, RemoteCall
+from .open_calls import Inflow, OpenCalls, OutputRun, RemoteAnswer, RemoteCall, answer
 
 log = quiet_log(__name__)
 
@@ -27,19 +26,19 @@ class Deliveries:
         outputs: how many outputs of streams have come.
     """
 
-    def __init__(self, book: CallBook[OpenCalls]) -> None:
-        self._book = book
+    def __init__(self, calls: OpenCalls) -> None:
+        self._calls = calls
         self._passing_lock = threading.RLock()  # guards what passes on outputs
         self.outputs = 0
 
     def deliver(self, answers: Iterable[RemoteAnswer]) -> None:
         """Replies have come."""
-        book = self._book
-        with book.lock:
+        open_calls = self._calls
+        with open_calls.lock:
             answers = [each for each in answers if self._is_next(each)]
-            calls = [book.calls.answered(each.number) for each in answers]
-            if book.is_closing:
-                book.changed.notify_all()
+            calls = [open_calls.answered(each.number) for each in answers]
+            if open_calls.is_closing:
+                open_calls.changed.notify_all()
         for call, reply in zip(calls, answers, strict=True):
             if call is not None and call.inflow is not None:
                 call.inflow.add(reply.outputs)
@@ -47,15 +46,15 @@ class Deliveries:
                 _post(self._pass_on(call, call.inflow))
             elif call is not None:
                 answer(call, call.reply, reply.outputs, reply.failure)
-        if book.is_abandoned:
-            book.doorbell.ring()
+        if open_calls.is_abandoned:
+            open_calls.doorbell.ring()
 
     def _is_next(self, reply: RemoteAnswer) -> bool:
         """Whether a reply can be delivered: no output before those of it is missing. Locked.
 
         Of a stream, outputs that have come before are removed.
         """
-        call = None if reply.first is None else self._book.calls.stream(reply.number)
+        call = None if reply.first is None else self._calls.stream(reply.number)
         if call is None or call.inflow is None or reply.first is None:
             return True
         if reply.first > call.inflow.handed_out:
@@ -80,9 +79,9 @@ class Deliveries:
 
     def _take_over(self, run: OutputRun) -> RemoteCall | None:
         """Note the outputs of a run that have not come before; the call if they are to go on."""
-        book = self._book
-        with book.lock:
-            call = book.calls.stream(run.number, run.id)
+        open_calls = self._calls
+        with open_calls.lock:
+            call = open_calls.stream(run.number, run.id)
             if call is None or call.inflow is None:
                 return None
             inflow = call.inflow
@@ -93,11 +92,11 @@ class Deliveries:
             inflow.add(outputs)
             self.outputs += len(outputs)
             waiting = len(inflow.backlog)
-            if book.is_closing:
-                book.changed.notify_all()
+            if open_calls.is_closing:
+                open_calls.changed.notify_all()
         if waiting > _MOST_BEHIND:
             text = f"{waiting} outputs of the stream wait for their consumer"
-            book.fail(call, Overloaded(text))
+            open_calls.fail(call, Overloaded(text))
         return call
 
     def pass_on(self, call: RemoteCall) -> None:

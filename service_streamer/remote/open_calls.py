@@ -1,11 +1,19 @@
-"""Bookkeeping of a client's open calls, whose answers come from other processes. No I/O."""
+"""A client's open calls, whose answers come from other processes, and their outputs."""
 
 from __future__ import annotations
 
 import collections
-from typing import Any, NamedTuple
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
+from ..engine.timer import Doorbell
+from ..errors import Overloaded, StreamerClosed
+from ..reporting import quiet_log
 from ..workers.protocol import Failure
+
+log = quiet_log(__name__)
 
 
 class RemoteAnswer(NamedTuple):
@@ -51,12 +59,17 @@ class Inflow:
         is_held: the consumer is behind: it has as much as it takes for now.
         is_passing: a thread is passing on the backlog.
         end: what comes after it, None before that has come: opaque here.
+        counted, counted_at: how many had come when that was last looked at and they were more than
+            before, and when.
     """
 
-    __slots__ = ("backlog", "end", "handed_out", "is_held", "is_passing", "missing")
+    __slots__ = (
+        "backlog", "counted", "counted_at", "end", "handed_out", "is_held", "is_passing", "missing",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.handed_out = 0
+        self.counted, self.counted_at = -1, 0.0
         self.missing: tuple[int, int] | None = None
         self.backlog: collections.deque[bytes] = collections.deque()
         self.is_held = self.is_passing = False
@@ -112,19 +125,92 @@ class RemoteCall:
 
 
 class OpenCalls:
-    """The open calls of a client.
+    """The open calls of a client, what callers' threads share with those that send and receive.
 
     state      held by                        leaves when
     -----      -------                        -----------
     unsent     _unsent                        it is sent, or its caller gives up
     sending    _sending, with _calls          the other side has it, or refuses it
     sent       _calls                         its reply arrives, or its caller gives up
+
+    Attributes:
+        lock: guards them. Methods need it, but for those that say otherwise.
+        changed: notified when a call is over, while the client is being closed.
+        doorbell: wakes the thread that sends.
+        is_closing: whether new calls are refused.
+        is_abandoned: whether the client ends by itself, when its calls are over.
+        expired, cancelled, rejected: how many calls ended so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_pending: int) -> None:
+        self._max_pending = max_pending
         self._calls: dict[int, RemoteCall] = {}
         self._unsent: collections.OrderedDict[int, RemoteCall] = collections.OrderedDict()
         self._sending: list[RemoteCall] = []
+        self._failed: list[tuple[Sequence[RemoteCall], Failure]] = []
+        self.lock = threading.RLock()  # reentrant: a user's finalizer may run while it is held
+        self.changed = threading.Condition(self.lock)
+        self.doorbell = Doorbell()
+        self.is_closing = self.is_abandoned = False
+        self.expired = self.cancelled = self.rejected = 0
+
+    # -- which take the lock themselves
+
+    def open(self, call: RemoteCall) -> None:
+        """Accept a call.
+
+        Raises:
+            StreamerClosed, Overloaded: it was not accepted.
+        """
+        with self.lock:
+            if self.is_closing:
+                raise StreamerClosed("the streamer is closed")
+            why = self._why_full()
+            if why is not None:
+                self.rejected += 1
+                raise Overloaded(f"{why}, and max_pending is {self._max_pending}; retry later")
+            call.reply.call = call
+            self.add(call)
+
+    def _why_full(self) -> str | None:
+        """Why no call can be accepted; None if one can. Locked."""
+        count = len(self._calls)
+        return f"{count} calls of this process are pending" if count >= self._max_pending else None
+
+    def give_up(self, call: RemoteCall, why: Literal["expired", "cancelled"]) -> bool:
+        """The caller of a call has gone; false if it was over already."""
+        with self.lock:
+            is_news = self.end(call)
+            if is_news:
+                setattr(self, why, getattr(self, why) + 1)
+                call.reply = None
+                self.changed.notify_all()
+        if is_news:
+            self.doorbell.ring()
+        return is_news
+
+    def fail(self, call: RemoteCall, error: Exception) -> bool:
+        """End a call: the thread that sends answers it. False if it was over already."""
+        with self.lock:
+            if not self.end(call):
+                return False
+            self.changed.notify_all()
+        self.fail_soon([call], Failure(error))
+        self.doorbell.ring()
+        return True
+
+    def fail_soon(self, calls: Sequence[RemoteCall], failure: Failure) -> None:
+        """Have the thread that sends answer calls that are over."""
+        self._failed.append((calls, failure))
+
+    def answer_failed(self) -> None:
+        """Answer them, without the lock: users' callbacks may take long."""
+        while self._failed:
+            calls, failure = self._failed.pop()
+            for call in calls:
+                answer(call, call.reply, failure=failure)
+
+    # -- with the lock held
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -132,6 +218,10 @@ class OpenCalls:
     def add(self, call: RemoteCall) -> None:
         self._calls[call.number] = call
         self._unsent[call.number] = call
+
+    def get(self, number: int) -> RemoteCall | None:
+        """The open call with this number."""
+        return self._calls.get(number)
 
     def resting(self) -> list[RemoteCall]:
         """Streams whose consumers are behind."""
@@ -168,8 +258,8 @@ class OpenCalls:
         call = self._calls.get(number)
         return call if call is not None and self._over(call) else None
 
-    def give_up(self, call: RemoteCall) -> bool:
-        """End a call whose caller gives up; false if it was over already."""
+    def end(self, call: RemoteCall) -> bool:
+        """End a call without an answer of the other side; false if it was over already."""
         if not self._over(call):
             return False
         if self._unsent.pop(call.number, None) is not None:
@@ -178,9 +268,9 @@ class OpenCalls:
             self._drop(call)
         return True
 
-    def give_up_all(self) -> list[RemoteCall]:
+    def end_all(self) -> list[RemoteCall]:
         """End all calls; returns those that were open."""
-        return [call for call in [*self._calls.values()] if self.give_up(call)]
+        return [call for call in [*self._calls.values()] if self.end(call)]
 
     def stream(self, number: int, id_: bytes = b"") -> RemoteCall | None:
         """The open stream of which outputs have come, if it is one.
@@ -212,6 +302,23 @@ class OpenCalls:
         call.is_over = True
         del self._calls[call.number]
         return True
+
+
+def answer(
+    call: RemoteCall,
+    reply: Any,
+    payloads: list[bytes] | None = None,
+    failure: Failure | None = None,
+) -> None:
+    """Hand an outcome to a call's reply. Never under a lock."""
+    call.reply = None
+    try:
+        if failure is None:
+            reply.complete(payloads)
+        else:
+            reply.fail(failure)
+    except BaseException:  # a user's callback may raise anything
+        log(logging.ERROR, "a future's callback raised an exception", exc_info=True)
 
 
 class Patience:

@@ -17,7 +17,6 @@ from conftest import rewrite_call
 from redis_peers import Keys
 from serve_process import until
 from service_streamer import (
-    BrokerUnavailable,
     PredictTimeout,
     RedisStreamer,
     RedisWorker,
@@ -84,14 +83,14 @@ def test_a_call_that_is_deleted_and_whose_host_dies_fails(
     keys: Keys,
 ) -> None:  # fmt: skip
     doomed = program(gate)
-    streamer = client(reply_ttl=3)  # it looks for calls that are gone every third of that
+    streamer = client(answer_timeout=3)
     future = streamer.submit([1])
     gate.await_arrival()
     [(id_, _)] = ask.xrange(keys.calls)
     ask.xdel(keys.calls, id_)
     doomed.kill()
     host(models.Gated, model_init_args=(gate,), model_name="Recording")
-    with pytest.raises(BrokerUnavailable, match="the call was deleted"):
+    with pytest.raises(PredictTimeout, match="answer_timeout"):
         future.result()
 
 
