@@ -67,7 +67,7 @@ def test_calls_of_several_clients_share_a_batch(shared: Shared, gate: Gate) -> N
     assert clients[0].metrics.sizes.count == 2
 
 
-def test_other_wishes_are_refused_with_what_differs(shared: Shared) -> None:
+def test_other_options_are_refused_with_what_differs(shared: Shared) -> None:
     shared(models.double, shared="a", worker_num=1).wait_ready()
     other = shared(models.double, shared="a", worker_num=2, batch_size=8)
     with pytest.raises(PoolMismatch, match="batch_size is 64 there and 8 here; worker_num is"):
@@ -76,19 +76,19 @@ def test_other_wishes_are_refused_with_what_differs(shared: Shared) -> None:
         other.wait_ready()
     with pytest.raises(PoolMismatch, match=r"model is models\.double there and models\.echo here"):
         shared(models.echo, shared="a").predict([1])
-    wishes = ask_pool("a", "status")["wishes"]
-    ours = wishes["service_streamer"]
+    fingerprint = ask_pool("a", "status")["fingerprint"]
+    ours = fingerprint["service_streamer"]
     for changed, refusal in (
         ({"service_streamer": "0.1"}, [f"service_streamer is {ours} there and 0.1 here"]),
         ({"new": "2"}, ["new is unknown there and 2 here"]),
         ({"worker_num": "2", "new": "3"}, ["worker_num is 1 there and 2 here",
                                            "new is unknown there and 3 here"]),
     ):  # fmt: skip
-        with greeting("a", wishes | changed) as peer:
+        with greeting("a", fingerprint | changed) as peer:
             peer.begun()
             assert peer.receive() == (REFUSED, refusal)
-    del wishes["batch_size"]
-    with greeting("a", wishes) as peer:
+    del fingerprint["batch_size"]
+    with greeting("a", fingerprint) as peer:
         peer.begun()
         assert peer.receive() == (REFUSED, ["batch_size is 64 there and unknown here"])
 

@@ -12,10 +12,10 @@ import time
 from typing import Any
 
 from .client_memory import first_sent
+from .fingerprint import Fingerprint, differences
 from .outbox import framed, user_of
 from .pool_protocol import FAILED, PROTOCOL, REFUSED, WELCOME, Hello, Unserved, pack
 from .sessions import Session
-from .wishes import Wishes, differences
 
 logger = logging.getLogger(__name__)
 
@@ -114,14 +114,14 @@ def is_client(message: Any) -> bool:
     Raises:
         TypeError: it is no first message.
     """
-    return message[0] == PROTOCOL and Hello(*message).wishes is not None
+    return message[0] == PROTOCOL and Hello(*message).fingerprint is not None
 
 
-def greet(session: Session, message: Any, wishes: Wishes) -> bool:
+def greet(session: Session, message: Any, fingerprint: Fingerprint) -> bool:
     """Answer the first message of a client; whether it is one that makes calls, and may.
 
     Args:
-        wishes: of whoever has started the pool.
+        fingerprint: of whoever has started the pool.
 
     Raises:
         TypeError: it is no such message.
@@ -130,10 +130,10 @@ def greet(session: Session, message: Any, wishes: Wishes) -> bool:
     if hello is None:
         session.tell((REFUSED, [f"the protocol is {PROTOCOL} there and {message[0]} here"]))
         return False
-    differ = [] if hello.wishes is None else differences(wishes, hello.wishes)
+    differ = [] if hello.fingerprint is None else differences(fingerprint, hello.fingerprint)
     if differ:
         session.tell((REFUSED, differ))
         return False
     session.hello = hello
     session.tell((WELCOME, os.getpid()))
-    return hello.wishes is not None
+    return hello.fingerprint is not None

@@ -166,7 +166,7 @@ def _server(boot: PoolBoot, listener: socket.socket, leadership: Leadership) -> 
     memory = PoolMemory(options.shared_memory_limit)
     transport = boot.transport(boot.spec, options, memory)
     engine = assemble(transport, options, _given_lengths if boot.has_lengths else None)
-    return PoolServer(boot.name, listener, engine, boot.wishes, leadership, memory)
+    return PoolServer(boot.name, listener, engine, boot.fingerprint, leadership, memory)
 
 
 def _given_lengths(items: Any) -> list[float]:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from ..reporting import report_bug
 from ..workers.protocol import Failure
 from ..workers.transport import Transport
-from .wishes import Wishes
+from .fingerprint import Fingerprint
 
 #: The most messages in a frame, and the bytes of payloads from which on no more go into it: the
 #: other side begins with the first one when it has the last.
@@ -102,14 +102,14 @@ class Hello(NamedTuple):
         protocol: see ``PROTOCOL``. It stays the first field for good.
         client, pid: who sends it. Not looked at: they stay so that the commands of one version can
             end and replace the pool of another one.
-        wishes: what it wants of the pool; None for a visitor, which only asks.
+        fingerprint: what it wants of the pool; None for a visitor, which only asks.
         linger: seconds that the pool is to stay after its last client.
     """
 
     protocol: int
     client: str
     pid: int
-    wishes: Wishes | None
+    fingerprint: Fingerprint | None
     linger: float
 
 
@@ -123,7 +123,7 @@ class PoolBoot(NamedTuple):
     Attributes:
         name: of the pool.
         directory: of its files.
-        wishes: of the client that starts it.
+        fingerprint: of the client that starts it.
         spec: the model, pickled for the workers.
         options: of the engine, without anything that only the client can import.
         transport: makes what the workers are reached by.
@@ -138,7 +138,7 @@ class PoolBoot(NamedTuple):
 
     name: str
     directory: str
-    wishes: Wishes
+    fingerprint: Fingerprint
     spec: bytes
     options: Any
     transport: MakeTransport

@@ -32,12 +32,12 @@ from ..engine.timer import start_thread
 from ..supervision.supervisor import Overlap
 from .client_requests import ClientRequests, Deferred
 from .election import Leadership
+from .fingerprint import Fingerprint
 from .linger import Linger
 from .pool_acceptor import PoolAcceptor, greet, is_client
 from .pool_memory import PoolMemory
 from .pool_protocol import PARTING, WORKERS, own_fault, times, unpack
 from .sessions import Session
-from .wishes import Wishes
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class PoolServer:
     Args:
         listener: the pool's socket.
         engine: not started yet; ended by ``run``.
-        wishes: of whoever has started the pool.
+        fingerprint: of whoever has started the pool.
         memory: what the workers read.
         leadership: given up when the pool retires, or has ended.
     """
@@ -61,13 +61,13 @@ class PoolServer:
         name: str,
         listener: socket.socket,
         engine: Engine,
-        wishes: Wishes,
+        fingerprint: Fingerprint,
         leadership: Leadership,
         memory: PoolMemory,
     ) -> None:
         self._name = name
         self._engine = engine
-        self._wishes = wishes
+        self._fingerprint = fingerprint
         self._leadership = leadership
         self._memory = memory
         self._selector = selectors.DefaultSelector()
@@ -151,7 +151,7 @@ class PoolServer:
             with self._sparing_others(session):
                 if session.memory is not None:
                     session.memory.review()
-                if session.hello is not None and session.hello.wishes is not None:
+                if session.hello is not None and session.hello.fingerprint is not None:
                     session.tell(self._about_workers())
         self._send_all()
 
@@ -176,7 +176,7 @@ class PoolServer:
         return Deferred(timeout, lambda: self._engine.wait_restarted(restart, 0))
 
     def _status(self) -> dict[str, Any]:
-        clients = [each for each in self._sessions if each.hello and each.hello.wishes]
+        clients = [each for each in self._sessions if each.hello and each.hello.fingerprint]
         return {
             "name": self._name,
             "pid": os.getpid(),
@@ -185,7 +185,7 @@ class PoolServer:
             "clients": sorted((each.pid, len(each.calls)) for each in clients),
             "stats": self._engine.stats(),
             "workers": self._engine.workers(),
-            "wishes": dict(self._wishes),
+            "fingerprint": dict(self._fingerprint),
         }
 
     # -- the loop
@@ -296,8 +296,8 @@ class PoolServer:
 
     def _greet(self, session: Session, message: Any) -> None:
         if self._leadership.is_over and is_client(message):
-            raise EOFError  # it has come just before: the next pool may have what it wishes
-        if greet(session, message, self._wishes):
+            raise EOFError  # it has come just before: the next pool may have what it wants
+        if greet(session, message, self._fingerprint):
             assert session.hello is not None
             self._linger.joined(session.hello.linger)
             session.tell(self._about_workers())
@@ -309,7 +309,7 @@ class PoolServer:
             return
         self._selector.unregister(session.connection)
         self._sessions.discard(session)
-        if session.hello is not None and session.hello.wishes is not None:
+        if session.hello is not None and session.hello.fingerprint is not None:
             self._linger.left(time.monotonic())
         self._requests.due = -math.inf  # questions of it may wait
         session.close()

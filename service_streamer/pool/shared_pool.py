@@ -18,6 +18,7 @@ from ..workers.process import ProcessTransport
 from ..workers.starting import ByValue, has_main
 from . import pool_protocol
 from .directory import own_directory, paths_of
+from .fingerprint import fingerprint_of
 from .pool_calls import PoolBook
 from .pool_client import PoolClient
 from .pool_link import Connector
@@ -25,7 +26,6 @@ from .pool_log import opened_log
 from .pool_process import main_module
 from .pool_protocol import PROTOCOL, Hello, MakeTransport, PoolBoot
 from .support import why_unsupported
-from .wishes import wishes_of
 
 #: A pool may have been scaled to so many workers, or to more if it began with more. Arbitrary.
 _MOST_WORKERS = 16
@@ -72,7 +72,7 @@ def pool_clients(
     spec = make_spec(model, options, has_lengths=lengths is not None)
     cannot_load = spec.cannot_load
     pickled = encode_spec(spec, by_value)
-    wishes = wishes_of(model, options, __version__)
+    fingerprint = fingerprint_of(model, options, __version__)
     is_by_value = by_value.is_used or not has_this_main
     # Only what the pool itself needs: it imports nothing of the model's.
     for_pool = dataclasses.replace(
@@ -97,7 +97,7 @@ def pool_clients(
         return PoolBoot(
             name=name,
             directory=directory,
-            wishes=wishes,
+            fingerprint=fingerprint,
             spec=pickled,
             options=for_pool,
             transport=transport,
@@ -115,7 +115,7 @@ def pool_clients(
     most_in_flight = 2 * options.batch_size * max(options.most_workers, _MOST_WORKERS)
 
     def client() -> PoolClient:
-        hello = Hello(PROTOCOL, "client", os.getpid(), wishes, options.linger)
+        hello = Hello(PROTOCOL, "client", os.getpid(), fingerprint, options.linger)
         memory = SharedMemory(options.shared_memory_limit)
         arena = memory.arena
         own_memory = None if arena is None else arena.memory

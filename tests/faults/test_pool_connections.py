@@ -168,9 +168,9 @@ def test_a_client_that_keeps_results_leaves_room_for_others(shared: Shared, memo
 def test_a_pool_stays_as_long_as_a_client_has_wished_that_left_at_once(shared: Shared) -> None:
     streamer = shared(models.double, shared="a", linger=0)
     streamer.wait_ready()
-    pid, wishes = pool_pid(), ask_pool("a", "status")["wishes"]
+    pid, fingerprint = pool_pid(), ask_pool("a", "status")["fingerprint"]
     os.kill(pid, signal.SIGSTOP)
-    with greeting("a", wishes, linger=60):
+    with greeting("a", fingerprint, linger=60):
         pass
     os.kill(pid, signal.SIGCONT)
     streamer.stats()

@@ -139,7 +139,7 @@ def test_clients_go_on_with_a_pool_that_has_given_up_its_name(
 ) -> None:
     calls = callers(2)
     old = ask_pool("a", "replace")
-    other = shared(models.echo, shared="a")  # other wishes: a new version, say
+    other = shared(models.echo, shared="a")  # a new version, say
     assert other.predict([1]) == [1]
     assert pool_pid() != old
     assert end(calls)
@@ -150,7 +150,7 @@ def test_clients_go_on_with_a_pool_that_has_given_up_its_name(
 def test_a_client_that_came_while_a_pool_gave_up_its_name_finds_the_next_one(
     shared: Shared,
 ) -> None:
-    """It is refused for no wishes that the next pool may have."""
+    """It is refused for no difference from a pool that has given up its name."""
     streamer = shared(models.double, shared="a")
     streamer.predict([1])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

@@ -61,7 +61,7 @@ def status(name: str) -> None:
             (f"client {pid}", f"{_counted(calls, 'open call')}{_command(pid)}")
             for pid, calls in found["clients"]
         ),
-        *found["wishes"].items(),
+        *found["fingerprint"].items(),
     ]
     for title, text in rows:
         click.echo(f"{title:22} {text}")
