@@ -101,47 +101,30 @@ def test_calls_that_come_while_a_pool_ends_go_to_the_next_one_in_order(
             assert future.result() == result
 
 
-@pytest.mark.parametrize(
-    ("options", "resumes", "size", "why"),
-    [
-        ({}, True, 1, None), ({}, None, 1, None), ({}, False, 1, "the model has no resume"),
-        ({}, True, 5 << 20, "too large to keep"), ({"retry": False}, True, 1, "retry is False"),
-    ],
-)  # fmt: skip
-def test_a_stream_goes_on_after_its_outputs_if_these_were_kept(
-    client: Client, pool: FakePool, options: dict[str, Any], resumes: bool | None, size: int,
-    why: str | None,
-) -> None:  # fmt: skip
-    stream = client(Countdown, 4, **options).stream("item", timeout=3000)
+def test_a_stream_is_sent_again_until_outputs_of_it_were_handed_out(
+    client: Client, pool: FakePool
+) -> None:
+    stream = client(Countdown, 4).stream("item", timeout=3000)
     deadlines = set()
-    outputs = [pack("x" * size), pack("y")]
     for n in range(3):
         with pool.accepted() as peer:
-            number, payloads, deadline, *_, kept = peer.receive()
+            number, payloads, deadline, *_, is_stream = peer.receive()
             assert [*map(pickle.loads, payloads)] == ["item"]
-            assert kept == outputs[:n]
+            assert is_stream
             deadlines.add(deadline)
-            assert len(deadlines) == 1
             if n == 2:
-                peer.send((number, pack("z"), None))
-                assert [*stream] == ["z"]
-                break
-            peer.send((protocol.WORKERS, resumes), (number, outputs[n]))
-            assert len(next(stream)) == (size if n == 0 else 1)
-        if why is not None:
-            with pytest.raises(WorkerLost, match=why):
-                next(stream)
-            break
+                peer.send((number, pack("x")))
+                assert next(stream) == "x"
+    assert len(deadlines) == 1
+    with pytest.raises(WorkerLost, match="outputs of it were handed out"):
+        next(stream)
 
 
-def test_a_stream_that_is_held_is_held_by_the_next_pool_too(client: Client, pool: FakePool) -> None:
+def test_a_stream_whose_consumer_is_behind_is_paused(client: Client, pool: FakePool) -> None:
     stream = client(Countdown, 4).stream(100, timeout=None, max_buffered=4)
     with pool.accepted() as peer:
         number = peer.receive()[0]
         peer.send(*((number, pack(n)) for n in range(1, 20)))
-        assert peer.receive() == (protocol.HOLD_STREAM, number)
-    with pool.accepted() as peer:
-        assert peer.receive()[0] == number
         assert peer.receive() == (protocol.HOLD_STREAM, number)
         assert [next(stream) for _ in range(19)] == [*range(1, 20)]
         assert peer.receive() == (protocol.RESUME_STREAM, number)

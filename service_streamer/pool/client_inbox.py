@@ -70,7 +70,6 @@ class ClientInbox:
         elif kind == PARTING:
             self._book.calls.read = number
         elif kind == WORKERS:
-            self._book.calls.resumes = number
             self.on_workers()
 
     def _deliver(self, answers: list[tuple[Any, ...]]) -> None:

@@ -257,10 +257,10 @@ class ClientLoop:
                 logging.WARNING, "pool %s is gone with %s that may not be computed again",
                 self._connector.name, counted(len(lost), "call"),
             )  # fmt: skip
-            why = "retry is False" if not self._may_rerun else self._calls.why_not_resumed
-            text = f"the pool died, or the connection to it, while it held this call, and {why}"
+            text = "the pool died, or the connection to it, while it held this call, and "
+            why = "outputs of it were handed out" if self._may_rerun else "retry is False"
             for call, reply in replies:
-                answer(call, reply, failure=Failure(WorkerLost(text)))
+                answer(call, reply, failure=Failure(WorkerLost(text + why)))
 
     def fail_all(self, failure: Failure) -> None:
         """No pool can be had: nothing that is open will be computed."""

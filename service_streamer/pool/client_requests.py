@@ -147,9 +147,9 @@ def _call_of(session: Session, message: tuple[Any, ...], *, more: bool) -> Call 
     """The call of a message; None if it has failed."""
     if len(message) == 3:  # as nearly all
         number, payload, deadline = message
-        payloads, precedence, lengths, handed_out = (payload,), None, None, None
+        payloads, precedence, lengths, is_stream = (payload,), None, None, False
     else:
-        number, payloads, deadline, precedence, lengths, handed_out = message
+        number, payloads, deadline, precedence, lengths, is_stream = message
     try:
         items = session.taken(number, payloads)
     except Exception as error:  # the client's memory cannot be read: nobody else suffers
@@ -165,9 +165,8 @@ def _call_of(session: Session, message: tuple[Any, ...], *, more: bool) -> Call 
         ORDINARY if precedence is None else Precedence(*precedence),
         False,  # the client watches the time
         more,
-        handed_out is not None,
+        is_stream,
     )
-    call.handed_out = handed_out or None
     session.calls[number] = call  # before it can be over
     return call
 

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from ..observe.record import Timing
 from ..remote.call_book import CallBook
-from ..remote.open_calls import Inflow, OpenCalls, RemoteCall
-from .client_memory import inline
+from ..remote.open_calls import OpenCalls, RemoteCall
 from .pool_protocol import ASK, HOLD_STREAM, RESUME_STREAM, WITHDRAW, pack
 
 #: Calls that may wait if nothing bounds them.
@@ -72,27 +71,6 @@ class PoolCall(RemoteCall):
         """Whether it is a stream of which outputs were handed out."""
         return self.inflow is not None and self.inflow.handed_out > 0
 
-    def go_on_after(self, outputs: list[bytes]) -> None:
-        """Make what is sent one by which a stream goes on after these outputs."""
-        self.sent = (*self.sent[:-1], outputs)
-
-
-class ResumableInflow(Inflow):
-    """A stream's outputs, kept at the client: the next pool goes on where they end.
-
-    The item is in the call's message until it is over. Outputs in shared memory are copied: it is
-    the pool's, which needs it for others.
-    """
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keep([])
-
-    def keep(self, payloads: list[Any]) -> None:
-        super().keep(inline(payloads))
-
 
 class Question:
     """What a client asks the pool beside its calls: about its state, its workers and its model.
@@ -116,8 +94,6 @@ class PoolCalls(OpenCalls):
     Attributes:
         questions: those without an answer, by number.
         read: how many calls this pool has read, once it has said that it reads no more.
-        resumes: whether the model can go on with a stream that has begun; None while that is not
-            known.
     """
 
     _calls: dict[int, PoolCall]  # type: ignore[assignment]
@@ -129,7 +105,6 @@ class PoolCalls(OpenCalls):
         self._position = 0
         self.questions: dict[int, Question] = {}
         self.read: int | None = None
-        self.resumes: bool | None = None
         #: Leases of items that workers of this pool may be reading, also for calls that are over.
         self._lent: dict[int, Sequence[Any]] = {}
 
@@ -157,8 +132,6 @@ class PoolCalls(OpenCalls):
     def _send(self, sink: FrameSink, call: PoolCall) -> None:
         sent = functools.partial(self._sent, call, call.leases)
         call.key = sink.put(call.sent, call.size, sent)
-        if call.inflow is not None and call.inflow.is_held:
-            sink.put((HOLD_STREAM, call.number))
 
     def _sent(self, call: PoolCall, leases: Sequence[Any]) -> None:
         """The pool is about to get a call. In any thread, one at a time."""
@@ -194,8 +167,7 @@ class PoolCalls(OpenCalls):
 
         The sink must have come to its end before.
         The others go to the next pool: all that this one had not read, and with ``may_rerun`` those
-        that it may have computed. Streams go on after the outputs that have come, if these were
-        kept and the model can do so.
+        that it may have computed, but for streams of which outputs were handed out.
         """
         self._sink = None
         self._lent.clear()
@@ -203,7 +175,7 @@ class PoolCalls(OpenCalls):
         for call in self._calls.values():
             was_read = 0 < call.position <= (call.position if self.read is None else self.read)
             call.position = 0
-            if was_read and not (may_rerun and self._can_go_on(call)):
+            if was_read and (call.has_begun or not may_rerun):
                 lost.append(call)
             else:
                 self._unsent[call.number] = call
@@ -212,23 +184,6 @@ class PoolCalls(OpenCalls):
         for call in lost:
             self._over(call)
         return lost
-
-    def _can_go_on(self, call: PoolCall) -> bool:
-        """Whether another pool can compute it. Prepares a stream that has begun for that."""
-        if not call.has_begun:
-            return True
-        assert call.inflow is not None
-        outputs = call.inflow.kept
-        if outputs is None or self.resumes is False:
-            return False
-        call.go_on_after(outputs)
-        return True
-
-    @property
-    def why_not_resumed(self) -> str:
-        """Why a stream cannot go on with another pool, to follow a sentence."""
-        why = "the model has no resume" if self.resumes is False else "they are too large to keep"
-        return f"outputs of it were handed out; {why}"
 
     def hold(self, call: RemoteCall, *, is_held: bool) -> None:
         assert isinstance(call, PoolCall)

@@ -46,7 +46,7 @@ from ..workers.memory.shared_memory import Placed
 from ..workers.protocol import Failure
 from .client_inbox import ClientInbox
 from .client_loop import ClientDoorbell, ClientLoop
-from .pool_calls import PoolBook, PoolCall, PoolCalls, Question, ResumableInflow
+from .pool_calls import PoolBook, PoolCall, PoolCalls, Question
 from .pool_link import Connector
 from .pool_protocol import pack, times
 
@@ -85,7 +85,6 @@ class PoolClient(RemoteClient[PoolCalls]):
         self._codec = codec
         self._memory = memory
         self.lengths = lengths
-        self._may_rerun = may_rerun
         self._made_in = os.getpid()
         self._inbox = ClientInbox(book, deliveries)
         self._loop = ClientLoop(
@@ -108,22 +107,17 @@ class PoolClient(RemoteClient[PoolCalls]):
         leases = [each for each in payloads if type(each) is Placed]
         if leases:
             payloads = [each.wire if type(each) is Placed else each for each in payloads]
-        outputs: list[bytes] | None = [] if call.is_stream else None
         size = sum(map(len, payloads))
         sent: tuple[Any, ...]
-        if len(payloads) == 1 and precedence is lengths is None and outputs is None:
+        if len(payloads) == 1 and precedence is lengths is None and not call.is_stream:
             sent = (number, payloads[0], until)
         else:
-            sent = (number, payloads, until, precedence, lengths, outputs)
+            sent = (number, payloads, until, precedence, lengths, call.is_stream)
         mark = b"s" if call.is_stream else b""
-        remote = PoolCall(number, sent, size, call.timeout, deadline, call.reply, mark, leases)
-        if call.is_stream and self._may_rerun and self._calls.resumes is not False:
-            remote.inflow = ResumableInflow()
-        return remote
+        return PoolCall(number, sent, size, call.timeout, deadline, call.reply, mark, leases)
 
     def _address_again(self, call: RemoteCall, payloads: list[bytes]) -> None:
-        assert isinstance(call, PoolCall)
-        call.go_on_after(payloads)
+        raise NotImplementedError  # no pool says that a stream is to go on elsewhere
 
     def submit(self, call: Call) -> None:
         if self.lengths is not None:

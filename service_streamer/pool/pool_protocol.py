@@ -6,15 +6,12 @@
     (number, payload, deadline): a call,             (number, outputs, queued, spent): an answer
      most often                                      (number, outputs or Failure, timing or None)
     (number, payloads, deadline, precedence,         (number, output): of a stream
-     lengths, handed_out): any other
+     lengths, is_stream): any other
     (WITHDRAW, number): of a call or question        (FREED, numbers): calls of which no worker
     (HOLD or RESUME, number): a stream                reads large items any more
     (ASK, number, method, arguments)                 (ANSWER, number, value or Failure)
     (RELEASED, 0, blocks): of shared memory          (PARTING, how many calls it has read)
-                                                     (WORKERS, resumes): one is ready or lost
-
-``handed_out`` is None except for a stream: the outputs that it has had from another pool.
-``resumes`` says whether the model can go on with such a stream; None while that is not known.
+                                                     (WORKERS, 0): one is ready or lost
 
 Outputs are those of a call, or the only one. ``queued`` and ``spent`` are of ``Timing``: what
 comes before the batch, and what is the same for all calls of a batch, which is pickled once.

@@ -152,12 +152,8 @@ class PoolServer:
                 if session.memory is not None:
                     session.memory.review()
                 if session.hello is not None and session.hello.fingerprint is not None:
-                    session.tell(self._about_workers())
+                    session.tell((WORKERS, 0))
         self._send_all()
-
-    def _about_workers(self) -> tuple[int, bool | None]:
-        """What clients know of the workers; it changes when the first one is ready."""
-        return WORKERS, self._engine.resumes if self._engine.has_steps else None
 
     def _send_all(self) -> None:
         """Send the answers that have come. In the engine's thread, and in this one."""
@@ -300,7 +296,6 @@ class PoolServer:
         if greet(session, message, self._fingerprint):
             assert session.hello is not None
             self._linger.joined(session.hello.linger)
-            session.tell(self._about_workers())
             if self._ending is not None:
                 session.tell((PARTING, 0))
 

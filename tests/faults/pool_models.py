@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stream_models import Countdown, Resumed
+from stream_models import Countdown
 
 
 def large_or_small(batch: list[str]) -> list[bytes | str]:
@@ -40,19 +40,3 @@ def fail_in_turn(starts: Path, errors: Sequence[Exception | int | None]) -> None
         os._exit(error)
     if error is not None:
         raise error
-
-
-class LargeOutputs(Resumed):
-    """Its outputs are so large that they come through shared memory, all but every third."""
-
-    def step(self, states: list[dict[str, Any]]) -> list[tuple[Any, bool]]:
-        return [(large_output(made), is_last) for made, is_last in super().step(states)]
-
-    def resume(self, item: dict[str, Any], outputs: list[Any]) -> dict[str, Any]:
-        assert outputs == [large_output(made) for made in range(1, len(outputs) + 1)]
-        outputs[0][0] += 1  # it may write there, too
-        return {**item, "made": len(outputs)}
-
-
-def large_output(made: int) -> bytearray:
-    return bytearray(made.to_bytes(4, "little") * (25_000 if made % 3 else 2))

@@ -18,7 +18,7 @@ import numpy as np
 import pool_models
 import pytest
 from fault_processes import GONE, Watch, await_line, descendants, running
-from pool_models import LargeOutputs, echo_or_pid, large_output
+from pool_models import echo_or_pid
 
 import models
 from cases import long_cases
@@ -300,63 +300,31 @@ def test_pools_that_are_killed_at_their_start_are_replaced(
     assert starts.stat().st_size == 6
 
 
-# -- streams, with which the next pool goes on
+# -- streams
 
 
 FOR_EVER = 10**9
 
 
-def kill_pool(streamer: Streamer) -> None:
-    streamer.wait_ready()  # what has come may have been enough until here
-    pid = pool_pid()
-    os.kill(pid, signal.SIGKILL)
-    assert await_end(pid, 60)
-
-
-def test_outputs_in_shared_memory_go_to_the_next_pool(shared: Shared) -> None:
-    streamer = shared(LargeOutputs, 4, shared="a")
-    stream = streamer.stream({"n": 12, "item": bytearray(100_000)}, max_buffered=4)
-    got = [next(stream) for _ in range(5)]
-    kill_pool(streamer)
-    got += [next(stream) for _ in range(2)]
-    kill_pool(streamer)
-    got += stream
-    assert got == [large_output(made) for made in range(1, 13)]
-
-
-def test_streams_are_held_and_closed_without_a_pool(shared: Shared) -> None:
+def test_a_stream_begins_again_with_the_next_pool_if_no_output_has_come_and_fails_otherwise(
+    shared: Shared,
+) -> None:
     streamer = shared(Resumed, 4, shared="a")
-    resting, left, late = (
+    quiet = streamer.stream({"n": 3, "every": FOR_EVER}, timeout=None)
+    begun, left, late = (
         streamer.stream({"n": FOR_EVER}, timeout=None, max_buffered=4) for _ in range(3)
     )
-    got = [next(resting)]
-    assert next(left) == next(late) == 1
+    assert next(begun) == next(left) == next(late) == 1
+    streamer.wait_ready()
     pid = pool_pid()
     os.kill(pid, signal.SIGSTOP)  # what is said to it now it never reads
     left.close()
     os.kill(pid, signal.SIGKILL)
-    await_that(lambda: streamer.stats().in_flight == 2)
-    late.close()
-    await_that(lambda: streamer.stats().in_flight == 1)
-    got += [next(resting) for _ in range(1000)]
-    assert got == [*range(1, 1002)]
-    resting.close()
-    await_that(lambda: streamer.stats().in_flight == 0)
-
-
-def test_a_stream_begins_again_of_which_no_output_has_come_and_goes_on_with_resume_only(
-    shared: Shared,
-) -> None:
-    streamer = shared(Countdown, 4, shared="a")
-    quiet = streamer.stream({"n": 3, "every": FOR_EVER}, timeout=None)
-    kill_pool(streamer)
     assert [*quiet] == []
-    streamer.wait_ready()
-    with connected("a") as peer:
-        peer.send((1, [pack(10)], None, None, None, [pack(1)]))
-        failure = peer.receive_kind(1)[1]
-    assert isinstance(failure.exception(), WorkerLost)
-    assert "the model has no resume" in failure.text
+    with pytest.raises(WorkerLost, match="outputs of it were handed out"):
+        list(begun)
+    late.close()
+    assert streamer.stats().in_flight == 0
 
 
 # -- large items and results, and what is left of them
