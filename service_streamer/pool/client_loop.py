@@ -167,7 +167,7 @@ class ClientLoop:
         self._rest_until_called(opened)  # which tries again
 
     def _broken(self, opened: Opened, failures: int) -> StreamerBroken:
-        why = "its log says why: the file of pool_log, or this process's stderr"
+        why = f"its log says why: {self._connector.log}"
         if opened.failure is not None:
             why = opened.failure.why
         often = f"{failures} times " if failures > 1 else ""

@@ -2,6 +2,7 @@
 
     NAME.lock   locked by the pool's process for as long as it has the name; never read
     NAME.sock   its socket
+    NAME.log    its log, unless it has another one; stays
 
 Only its user may enter the directory, so whoever connects is this user, as root may be. The peers
 look at each other's user all the same.
@@ -31,6 +32,7 @@ class PoolPaths(NamedTuple):
 
     lock: str
     socket: str
+    log: str
 
 
 def private_directory(environment: Mapping[str, str], user: int, *, fallback: str = "/tmp") -> str:
@@ -121,7 +123,8 @@ def paths_of(name: str, directory: str) -> PoolPaths:
             f"the path {socket} has {size} bytes, and that of a socket at most {_LONGEST_PATH}; "
             "choose a shorter name, or set XDG_RUNTIME_DIR to a directory with a shorter path"
         )
-    return PoolPaths(os.path.join(directory, f"{name}.lock"), socket)
+    lock, log = (os.path.join(directory, f"{name}.{kind}") for kind in ("lock", "log"))
+    return PoolPaths(lock, socket, log)
 
 
 def names_in(directory: str) -> list[str]:

@@ -53,6 +53,7 @@ class Connector:
         hello: for the pool.
         memory: where large items of this client are; may be let go of.
         user: the id of the user whose directory that is.
+        log: the file of the pool's log; None for this process's stderr.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class Connector:
         boot: Callable[[int, int], PoolBoot],
         memory: Memory | None,
         user: int,
+        log: str | None,
     ) -> None:
+        self.log = log or "this process's stderr"
         self.name = name
         self.paths = paths
         self._hello = hello

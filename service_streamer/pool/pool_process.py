@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
-import logging
+import logging.handlers
 import multiprocessing.process
 import os
 import pickle
@@ -32,7 +33,6 @@ from ..workers.starting import find_interpreter, startable
 from .directory import paths_of
 from .election import Leadership
 from .pool_acceptor import turn_away
-from .pool_log import PoolLog, opened_log
 from .pool_memory import PoolMemory
 from .pool_protocol import Items, PoolBoot, Unserved, times
 from .pool_server import PoolServer
@@ -83,18 +83,29 @@ def start_pool(boot: PoolBoot) -> None:
 
 @contextlib.contextmanager
 def _log_of(boot: PoolBoot) -> Iterator[int]:
-    """Where the log goes: to the file that is wished, or else where this process's stderr goes."""
+    """Where the log goes, and what this process and its workers print."""
     if boot.log is None:
         yield _log_descriptor()
         return
     try:
-        descriptor = opened_log(boot.log)
+        descriptor = open_log(boot.log)
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise
         raise StreamerBroken(f"the pool has no log: {error}; see pool_log") from None
     try:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def open_log(path: str) -> int:
+    """A descriptor that appends to the file, which is made if it is not there.
+
+    Raises:
+        OSError: it cannot be written to.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
 
 
 def _log_descriptor() -> int:
@@ -127,9 +138,9 @@ def run_pool(file: BinaryIO) -> None:
         os.set_inheritable(descriptor, False)
     _set_title(f"service-streamer pool {boot.name}")
     _pose_as(boot.main)
-    log = PoolLog(2, f"%(asctime)s pool {boot.name}: %(levelname)s: %(message)s", boot.log)
-    log.catch_output()
-    logging.basicConfig(handlers=[log])
+    layout = f"%(asctime)s pool {boot.name}: %(levelname)s: %(message)s"
+    handler = logging.StreamHandler() if boot.log is None else _PoolLog(boot.log)
+    logging.basicConfig(handlers=[handler], format=layout)
     logging.getLogger("service_streamer").setLevel(boot.log_level)
     leadership = Leadership(boot.lock, paths_of(boot.name, boot.directory))
     listener = socket.socket(fileno=boot.listener)
@@ -149,7 +160,16 @@ def run_pool(file: BinaryIO) -> None:
         server.run()
     finally:
         leadership.resign()
-        log.end(times.last_log)
+
+
+class _PoolLog(logging.handlers.WatchedFileHandler):
+    """Begins a new file if the last one was renamed or removed, as by logrotate."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # no new file can be made: to raise would end who has logged the line
+            self.handleError(record)
 
 
 def _handle_signals(server: PoolServer) -> None:

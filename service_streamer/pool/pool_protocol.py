@@ -62,7 +62,6 @@ class PoolTimes:
             30 s to finish their requests.
         term_drain: then, how long the calls that were read may take. Together less than the 90 s
             after which systemd kills all that is left.
-        last_log: for the last lines of the log to be read.
     """
 
     answer: float = 5.0
@@ -73,7 +72,6 @@ class PoolTimes:
     first_client: float = 30.0
     term_grace: float = 45.0
     term_drain: float = 30.0
-    last_log: float = 1.0
 
 
 #: Of this process, and of the pools that it starts.
@@ -127,7 +125,7 @@ class PoolBoot(NamedTuple):
         main: of the client's main module, for the workers: see ``multiprocessing.spawn``.
         has_lengths: whether calls come with the lengths of their items.
         log_level: for the loggers of this package.
-        log: the file of the log; None for this client's stderr.
+        log: the file of the log; None for the stderr of the process that starts it.
         prepare: called before the pool serves; None for nothing.
         times: how long it waits.
         lock, listener: descriptors.

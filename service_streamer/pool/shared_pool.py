@@ -22,8 +22,7 @@ from .fingerprint import fingerprint_of
 from .pool_calls import PoolBook
 from .pool_client import PoolClient
 from .pool_link import Connector
-from .pool_log import opened_log
-from .pool_process import main_module
+from .pool_process import main_module, open_log
 from .pool_protocol import PROTOCOL, Hello, MakeTransport, PoolBoot
 from .support import why_unsupported
 
@@ -60,11 +59,15 @@ def pool_clients(
             f'mp_start_method="{options.mp_start_method}" does not work with shared=: the workers '
             'are those of the pool\'s process, which has nothing of this one; use "spawn"'
         )
-    log = None if options.pool_log is None else os.path.abspath(options.pool_log)
-    if log is not None:
-        _check_log(log)
+    prepare = pool_protocol.preparation
     directory = own_directory()
     paths = paths_of(name, directory)
+    log: str | None = paths.log
+    if options.pool_log is not None:
+        log = os.path.abspath(options.pool_log)
+        _check_log(log)
+    elif prepare is not None:  # of a service, whose log has the lines of its pools
+        log = None
     user = os.geteuid()  # a forked child may become another one
     lengths = make_lengths(options.length, model)
     has_this_main = by_value is None and has_main()
@@ -90,8 +93,6 @@ def pool_clients(
             str.__str__(tenant): float(weight) for tenant, weight in options.tenant_weights.items()
         },
     )
-
-    prepare = pool_protocol.preparation
 
     def boot(lock: int, listener: int) -> PoolBoot:
         return PoolBoot(
@@ -120,7 +121,7 @@ def pool_clients(
         arena = memory.arena
         own_memory = None if arena is None else arena.memory
         return PoolClient(
-            Connector(name, paths, lambda: hello, boot, own_memory, user),
+            Connector(name, paths, lambda: hello, boot, own_memory, user, log),
             Codec(arena, by_value if is_by_value else None, cannot_load),
             memory,
             lengths,
@@ -143,6 +144,6 @@ def _plain_devices(devices: Any) -> Any:
 def _check_log(path: str) -> None:
     """Raises ValueError: it cannot be written to."""
     try:
-        os.close(opened_log(path))
+        os.close(open_log(path))
     except OSError as error:
         raise ValueError(f"pool_log: {path} cannot be written to: {error.strerror}") from None

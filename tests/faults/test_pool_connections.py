@@ -300,7 +300,7 @@ def test_a_question_is_taken_back_when_its_time_is_over(shared: Shared, pool: Fa
 
 
 def logged(path: Path) -> int:
-    """How often one was logged with its traceback; the pool's log is a little late."""
+    """How often one was logged with its traceback; the pool may log it a little late."""
     await_that(lambda: "Traceback" in path.read_text())
     return path.read_text().count(f"CRITICAL: the shared pool failed; {BUG}\nTraceback")
 

@@ -110,7 +110,7 @@ def end(processes: Callers) -> set[str]:
     for each in alive:
         out, err = each.communicate()
         assert each.returncode == 0, err
-        assert "Traceback" not in err  # the pool's log has its lines there, too
+        assert "Traceback" not in err
         [answers] = [line for line in out.splitlines() if line.startswith("answers ")]
         found.update(answers.split()[1:])
     return found
