@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 from ..engine.timer import Doorbell, rest_if_copied
-from ..errors import PoolMismatch, StreamerBroken, StreamerError, WorkerLost
+from ..errors import ModelError, PoolMismatch, StreamerBroken, StreamerError, WorkerLost
 from ..remote.call_book import CallBook, answer
+from ..remote.deliveries import Deliveries
+from ..remote.open_calls import OutputRun, RemoteAnswer
 from ..reporting import counted, quiet_log
 from ..workers.protocol import Failure
-from .client_inbox import ClientInbox
 from .pool_calls import PoolCall, PoolCalls
 from .pool_link import Connector, Opened, PoolLink, Refused
-from .pool_protocol import own_fault, times
+from .pool_protocol import ANSWER, FREED, PARTING, RELEASED, WORKERS, own_fault, times
 
 log = quiet_log(__name__)
 
@@ -32,6 +33,8 @@ _MOST_FAILURES = 5
 #: So often a client that no pool has served yet tries if what a pool said may pass; else once. The
 #: tries are so far apart that it serves with what comes up within two seconds.
 _MOST_IF_PASSING = 3
+
+_UNREADABLE = "a result cannot be read: this process has too many files open"
 
 #: Seconds between two attempts, from the first to the longest while no pool has ended.
 _FIRST_DELAY, _LONGEST_DELAY = 0.005, 0.1
@@ -79,9 +82,12 @@ class ClientLoop:
         connector: finds the pool, or starts it.
         book: of the client's calls.
         bell: of the same; gets the connection.
-        inbox: gets what has come.
+        deliveries: of what has come.
         is_done: whether the client has ended.
         may_rerun: whether a call may be computed twice.
+
+    Attributes:
+        on_workers: called when the workers of the pool, or the connection to it, have changed.
     """
 
     def __init__(
@@ -89,7 +95,7 @@ class ClientLoop:
         connector: Connector,
         book: CallBook[PoolCalls],
         bell: ClientDoorbell,
-        inbox: ClientInbox,
+        deliveries: Deliveries,
         is_done: Callable[[], bool],
         *,
         may_rerun: bool,
@@ -98,7 +104,8 @@ class ClientLoop:
         self._book = book
         self._calls = book.calls
         self._bell = bell
-        self._inbox = inbox
+        self._deliveries = deliveries
+        self.on_workers: Callable[[], None] = lambda: None
         self._is_done = is_done
         self._may_rerun = may_rerun
         self._has_served = False  # any pool
@@ -195,7 +202,7 @@ class ClientLoop:
                 return False
             self._connected(link)
             while messages is not None and not self._is_done():
-                self._inbox.take_in(messages)
+                self._take_in(link, messages)
                 messages = []  # or the last results would live until the next ones come
                 messages = link.read()
         except Refused:
@@ -219,6 +226,66 @@ class ClientLoop:
         if not calls:
             self.fail_all(failure)
 
+    def _take_in(self, link: PoolLink, messages: list[Any]) -> None:
+        answers: list[tuple[Any, ...]] = []
+        for message in messages:
+            if message[0] > 0:
+                answers.append(message)
+                continue
+            if answers:  # they came first
+                self._deliver(link, answers)
+                answers = []
+            self._hear(*message)
+        if answers:
+            self._deliver(link, answers)
+
+    def _hear(self, kind: int, number: Any, *values: Any) -> None:
+        if kind == ANSWER:
+            (value,) = values
+            question = self._calls.questions.pop(number, None)
+            if question is not None:  # else whoever has asked has gone
+                question.reply.set_result(value)
+        elif kind == FREED:
+            with self._book.lock:
+                self._calls.freed(number)
+        elif kind == PARTING:
+            self._calls.read = number
+        elif kind == WORKERS:
+            self.on_workers()
+
+    def _deliver(self, link: PoolLink, answers: list[tuple[Any, ...]]) -> None:
+        """Hand out what has come at a time, outputs of a stream before its end."""
+        ends: list[RemoteAnswer] = []
+        runs: dict[int, OutputRun] = {}
+        calls, results = self._calls, link.results
+        for message in answers:
+            number, outcome = message[0], message[1]
+            outputs = outcome if type(outcome) is list else [outcome]
+            is_whole = results is None or type(outcome) is bytes or results.received(outputs)
+            call = calls.get(number)
+            if call is None:
+                continue
+            if not is_whole:
+                ends.append(RemoteAnswer(number, [], Failure(ModelError(_UNREADABLE))))
+            elif len(message) == 2:  # an output of a stream
+                if number not in runs and call.inflow is not None:
+                    runs[number] = OutputRun(number, call.inflow.handed_out, [], b"")
+                runs[number].outputs.extend(outputs)
+            elif isinstance(outcome, Failure):
+                ends.append(RemoteAnswer(number, [], outcome))
+            else:
+                call.spent = message[2:] if len(message) == 4 else message[2]
+                ends.append(RemoteAnswer(number, outputs))
+        if runs:
+            self._deliveries.hand_out(runs.values())
+            self._book.answer_failed()  # streams whose consumers are too far behind
+        if ends:
+            self._deliveries.deliver(ends)
+        if results is not None and (released := results.pop_ended()):
+            link.put((RELEASED, 0, released))
+            if not len(calls):  # else it goes with what is sent next, or comes here again
+                link.write()
+
     def _pause(self, opened: Opened, seconds: float) -> None:
         """Wait so long, though callers ring meanwhile; or until this client ends."""
         until = time.monotonic() + seconds
@@ -234,9 +301,8 @@ class ClientLoop:
         with self._book.lock:
             self._bell.link = link
             self._calls.connected(link)
-            self._inbox.connected(link)
         link.write()
-        self._inbox.on_workers()
+        self.on_workers()
 
     def _disconnected(self, link: PoolLink) -> None:
         """The pool is gone: what it may not compute again fails."""
@@ -251,7 +317,7 @@ class ClientLoop:
                 self._book.changed.notify_all()
         if not was_connected:
             return
-        self._inbox.on_workers()
+        self.on_workers()
         if lost:
             log(
                 logging.WARNING, "pool %s is gone with %s that may not be computed again",

@@ -44,7 +44,6 @@ from ..workers.codec import Codec
 from ..workers.memory.memory_link import SharedMemory
 from ..workers.memory.shared_memory import Placed
 from ..workers.protocol import Failure
-from .client_inbox import ClientInbox
 from .client_loop import ClientDoorbell, ClientLoop
 from .pool_calls import PoolBook, PoolCall, PoolCalls, Question
 from .pool_link import Connector
@@ -86,9 +85,8 @@ class PoolClient(RemoteClient[PoolCalls]):
         self._memory = memory
         self.lengths = lengths
         self._made_in = os.getpid()
-        self._inbox = ClientInbox(book, deliveries)
         self._loop = ClientLoop(
-            connector, book, self._bell, self._inbox, self._is_done, may_rerun=may_rerun
+            connector, book, self._bell, deliveries, self._is_done, may_rerun=may_rerun
         )
 
     # -- calls
@@ -170,7 +168,7 @@ class PoolClient(RemoteClient[PoolCalls]):
 
     def when_workers_change(self, callback: Callable[[], None]) -> None:
         """As the engine's. Also called when the connection to the pool changes."""
-        self._inbox.on_workers = callback
+        self._loop.on_workers = callback
 
     @property
     def pool_pid(self) -> int | None:
@@ -307,7 +305,6 @@ class PoolClient(RemoteClient[PoolCalls]):
             if thread is not threading.current_thread():
                 thread.join()
         # What still looks at it, or writes there, can.
-        self._inbox.close()
         self._connector.memory = None
         self._memory.close()
         self._codec.close()

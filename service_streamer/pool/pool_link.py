@@ -15,10 +15,8 @@ from typing import Any
 from ..errors import StreamerError
 from ..workers.memory.shared_memory import Memory
 from ..workers.protocol import FrameReader
-from .client_memory import ResultMemory, first_sent, first_taken
-from .directory import PoolPaths, make_private
-from .election import elected, listening
-from .outbox import Outbox, user_of
+from .directory import PoolPaths, elected, listening, make_private
+from .pool_memory import ResultMemory
 from .pool_process import start_pool
 from .pool_protocol import (
     FAILED,
@@ -27,10 +25,14 @@ from .pool_protocol import (
     REFUSED,
     WELCOME,
     Hello,
+    Outbox,
     PoolBoot,
     Unserved,
     pack,
+    send_first,
+    take_first,
     unpack,
+    user_of,
 )
 
 #: Held while there are descriptors that a forked child would keep without knowing it.
@@ -110,7 +112,7 @@ class Connector:
                 return None
             link = opened.link = PoolLink(self.name, connection, opened)
         with contextlib.suppress(OSError):  # the pool is gone again, as reading will show
-            first_sent(connection, None if self.memory is None else self.memory.descriptor)
+            send_first(connection, None if self.memory is None else self.memory.descriptor)
         link.put((*self._hello(),))
         link.write()
         return link
@@ -359,8 +361,8 @@ class PoolLink:
         return messages
 
     def _begin(self) -> None:
-        """Raises BlockingIOError, EOFError, OSError: see ``first_taken``."""
-        descriptor = first_taken(self._connection)
+        """Raises BlockingIOError, EOFError, OSError: see ``take_first``."""
+        descriptor = take_first(self._connection)
         self._has_begun = True
         if descriptor is not None:
             self.results = ResultMemory(descriptor)

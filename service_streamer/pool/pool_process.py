@@ -30,12 +30,10 @@ from ..engine.build import assemble
 from ..errors import StreamerBroken
 from ..reporting import summary
 from ..workers.starting import find_interpreter, startable
-from .directory import paths_of
-from .election import Leadership
-from .pool_acceptor import turn_away
+from .directory import Leadership, paths_of
 from .pool_memory import PoolMemory
 from .pool_protocol import Items, PoolBoot, Unserved, times
-from .pool_server import PoolServer
+from .pool_server import PoolServer, turn_away
 
 #: The first process ends at once, so that the second is nobody's child: no one has to wait for it.
 _PROGRAM = """\
@@ -173,7 +171,7 @@ class _PoolLog(logging.handlers.WatchedFileHandler):
 
 
 def _handle_signals(server: PoolServer) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: server.terminated())
+    signal.signal(signal.SIGTERM, lambda *_: server.terminate())
     signal.signal(signal.SIGINT, lambda *_: server.end(drain=False))
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else ignored, as by nohup
         # Unlike SIG_IGN no program inherits it that a worker's model starts.

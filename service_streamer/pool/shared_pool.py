@@ -17,14 +17,13 @@ from ..workers.memory.memory_link import SharedMemory
 from ..workers.process import ProcessTransport
 from ..workers.starting import ByValue, has_main
 from . import pool_protocol
-from .directory import own_directory, paths_of
+from .directory import own_directory, paths_of, why_unsupported
 from .fingerprint import fingerprint_of
 from .pool_calls import PoolBook
 from .pool_client import PoolClient
 from .pool_link import Connector
 from .pool_process import main_module, open_log
 from .pool_protocol import PROTOCOL, Hello, MakeTransport, PoolBoot
-from .support import why_unsupported
 
 #: A pool may have been scaled to so many workers, or to more if it began with more. Arbitrary.
 _MOST_WORKERS = 16

@@ -10,11 +10,21 @@ from typing import Any, BinaryIO
 
 from ..errors import StreamerBroken
 from ..workers.protocol import Failure
-from .client_memory import first_sent
-from .directory import names_in, own_directory, paths_of
-from .election import is_led
-from .outbox import HEADER_SIZE, framed, user_of
-from .pool_protocol import ANSWER, ASK, PROTOCOL, REFUSED, Hello, pack, times, unpack
+from .directory import is_led, names_in, own_directory, paths_of
+from .pool_protocol import (
+    ANSWER,
+    ASK,
+    HEADER_SIZE,
+    PROTOCOL,
+    REFUSED,
+    Hello,
+    framed,
+    pack,
+    send_first,
+    times,
+    unpack,
+    user_of,
+)
 
 #: Maximum seconds of one wait: the system refuses longer ones.
 _LONGEST_WAIT = 86400.0
@@ -54,7 +64,7 @@ def ask_pool(name: str, method: str, *arguments: Any, patience: float | None = N
             _, user = user_of(connection)
             if user not in (os.geteuid(), 0):
                 raise StreamerBroken(f"the socket {paths.socket} is that of another user ({user})")
-            first_sent(connection, None)
+            send_first(connection, None)
             connection.sendall(framed(question))
             with connection.makefile("rb") as file:
                 value = _read_answer(file)

@@ -16,8 +16,7 @@ from pathlib import Path
 from ..engine.operator_signals import SignalSocket
 from ..errors import PredictTimeout, StreamerClosed, StreamerError
 from ..options.table import StreamerOptions
-from ..pool.directory import own_directory, paths_of
-from ..pool.election import is_led
+from ..pool.directory import is_led, own_directory, paths_of
 from ..pool.pool_client import PoolClient
 from ..pool.visits import ask_pool, await_end
 from .hosted_model import ServiceFailed

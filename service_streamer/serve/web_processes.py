@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from ..pool.support import why_unsupported
+from ..pool.directory import why_unsupported
 from ..workers.environment import available_cores
 from .command_options import ServeOptions
 from .configuration import NamedModel
