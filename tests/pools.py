@@ -130,7 +130,7 @@ def greeting(
         connection.connect(str(folder() / f"{name}.sock"))
         with contextlib.closing(Peer(connection)) as peer:
             peer.begin(memory)
-            peer.send((*Hello(PROTOCOL, "peer", os.getpid(), fingerprint, linger),))
+            peer.send((*Hello(PROTOCOL, fingerprint, linger),))
             yield peer
 
 

@@ -17,7 +17,7 @@ from ..remote.open_calls import OutputRun, RemoteAnswer
 from ..reporting import counted, quiet_log
 from ..workers.protocol import Failure
 from .pool_calls import PoolCall, PoolCalls
-from .pool_link import Connector, Opened, PoolLink, Refused
+from .pool_link import Connector, PoolLink, Refused
 from .pool_protocol import ANSWER, FREED, PARTING, RELEASED, WORKERS, own_fault, times
 
 log = quiet_log(__name__)
@@ -45,14 +45,13 @@ class ClientDoorbell(Doorbell):
 
     Attributes:
         link: while connected.
-        opened: while the client's thread runs.
     """
 
-    def __init__(self, book: CallBook[PoolCalls]) -> None:
+    def __init__(self, book: CallBook[PoolCalls], connector: Connector) -> None:
         super().__init__()
         self._book = book
+        self._connector = connector
         self.link: PoolLink | None = None
-        self.opened: Opened | None = None
 
     def ring(self) -> None:
         link = self.link
@@ -66,13 +65,7 @@ class ClientDoorbell(Doorbell):
                 link.cut()
                 raise
         if link is None or self._book.is_abandoned:  # then it may have been the last call
-            self.wake()
-
-    def wake(self) -> None:
-        """Let the thread look whether this client has ended."""
-        opened = self.opened
-        if opened is not None:
-            opened.wake()
+            self._connector.wake()
 
 
 class ClientLoop:
@@ -118,13 +111,9 @@ class ClientLoop:
             try:
                 if self._is_done():
                     return
-                with self._connector.opened() as opened:
-                    self._bell.opened = opened
-                    try:
-                        while not self._is_done():
-                            self._serve(opened)
-                    finally:
-                        self._bell.opened = None
+                with self._connector.open():
+                    while not self._is_done():
+                        self._serve()
             except BaseException as error:  # callers must not wait for a dead thread
                 rest_if_copied(self._pid)
                 if isinstance(error, OSError):  # no descriptors: callers are told, until there are
@@ -133,36 +122,37 @@ class ClientLoop:
                     self.fail_all(own_fault(error))
                 time.sleep(_LONGEST_DELAY)
 
-    def _serve(self, opened: Opened) -> None:
+    def _serve(self) -> None:
         """Until no pool can be had, or this client ends."""
+        connector = self._connector
         failures, delay, served = 0, _FIRST_DELAY, time.monotonic()
         try:
             while not self._is_done():
-                elections = opened.elections
-                link = opened.connect()
-                if link is not None or opened.elections > elections:
-                    opened.failure = None  # that was another pool's
+                elections = connector.elections
+                link = connector.connect()
+                if link is not None or connector.elections > elections:
+                    connector.failure = None  # that was another pool's
                 if link is None:  # somebody else is about to listen, or about to end
-                    failures += opened.elections - elections
+                    failures += connector.elections - elections
                 elif self._visit(link):
                     failures, delay, served = 0, _FIRST_DELAY, time.monotonic()
                     self._has_served = True
                     # It was told to end, or what it sends makes us fail: until it is wanted.
                     if self._calls.read is not None or link.has_failed:
-                        self._rest_until_called(opened)
+                        self._rest_until_called()
                     continue
                 else:
                     failures += 1
                 is_failing = (
                     failures >= _MOST_FAILURES and time.monotonic() - served >= times.failing
                 )
-                may_pass = opened.failure is not None and opened.failure.may_pass
+                may_pass = connector.failure is not None and connector.failure.may_pass
                 # One that has served may do so again soon: what it needs may just be restarted.
-                if opened.failure is not None and not self._has_served:
+                if connector.failure is not None and not self._has_served:
                     is_failing |= failures >= (_MOST_IF_PASSING if may_pass else 1)
                 if is_failing and not self._is_done():
-                    raise self._broken(opened, failures)
-                self._pause(opened, times.between_failures if may_pass else delay)
+                    raise self._broken(failures)
+                self._pause(times.between_failures if may_pass else delay)
                 longest = times.between_failures if failures else _LONGEST_DELAY
                 delay = min(2 * delay, longest)
         except Refused as error:
@@ -171,12 +161,12 @@ class ClientLoop:
             self.fail_all(Failure(error))
         except OSError as error:
             self._fail_unreached(error)
-        self._rest_until_called(opened)  # which tries again
+        self._rest_until_called()  # which tries again
 
-    def _broken(self, opened: Opened, failures: int) -> StreamerBroken:
+    def _broken(self, failures: int) -> StreamerBroken:
         why = f"its log says why: {self._connector.log}"
-        if opened.failure is not None:
-            why = opened.failure.why
+        if self._connector.failure is not None:
+            why = self._connector.failure.why
         often = f"{failures} times " if failures > 1 else ""
         return StreamerBroken(
             f"the process of pool {self._connector.name!r} has ended {often}before it could serve; "
@@ -247,7 +237,7 @@ class ClientLoop:
                 question.reply.set_result(value)
         elif kind == FREED:
             with self._book.lock:
-                self._calls.freed(number)
+                self._calls.free(number)
         elif kind == PARTING:
             self._calls.read = number
         elif kind == WORKERS:
@@ -261,7 +251,7 @@ class ClientLoop:
         for message in answers:
             number, outcome = message[0], message[1]
             outputs = outcome if type(outcome) is list else [outcome]
-            is_whole = results is None or type(outcome) is bytes or results.received(outputs)
+            is_whole = results is None or type(outcome) is bytes or results.receive(outputs)
             call = calls.get(number)
             if call is None:
                 continue
@@ -286,15 +276,15 @@ class ClientLoop:
             if not len(calls):  # else it goes with what is sent next, or comes here again
                 link.write()
 
-    def _pause(self, opened: Opened, seconds: float) -> None:
+    def _pause(self, seconds: float) -> None:
         """Wait so long, though callers ring meanwhile; or until this client ends."""
         until = time.monotonic() + seconds
         while not self._is_done() and (left := until - time.monotonic()) > 0:
-            opened.rest(left)
+            self._connector.rest(left)
 
-    def _rest_until_called(self, opened: Opened) -> None:
+    def _rest_until_called(self) -> None:
         while not (self._is_done() or len(self._calls) or self._calls.questions):
-            opened.rest(None)
+            self._connector.rest(None)
 
     def _connected(self, link: PoolLink) -> None:
         """The pool has said its first word: send what is open."""

@@ -1,4 +1,4 @@
-"""The private directory of a user's pools, and the files of a pool in it.
+"""The private directory of a user's pools, the files of a pool in it, and who starts the pool.
 
     NAME.lock   locked by the pool's process for as long as it has the name; never read
     NAME.sock   its socket
@@ -6,6 +6,19 @@
 
 Only its user may enter the directory, so whoever connects is this user, as root may be. The peers
 look at each other's user all the same.
+
+Whoever gets the lock starts the pool. The kernel releases the lock when the pool ends.
+
+     first client                       the pool's process
+     ------------                       ------------------
+     elect: locks NAME.lock
+     listen: binds NAME.sock
+     starts the process with both ────▶ holds the lock, accepts
+     closes its own copies              resigns: closes the lock, or ends by any signal
+
+The lock belongs to the open file, and not to a process: it goes over with the descriptor, and there
+is no moment without an owner. Other clients can connect as soon as the socket is bound, before the
+process has begun to accept.
 """
 
 from __future__ import annotations
@@ -15,7 +28,6 @@ import fcntl
 import os
 import socket
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,45 +50,31 @@ class PoolPaths(NamedTuple):
     log: str
 
 
-def private_directory(environment: Mapping[str, str], user: int, *, fallback: str = "/tmp") -> str:
-    """The path of the directory; it is made if it is not there.
+def own_directory() -> str:
+    """The directory of this process's pools; it is made if it is not there.
 
-    ``XDG_RUNTIME_DIR`` if that is this user's own, or else one of the user's in ``fallback``.
-
-    Args:
-        user: the id of this user.
+    It is in ``XDG_RUNTIME_DIR`` if that is this user's own, or else in ``/tmp``.
 
     Raises:
         PermissionError: another user could enter it, or has made it.
         OSError: it cannot be made.
     """
-    runtime = environment.get("XDG_RUNTIME_DIR", "")
-    if os.path.isabs(runtime) and _why_unsafe(runtime, user) is None:
-        path = os.path.join(runtime, _FOLDER)
-    else:
-        path = os.path.join(fallback, f"{_FOLDER}-{user}")
+    user, path = os.geteuid(), chosen
+    if path is None:
+        runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+        if os.path.isabs(runtime) and _why_unsafe(runtime, user) is None:
+            path = os.path.join(runtime, _FOLDER)
+        else:
+            path = f"/tmp/{_FOLDER}-{user}"
     make_private(path, user)
     return path
-
-
-def own_directory() -> str:
-    """The directory of this process's pools; it is made if it is not there.
-
-    Raises:
-        PermissionError, OSError: see ``private_directory``.
-    """
-    user = os.geteuid()
-    if chosen is None:
-        return private_directory(os.environ, user)
-    make_private(chosen, user)
-    return chosen
 
 
 def make_private(path: str, user: int) -> None:
     """Make the directory if it is not there: something that tidies up may have removed it.
 
     Raises:
-        PermissionError, OSError: see ``private_directory``.
+        PermissionError, OSError: see ``own_directory``.
     """
     try:
         os.mkdir(path, 0o700)
@@ -130,25 +128,11 @@ def paths_of(name: str, directory: str) -> PoolPaths:
     return PoolPaths(lock, socket, log)
 
 
-def names_in(directory: str) -> list[str]:
-    """The pools that have files there, in order; their processes may be gone."""
-    found = [path.name.rpartition(".") for path in Path(directory).iterdir()]
-    return sorted({name for name, _, kind in found if kind in ("sock", "lock") and _is_name(name)})
-
-
-def _is_name(name: str) -> bool:
-    try:
-        POOL_NAME.check("shared", name)
-    except ValueError:  # another program has made the file
-        return False
-    return True
-
-
 #: Connections that may wait to be accepted: gunicorn's workers all connect at once.
 _BACKLOG = 512
 
 
-def elected(paths: PoolPaths) -> int | None:
+def elect(paths: PoolPaths) -> int | None:
     """A descriptor that holds the lock of the name; None if another process does.
 
     Raises:
@@ -173,12 +157,12 @@ def elected(paths: PoolPaths) -> int | None:
         os.close(descriptor)
 
 
-def is_led(paths: PoolPaths) -> bool:
+def has_process(paths: PoolPaths) -> bool:
     """Whether the name has a pool. Removes what a killed one has left behind.
 
     A pool also has its name if a cleaner of old files has removed its lock, and its socket is left.
     """
-    descriptor = elected(paths) if os.path.exists(paths.lock) else None
+    descriptor = elect(paths) if os.path.exists(paths.lock) else None
     if descriptor is None:
         return os.path.exists(paths.lock) or _is_listened_to(paths)
     if _is_listened_to(paths):
@@ -186,6 +170,27 @@ def is_led(paths: PoolPaths) -> bool:
         return True
     Leadership(descriptor, paths).resign()
     return False
+
+
+def pool_names() -> list[str]:
+    """The pools of this user that have a process, in order.
+
+    Raises:
+        OSError: see ``own_directory``.
+    """
+    directory = own_directory()
+    found = {path.stem for path in Path(directory).iterdir() if path.suffix in (".sock", ".lock")}
+    return sorted(
+        name for name in found if _is_name(name) and has_process(paths_of(name, directory))
+    )
+
+
+def _is_name(name: str) -> bool:
+    try:
+        POOL_NAME.check("shared", name)
+    except ValueError:  # another program has made the file
+        return False
+    return True
 
 
 def _is_listened_to(paths: PoolPaths) -> bool:
@@ -200,7 +205,7 @@ def _is_listened_to(paths: PoolPaths) -> bool:
     return True
 
 
-def listening(paths: PoolPaths) -> socket.socket:
+def listen(paths: PoolPaths) -> socket.socket:
     """The pool's socket. Only for who holds the lock: it replaces that of a pool before."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(paths.socket)
@@ -218,7 +223,7 @@ class Leadership:
     """The lock of a name, in the process that holds it.
 
     Args:
-        descriptor: from ``elected``.
+        descriptor: from ``elect``.
 
     Attributes:
         is_over: whether it was given up.

@@ -77,7 +77,7 @@ class PoolClient(RemoteClient[PoolCalls]):
         *,
         may_rerun: bool,
     ) -> None:
-        self._bell = book.doorbell = ClientDoorbell(book)
+        self._bell = book.doorbell = ClientDoorbell(book, connector)
         deliveries = Deliveries(book)
         super().__init__(pack, codec.decode_outputs, book, deliveries, None)
         self._connector = connector
@@ -111,8 +111,9 @@ class PoolClient(RemoteClient[PoolCalls]):
             sent = (number, payloads[0], until)
         else:
             sent = (number, payloads, until, precedence, lengths, call.is_stream)
-        mark = b"s" if call.is_stream else b""
-        return PoolCall(number, sent, size, call.timeout, deadline, call.reply, mark, leases)
+        return PoolCall(
+            number, sent, size, call.timeout, deadline, call.reply, leases, is_stream=call.is_stream
+        )
 
     def _address_again(self, call: RemoteCall, payloads: list[bytes]) -> None:
         raise NotImplementedError  # no pool says that a stream is to go on elsewhere
@@ -129,7 +130,7 @@ class PoolClient(RemoteClient[PoolCalls]):
         link = self._bell.link
         if link is not None:
             link.cut()
-        self._bell.wake()
+        self._connector.wake()
 
     def late(self, timeout: float | None) -> StreamerError:
         return PredictTimeout(f"no result within {timeout} s ({self.describe()})")
@@ -291,7 +292,7 @@ class PoolClient(RemoteClient[PoolCalls]):
     def abandon(self) -> None:
         if self._made_in == os.getpid():
             super().abandon()
-            self._bell.wake()
+            self._connector.wake()
 
     def close(self, *, drain: bool, timeout: float | None) -> None:
         if self._made_in != os.getpid():  # a fork's copy
@@ -299,7 +300,7 @@ class PoolClient(RemoteClient[PoolCalls]):
         super().close(drain=drain, timeout=timeout)
 
     def _part(self) -> None:
-        self._bell.wake()
+        self._connector.wake()
         self._loop.fail_all(Failure(StreamerClosed("the streamer is closed")))
         for thread in self._threads.values():
             if thread is not threading.current_thread():

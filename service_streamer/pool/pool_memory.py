@@ -50,7 +50,7 @@ class PoolMemory(SharedMemory):
         if self.arena is not None:
             self.arena.is_used = True
 
-    def left(self, memory: Memory) -> None:
+    def forget_client(self, memory: Memory) -> None:
         """A client has gone: workers unmap its memory when they have read it."""
         memory.is_left = True
         with self._lock:
@@ -75,7 +75,7 @@ class _WorkerLink(MemoryLink):
                     continue
                 items = payload.lease.items
                 if not self._sender.send(items.memory):
-                    payloads[position] = items.copied(payload.wire, self.arena)
+                    payloads[position] = items.copy(payload.wire, self.arena)
             return super().lend(payloads)
 
     def release(self, blocks: list[Any]) -> None:
@@ -106,7 +106,7 @@ class ClientItems:
         self._window: Window | None = None
         self._lock = threading.RLock()
 
-    def placed(self, payloads: Sequence[Any], on_end: Callable[[], None]) -> list[Any]:
+    def place(self, payloads: Sequence[Any], on_end: Callable[[], None]) -> list[Any]:
         """The payloads of a call, for workers.
 
         Args:
@@ -121,7 +121,7 @@ class ClientItems:
             for payload in payloads
         ]
 
-    def copied(self, wire: Wire, arena: Arena | None) -> Any:
+    def copy(self, wire: Wire, arena: Arena | None) -> Any:
         """A payload in the pool's memory, or in the message if there is no room."""
         with self._lock:
             if self._window is None:
@@ -166,11 +166,11 @@ class _End:
 def in_message(payload: Any) -> Any:
     """An item for a worker that shares no memory: it goes with the message."""
     if type(payload) is Placed and type(payload.lease) is _ItemLease:
-        return payload.lease.items.copied(payload.wire, None)
+        return payload.lease.items.copy(payload.wire, None)
     return payload
 
 
-def inlined(received: Received) -> bytes:
+def inline_result(received: Received) -> bytes:
     """A result that goes with the message."""
     stream, *buffers = received.parts()
     return whole(stream, buffers)
@@ -188,10 +188,10 @@ class _Whole:
         self._parts = bytes(stream), [bytes(each) for each in buffers]
 
     def __reduce__(self) -> Any:
-        return restored, self._parts
+        return restore, self._parts
 
 
-def restored(stream: bytes, buffers: list[bytes]) -> Any:
+def restore(stream: bytes, buffers: list[bytes]) -> Any:
     """Where it is unpickled: what was pickled in parts, in memory that may be written to."""
     return pickle.loads(stream, buffers=map(bytearray, buffers))
 
@@ -222,17 +222,17 @@ class ClientMemory:
         del self._receiver
         return receiver
 
-    def taken(self, payloads: Sequence[Any], on_end: Callable[[], None]) -> list[Any]:
-        """See ``ClientItems.placed``."""
+    def place_items(self, payloads: Sequence[Any], on_end: Callable[[], None]) -> list[Any]:
+        """See ``ClientItems.place``."""
         if self._pool.arena is None:  # it could not be had: workers map nothing
             on_end()
             return [
-                self._items.copied(each, None) if type(each) is tuple else each for each in payloads
+                self._items.copy(each, None) if type(each) is tuple else each for each in payloads
             ]
         self._pool.expect_items()
-        return self._items.placed(payloads, on_end)
+        return self._items.place(payloads, on_end)
 
-    def given(self, outputs: list[Any]) -> list[Any]:
+    def share(self, outputs: list[Any]) -> list[Any]:
         """What the client can read, for what workers have written."""
         given = []
         seen: set[tuple[int, int]] = set()
@@ -248,7 +248,7 @@ class ClientMemory:
                         self._sizes[output.memory.number] += output.nbytes
                     given.append((*output.wire, output.memory.number))
                 else:
-                    given.append(inlined(output))
+                    given.append(inline_result(output))
         return given
 
     def _has_room(self, output: Received) -> bool:
@@ -257,7 +257,7 @@ class ClientMemory:
         held = self._sizes[memory.number] + output.nbytes
         return held <= memory.size // (1 + self._pool.clients)
 
-    def released(self, blocks: list[tuple[int, int]]) -> None:
+    def release(self, blocks: list[tuple[int, int]]) -> None:
         """The client no longer reads these."""
         with self._lock:
             for block in blocks:
@@ -284,7 +284,7 @@ class ClientMemory:
             self._held.clear()
             self._sizes.clear()
             self._sender.close()
-        self._pool.left(self._items.memory)
+        self._pool.forget_client(self._items.memory)
 
 
 class ResultMemory:
@@ -303,7 +303,7 @@ class ResultMemory:
         """The same in a forked child, without a lock."""
         self._windows.abandon()
 
-    def received(self, outputs: list[Any]) -> bool:
+    def receive(self, outputs: list[Any]) -> bool:
         """Hold what came and lies in such memory; in place. False: some of it cannot be read."""
         return receive(outputs, self._window_of)
 
@@ -315,6 +315,6 @@ class ResultMemory:
         return self._windows.pop_ended() if self._windows.is_used else []
 
 
-def inline(outputs: list[Any]) -> list[Any]:
+def inline_results(outputs: list[Any]) -> list[Any]:
     """What a client without shared memory can read."""
-    return [inlined(each) if type(each) is Received else each for each in outputs]
+    return [inline_result(each) if type(each) is Received else each for each in outputs]

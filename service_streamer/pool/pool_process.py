@@ -81,9 +81,14 @@ def start_pool(boot: PoolBoot) -> None:
 
 @contextlib.contextmanager
 def _log_of(boot: PoolBoot) -> Iterator[int]:
-    """Where the log goes, and what this process and its workers print."""
+    """Where the log goes, and what the process and its workers print."""
     if boot.log is None:
-        yield _log_descriptor()
+        try:
+            os.fstat(2)
+        except OSError:  # this process has no stderr
+            yield subprocess.DEVNULL
+        else:
+            yield 2
         return
     try:
         descriptor = open_log(boot.log)
@@ -104,15 +109,6 @@ def open_log(path: str) -> int:
         OSError: it cannot be written to.
     """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-
-
-def _log_descriptor() -> int:
-    """This process's stderr, if it has one."""
-    try:
-        os.fstat(2)
-    except OSError:
-        return subprocess.DEVNULL
-    return 2
 
 
 def main_module() -> dict[str, Any]:
@@ -183,11 +179,11 @@ def _server(boot: PoolBoot, listener: socket.socket, leadership: Leadership) -> 
     options = boot.options
     memory = PoolMemory(options.shared_memory_limit)
     transport = boot.transport(boot.spec, options, memory)
-    engine = assemble(transport, options, _given_lengths if boot.has_lengths else None)
+    engine = assemble(transport, options, _lengths_of if boot.has_lengths else None)
     return PoolServer(boot.name, listener, engine, boot.fingerprint, leadership, memory)
 
 
-def _given_lengths(items: Any) -> list[float]:
+def _lengths_of(items: Any) -> list[float]:
     assert isinstance(items, Items)
     return [*items.lengths]
 

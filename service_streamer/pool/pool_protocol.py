@@ -100,15 +100,11 @@ class Hello(NamedTuple):
 
     Attributes:
         protocol: see ``PROTOCOL``. It stays the first field for good.
-        client, pid: who sends it. Not looked at: they stay so that the commands of one version can
-            end and replace the pool of another one.
         fingerprint: what it wants of the pool; None for a visitor, which only asks.
         linger: seconds that the pool is to stay after its last client.
     """
 
     protocol: int
-    client: str
-    pid: int
     fingerprint: Fingerprint | None
     linger: float
 
@@ -228,7 +224,7 @@ class Outbox:
 
     def _next(self) -> memoryview:
         frame = self._next_frame()
-        return memoryview(framed(frame) if frame else b"")
+        return memoryview(frame_of(frame) if frame else b"")
 
     def close(self) -> None:
         """Write nothing more: the descriptor is about to be another file's."""
@@ -237,7 +233,7 @@ class Outbox:
             self._rest = None
 
 
-def framed(frame: bytes) -> bytes:
+def frame_of(frame: bytes) -> bytes:
     """A frame as it is sent."""
     return len(frame).to_bytes(HEADER_SIZE, "little") + frame
 

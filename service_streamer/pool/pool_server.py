@@ -42,7 +42,7 @@ from .pool_protocol import (
     WORKERS,
     Hello,
     Unserved,
-    framed,
+    frame_of,
     own_fault,
     pack,
     send_first,
@@ -451,4 +451,4 @@ def turn_away(listener: socket.socket, reason: Unserved) -> None:
             connection.setblocking(False)
             if user_of(connection)[1] in (os.geteuid(), 0):
                 send_first(connection, None)
-                connection.send(framed(pack([(FAILED, *reason)])))
+                connection.send(frame_of(pack([(FAILED, *reason)])))

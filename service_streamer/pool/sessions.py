@@ -17,7 +17,7 @@ from ..errors import RemoteTraceback, StreamerError, WorkerStartTimeout
 from ..observe.record import ORDINARY, Call, Precedence
 from ..workers.memory.shared_memory import Memory
 from ..workers.protocol import Failure, FrameReader
-from .pool_memory import ClientMemory, PoolMemory, inline
+from .pool_memory import ClientMemory, PoolMemory, inline_results
 from .pool_protocol import (
     ANSWER,
     ASK,
@@ -140,7 +140,7 @@ class Session:
         outcome = answer[1]
         if type(outcome) is list:
             try:
-                answer = (answer[0], self._given(outcome), *answer[2:])
+                answer = (answer[0], self._share(outcome), *answer[2:])
             except Exception as error:  # no memory for a copy
                 answer = (answer[0], Failure(error.with_traceback(None)), None)
         self.unsent.append(answer)
@@ -158,7 +158,7 @@ class Session:
         if self.is_gone:
             return
         if type(answer[1]) is not bytes:
-            answer = (answer[0], *self._given([answer[1]]))
+            answer = (answer[0], *self._share([answer[1]]))
         self.unsent.append(answer)
         self._dirty.add(self)
         if len(self.unsent) >= _MOST_WAITING and not stream.call.is_held:
@@ -207,17 +207,17 @@ class Session:
             self.break_off()
             return pack([(answer[0], failure, None) for answer in answers if answer[0] > 0])
 
-    def _given(self, outputs: list[Any]) -> list[Any]:
+    def _share(self, outputs: list[Any]) -> list[Any]:
         memory = None if self.is_gone else self.memory
-        return inline(outputs) if memory is None else memory.given(outputs)
+        return inline_results(outputs) if memory is None else memory.share(outputs)
 
-    def taken(self, number: int, payloads: Any) -> Any:
+    def place_items(self, number: int, payloads: Any) -> Any:
         """The payloads of a call, for workers; the client hears when large ones are read."""
         if len(payloads) == 1 and type(payloads[0]) is bytes:  # as nearly all
             return payloads
         if self.memory is None or tuple not in {*map(type, payloads)}:
             return payloads
-        return self.memory.taken(payloads, functools.partial(self._free, number))
+        return self.memory.place_items(payloads, functools.partial(self._free, number))
 
     def _free(self, number: int) -> None:
         """No worker reads the items of a call any more. In a finalizer."""
@@ -365,7 +365,7 @@ class ClientRequests:
             return
         if kind == RELEASED:
             if session.memory is not None:
-                session.memory.released(*rest)
+                session.memory.release(*rest)
             return
         if kind in (HOLD_STREAM, RESUME_STREAM):
             session.hold(number, is_held=kind == HOLD_STREAM)
@@ -424,7 +424,7 @@ def _call_of(session: Session, message: tuple[Any, ...], *, more: bool) -> Call 
     else:
         number, payloads, deadline, precedence, lengths, is_stream = message
     try:
-        items = session.taken(number, payloads)
+        items = session.place_items(number, payloads)
     except Exception as error:  # the client's memory cannot be read: nobody else suffers
         session.answer((number, _with_causes(error), None))
         return None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
 
 from .. import __version__
 from ..engine.build import Model, check_wanted, make_lengths, make_spec
@@ -86,11 +86,9 @@ def pool_clients(
         deduplicate=False,
         cache_size=0,
         cache_ttl=None,
-        cuda_devices=_plain_devices(options.cuda_devices),
         # Of plain types: the pool could not import an enumeration of the application.
-        tenant_weights={
-            str.__str__(tenant): float(weight) for tenant, weight in options.tenant_weights.items()
-        },
+        cuda_devices=json.loads(json.dumps(options.cuda_devices)),
+        tenant_weights=json.loads(json.dumps(dict(options.tenant_weights))),
     )
 
     def boot(lock: int, listener: int) -> PoolBoot:
@@ -115,12 +113,12 @@ def pool_clients(
     most_in_flight = 2 * options.batch_size * max(options.most_workers, _MOST_WORKERS)
 
     def client() -> PoolClient:
-        hello = Hello(PROTOCOL, "client", os.getpid(), fingerprint, options.linger)
+        hello = Hello(PROTOCOL, fingerprint, options.linger)
         memory = SharedMemory(options.shared_memory_limit)
         arena = memory.arena
         own_memory = None if arena is None else arena.memory
         return PoolClient(
-            Connector(name, paths, lambda: hello, boot, own_memory, user, log),
+            Connector(name, paths, hello, boot, own_memory, user, log),
             Codec(arena, by_value if is_by_value else None, cannot_load),
             memory,
             lengths,
@@ -129,15 +127,6 @@ def pool_clients(
         )
 
     return client
-
-
-def _plain_devices(devices: Any) -> Any:
-    """Of plain types, as the weights of the tenants."""
-    if isinstance(devices, str):
-        return str.__str__(devices)
-    if devices is None:
-        return None
-    return [str.__str__(each) if isinstance(each, str) else int(each) for each in devices]
 
 
 def _check_log(path: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from ..errors import StreamerBroken
 from ..workers.protocol import Failure
-from .directory import is_led, names_in, own_directory, paths_of
+from .directory import own_directory, paths_of
 from .pool_protocol import (
     ANSWER,
     ASK,
@@ -18,7 +18,7 @@ from .pool_protocol import (
     PROTOCOL,
     REFUSED,
     Hello,
-    framed,
+    frame_of,
     pack,
     send_first,
     times,
@@ -28,16 +28,6 @@ from .pool_protocol import (
 
 #: Maximum seconds of one wait: the system refuses longer ones.
 _LONGEST_WAIT = 86400.0
-
-
-def pool_names() -> list[str]:
-    """The pools of this user that have a process, in ``own_directory``.
-
-    Raises:
-        OSError: see ``own_directory``.
-    """
-    directory = own_directory()
-    return [name for name in names_in(directory) if is_led(paths_of(name, directory))]
 
 
 def ask_pool(name: str, method: str, *arguments: Any, patience: float | None = None) -> Any:
@@ -55,7 +45,7 @@ def ask_pool(name: str, method: str, *arguments: Any, patience: float | None = N
     patience = times.visit if patience is None else patience
     directory = own_directory()
     paths = paths_of(name, directory)
-    hello = Hello(PROTOCOL, "visitor", os.getpid(), None, 0.0)
+    hello = Hello(PROTOCOL, None, 0.0)
     question = pack([(*hello,), (ASK, 1, method, arguments)])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(patience)
@@ -65,7 +55,7 @@ def ask_pool(name: str, method: str, *arguments: Any, patience: float | None = N
             if user not in (os.geteuid(), 0):
                 raise StreamerBroken(f"the socket {paths.socket} is that of another user ({user})")
             send_first(connection, None)
-            connection.sendall(framed(question))
+            connection.sendall(frame_of(question))
             with connection.makefile("rb") as file:
                 value = _read_answer(file)
         except (FileNotFoundError, ConnectionRefusedError):

@@ -159,7 +159,7 @@ def test_a_client_that_came_while_a_pool_gave_up_its_name_finds_the_next_one(
         await_that(lambda: not pool_names())
         with contextlib.closing(Peer(connection)) as peer:
             peer.begin()
-            peer.send((*Hello(PROTOCOL, "early", os.getpid(), {"model": "another"}, 0.0),))
+            peer.send((*Hello(PROTOCOL, {"model": "another"}, 0.0),))
             with contextlib.suppress(EOFError):
                 peer.begun()
             assert peer.receive_all() == [], "no word, and no refusal, before the end"

@@ -9,8 +9,8 @@ import click
 
 from ...errors import StreamerError
 from ...options.kinds import POOL_NAME
-from ...pool.directory import own_directory
-from ...pool.visits import ask_pool, await_end, pool_names
+from ...pool.directory import own_directory, pool_names
+from ...pool.visits import ask_pool, await_end
 
 
 @click.group("pool")
