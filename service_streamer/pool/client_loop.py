@@ -40,24 +40,50 @@ _UNREADABLE = "a result cannot be read: this process has too many files open"
 _FIRST_DELAY, _LONGEST_DELAY = 0.005, 0.1
 
 
-class ClientDoorbell(Doorbell):
-    """Sends what was put: in the thread that rings, or in the client's if many calls are open.
+class ClientLoop(Doorbell):
+    """Connects, sends what is open, and takes in answers. In the client's thread.
+
+    For any thread: ``ring`` and ``fail_all``.
+
+    Args:
+        connector: finds the pool, or starts it.
+        book: of the client's calls.
+        deliveries: of what has come.
+        is_done: whether the client has ended.
+        may_rerun: whether a call may be computed twice.
 
     Attributes:
         link: while connected.
+        on_workers: called when the workers of the pool, or the connection to it, have changed.
     """
 
-    def __init__(self, book: CallBook[PoolCalls], connector: Connector) -> None:
+    def __init__(
+        self,
+        connector: Connector,
+        book: CallBook[PoolCalls],
+        deliveries: Deliveries,
+        is_done: Callable[[], bool],
+        *,
+        may_rerun: bool,
+    ) -> None:
         super().__init__()
-        self._book = book
         self._connector = connector
+        self._book = book
+        self._calls = book.calls
         self.link: PoolLink | None = None
+        self._deliveries = deliveries
+        self.on_workers: Callable[[], None] = lambda: None
+        self._is_done = is_done
+        self._may_rerun = may_rerun
+        self._has_served = False  # any pool
+        self._pid = 0  # of the process that runs it, which may be a fork of this one
 
     def ring(self) -> None:
+        """Send what was put: in this thread, or in the client's if many calls are open."""
         link = self.link
         if link is not None:
             try:
-                if len(self._book.calls) > _MANY:
+                if len(self._calls) > _MANY:
                     link.write_soon()
                 else:
                     link.write()
@@ -66,43 +92,6 @@ class ClientDoorbell(Doorbell):
                 raise
         if link is None or self._book.is_abandoned:  # then it may have been the last call
             self._connector.wake()
-
-
-class ClientLoop:
-    """Connects, sends what is open, and takes in answers. ``fail_all`` is for any thread.
-
-    Args:
-        connector: finds the pool, or starts it.
-        book: of the client's calls.
-        bell: of the same; gets the connection.
-        deliveries: of what has come.
-        is_done: whether the client has ended.
-        may_rerun: whether a call may be computed twice.
-
-    Attributes:
-        on_workers: called when the workers of the pool, or the connection to it, have changed.
-    """
-
-    def __init__(
-        self,
-        connector: Connector,
-        book: CallBook[PoolCalls],
-        bell: ClientDoorbell,
-        deliveries: Deliveries,
-        is_done: Callable[[], bool],
-        *,
-        may_rerun: bool,
-    ) -> None:
-        self._connector = connector
-        self._book = book
-        self._calls = book.calls
-        self._bell = bell
-        self._deliveries = deliveries
-        self.on_workers: Callable[[], None] = lambda: None
-        self._is_done = is_done
-        self._may_rerun = may_rerun
-        self._has_served = False  # any pool
-        self._pid = 0  # of the process that runs it, which may be a fork of this one
 
     def run(self) -> None:
         """What the thread does: one pool after the other."""
@@ -271,7 +260,7 @@ class ClientLoop:
             self._book.answer_failed()  # streams whose consumers are too far behind
         if ends:
             self._deliveries.deliver(ends)
-        if results is not None and (released := results.pop_ended()):
+        if results is not None and results.is_used and (released := results.pop_ended()):
             link.put((RELEASED, 0, released))
             if not len(calls):  # else it goes with what is sent next, or comes here again
                 link.write()
@@ -289,7 +278,7 @@ class ClientLoop:
     def _connected(self, link: PoolLink) -> None:
         """The pool has said its first word: send what is open."""
         with self._book.lock:
-            self._bell.link = link
+            self.link = link
             self._calls.connected(link)
         link.write()
         self.on_workers()
@@ -299,9 +288,9 @@ class ClientLoop:
         lost: list[PoolCall] = []
         link.close()  # first: no thread sends any more
         with self._book.lock:
-            was_connected = self._bell.link is link
+            was_connected = self.link is link
             if was_connected:
-                self._bell.link = None
+                self.link = None
                 lost = self._calls.disconnected(may_rerun=self._may_rerun)
                 replies = [(call, call.reply) for call in lost]
                 self._book.changed.notify_all()

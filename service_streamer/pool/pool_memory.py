@@ -287,32 +287,18 @@ class ClientMemory:
         self._pool.forget_client(self._items.memory)
 
 
-class ResultMemory:
+class ResultMemory(Windows):
     """The client's end: results in the memory of workers. For the thread that reads."""
 
     def __init__(self, descriptor: int) -> None:
-        self._windows = Windows(MemorySocket(socket.socket(fileno=descriptor)), private=False)
-        self.fileno = self._windows.fileno
-        self.take_in = self._windows.take_in
-
-    def close(self) -> None:
-        """The pool is gone. What was received can still be read."""
-        self._windows.close()
-
-    def abandon(self) -> None:
-        """The same in a forked child, without a lock."""
-        self._windows.abandon()
+        super().__init__(MemorySocket(socket.socket(fileno=descriptor)), private=False)
 
     def receive(self, outputs: list[Any]) -> bool:
         """Hold what came and lies in such memory; in place. False: some of it cannot be read."""
         return receive(outputs, self._window_of)
 
     def _window_of(self, wire: Any) -> Window:
-        return self._windows.window(wire[5], wire[1])
-
-    def pop_ended(self) -> list[tuple[int, int]]:
-        """The blocks that are no longer in use."""
-        return self._windows.pop_ended() if self._windows.is_used else []
+        return self.window(wire[5], wire[1])
 
 
 def inline_results(outputs: list[Any]) -> list[Any]:

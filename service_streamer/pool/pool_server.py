@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -116,7 +117,6 @@ class PoolServer:
         self._idle_until = self._started_at + times.first_client
         self._latest = math.inf  # when it ends, whoever is left
         self._wakeup_reader, self._wakeup_writer = os.pipe()
-        self._full: collections.deque[Session] = collections.deque()  # to be watched for room
         self._orders: collections.deque[Callable[[], None]] = collections.deque()
         self._ending: threading.Thread | None = None
         self._has_ended = self._is_terminated = False
@@ -183,7 +183,7 @@ class PoolServer:
             with contextlib.suppress(KeyError):
                 session = dirty.pop()
                 if not session.send():
-                    self._full.append(session)
+                    self._orders.append(functools.partial(self._watch, session, is_full=True))
                     self._wake()
 
     # -- questions
@@ -264,8 +264,9 @@ class PoolServer:
             with self._sparing_others():
                 self._requests.take(frames)
         self._send_all()
-        while self._full:
-            self._watch(self._full.popleft(), is_full=True)
+        self._obey_orders()
+
+    def _obey_orders(self) -> None:
         while self._orders:
             with self._sparing_others():
                 self._orders.popleft()()
@@ -428,8 +429,7 @@ class PoolServer:
         self._dirty |= self._sessions
         self._requests.answer_waiting()
         self._send_all()
-        while self._full:
-            self._watch(self._full.popleft(), is_full=True)
+        self._obey_orders()
         while any(each.is_watched for each in self._sessions) and time.monotonic() < until:
             for key, events in self._selector.select(max(0.0, until - time.monotonic())):
                 if isinstance(key.data, Session) and events & selectors.EVENT_WRITE:
