@@ -17,7 +17,7 @@ from ..remote.open_calls import OutputRun, RemoteAnswer
 from ..reporting import counted, quiet_log
 from ..workers.protocol import Failure
 from .pool_calls import PoolCall, PoolCalls
-from .pool_link import Connector, PoolLink, Refused
+from .pool_link import Connector, PoolLink
 from .pool_protocol import ANSWER, FREED, PARTING, RELEASED, WORKERS, own_fault, times
 
 log = quiet_log(__name__)
@@ -28,16 +28,16 @@ _MANY = 8
 
 #: How often in a row a pool may end before it has said a word; for ``times.failing`` at the least.
 #: Somebody who kills pools may hit some of them early; one that cannot start never says a word.
-_MOST_FAILURES = 5
+_MAX_FAILURES = 5
 
 #: So often a client that no pool has served yet tries if what a pool said may pass; else once. The
 #: tries are so far apart that it serves with what comes up within two seconds.
-_MOST_IF_PASSING = 3
+_MAX_PASSING_FAILURES = 3
 
 _UNREADABLE = "a result cannot be read: this process has too many files open"
 
 #: Seconds between two attempts, from the first to the longest while no pool has ended.
-_FIRST_DELAY, _LONGEST_DELAY = 0.005, 0.1
+_FIRST_DELAY, _MAX_DELAY = 0.005, 0.1
 
 
 class ClientLoop(Doorbell):
@@ -109,7 +109,7 @@ class ClientLoop(Doorbell):
                     self._fail_unreached(error)
                 else:
                     self.fail_all(own_fault(error))
-                time.sleep(_LONGEST_DELAY)
+                time.sleep(_MAX_DELAY)
 
     def _serve(self) -> None:
         """Until no pool can be had, or this client ends."""
@@ -133,19 +133,17 @@ class ClientLoop(Doorbell):
                 else:
                     failures += 1
                 is_failing = (
-                    failures >= _MOST_FAILURES and time.monotonic() - served >= times.failing
+                    failures >= _MAX_FAILURES and time.monotonic() - served >= times.failing
                 )
                 may_pass = connector.failure is not None and connector.failure.may_pass
                 # One that has served may do so again soon: what it needs may just be restarted.
                 if connector.failure is not None and not self._has_served:
-                    is_failing |= failures >= (_MOST_IF_PASSING if may_pass else 1)
+                    is_failing |= failures >= (_MAX_PASSING_FAILURES if may_pass else 1)
                 if is_failing and not self._is_done():
                     raise self._broken(failures)
                 self._pause(times.between_failures if may_pass else delay)
-                longest = times.between_failures if failures else _LONGEST_DELAY
+                longest = times.between_failures if failures else _MAX_DELAY
                 delay = min(2 * delay, longest)
-        except Refused as error:
-            self.fail_all(Failure(PoolMismatch(str(error))))
         except StreamerError as error:
             self.fail_all(Failure(error))
         except OSError as error:
@@ -172,7 +170,7 @@ class ClientLoop(Doorbell):
         """Stay with a pool until it is gone, or this client ends; whether it has served.
 
         Raises:
-            Refused: the pool wants none of us.
+            PoolMismatch: see ``PoolLink.welcome``.
         """
         messages: list[Any] | None = []
         try:
@@ -184,7 +182,7 @@ class ClientLoop(Doorbell):
                 self._take_in(link, messages)
                 messages = []  # or the last results would live until the next ones come
                 messages = link.read()
-        except Refused:
+        except PoolMismatch:
             raise
         except Exception as error:
             rest_if_copied(self._pid)
@@ -214,11 +212,11 @@ class ClientLoop(Doorbell):
             if answers:  # they came first
                 self._deliver(link, answers)
                 answers = []
-            self._hear(*message)
+            self._handle(*message)
         if answers:
             self._deliver(link, answers)
 
-    def _hear(self, kind: int, number: Any, *values: Any) -> None:
+    def _handle(self, kind: int, number: Any, *values: Any) -> None:
         if kind == ANSWER:
             (value,) = values
             question = self._calls.questions.pop(number, None)

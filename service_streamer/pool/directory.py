@@ -34,7 +34,7 @@ from typing import NamedTuple
 from ..options.kinds import POOL_NAME
 
 #: The most bytes of a socket's path: ``sun_path`` has 108, with a zero at its end.
-_LONGEST_PATH = 107
+_MAX_PATH_BYTES = 107
 
 _FOLDER = "service-streamer"  # no name that Python imports: it may lie in a path of modules
 
@@ -119,9 +119,9 @@ def paths_of(name: str, directory: str) -> PoolPaths:
     POOL_NAME.check("shared", name)
     socket = os.path.join(directory, f"{name}.sock")
     size = len(os.fsencode(socket))
-    if size > _LONGEST_PATH:
+    if size > _MAX_PATH_BYTES:
         raise ValueError(
-            f"the path {socket} has {size} bytes, and that of a socket at most {_LONGEST_PATH}; "
+            f"the path {socket} has {size} bytes, and that of a socket at most {_MAX_PATH_BYTES}; "
             "choose a shorter name, or set XDG_RUNTIME_DIR to a directory with a shorter path"
         )
     lock, log = (os.path.join(directory, f"{name}.{kind}") for kind in ("lock", "log"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import os
 import pickle
 import sys
@@ -36,6 +35,9 @@ _HIDDEN = frozenset({"model_init_args", "model_init_kwargs", "runtime_env"})
 
 #: Characters from which on other options are known by a digest, too.
 _LONG = 200
+
+#: Of a digest; so few that a difference is readable.
+_DIGITS = 12
 
 _PLAIN = (str, int, float, type(None))
 
@@ -100,7 +102,7 @@ def _file_of(model: Any) -> str | None:
     readers: list[Any] = [_read_file, getattr(loader, "get_data", None)]  # of folders, archives
     for read in readers:
         with contextlib.suppress(Exception):
-            return f"{os.path.realpath(path)} {_hash(read(path))}"
+            return f"{os.path.realpath(path)} {hashlib.sha256(read(path)).hexdigest()[:_DIGITS]}"
     return None
 
 
@@ -122,22 +124,18 @@ def _found(module: str) -> tuple[Any, Any]:
     return spec.origin, spec.loader
 
 
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]
-
-
 def _digest(value: Any) -> str:
     """Of a value's pickle; "unknown" if it has none, as of a model that is refused elsewhere."""
     if isinstance(value, Mapping):
         value = sorted(value.items())
     elif isinstance(value, tuple):
         value = [*value]
-    file = io.BytesIO()
+    found = hashlib.sha256()
     try:
-        _StablePickler(file, 5).dump(value)
+        _StablePickler(types.SimpleNamespace(write=found.update), 5).dump(value)
     except Exception:
         return "unknown"
-    return _hash(file.getvalue())
+    return found.hexdigest()[:_DIGITS]
 
 
 class _StablePickler(pickle.Pickler):
@@ -148,7 +146,7 @@ class _StablePickler(pickle.Pickler):
     that this reads: its file says nothing of them.
     """
 
-    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+    def __init__(self, file: Any, protocol: int) -> None:
         super().__init__(file, protocol)
         self._by_value = ByValue()
         self._code: dict[int, tuple[Any, int]] = {}  # with the value, so that it keeps its identity

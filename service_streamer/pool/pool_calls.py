@@ -203,17 +203,17 @@ class PoolBook(CallBook[PoolCalls]):
 
     Args:
         max_pending: of the pool; None for no bound.
-        most_in_flight: calls of this client that a pool may have beside those that wait there.
+        max_in_flight: calls of this client that a pool may have beside those that wait there.
     """
 
-    def __init__(self, max_pending: int | None, most_in_flight: int) -> None:
+    def __init__(self, max_pending: int | None, max_in_flight: int) -> None:
         super().__init__(PoolCalls(), _UNBOUNDED if max_pending is None else max_pending)
-        self._most_in_flight = most_in_flight
+        self._max_in_flight = max_in_flight
 
     def _why_full(self) -> str | None:
         calls = self.calls
         if calls.unsent >= self._max_pending:
             return f"{calls.unsent} calls of this process wait until the pool is there"
-        if len(calls) >= self._max_pending + self._most_in_flight:
+        if len(calls) >= self._max_pending + self._max_in_flight:
             return f"{len(calls)} calls of this process have no answer from the pool"
         return None

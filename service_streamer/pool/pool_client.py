@@ -65,7 +65,7 @@ from .pool_protocol import PROTOCOL, Hello, MakeTransport, PoolBoot, pack, times
 log = quiet_log(__name__)
 
 #: Instead of the seconds that a question may wait for the workers: the pool answers it at once.
-_NOT_NAMED = -1.0
+_AT_ONCE = -1.0
 
 
 class PoolClient(RemoteClient[PoolCalls]):
@@ -191,7 +191,7 @@ class PoolClient(RemoteClient[PoolCalls]):
 
     # -- questions
 
-    def _ask(self, method: str, *arguments: Any, patience: float | None = _NOT_NAMED) -> Any:
+    def _ask(self, method: str, *arguments: Any, patience: float | None = _AT_ONCE) -> Any:
         """The pool's answer.
 
         Args:
@@ -205,7 +205,7 @@ class PoolClient(RemoteClient[PoolCalls]):
         self.check_not_in_callback()
         if patience is None:
             longest = None
-        elif patience == _NOT_NAMED:
+        elif patience == _AT_ONCE:
             longest = times.answer_at_start if self._loop.link is None else times.answer
         else:
             longest = patience + 1.0  # the pool watches the time, too, and knows more
@@ -337,7 +337,7 @@ def _is_about_to_fork() -> bool:
 
 
 #: A pool may have been scaled to so many workers, or to more if it began with more. Arbitrary.
-_MOST_WORKERS = 16
+_MAX_WORKERS = 16
 
 
 def pool_clients(
@@ -421,7 +421,7 @@ def pool_clients(
         )
 
     # Each worker has a batch, and one that was sent ahead.
-    most_in_flight = 2 * options.batch_size * max(options.most_workers, _MOST_WORKERS)
+    max_in_flight = 2 * options.batch_size * max(options.most_workers, _MAX_WORKERS)
 
     def client() -> PoolClient:
         hello = Hello(PROTOCOL, fingerprint, options.linger)
@@ -433,7 +433,7 @@ def pool_clients(
             Codec(arena, by_value if is_by_value else None, cannot_load),
             memory,
             lengths,
-            PoolBook(options.max_pending, most_in_flight),
+            PoolBook(options.max_pending, max_in_flight),
             may_rerun=options.retry,
         )
 

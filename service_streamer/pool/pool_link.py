@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..errors import StreamerError
+from ..errors import PoolMismatch, StreamerError
 from ..workers.memory.shared_memory import Memory
 from ..workers.protocol import FrameReader
 from .directory import PoolPaths, elect, listen, make_private
@@ -41,10 +41,6 @@ _gate = threading.RLock()
 
 #: A message, the bytes of its payloads, and what is called when it is sent.
 _Message = tuple[tuple[Any, ...], int, Callable[[], object] | None]
-
-
-class Refused(Exception):
-    """The pool serves none of our calls; the text says why."""
 
 
 class Connector:
@@ -299,7 +295,7 @@ class PoolLink:
             is_done: whether nobody waits for it any more.
 
         Raises:
-            Refused: it has another model, other options, or is of another version.
+            PoolMismatch: it has another model, other options, or is of another version.
         """
         while not is_done():
             messages = self.read()
@@ -312,7 +308,7 @@ class PoolLink:
                     return None
                 if first[0] == REFUSED:
                     name = self._connector.name
-                    raise Refused(
+                    raise PoolMismatch(
                         f"pool {name!r} is running and differs from what this process asks "
                         f"for: {'; '.join(first[1])}. Use another name, or let new processes have "
                         f"a new pool with: service-streamer pool replace {name}"

@@ -131,7 +131,7 @@ def run_pool(file: BinaryIO) -> None:
     for descriptor in (boot.lock, boot.listener):
         os.set_inheritable(descriptor, False)
     _set_title(f"service-streamer pool {boot.name}")
-    _pose_as(boot.main)
+    _set_main(boot.main)
     layout = f"%(asctime)s pool {boot.name}: %(levelname)s: %(message)s"
     handler = logging.StreamHandler() if boot.log is None else _PoolLog(boot.log)
     logging.basicConfig(handlers=[handler], format=layout)
@@ -188,7 +188,7 @@ def _lengths_of(items: Any) -> list[float]:
     return [*items.lengths]
 
 
-def _pose_as(main: dict[str, Any]) -> None:
+def _set_main(main: dict[str, Any]) -> None:
     """Have multiprocessing tell the workers of the client's main module, and not of this one."""
     module = types.ModuleType("__main__")
     name, path = main.get("init_main_from_name"), main.get("init_main_from_path")

@@ -43,7 +43,7 @@ from .fingerprint import Fingerprint
 FRAME_MESSAGES, FRAME_SIZE = 512, 1 << 18
 
 #: Of these messages; to be raised with every change of them.
-PROTOCOL = 1
+PROTOCOL = 2
 
 WITHDRAW, HOLD_STREAM, RESUME_STREAM, ASK, RELEASED = -1, -2, -3, -4, -5
 WELCOME, REFUSED, ANSWER, PARTING, FREED, WORKERS, FAILED = -1, -2, -3, -4, -5, -6, -7

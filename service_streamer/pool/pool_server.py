@@ -163,10 +163,10 @@ class PoolServer:
 
     def _workers_changed(self) -> None:
         """In the engine's thread."""
-        self._orders.append(self._tell_of_workers)
+        self._orders.append(self._announce_workers)
         self._wake()
 
-    def _tell_of_workers(self) -> None:
+    def _announce_workers(self) -> None:
         self._requests.due = -math.inf
         for session in self._sessions:
             with self._sparing_others(session):
@@ -264,9 +264,9 @@ class PoolServer:
             with self._sparing_others():
                 self._requests.take(frames)
         self._send_all()
-        self._obey_orders()
+        self._run_orders()
 
-    def _obey_orders(self) -> None:
+    def _run_orders(self) -> None:
         while self._orders:
             with self._sparing_others():
                 self._orders.popleft()()
@@ -429,7 +429,7 @@ class PoolServer:
         self._dirty |= self._sessions
         self._requests.answer_waiting()
         self._send_all()
-        self._obey_orders()
+        self._run_orders()
         while any(each.is_watched for each in self._sessions) and time.monotonic() < until:
             for key, events in self._selector.select(max(0.0, until - time.monotonic())):
                 if isinstance(key.data, Session) and events & selectors.EVENT_WRITE:

@@ -38,7 +38,7 @@ from .pool_protocol import (
 )
 
 #: From so many answers on that a client has not read, its streams rest.
-_MOST_WAITING = 2048
+_MAX_UNSENT = 2048
 
 
 class PoolReply:
@@ -124,8 +124,8 @@ class Session:
         self._wake = wake
         self._freed: collections.deque[int] = collections.deque()  # calls whose items are read
         self._lock = threading.Lock()  # of ``send``
-        self._resting: dict[int, PoolReply] = {}  # streams, until the client has read its answers
-        self._streams_lock = threading.Lock()  # of ``_resting``, and what the engine was told
+        self._paused: dict[int, PoolReply] = {}  # streams, until the client has read its answers
+        self._streams_lock = threading.Lock()  # of ``_paused``, and what the engine was told
 
     @property
     def is_client(self) -> bool:
@@ -161,9 +161,9 @@ class Session:
             answer = (answer[0], *self._share([answer[1]]))
         self.unsent.append(answer)
         self._dirty.add(self)
-        if len(self.unsent) >= _MOST_WAITING and not stream.call.is_held:
+        if len(self.unsent) >= _MAX_UNSENT and not stream.call.is_held:
             with self._streams_lock:
-                self._resting[stream.number] = stream
+                self._paused[stream.number] = stream
                 self._engine.hold(stream.call, is_held=True)
             self._go_on()  # another thread may have sent everything before that
 
@@ -177,7 +177,7 @@ class Session:
         with self._lock:
             try:
                 self.outbox.write()
-                if self._resting:
+                if self._paused:
                     self._go_on()
             except OSError:  # the client is gone; the reader's thread sees it, too
                 return True
@@ -253,7 +253,7 @@ class Session:
             return
         with self._streams_lock:
             stream.is_held = is_held
-            if is_held or number not in self._resting:
+            if is_held or number not in self._paused:
                 self._engine.hold(call, is_held=is_held)
         self._go_on()  # what another thread has left to this one
 
@@ -263,12 +263,12 @@ class Session:
         Nobody waits here for who holds the lock: that thread calls this when it has released it.
         """
         while (
-            self._resting
-            and 2 * len(self.unsent) < _MOST_WAITING
+            self._paused
+            and 2 * len(self.unsent) < _MAX_UNSENT
             and self._streams_lock.acquire(blocking=False)
         ):
             try:
-                resting, self._resting = self._resting, {}
+                resting, self._paused = self._paused, {}
                 for stream in resting.values():
                     if not stream.is_held:
                         self._engine.hold(stream.call, is_held=False)
@@ -332,7 +332,7 @@ class ClientRequests:
 
     def take(self, frames: list[tuple[Session, list[Any]]]) -> None:
         """Messages that have come together, from clients that have said hello."""
-        has_company = len(frames) > 1 or any(len(messages) > 1 for _, messages in frames)
+        has_more = len(frames) > 1 or any(len(messages) > 1 for _, messages in frames)
         for session, messages in frames:
             message: Any = None
             try:
@@ -341,13 +341,13 @@ class ClientRequests:
                         if self.is_ending or session.is_gone:  # it goes to the next pool
                             continue
                         session.read += 1
-                        if (call := _call_of(session, message, more=has_company)) is not None:
+                        if (call := _call_of(session, message, more=has_more)) is not None:
                             self._submit(call)
                     else:
-                        self._obey(session, *message)
+                        self._handle(session, *message)
             except Exception as error:
                 _break_off(session, message, own_fault(error))
-        if has_company:  # they share batches
+        if has_more:  # they share batches
             self._engine.flush()
 
     def _submit(self, call: Call) -> None:
@@ -358,7 +358,7 @@ class ClientRequests:
             if (reply := call.reply) is not None:  # else it has an answer
                 reply.fail(_with_causes(error) if is_stated else own_fault(error))
 
-    def _obey(self, session: Session, kind: int, number: int, *rest: Any) -> None:
+    def _handle(self, session: Session, kind: int, number: int, *rest: Any) -> None:
         if kind == ASK:
             method, arguments = rest
             self._ask(session, number, method, arguments)

@@ -16,9 +16,9 @@ from pathlib import Path
 from ..engine.operator_signals import SignalSocket
 from ..errors import PredictTimeout, StreamerClosed, StreamerError
 from ..options.table import StreamerOptions
+from ..pool.control import ask_pool, await_end
 from ..pool.directory import has_process, own_directory, paths_of
 from ..pool.pool_client import PoolClient
-from ..pool.visits import ask_pool, await_end
 from .hosted_model import ServiceFailed
 from .http.dashboard import advised
 from .http.pool_view import PoolFigures

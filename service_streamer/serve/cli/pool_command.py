@@ -9,8 +9,8 @@ import click
 
 from ...errors import StreamerError
 from ...options.kinds import POOL_NAME
+from ...pool.control import ask_pool, await_end
 from ...pool.directory import own_directory, pool_names
-from ...pool.visits import ask_pool, await_end
 
 
 @click.group("pool")

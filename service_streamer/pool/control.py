@@ -1,4 +1,4 @@
-"""Questions to pools from processes that are not their clients: the command line's."""
+"""What the command line asks pools: a connection for one question, and no client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .pool_protocol import (
 )
 
 #: Maximum seconds of one wait: the system refuses longer ones.
-_LONGEST_WAIT = 86400.0
+_MAX_WAIT = 86400.0
 
 
 def ask_pool(name: str, method: str, *arguments: Any, patience: float | None = None) -> Any:
@@ -93,7 +93,7 @@ def await_end(pid: int, seconds: float) -> bool:
         try:
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
-            return bool(poll.poll(1000 * min(seconds, _LONGEST_WAIT)))
+            return bool(poll.poll(1000 * min(seconds, _MAX_WAIT)))
         finally:
             os.close(descriptor)
     return True
