@@ -195,7 +195,7 @@ def metrics_page() -> str:
         steps = [*_steps(streamer.metrics)]
         scaling = [*_scaling(streamer.stats())]
         stats = SimpleNamespace(
-            state="connected", outages=0, clock_steps=0, held=0, claimed=0, taken_over=0,
+            state="connected", outages=0, held=0, claimed=0, taken_over=0,
             taken_away=0, late=0, expired=0, set_aside=0, pool=streamer.stats(),
         )  # fmt: skip
         host: Any = SimpleNamespace(

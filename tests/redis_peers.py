@@ -14,7 +14,7 @@ from redis.connection import AbstractConnection
 
 from conftest import await_that
 from service_streamer.options.table import BrokerOptions
-from service_streamer.redis.wire import Attempt, RemoteAnswer, Wire, make_wire
+from service_streamer.redis.wire import RemoteAnswer, Wire, make_wire
 
 
 class Keys:
@@ -80,7 +80,7 @@ class RawClient:
     def stream(self, item: Any) -> bytes:
         """Ask for the outputs of an item; returns the id of the call."""
         payload = self._wire.codec.encode(item)
-        message = self._wire.call(self.name, next(self._numbers), [payload], attempt=Attempt(0, 0))
+        message = self._wire.call(self.name, next(self._numbers), [payload], is_stream=True)
         id_: bytes = self._ask.xadd(self._keys.calls, {"d": 0, "m": message})
         return id_
 
@@ -129,7 +129,7 @@ _SCRIPTS = {
     for kinds, script in {
         "calls client": "send calls", "calls host orders": "give orders",
         "calls client host model": "sign of life of a client",
-        "calls replies": "look for calls", "replies unread": "delete replies",
+        "replies unread": "delete replies",
         "calls host model": "sign of life",  # of a host, also with what it joins the others by
         "calls": "take over",
         "calls client replies": "answer",

@@ -135,7 +135,7 @@ def test_nothing_is_written_to_the_pool_with_the_lock_of_the_calls(
 ) -> None:
     """Callers and finalizers need that lock, also while the pool takes nothing."""
     streamer = client(Countdown, 4)
-    lock = streamer.backend._book.lock  # type: ignore[attr-defined]
+    lock = streamer.backend._calls.lock  # type: ignore[attr-defined]
     held: list[bool] = []
     write = os.write
 

@@ -1,4 +1,4 @@
-"""Two threads of a worker host claim calls: none overtakes what another host has left."""
+"""A worker host claims what another one has left: no newer call overtakes it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def stage(
     return Stage(host, client, ask, keys, traffic, tmp_path / "computed")
 
 
-def test_call_that_comes_with_a_sign_of_life_is_not_overtaken_by_what_is_claimed_next(
+def test_call_of_which_a_sign_of_life_tells_is_not_overtaken_by_what_is_claimed_next(
     stage: Stage,
 ) -> None:
     futures = stage.start("old")
@@ -133,7 +133,7 @@ def test_call_that_comes_with_a_sign_of_life_is_not_overtaken_by_what_is_claimed
     assert stage.computed() == "['old']\n['new']\n"
 
 
-def test_sign_of_life_brings_no_calls_while_older_ones_are_on_their_way(stage: Stage) -> None:
+def test_calls_are_taken_over_in_order_though_a_sign_of_life_comes_meanwhile(stage: Stage) -> None:
     futures = stage.start(0, 1, 2)
 
     def stand_still(answer: Any) -> Any:
@@ -160,51 +160,3 @@ def test_sign_of_life_does_not_wait_for_a_length_function(stage: Stage) -> None:
     assert stage.streamer.predict(["new"]) == ["new"]
     assert [future.result() for future in old] == [["old"]]
     assert stage.computed() == "['new']\n['old']\n"
-
-
-class HeldUp:
-    """A lock to which the thread "keeper" comes late.
-
-    Attributes:
-        arrived: it is about to take the lock.
-        go_on: it may.
-    """
-
-    def __init__(self, lock: Any) -> None:
-        self._lock = lock
-        self.acquire, self.release = lock.acquire, lock.release
-        self.arrived, self.go_on = threading.Event(), threading.Event()
-
-    def __enter__(self) -> None:
-        if threading.current_thread().name == "keeper":
-            self.arrived.set()
-            self.go_on.wait()
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-def test_host_that_joins_again_during_a_sign_of_life_does_not_lock_up(stage: Stage) -> None:
-    """Nothing outside of the host says that its threads are between these two locks."""
-    futures = stage.start("old")
-    finisher = stage.worker._host._finisher  # type: ignore[union-attr]
-    lock = finisher.lock = HeldUp(finisher.lock)  # type: ignore[assignment]
-    keeper = threading.Thread(target=finisher._keep, name="keeper", daemon=True)
-    keeper.start()
-    lock.arrived.wait()
-    stage.leave()
-    is_lost = threading.Event()
-
-    def lose_redis(_: Any) -> None:
-        is_lost.set()
-        raise redis.ConnectionError
-
-    stage.traffic.at_answer("XREADGROUP", lose_redis, thread=CLAIMER)
-    stage.tell_of_left()  # so that it gets an answer
-    is_lost.wait()
-    for _ in range(20):  # it joins again, and is given the call
-        stage.give_others_time()
-    lock.go_on.set()
-    keeper.join()
-    assert [future.result() for future in futures] == [["old"]]

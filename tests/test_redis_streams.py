@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import queue
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -369,32 +368,6 @@ def test_another_host_begins_what_was_not_handed_out_and_fails_the_rest(
     else:
         assert [*stream] == [1, 2, 3]
     await_that(lambda: held(silent) == held(heir) == 0)
-
-
-def test_another_host_does_not_go_on_past_the_end(
-    host: Host, client: Client, gate: Gate, ask: redis.Redis, keys: Keys,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """As if the first one died between its last output and the end of the stream.
-
-    Nothing outside of the host says that it is there.
-    """
-    doomed = host(Resumed, 1, model_init_args=(gate,))
-    stream = client().stream({"n": 3})
-    gate.let_through(2)
-    got = [next(stream), next(stream)]
-    held_calls, is_done = doomed._host._held, threading.Event()  # type: ignore[union-attr]
-    with monkeypatch.context() as patch:
-        patch.setattr(held_calls, "computed", lambda *_, **__: is_done.set())
-        gate.let_through()
-        is_done.wait()
-    streams = held_calls.streams
-    await_that(lambda: not streams.is_ready and not streams.is_under_way)
-    [(id_, _)] = ask.xrange(keys.calls)
-    ask.xclaim(keys.calls, "hosts", "dead", 0, [id_], idle=10**9, justid=True)
-    host(Resumed, 1)
-    gate.let_through(9)  # the first one may be who goes on
-    assert [*got, *stream] == [1, 2, 3]
 
 
 def test_a_host_that_leaves_at_once_fails_what_was_handed_out_and_hands_back_the_rest(

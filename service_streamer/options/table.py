@@ -423,6 +423,12 @@ class RedisStreamerOptions(BrokerOptions, CallerOptions, SharingOptions, Pending
         "beyond it fail with Overloaded.",
         "It counts the calls of all clients. Each client has its own bound.",
     )  # fmt: skip
+    answer_timeout: float | None = option(
+        600.0, Seconds(none="no limit"),
+        "How long a call without a timeout may make no progress, in seconds.",
+        "It fails then. In the queue, each call that hosts claim before it is progress. Once a "
+        "host has claimed it, only its answer and its outputs are.",
+    )  # fmt: skip
     drain_timeout: float | None = option(
         60.0, Seconds(none="no limit"),
         "How long close waits for open calls that make no progress, in seconds.",
@@ -431,17 +437,7 @@ class RedisStreamerOptions(BrokerOptions, CallerOptions, SharingOptions, Pending
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerHostOptions(Options):
-    """Whether a worker host may have another model than other hosts."""
-
-    allow_other_models: bool = option(
-        False, Flag(), "Whether this host may serve beside hosts with another model.",
-        "For the time in which one model replaces another.",
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class RedisWorkerOptions(WorkerHostOptions, BrokerOptions, StreamerOptions):
+class RedisWorkerOptions(BrokerOptions, StreamerOptions):
     """All options of ``RedisWorker``."""
 
     claim_timeout: float = option(

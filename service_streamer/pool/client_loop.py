@@ -11,9 +11,8 @@ from typing import Any
 
 from ..engine.timer import Doorbell, rest_if_copied
 from ..errors import ModelError, PoolMismatch, StreamerBroken, StreamerError, WorkerLost
-from ..remote.call_book import CallBook, answer
 from ..remote.deliveries import Deliveries
-from ..remote.open_calls import OutputRun, RemoteAnswer
+from ..remote.open_calls import OutputRun, RemoteAnswer, answer
 from ..reporting import counted, quiet_log
 from ..workers.protocol import Failure
 from .pool_calls import PoolCall, PoolCalls
@@ -47,7 +46,7 @@ class ClientLoop(Doorbell):
 
     Args:
         connector: finds the pool, or starts it.
-        book: of the client's calls.
+        calls: the client's open ones.
         deliveries: of what has come.
         is_done: whether the client has ended.
         may_rerun: whether a call may be computed twice.
@@ -60,7 +59,7 @@ class ClientLoop(Doorbell):
     def __init__(
         self,
         connector: Connector,
-        book: CallBook[PoolCalls],
+        calls: PoolCalls,
         deliveries: Deliveries,
         is_done: Callable[[], bool],
         *,
@@ -68,8 +67,7 @@ class ClientLoop(Doorbell):
     ) -> None:
         super().__init__()
         self._connector = connector
-        self._book = book
-        self._calls = book.calls
+        self._calls = calls
         self.link: PoolLink | None = None
         self._deliveries = deliveries
         self.on_workers: Callable[[], None] = lambda: None
@@ -90,7 +88,7 @@ class ClientLoop(Doorbell):
             except BaseException:  # of a signal handler, or a bug of ours
                 link.cut()
                 raise
-        if link is None or self._book.is_abandoned:  # then it may have been the last call
+        if link is None or self._calls.is_abandoned:  # then it may have been the last call
             self._connector.wake()
 
     def run(self) -> None:
@@ -194,12 +192,12 @@ class ClientLoop(Doorbell):
 
     def _fail_touched(self, messages: list[Any], failure: Failure) -> None:
         """Fail the calls of these messages; if they name no open call, fail all."""
-        with self._book.lock:
+        with self._calls.lock:
             calls = [call for each in messages if (call := self._calls.get(each[0])) is not None]
-            calls = [call for call in calls if self._calls.give_up(call)]
-            self._book.changed.notify_all()
-        self._book.fail_soon(calls, failure)
-        self._book.answer_failed()
+            calls = [call for call in calls if self._calls.end(call)]
+            self._calls.changed.notify_all()
+        self._calls.fail_soon(calls, failure)
+        self._calls.answer_failed()
         if not calls:
             self.fail_all(failure)
 
@@ -223,7 +221,7 @@ class ClientLoop(Doorbell):
             if question is not None:  # else whoever has asked has gone
                 question.reply.set_result(value)
         elif kind == FREED:
-            with self._book.lock:
+            with self._calls.lock:
                 self._calls.free(number)
         elif kind == PARTING:
             self._calls.read = number
@@ -255,7 +253,7 @@ class ClientLoop(Doorbell):
                 ends.append(RemoteAnswer(number, outputs))
         if runs:
             self._deliveries.hand_out(runs.values())
-            self._book.answer_failed()  # streams whose consumers are too far behind
+            self._calls.answer_failed()  # streams whose consumers are too far behind
         if ends:
             self._deliveries.deliver(ends)
         if results is not None and results.is_used and (released := results.pop_ended()):
@@ -275,7 +273,7 @@ class ClientLoop(Doorbell):
 
     def _connected(self, link: PoolLink) -> None:
         """The pool has said its first word: send what is open."""
-        with self._book.lock:
+        with self._calls.lock:
             self.link = link
             self._calls.connected(link)
         link.write()
@@ -285,13 +283,13 @@ class ClientLoop(Doorbell):
         """The pool is gone: what it may not compute again fails."""
         lost: list[PoolCall] = []
         link.close()  # first: no thread sends any more
-        with self._book.lock:
+        with self._calls.lock:
             was_connected = self.link is link
             if was_connected:
                 self.link = None
                 lost = self._calls.disconnected(may_rerun=self._may_rerun)
                 replies = [(call, call.reply) for call in lost]
-                self._book.changed.notify_all()
+                self._calls.changed.notify_all()
         if not was_connected:
             return
         self.on_workers()
@@ -307,12 +305,12 @@ class ClientLoop(Doorbell):
 
     def fail_all(self, failure: Failure) -> None:
         """No pool can be had: nothing that is open will be computed."""
-        book = self._book
-        with book.lock:
-            calls = book.calls.give_up_all()
+        open_calls = self._calls
+        with open_calls.lock:
+            calls = open_calls.end_all()
             replies = [(call, call.reply) for call in calls]
-            questions, book.calls.questions = book.calls.questions, {}
-            book.changed.notify_all()
+            questions, open_calls.questions = open_calls.questions, {}
+            open_calls.changed.notify_all()
         for call, reply in replies:
             answer(call, reply, failure=failure)
         for question in questions.values():

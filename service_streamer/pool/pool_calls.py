@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..observe.record import Timing
-from ..remote.call_book import CallBook
 from ..remote.open_calls import OpenCalls, RemoteCall
 from .pool_link import PoolLink
 from .pool_protocol import ASK, HOLD_STREAM, RESUME_STREAM, WITHDRAW, pack
@@ -83,6 +82,13 @@ class Question:
 class PoolCalls(OpenCalls):
     """The open calls of a client, those that the pool has and those that wait for the next one.
 
+    A pool refuses calls beyond ``max_pending``, of all its clients. It refuses none before it is
+    there, or while it hangs: then the calls of this client wait in this process, and are bounded.
+
+    Args:
+        max_pending: of the pool; None for no bound.
+        max_in_flight: calls of this client that a pool may have beside those that wait there.
+
     Attributes:
         questions: those without an answer, by number.
         read: how many calls this pool has read, once it has said that it reads no more.
@@ -91,8 +97,9 @@ class PoolCalls(OpenCalls):
     _calls: dict[int, PoolCall]  # type: ignore[assignment]
     _unsent: dict[int, PoolCall]  # type: ignore[assignment]
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, max_pending: int | None, max_in_flight: int) -> None:
+        super().__init__(_UNBOUNDED if max_pending is None else max_pending)
+        self._max_in_flight = max_in_flight
         self._link: PoolLink | None = None  # while connected
         self._position = 0
         self.questions: dict[int, Question] = {}
@@ -108,10 +115,13 @@ class PoolCalls(OpenCalls):
     def get(self, number: int) -> PoolCall | None:
         return self._calls.get(number)
 
-    @property
-    def unsent(self) -> int:
-        """How many calls wait for a pool to send them to."""
-        return len(self._unsent)
+    def _why_full(self) -> str | None:
+        unsent, count = len(self._unsent), len(self._calls)
+        if unsent >= self._max_pending:
+            return f"{unsent} calls of this process wait until the pool is there"
+        if count >= self._max_pending + self._max_in_flight:
+            return f"{count} calls of this process have no answer from the pool"
+        return None
 
     def add(self, call: RemoteCall) -> None:
         assert isinstance(call, PoolCall)
@@ -193,27 +203,3 @@ class PoolCalls(OpenCalls):
         call.leases = ()
         call.sent = ()  # a future keeps the call, for its timing
         return is_news
-
-
-class PoolBook(CallBook[PoolCalls]):
-    """The open calls of a client, bounded while no pool bounds them.
-
-    A pool refuses calls beyond ``max_pending``, of all its clients. It refuses none before it is
-    there, or while it hangs: then the calls of this client wait in this process.
-
-    Args:
-        max_pending: of the pool; None for no bound.
-        max_in_flight: calls of this client that a pool may have beside those that wait there.
-    """
-
-    def __init__(self, max_pending: int | None, max_in_flight: int) -> None:
-        super().__init__(PoolCalls(), _UNBOUNDED if max_pending is None else max_pending)
-        self._max_in_flight = max_in_flight
-
-    def _why_full(self) -> str | None:
-        calls = self.calls
-        if calls.unsent >= self._max_pending:
-            return f"{calls.unsent} calls of this process wait until the pool is there"
-        if len(calls) >= self._max_pending + self._max_in_flight:
-            return f"{len(calls)} calls of this process have no answer from the pool"
-        return None

@@ -57,7 +57,7 @@ from . import pool_protocol
 from .client_loop import ClientLoop
 from .directory import own_directory, paths_of, why_unsupported
 from .fingerprint import fingerprint_of
-from .pool_calls import PoolBook, PoolCall, PoolCalls, Question
+from .pool_calls import PoolCall, PoolCalls, Question
 from .pool_link import Connector
 from .pool_process import main_module, open_log
 from .pool_protocol import PROTOCOL, Hello, MakeTransport, PoolBoot, pack, times
@@ -76,7 +76,7 @@ class PoolClient(RemoteClient[PoolCalls]):
         codec: of items and results; closed with the client.
         memory: what that writes to; closed, too.
         lengths: of items; None if each counts one.
-        book: of its calls.
+        calls: its open ones.
         may_rerun: whether a call may be computed twice.
     """
 
@@ -86,30 +86,30 @@ class PoolClient(RemoteClient[PoolCalls]):
         codec: Codec,
         memory: SharedMemory,
         lengths: Lengths | None,
-        book: PoolBook,
+        calls: PoolCalls,
         *,
         may_rerun: bool,
     ) -> None:
-        deliveries = Deliveries(book)
-        super().__init__(pack, codec.decode_outputs, book, deliveries, None)
+        deliveries = Deliveries(calls)
+        super().__init__(pack, codec.decode_outputs, calls, deliveries, None)
         self._connector = connector
         self._codec = codec
         self._memory = memory
         self.lengths = lengths
         self._made_in = os.getpid()
-        self._loop = book.doorbell = ClientLoop(
-            connector, book, deliveries, self._is_done, may_rerun=may_rerun
+        self._loop = calls.doorbell = ClientLoop(
+            connector, calls, deliveries, self._is_done, may_rerun=may_rerun
         )
 
     # -- calls
 
-    def _encoded(self, items: Sequence[Any]) -> Any:
+    def _encode_items(self, items: Sequence[Any]) -> Any:
         return self._codec.encode_items(items)
 
     def decode(self, outputs: list[Any]) -> list[Any]:
         return self._codec.decode_outputs(outputs)
 
-    def _addressed(self, call: Call, number: int, payloads: Any, deadline: float) -> RemoteCall:
+    def _encode_call(self, call: Call, number: int, payloads: Any, deadline: float) -> RemoteCall:
         lengths = call.lengths
         precedence = None if call.precedence is ORDINARY else (*call.precedence,)
         until = None if deadline == math.inf else deadline
@@ -126,9 +126,6 @@ class PoolClient(RemoteClient[PoolCalls]):
         return PoolCall(
             number, sent, size, call.timeout, deadline, call.reply, leases, is_stream=call.is_stream
         )
-
-    def _address_again(self, call: RemoteCall, payloads: list[bytes]) -> None:
-        raise NotImplementedError  # no pool says that a stream is to go on elsewhere
 
     def submit(self, call: Call) -> None:
         if self.lengths is not None:
@@ -162,7 +159,7 @@ class PoolClient(RemoteClient[PoolCalls]):
     @property
     def is_closing(self) -> bool:
         """Whether new calls are refused."""
-        return self._book.is_closing
+        return self._calls.is_closing
 
     def describe(self) -> str:
         if self._made_in != os.getpid():
@@ -173,7 +170,7 @@ class PoolClient(RemoteClient[PoolCalls]):
     def _state(self) -> str:
         if self._is_ending.is_set():
             return "closed"
-        if self._book.is_closing:
+        if self._calls.is_closing:
             return "draining"
         if not self._threads:
             return "new"
@@ -211,8 +208,8 @@ class PoolClient(RemoteClient[PoolCalls]):
             longest = patience + 1.0  # the pool watches the time, too, and knows more
         number = next(self._numbers)
         question = Question(number, method, arguments)
-        with self._book.lock:
-            if self._book.is_closing:  # by another thread: nobody would answer it
+        with self._calls.lock:
+            if self._calls.is_closing:  # by another thread: nobody would answer it
                 raise StreamerClosed("the streamer is closed")
             self._calls.ask(number, question)
         self._loop.ring()
@@ -225,7 +222,7 @@ class PoolClient(RemoteClient[PoolCalls]):
             ) from None
         finally:
             if not question.reply.done():
-                with self._book.lock:
+                with self._calls.lock:
                     self._calls.withdraw_question(number)
                 self._loop.ring()
         if isinstance(value, Failure):
@@ -295,7 +292,7 @@ class PoolClient(RemoteClient[PoolCalls]):
         self._start_thread("pool client", self._loop.run)
 
     def _is_done(self) -> bool:
-        if self._book.is_abandoned and not self._is_ending.is_set() and not len(self._calls):
+        if self._calls.is_abandoned and not self._is_ending.is_set() and not len(self._calls):
             self.close(drain=False, timeout=None)
         return self._is_ending.is_set()
 
@@ -433,7 +430,7 @@ def pool_clients(
             Codec(arena, by_value if is_by_value else None, cannot_load),
             memory,
             lengths,
-            PoolBook(options.max_pending, max_in_flight),
+            PoolCalls(options.max_pending, max_in_flight),
             may_rerun=options.retry,
         )
 

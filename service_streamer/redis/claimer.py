@@ -1,26 +1,40 @@
-"""The thread of a worker host that joins the others and claims calls."""
+"""The thread of a worker host that joins the others, claims calls and submits them."""
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
-from ..reporting import report_bug
+from ..errors import (
+    BadMessage,
+    PredictTimeout,
+    StreamerBroken,
+    StreamerClosed,
+    StreamerError,
+    WorkerLost,
+    WorkerStartError,
+)
+from ..observe.record import Call
+from ..reporting import report_bug, summary
+from ..workers.protocol import Failure
+from .claims import Claim
 from .finisher import Finisher
-from .held_calls import HeldCalls
-from .host_parts import HostParts
-from .host_scripts import JOIN, TAKE
-from .intake import Intake
+from .host_state import HostState
 from .link import Backoff, Link, LinkError, NoGroup, Outages, entries, log
-from .scripts import GROUP, LEFT
-from .takeover import Takeover
+from .scripts import BEGUN, GROUP, JOIN, LEFT, TAKE
+
+#: Later than every deadline, milliseconds; exact as a float.
+_FAR = 1 << 53
 
 
 class Claimer:
-    """Claims as many calls as there is room for.
+    """Claims as many calls as there is room for, and submits them in the order of arrival.
+
+    Only this thread claims: so what Redis gives out later cannot overtake what it gave before.
 
     Args:
         on_failure: called if this host cannot go on.
@@ -31,98 +45,93 @@ class Claimer:
 
     def __init__(
         self,
-        parts: HostParts,
-        held: HeldCalls,
-        takeover: Takeover,
-        intake: Intake,
+        state: HostState,
         finisher: Finisher,
         *,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        self._parts = parts
-        self._options = parts.options
-        self._keys = parts.keys
-        self._held = held
-        self._takeover = takeover
-        self._intake = intake
+        self._state = state
+        self._options = state.options
+        self._keys = state.keys
         self._finisher = finisher
         self._on_failure = on_failure
-        self.link = Link(parts.address, blocks=parts.address.longest_block)
+        self.link = Link(state.address, blocks=state.address.longest_block)
         self._has_joined = False  # at least once
         self._mismatch_since: float | None = None  # hosts with another model exist
 
     def run(self, outages: Outages) -> None:
         """Claim calls until the host leaves."""
+        state = self._state
         backoff = Backoff(random.random)
         is_in = False
-        while not self._held.is_leaving.is_set():
+        while not state.is_leaving.is_set():
             try:
-                workers = self._parts.engine.wait_serving(None)
-                room = self._held.room(workers)
+                workers = state.engine.wait_serving(None)
+                room = state.room(workers)
+                if state.takes_a_batch:
+                    room = max(room, state.batch_size)
                 if not room:
-                    self._held.has_room.wait(None)
+                    state.has_room.wait(None)
                     continue
                 if not is_in:
                     is_in = self._join(room)
-                    outages.over(self._parts.address)
+                    outages.over(state.address)
                     if not is_in:
-                        self._held.is_leaving.wait(backoff.failed())
+                        state.is_leaving.wait(backoff.failed())
                     continue  # the room may have changed
-                if self._takeover.has_orphans:
+                if state.has_orphans:
                     self._take(room)
                 else:
                     self._read(room)
                 backoff.succeeded()
             except LinkError as error:
                 is_in = False
-                self._takeover.lost_redis()
-                if not isinstance(error, NoGroup) and not self._held.is_leaving.is_set():
+                state.lost_redis()
+                if not isinstance(error, NoGroup) and not state.is_leaving.is_set():
                     outages.lost(error)
-                self._held.is_leaving.wait(backoff.failed())
+                state.is_leaving.wait(backoff.failed())
             except (StreamerBroken, StreamerClosed, WorkerStartError) as error:  # no calls any more
-                if not self._held.is_leaving.is_set():
+                if not state.is_leaving.is_set():
                     self._on_failure(error)
                 return
             except BaseException as bug:  # callers must not wait for a dead thread
-                if self._held.is_leaving.is_set():  # close() has closed its connection
+                if state.is_leaving.is_set():  # close() has closed its connection
                     return
                 report_bug("the worker host", bug)
                 is_in = False  # it gets all its claims again when it joins
-                self._takeover.lost_redis()
+                state.lost_redis()
                 self.link.close()
-                self._held.is_leaving.wait(backoff.failed())
+                state.is_leaving.wait(backoff.failed())
 
     def _join(self, room: int) -> bool:
         """Join the hosts of the prefix; false if it must wait."""
-        options = self._options
-        keys = (self._keys.calls, self._parts.inbox, self._keys.model)
+        state, options = self._state, self._options
+        keys = (self._keys.calls, state.inbox, self._keys.model)
         # A new host may take over calls. After an outage, the others have to come back first.
         is_new = not self._has_joined
         may_take_over = is_new and options.max_attempts > 1
-        # The first lock since it may take over calls. The second one so that no call may finish
-        # between Redis's answer and its use. The finisher takes them in the same order.
-        with self._intake.lock, self._finisher.lock:
+        # So that no call may finish between Redis's answer and its use.
+        with self._finisher.lock:
             self._finisher.end()
-            asked = time.monotonic()
             redis_now, other_models, claimed, taken, more, takes_over = self.link.run(
                 JOIN, keys, options.name, options.life, self._keys.inboxes, options.model,
-                int(options.allow_other_models or not is_new), max(room, self._parts.batch_size),
-                self._takeover.idle if may_take_over else LEFT,
-                int(may_take_over), self._parts.announcement(),
+                max(room, state.batch_size), options.idle if may_take_over else LEFT,
+                int(may_take_over), state.announcement(),
             )  # fmt: skip
             if other_models:
                 self._check_other_models({each.decode(errors="replace") for each in other_models})
                 return False
-            self._takeover.read_clock(redis_now, asked)
+            self._mismatch_since = None
+            state.read_clock(redis_now)
             for id_, fields, claims in (*claimed, *taken):
-                self._intake.claimed(id_, fields, claims)
-        self._takeover.has_orphans = bool(more)
+                self._submit_entry(id_, fields, claims)
+        state.takes_a_batch, state.has_orphans = False, bool(more)
         if is_new:
             self._has_joined = True
             text = "worker host %s serves %r of %s"
-            log(logging.INFO, text, options.name, options.prefix, self._parts.address)
-        self._takeover.joined(takes_over=bool(takes_over))
-        self._held.has_work.ring()
+            log(logging.INFO, text, options.name, options.prefix, state.address)
+        state.joined(takes_over=bool(takes_over))
+        state.has_work.ring()
         return True
 
     def _check_other_models(self, models: set[str]) -> None:
@@ -139,35 +148,136 @@ class Claimer:
         raise WorkerStartError(
             f"worker hosts of prefix {self._options.prefix!r} serve {', '.join(sorted(models))}, "
             f"but this host has {self._options.model}: calls would get results of either model. "
-            "Give each model its own prefix, or set allow_other_models=True "
-            "(--allow-other-models) while the new model replaces the old one"
+            "Give each model its own prefix"
         )
 
     def _read(self, room: int) -> None:
+        state = self._state
         answer = self.link.call(
             "XREADGROUP", "GROUP", GROUP, self._options.name, "COUNT", room,
-            "BLOCK", round(1000 * self._parts.address.longest_block),
-            "STREAMS", self._keys.calls, self._parts.inbox, ">", ">",
+            "BLOCK", round(1000 * state.address.longest_block),
+            "STREAMS", self._keys.calls, state.inbox, ">", ">",
         )  # fmt: skip
-        self._intake.answered_at = time.monotonic()
         calls = self._keys.calls.encode()
         for stream, id_, fields in entries(answer):
             if stream == calls:
-                self._intake.claimed(id_, fields, link=self.link)
+                self._submit_entry(id_, fields)
             else:  # a host has left calls, or this is a wake-up
-                self._takeover.has_orphans = True
+                state.has_orphans = True
 
     def _take(self, room: int) -> None:
         """Claim calls left by others, before new ones."""
-        with self._intake.lock:  # or older ones than these could come after them
-            claimed, more = self.link.run(
-                TAKE,
-                (self._keys.calls,),
-                self._options.name,
-                room,
-                self._takeover.least_idle,
+        state = self._state
+        state.takes_a_batch = state.has_orphans = False  # may be set again meanwhile
+        claimed, more = self.link.run(
+            TAKE, (self._keys.calls,), self._options.name, room, state.least_idle
+        )
+        state.has_orphans |= bool(more)
+        for id_, fields, claims in claimed:
+            self._submit_entry(id_, fields, claims)
+
+    # -- claimed calls
+
+    def _submit_entry(self, id_: bytes, fields: Sequence[bytes], claims: int = 1) -> None:
+        """Submit a claimed call to the engine, or refuse it.
+
+        Args:
+            claims: how many hosts have claimed it, including this one.
+        """
+        state = self._state
+        entry = dict(zip(fields[::2], fields[1::2], strict=False))
+        try:
+            client, number, payloads, precedence, is_stream = state.wire.read_call(entry.get(b"m"))
+            left = self._seconds_left(entry.get(b"d", b"0"))
+        except Exception as error:  # of any kind: else the call would end one host after the other
+            if not isinstance(error, BadMessage):
+                error = BadMessage(f"malformed: {summary(error)}")
+            claim = Claim(id_, *(state.wire.sender(entry.get(b"m")) or ("", 0)), 1)
+            claim.is_unread = True
+            if state.add(claim, claims):
+                state.finish(claim, failure=Failure(error.with_traceback(None)))
+            return
+        claim = Claim(id_, client, number, len(payloads))
+        if not state.add(claim, claims):
+            return
+        call = Call(
+            payloads,
+            _Reply(state, claim),
+            None if left == math.inf else left,
+            precedence,
+            is_watched=True,
+            is_stream=is_stream,
+        )
+        try:
+            refusal = self._refusal(left, claims)
+            if refusal is None:
+                self._submit(claim, call)
+            else:
+                state.finish(claim, failure=Failure(refusal))
+        except Exception as bug:
+            state.finish(claim, failure=Failure(report_bug("the worker host", bug)))
+
+    def _seconds_left(self, deadline: bytes) -> float:
+        milliseconds = max(-_FAR, min(int(deadline), _FAR))
+        if milliseconds == 0:
+            return math.inf
+        # The operating system refuses waits of years.
+        return min(self._state.seconds_until(milliseconds), 1e9)
+
+    def _refusal(self, left: float, claims: int) -> StreamerError | None:
+        """Why a call is not to be computed that has so many seconds left; None if it is."""
+        if left <= 0:
+            with self._state.lock:
+                self._state.counts["expired"] += 1
+            return PredictTimeout("the call's deadline had passed when a worker host claimed it")
+        if claims >= BEGUN // 2:
+            return WorkerLost(
+                "the stream's worker host died, or lost Redis, after outputs were handed out"
             )
-            self._intake.answered_at = time.monotonic()
-            self._takeover.has_orphans = bool(more)
-            for id_, fields, claims in claimed:
-                self._intake.claimed(id_, fields, claims, link=self.link)
+        if claims > self._options.max_attempts:
+            return WorkerLost(
+                f"{claims - 1} worker hosts in a row claimed this call and did not finish it: "
+                "they died, or lost Redis"
+            )
+        return None
+
+    def _submit(self, claim: Claim, call: Call) -> None:
+        state = self._state
+        if call.is_stream:
+            with state.lock:
+                state.flows.open(claim)
+        try:
+            state.engine.submit(call)
+            if not state.submitted(claim):  # dropped meanwhile, or answered
+                state.engine.withdraw(call)
+        except StreamerError as error:
+            state.finish(claim, failure=Failure(error))
+        except (Exception, SystemExit) as error:  # raised by the length function
+            state.finish(claim, failure=Failure.caught(error))
+
+
+class _Reply:
+    """Receives the outcome of a call from the engine."""
+
+    __slots__ = ("_claim", "_state")
+
+    def __init__(self, state: HostState, claim: Claim) -> None:
+        self._state = state
+        self._claim = claim
+
+    @property
+    def call(self) -> Any:
+        return self._claim.call
+
+    @call.setter
+    def call(self, call: Any) -> None:
+        self._claim.call = call
+
+    def put_part(self, output: Any) -> None:
+        self._state.put(self._claim, output)
+
+    def complete(self, outputs: list[Any]) -> None:
+        self._state.finish(self._claim, outputs)
+
+    def fail(self, failure: Failure) -> None:
+        self._state.finish(self._claim, failure=failure)

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
 from collections.abc import Callable
 from threading import Lock
+from typing import Any
 
+from ..errors import BadMessage, StreamerBroken, StreamerClosed, WorkerLost, WorkerStartError
 from ..reporting import report_bug
 from ..workers.protocol import Failure
-from .held_calls import HeldCalls
-from .host_outcomes import HostOutcomes
-from .host_parts import HostParts
-from .host_scripts import KEEP
-from .intake import Intake
-from .link import Backoff, Link, LinkError, NoGroup, Outages
-from .redis_clock import TOLERANCE
-from .takeover import Takeover
+from .claims import Claim
+from .host_state import HostState, Outcome
+from .host_streams import HostStreams
+from .link import Backoff, Link, LinkError, NoGroup, Outages, log
+from .scripts import FINISH, KEEP, SET_ASIDE
 
-#: Maximum bytes of one request.
+#: Maximum outcomes and bytes of one request.
+_MOST_CALLS = 256
 _MOST_BYTES = 4 << 20
 
 #: Maximum bytes that the engine's thread sends itself, so little that it does not block.
 _AT_ONCE_BYTES = 1 << 15
+
+#: Malformed messages that are kept: number, seconds, bytes of each.
+_DEAD_LETTERS = 1000
+_DEAD_LETTER_TTL = 7 * 86_400
+_DEAD_LETTER_BYTES = 4096
+_LONGEST_REASON = 1000  # characters
+
+#: Errors of this host, not of the call.
+_OURS = (StreamerClosed, StreamerBroken, WorkerStartError)
 
 
 class Finisher:
@@ -33,30 +43,23 @@ class Finisher:
         on_failure: called if this host cannot go on.
 
     Attributes:
-        lock: guards the next one, and the streams.
+        lock: guards the next one, and what is under way.
         link: of whichever thread sends.
         has_drained: the engine has ended: nothing new comes.
         give_up_at: monotonic time to stop retrying Redis.
     """
 
-    def __init__(
-        self,
-        parts: HostParts,
-        held: HeldCalls,
-        takeover: Takeover,
-        intake: Intake,
-        *,
-        on_failure: Callable[[BaseException], None],
-    ) -> None:
-        self._parts = parts
-        self._options = parts.options
-        self._keys = parts.keys
-        self._held = held
-        self._takeover = takeover
-        self._intake = intake
+    def __init__(self, state: HostState, *, on_failure: Callable[[BaseException], None]) -> None:
+        self._state = state
+        self._options = state.options
+        self._keys = state.keys
+        self._wire = state.wire
+        self._on_failure = on_failure
         self.lock = Lock()
-        self.link = Link(parts.address)
-        self._outcomes = HostOutcomes(parts, held, on_failure)  # guarded by ``lock``
+        self.link = Link(state.address)
+        self._streams = HostStreams(state)
+        self._waiting = state.outcomes
+        self._under_way: list[Outcome] = []  # being sent, or their answer not read
         self._is_outputs_turn = True
         self.has_drained = False
         self.give_up_at = math.inf
@@ -80,10 +83,8 @@ class Finisher:
                     keep_at = now + interval
                 if not self._finish_next():
                     now = time.monotonic()
-                    self._held.has_work.wait(
-                        min(max(keep_at - now, 0.1), self._held.streams.wait(now))
-                    )
-                outages.over(self._parts.address)
+                    self._state.has_work.wait(min(max(keep_at - now, 0.1), self._streams.wait(now)))
+                outages.over(self._state.address)
                 backoff.succeeded()
             except NoGroup:  # the keys were deleted; the claimer makes them again
                 keep_at = time.monotonic() + interval
@@ -100,24 +101,34 @@ class Finisher:
     @property
     def _has_finished(self) -> bool:
         """Whether nothing more is to be sent."""
-        return self.has_drained and not len(self._outcomes) and not len(self._held.streams)
+        is_empty = not self._waiting and not self._under_way and not len(self._state.flows)
+        return self.has_drained and is_empty
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a request is sent and its answer not read. Locked."""
+        return bool(self._under_way) or self._streams.is_under_way
 
     def finish_now(self) -> None:
         """Send what is new from the engine's thread if nothing is under way: no thread wakes up.
 
         The finisher receives the answer. Only few bytes, and no exceptions to unpickle.
         """
-        if self._held.streams.is_ready:
-            self._held.has_work.ring()
+        if self._streams.is_ready:
+            self._state.has_work.ring()
         if not self.link.is_connected or not self.lock.acquire(blocking=False):
             return
         try:
-            is_free = not self._outcomes.is_under_way and not self._held.streams.is_under_way
-            if is_free and self.link.is_connected:
-                if self._held.streams.is_ready:
-                    self._held.streams.send(self.link, time.monotonic(), _AT_ONCE_BYTES)
-                    return
-                self._outcomes.send_now(self.link, _AT_ONCE_BYTES)
+            if self._is_busy or not self.link.is_connected:
+                return
+            if self._streams.is_ready:
+                self._streams.send(self.link, time.monotonic(), _AT_ONCE_BYTES)
+                return
+            self._take(_AT_ONCE_BYTES)
+            if any(outcome.failure is not None for outcome in self._under_way):
+                self._put_back()  # there are exceptions to unpickle
+            else:
+                self._send()
         except LinkError:  # the finisher repeats it
             pass
         except Exception as bug:
@@ -129,65 +140,168 @@ class Finisher:
         """What was being sent fails: a bug of ours came in between. Locked."""
         failure = Failure(report_bug("the worker host", bug))
         self.link.close()
-        self._outcomes.put_back(failure)
-        self._held.streams.fail(failure)
-        self._held.has_work.ring()
+        self._put_back(failure)
+        self._streams.fail(failure)
+        self._state.has_work.ring()
 
     def _finish_next(self) -> bool:
         """Send the next outcomes, or finish those under way; whether there were any."""
         with self.lock:
-            if not self._outcomes.is_under_way and not self._held.streams.is_under_way:
+            if not self._is_busy:
                 # In turn, or one kind could hold up the other.
                 self._is_outputs_turn = not self._is_outputs_turn
-                if self._is_outputs_turn or not len(self._outcomes):
-                    self._held.streams.send(self.link, time.monotonic(), _MOST_BYTES)
-                if not self._held.streams.is_under_way:
-                    self._outcomes.send(self.link)
+                if self._is_outputs_turn or not self._waiting:
+                    self._streams.send(self.link, time.monotonic(), _MOST_BYTES)
+                if not self._streams.is_under_way:
+                    self._take(_MOST_BYTES)
+                    if not self._under_way:
+                        self._take(math.inf, 1)
+                    self._send()
             return self.end()
 
     def end(self) -> bool:
         """Receive the answer to what is under way; whether there was anything."""
-        if self._held.streams.is_under_way:
-            self._held.streams.receive(self.link)
+        if self._streams.is_under_way:
+            self._streams.receive(self.link)
             return True
-        return self._outcomes.receive(self.link)
+        if not self._under_way:
+            return False
+        try:
+            late = self.link.receive()
+        except LinkError:  # send them again; Redis ignores what it has done
+            self._put_back()
+            raise
+        with self._state.lock:
+            self._state.counts["late"] += late
+            self._state.claims.remove(outcome.claim for outcome in self._under_way)
+        self._under_way = []
+        return True
 
     def _keep(self) -> None:
-        """Send a sign of life for this host and its claims; claim calls of silent hosts."""
-        options, intake = self._options, self._intake
-        with self._held.lock:
-            ids = [claim.id for claim in self._held.claims]
-            workers = self._parts.engine.serving
-            # At least a batch, even if this host is full: these calls have waited longest.
-            room = max(self._held.room(workers), self._parts.batch_size)
-            is_in = self._takeover.has_joined and not self._held.is_leaving.is_set()
-            room = room if workers and is_in else 0
-        # Nothing while the claimer submits calls, which takes long if the length function does:
-        # the sign of life does not wait for it. The claimer looks for these calls next.
-        takes = room > 0 and intake.lock.acquire(blocking=False)
+        """Send a sign of life for this host and its claims; look for calls of silent hosts."""
+        state, options = self._state, self._options
+        with state.lock:
+            ids = [claim.id for claim in state.claims]
+        is_in = state.has_joined and not state.is_leaving.is_set()
+        with self.lock:
+            self.end()
+            redis_now, gone, more = self.link.run(
+                KEEP, (self._keys.calls, state.inbox, self._keys.model),
+                options.name, options.life, self._keys.inboxes, state.least_idle,
+                state.announcement() if is_in else b"", *ids,
+            )  # fmt: skip
+        state.read_clock(redis_now)
+        if gone:
+            taken_away = state.forget(gone)
+            with state.lock:
+                state.counts["taken_away"] += taken_away
+        if more and is_in:  # for the claimer, before new calls
+            state.has_orphans = state.takes_a_batch = True
+            state.has_room.ring()
+
+    # -- outcomes; locked
+
+    def _put_back(self, failure: Failure | None = None) -> None:
+        """Have those under way sent again, or an error of ours instead of them."""
+        outcomes, self._under_way = self._under_way, []
+        if failure is not None:
+            outcomes = [outcome.failed(failure) for outcome in outcomes]
+        self._waiting.extendleft(reversed(outcomes))
+
+    def _take(self, most_bytes: float, most: int = _MOST_CALLS) -> None:
+        """Begin with the next outcomes within both limits; with none if the first is too large."""
+        size = 0
+        while self._waiting and len(self._under_way) < most:
+            outcome = self._waiting[0]
+            size += sum(map(len, outcome.outputs))
+            if outcome.claim.outflow is not None:
+                size += outcome.claim.outflow.size
+            if size > most_bytes:
+                break
+            self._under_way.append(self._waiting.popleft())
+
+    def _send(self) -> None:
+        """Send FINISH for those under way, which then are those that were sent."""
+        outcomes = self._under_way
+        keys = [self._keys.calls]
+        arguments: list[Any] = [self._options.reply_life, self._options.name]
+        clients: dict[str, int] = {}
+        answered: list[Outcome] = []
+        size = 0
         try:
-            with self.lock:
-                self.end()
-                asked = time.monotonic()
-                expected = self._takeover.expected(asked)
-                redis_now, gone, claimed, more = self.link.run(
-                    KEEP, (self._keys.calls, self._parts.inbox, self._keys.model),
-                    options.name, options.life, room if takes else 0, self._takeover.least_idle,
-                    self._keys.inboxes, expected, math.ceil(1000 * TOLERANCE),
-                    self._parts.announcement() if is_in else b"", *ids,
-                )  # fmt: skip
-            self._takeover.read_clock(redis_now, asked)
-            if gone:
-                taken_away = self._held.forget(gone)
-                with self._held.lock:
-                    self._held.counts["taken_away"] += taken_away
-            for id_, fields, claims in claimed:
-                intake.claimed(id_, fields, claims)
-        finally:
-            if takes:
-                intake.lock.release()
-        if more and room:  # for the claimer, before new calls
-            self._takeover.has_orphans = True
-            with self.lock:
-                self.end()
-                self.link.call("XADD", self._parts.inbox, "NOMKSTREAM", "*", "left", "")
+            for position, outcome in enumerate(outcomes):
+                if size > _MOST_BYTES:  # errors may be as large as results
+                    self._waiting.extendleft(reversed(outcomes[position:]))
+                    self._under_way = outcomes = outcomes[:position]
+                    break
+                reply = self._reply(outcome)
+                if reply is None:
+                    continue
+                answered.append(outcome)
+                size += len(reply)
+                claim, client = outcome.claim, 0
+                if reply:
+                    client = clients.setdefault(claim.client, len(clients) + 1)
+                    if len(keys) <= 2 * client:
+                        keys += (
+                            self._keys.client(claim.client),
+                            self._keys.replies(claim.client),
+                        )
+                    if claim.is_unread:
+                        client = -client
+                arguments += (claim.id, client, reply, int(claim.outflow is not None))
+            if answered:
+                self.link.send(FINISH, keys, *arguments)
+        except LinkError:
+            self._put_back()
+            raise
+        self._under_way = answered
+
+    def _reply(self, outcome: Outcome) -> bytes | None:
+        """The client's reply; empty if it has no client, None if another host should compute it."""
+        claim = outcome.claim
+        flow = claim.outflow
+        if outcome.failure is None:
+            if flow is None:
+                return self._wire.results(claim.client, claim.number, outcome.outputs)
+            rest = [*flow.waiting, *outcome.outputs]
+            return self._wire.stream_end(claim.client, claim.number, flow.written, rest)
+        error = outcome.failure.exception()
+        if self._is_ours(outcome.failure, error):
+            if not self._state.is_leaving.is_set():
+                # The engine may recover before the claimer looks, but this call is unanswered.
+                self._on_failure(error)
+            if flow is not None and flow.has_begun:
+                error = WorkerLost("the worker host ended after outputs were handed out")
+            elif self._options.max_attempts > 1 or not outcome.was_running:
+                return None  # handed back at the end
+            else:
+                error = WorkerLost("the worker host ended while it computed this call")
+        if isinstance(error, BadMessage) and not claim.is_set_aside:
+            self._set_aside(claim, error)
+            claim.is_set_aside = True
+        if not claim.client:
+            return b""
+        if claim.is_unread and isinstance(error, BadMessage):
+            return self._wire.notice(claim.number, error.reason)
+        if flow is not None and flow.waiting:
+            return self._wire.stream_end(
+                claim.client, claim.number, flow.written, flow.waiting, error
+            )
+        return self._wire.failure(claim.client, claim.number, error)
+
+    def _is_ours(self, failure: Failure, error: BaseException) -> bool:
+        """Whether it is this host's error, not the model's, which may have the same class."""
+        if failure.remote_traceback is None:
+            return isinstance(error, _OURS)
+        # A worker's: the model could not be loaded, and never was.
+        return isinstance(error, WorkerStartError) and not self._state.engine.can_recover
+
+    def _set_aside(self, claim: Claim, error: BadMessage) -> None:
+        self.link.run(
+            SET_ASIDE, (self._keys.calls, self._keys.dead),
+            claim.id, self._options.name, str(error)[:_LONGEST_REASON],
+            _DEAD_LETTERS, 1000 * _DEAD_LETTER_TTL, _DEAD_LETTER_BYTES,
+        )  # fmt: skip
+        self._state.counts["set_aside"] += 1
+        log(logging.WARNING, "set aside a malformed message in Redis: %.200s", error)

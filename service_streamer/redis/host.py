@@ -32,14 +32,10 @@ from ..errors import BrokerUnavailable, StreamerError, WorkerStartError
 from ..reporting import counted
 from .claimer import Claimer
 from .finisher import Finisher
-from .held_calls import HeldCalls
-from .host_parts import HostOptions, HostParts
-from .host_scripts import LEAVE
-from .intake import Intake
+from .host_state import HostOptions, HostState
 from .link import Address, Link, LinkError, Outages, log
 from .redis_stats import RedisWorkerStats
-from .scripts import Keys
-from .takeover import Takeover
+from .scripts import LEAVE, Keys
 from .wire import Wire
 
 #: Seconds that the end may take if Redis does not answer: in total, and to send outcomes.
@@ -66,15 +62,10 @@ class Host:
         options: HostOptions,
         predecessor: Host | None = None,
     ) -> None:
-        parts = HostParts(address, wire, Keys(options.prefix), engine, options, batch_size)
-        self._parts = parts
-        held = self._held = HeldCalls(parts)
-        self._takeover = Takeover(parts, held)
-        intake = Intake(parts, held, self._takeover)
-        self._finisher = Finisher(parts, held, self._takeover, intake, on_failure=self._fail)
-        self._claimer = Claimer(
-            parts, held, self._takeover, intake, self._finisher, on_failure=self._fail
-        )
+        state = HostState(address, wire, Keys(options.prefix), engine, options, batch_size)
+        self._state = state
+        self._finisher = Finisher(state, on_failure=self._fail)
+        self._claimer = Claimer(state, self._finisher, on_failure=self._fail)
         self._parting = Link(address)
         self._is_handed_back = False
         #: Called when this host fails, with the reason in ``failure``.
@@ -84,7 +75,7 @@ class Host:
         self.left_behind: BrokerUnavailable | None = None
         self._outages = Outages((self._claimer.link, self._finisher.link), "this worker host waits")
         if predecessor is not None:
-            held.counts = predecessor._held.counts
+            state.counts = predecessor._state.counts
             self._outages.count = predecessor._outages.count
         self._claiming = threading.Thread(
             target=lambda: self._claimer.run(self._outages),
@@ -98,7 +89,7 @@ class Host:
         )
 
     def start(self) -> None:
-        engine = self._parts.engine
+        engine = self._state.engine
         engine.when_answered(self._finisher.finish_now)
         engine.when_ended(self._engine_ended)
         self._claiming.start()
@@ -106,29 +97,29 @@ class Host:
 
     def stats(self) -> RedisWorkerStats:
         return RedisWorkerStats(
-            state=self._state(),
-            pool=self._parts.engine.stats(),
-            held=len(self._held),
+            state=self._state_name(),
+            pool=self._state.engine.stats(),
+            held=len(self._state),
             outages=self._outages.count,
-            **self._held.counts,
+            **self._state.counts,
         )
 
-    def _state(self) -> str:
+    def _state_name(self) -> str:
         if self.failure is not None:
             return "failed"
-        if self._held.is_leaving.is_set():
+        if self._state.is_leaving.is_set():
             return "leaving"
         if self._outages.is_on:
             return "disconnected"
-        return "serving" if self._takeover.has_joined else "starting"
+        return "serving" if self._state.has_joined else "starting"
 
     # -- the end
 
     def _engine_ended(self) -> None:
         """In the engine's thread: it was closed, or it failed."""
-        if not self._held.is_leaving.is_set():
+        if not self._state.is_leaving.is_set():
             try:
-                self._parts.engine.wait_serving(0)
+                self._state.engine.wait_serving(0)
             except StreamerError as error:
                 self._fail(error)
             self.leave()  # or the claimer would claim further calls
@@ -139,21 +130,22 @@ class Host:
         self.failure = error
         # The log already says why the model could not be loaded.
         why = "its model could not be loaded" if isinstance(error, WorkerStartError) else error
-        log(logging.ERROR, "worker host %s has stopped serving: %s", self._parts.options.name, why)
+        log(logging.ERROR, "worker host %s has stopped serving: %s", self._state.options.name, why)
         self.on_failure()
 
     def leave(self) -> None:
         """Claim no more calls. Does not wait for Redis."""
         if self._finisher.has_drained:  # it has left already
             return
-        self._held.leave()
+        self._state.is_leaving.set()
+        self._state.has_room.ring()
         start_thread(self._wake_claimer, "leaving")
 
     def _wake_claimer(self) -> None:
         """Wake the claimer from a blocked read; if this fails, the read ends by itself."""
-        link = Link(self._parts.address)
+        link = Link(self._state.address)
         with contextlib.suppress(LinkError):
-            link.call("XADD", self._parts.inbox, "NOMKSTREAM", "*", "end", "")
+            link.call("XADD", self._state.inbox, "NOMKSTREAM", "*", "end", "")
         link.close()
 
     def close(self) -> None:
@@ -165,7 +157,7 @@ class Host:
             return
         self._finisher.give_up_at = time.monotonic() + _LAST_OUTCOMES
         self._finisher.has_drained = True
-        self._held.has_work.ring()
+        self._state.has_work.ring()
         parting = start_thread(self._part, "parting")
         parting.join(_LAST_GRACE)
         self._parting.close()  # ends blocked reads, like the next two
@@ -173,14 +165,14 @@ class Host:
         self._finisher.link.close()
         for thread in (parting, self._claiming, self._finishing):
             thread.join(_LAST_MOMENT)
-        left = len(self._held)
+        left = len(self._state)
         if self._is_handed_back or not left:
             return
         failure = self._parting.failure or self._finisher.link.failure or self._claimer.link.failure
         self.left_behind = BrokerUnavailable(
-            f"{failure or f'{self._parts.address} does not answer'}; {counted(left, 'call')} "
+            f"{failure or f'{self._state.address} does not answer'}; {counted(left, 'call')} "
             "claimed by this worker host could not be answered or handed back: other hosts claim "
-            f"them {self._parts.options.claim_timeout} s after its last sign of life"
+            f"them {self._state.options.claim_timeout} s after its last sign of life"
         )
         log(logging.WARNING, "%s", self.left_behind)
 
@@ -189,17 +181,17 @@ class Host:
         self._claiming.join(2 * _LAST_MOMENT)
         self._finishing.join(_LAST_OUTCOMES - _LAST_MOMENT)
         self._finisher.link.close()  # frees a connection: a user's client may allow only two
-        keys = self._parts.keys
-        with self._held.lock:
-            clients = [(claim.id, keys.client(claim.client)) for claim in self._held.claims]
+        keys = self._state.keys
+        with self._state.lock:
+            clients = [(claim.id, keys.client(claim.client)) for claim in self._state.claims]
         try:
-            self._held.counts["handed_back"] += self._parting.run(
+            self._state.counts["handed_back"] += self._parting.run(
                 LEAVE,
                 (
-                    keys.calls, self._parts.inbox, keys.model,
-                    keys.orders_of(self._parts.options.name),
+                    keys.calls, self._state.inbox, keys.model,
+                    keys.orders_of(self._state.options.name),
                 ),
-                self._parts.options.name, keys.inboxes,
+                self._state.options.name, keys.inboxes,
                 *itertools.chain.from_iterable(clients),
             )  # fmt: skip
             self._is_handed_back = True

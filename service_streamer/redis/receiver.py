@@ -1,4 +1,4 @@
-"""What a client reads from Redis: replies, outputs of streams, and hints."""
+"""What a client reads from Redis: replies, outputs of streams, and notices."""
 
 from __future__ import annotations
 
@@ -6,66 +6,34 @@ import logging
 import math
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import BadMessage, BrokerUnavailable
-from ..remote.call_book import CallBook
 from ..remote.deliveries import Deliveries
 from ..remote.open_calls import Inflow, RemoteAnswer, RemoteCall
 from ..reporting import report_bug, summary
 from ..workers.protocol import Failure
-from .ledger import SentCalls
 from .link import Address, Backoff, Link, LinkError, Outages, entries, log
-from .lost_calls import LostCalls
 from .scripts import TRIM, Keys
-from .wire import Wire
+from .sent_calls import SentCalls
+from .wire import REASONS, Wire
 
 #: Read replies are deleted from Redis after this many entries or bytes.
 _READ_ENTRIES = 64
 _READ_BYTES = 4 << 20
 
 
-class RedisDeliveries(Deliveries):
-    """Finds outputs that Redis may have lost.
-
-    Redis may have restarted with an earlier clock, and what came then is found when all is read
-    again. If it is not, Redis has lost it.
-
-    Attributes:
-        lost: how many streams failed so.
-    """
-
-    def __init__(self, book: CallBook[SentCalls]) -> None:
-        super().__init__(book)
-        self.lost = 0
-        self._reads_again = False  # outputs are missing: all replies that are there are read again
-        self._rounds = 0  # how often that was done
-
-    def _is_missing(self, call: RemoteCall, inflow: Inflow, first: int) -> None:
-        missing, rounds = inflow.missing or (-1, 0)
-        if missing != inflow.handed_out:
-            inflow.missing = (inflow.handed_out, self._rounds)
-            self._reads_again = True
-        elif rounds < self._rounds:
-            text = (
-                f"Redis has lost the outputs of the stream from number {inflow.handed_out} to "
-                f"{first - 1}"
-            )
-            self.lost += self._book.fail(call, BrokerUnavailable(text))
-
-    def begin_again(self) -> bool:
-        """Whether to read all replies again, from the first one."""
-        begins, self._reads_again = self._reads_again, False
-        self._rounds += begins
-        return begins
-
-
-class Receiver:
+class Receiver(Deliveries):
     """The reading side of one client, for a thread of its own.
+
+    Args:
+        on_bug: called with the failure of all open calls.
 
     Attributes:
         link: its own, whose reads block.
         name: the client's, once it was started.
+        unreadable: how many calls failed since one side could not read the other's message.
+        lost: how many streams failed since Redis had lost outputs.
     """
 
     def __init__(
@@ -73,20 +41,26 @@ class Receiver:
         address: Address,
         keys: Keys,
         wire: Wire,
-        deliveries: RedisDeliveries,
-        lost: LostCalls,
+        calls: SentCalls,
         *,
+        prefix: str,
         reply_ttl: float,
+        on_bug: Callable[[Failure], None],
     ) -> None:
+        super().__init__(calls)
         self._address = address
         self._keys = keys
         self._wire = wire
-        self._deliveries = deliveries
-        self._lost = lost
+        self._prefix = prefix
         self._life = math.ceil(1000 * reply_ttl)
-        self._start_over()
+        self._on_bug = on_bug
         self.link = Link(address, blocks=address.longest_block)
         self.name = ""
+        self.unreadable = self.lost = 0
+        self._warned: set[str] = set()  # texts of which a warning was logged
+        self._reads_again = False  # outputs are missing: all replies that are there are read again
+        self._rounds = 0  # how often that was done
+        self._start_over()
 
     def _start_over(self) -> None:
         """Read the first reply that Redis has next, and count from there."""
@@ -113,7 +87,9 @@ class Receiver:
                     self._entries_read += 1
                     self._bytes_read += sum(map(len, fields))
                     self._read(fields)
-                if self._deliveries.begin_again():
+                if self._reads_again:
+                    self._reads_again = False
+                    self._rounds += 1
                     self._start_over()
                 elif not answer and self._entries_read:
                     # Idle: drop what was read, and read from the start again, since Redis may have
@@ -128,7 +104,7 @@ class Receiver:
             except BaseException as bug:  # callers must not wait for a dead thread
                 if is_ending.is_set():
                     return
-                self._lost.fail_all(Failure(report_bug("the streamer", bug)))
+                self._on_bug(Failure(report_bug("the streamer", bug)))
                 self._entries_read = _READ_ENTRIES  # delete what it was reading, and go on after it
                 is_ending.wait(backoff.failed())
 
@@ -139,15 +115,16 @@ class Receiver:
         self._start_over()
 
     def _read(self, fields: Sequence[bytes]) -> None:
-        if fields and fields[0] == b"p":
+        if not fields or fields[0] == b"r":
+            self._read_replies(fields[1::2])
+        elif fields[0] == b"p":
             self._outputs_read += len(fields[1])
-            self.hand_out(fields[1])
-        elif fields and fields[0] != b"r":
-            self._read_other(fields)
-        else:
-            self._deliver(fields[1::2])
+            self._read_outputs(fields[1])
+        elif fields[0] == b"n" and (notice := self._wire.read_notice(fields[1])) is not None:
+            number, reason = notice
+            self._fail_unreadable(number, "a worker host could not read this call", reason)
 
-    def _deliver(self, messages: Sequence[bytes]) -> None:
+    def _read_replies(self, messages: Sequence[bytes]) -> None:
         replies: list[RemoteAnswer] = []
         for message in filter(None, messages):  # an empty one only wakes this thread
             try:
@@ -157,25 +134,46 @@ class Receiver:
                 sender = self._wire.sender(message)
                 if sender is not None and sender[0] == self.name:
                     reason = error.reason if isinstance(error, BadMessage) else "unreadable"
-                    self._lost.noticed(sender[1], f"reply {reason}")
-        self._deliveries.deliver(replies)
+                    what = "this client could not read the reply to the call"
+                    self._fail_unreadable(sender[1], what, reason)
+        self.deliver(replies)
 
-    def hand_out(self, message: bytes) -> None:
+    def _fail_unreadable(self, number: int, what: str, reason: str) -> None:
+        """Fail a call, on a word that is not signed: who can write it can delete calls, too."""
+        with self._calls.lock:
+            call = self._calls.get(number)
+        text = f"{what}: {REASONS[reason]}"
+        if call is None or not self._calls.fail(call, BadMessage(text, reason=reason)):
+            return
+        self.unreadable += 1
+        if text not in self._warned:
+            self._warned.add(text)
+            log(logging.WARNING, "%s (prefix %r)", text, self._prefix)
+
+    def _read_outputs(self, message: bytes) -> None:
         """Hand out outputs of streams that have not come before."""
         try:
             runs = self._wire.read_outputs(message, self.name)
         except Exception as error:  # as of a reply; what is missing is noticed by the numbers
             log(logging.WARNING, "dropped malformed outputs in Redis: %.200s", summary(error))
             return
-        self._deliveries.hand_out(runs)
+        self.hand_out(runs)
 
-    def _read_other(self, fields: Sequence[bytes]) -> None:
-        """Read a mark or a notice: unverified, so only a hint to check the call."""
-        name, value = fields[:2]
-        if name == b"c":
-            self._lost.marked(value)
-        elif name == b"n" and (notice := self._wire.read_notice(value)) is not None:
-            self._lost.noticed(notice[0], f"call {notice[1]}")
+    def _is_missing(self, call: RemoteCall, inflow: Inflow, first: int) -> None:
+        """Redis may have restarted with an earlier clock: all that is there is read again, once.
+
+        If what is missing is not found then, Redis has lost it.
+        """
+        missing, rounds = inflow.missing or (-1, 0)
+        if missing != inflow.handed_out:
+            inflow.missing = (inflow.handed_out, self._rounds)
+            self._reads_again = True
+        elif rounds < self._rounds:
+            text = (
+                f"Redis has lost the outputs of the stream from number {inflow.handed_out} to "
+                f"{first - 1}"
+            )
+            self.lost += self._calls.fail(call, BrokerUnavailable(text))
 
 
 def _after(id_: bytes) -> bytes:

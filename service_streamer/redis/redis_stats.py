@@ -23,10 +23,11 @@ class RedisStreamerStats:
         rejected: total of calls refused with ``Overloaded``.
         deduplicated: total of items answered by another caller's computation.
         cached: total of items answered from the cache.
-        models: names of the hosts' models; there should be one.
+        models: names of the hosts' models: all hosts of a prefix have the same one.
         unreadable: total of calls that failed because client and host could not read each other:
             their secret, serializer or ``max_message_bytes`` differ.
-        lost: total of calls that were no longer in Redis and had no reply.
+        lost: total of calls that made no progress for ``answer_timeout``, and of streams whose
+            outputs Redis has lost.
     """
 
     state: str
@@ -49,8 +50,6 @@ class RedisStreamerStats:
         text = f"{self.state} | pending {self.pending}"
         if self.hosts is not None:
             text += f" | in Redis {self.queued} | worker hosts {self.hosts}"
-        if len(self.models) > 1:
-            text += f" | different models {', '.join(self.models)}"
         names = (
             "outages", "expired", "cancelled", "rejected", "unreadable", "lost", "deduplicated",
             "cached",
@@ -76,7 +75,6 @@ class RedisWorkerStats:
         expired: total of calls claimed after their deadline.
         set_aside: total of malformed messages.
         outages: total of lost connections to Redis.
-        clock_steps: total of steps of Redis's clock by more than a second.
     """
 
     state: str
@@ -90,14 +88,12 @@ class RedisWorkerStats:
     expired: int
     set_aside: int
     outages: int
-    clock_steps: int
 
     @property
     def gist(self) -> str:
         """A one-line summary."""
         names = (
             "taken_over", "taken_away", "late", "handed_back", "expired", "set_aside", "outages",
-            "clock_steps",
         )  # fmt: skip
         totals = (
             f"{name.replace('_', ' ')} {getattr(self, name)}"

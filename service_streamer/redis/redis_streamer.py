@@ -48,6 +48,7 @@ class RedisStreamer(BaseStreamer):
         error_types: Sequence[type[BaseException]] = (),
         max_message_bytes: int = 32 << 20,
         reply_ttl: float = 120,
+        answer_timeout: float | None = 600,
         drain_timeout: float | None = 60,
         trace: str | os.PathLike[str] | None = None,
         deduplicate: bool = False,
@@ -64,6 +65,7 @@ class RedisStreamer(BaseStreamer):
             prefix=options.prefix,
             max_pending=max_pending,
             reply_ttl=options.reply_ttl,
+            answer_timeout=options.answer_timeout,
             drain_timeout=options.drain_timeout,
         )
         self._backend: Backend = self._client
@@ -91,11 +93,6 @@ class RedisStreamer(BaseStreamer):
         ]
         if stats.hosts == 0:
             lines.append("No worker host is alive: calls wait in Redis. Start one.")
-        if len(stats.models) > 1:
-            lines.append(
-                f"The worker hosts serve different models: {', '.join(stats.models)}. Give each "
-                "model a prefix of its own."
-            )
         if stats.unreadable:
             lines.append(
                 f"{stats.unreadable} calls failed so far because the two sides cannot read each "

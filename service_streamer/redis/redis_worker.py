@@ -37,7 +37,7 @@ from ..options.table import RedisWorkerOptions, StreamerOptions
 from ..streamer import Streamer
 from ..supervision.health import Timeout
 from .host import Host
-from .host_parts import HostOptions
+from .host_state import HostOptions
 from .link import Address, log
 from .redis_stats import RedisWorkerStats
 from .serializers import WireCodec
@@ -95,7 +95,6 @@ class RedisWorker:
         claim_timeout: float = 5,
         retry: bool = True,
         model_name: str | None = None,
-        allow_other_models: bool = False,
         worker_num: int = 1,
         cuda_devices: Devices = None,
         devices_per_worker: int = 1,
@@ -121,7 +120,6 @@ class RedisWorker:
             reply_ttl=options.reply_ttl,
             max_attempts=options.max_attempts if retry else 1,
             model=_name_of(model_class) if model_name is None else model_name,
-            allow_other_models=allow_other_models,
         )
         self._model = model_class
         self._lock = threading.RLock()  # reentrant: a user's finalizer may run while it is held

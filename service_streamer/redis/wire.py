@@ -3,21 +3,19 @@
     call     (FORMAT, codec, client, number, [[payload, ...], headers])
     reply    (FORMAT, codec, client, number, [payload, ...])          the results
              (FORMAT, codec, client, number, failure)                 why there are none
-             (FORMAT, codec, client, number, {first: n, outputs: [payload, ...], error: failure,
-              again: [attempt, losses]})                              the end of a stream
+             (FORMAT, codec, client, number, {first: n, outputs: [payload, ...], error: failure})
+                                                                      the end of a stream
     outputs  (FORMAT, codec, client, 0, [(number, first, [payload, ...], id), ...])   of streams
 
 Each is a msgpack array. With a secret it follows its HMAC-SHA256, which is verified before anything
 is decoded. The headers of a call are a map: ``priority``, ``tenant`` and ``has_deadline``, as far
-as they are not those of an ordinary call, and ``stream``, [attempt, losses], if its outputs are
-wanted as they come. If a stream goes on where its outputs ended, these follow its item. Outputs of
-a call are numbered from 0: ``first`` is the number of the first one in a message. ``again`` says
-that the client may have the stream go on elsewhere. A payload is an item or result, encoded by the
-codec; a worker host passes it to its worker processes as it is. Anyone who can write to Redis can
-send messages, so their contents are not trusted.
+as they are not those of an ordinary call, and ``stream``, true, if its outputs are wanted as they
+come. Outputs of a call are numbered from 0: ``first`` is the number of the first one in a message.
+A payload is an item or result, encoded by the codec; a worker host passes it to its worker
+processes as it is. Anyone who can write to Redis can send messages, so their contents are not
+trusted.
 
-    model    (FORMAT, codec, "hosts", n, description)     the description of the hosts' model; n is
-                                                          1 if it can resume streams, else 0
+    model    (FORMAT, codec, "hosts", 0, description)     the description of the hosts' model
 
     notice   b"NUMBER REASON"     a host could not read a call; unsigned, as the secrets may
                                   differ. The client only uses its reason, one of ``REASONS``, and
@@ -32,7 +30,7 @@ import hmac
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgpack
 
@@ -41,7 +39,7 @@ from ..errors import BadMessage, ModelError, RemoteTraceback
 from ..observe.record import ORDINARY, Precedence
 from ..options.checks import check_priority, check_tenant
 from ..options.table import BrokerOptions
-from ..remote.open_calls import Attempt, OutputRun, RemoteAnswer
+from ..remote.open_calls import OutputRun, RemoteAnswer
 from ..reporting import summary
 from ..workers.protocol import Failure
 from .serializers import MsgpackCodec, PickleCodec, WireCodec, check_complete
@@ -70,18 +68,6 @@ _LONGEST_HEAD = 256
 
 #: Maximum length of an exception's chain of causes.
 _CAUSES = 3
-
-
-class Announcement(NamedTuple):
-    """What worker hosts say of their model.
-
-    Attributes:
-        description: what the model says of itself.
-        resumes: whether it can go on with a stream where its outputs ended.
-    """
-
-    description: dict[str, Any]
-    resumes: bool
 
 
 class Wire:
@@ -122,27 +108,22 @@ class Wire:
         number: int,
         payloads: Sequence[bytes],
         precedence: Precedence = ORDINARY,
-        attempt: Attempt | None = None,
+        *,
+        is_stream: bool = False,
     ) -> bytes:
-        """The message of a call. Raises ValueError: it would exceed ``max_bytes``.
-
-        Args:
-            attempt: of a stream, which time it is sent; None for another call.
-        """
+        """The message of a call. Raises ValueError: it would exceed ``max_bytes``."""
         headers: dict[str, Any] = {}
         if precedence is not ORDINARY:
             headers = {name: value for name, value in precedence._asdict().items() if value}
-        if attempt is not None:
-            headers["stream"] = attempt
+        if is_stream:
+            headers["stream"] = True
         content = payloads, headers
         body = msgpack.packb(
             (_FORMAT, self.codec.name, client, number, content), unicode_errors=_ANY
         )
         return self._sealed(body, self._call_context)
 
-    def read_call(
-        self, message: object
-    ) -> tuple[str, int, list[bytes], Precedence, Attempt | None]:
+    def read_call(self, message: object) -> tuple[str, int, list[bytes], Precedence, bool]:
         """The client, its number for the call, the items, and the headers. Raises BadMessage."""
         client, number, content = self._read(message, self._call_context)
         if type(content) is not list or len(content) != 2 or not _are_bytes(content[0]):
@@ -179,17 +160,9 @@ class Wire:
         first: int,
         payloads: Sequence[bytes],
         error: BaseException | None = None,
-        again: Attempt | None = None,
     ) -> bytes:
-        """The end of a stream, with the outputs from ``first`` on that were not handed out yet.
-
-        Args:
-            again: the attempt that has ended, if the client may have the stream go on elsewhere.
-                If it cannot, ``error`` says why it has failed.
-        """
+        """The end of a stream, with the outputs from ``first`` on that were not handed out yet."""
         content: dict[str, Any] = {"first": first, "outputs": payloads}
-        if again is not None:
-            content["again"] = again
         if error is not None:
             content["error"] = self._encoded_error(error, _CAUSES)
         body = msgpack.packb(
@@ -236,27 +209,24 @@ class Wire:
         if outputs is None or not _are_outputs(first, outputs):
             raise BadMessage("its outputs are malformed")
         failure = None if error is None else self._failure(error)
-        return RemoteAnswer(number, outputs, failure, first, _attempt(content.get("again")))
+        return RemoteAnswer(number, outputs, failure, first)
 
     # -- announcements
 
-    def announcement(self, description: Mapping[str, Any], *, resumes: bool = False) -> bytes:
+    def announcement(self, description: Mapping[str, Any]) -> bytes:
         """What the model of a worker host says of itself; nothing if that cannot be sent."""
+        body = (_FORMAT, self.codec.name, "hosts", 0, description)
         try:
-            return self._announcement(description, resumes)
+            return self._sealed(msgpack.packb(body, unicode_errors=_ANY), self._model_context)
         except (ValueError, TypeError, OverflowError):
-            return self._announcement({}, resumes)
+            return self.announcement({})
 
-    def _announcement(self, description: Mapping[str, Any], resumes: bool) -> bytes:
-        body = (_FORMAT, self.codec.name, "hosts", int(resumes), description)
-        return self._sealed(msgpack.packb(body, unicode_errors=_ANY), self._model_context)
-
-    def read_announcement(self, message: object) -> Announcement:
+    def read_announcement(self, message: object) -> dict[str, Any]:
         """What the model says of itself. Raises BadMessage."""
-        _, resumes, description = self._read(message, self._model_context)
+        _, _, description = self._read(message, self._model_context)
         if type(description) is not dict:
             raise BadMessage("it describes no model")
-        return Announcement(description, resumes == 1)
+        return description
 
     # -- notices
 
@@ -339,55 +309,55 @@ class Wire:
     # -- exceptions
 
     def _encoded_error(self, error: BaseException, causes: int) -> tuple[Any, ...]:
-        """An exception's class, contents, text, traceback and cause."""
-        held: bytes | None = None
-        with contextlib.suppress(Exception):  # the exception's own code fails: send its text
-            if self._is_pickle:
-                held = self.codec.encode((error, error.args))
-                self.codec.decode(held)  # an unusual constructor fails only here
-            else:
-                # An OSError keeps its file names outside args.
-                args = error.__reduce__()[1] if isinstance(error, OSError) else error.args
-                held = self.codec.encode([list(args), dict(vars(error))])
+        """An exception's class, by its name and perhaps pickled, text, traceback and cause."""
+        pickled: bytes | None = None
+        if self._is_pickle:
+            with contextlib.suppress(Exception):  # its class cannot be imported
+                pickled = self.codec.encode(type(error))
         cause = error.__cause__
         trace = cause.text if isinstance(cause, RemoteTraceback) else None
         encoded_cause = None
         if cause is not None and trace is None and causes:
             encoded_cause = self._encoded_error(cause, causes - 1)
-        return _name(type(error)), held, summary(error), trace, encoded_cause
+        return _name(type(error)), pickled, _text(error), trace, encoded_cause
 
     def _failure(self, content: Any, causes: int = _CAUSES) -> Failure:
         if not (isinstance(content, list) and len(content) == 5):
             raise BadMessage("it has neither results nor an error")
-        name, held, text, trace, cause = content
+        name, pickled, text, trace, cause = content
         if not (isinstance(name, str) and isinstance(text, str)):
             raise BadMessage("its error has no name")
-        error = self._error(name, held, text)
+        error = self._error(name, pickled, text)
         if isinstance(trace, str):
             return Failure(error, trace)
         if cause is not None and causes:
             return Failure(error, cause=self._failure(cause, causes - 1))
         return Failure(error)
 
-    def _error(self, name: str, held: Any, text: str) -> BaseException:
-        """Restore an exception without running code of its class: the name is not trusted."""
-        kind = self._error_types.get(name) or _KNOWN.get(name)
-        # If its constructor takes other arguments, only its text is restored.
-        with contextlib.suppress(Exception):
-            if self._is_pickle:
-                error, args = self.codec.decode(held)
+    def _error(self, name: str, pickled: Any, text: str) -> BaseException:
+        """An exception of this class and text, or of a base class that can have the text alone.
+
+        The name is not trusted: classes are looked up among those that this side knows.
+        """
+        kind: Any = self._error_types.get(name) or _KNOWN.get(name)
+        if kind is None and self._is_pickle:
+            with contextlib.suppress(Exception):  # it cannot be imported here
+                kind = self.codec.decode(pickled)
+        args = (text,) if text else ()
+        for each in () if kind is None else kind.__mro__:
+            if each is Exception and each is not kind:  # it would say nothing of its class
+                break
+            with contextlib.suppress(Exception):  # it needs other arguments than a text
+                known = _KNOWN.get(_name(each))
+                if known is not None:
+                    return known(*args)
+                # A user's constructor would word the text once more.
+                error: BaseException = each.__new__(each, *args)
                 BaseException.__setattr__(error, "args", args)  # also of a frozen dataclass
-                return error  # type: ignore[no-any-return]
-            if kind is not None:
-                args, state = self.codec.decode(held)
-                if name in _BUILT_IN:
-                    error = kind(*args)
-                else:
-                    error = kind.__new__(kind, *args)
-                    error.args = tuple(args)
-                vars(error).update(state)
+                str(error)
                 return error
-        return ModelError(f"{text} (stands in for {name})")
+        short = name.rpartition(".")[2]
+        return ModelError(f"{f'{short}: {text}' if text else short} (stands in for {name})")
 
 
 #: Lone surrogates: a model's error may quote its input.
@@ -396,6 +366,17 @@ _ANY = "surrogatepass"
 
 def _name(kind: type[BaseException]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _text(error: BaseException) -> str:
+    """What an exception of this class has to be given to have this text."""
+    args = error.args
+    if len(args) == 1 and type(args[0]) is str and type(error) is KeyError:  # it quotes it
+        return str(args[0])
+    try:
+        return str(error)
+    except (Exception, SystemExit):
+        return summary(error).partition(": ")[2]
 
 
 def _are_bytes(values: Any) -> bool:
@@ -408,28 +389,20 @@ def _are_outputs(first: Any, outputs: Any) -> bool:
     return type(first) is int and first >= 0 and (outputs == [] or _are_bytes(outputs))
 
 
-def _read_headers(headers: Any) -> tuple[Precedence, Attempt | None]:
+def _read_headers(headers: Any) -> tuple[Precedence, bool]:
     """What a call says besides its items. Raises BadMessage."""
     if headers == {}:  # nearly all calls
-        return ORDINARY, None
+        return ORDINARY, False
     try:
-        stream = headers.pop("stream", None)
-        attempt = _attempt(stream)
+        is_stream = headers.pop("stream", False)
         precedence = Precedence(**headers)
         check_priority(precedence.priority)
         check_tenant(precedence.tenant)
-        if type(precedence.has_deadline) is not bool or (attempt is None) != (stream is None):
+        if type(precedence.has_deadline) is not bool or type(is_stream) is not bool:
             raise TypeError
     except (AttributeError, TypeError, ValueError):
         raise BadMessage("its headers are malformed") from None
-    return precedence, attempt
-
-
-def _attempt(content: Any) -> Attempt | None:
-    """None if there is none, or what is there is not one."""
-    if type(content) is not list or [type(each) for each in content] != [int, int]:
-        return None
-    return Attempt(*content)
+    return precedence, is_stream
 
 
 _BUILT_IN = {

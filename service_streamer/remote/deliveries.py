@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from ..engine.backend import Mailbox
 from ..errors import Overloaded
 from ..reporting import quiet_log
-from .call_book import CallBook, answer
-from .open_calls import Attempt, Inflow, OpenCalls, OutputRun, RemoteAnswer, RemoteCall
+from .open_calls import Inflow, OpenCalls, OutputRun, RemoteAnswer, RemoteCall, answer
 
 log = quiet_log(__name__)
 
@@ -25,64 +24,39 @@ class Deliveries:
 
     Attributes:
         outputs: how many outputs of streams have come.
-        on_again: called with a stream that is to go on elsewhere.
     """
 
-    def __init__(self, book: CallBook[OpenCalls]) -> None:
-        self._book = book
-        self.on_again: Callable[[RemoteCall], None] = lambda _: None
+    def __init__(self, calls: OpenCalls) -> None:
+        self._calls = calls
         self._passing_lock = threading.RLock()  # guards what passes on outputs
         self.outputs = 0
 
     def deliver(self, answers: Iterable[RemoteAnswer]) -> None:
         """Replies have come."""
-        book = self._book
-        with book.lock:
+        open_calls = self._calls
+        with open_calls.lock:
             answers = [each for each in answers if self._is_next(each)]
-            again = [call for each in answers if (call := self._goes_on(each)) is not None]
-            if again:
-                numbers = {call.number for call in again}
-                answers = [each for each in answers if each.number not in numbers]
-            calls = [book.calls.answered(each.number) for each in answers]
-            if book.is_closing:
-                book.changed.notify_all()
+            calls = [open_calls.answered(each.number) for each in answers]
+            if open_calls.is_closing:
+                open_calls.changed.notify_all()
         for call, reply in zip(calls, answers, strict=True):
             if call is not None and call.inflow is not None:
-                call.inflow.came(reply.outputs)
+                call.inflow.add(reply.outputs)
                 call.inflow.end = ([], reply.failure)
                 _post(self._pass_on(call, call.inflow))
             elif call is not None:
                 answer(call, call.reply, reply.outputs, reply.failure)
-        for call in again:
-            self.pass_on(call)
-            self.on_again(call)
-        if book.is_abandoned:
-            book.doorbell.ring()
-
-    def _goes_on(self, reply: RemoteAnswer) -> RemoteCall | None:
-        """The stream of a reply, if it is to go on elsewhere. Locked."""
-        call = None if reply.again is None else self._book.calls.stream(reply.number, b"", 0)
-        if call is None or call.inflow is None or reply.again is None:
-            return None
-        inflow = call.inflow
-        inflow.came(reply.outputs)
-        reply.outputs.clear()
-        if inflow.kept is None:  # it fails, with the reason of the reply
-            return None
-        inflow.attempt = Attempt(reply.again.number + 1, reply.again.losses)
-        inflow.begun_at = inflow.handed_out
-        return call
+        if open_calls.is_abandoned:
+            open_calls.doorbell.ring()
 
     def _is_next(self, reply: RemoteAnswer) -> bool:
         """Whether a reply can be delivered: no output before those of it is missing. Locked.
 
         Of a stream, outputs that have come before are removed.
         """
-        call = None if reply.first is None else self._book.calls.stream(reply.number, b"", 0)
+        call = None if reply.first is None else self._calls.stream(reply.number)
         if call is None or call.inflow is None or reply.first is None:
             return True
-        if reply.again is not None and reply.again.number != call.inflow.attempt.number:
-            return False  # it has come before
         if reply.first > call.inflow.handed_out:
             self._is_missing(call, call.inflow, reply.first)
             return False
@@ -105,10 +79,9 @@ class Deliveries:
 
     def _take_over(self, run: OutputRun) -> RemoteCall | None:
         """Note the outputs of a run that have not come before; the call if they are to go on."""
-        book = self._book
-        is_untold = False
-        with book.lock:
-            call = book.calls.stream(run.number, run.id, run.first)
+        open_calls = self._calls
+        with open_calls.lock:
+            call = open_calls.stream(run.number, run.id)
             if call is None or call.inflow is None:
                 return None
             inflow = call.inflow
@@ -116,20 +89,14 @@ class Deliveries:
                 self._is_missing(call, inflow, run.first)
                 return None
             outputs = run.outputs[inflow.handed_out - run.first :]
-            inflow.came(outputs)
-            if run.id and inflow.is_held:  # the host that goes on with it was not told
-                book.calls.hold(call, is_held=True)
-                is_untold = True
+            inflow.add(outputs)
             self.outputs += len(outputs)
             waiting = len(inflow.backlog)
-            if book.is_closing:
-                book.changed.notify_all()
-        # Without the lock: to ring may be to write to a socket.
-        if is_untold:
-            book.doorbell.ring()
+            if open_calls.is_closing:
+                open_calls.changed.notify_all()
         if waiting > _MOST_BEHIND:
             text = f"{waiting} outputs of the stream wait for their consumer"
-            book.fail(call, Overloaded(text))
+            open_calls.fail(call, Overloaded(text))
         return call
 
     def pass_on(self, call: RemoteCall) -> None:

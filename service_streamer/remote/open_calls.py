@@ -1,30 +1,19 @@
-"""Bookkeeping of a client's open calls, whose answers come from other processes. No I/O."""
+"""A client's open calls, whose answers come from other processes, and their outputs."""
 
 from __future__ import annotations
 
 import collections
-from typing import Any, NamedTuple
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
-from ..observe.record import ORDINARY
+from ..engine.timer import Doorbell
+from ..errors import Overloaded, StreamerClosed
+from ..reporting import quiet_log
 from ..workers.protocol import Failure
 
-#: Maximum bytes of an item and its outputs that are kept, so that the stream can go on elsewhere.
-_MOST_KEPT = 4 << 20
-
-
-class Attempt(NamedTuple):
-    """One of the times that a stream is sent: it may go on elsewhere where its outputs ended.
-
-    Attributes:
-        number: from 0; tells what is new from what comes twice.
-        losses: how many of those died who had the stream.
-    """
-
-    number: int
-    losses: int
-
-
-FIRST_ATTEMPT = Attempt(0, 0)
+log = quiet_log(__name__)
 
 
 class RemoteAnswer(NamedTuple):
@@ -35,14 +24,12 @@ class RemoteAnswer(NamedTuple):
         outputs: encoded.
         failure: why it failed.
         first: the number of the first of the outputs, if it is a stream that was handed out.
-        again: the attempt that has ended, if the stream may go on elsewhere after these outputs.
     """
 
     number: int
     outputs: list[bytes]
     failure: Failure | None = None
     first: int | None = None
-    again: Attempt | None = None
 
 
 class OutputRun(NamedTuple):
@@ -72,45 +59,26 @@ class Inflow:
         is_held: the consumer is behind: it has as much as it takes for now.
         is_passing: a thread is passing on the backlog.
         end: what comes after it, None before that has come: opaque here.
-        attempt: which time the stream was sent the last time.
-        begun_at: the number of the first output of that attempt.
-        kept: the item and all outputs, with which the stream can go on elsewhere; None if they are
-            not kept.
+        counted, counted_at: how many had come when that was last looked at and they were more than
+            before, and when.
     """
 
     __slots__ = (
-        "_kept_bytes", "attempt", "backlog", "begun_at", "end", "handed_out", "is_held",
-        "is_passing", "kept", "missing",
+        "backlog", "counted", "counted_at", "end", "handed_out", "is_held", "is_passing", "missing",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.handed_out = self.begun_at = 0
-        self.attempt = FIRST_ATTEMPT
-        self.kept: list[bytes] | None = None
-        self._kept_bytes = 0
+        self.handed_out = 0
+        self.counted, self.counted_at = -1, 0.0
         self.missing: tuple[int, int] | None = None
         self.backlog: collections.deque[bytes] = collections.deque()
         self.is_held = self.is_passing = False
         self.end: Any = None
 
-    def keep(self, payloads: list[bytes]) -> None:
-        """Keep the item, or outputs that follow: so far as it is little."""
-        if self.kept is None:
-            if self.handed_out:  # something before them was not kept
-                return
-            self.kept = []
-        self._kept_bytes += sum(map(len, payloads))
-        if self._kept_bytes > _MOST_KEPT:
-            self.kept = None
-        else:
-            self.kept += payloads
-
-    def came(self, outputs: list[bytes]) -> None:
+    def add(self, outputs: list[bytes]) -> None:
         """Outputs have come, each for the first time."""
         self.backlog += outputs
         self.handed_out += len(outputs)
-        if self.kept is not None:
-            self.keep(outputs)
 
 
 class RemoteCall:
@@ -119,7 +87,6 @@ class RemoteCall:
     Attributes:
         number: the client's number for it.
         message: what is sent.
-        precedence: of a stream that may be sent again.
         timeout: seconds that the caller waits; None for ever.
         deadline: end of that time on the client's clock.
         reply: receives the outcome; opaque here.
@@ -130,8 +97,7 @@ class RemoteCall:
     """
 
     __slots__ = (
-        "deadline", "id", "inflow", "is_over", "is_taken", "message", "number", "precedence",
-        "reply", "timeout",
+        "deadline", "id", "inflow", "is_over", "is_taken", "message", "number", "reply", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -146,7 +112,6 @@ class RemoteCall:
     ) -> None:
         self.number = number
         self.message = message
-        self.precedence = ORDINARY
         self.timeout = timeout
         self.deadline = deadline
         self.reply = reply
@@ -160,19 +125,92 @@ class RemoteCall:
 
 
 class OpenCalls:
-    """The open calls of a client.
+    """The open calls of a client, what callers' threads share with those that send and receive.
 
     state      held by                        leaves when
     -----      -------                        -----------
     unsent     _unsent                        it is sent, or its caller gives up
     sending    _sending, with _calls          the other side has it, or refuses it
     sent       _calls                         its reply arrives, or its caller gives up
+
+    Attributes:
+        lock: guards them. Methods need it, but for those that say otherwise.
+        changed: notified when a call is over, while the client is being closed.
+        doorbell: wakes the thread that sends.
+        is_closing: whether new calls are refused.
+        is_abandoned: whether the client ends by itself, when its calls are over.
+        expired, cancelled, rejected: how many calls ended so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_pending: int) -> None:
+        self._max_pending = max_pending
         self._calls: dict[int, RemoteCall] = {}
         self._unsent: collections.OrderedDict[int, RemoteCall] = collections.OrderedDict()
         self._sending: list[RemoteCall] = []
+        self._failed: list[tuple[Sequence[RemoteCall], Failure]] = []
+        self.lock = threading.RLock()  # reentrant: a user's finalizer may run while it is held
+        self.changed = threading.Condition(self.lock)
+        self.doorbell = Doorbell()
+        self.is_closing = self.is_abandoned = False
+        self.expired = self.cancelled = self.rejected = 0
+
+    # -- which take the lock themselves
+
+    def open(self, call: RemoteCall) -> None:
+        """Accept a call.
+
+        Raises:
+            StreamerClosed, Overloaded: it was not accepted.
+        """
+        with self.lock:
+            if self.is_closing:
+                raise StreamerClosed("the streamer is closed")
+            why = self._why_full()
+            if why is not None:
+                self.rejected += 1
+                raise Overloaded(f"{why}, and max_pending is {self._max_pending}; retry later")
+            call.reply.call = call
+            self.add(call)
+
+    def _why_full(self) -> str | None:
+        """Why no call can be accepted; None if one can. Locked."""
+        count = len(self._calls)
+        return f"{count} calls of this process are pending" if count >= self._max_pending else None
+
+    def give_up(self, call: RemoteCall, why: Literal["expired", "cancelled"]) -> bool:
+        """The caller of a call has gone; false if it was over already."""
+        with self.lock:
+            is_news = self.end(call)
+            if is_news:
+                setattr(self, why, getattr(self, why) + 1)
+                call.reply = None
+                self.changed.notify_all()
+        if is_news:
+            self.doorbell.ring()
+        return is_news
+
+    def fail(self, call: RemoteCall, error: Exception) -> bool:
+        """End a call: the thread that sends answers it. False if it was over already."""
+        with self.lock:
+            if not self.end(call):
+                return False
+            self.changed.notify_all()
+        self.fail_soon([call], Failure(error))
+        self.doorbell.ring()
+        return True
+
+    def fail_soon(self, calls: Sequence[RemoteCall], failure: Failure) -> None:
+        """Have the thread that sends answer calls that are over."""
+        self._failed.append((calls, failure))
+
+    def answer_failed(self) -> None:
+        """Answer them, without the lock: users' callbacks may take long."""
+        while self._failed:
+            calls, failure = self._failed.pop()
+            for call in calls:
+                answer(call, call.reply, failure=failure)
+
+    # -- with the lock held
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -180,6 +218,10 @@ class OpenCalls:
     def add(self, call: RemoteCall) -> None:
         self._calls[call.number] = call
         self._unsent[call.number] = call
+
+    def get(self, number: int) -> RemoteCall | None:
+        """The open call with this number."""
+        return self._calls.get(number)
 
     def resting(self) -> list[RemoteCall]:
         """Streams whose consumers are behind."""
@@ -216,8 +258,8 @@ class OpenCalls:
         call = self._calls.get(number)
         return call if call is not None and self._over(call) else None
 
-    def give_up(self, call: RemoteCall) -> bool:
-        """End a call whose caller gives up; false if it was over already."""
+    def end(self, call: RemoteCall) -> bool:
+        """End a call without an answer of the other side; false if it was over already."""
         if not self._over(call):
             return False
         if self._unsent.pop(call.number, None) is not None:
@@ -226,33 +268,20 @@ class OpenCalls:
             self._drop(call)
         return True
 
-    def give_up_all(self) -> list[RemoteCall]:
+    def end_all(self) -> list[RemoteCall]:
         """End all calls; returns those that were open."""
-        return [call for call in [*self._calls.values()] if self.give_up(call)]
+        return [call for call in [*self._calls.values()] if self.end(call)]
 
-    def send_again(self, call: RemoteCall) -> None:
-        """Send a stream once more, as another message, unless it is over.
-
-        Before those that are new, which may be refused, and with them all that follow.
-        """
-        if not call.is_over:
-            call.id = b""
-            call.is_taken = False
-            self._unsent[call.number] = call
-            self._unsent.move_to_end(call.number, last=False)
-
-    def stream(self, number: int, id_: bytes, first: int) -> RemoteCall | None:
+    def stream(self, number: int, id_: bytes = b"") -> RemoteCall | None:
         """The open stream of which outputs have come, if it is one.
 
         Args:
             id_: what the other side calls it, if its first outputs have come.
-            first: the number of the first of these outputs.
         """
         call = self._calls.get(number)
         if call is None or call.inflow is None:
             return None
-        if first >= call.inflow.begun_at:  # else they are of an earlier attempt
-            call.id = call.id or id_
+        call.id = call.id or id_
         return call
 
     def progress(self) -> object:
@@ -271,10 +300,25 @@ class OpenCalls:
         if call.is_over:
             return False
         call.is_over = True
-        if call.inflow is not None:
-            call.inflow.kept = None  # its consumer may keep the stream
         del self._calls[call.number]
         return True
+
+
+def answer(
+    call: RemoteCall,
+    reply: Any,
+    payloads: list[bytes] | None = None,
+    failure: Failure | None = None,
+) -> None:
+    """Hand an outcome to a call's reply. Never under a lock."""
+    call.reply = None
+    try:
+        if failure is None:
+            reply.complete(payloads)
+        else:
+            reply.fail(failure)
+    except BaseException:  # a user's callback may raise anything
+        log(logging.ERROR, "a future's callback raised an exception", exc_info=True)
 
 
 class Patience:

@@ -25,7 +25,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from multiprocessing import util
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 from ..engine.at_exit import AtExit
 from ..engine.backend import IN_CALLBACK
@@ -37,28 +37,29 @@ from ..errors import (
     StreamerError,
     StreamerForked,
     UnpicklableItem,
-    WorkerLost,
 )
 from ..observe.record import Call
 from ..reporting import counted, quiet_log
 from ..workers.protocol import Failure
-from .call_book import CallBook, Ledger, answer
 from .deliveries import Deliveries
-from .open_calls import Patience, RemoteCall
+from .open_calls import OpenCalls, Patience, RemoteCall, answer
 
 log = quiet_log(__name__)
+
+#: A subclass, which knows more about the calls.
+Calls = TypeVar("Calls", bound=OpenCalls, covariant=True)
 
 #: Maximum bytes that the caller's thread sends itself, so little that it does not block.
 _AT_ONCE_BYTES = 1 << 15
 
 
-class RemoteClient(ABC, Generic[Ledger]):
+class RemoteClient(ABC, Generic[Calls]):
     """Accepts calls from any thread; other processes compute them; each is answered exactly once.
 
     Args:
         encode: of an item.
         decode: of an output; raises ValueError.
-        book: of the calls.
+        calls: the open ones.
         deliveries: of what comes back.
         drain_timeout: seconds that ``close`` waits without progress; None for ever.
     """
@@ -67,16 +68,14 @@ class RemoteClient(ABC, Generic[Ledger]):
         self,
         encode: Callable[[Any], bytes],
         decode: Callable[[Any], Any],
-        book: CallBook[Ledger],
+        calls: Calls,
         deliveries: Deliveries,
         drain_timeout: float | None,
     ) -> None:
         self._encode = encode
         self._decode = decode
-        self._book = book
-        self._calls = book.calls
+        self._calls = calls
         self._deliveries = deliveries
-        deliveries.on_again = self._send_again
         self._drain_timeout = math.inf if drain_timeout is None else drain_timeout
         self._numbers = itertools.count(1)
         self._timer = Timer(self._time_ended)
@@ -93,17 +92,10 @@ class RemoteClient(ABC, Generic[Ledger]):
     # -- of a subclass
 
     @abstractmethod
-    def _addressed(
+    def _encode_call(
         self, call: Call, number: int, payloads: list[bytes], deadline: float
     ) -> RemoteCall:
         """A call as it is sent. Raises ValueError: it is too large."""
-
-    @abstractmethod
-    def _address_again(self, call: RemoteCall, payloads: list[bytes]) -> None:
-        """Give a stream the message by which it goes on: with its item, and outputs.
-
-        Raises ValueError: it is too large.
-        """
 
     @abstractmethod
     def _send_now(self, call: RemoteCall) -> None:
@@ -128,7 +120,7 @@ class RemoteClient(ABC, Generic[Ledger]):
     # -- calls
 
     def submit(self, call: Call) -> None:
-        if self._pid != os.getpid() or self._book.is_closing:
+        if self._pid != os.getpid() or self._calls.is_closing:
             self._start()
         timeout, reply = call.timeout, call.reply
         if timeout is not None and timeout <= 0:
@@ -139,7 +131,7 @@ class RemoteClient(ABC, Generic[Ledger]):
         number = next(self._numbers)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            remote = self._addressed(call, number, self._encoded(call.payloads), deadline)
+            remote = self._encode_call(call, number, self._encode_items(call.payloads), deadline)
         except UnpicklableItem as error:
             reply.fail(Failure(error.with_traceback(None)))
             return
@@ -147,7 +139,7 @@ class RemoteClient(ABC, Generic[Ledger]):
             reply.fail(Failure(UnpicklableItem(f"the call is too large: {error}")))
             return
         try:
-            self._book.open(remote)
+            self._calls.open(remote)
             self._unflushed = remote if len(remote.message) <= _AT_ONCE_BYTES else None
             if not call.more:
                 self.flush()
@@ -159,7 +151,7 @@ class RemoteClient(ABC, Generic[Ledger]):
             self._interrupted()
             raise
 
-    def _encoded(self, items: Sequence[Any]) -> list[bytes]:
+    def _encode_items(self, items: Sequence[Any]) -> list[bytes]:
         encode = self._encode
         payloads: list[bytes] = []
         item: Any = None
@@ -189,55 +181,39 @@ class RemoteClient(ABC, Generic[Ledger]):
             if call is not None:
                 self._send_now(call)
         finally:  # always: other calls of the same pass rely on it
-            self._book.doorbell.ring()
+            self._calls.doorbell.ring()
 
     def _interrupted(self) -> None:
         """A signal handler has raised in a caller's thread, perhaps in the middle of a change."""
-        self._book.doorbell.ring()
+        self._calls.doorbell.ring()
 
     def cancel(self, call: RemoteCall) -> bool:
         """Give up a call, which is withdrawn wherever it is."""
         self.check_process()
-        return self._book.give_up(call, "cancelled")
+        return self._calls.give_up(call, "cancelled")
 
     def withdraw(self, call: RemoteCall) -> None:
         self.cancel(call)
 
     def expire(self, call: RemoteCall) -> None:
         self.check_process()
-        self._book.give_up(call, "expired")
+        self._calls.give_up(call, "expired")
 
     def hold(self, call: RemoteCall, *, is_held: bool) -> None:
         """Have the item of a stream rest where it is computed, or go on."""
         assert call.inflow is not None
-        with self._book.lock:
-            if is_held and self._book.is_closing:
+        with self._calls.lock:
+            if is_held and self._calls.is_closing:
                 return  # the consumer may be who waits for the end of it
             call.inflow.is_held = is_held
             self._calls.hold(call, is_held=is_held)
-        self._book.doorbell.ring()
+        self._calls.doorbell.ring()
         if not is_held:
             self._deliveries.pass_on(call)
 
-    def _send_again(self, call: RemoteCall) -> None:
-        """Have a stream go on elsewhere after the outputs that have come."""
-        assert call.inflow is not None
-        kept = call.inflow.kept
-        if kept is None:  # it is over meanwhile
-            return
-        try:
-            self._address_again(call, kept)
-        except ValueError as error:
-            text = f"the stream was lost, and is too large to go on elsewhere: {error}"
-            self._book.fail(call, WorkerLost(text))
-            return
-        with self._book.lock:
-            self._calls.send_again(call)
-        self._book.doorbell.ring()
-
     def _time_ended(self, call: RemoteCall) -> None:
         reply = call.reply
-        if self._book.give_up(call, "expired"):
+        if self._calls.give_up(call, "expired"):
             answer(call, reply, failure=Failure(self.late(call.timeout)))
 
     # -- state
@@ -257,8 +233,8 @@ class RemoteClient(ABC, Generic[Ledger]):
     def _start(self) -> None:
         """Start the threads, in the process that makes the first call."""
         self.check_process()
-        with self._book.lock:
-            if self._book.is_closing:
+        with self._calls.lock:
+            if self._calls.is_closing:
                 raise StreamerClosed("the streamer is closed")
             if self._at_exit is None:
                 self._start_threads()
@@ -281,8 +257,8 @@ class RemoteClient(ABC, Generic[Ledger]):
 
     def abandon(self) -> None:
         """Let the sender finish the accepted calls and close. For finalizers: takes no lock."""
-        self._book.is_abandoned = True
-        self._book.doorbell.ring()
+        self._calls.is_abandoned = True
+        self._calls.doorbell.ring()
 
     def _close_at_exit(self) -> None:
         self._is_exiting = True
@@ -292,26 +268,26 @@ class RemoteClient(ABC, Generic[Ledger]):
     def close(self, *, drain: bool, timeout: float | None) -> None:
         if self._pid not in (0, os.getpid()):
             return  # a copy by fork has no threads to end
-        book = self._book
-        if is_owned(book.lock) or self._timer.is_held:
+        open_calls = self._calls
+        if is_owned(open_calls.lock) or self._timer.is_held:
             # A finalizer interrupts this thread, which must not wait for others that need its lock.
             start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
             return
-        with book.lock:
-            book.is_closing = True
-            resting = book.calls.resting() if drain else []
+        with open_calls.lock:
+            open_calls.is_closing = True
+            resting = open_calls.resting() if drain else []
         for call in resting:  # without the lock: their consumers are given what waits
             self.hold(call, is_held=False)
-        book.doorbell.ring()  # a thread about to flush may wait for this
-        with book.changed:
+        open_calls.doorbell.ring()  # a thread about to flush may wait for this
+        with open_calls.changed:
             ours = (*self._threads.values(), self._timer.thread)
             if drain and threading.current_thread() not in ours:
                 self._drain(timeout)
-            calls = book.calls.give_up_all()
+            calls = open_calls.end_all()
             is_first = self._parting is None
             if is_first:
                 self._parting = threading.current_thread()
-            book.changed.notify_all()  # wake other threads that drain
+            open_calls.changed.notify_all()  # wake other threads that drain
         why = self._why_cut_off() if drain else ""
         if calls and drain:
             cut_off = counted(len(calls), "call")
@@ -324,7 +300,7 @@ class RemoteClient(ABC, Generic[Ledger]):
             try:
                 self._is_ending.set()
                 self._timer.close()
-                book.doorbell.ring()
+                open_calls.doorbell.ring()
                 self._part()
                 if self._at_exit is not None:
                     self._at_exit.cancel()
@@ -343,11 +319,11 @@ class RemoteClient(ABC, Generic[Ledger]):
             left = min(deadline - now, patience.left(self._sign, now))
             if left <= 0:
                 return
-            self._book.changed.wait(None if left == math.inf else left)
+            self._calls.changed.wait(None if left == math.inf else left)
 
     def _is_hopeless(self, now: float) -> bool:
         """Whether no call is open, or none makes progress."""
-        with self._book.lock:
+        with self._calls.lock:
             if not len(self._calls):
                 return True
             if self._patience is None:

@@ -32,7 +32,6 @@ from ..options.table import (
     ResourceOptions,
     ScaleOptions,
     SharingOptions,
-    WorkerHostOptions,
 )
 from .http.web_options import WebOptions
 
@@ -235,7 +234,7 @@ class ServeOptions(
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerCommandOptions(WorkerHostOptions, ModelCommandOptions):
+class WorkerCommandOptions(ModelCommandOptions):
     """All options of ``service-streamer worker``."""
 
     host: str = changed(AddressOptions, "host", help="Address for --port; 0.0.0.0 for all of them.")

@@ -240,7 +240,6 @@ class _HostCollector:
             return
         yield _gauge("redis_connected", "Whether Redis answers", stats.state != "disconnected")
         yield _counter("redis_outages", "Lost connections to Redis", stats.outages)
-        yield _counter("redis_clock_steps", "Steps of Redis's clock", stats.clock_steps)
         yield _gauge("held", "Claimed calls in progress", stats.held)
         yield _counter("claimed", "Claimed calls", stats.claimed)
         yield _counter("taken_over", "Calls taken over from dead hosts", stats.taken_over)
