@@ -686,7 +686,12 @@ def test_a_pool_has_its_log_in_its_directory_if_no_other_is_named(shared: Shared
     path.unlink()
     send_nonsense("a")
     assert "that cannot be read" in path.read_text()
-    assert pool_names() == ["a"]
+    quiet = shared(models.double, shared="b")
+    quiet.predict([1])
+    for each in (streamer, quiet):
+        each.close()
+    await_that(lambda: pool_names() == [])
+    assert os.listdir(pools.folder()) == ["a.log"], "that of the other one is empty"
 
 
 def fail() -> None:

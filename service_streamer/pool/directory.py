@@ -168,7 +168,7 @@ def has_process(paths: PoolPaths) -> bool:
     if _is_listened_to(paths):
         os.close(descriptor)  # without removing the socket
         return True
-    Leadership(descriptor, paths).resign()
+    Leadership(descriptor, paths).resign(keep_log=False)
     return False
 
 
@@ -234,12 +234,20 @@ class Leadership:
         self._paths = paths
         self.is_over = False
 
-    def resign(self) -> None:
-        """Give it up, and remove the files: the next one makes its own. Idempotent."""
+    def resign(self, *, keep_log: bool) -> None:
+        """Give it up, and remove the files: the next one makes its own. Idempotent.
+
+        Args:
+            keep_log: whether more may be logged. Else an empty log is removed, as most are.
+        """
         if not self.is_over:
             self.is_over = True
             if self._has_the_files():
-                for path in (self._paths.socket, self._paths.lock):
+                log, paths = self._paths.log, [self._paths.socket, self._paths.lock]
+                with contextlib.suppress(FileNotFoundError):
+                    if not keep_log and not os.stat(log).st_size:
+                        paths.insert(0, log)  # while the lock is held: then it may be another's
+                for path in paths:
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)
             os.close(self._descriptor)

@@ -152,8 +152,9 @@ def run_pool(file: BinaryIO) -> None:
         gc.collect()
         gc.freeze()  # what has been imported stays, and need not be gone through
         server.run()
+        leadership.resign(keep_log=False)
     finally:
-        leadership.resign()
+        leadership.resign(keep_log=True)  # this process is about to print why
 
 
 class _PoolLog(logging.handlers.WatchedFileHandler):

@@ -70,7 +70,7 @@ class PoolServer:
         engine: not started yet; ended by ``run``.
         fingerprint: of whoever has started the pool.
         memory: what the workers read.
-        leadership: given up when the pool retires, or has ended.
+        leadership: given up when the pool retires; else by the caller of ``run``.
     """
 
     def __init__(
@@ -231,7 +231,6 @@ class PoolServer:
             self._engine.close(drain=False, timeout=None)
             for session in [*self._sessions]:
                 session.close()
-            self._leadership.resign()
             self._selector.close()
             os.close(self._wakeup_reader)
             os.close(self._wakeup_writer)
@@ -390,7 +389,7 @@ class PoolServer:
     def _retire(self, bound: float) -> None:
         if self._listener is not None:
             self._close_listener()
-            self._leadership.resign()
+            self._leadership.resign(keep_log=True)
             logger.info("pool %s has given up its name; it serves its clients to the end",
                         self._name)  # fmt: skip
         self._latest = min(self._latest, time.monotonic() + bound)
