@@ -321,7 +321,7 @@ class Streamer(ScaledStreamer):
         if options.shared is None:
             self._run(options, lambda: build_engine(predict_function_or_model, options))
         else:
-            from .pool.shared_pool import pool_clients  # most streamers share no pool
+            from .pool.pool_client import pool_clients  # most streamers share no pool
 
             name = options.shared
             self._join(options, pool_clients(name, predict_function_or_model, options))

@@ -119,9 +119,9 @@ class Peer:
 
 @contextlib.contextmanager
 def greeting(
-    name: str, wishes: Any = None, *, linger: float = 0.0, memory: int | None = None
+    name: str, fingerprint: Any = None, *, linger: float = 0.0, memory: int | None = None
 ) -> Iterator[Peer]:
-    """One that has said hello: a client with wishes, or a visitor.
+    """One that has said hello: a client of a pool with this fingerprint, or a visitor.
 
     Args:
         memory: descriptor of the memory that its large items are in.
@@ -130,7 +130,7 @@ def greeting(
         connection.connect(str(folder() / f"{name}.sock"))
         with contextlib.closing(Peer(connection)) as peer:
             peer.begin(memory)
-            peer.send((*Hello(PROTOCOL, "peer", os.getpid(), wishes, linger),))
+            peer.send((*Hello(PROTOCOL, fingerprint, linger),))
             yield peer
 
 
@@ -139,8 +139,8 @@ def connected(
     name: str = "a", *, makes_calls: bool = True, memory: int | None = None
 ) -> Iterator[Peer]:
     """A client, or a visitor, of the pool of a name."""
-    wishes = ask_pool(name, "status")["wishes"] if makes_calls else None
-    with greeting(name, wishes, memory=memory) as peer:
+    fingerprint = ask_pool(name, "status")["fingerprint"] if makes_calls else None
+    with greeting(name, fingerprint, memory=memory) as peer:
         peer.begun()
         peer.receive_kind(WELCOME)
         yield peer

@@ -67,7 +67,7 @@ def test_calls_of_several_clients_share_a_batch(shared: Shared, gate: Gate) -> N
     assert clients[0].metrics.sizes.count == 2
 
 
-def test_other_wishes_are_refused_with_what_differs(shared: Shared) -> None:
+def test_other_options_are_refused_with_what_differs(shared: Shared) -> None:
     shared(models.double, shared="a", worker_num=1).wait_ready()
     other = shared(models.double, shared="a", worker_num=2, batch_size=8)
     with pytest.raises(PoolMismatch, match="batch_size is 64 there and 8 here; worker_num is"):
@@ -76,19 +76,19 @@ def test_other_wishes_are_refused_with_what_differs(shared: Shared) -> None:
         other.wait_ready()
     with pytest.raises(PoolMismatch, match=r"model is models\.double there and models\.echo here"):
         shared(models.echo, shared="a").predict([1])
-    wishes = ask_pool("a", "status")["wishes"]
-    ours = wishes["service_streamer"]
+    fingerprint = ask_pool("a", "status")["fingerprint"]
+    ours = fingerprint["service_streamer"]
     for changed, refusal in (
         ({"service_streamer": "0.1"}, [f"service_streamer is {ours} there and 0.1 here"]),
         ({"new": "2"}, ["new is unknown there and 2 here"]),
         ({"worker_num": "2", "new": "3"}, ["worker_num is 1 there and 2 here",
                                            "new is unknown there and 3 here"]),
     ):  # fmt: skip
-        with greeting("a", wishes | changed) as peer:
+        with greeting("a", fingerprint | changed) as peer:
             peer.begun()
             assert peer.receive() == (REFUSED, refusal)
-    del wishes["batch_size"]
-    with greeting("a", wishes) as peer:
+    del fingerprint["batch_size"]
+    with greeting("a", fingerprint) as peer:
         peer.begun()
         assert peer.receive() == (REFUSED, ["batch_size is 64 there and unknown here"])
 
@@ -388,7 +388,7 @@ def test_a_pool_keeps_its_name_whoever_removes_its_files(
     first.close()
     assert await_end(old)
     assert pool_names() == ["a"]
-    assert sorted(os.listdir(pools.folder())) == ["a.lock", "a.sock"]
+    assert sorted(os.listdir(pools.folder())) == ["a.lock", "a.log", "a.sock"]
     assert pool_pid() == new
 
 
@@ -644,28 +644,7 @@ def test_a_model_of_the_main_module_is_found_by_the_workers(program: Callable[[s
     assert out == "6 False\n"
 
 
-# -- its log: nobody waits for who reads it
-
-
-@pytest.fixture
-def unread() -> Iterator[tuple[int, int]]:
-    """A pipe that is full."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writer, bytes(4096))
-    os.set_blocking(writer, True)
-    yield reader, writer
-    os.close(reader)
-    os.close(writer)
-
-
-def read_until(reader: int, what: bytes) -> bytes:
-    found = b""
-    while what not in found:
-        found += os.read(reader, 1 << 16)
-    return found
+# -- its log
 
 
 def send_nonsense(name: str) -> None:
@@ -679,26 +658,6 @@ def send_nonsense(name: str) -> None:
                 pass
 
 
-def test_a_log_that_nobody_reads_holds_up_nobody_and_has_what_workers_print(
-    shared: Shared, unread: tuple[int, int]
-) -> None:
-    reader, writer = unread
-    stderr = os.dup(2)
-    os.dup2(writer, 2)  # where the log of a pool goes that starts now
-    streamer = shared(models.loud, shared="a")
-    streamer.wait_ready()
-    os.dup2(stderr, 2)
-    os.close(stderr)
-    send_nonsense("a")
-    assert streamer.predict([300_000], timeout=60) == [300_000]
-    assert streamer.predict([10], timeout=60) == [10]
-    found = read_until(reader, b"." * 300_000 + b"\nworker" + b"." * 10 + b"\n")
-    assert b"sent a message that cannot be read" in found
-    assert streamer.predict([5_000_000], timeout=60) == [5_000_000]  # more than is kept
-    found = read_until(reader, b" log lines were dropped: the log's reader was too slow\n")
-    assert re.search(rb"\D[1-9]\d* log lines were dropped", found)
-
-
 def test_a_file_has_the_log_and_what_workers_print_also_after_it_was_renamed(
     shared: Shared, tmp_path: Path
 ) -> None:
@@ -706,15 +665,33 @@ def test_a_file_has_the_log_and_what_workers_print_also_after_it_was_renamed(
     path.write_text("what was there\n")
     streamer = shared(models.loud, shared="a", pool_log=str(path))
     streamer.predict([3])
-    await_that(lambda: path.read_text() == "what was there\nworker...\n")  # another thread writes
-    path.rename(old)
-    streamer.predict([5])
-    await_that(lambda: path.exists() and path.read_text() == "worker.....\n")
+    send_nonsense("a")
+    text = path.read_text()
+    assert text.startswith("what was there\nworker...\n")
+    assert re.search(r"^\S+ \S+ pool a: WARNING: .* cannot be read", text, re.MULTILINE)
+    for change in (lambda: path.rename(old), path.unlink):
+        change()
+        send_nonsense("a")
+        assert "that cannot be read" in path.read_text()
+    assert old.read_text() == text
+    assert "Traceback" in text
+    assert streamer.predict([5]) == [5]
+
+
+def test_a_pool_has_its_log_in_its_directory_if_no_other_is_named(shared: Shared) -> None:
+    path = pools.folder() / "a.log"
+    streamer = shared(models.loud, shared="a")
+    streamer.predict([3])
+    assert path.read_text() == "worker...\n"
     path.unlink()
     send_nonsense("a")
-    await_that(lambda: path.exists() and "that cannot be read" in path.read_text())
-    assert re.search(r"^\S+ \S+ pool a: WARNING: ", path.read_text(), re.MULTILINE)
-    assert old.read_text() == "what was there\nworker...\n"
+    assert "that cannot be read" in path.read_text()
+    quiet = shared(models.double, shared="b")
+    quiet.predict([1])
+    for each in (streamer, quiet):
+        each.close()
+    await_that(lambda: pool_names() == [])
+    assert os.listdir(pools.folder()) == ["a.log"], "that of the other one is empty"
 
 
 def fail() -> None:
@@ -726,7 +703,6 @@ def test_the_log_has_what_the_process_of_a_pool_prints_at_its_end(
     shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service_streamer.pool.pool_protocol.preparation", fail)
-    monkeypatch.setattr(times, "last_log", 600.0)  # the machine may be busy
     path = tmp_path / "pool.log"
     streamer = shared(models.double, shared="a", pool_log=path)
     with pytest.raises(StreamerBroken, match="no room for the model"):

@@ -101,23 +101,33 @@ def test_calls_that_come_while_a_pool_ends_go_to_the_next_one_in_order(
             assert future.result() == result
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [({}, "outputs of it were handed out"), ({"retry": False}, "retry is False")],
-)
-def test_a_stream_that_has_begun_is_lost_with_its_pool_and_another_begins_again(
-    client: Client, pool: FakePool, options: dict[str, Any], why: str
+def test_a_stream_is_sent_again_until_outputs_of_it_were_handed_out(
+    client: Client, pool: FakePool
 ) -> None:
-    streamer = client(Countdown, 4, **options)
-    stream = streamer.stream("item", timeout=3000)
-    with pool.accepted() as peer:
-        number, payloads, *_, is_stream = peer.receive()
-        assert [*map(pickle.loads, payloads)] == ["item"]
-        assert is_stream
-        peer.send((number, pack("x")))
-        assert next(stream) == "x"
-    with pytest.raises(WorkerLost, match=why):
+    stream = client(Countdown, 4).stream("item", timeout=3000)
+    deadlines = set()
+    for n in range(3):
+        with pool.accepted() as peer:
+            number, payloads, deadline, *_, is_stream = peer.receive()
+            assert [*map(pickle.loads, payloads)] == ["item"]
+            assert is_stream
+            deadlines.add(deadline)
+            if n == 2:
+                peer.send((number, pack("x")))
+                assert next(stream) == "x"
+    assert len(deadlines) == 1
+    with pytest.raises(WorkerLost, match="outputs of it were handed out"):
         next(stream)
+
+
+def test_a_stream_whose_consumer_is_behind_is_paused(client: Client, pool: FakePool) -> None:
+    stream = client(Countdown, 4).stream(100, timeout=None, max_buffered=4)
+    with pool.accepted() as peer:
+        number = peer.receive()[0]
+        peer.send(*((number, pack(n)) for n in range(1, 20)))
+        assert peer.receive() == (protocol.HOLD_STREAM, number)
+        assert [next(stream) for _ in range(19)] == [*range(1, 20)]
+        assert peer.receive() == (protocol.RESUME_STREAM, number)
 
 
 def test_nothing_is_written_to_the_pool_with_the_lock_of_the_calls(

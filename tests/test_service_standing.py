@@ -167,6 +167,12 @@ class Shared:
         return answer
 
 
+def share_pool(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
+    """Have services take a ``Broker`` for a streamer over a pool that answers so."""
+    monkeypatch.setattr(module, "PoolStreamer", Broker)
+    monkeypatch.setattr(module, "PoolView", lambda _: Shared(*answers))
+
+
 LATE = PredictTimeout("the pool did not answer within 5 s")
 
 
@@ -196,7 +202,7 @@ def test_standing_says_why_a_shared_pool_has_not_answered(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(module, "view_of", lambda _: Shared(*answers))
+    share_pool(monkeypatch, *answers)
     found, service = standing(Broker([]), debug=debug)
     assert found == expected
     assert len([each for each in caplog.records if each.levelname != "ERROR"]) == logged
@@ -220,7 +226,7 @@ def test_model_is_served_when_it_cannot_describe_itself(error: Exception) -> Non
 def test_failure_to_take_over_a_description_is_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "view_of", lambda _: Shared(OURS, ValueError("a bug")))
+    share_pool(monkeypatch, OURS, ValueError("a bug"))
     assert names(Broker([]), None) == ["a", "a"]
     assert "model a: reading its new description failed" in caplog.text
     assert "ValueError: a bug" in caplog.text

@@ -23,7 +23,7 @@ from typing import Any
 from adapters.client_processes import PATIENCE, Client, asked, clients
 from adapters.leftovers import alive_with, awaited, growth, holdings
 from adapters.sharing import pids_in, shared, spec
-from service_streamer.pool.visits import ask_pool
+from service_streamer.pool.control import ask_pool
 
 __all__ = ["KILLED"]
 

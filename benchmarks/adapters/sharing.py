@@ -30,7 +30,7 @@ from adapters.managed import MODELS
 from adapters.service_streamer_adapter import Hosts
 from adapters.workloads import BATCH_SIZE, WORKLOADS, ideal, items
 from service_streamer import RedisStreamer, Streamer
-from service_streamer.pool.visits import ask_pool
+from service_streamer.pool.control import ask_pool
 from service_streamer.redis.local import LocalRedis
 
 PROCESSES, CALLERS = 4, 128

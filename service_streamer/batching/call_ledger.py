@@ -344,7 +344,9 @@ class CallLedger:
         """Fail the calls, whatever the queue says; the closing slots that hold nothing now."""
         for call in calls:
             if call.state is CallState.WAITING:
-                run(call)  # the queue may not be what it should be: nothing is removed from it
+                # The queue may not be what it should be: nothing is removed from it. What was not
+                # sent stays known, for who may hand it on.
+                call.state = CallState.RUNNING
             self.fail(call, failure)
         self.retries.clear()
         return self.slots.let_go((report.slot, report.batch_id) for report in returned)

@@ -306,10 +306,10 @@ class HostPoolOptions(Options):
         "The longest of what the processes ask for. For shared only.",
     )  # fmt: skip
     pool_log: Path | None = option(
-        None, File(none="the stderr of the process that starts the pool"),
+        None, File(none="NAME.log in the pool's directory"),
         "File to which the pool appends its log, and what its workers print.",
-        "If it is renamed or removed, the pool begins a new one. That of the process that starts "
-        "the pool counts. For shared only.",
+        "If it is renamed or removed, the pool begins a new one; running workers print into the "
+        "old one. That of the process that starts the pool counts. For shared only.",
     )  # fmt: skip
 
 

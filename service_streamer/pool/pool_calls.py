@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ..observe.record import Timing
 from ..remote.open_calls import OpenCalls, RemoteCall
+from .pool_link import PoolLink
 from .pool_protocol import ASK, HOLD_STREAM, RESUME_STREAM, WITHDRAW, pack
 
 #: Calls that may wait if nothing bounds them.
 _UNBOUNDED = 1 << 62
-
-
-class FrameSink(Protocol):
-    """Takes messages for a pool, in order, and sends them later."""
-
-    def put(
-        self, message: tuple[Any, ...], size: int = 0, on_sent: Callable[[], object] | None = None
-    ) -> int: ...
-
-    def take_back(self, key: int) -> bool: ...
 
 
 class PoolCall(RemoteCall):
@@ -31,7 +22,7 @@ class PoolCall(RemoteCall):
     Attributes:
         sent: its message.
         size: bytes of its payloads.
-        key: of its message in the sink.
+        key: of its message in the link.
         position: among the calls that this pool was sent, from 1; 0 if it was not sent.
         leases: of the shared memory that its large items are in.
         spent: where its time went, as the answer has it; None until it is answered.
@@ -47,9 +38,9 @@ class PoolCall(RemoteCall):
         timeout: float | None,
         deadline: float,
         reply: Any,
-        leases: Sequence[Any] = (),
+        leases: Sequence[Any],
         *,
-        is_stream: bool = False,
+        is_stream: bool,
     ) -> None:
         super().__init__(number, b"", timeout, deadline, reply, is_stream=is_stream)
         self.sent = sent
@@ -77,7 +68,7 @@ class Question:
 
     Attributes:
         message: kept until the answer has come: the next pool gets it again.
-        key: of its message in the sink.
+        key: of its message in the link.
         reply: gets the answer, or a Failure.
     """
 
@@ -96,7 +87,7 @@ class PoolCalls(OpenCalls):
 
     Args:
         max_pending: of the pool; None for no bound.
-        most_in_flight: calls of this client that a pool may have beside those that wait there.
+        max_in_flight: calls of this client that a pool may have beside those that wait there.
 
     Attributes:
         questions: those without an answer, by number.
@@ -106,17 +97,17 @@ class PoolCalls(OpenCalls):
     _calls: dict[int, PoolCall]  # type: ignore[assignment]
     _unsent: dict[int, PoolCall]  # type: ignore[assignment]
 
-    def __init__(self, max_pending: int | None, most_in_flight: int) -> None:
+    def __init__(self, max_pending: int | None, max_in_flight: int) -> None:
         super().__init__(_UNBOUNDED if max_pending is None else max_pending)
-        self._most_in_flight = most_in_flight
-        self._sink: FrameSink | None = None  # while connected
+        self._max_in_flight = max_in_flight
+        self._link: PoolLink | None = None  # while connected
         self._position = 0
         self.questions: dict[int, Question] = {}
         self.read: int | None = None
         #: Leases of items that workers of this pool may be reading, also for calls that are over.
         self._lent: dict[int, Sequence[Any]] = {}
 
-    def freed(self, numbers: Iterable[int]) -> None:
+    def free(self, numbers: Iterable[int]) -> None:
         """No worker reads the large items of these calls any more."""
         for number in numbers:
             self._lent.pop(number, None)
@@ -128,21 +119,21 @@ class PoolCalls(OpenCalls):
         unsent, count = len(self._unsent), len(self._calls)
         if unsent >= self._max_pending:
             return f"{unsent} calls of this process wait until the pool is there"
-        if count >= self._max_pending + self._most_in_flight:
+        if count >= self._max_pending + self._max_in_flight:
             return f"{count} calls of this process have no answer from the pool"
         return None
 
     def add(self, call: RemoteCall) -> None:
         assert isinstance(call, PoolCall)
         self._calls[call.number] = call
-        if self._sink is not None and self.read is None:
-            self._send(self._sink, call)
+        if self._link is not None and self.read is None:
+            self._send(self._link, call)
         else:
             self._unsent[call.number] = call
 
-    def _send(self, sink: FrameSink, call: PoolCall) -> None:
+    def _send(self, link: PoolLink, call: PoolCall) -> None:
         sent = functools.partial(self._sent, call, call.leases)
-        call.key = sink.put(call.sent, call.size, sent)
+        call.key = link.put(call.sent, call.size, sent)
 
     def _sent(self, call: PoolCall, leases: Sequence[Any]) -> None:
         """The pool is about to get a call. In any thread, one at a time."""
@@ -154,33 +145,33 @@ class PoolCalls(OpenCalls):
     def ask(self, number: int, question: Question) -> None:
         """Send a question, or have the next pool get it."""
         self.questions[number] = question
-        if self._sink is not None:
-            question.key = self._sink.put(question.message)
+        if self._link is not None:
+            question.key = self._link.put(question.message)
 
     def withdraw_question(self, number: int) -> None:
         """Whoever has asked has gone."""
-        question, sink = self.questions.pop(number, None), self._sink
-        if question is not None and sink is not None and not sink.take_back(question.key):
-            sink.put((WITHDRAW, number))
+        question, link = self.questions.pop(number, None), self._link
+        if question is not None and link is not None and not link.take_back(question.key):
+            link.put((WITHDRAW, number))
 
-    def connected(self, sink: FrameSink) -> None:
+    def connected(self, link: PoolLink) -> None:
         """A pool is there, and gets all calls that are open."""
-        self._sink, self._position, self.read = sink, 0, None
+        self._link, self._position, self.read = link, 0, None
         waiting = [self._calls[number] for number in sorted(self._calls)]
         self._unsent.clear()
         for call in waiting:
-            self._send(sink, call)
+            self._send(link, call)
         for question in self.questions.values():
-            question.key = sink.put(question.message)
+            question.key = link.put(question.message)
 
     def disconnected(self, *, may_rerun: bool) -> list[PoolCall]:
         """The pool is gone. What may not be computed again is over, and returned.
 
-        The sink must have come to its end before.
+        The link must have been closed before.
         The others go to the next pool: all that this one had not read, and with ``may_rerun`` those
-        that it may have computed. Not streams of which outputs were handed out.
+        that it may have computed, but for streams of which outputs were handed out.
         """
-        self._sink = None
+        self._link = None
         self._lent.clear()
         lost = []
         for call in self._calls.values():
@@ -198,13 +189,13 @@ class PoolCalls(OpenCalls):
 
     def hold(self, call: RemoteCall, *, is_held: bool) -> None:
         assert isinstance(call, PoolCall)
-        if self._sink is not None and call.number not in self._unsent and not call.is_over:
-            self._sink.put((HOLD_STREAM if is_held else RESUME_STREAM, call.number))
+        if self._link is not None and call.number not in self._unsent and not call.is_over:
+            self._link.put((HOLD_STREAM if is_held else RESUME_STREAM, call.number))
 
     def _drop(self, call: RemoteCall) -> None:
         assert isinstance(call, PoolCall)
-        if self._sink is not None and not self._sink.take_back(call.key):
-            self._sink.put((WITHDRAW, call.number))
+        if self._link is not None and not self._link.take_back(call.key):
+            self._link.put((WITHDRAW, call.number))
 
     def _over(self, call: RemoteCall) -> bool:
         assert isinstance(call, PoolCall)

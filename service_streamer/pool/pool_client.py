@@ -16,6 +16,9 @@ No call is lost: it is kept until its answer has come. What is not about pools i
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import logging
 import math
 import os
 import sys
@@ -23,6 +26,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .. import __version__
+from ..engine.build import Model, check_wanted, make_lengths, make_spec
 from ..engine.core import Lengths
 from ..errors import (
     PredictTimeout,
@@ -35,25 +40,31 @@ from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from ..observe.recent import Summary
 from ..observe.record import ORDINARY, Call
 from ..options.checks import Workers
+from ..options.table import StreamerOptions
 from ..remote.deliveries import Deliveries
 from ..remote.open_calls import RemoteCall
 from ..remote.remote_client import RemoteClient
 from ..reporting import counted, quiet_log
 from ..supervision.supervisor import Overlap
-from ..workers.codec import Codec
+from ..workers.codec import ByValue, Codec, encode_spec
 from ..workers.memory.arena import Placed
 from ..workers.memory.memory_link import SharedMemory
+from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
-from .client_inbox import ClientInbox
-from .client_loop import ClientDoorbell, ClientLoop
+from ..workers.starting import refuse_unguarded_main
+from . import pool_protocol
+from .client_loop import ClientLoop
+from .directory import own_directory, paths_of, why_unsupported
+from .fingerprint import fingerprint_of
 from .pool_calls import PoolCall, PoolCalls, Question
 from .pool_link import Connector
-from .pool_protocol import pack, times
+from .pool_process import main_module, open_log
+from .pool_protocol import PROTOCOL, Hello, MakeTransport, PoolBoot, pack, times
 
 log = quiet_log(__name__)
 
 #: Instead of the seconds that a question may wait for the workers: the pool answers it at once.
-_NOT_NAMED = -1.0
+_AT_ONCE = -1.0
 
 
 class PoolClient(RemoteClient[PoolCalls]):
@@ -78,18 +89,15 @@ class PoolClient(RemoteClient[PoolCalls]):
         *,
         may_rerun: bool,
     ) -> None:
-        self._bell = calls.doorbell = ClientDoorbell(calls)
         deliveries = Deliveries(calls)
         super().__init__(pack, codec.decode_outputs, calls, deliveries, None)
         self._connector = connector
         self._codec = codec
         self._memory = memory
         self.lengths = lengths
-        self._may_rerun = may_rerun
         self._made_in = os.getpid()
-        self._inbox = ClientInbox(calls, deliveries)
-        self._loop = ClientLoop(
-            connector, calls, self._bell, self._inbox, self._is_done, may_rerun=may_rerun
+        self._loop = calls.doorbell = ClientLoop(
+            connector, calls, deliveries, self._is_done, may_rerun=may_rerun
         )
 
     # -- calls
@@ -115,9 +123,8 @@ class PoolClient(RemoteClient[PoolCalls]):
         else:
             sent = (number, payloads, until, precedence, lengths, call.is_stream)
         return PoolCall(
-            number, sent, size, call.timeout, deadline, call.reply, leases,
-            is_stream=call.is_stream,
-        )  # fmt: skip
+            number, sent, size, call.timeout, deadline, call.reply, leases, is_stream=call.is_stream
+        )
 
     def submit(self, call: Call) -> None:
         if self.lengths is not None:
@@ -128,10 +135,10 @@ class PoolClient(RemoteClient[PoolCalls]):
         """It was put when it was opened, and goes with the ring of the bell."""
 
     def _interrupted(self) -> None:
-        link = self._bell.link
+        link = self._loop.link
         if link is not None:
             link.cut()
-        self._bell.wake()
+        self._connector.wake()
 
     def late(self, timeout: float | None) -> StreamerError:
         return PredictTimeout(f"no result within {timeout} s ({self.describe()})")
@@ -166,21 +173,21 @@ class PoolClient(RemoteClient[PoolCalls]):
             return "draining"
         if not self._threads:
             return "new"
-        return "connecting" if self._bell.link is None else "connected"
+        return "connecting" if self._loop.link is None else "connected"
 
     def when_workers_change(self, callback: Callable[[], None]) -> None:
         """As the engine's. Also called when the connection to the pool changes."""
-        self._inbox.on_workers = callback
+        self._loop.on_workers = callback
 
     @property
     def pool_pid(self) -> int | None:
         """The process of the pool; None while there is no connection to one."""
-        link = self._bell.link
+        link = self._loop.link
         return None if link is None else link.pid
 
     # -- questions
 
-    def _ask(self, method: str, *arguments: Any, patience: float | None = _NOT_NAMED) -> Any:
+    def _ask(self, method: str, *arguments: Any, patience: float | None = _AT_ONCE) -> Any:
         """The pool's answer.
 
         Args:
@@ -194,8 +201,8 @@ class PoolClient(RemoteClient[PoolCalls]):
         self.check_not_in_callback()
         if patience is None:
             longest = None
-        elif patience == _NOT_NAMED:
-            longest = times.answer_at_start if self._bell.link is None else times.answer
+        elif patience == _AT_ONCE:
+            longest = times.answer_at_start if self._loop.link is None else times.answer
         else:
             longest = patience + 1.0  # the pool watches the time, too, and knows more
         number = next(self._numbers)
@@ -204,7 +211,7 @@ class PoolClient(RemoteClient[PoolCalls]):
             if self._calls.is_closing:  # by another thread: nobody would answer it
                 raise StreamerClosed("the streamer is closed")
             self._calls.ask(number, question)
-        self._bell.ring()
+        self._loop.ring()
         try:
             value = question.reply.result(longest)
         except TimeoutError:
@@ -216,7 +223,7 @@ class PoolClient(RemoteClient[PoolCalls]):
             if not question.reply.done():
                 with self._calls.lock:
                     self._calls.withdraw_question(number)
-                self._bell.ring()
+                self._loop.ring()
         if isinstance(value, Failure):
             raise value.exception()
         return value
@@ -293,7 +300,7 @@ class PoolClient(RemoteClient[PoolCalls]):
     def abandon(self) -> None:
         if self._made_in == os.getpid():
             super().abandon()
-            self._bell.wake()
+            self._connector.wake()
 
     def close(self, *, drain: bool, timeout: float | None) -> None:
         if self._made_in != os.getpid():  # a fork's copy
@@ -301,19 +308,18 @@ class PoolClient(RemoteClient[PoolCalls]):
         super().close(drain=drain, timeout=timeout)
 
     def _part(self) -> None:
-        self._bell.wake()
+        self._connector.wake()
         self._loop.fail_all(Failure(StreamerClosed("the streamer is closed")))
         for thread in self._threads.values():
             if thread is not threading.current_thread():
                 thread.join()
         # What still looks at it, or writes there, can.
-        self._inbox.close()
         self._connector.memory = None
         self._memory.close()
         self._codec.close()
 
     def _why_cut_off(self) -> str:
-        return ": the pool could not be reached" if self._bell.link is None else ""
+        return ": the pool could not be reached" if self._loop.link is None else ""
 
 
 def _is_about_to_fork() -> bool:
@@ -324,3 +330,112 @@ def _is_about_to_fork() -> bool:
     """
     uwsgi: Any = sys.modules.get("uwsgi")
     return uwsgi is not None and uwsgi.worker_id() == 0
+
+
+#: A pool may have been scaled to so many workers, or to more if it began with more. Arbitrary.
+_MAX_WORKERS = 16
+
+
+def pool_clients(
+    name: str,
+    model: Model,
+    options: StreamerOptions,
+    *,
+    transport: MakeTransport = ProcessTransport,
+    by_value: ByValue | None = None,
+) -> Callable[[], PoolClient]:
+    """Makes clients of the pool, all of which want the same: one for each process after a fork.
+
+    Args:
+        transport: what the pool reaches its workers by.
+        by_value: sends what these cannot import, whose main module is not that of this process;
+            None if it is.
+
+    Raises:
+        TypeError, ValueError, ImportError, AttributeError: the model, or an option, cannot be used
+            here.
+        PermissionError: the directory of the pools is not this user's own.
+    """
+    if missing := why_unsupported():
+        raise ValueError(missing)
+    check_wanted(model, options)
+    refuse_unguarded_main()
+    if options.mp_start_method != "spawn":
+        raise ValueError(
+            f'mp_start_method="{options.mp_start_method}" does not work with shared=: the workers '
+            'are those of the pool\'s process, which has nothing of this one; use "spawn"'
+        )
+    prepare = pool_protocol.preparation
+    directory = own_directory()
+    paths = paths_of(name, directory)
+    log: str | None = paths.log
+    if options.pool_log is not None:
+        log = os.path.abspath(options.pool_log)
+        _check_log(log)
+    elif prepare is not None:  # of a service, whose log has the lines of its pools
+        log = None
+    user = os.geteuid()  # a forked child may become another one
+    lengths = make_lengths(options.length, model)
+    by_value = by_value or ByValue()
+    spec = make_spec(model, options, has_lengths=lengths is not None)
+    pickled = encode_spec(spec, by_value)
+    fingerprint = fingerprint_of(model, options, __version__)
+    # Only what the pool itself needs: it imports nothing of the model's.
+    for_pool = dataclasses.replace(
+        options,
+        length=None,
+        model_init_args=None,
+        model_init_kwargs=None,
+        trace=None,
+        deduplicate=False,
+        cache_size=0,
+        cache_ttl=None,
+        # Of plain types: the pool could not import an enumeration of the application.
+        cuda_devices=json.loads(json.dumps(options.cuda_devices)),
+        tenant_weights=json.loads(json.dumps(dict(options.tenant_weights))),
+    )
+
+    def boot(lock: int, listener: int) -> PoolBoot:
+        return PoolBoot(
+            name=name,
+            directory=directory,
+            fingerprint=fingerprint,
+            spec=pickled,
+            options=for_pool,
+            transport=transport,
+            main=main_module(),
+            has_lengths=lengths is not None,
+            log_level=logging.getLogger("service_streamer").getEffectiveLevel(),
+            log=log,
+            prepare=prepare,
+            times=pool_protocol.times,
+            lock=lock,
+            listener=listener,
+        )
+
+    # Each worker has a batch, and one that was sent ahead.
+    max_in_flight = 2 * options.batch_size * max(options.most_workers, _MAX_WORKERS)
+
+    def client() -> PoolClient:
+        hello = Hello(PROTOCOL, fingerprint, options.linger)
+        memory = SharedMemory(options.shared_memory_limit)
+        arena = memory.arena
+        own_memory = None if arena is None else arena.memory
+        return PoolClient(
+            Connector(name, paths, hello, boot, own_memory, user, log),
+            Codec(arena, by_value),
+            memory,
+            lengths,
+            PoolCalls(options.max_pending, max_in_flight),
+            may_rerun=options.retry,
+        )
+
+    return client
+
+
+def _check_log(path: str) -> None:
+    """Raises ValueError: it cannot be written to."""
+    try:
+        os.close(open_log(path))
+    except OSError as error:
+        raise ValueError(f"pool_log: {path} cannot be written to: {error.strerror}") from None

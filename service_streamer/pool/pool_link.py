@@ -12,13 +12,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..errors import StreamerError
+from ..errors import PoolMismatch, StreamerError
 from ..workers.memory.arena import Memory
 from ..workers.protocol import FrameReader
-from .client_memory import ResultMemory, first_sent, first_taken
-from .directory import PoolPaths, make_private
-from .election import elected, listening
-from .outbox import Outbox, user_of
+from .directory import PoolPaths, elect, listen, make_private
+from .pool_memory import ResultMemory
 from .pool_process import start_pool
 from .pool_protocol import (
     FAILED,
@@ -27,10 +25,14 @@ from .pool_protocol import (
     REFUSED,
     WELCOME,
     Hello,
+    Outbox,
     PoolBoot,
     Unserved,
     pack,
+    send_first,
+    take_first,
     unpack,
+    user_of,
 )
 
 #: Held while there are descriptors that a forked child would keep without knowing it.
@@ -41,50 +43,112 @@ _gate = threading.RLock()
 _Message = tuple[tuple[Any, ...], int, Callable[[], object] | None]
 
 
-class Refused(Exception):
-    """The pool serves none of our calls; the text says why."""
-
-
 class Connector:
-    """Finds the pool of a name, or starts it. Knows what to start it with.
+    """Finds the pool of a name, or starts it. For the thread of a client, but for ``wake``.
 
     Args:
         boot: what a new pool is started with, given the descriptors of lock and listener.
         hello: for the pool.
         memory: where large items of this client are; may be let go of.
         user: the id of the user whose directory that is.
+        log: the file of the pool's log; None for this process's stderr.
+
+    Attributes:
+        selector: for that thread, while it is open.
+        elections: how many times this process has started the pool.
+        failure: why the last pool could not serve; None if it has not said.
     """
+
+    selector: selectors.BaseSelector
 
     def __init__(
         self,
         name: str,
         paths: PoolPaths,
-        hello: Callable[[], Hello],
+        hello: Hello,
         boot: Callable[[int, int], PoolBoot],
         memory: Memory | None,
         user: int,
+        log: str | None,
     ) -> None:
+        self.log = log or "this process's stderr"
         self.name = name
         self.paths = paths
         self._hello = hello
         self._boot = boot
         self.memory = memory
         self._user = user
+        self.elections = 0
+        self.failure: Unserved | None = None
+        self._link: PoolLink | None = None  # the last one
+        self._wakeup: tuple[int, int] | None = None  # a pipe, while it is open
+        self._lock = threading.RLock()  # of the pipe; a finalizer may wake us while it is held
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Opened]:
-        """What a thread needs to wait with. Closed at the end of the block."""
-        with _gate:
-            opened = Opened(self)
-            _open.add(opened)
-        try:
-            yield opened
-        finally:
-            with _gate:
-                _open.discard(opened)
-                opened.close()
+    def open(self) -> Iterator[None]:
+        """Have what a thread needs to wait with, until the end of the block.
 
-    def connect(self, opened: Opened) -> PoolLink | None:
+        Raises:
+            OSError: there are no descriptors left.
+        """
+        with _gate:
+            reader, writer = os.pipe()
+            try:
+                self.selector = selectors.DefaultSelector()
+                self.selector.register(reader, selectors.EVENT_READ)
+            except BaseException:
+                os.close(reader)
+                os.close(writer)
+                raise
+            for descriptor in (reader, writer):
+                os.set_blocking(descriptor, False)
+            self._wakeup = reader, writer
+            _open.add(self)
+        try:
+            yield
+        finally:
+            with _gate, self._lock:
+                _open.discard(self)
+                if self._link is not None:
+                    self._link.close()
+                self._close_all()
+
+    def _close_all(self) -> None:
+        wakeup, self._wakeup = self._wakeup, None
+        if wakeup is not None:  # else a fork has closed it under a greenlet, which is copied, too
+            self.selector.close()
+            for descriptor in wakeup:
+                os.close(descriptor)
+
+    def abandon_in_forked_child(self) -> None:
+        """Close this process's copies, or the pool would not see the end of the parent.
+
+        Without a lock, which a thread may hold that does not exist here. Nothing is unregistered:
+        the parent's selector is the same.
+        """
+        if self._link is not None:
+            self._link.abandon()
+        self._close_all()
+
+    def rest(self, seconds: float | None) -> None:
+        """Wait so long, or until woken."""
+        if self.selector.select(seconds):
+            self.calm()
+
+    def calm(self) -> None:
+        """Forget that it was woken."""
+        assert self._wakeup is not None
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wakeup[0], 4096)
+
+    def wake(self) -> None:
+        """Let the thread look up. Any thread, and finalizers."""
+        with self._lock:
+            if self._wakeup is not None:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._wakeup[1], b"\0")
+
+    def connect(self) -> PoolLink | None:
         """A connection on which nothing was received yet; None if it has to be tried again.
 
         Raises:
@@ -101,14 +165,14 @@ class Connector:
         with _gate:
             connection = self._connected()
             if connection is None and self._elect():
-                opened.elections += 1
+                self.elections += 1
                 connection = self._connected()
             if connection is None:
                 return None
-            link = opened.link = PoolLink(self.name, connection, opened)
+            link = self._link = PoolLink(self, connection)
         with contextlib.suppress(OSError):  # the pool is gone again, as reading will show
-            first_sent(connection, None if self.memory is None else self.memory.descriptor)
-        link.put((*self._hello(),))
+            send_first(connection, None if self.memory is None else self.memory.descriptor)
+        link.put((*self._hello,))
         link.write()
         return link
 
@@ -133,86 +197,15 @@ class Connector:
     def _elect(self) -> bool:
         """Whether this process has started the pool."""
         make_private(os.path.dirname(self.paths.lock), os.geteuid())
-        lock = elected(self.paths)
+        lock = elect(self.paths)
         if lock is None:
             return False
         try:
-            with listening(self.paths) as listener:
+            with listen(self.paths) as listener:
                 start_pool(self._boot(lock, listener.fileno()))
         finally:
             os.close(lock)  # the pool has its own
         return True
-
-
-class Opened:
-    """A connector in use by one thread.
-
-    Attributes:
-        selector: for that thread.
-        link: the last connection.
-        elections: how many times this process has started the pool.
-        failure: why the last pool could not serve; None if it has not said.
-    """
-
-    def __init__(self, connector: Connector) -> None:
-        self._connector = connector
-        self.selector = selectors.DefaultSelector()
-        try:
-            self._reader, self._writer = os.pipe()
-        except OSError:
-            self.selector.close()
-            raise
-        for descriptor in (self._reader, self._writer):
-            os.set_blocking(descriptor, False)
-        self.selector.register(self._reader, selectors.EVENT_READ)
-        self.link: PoolLink | None = None
-        self.elections = 0
-        self.failure: Unserved | None = None
-        self._lock = threading.RLock()  # a finalizer may wake us while it is held
-        self._is_closed = False
-
-    def connect(self) -> PoolLink | None:
-        """See ``Connector.connect``."""
-        return self._connector.connect(self)
-
-    def rest(self, seconds: float | None) -> None:
-        """Wait so long, or until woken."""
-        if self.selector.select(seconds):
-            self.calm()
-
-    def calm(self) -> None:
-        """Forget that it was woken."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._reader, 4096)
-
-    def wake(self) -> None:
-        """Let the thread look up. Any thread, and finalizers."""
-        with self._lock:
-            if not self._is_closed:
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._writer, b"\0")
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            if self.link is not None:
-                self.link.close()
-            self.selector.close()
-            os.close(self._reader)
-            os.close(self._writer)
-
-    def abandon_in_forked_child(self) -> None:
-        """Close this process's copies, or the pool would not see the end of the parent.
-
-        Without a lock, which a thread may hold that does not exist here. Nothing is unregistered:
-        the parent's selector is the same.
-        """
-        self._is_closed = True
-        if self.link is not None:
-            self.link.abandon()
-        self.selector.close()
-        os.close(self._reader)
-        os.close(self._writer)
 
 
 class PoolLink:
@@ -223,10 +216,9 @@ class PoolLink:
         has_failed: whether an exception of our own has ended it.
     """
 
-    def __init__(self, name: str, connection: socket.socket, opened: Opened) -> None:
-        self._name = name
+    def __init__(self, connector: Connector, connection: socket.socket) -> None:
         self._connection = connection
-        self._opened = opened
+        self._connector = connector
         self._reader = FrameReader(connection.fileno())
         self._outbox = Outbox(connection.fileno(), self._next_frame)
         self._messages: collections.OrderedDict[int, _Message] = collections.OrderedDict()
@@ -237,7 +229,7 @@ class PoolLink:
         self.pid: int | None = None
         #: Where large results for this client are; None if these come with the messages.
         self.results: ResultMemory | None = None
-        opened.selector.register(connection, selectors.EVENT_READ, self)
+        connector.selector.register(connection, selectors.EVENT_READ, self)
 
     def put(
         self, message: tuple[Any, ...], size: int = 0, on_sent: Callable[[], object] | None = None
@@ -277,7 +269,7 @@ class PoolLink:
         """Write what the pool takes; the rest goes when it has room."""
         with contextlib.suppress(OSError):  # it is gone; the reading thread sees it, too
             if not self._outbox.write() and not self._is_full:
-                self._opened.wake()
+                self._connector.wake()
 
     def cut(self) -> None:
         """End the connection, since an exception may have cut off a frame; the reading thread sees.
@@ -294,7 +286,7 @@ class PoolLink:
         """
         if not self._is_due:
             self._is_due = True
-            self._opened.wake()
+            self._connector.wake()
 
     def welcome(self, is_done: Callable[[], bool]) -> list[Any] | None:
         """Wait for the pool's first word; what came after it, or None if the pool is gone.
@@ -303,7 +295,7 @@ class PoolLink:
             is_done: whether nobody waits for it any more.
 
         Raises:
-            Refused: it has another model, other options, or is of another version.
+            PoolMismatch: it has another model, other options, or is of another version.
         """
         while not is_done():
             messages = self.read()
@@ -312,13 +304,14 @@ class PoolLink:
             if messages:
                 first, *rest = messages
                 if first[0] == FAILED:
-                    self._opened.failure = Unserved(*first[1:])
+                    self._connector.failure = Unserved(*first[1:])
                     return None
                 if first[0] == REFUSED:
-                    raise Refused(
-                        f"pool {self._name!r} is running and differs from what this process asks "
+                    name = self._connector.name
+                    raise PoolMismatch(
+                        f"pool {name!r} is running and differs from what this process asks "
                         f"for: {'; '.join(first[1])}. Use another name, or let new processes have "
-                        f"a new pool with: service-streamer pool replace {self._name}"
+                        f"a new pool with: service-streamer pool replace {name}"
                     )
                 assert first[0] == WELCOME
                 self.pid = first[1]
@@ -328,12 +321,12 @@ class PoolLink:
     def read(self) -> list[Any] | None:
         """Wait for messages; none if it was woken, None if the pool is gone."""
         messages: list[Any] = []
-        for key, events in self._opened.selector.select():
+        for key, events in self._connector.selector.select():
             if key.data is self.results and self.results is not None:
                 if not self.results.take_in():
-                    self._opened.selector.unregister(self.results)
+                    self._connector.selector.unregister(self.results)
             elif key.data is not self:
-                self._opened.calm()
+                self._connector.calm()
             elif events & selectors.EVENT_READ:
                 try:
                     if not self._has_begun:
@@ -352,16 +345,16 @@ class PoolLink:
         if self._outbox.has_rest is not self._is_full:
             self._is_full = not self._is_full
             room = selectors.EVENT_WRITE if self._is_full else 0
-            self._opened.selector.modify(self._connection, selectors.EVENT_READ | room, self)
+            self._connector.selector.modify(self._connection, selectors.EVENT_READ | room, self)
         return messages
 
     def _begin(self) -> None:
-        """Raises BlockingIOError, EOFError, OSError: see ``first_taken``."""
-        descriptor = first_taken(self._connection)
+        """Raises BlockingIOError, EOFError, OSError: see ``take_first``."""
+        descriptor = take_first(self._connection)
         self._has_begun = True
         if descriptor is not None:
             self.results = ResultMemory(descriptor)
-            self._opened.selector.register(self.results, selectors.EVENT_READ, self.results)
+            self._connector.selector.register(self.results, selectors.EVENT_READ, self.results)
 
     def close(self) -> None:
         """Leave the pool. Idempotent."""
@@ -371,15 +364,15 @@ class PoolLink:
                 results, self.results = self.results, None
                 if results is not None:
                     with contextlib.suppress(KeyError):  # the pool has closed its end before
-                        self._opened.selector.unregister(results)
+                        self._connector.selector.unregister(results)
                     results.close()
                 self._outbox.close()
                 self._messages.clear()
-                self._opened.selector.unregister(self._connection)
+                self._connector.selector.unregister(self._connection)
                 self._connection.close()
 
     def abandon(self) -> None:
-        """See ``Opened.abandon_in_forked_child``."""
+        """See ``Connector.abandon_in_forked_child``."""
         if not self._is_closed:
             self._is_closed = True
             if self.results is not None:
@@ -387,14 +380,14 @@ class PoolLink:
             os.close(self._connection.detach())
 
 
-_open: set[Opened] = set()
+_open: set[Connector] = set()
 
 
 def _abandon_all() -> None:
     global _gate
     _gate = threading.RLock()
-    for opened in [*_open]:
-        opened.abandon_in_forked_child()
+    for connector in [*_open]:
+        connector.abandon_in_forked_child()
     _open.clear()
 
 

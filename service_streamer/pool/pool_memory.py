@@ -7,7 +7,9 @@ pool's own, or the worker has the memory of too many clients.
 
 from __future__ import annotations
 
+import collections
 import pickle
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,9 +20,12 @@ from ..workers.memory.memory_link import (
     Memories,
     MemoryLink,
     MemorySender,
+    MemorySocket,
     Received,
     SharedMemory,
+    Windows,
     memory_sockets,
+    receive,
 )
 from ..workers.memory.payload import Parts
 from ..workers.memory.window import Window
@@ -54,7 +59,7 @@ class PoolMemory(SharedMemory):
         if self.arena is not None:
             self.arena.is_used = True
 
-    def left(self, memory: Memory) -> None:
+    def forget_client(self, memory: Memory) -> None:
         """A client has gone: workers unmap its memory when they have read it."""
         memory.is_left = True
         with self._lock:
@@ -79,7 +84,7 @@ class _WorkerLink(MemoryLink):
                     continue
                 items = payload.lease.items
                 if not self._sender.send(items.memory):
-                    payloads[position] = items.copied(payload.wire, self.arena)
+                    payloads[position] = items.copy(payload.wire, self.arena)
             return super().lend(payloads)
 
     def release(self, blocks: list[Any]) -> None:
@@ -110,7 +115,7 @@ class ClientItems:
         self._window: Window | None = None
         self._lock = threading.RLock()
 
-    def placed(self, payloads: Sequence[Any], on_end: Callable[[], None]) -> list[Any]:
+    def place(self, payloads: Sequence[Any], on_end: Callable[[], None]) -> list[Any]:
         """The payloads of a call, for workers.
 
         Args:
@@ -125,7 +130,7 @@ class ClientItems:
             for payload in payloads
         ]
 
-    def copied(self, wire: Wire, arena: Arena | None) -> Any:
+    def copy(self, wire: Wire, arena: Arena | None) -> Any:
         """A payload in the pool's memory, or in the message if there is no room."""
         with self._lock:
             if self._window is None:
@@ -170,11 +175,11 @@ class _End:
 def in_message(payload: Any) -> Any:
     """An item for a worker that shares no memory: it goes with the message."""
     if type(payload) is Placed and type(payload.lease) is _ItemLease:
-        return payload.lease.items.copied(payload.wire, None)
+        return payload.lease.items.copy(payload.wire, None)
     return payload
 
 
-def inlined(received: Received) -> bytes:
+def inline_result(received: Received) -> bytes:
     """A result that goes with the message."""
     stream, *buffers = received.parts()
     return whole(stream, buffers)
@@ -192,9 +197,119 @@ class _Whole:
         self._parts = bytes(stream), [bytes(each) for each in buffers]
 
     def __reduce__(self) -> Any:
-        return restored, self._parts
+        return restore, self._parts
 
 
-def restored(stream: bytes, buffers: list[bytes]) -> Any:
+def restore(stream: bytes, buffers: list[bytes]) -> Any:
     """Where it is unpickled: what was pickled in parts, in memory that may be written to."""
     return pickle.loads(stream, buffers=map(bytearray, buffers))
+
+
+class ClientMemory:
+    """The pool's end, for one client. Any thread.
+
+    Args:
+        theirs: what the client writes its items to.
+        pool: what the workers read.
+
+    Raises:
+        OSError: there are no descriptors left.
+    """
+
+    def __init__(self, theirs: Memory, pool: PoolMemory) -> None:
+        self._sender, self._receiver = memory_sockets()
+        self._items = ClientItems(theirs)
+        self._pool = pool
+        self._held: dict[tuple[int, int], list[Received]] = {}  # by memory and block
+        self._sizes: collections.Counter[int] = collections.Counter()  # bytes of these, by memory
+        self._lock = threading.RLock()
+        pool.clients += 1
+
+    def pop_receiver(self) -> MemorySocket:
+        """The client's end, which closes when it is collected. Once."""
+        receiver = self._receiver
+        del self._receiver
+        return receiver
+
+    def place_items(self, payloads: Sequence[Any], on_end: Callable[[], None]) -> list[Any]:
+        """See ``ClientItems.place``."""
+        if self._pool.arena is None:  # it could not be had: workers map nothing
+            on_end()
+            return [
+                self._items.copy(each, None) if type(each) is tuple else each for each in payloads
+            ]
+        self._pool.expect_items()
+        return self._items.place(payloads, on_end)
+
+    def share(self, outputs: list[Any]) -> list[Any]:
+        """What the client can read, for what workers have written."""
+        given = []
+        seen: set[tuple[int, int]] = set()
+        with self._lock:
+            for output in outputs:
+                if type(output) is not Received:
+                    given.append(output)
+                elif self._has_room(output) and self._sender.send(output.memory):
+                    key = output.memory.number, output.wire[1]
+                    if key not in seen:  # the client reports a block once for each message
+                        seen.add(key)
+                        self._held.setdefault(key, []).append(output)
+                        self._sizes[output.memory.number] += output.nbytes
+                    given.append((*output.wire, output.memory.number))
+                else:
+                    given.append(inline_result(output))
+        return given
+
+    def _has_room(self, output: Received) -> bool:
+        """Whether the client may hold one more: a part is left even if all hold what they may."""
+        memory = output.memory
+        held = self._sizes[memory.number] + output.nbytes
+        return held <= memory.size // (1 + self._pool.clients)
+
+    def release(self, blocks: list[tuple[int, int]]) -> None:
+        """The client no longer reads these."""
+        with self._lock:
+            for block in blocks:
+                held = self._held[block]
+                received = held.pop()
+                self._sizes[block[0]] -= received.nbytes
+                if not held:
+                    del self._held[block]
+                if received.memory.is_left:
+                    self.review()
+
+    def review(self) -> None:
+        """Have the client unmap the memory of workers that have ended."""
+        with self._lock:
+            for memory in self._sender.passed():
+                if memory.is_left and not self._sizes[memory.number]:
+                    del self._sizes[memory.number]
+                    self._sender.forget(memory.number)
+
+    def close(self) -> None:
+        """The client is gone."""
+        with self._lock:
+            self._pool.clients -= 1
+            self._held.clear()
+            self._sizes.clear()
+            self._sender.close()
+        self._pool.forget_client(self._items.memory)
+
+
+class ResultMemory(Windows):
+    """The client's end: results in the memory of workers. For the thread that reads."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(MemorySocket(socket.socket(fileno=descriptor)), private=False)
+
+    def receive(self, outputs: list[Any]) -> bool:
+        """Hold what came and lies in such memory; in place. False: some of it cannot be read."""
+        return receive(outputs, self._window_of)
+
+    def _window_of(self, wire: Any) -> Window:
+        return self.window(wire[5], wire[1])
+
+
+def inline_results(outputs: list[Any]) -> list[Any]:
+    """What a client without shared memory can read."""
+    return [inline_result(each) if type(each) is Received else each for each in outputs]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
-import logging
+import logging.handlers
 import multiprocessing.process
 import os
 import pickle
@@ -29,13 +30,10 @@ from ..engine.build import assemble
 from ..errors import StreamerBroken
 from ..reporting import summary
 from ..workers.starting import find_interpreter, startable
-from .directory import paths_of
-from .election import Leadership
-from .pool_acceptor import turn_away
-from .pool_log import PoolLog, opened_log
+from .directory import Leadership, paths_of
 from .pool_memory import PoolMemory
 from .pool_protocol import Items, PoolBoot, Unserved, times
-from .pool_server import PoolServer
+from .pool_server import PoolServer, turn_away
 
 #: The first process ends at once, so that the second is nobody's child: no one has to wait for it.
 _PROGRAM = """\
@@ -83,13 +81,20 @@ def start_pool(boot: PoolBoot) -> None:
 
 @contextlib.contextmanager
 def _log_of(boot: PoolBoot) -> Iterator[int]:
-    """Where the log goes: to the file that is wished, or else where this process's stderr goes."""
+    """Where the log goes, and what the process and its workers print."""
     if boot.log is None:
-        yield _log_descriptor()
+        try:
+            os.fstat(2)
+        except OSError:  # this process has no stderr
+            yield subprocess.DEVNULL
+        else:
+            yield 2
         return
     try:
-        descriptor = opened_log(boot.log)
+        descriptor = open_log(boot.log)
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise
         raise StreamerBroken(f"the pool has no log: {error}; see pool_log") from None
     try:
         yield descriptor
@@ -97,13 +102,13 @@ def _log_of(boot: PoolBoot) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _log_descriptor() -> int:
-    """This process's stderr, if it has one."""
-    try:
-        os.fstat(2)
-    except OSError:
-        return subprocess.DEVNULL
-    return 2
+def open_log(path: str) -> int:
+    """A descriptor that appends to the file, which is made if it is not there.
+
+    Raises:
+        OSError: it cannot be written to.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
 
 
 def main_module() -> dict[str, Any]:
@@ -126,10 +131,10 @@ def run_pool(file: BinaryIO) -> None:
     for descriptor in (boot.lock, boot.listener):
         os.set_inheritable(descriptor, False)
     _set_title(f"service-streamer pool {boot.name}")
-    _pose_as(boot.main)
-    log = PoolLog(2, f"%(asctime)s pool {boot.name}: %(levelname)s: %(message)s", boot.log)
-    log.catch_output()
-    logging.basicConfig(handlers=[log])
+    _set_main(boot.main)
+    layout = f"%(asctime)s pool {boot.name}: %(levelname)s: %(message)s"
+    handler = logging.StreamHandler() if boot.log is None else _PoolLog(boot.log)
+    logging.basicConfig(handlers=[handler], format=layout)
     logging.getLogger("service_streamer").setLevel(boot.log_level)
     leadership = Leadership(boot.lock, paths_of(boot.name, boot.directory))
     listener = socket.socket(fileno=boot.listener)
@@ -147,13 +152,23 @@ def run_pool(file: BinaryIO) -> None:
         gc.collect()
         gc.freeze()  # what has been imported stays, and need not be gone through
         server.run()
+        leadership.resign(keep_log=False)
     finally:
-        leadership.resign()
-        log.end(times.last_log)
+        leadership.resign(keep_log=True)  # this process is about to print why
+
+
+class _PoolLog(logging.handlers.WatchedFileHandler):
+    """Begins a new file if the last one was renamed or removed, as by logrotate."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # no new file can be made: to raise would end who has logged the line
+            self.handleError(record)
 
 
 def _handle_signals(server: PoolServer) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: server.terminated())
+    signal.signal(signal.SIGTERM, lambda *_: server.terminate())
     signal.signal(signal.SIGINT, lambda *_: server.end(drain=False))
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else ignored, as by nohup
         # Unlike SIG_IGN no program inherits it that a worker's model starts.
@@ -165,16 +180,16 @@ def _server(boot: PoolBoot, listener: socket.socket, leadership: Leadership) -> 
     options = boot.options
     memory = PoolMemory(options.shared_memory_limit)
     transport = boot.transport(boot.spec, options, memory)
-    engine = assemble(transport, options, _given_lengths if boot.has_lengths else None)
-    return PoolServer(boot.name, listener, engine, boot.wishes, leadership, memory)
+    engine = assemble(transport, options, _lengths_of if boot.has_lengths else None)
+    return PoolServer(boot.name, listener, engine, boot.fingerprint, leadership, memory)
 
 
-def _given_lengths(items: Any) -> list[float]:
+def _lengths_of(items: Any) -> list[float]:
     assert isinstance(items, Items)
     return [*items.lengths]
 
 
-def _pose_as(main: dict[str, Any]) -> None:
+def _set_main(main: dict[str, Any]) -> None:
     """Have multiprocessing tell the workers of the client's main module, and not of this one."""
     module = types.ModuleType("__main__")
     name, path = main.get("init_main_from_name"), main.get("init_main_from_path")

@@ -24,14 +24,19 @@ each other, so nothing here is signed.
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import pickle
+import socket
+import struct
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..reporting import report_bug
 from ..workers.protocol import Failure
 from ..workers.transport import Transport
-from .wishes import Wishes
+from .fingerprint import Fingerprint
 
 #: The most messages in a frame, and the bytes of payloads from which on no more go into it: the
 #: other side begins with the first one when it has the last.
@@ -62,7 +67,6 @@ class PoolTimes:
             30 s to finish their requests.
         term_drain: then, how long the calls that were read may take. Together less than the 90 s
             after which systemd kills all that is left.
-        last_log: for the last lines of the log to be read.
     """
 
     answer: float = 5.0
@@ -73,7 +77,6 @@ class PoolTimes:
     first_client: float = 30.0
     term_grace: float = 45.0
     term_drain: float = 30.0
-    last_log: float = 1.0
 
 
 #: Of this process, and of the pools that it starts.
@@ -97,16 +100,12 @@ class Hello(NamedTuple):
 
     Attributes:
         protocol: see ``PROTOCOL``. It stays the first field for good.
-        client, pid: who sends it. Not looked at: they stay so that the commands of one version can
-            end and replace the pool of another one.
-        wishes: what it wants of the pool; None for a visitor, which only asks.
+        fingerprint: what it wants of the pool; None for a visitor, which only asks.
         linger: seconds that the pool is to stay after its last client.
     """
 
     protocol: int
-    client: str
-    pid: int
-    wishes: Wishes | None
+    fingerprint: Fingerprint | None
     linger: float
 
 
@@ -120,14 +119,14 @@ class PoolBoot(NamedTuple):
     Attributes:
         name: of the pool.
         directory: of its files.
-        wishes: of the client that starts it.
+        fingerprint: of the client that starts it.
         spec: the model, pickled for the workers.
         options: of the engine, without anything that only the client can import.
         transport: makes what the workers are reached by.
         main: of the client's main module, for the workers: see ``multiprocessing.spawn``.
         has_lengths: whether calls come with the lengths of their items.
         log_level: for the loggers of this package.
-        log: the file of the log; None for this client's stderr.
+        log: the file of the log; None for the stderr of the process that starts it.
         prepare: called before the pool serves; None for nothing.
         times: how long it waits.
         lock, listener: descriptors.
@@ -135,7 +134,7 @@ class PoolBoot(NamedTuple):
 
     name: str
     directory: str
-    wishes: Wishes
+    fingerprint: Fingerprint
     spec: bytes
     options: Any
     transport: MakeTransport
@@ -167,3 +166,107 @@ def pack(message: Any) -> bytes:
 
 def unpack(frame: Any) -> Any:
     return pickle.loads(frame)
+
+
+#: Bytes of the length that comes before each frame.
+HEADER_SIZE = 8
+
+
+class Outbox:
+    """Writes frames in order, and keeps what the socket does not take yet. Any thread.
+
+    The frames are those of ``workers.protocol.FrameReader``. Each is made when the ones before it
+    have gone: what has to be sent meanwhile goes with it.
+
+    Args:
+        next_frame: makes the next one; empty if nothing is to be sent. Called by one thread at a
+            time.
+    """
+
+    def __init__(self, descriptor: int, next_frame: Callable[[], bytes]) -> None:
+        self._descriptor = descriptor
+        self._next_frame = next_frame
+        # Reentrant: a finalizer that drops a call may run in the midst of a write.
+        self._lock = threading.RLock()
+        self._is_writing = False
+        self._rest: memoryview | None = None
+        self.is_closed = False
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether something waits for room in the socket."""
+        return self._rest is not None
+
+    def write(self) -> bool:
+        """Write what the socket takes; whether nothing is left.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        with self._lock:
+            if self._is_writing:  # what this has interrupted goes on with it
+                return True
+            self._is_writing = True
+            try:
+                while not self.is_closed:
+                    data = self._rest if self._rest is not None else self._next()
+                    if not data:
+                        break
+                    try:
+                        count = os.write(self._descriptor, data)
+                    except BlockingIOError:
+                        self._rest = data
+                        return False
+                    self._rest = data[count:] if count < len(data) else None
+                return True
+            finally:
+                self._is_writing = False
+
+    def _next(self) -> memoryview:
+        frame = self._next_frame()
+        return memoryview(frame_of(frame) if frame else b"")
+
+    def close(self) -> None:
+        """Write nothing more: the descriptor is about to be another file's."""
+        with self._lock:
+            self.is_closed = True
+            self._rest = None
+
+
+def frame_of(frame: bytes) -> bytes:
+    """A frame as it is sent."""
+    return len(frame).to_bytes(HEADER_SIZE, "little") + frame
+
+
+def user_of(connection: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end, as the kernel knows them."""
+    size = struct.calcsize("3i")
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    pid, user, _ = struct.unpack("3i", found)
+    return pid, user
+
+
+_FIRST = b"\0"
+
+
+def send_first(connection: socket.socket, descriptor: int | None) -> None:
+    """Send the first byte, with a descriptor if any. Raises OSError: the other end is gone."""
+    if descriptor is None:
+        connection.send(_FIRST)
+    else:
+        socket.send_fds(connection, [_FIRST], [descriptor])
+
+
+def take_first(connection: socket.socket) -> int | None:
+    """Take the first byte, and the descriptor that came with it, if any.
+
+    Raises:
+        BlockingIOError: it has not come yet.
+        EOFError, OSError: the other end is gone, or there is no descriptor left for what it passed.
+    """
+    first, descriptors, flags, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not first:
+        raise EOFError
+    if flags & socket.MSG_CTRUNC:  # the other end would count on it
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return descriptors[0] if descriptors else None

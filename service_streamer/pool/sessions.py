@@ -5,22 +5,40 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import math
 import socket
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from ..engine.engine import Engine
-from ..observe.record import Call
+from ..errors import RemoteTraceback, StreamerError, WorkerStartTimeout
+from ..observe.record import ORDINARY, Call, Precedence
 from ..workers.memory.arena import Memory
 from ..workers.protocol import Failure, FrameReader
-from .client_memory import ClientMemory, first_sent, first_taken, inline
-from .outbox import Outbox
-from .pool_memory import PoolMemory
-from .pool_protocol import FRAME_MESSAGES, FRAME_SIZE, FREED, Hello, own_fault, pack
+from .pool_memory import ClientMemory, PoolMemory, inline_results
+from .pool_protocol import (
+    ANSWER,
+    ASK,
+    FRAME_MESSAGES,
+    FRAME_SIZE,
+    FREED,
+    HOLD_STREAM,
+    RELEASED,
+    RESUME_STREAM,
+    WITHDRAW,
+    Hello,
+    Items,
+    Outbox,
+    own_fault,
+    pack,
+    send_first,
+    take_first,
+)
 
 #: From so many answers on that a client has not read, its streams rest.
-_MOST_WAITING = 2048
+_MAX_UNSENT = 2048
 
 
 class PoolReply:
@@ -106,8 +124,13 @@ class Session:
         self._wake = wake
         self._freed: collections.deque[int] = collections.deque()  # calls whose items are read
         self._lock = threading.Lock()  # of ``send``
-        self._resting: dict[int, PoolReply] = {}  # streams, until the client has read its answers
-        self._streams_lock = threading.Lock()  # of ``_resting``, and what the engine was told
+        self._paused: dict[int, PoolReply] = {}  # streams, until the client has read its answers
+        self._streams_lock = threading.Lock()  # of ``_paused``, and what the engine was told
+
+    @property
+    def is_client(self) -> bool:
+        """Whether it makes calls, and does not only ask."""
+        return self.hello is not None and self.hello.fingerprint is not None
 
     def answer(self, answer: tuple[Any, ...]) -> None:
         """Note the last answer of a call."""
@@ -117,7 +140,7 @@ class Session:
         outcome = answer[1]
         if type(outcome) is list:
             try:
-                answer = (answer[0], self._given(outcome), *answer[2:])
+                answer = (answer[0], self._share(outcome), *answer[2:])
             except Exception as error:  # no memory for a copy
                 answer = (answer[0], Failure(error.with_traceback(None)), None)
         self.unsent.append(answer)
@@ -135,12 +158,12 @@ class Session:
         if self.is_gone:
             return
         if type(answer[1]) is not bytes:
-            answer = (answer[0], *self._given([answer[1]]))
+            answer = (answer[0], *self._share([answer[1]]))
         self.unsent.append(answer)
         self._dirty.add(self)
-        if len(self.unsent) >= _MOST_WAITING and not stream.call.is_held:
+        if len(self.unsent) >= _MAX_UNSENT and not stream.call.is_held:
             with self._streams_lock:
-                self._resting[stream.number] = stream
+                self._paused[stream.number] = stream
                 self._engine.hold(stream.call, is_held=True)
             self._go_on()  # another thread may have sent everything before that
 
@@ -154,7 +177,7 @@ class Session:
         with self._lock:
             try:
                 self.outbox.write()
-                if self._resting:
+                if self._paused:
                     self._go_on()
             except OSError:  # the client is gone; the reader's thread sees it, too
                 return True
@@ -184,17 +207,17 @@ class Session:
             self.break_off()
             return pack([(answer[0], failure, None) for answer in answers if answer[0] > 0])
 
-    def _given(self, outputs: list[Any]) -> list[Any]:
+    def _share(self, outputs: list[Any]) -> list[Any]:
         memory = None if self.is_gone else self.memory
-        return inline(outputs) if memory is None else memory.given(outputs)
+        return inline_results(outputs) if memory is None else memory.share(outputs)
 
-    def taken(self, number: int, payloads: Any) -> Any:
+    def place_items(self, number: int, payloads: Any) -> Any:
         """The payloads of a call, for workers; the client hears when large ones are read."""
         if len(payloads) == 1 and type(payloads[0]) is bytes:  # as nearly all
             return payloads
         if self.memory is None or tuple not in {*map(type, payloads)}:
             return payloads
-        return self.memory.taken(payloads, functools.partial(self._free, number))
+        return self.memory.place_items(payloads, functools.partial(self._free, number))
 
     def _free(self, number: int) -> None:
         """No worker reads the items of a call any more. In a finalizer."""
@@ -208,18 +231,19 @@ class Session:
         """Take the first byte, and answer it.
 
         Raises:
-            BlockingIOError, EOFError, OSError: see ``first_taken``.
+            BlockingIOError, EOFError, OSError: see ``take_first``.
         """
-        descriptor = first_taken(self.connection)
+        descriptor = take_first(self.connection)
         self.has_begun = True
         if descriptor is not None:
             self.memory = ClientMemory(Memory.received(descriptor), pool)
         # If it is gone again, what it has said is still to be read: how long to stay after it.
         with contextlib.suppress(OSError):
             if self.memory is None:
-                first_sent(self.connection, None)
+                send_first(self.connection, None)
             else:
-                self.memory.introduce(self.connection)
+                receiver = self.memory.pop_receiver()
+                send_first(self.connection, receiver.connection.fileno())
 
     def hold(self, number: int, *, is_held: bool) -> None:
         """The client wants an item to rest, or to go on."""
@@ -229,7 +253,7 @@ class Session:
             return
         with self._streams_lock:
             stream.is_held = is_held
-            if is_held or number not in self._resting:
+            if is_held or number not in self._paused:
                 self._engine.hold(call, is_held=is_held)
         self._go_on()  # what another thread has left to this one
 
@@ -239,12 +263,12 @@ class Session:
         Nobody waits here for who holds the lock: that thread calls this when it has released it.
         """
         while (
-            self._resting
-            and 2 * len(self.unsent) < _MOST_WAITING
+            self._paused
+            and 2 * len(self.unsent) < _MAX_UNSENT
             and self._streams_lock.acquire(blocking=False)
         ):
             try:
-                resting, self._resting = self._resting, {}
+                resting, self._paused = self._paused, {}
                 for stream in resting.values():
                     if not stream.is_held:
                         self._engine.hold(stream.call, is_held=False)
@@ -273,3 +297,156 @@ class Session:
         for number, call in [*self.calls.items()]:
             if self.calls.pop(number, None) is not None:  # else it was answered just now
                 self._engine.withdraw(call)
+
+
+class Deferred(NamedTuple):
+    """What a method returns whose answer has to wait for the workers.
+
+    Attributes:
+        timeout: seconds that it may wait; None for ever.
+        look: returns the answer; raises WorkerStartTimeout if it is too early for that.
+    """
+
+    timeout: float | None
+    look: Callable[[], Any]
+
+
+class ClientRequests:
+    """Gives calls to the engine, and answers questions. For the thread that reads.
+
+    Args:
+        methods: what can be asked, by name; none of them blocks: see ``Deferred``.
+
+    Attributes:
+        is_ending: whether calls are left to the next pool.
+        due: when ``answer_waiting`` is to be called; also whenever the workers have changed.
+    """
+
+    def __init__(self, engine: Engine, methods: Mapping[str, Callable[..., Any]]) -> None:
+        self._engine = engine
+        self._methods = methods
+        self.is_ending = False
+        self.due = math.inf
+        #: Questions that wait, and until when.
+        self._waiting: dict[tuple[Session, int], tuple[float, Callable[[], Any]]] = {}
+
+    def take(self, frames: list[tuple[Session, list[Any]]]) -> None:
+        """Messages that have come together, from clients that have said hello."""
+        has_more = len(frames) > 1 or any(len(messages) > 1 for _, messages in frames)
+        for session, messages in frames:
+            message: Any = None
+            try:
+                for message in messages:
+                    if message[0] > 0:
+                        if self.is_ending or session.is_gone:  # it goes to the next pool
+                            continue
+                        session.read += 1
+                        if (call := _call_of(session, message, more=has_more)) is not None:
+                            self._submit(call)
+                    else:
+                        self._handle(session, *message)
+            except Exception as error:
+                _break_off(session, message, own_fault(error))
+        if has_more:  # they share batches
+            self._engine.flush()
+
+    def _submit(self, call: Call) -> None:
+        try:
+            self._engine.submit(call)
+        except Exception as error:
+            is_stated = isinstance(error, StreamerError)  # overloaded, closed or broken
+            if (reply := call.reply) is not None:  # else it has an answer
+                reply.fail(_with_causes(error) if is_stated else own_fault(error))
+
+    def _handle(self, session: Session, kind: int, number: int, *rest: Any) -> None:
+        if kind == ASK:
+            method, arguments = rest
+            self._ask(session, number, method, arguments)
+            return
+        if kind == RELEASED:
+            if session.memory is not None:
+                session.memory.release(*rest)
+            return
+        if kind in (HOLD_STREAM, RESUME_STREAM):
+            session.hold(number, is_held=kind == HOLD_STREAM)
+            return
+        if kind == WITHDRAW:
+            self._waiting.pop((session, number), None)
+            call = session.calls.pop(number, None)
+            if call is not None:
+                self._engine.withdraw(call)
+
+    def _ask(self, session: Session, number: int, method: str, arguments: Any) -> None:
+        try:
+            if method not in self._methods:
+                raise ValueError(f"the pool has no answer to {method!r:.40}")
+            value = self._methods[method](*arguments)
+            if type(value) is Deferred:
+                ends_at = math.inf if value.timeout is None else time.monotonic() + value.timeout
+                self._waiting[session, number] = ends_at, value.look
+                self.due = -math.inf
+                return
+            pack(value)  # refused here, and not among the answers of others
+        except Exception as error:
+            value = _with_causes(error)
+        session.tell((ANSWER, number, value))
+
+    def answer_waiting(self) -> None:
+        """Answer the questions for which it is time, and forget those of clients that have gone."""
+        now, self.due = time.monotonic(), math.inf
+        for (session, number), (ends_at, look) in [*self._waiting.items()]:
+            try:
+                value = None if session.is_gone else look()
+            except Exception as error:
+                if type(error) is WorkerStartTimeout and now < ends_at:
+                    self.due = min(self.due, ends_at)
+                    continue
+                value = _with_causes(error)
+            del self._waiting[session, number]
+            session.tell((ANSWER, number, value))
+
+
+def _break_off(session: Session, message: Any, failure: Failure) -> None:
+    """End a session for an exception of our own; the call of the message fails."""
+    with contextlib.suppress(Exception):  # the message may be nonsense, and have none
+        number = message[0] if message[0] > 0 else message[1]
+        if message[0] > 0 or number in session.calls:
+            session.give_up(number, failure)
+        session.send()
+    session.break_off()
+
+
+def _call_of(session: Session, message: tuple[Any, ...], *, more: bool) -> Call | None:
+    """The call of a message; None if it has failed."""
+    if len(message) == 3:  # as nearly all
+        number, payload, deadline = message
+        payloads, precedence, lengths, is_stream = (payload,), None, None, False
+    else:
+        number, payloads, deadline, precedence, lengths, is_stream = message
+    try:
+        items = session.place_items(number, payloads)
+    except Exception as error:  # the client's memory cannot be read: nobody else suffers
+        session.answer((number, _with_causes(error), None))
+        return None
+    if lengths is not None:
+        items = Items(items)
+        items.lengths = lengths
+    call = Call(
+        items,
+        PoolReply(session, number),
+        None if deadline is None else deadline - time.monotonic(),
+        ORDINARY if precedence is None else Precedence(*precedence),
+        False,  # the client watches the time
+        more,
+        is_stream,
+    )
+    session.calls[number] = call  # before it can be over
+    return call
+
+
+def _with_causes(error: BaseException) -> Failure:
+    """For an exception that was raised here, with what has led to it."""
+    cause = error.__cause__
+    if isinstance(cause, RemoteTraceback):
+        return Failure(error.with_traceback(None), cause.text)
+    return Failure(error.with_traceback(None), cause=None if cause is None else _with_causes(cause))

@@ -84,7 +84,7 @@ class RayStreamer(ScaledStreamer):
         if options.shared is None:
             self._run(options, lambda: _build_engine(predict_function_or_model, options))
         else:
-            from ..pool.shared_pool import pool_clients
+            from ..pool.pool_client import pool_clients
             from .pooled import pool_transport
 
             clients = pool_clients(

@@ -15,7 +15,7 @@ from ..options.checks import Devices, device_names
 from ..pipelines.precision import check_quantization
 from ..pipelines.tasks import check_suits, known_task
 from ..pipelines.weights import check_accelerate, check_attention
-from ..pool.support import why_unsupported
+from ..pool.directory import why_unsupported
 from ..reporting import counted
 from ..workers.starting import available_cores
 from .command_options import ModelCommandOptions, PipelineOptions, ServeOptions

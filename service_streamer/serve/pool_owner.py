@@ -16,10 +16,9 @@ from pathlib import Path
 from ..engine.operator_signals import SignalSocket
 from ..errors import PredictTimeout, StreamerClosed, StreamerError
 from ..options.table import StreamerOptions
-from ..pool.directory import own_directory, paths_of
-from ..pool.election import is_led
+from ..pool.control import ask_pool, await_end
+from ..pool.directory import has_process, own_directory, paths_of
 from ..pool.pool_client import PoolClient
-from ..pool.visits import ask_pool, await_end
 from .hosted_model import ServiceFailed
 from .http.dashboard import advice_for
 from .http.pool_view import PoolFigures
@@ -129,7 +128,7 @@ class PoolOwner:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             await_end(pid, self._grace)
-        is_led(self._paths)  # removes what a killed one has left
+        has_process(self._paths)  # removes what a killed one has left
 
     def _await_end(self, pid: int) -> bool:
         """Wait for the end of the pool, at most until a signal; false if it has not ended."""

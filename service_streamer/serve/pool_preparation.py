@@ -42,7 +42,7 @@ def _prepare(log_format: LogFormat, names_models: bool, model: str | None = None
     shown = model if names_models else None
     root = logging.getLogger()
     root.setLevel(logging.INFO)
-    for handler in root.handlers:  # the pool's, which waits for no reader
+    for handler in root.handlers:  # the pool's
         handler.setFormatter(formatter(log_format, lambda: shown))
     logging.captureWarnings(True)
     prepare_workers(log_format, lambda: shown)

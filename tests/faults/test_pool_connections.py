@@ -86,7 +86,7 @@ def test_open_calls_are_sent_again_after_a_broken_connection(lasting: Shared, ga
 
 
 def stream_call(number: int, item: int = 10**9) -> Any:
-    return number, [pack(item)], None, None, None, []
+    return number, [pack(item)], None, None, None, True
 
 
 def test_streams_are_held_while_their_client_is_behind(shared: Shared) -> None:
@@ -136,7 +136,7 @@ def memory() -> Iterator[int]:
 def test_a_call_whose_items_cannot_be_read_fails_alone(shared: Shared, memory: int) -> None:
     shared(models.double, shared="a").wait_ready()
     with connected("a", memory=memory) as peer:
-        peer.send((1, [(b"nonsense",)], None, None, None, None), (2, pack(4), None))
+        peer.send((1, [(b"nonsense",)], None, None, None, False), (2, pack(4), None))
         answers = dict((peer.receive_kind(n)[:2]) for n in (1, 2))
     assert "IndexError" in answers[1].text
     assert pickle.loads(answers[2]) == 8
@@ -168,9 +168,9 @@ def test_a_client_that_keeps_results_leaves_room_for_others(shared: Shared, memo
 def test_a_pool_stays_as_long_as_a_client_has_wished_that_left_at_once(shared: Shared) -> None:
     streamer = shared(models.double, shared="a", linger=0)
     streamer.wait_ready()
-    pid, wishes = pool_pid(), ask_pool("a", "status")["wishes"]
+    pid, fingerprint = pool_pid(), ask_pool("a", "status")["fingerprint"]
     os.kill(pid, signal.SIGSTOP)
-    with greeting("a", wishes, linger=60):
+    with greeting("a", fingerprint, linger=60):
         pass
     os.kill(pid, signal.SIGCONT)
     streamer.stats()
@@ -300,7 +300,7 @@ def test_a_question_is_taken_back_when_its_time_is_over(shared: Shared, pool: Fa
 
 
 def logged(path: Path) -> int:
-    """How often one was logged with its traceback; the pool's log is a little late."""
+    """How often one was logged with its traceback; the pool may log it a little late."""
     await_that(lambda: "Traceback" in path.read_text())
     return path.read_text().count(f"CRITICAL: the shared pool failed; {BUG}\nTraceback")
 
@@ -355,7 +355,7 @@ def test_a_pool_that_fails_at_an_output_fails_that_stream_and_goes_on(
     streamer = shared(Countdown, 4, shared="a", pool_log=log)
     streamer.wait_ready()
     with connected("a") as peer:
-        peer.send((1, [pack(10**9)], None, None, None, []))
+        peer.send(stream_call(1))
         assert logged(log) == 1  # it has not read so many outputs that the stream is to rest
         while len(answer := peer.receive()) == 2:
             pass

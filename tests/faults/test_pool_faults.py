@@ -34,7 +34,7 @@ from service_streamer import (
 )
 from service_streamer.pool.pool_protocol import PROTOCOL, Hello, pack, times
 from service_streamer.testing import Gate
-from stream_models import Countdown
+from stream_models import Countdown, Resumed
 
 Shared = Callable[..., Streamer]
 
@@ -110,7 +110,7 @@ def end(processes: Callers) -> set[str]:
     for each in alive:
         out, err = each.communicate()
         assert each.returncode == 0, err
-        assert "Traceback" not in err  # the pool's log has its lines there, too
+        assert "Traceback" not in err
         [answers] = [line for line in out.splitlines() if line.startswith("answers ")]
         found.update(answers.split()[1:])
     return found
@@ -139,7 +139,7 @@ def test_clients_go_on_with_a_pool_that_has_given_up_its_name(
 ) -> None:
     calls = callers(2)
     old = ask_pool("a", "replace")
-    other = shared(models.echo, shared="a")  # other wishes: a new version, say
+    other = shared(models.echo, shared="a")  # a new version, say
     assert other.predict([1]) == [1]
     assert pool_pid() != old
     assert end(calls)
@@ -150,7 +150,7 @@ def test_clients_go_on_with_a_pool_that_has_given_up_its_name(
 def test_a_client_that_came_while_a_pool_gave_up_its_name_finds_the_next_one(
     shared: Shared,
 ) -> None:
-    """It is refused for no wishes that the next pool may have."""
+    """It is refused for no difference from a pool that has given up its name."""
     streamer = shared(models.double, shared="a")
     streamer.predict([1])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -159,7 +159,7 @@ def test_a_client_that_came_while_a_pool_gave_up_its_name_finds_the_next_one(
         await_that(lambda: not pool_names())
         with contextlib.closing(Peer(connection)) as peer:
             peer.begin()
-            peer.send((*Hello(PROTOCOL, "early", os.getpid(), {"model": "another"}, 0.0),))
+            peer.send((*Hello(PROTOCOL, {"model": "another"}, 0.0),))
             with contextlib.suppress(EOFError):
                 peer.begun()
             assert peer.receive_all() == [], "no word, and no refusal, before the end"
@@ -300,40 +300,31 @@ def test_pools_that_are_killed_at_their_start_are_replaced(
     assert starts.stat().st_size == 6
 
 
-# -- streams, with which the next pool goes on
+# -- streams
 
 
 FOR_EVER = 10**9
 
 
-def kill_pool(streamer: Streamer) -> None:
-    streamer.wait_ready()  # what has come may have been enough until here
-    pid = pool_pid()
-    os.kill(pid, signal.SIGKILL)
-    assert await_end(pid, 60)
-
-
-def test_streams_that_have_begun_are_lost_with_their_pool_and_may_be_closed_without_one(
+def test_a_stream_begins_again_with_the_next_pool_if_no_output_has_come_and_fails_otherwise(
     shared: Shared,
 ) -> None:
-    streamer = shared(Countdown, 4, shared="a")
-    lost, left = (streamer.stream({"n": FOR_EVER}, timeout=None, max_buffered=4) for _ in range(2))
-    assert next(lost) == next(left) == 1
+    streamer = shared(Resumed, 4, shared="a")
+    quiet = streamer.stream({"n": 3, "every": FOR_EVER}, timeout=None)
+    begun, left, late = (
+        streamer.stream({"n": FOR_EVER}, timeout=None, max_buffered=4) for _ in range(3)
+    )
+    assert next(begun) == next(left) == next(late) == 1
+    streamer.wait_ready()
     pid = pool_pid()
     os.kill(pid, signal.SIGSTOP)  # what is said to it now it never reads
     left.close()
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerLost, match="outputs of it were handed out"):
-        for _ in lost:
-            pass
-    await_that(lambda: streamer.stats().in_flight == 0)
-
-
-def test_a_stream_begins_again_of_which_no_output_has_come(shared: Shared) -> None:
-    streamer = shared(Countdown, 4, shared="a")
-    quiet = streamer.stream({"n": 3, "every": FOR_EVER}, timeout=None)
-    kill_pool(streamer)
     assert [*quiet] == []
+    with pytest.raises(WorkerLost, match="outputs of it were handed out"):
+        list(begun)
+    late.close()
+    assert streamer.stats().in_flight == 0
 
 
 # -- large items and results, and what is left of them

@@ -112,7 +112,7 @@ def test_clients_want_one_pool_whether_they_are_connected_or_not(
             with pool.accepted() as peer:
                 streamer.close()
                 assert peer.hello is not None
-                wanted.append(peer.hello.wishes)
+                wanted.append(peer.hello.fingerprint)
     assert wanted[0] == wanted[2] != wanted[1]
 
 

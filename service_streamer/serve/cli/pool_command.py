@@ -9,8 +9,8 @@ import click
 
 from ...errors import StreamerError
 from ...options.kinds import POOL_NAME
-from ...pool.directory import own_directory
-from ...pool.visits import ask_pool, await_end, pool_names
+from ...pool.control import ask_pool, await_end
+from ...pool.directory import own_directory, pool_names
 
 
 @click.group("pool")
@@ -61,7 +61,7 @@ def status(name: str) -> None:
             (f"client {pid}", f"{_counted(calls, 'open call')}{_command(pid)}")
             for pid, calls in found["clients"]
         ),
-        *found["wishes"].items(),
+        *found["fingerprint"].items(),
     ]
     for title, text in rows:
         click.echo(f"{title:22} {text}")

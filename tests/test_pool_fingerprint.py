@@ -1,4 +1,4 @@
-"""What a client wants of its pool: the same in all processes with one model and its options."""
+"""The fingerprint of a pool: the same in all processes with one model and its options."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from conftest import PATIENCE
 from pools import fake_pool
 from service_streamer import Streamer
 
-Wishes = Callable[..., dict[str, str]]
+Fingerprint = Callable[..., dict[str, str]]
 
 
-def wishes_of(pool: Any, model: Any, **options: Any) -> dict[str, str]:
-    """As a client with this model and these options says them to its pool."""
+def fingerprint_of(pool: Any, model: Any, **options: Any) -> dict[str, str]:
+    """As a client with this model and these options says it to its pool."""
     options = {"shared": "a", "worker_timeout": PATIENCE} | options
     streamer = Streamer(model, **options)
     with pool.accepted() as peer:
         streamer.close()
-        return {**peer.hello.wishes}
+        return {**peer.hello.fingerprint}
 
 
 @pytest.fixture
-def wishes(shared: Any) -> Iterator[Wishes]:
+def fingerprint(shared: Any) -> Iterator[Fingerprint]:
     with fake_pool() as pool:
-        yield lambda model=models.double, **options: wishes_of(pool, model, **options)
+        yield lambda model=models.double, **options: fingerprint_of(pool, model, **options)
 
 
 def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
@@ -46,20 +46,23 @@ def nested(depth: int) -> Any:
     return [] if not depth else [part := nested(depth - 1), part]
 
 
-def test_arguments_of_a_model_are_the_same_wish_if_they_are_equal(wishes: Wishes) -> None:
+def test_arguments_of_a_model_have_one_fingerprint_if_they_are_equal(
+    fingerprint: Fingerprint,
+) -> None:
     equal = (
-        ([1, "a", None], (1, "a", None)), ({"a": 1, "b": [2.5]}, {"b": (2.5,), "a": 1}),
-        ({"x", "y", "z"}, frozenset("zyx")), (models.double, models.double),
+        ([1, "a", None], [1, "".join("a"), None]), ({"x", "y", "z"}, frozenset("zyx")),
+        (models.double, models.double), (Settings("a", "b"), Settings("b", "a")),
         (Path("a/b"), Path("a") / "b"), (models.Multiplier, models.Multiplier),
         (nested(100), nested(100)),
     )  # fmt: skip
     other = (
         (1, "1"), (1, 1.5), ([1], [2]), ({"a": 1}, {"a": 2}), (models.double, models.echo),
         ([], None), (re.compile("a"), re.compile("b")), (nested(100), nested(99)),
+        (Settings("a"), Settings("b")),
     )  # fmt: skip
     for pairs, expected in ((equal, set()), (other, {"model_init_args"})):
         for pair in pairs:
-            found = (wishes(models.Multiplier, model_init_args=[each]) for each in pair)
+            found = (fingerprint(models.Multiplier, model_init_args=[each]) for each in pair)
             assert differing(*found) == expected, pair
 
 
@@ -73,7 +76,7 @@ class Settings:
 
 
 @pytest.mark.long  # imports torch
-def test_an_argument_of_a_model_is_known_by_all_that_it_contains(wishes: Wishes) -> None:
+def test_an_argument_of_a_model_is_known_by_all_that_it_contains(fingerprint: Fingerprint) -> None:
     numpy = pytest.importorskip("numpy")
     torch = pytest.importorskip("torch")
 
@@ -86,7 +89,7 @@ def test_an_argument_of_a_model_is_known_by_all_that_it_contains(wishes: Wishes)
         return Settings(*words, module=module, tensors=tensors, arrays=arrays)
 
     def word(value: Any) -> str:
-        return wishes(models.Multiplier, model_init_args=[value])["model_init_args"]
+        return fingerprint(models.Multiplier, model_init_args=[value])["model_init_args"]
 
     assert word(settings("a", "b")) == word(settings("b", "a"))
     assert word(settings("a")) != word(settings("b"))
@@ -97,15 +100,15 @@ def test_an_argument_of_a_model_is_known_by_all_that_it_contains(wishes: Wishes)
 PROGRAM = """
 import models
 from pools import fake_pool
-from test_pool_wishes import wishes_of
+from test_pool_fingerprint import fingerprint_of
 
 with fake_pool() as pool:
     words = {"the", "a", "of", "an", "in"}
-    print(wishes_of(pool, models.Multiplier, model_init_args=[words]))
+    print(fingerprint_of(pool, models.Multiplier, model_init_args=[words]))
 """
 
 
-def test_wishes_are_the_same_in_processes_with_other_hashes(
+def test_a_fingerprint_is_the_same_in_processes_with_other_hashes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o700)
@@ -118,40 +121,42 @@ def test_wishes_are_the_same_in_processes_with_other_hashes(
     assert found.pop()[0] == 0
 
 
-def test_a_wish_that_may_be_secret_or_is_long_is_a_digest(wishes: Wishes, tmp_path: Path) -> None:
-    usual = wishes(models.Multiplier)
+def test_an_option_that_may_be_secret_or_is_long_is_a_digest(
+    fingerprint: Fingerprint, tmp_path: Path
+) -> None:
+    usual = fingerprint(models.Multiplier)
     for option, value in (
         ("model_init_kwargs", {"token": "hf_secret"}),
         ("model_init_args", ("hf_secret",)),
         ("tenant_weights", {f"tenant {number}": 1.0 for number in range(1000)}),
     ):
-        found = wishes(models.Multiplier, **{option: value})
+        found = fingerprint(models.Multiplier, **{option: value})
         assert differing(found, usual) == {option}
         assert re.fullmatch(r"\(digest \w{12}\)", found[option])
-    # What only concerns the caller is no wish.
+    # What only concerns the caller does not count.
     own = {"worker_timeout": 1, "trace": tmp_path / "trace", "deduplicate": True, "linger": 3}
-    assert wishes(models.Multiplier, **own) == usual
+    assert fingerprint(models.Multiplier, **own) == usual
 
 
 def test_code_of_a_model_is_the_content_of_its_file_which_is_not_imported(
-    wishes: Wishes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fingerprint: Fingerprint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     (tmp_path / "a_model").mkdir()
     file = tmp_path / "a_model" / "parts.py"
     file.write_text("class Model: pass")
-    before = wishes("a_model.parts:Model")
+    before = fingerprint("a_model.parts:Model")
     assert "a_model" not in sys.modules
-    assert before == wishes("a_model.parts:Model")
+    assert before == fingerprint("a_model.parts:Model")
     file.write_text("class Model: other = True")
-    after = wishes("a_model.parts:Model")
+    after = fingerprint("a_model.parts:Model")
     assert differing(before, after) == {"code"}
     assert after["code"].startswith(f"{file} ")
-    assert wishes("nowhere:Model")["code"] == "unknown"
+    assert fingerprint("nowhere:Model")["code"] == "unknown"
 
 
 def test_code_of_a_model_in_an_archive_is_its_content(
-    wishes: Wishes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fingerprint: Fingerprint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes: list[str] = []
     for number in (1, 1, 2):
@@ -162,7 +167,9 @@ def test_code_of_a_model_in_an_archive_is_its_content(
         with monkeypatch.context() as patch:
             patch.setattr(sys, "path", [str(path), *sys.path])
             patch.delitem(sys.modules, "zipped_model", raising=False)
-            codes.append(wishes(importlib.import_module("zipped_model").model)["code"].split()[-1])
+            codes.append(
+                fingerprint(importlib.import_module("zipped_model").model)["code"].split()[-1]
+            )
     sys.modules.pop("zipped_model")
     assert codes[0] == codes[1] != codes[2]
 
@@ -196,20 +203,20 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return typed
 
 
-def test_code_of_a_typed_model_is_its_bytecode_and_the_variables_that_it_reads(
-    wishes: Wishes, typed: Callable[..., Any]
+def test_a_typed_model_is_known_by_its_bytecode_and_the_variables_that_it_reads(
+    fingerprint: Fingerprint, typed: Callable[..., Any]
 ) -> None:
     def code(**values: int) -> str:
-        return wishes(typed(**values).Model)["code"]
+        return fingerprint(typed(**values).Model)["model"]
 
     assert code() == code()
     assert len({code(), code(factor=3), code(start=1)}) == 3
-    made = [wishes(typed().made(offset))["code"] for offset in (1, 1, 2)]
+    made = [fingerprint(typed().made(offset))["model"] for offset in (1, 1, 2)]
     assert made[0] == made[1] != made[2]
 
 
 def test_annotations_that_somebody_has_asked_for_are_no_other_code(
-    wishes: Wishes, typed: Callable[..., Any]
+    fingerprint: Fingerprint, typed: Callable[..., Any]
 ) -> None:
     """Python 3.14 keeps them in the class then: of two processes, one may have asked."""
     found = []
@@ -217,5 +224,5 @@ def test_annotations_that_somebody_has_asked_for_are_no_other_code(
         main = typed()
         for name, value in members.items():
             setattr(main.Model, name, value)
-        found.append(wishes(main.Model)["code"])
+        found.append(fingerprint(main.Model)["model"])
     assert found[0] == found[1] != found[2]

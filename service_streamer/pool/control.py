@@ -1,4 +1,4 @@
-"""Questions to pools from processes that are not their clients: the command line's."""
+"""What the command line asks pools: a connection for one question, and no client."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any, BinaryIO
 
 from ..errors import StreamerBroken
 from ..workers.protocol import Failure
-from .client_memory import first_sent
-from .directory import names_in, own_directory, paths_of
-from .election import is_led
-from .outbox import HEADER_SIZE, framed, user_of
-from .pool_protocol import ANSWER, ASK, PROTOCOL, REFUSED, Hello, pack, times, unpack
+from .directory import own_directory, paths_of
+from .pool_protocol import (
+    ANSWER,
+    ASK,
+    HEADER_SIZE,
+    PROTOCOL,
+    REFUSED,
+    Hello,
+    frame_of,
+    pack,
+    send_first,
+    times,
+    unpack,
+    user_of,
+)
 
 #: Maximum seconds of one wait: the system refuses longer ones.
-_LONGEST_WAIT = 86400.0
-
-
-def pool_names() -> list[str]:
-    """The pools of this user that have a process, in ``own_directory``.
-
-    Raises:
-        OSError: see ``own_directory``.
-    """
-    directory = own_directory()
-    return [name for name in names_in(directory) if is_led(paths_of(name, directory))]
+_MAX_WAIT = 86400.0
 
 
 def ask_pool(name: str, method: str, *arguments: Any, patience: float | None = None) -> Any:
@@ -45,7 +45,7 @@ def ask_pool(name: str, method: str, *arguments: Any, patience: float | None = N
     patience = times.visit if patience is None else patience
     directory = own_directory()
     paths = paths_of(name, directory)
-    hello = Hello(PROTOCOL, "visitor", os.getpid(), None, 0.0)
+    hello = Hello(PROTOCOL, None, 0.0)
     question = pack([(*hello,), (ASK, 1, method, arguments)])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(patience)
@@ -54,8 +54,8 @@ def ask_pool(name: str, method: str, *arguments: Any, patience: float | None = N
             _, user = user_of(connection)
             if user not in (os.geteuid(), 0):
                 raise StreamerBroken(f"the socket {paths.socket} is that of another user ({user})")
-            first_sent(connection, None)
-            connection.sendall(framed(question))
+            send_first(connection, None)
+            connection.sendall(frame_of(question))
             with connection.makefile("rb") as file:
                 value = _read_answer(file)
         except (FileNotFoundError, ConnectionRefusedError):
@@ -93,7 +93,7 @@ def await_end(pid: int, seconds: float) -> bool:
         try:
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
-            return bool(poll.poll(1000 * min(seconds, _LONGEST_WAIT)))
+            return bool(poll.poll(1000 * min(seconds, _MAX_WAIT)))
         finally:
             os.close(descriptor)
     return True
