@@ -55,12 +55,19 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "service_streamer", *arguments]
 
 
+def python(
+    *arguments: str, cwd: Path | None = None, given: str = "", **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python to its end; ``given`` is its standard input."""
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=cwd,
+        env=environment(**env), input=given,
+    )  # fmt: skip
+
+
 def run(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, check=False, cwd=cwd,
-        env=environment(**env), stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    return python("-m", "service_streamer", *arguments, cwd=cwd, **env)
 
 
 def table(name: str, model: str = "served_models:Obedient", more: str = "") -> str:

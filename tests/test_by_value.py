@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 import zipapp
 from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+from serve_process import python
 
 MODEL = """
 import sys
@@ -30,17 +28,6 @@ if __name__ == "__main__":
 """
 
 
-def run(
-    folder: Path, *arguments: str, program: str | None = None
-) -> subprocess.CompletedProcess[str]:
-    places = [str(TESTS), str(TESTS.parent), *filter(None, sys.path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=folder, input=program, env=environment, capture_output=True, text=True
-    )
-
-
 #: The arguments of Python; with "python -c" they are the program.
 ARGUMENTS = {
     "python <": [], "an archive": ["archive.pyz"], "python -m package": ["-m", "package"],
@@ -49,7 +36,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-def arguments_for(way: str, folder: Path, program: str) -> tuple[list[str], str | None]:
+def arguments_for(way: str, folder: Path, program: str) -> tuple[list[str], str]:
     """How to have Python run the program: the arguments, and what comes from standard input."""
     package = folder / "package"
     package.mkdir()
@@ -58,8 +45,8 @@ def arguments_for(way: str, folder: Path, program: str) -> tuple[list[str], str 
     zipapp.create_archive(package, folder / "archive.pyz")
     (folder / "script.py").write_text(program)
     if way == "python -c":
-        return ["-c", program], None
-    return ARGUMENTS[way], program if way == "python <" else None
+        return ["-c", program], ""
+    return ARGUMENTS[way], program if way == "python <" else ""
 
 
 #: In these no worker can import the main module.
@@ -83,7 +70,7 @@ def test_a_model_of_the_main_module_is_served(
 ) -> None:
     text = ("" if has_cloudpickle else WITHOUT) + MODEL.replace('"spawn"', repr(method))
     arguments, program = arguments_for(way, tmp_path, text)
-    done = run(tmp_path, *arguments, program=program)
+    done = python(*arguments, cwd=tmp_path, given=program)
     assert (done.stdout, done.stderr) == ("[2, 4]\n", "")
 
 
@@ -96,7 +83,7 @@ def test_an_item_that_cannot_go_by_value_says_what_to_do_and_fails_alone(tmp_pat
             print(streamer.submit([1, Item()]).exception())
             print(streamer.predict([2]))
     """)
-    said = run(tmp_path, program=program).stdout.splitlines()
+    said = python(cwd=tmp_path, given=program).stdout.splitlines()
     assert said[0].startswith("item 1 of the batch, of type Item, cannot be sent to a worker")
     assert "pip install cloudpickle" in said[0]
     assert said[1] == "[2]"
@@ -118,7 +105,7 @@ def test_a_model_that_workers_cannot_import_says_what_to_do(fault: str, tmp_path
         wanted = ["define classes and functions outside of `if __name__ == '__main__':`"]
     if fault != "no cloudpickle":
         (tmp_path / "script.py").write_text(text)
-    last = run(tmp_path, *arguments).stderr.splitlines()[-1]
+    last = python(*arguments, cwd=tmp_path).stderr.splitlines()[-1]
     assert [each for each in wanted if each not in last] == []
 
 
@@ -204,7 +191,7 @@ SAID = [
 
 
 def test_items_results_and_errors_of_classes_of_the_main_module(tmp_path: Path) -> None:
-    done = run(tmp_path, program=DATA + USES)
+    done = python(cwd=tmp_path, given=DATA + USES)
     assert (done.stdout.splitlines(), done.stderr) == (SAID, "")
 
 
@@ -217,7 +204,7 @@ def test_a_module_of_the_folder_that_the_program_began_in_is_found(tmp_path: Pat
         with Streamer(here.Doubler, worker_timeout=None) as streamer:
             print(streamer.predict([1]))
     """)
-    done = run(tmp_path, "-c", program)
+    done = python("-c", program, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("[2]\n", "")
 
 
@@ -233,8 +220,8 @@ with Streamer(made.double, worker_timeout=None) as streamer:
 
 
 def test_a_module_that_a_server_has_made_goes_by_value_or_is_named(tmp_path: Path) -> None:
-    done = run(tmp_path, "-c", "import sys\n" + MADE)
+    done = python("-c", "import sys\n" + MADE, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("[2]\n", "")
-    last = run(tmp_path, "-c", WITHOUT + MADE).stderr.splitlines()[-1]
+    last = python("-c", WITHOUT + MADE, cwd=tmp_path).stderr.splitlines()[-1]
     assert "made_by_a_server" in last
     assert "Define it in a module that the worker can import" in last

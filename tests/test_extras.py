@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +15,7 @@ from click.testing import CliRunner
 
 import service_streamer
 from command_line import invoke
+from serve_process import python
 from service_streamer.extras import PACKAGES
 
 ROOT = Path(__file__).parent.parent
@@ -30,11 +30,6 @@ def test_the_packages_that_are_named_are_those_of_the_extra(extra: str) -> None:
     assert set(PACKAGES[extra]) == names
 
 
-def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *flags, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize(
     ("name", "packages"),
     [("RayStreamer", "ray: pip install cloudpickle ray"),
@@ -45,7 +40,8 @@ def test_a_folder_of_its_name_is_not_the_package(tmp_path: Path, name: str, pack
     (tmp_path / packages.partition(":")[0]).mkdir()
     paths = [str(ROOT), str(tmp_path)]
     # Without the packages that are installed here.
-    done = python(f"import sys; sys.path[:0] = {paths}; from service_streamer import {name}", "-S")
+    code = f"import sys; sys.path[:0] = {paths}; from service_streamer import {name}"
+    done = python("-S", "-c", code)
     assert f"ImportError: {name} needs {packages}" in done.stderr
 
 
@@ -73,14 +69,14 @@ def test_the_command_line_needs_click_and_nothing_else() -> None:
     """The others are asked for by the commands that need them, with what to install."""
     names = ("httptools", "msgspec", "starlette", "prometheus_client", "uvloop", "redis", "numpy")
     hidden = "".join(f"sys.modules[{name!r}] = None; " for name in names)
-    done = python(f"import sys; {hidden}import service_streamer.serve.cli.main")
+    done = python("-c", f"import sys; {hidden}import service_streamer.serve.cli.main")
     assert done.returncode == 0, done.stderr
 
 
 def test_without_click_the_exit_code_is_that_of_a_missing_package() -> None:
     """systemd's unit goes by it."""
     code = "import sys; sys.modules['click'] = None; import service_streamer.serve.cli.main"
-    done = python(code)
+    done = python("-c", code)
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr.startswith("service-streamer needs click: pip install click httptools ")
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from command_line import invoke
-from serve_process import Serving, environment
+from serve_process import Serving, environment, python
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "http.md").read_text()
@@ -73,7 +71,7 @@ def test_program_with_openais_client_answers_what_the_page_says() -> None:
     [line] = [block for block in blocks(TEXT, "bash") if "response_format" in block]
     with Serving(str(ROOT / "example" / "models" / "text_generation")) as service:
         program = program.replace("http://127.0.0.1:8000", service.url)
-        assert run("-c", program) == " you.\n"
+        assert python("-c", program).stdout == " you.\n"
         [choice] = json.loads(curl(line, service))["choices"]
         assert re.fullmatch(r"[a-z ]+\.", choice["message"]["content"])
         assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
@@ -83,7 +81,7 @@ def test_program_with_openais_client_answers_what_the_page_says() -> None:
 def test_program_with_hugging_faces_client_answers_what_the_page_says(infilling: Serving) -> None:
     [program] = [block for block in blocks(TEXT, "python") if "InferenceClient" in block]
     program = program.replace("http://127.0.0.1:8000", infilling.url)
-    assert run("-c", program) == "you\n"
+    assert python("-c", program).stdout == "you\n"
 
 
 @pytest.mark.long
@@ -102,15 +100,7 @@ def test_curl_lines_send_files(tmp_path: Path) -> None:
 def test_program_with_a_pipeline_alone_answers_what_the_page_says(tmp_path: Path) -> None:
     [program] = [block for block in blocks(TEXT, "python") if "PipelineModel" in block]
     (tmp_path / "program.py").write_text(program)
-    assert run(str(tmp_path / "program.py")) == "you\n"
-
-
-def run(*program: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *program], capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    return done.stdout
+    assert python(str(tmp_path / "program.py")).stdout == "you\n"
 
 
 def help_of(command: str) -> str:
@@ -151,4 +141,4 @@ def test_the_client_of_the_open_inference_protocol(scaling: Serving, kind: str) 
     assert found is not None
     address = found[1] if kind == "grpc" else scaling.url.removeprefix("http://")
     program = program.replace("127.0.0.1:8000", address).replace("http as", f"{kind} as")
-    assert run("-c", program) == "[[2. 4. 6.]]\n"
+    assert python("-c", program).stdout == "[[2. 4. 6.]]\n"

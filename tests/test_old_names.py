@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
 import sys
 import threading
 import types
@@ -15,6 +14,7 @@ import pytest
 
 import models
 import service_streamer
+from serve_process import python
 from service_streamer import (
     ManagedModel,
     PredictTimeout,
@@ -168,8 +168,8 @@ def test_importing_the_package_is_enough_to_reach_the_module() -> None:
         "from service_streamer.service_streamer import WORKER_TIMEOUT\n"
         "print(WORKER_TIMEOUT)\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (run.stdout, run.stderr) == ("7200.0\n", "")
+    done = python("-c", program)
+    assert (done.stdout, done.stderr) == ("7200.0\n", "")
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["set, then built", "built, then set"])

@@ -10,7 +10,6 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +39,7 @@ from pipeline_cases import (
     sound,
     variant,
 )
+from serve_process import python
 from service_streamer import BadModelOutput, InvalidInput, InvalidItems, Streamer
 from service_streamer.pipelines import TASKS, CustomModel, PipelineModel, parameter_schemas
 
@@ -721,10 +721,7 @@ def test_lengths_are_known_without_torch() -> None:
         "print(pipelines.PipelineModel.length('abc'))\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'PIL'} & set(sys.modules)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
+    done = python("-c", code)
     assert (done.stdout, done.stderr) == ("3\n[]\n", "")
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from serve_process import ROOT, run
 from service_streamer import Reason
 from service_streamer.observe.record import ORDINARY, Precedence
 from service_streamer.serve.cli.main import main
@@ -406,11 +404,8 @@ def test_simulate_command_names_matplotlib_when_it_is_missing(tmp_path: Path) ->
     (tmp_path / "matplotlib.py").write_text(
         "raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "service_streamer", "simulate", "--requests", "100",
-         "--plot", str(tmp_path / "x.svg")],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
+    arguments = ("simulate", "--requests", "100", "--plot", str(tmp_path / "x.svg"))
+    done = run(*arguments, cwd=ROOT, PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
     assert "matplotlib" in done.stderr
     assert "Traceback" not in done.stderr

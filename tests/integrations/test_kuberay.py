@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import yaml
 
 from command_line import launched
 from object_shapes import ANY, COUNT, FLAG, METADATA, TEXT, TEXTS, closed
+from serve_process import python
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kuberay"
@@ -105,13 +104,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import (
 )
 json.dump(derived(json.load(sys.stdin))["available_node_types"], sys.stdout)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        input=json.dumps({**CLUSTER, "metadata": metadata}),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", program, given=json.dumps({**CLUSTER, "metadata": metadata}))
     nodes = json.loads(done.stdout)
     # Workers ask for a core each, so none goes to the head, or beside the web process.
     assert {name: each["resources"]["CPU"] for name, each in nodes.items()} == {

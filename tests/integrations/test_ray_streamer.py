@@ -7,8 +7,6 @@ import gc
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -29,6 +27,7 @@ from contract.hazards import Hazards
 from contract.single_flight import CallsThatShare, SharedComputations
 from contract.streams import StreamForms, Streams
 from ray_nodes import printed
+from serve_process import python
 from service_streamer import (
     ModelError,
     PoolMismatch,
@@ -190,22 +189,13 @@ def test_a_program_s_own_classes_travel_and_it_ends_without_closing(
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     arguments = ["program.py"] if how == "file" else ["-c", PROGRAM]
-    ended = run(arguments, cwd=tmp_path, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+    ended = python(*arguments, cwd=tmp_path, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
     assert printed(ended.stdout) == "42\nown negative\n"
     assert ended.returncode == 0
     # A busy machine may not place it within the seconds after which that is said.
     usual = ("\tINFO worker.py", "authentication", "has no place on the cluster yet")
     said = ended.stderr.splitlines()
     assert [line for line in said if not any(each in line for each in usual)] == []
-
-
-def run(
-    arguments: list[str], cwd: Path | None = None, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    package = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": package, **variables}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True)
 
 
 def test_an_item_or_a_result_that_cannot_be_pickled_fails_alone(build: Build) -> None:
@@ -285,11 +275,11 @@ except Exception as error:
 
 
 def test_an_address_that_is_none_is_refused_soon_and_without_ray_it_says_what_to_install() -> None:
-    ended = run(["-c", CONNECT, "nonsense"])
+    ended = python("-c", CONNECT, "nonsense")
     assert ended.stdout.startswith("ValueError: Invalid address format: nonsense")
     assert ended.stderr == ""
     program = "import sys; sys.modules['ray'] = None; from service_streamer import RayStreamer"
-    ended = run(["-c", program])
+    ended = python("-c", program)
     assert "ImportError: RayStreamer needs ray: pip install cloudpickle ray" in ended.stderr
 
 

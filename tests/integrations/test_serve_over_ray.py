@@ -6,8 +6,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import service_streamer.serve.opening as opening
 from command_line import invoke, launched
 from ray_nodes import RayNodes, printed
 from ray_stub import RayStub
-from serve_process import ROOT, Serving, environment, run, until
+from serve_process import ROOT, Serving, python, run, until
 from service_streamer.serve.cli.main import main
 
 
@@ -206,10 +204,6 @@ def test_the_command_of_the_web_pod_of_kuberay(nodes: RayNodes) -> None:
 
 @pytest.mark.long
 def test_the_example_brings_its_modules_to_the_workers(nodes: RayNodes) -> None:
-    program = [sys.executable, "example/ray_example.py"]
-    done = subprocess.run(
-        program, env=environment(**nodes.environment), cwd=ROOT, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    done = python("example/ray_example.py", cwd=ROOT, **nodes.environment)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"you\nworker 0 on .*: idle\n", printed(done.stdout))
