@@ -106,11 +106,9 @@ class Calls:
     def test_close_may_be_called_again_and_by_several_threads(self, build: Build) -> None:
         streamer = build(models.echo)
         assert streamer.predict([1]) == [1]
-        threads = [threading.Thread(target=streamer.close) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            for closing in [threads.submit(streamer.close) for _ in range(4)]:
+                closing.result()
         streamer.close()
         streamer.destroy_workers()
         for use in (streamer.predict, streamer.submit):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -99,20 +98,15 @@ class SharedComputations(Counted):
 
     def test_many_threads_get_their_own_results(self, build: Build) -> None:
         streamer = build(models.double, deduplicate=True, cache_size=20)
-        wrong: list[Any] = []
 
         def call(seed: int) -> None:
             for i in range(40):
                 items = [(seed * i + k) % 37 for k in range(3)]
-                if streamer.predict(items) != [2 * item for item in items]:
-                    wrong.append(items)
+                assert streamer.predict(items) == [2 * item for item in items]
 
-        threads = [threading.Thread(target=call, args=(seed,)) for seed in range(1, 17)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
+        with ThreadPoolExecutor(16) as threads:
+            for calls in [threads.submit(call, seed) for seed in range(1, 17)]:
+                calls.result()
         assert not streamer.backend.computations
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -236,11 +236,9 @@ class StreamForms(Counts):
                     with stream._outputs._seat:  # until the other one has gone on
                         pass
 
-        threads = [threading.Thread(target=read) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(3) as threads:
+            for reading in [threads.submit(read) for _ in range(3)]:
+                reading.result()
         assert sorted(got) == [*range(1, 601)]
 
     def test_stream_raises_runtime_error_when_the_model_raises_stop_iteration(
