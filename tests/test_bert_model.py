@@ -114,9 +114,7 @@ def test_both_halves_refuse_invalid_sentences(
     assert str(worker.value) == str(web.value)
 
 
-def test_sentence_of_just_the_limit_is_taken_and_quotes_are_short(
-    encoder: SentenceEncoder,
-) -> None:
+def test_sentence_of_just_the_limit_is_taken_and_quotes_are_short(encoder: SentenceEncoder) -> None:
     encoder.check(["star " * 13 + "[MASK]", "[MASK]"])
     assert len(encoder.encode("star " * 13 + "[MASK]")) == 16
     with pytest.raises(ValueError, match=r"'x{57}\.\.\.'") as error:

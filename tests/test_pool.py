@@ -30,6 +30,7 @@ from service_streamer import (
     Streamer,
     StreamerBroken,
     StreamerClosed,
+    StreamerError,
     ThreadedStreamer,
     WorkerStartError,
 )
@@ -450,54 +451,37 @@ def test_a_pool_that_is_not_there_is_said_not_to_be_and_files_of_others_are_left
         file.unlink()
 
 
+@pytest.mark.parametrize("free", range(4))
 def test_a_client_without_free_descriptors_says_so_and_goes_on_when_there_are(
-    program: Callable[..., str],
+    shared: Shared, monkeypatch: pytest.MonkeyPatch, free: int
 ) -> None:
-    out = program("""
-        import contextlib, os, resource, threading
-        import models
-        from service_streamer import Streamer, StreamerError
+    are_gone, start = threading.Event(), threading.Thread.start
 
-        def call(free):
-            are_gone, start = threading.Event(), threading.Thread.start
+    def start_late(thread: threading.Thread) -> None:  # that of the client
+        run = thread.run
+        thread.run = lambda: are_gone.wait() and run()  # type: ignore[method-assign,func-returns-value]
+        start(thread)
 
-            def start_late(thread):  # that of the client
-                run = thread.run
-                thread.run = lambda: are_gone.wait() and run()
-                start(thread)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_late)
+        streamer = shared(models.double, shared="a")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, limits[1]))
+    try:
+        are_gone.set()
+        with pytest.raises(StreamerError, match=r"neither reached nor started.*ulimit -n"):
+            streamer.predict([1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
-            threading.Thread.start = start_late
-            streamer = Streamer(models.double, shared=f"a{free}", linger=0)
-            threading.Thread.start = start
-            held = []
-            with contextlib.suppress(OSError):
-                while True:
-                    held.append(os.dup(0))
-            for _ in range(free):
-                os.close(held.pop())
-            are_gone.set()
-            try:
-                streamer.predict([1])
-            except StreamerError as error:
-                print(error)
-            for descriptor in held:
-                os.close(descriptor)
-            answer = None
-            while answer is None:  # until its thread has tried again
-                with contextlib.suppress(StreamerError):
-                    answer = streamer.predict([1])
-            print(answer)
-            streamer.close()
+    def is_served() -> bool:  # when its thread has tried again
+        with contextlib.suppress(StreamerError):
+            return streamer.predict([1]) == [2]
+        return False
 
-        if __name__ == "__main__":
-            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-            for free in range(4):
-                call(free)
-    """).splitlines()
-    assert len(out) == 8
-    for told, answer in zip(out[::2], out[1::2], strict=True):
-        assert re.search("neither reached nor started.*ulimit -n", told)
-        assert answer == "[2]"
+    await_that(is_served)
 
 
 # -- several processes
