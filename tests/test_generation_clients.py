@@ -228,7 +228,7 @@ def test_best_of_gives_the_likeliest_texts(client: Any) -> None:
 def test_chats(client: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     said = [
-        *CHAT, {"role": "assistant", "content": "b"},
+        *CHAT, {"role": "assistant", "content": ""},  # it may have had nothing to say
         {"role": "user", "content": [{"type": "text", "text": each} for each in ("th", "e")]},
     ]  # fmt: skip
     asked: Any = {**ASKED, "temperature": 0, "messages": said}
@@ -372,11 +372,6 @@ def test_only_a_misspelled_field_has_advice(
     assert (error["param"], error["code"]) == (field, "unknown_parameter")
     assert ("did you mean" in error["message"]) == bool(advised)
     assert advised in error["message"]
-
-
-def test_chat_may_have_an_empty_answer(client: Any) -> None:
-    said = [*CHAT, {"role": "assistant", "content": ""}, *CHAT]
-    assert client.chat.completions.create(**ASKED, messages=said).choices
 
 
 @pytest.mark.parametrize("depth", [300, 900, 5000, 100_000])

@@ -17,7 +17,7 @@ import demo_redis
 import flask_example
 from cases import long_cases
 from conftest import await_that
-from example_programs import BIRTHDAY, TWINKLE, Program, why_it_ended
+from example_programs import BIRTHDAY, Program, why_it_ended
 from leavings import children
 from service_streamer.redis.local import LocalRedis
 
@@ -55,13 +55,6 @@ def web(redis_url: str) -> Iterator[Program]:
     """The whole demo. It ends with code 0 only if its worker host and gunicorn have done so."""
     with Program(*DEMO, ready="^Ctrl-C", REDIS_URL=redis_url, REDIS_PREFIX="the demo") as demo:
         yield demo
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_stream_answers(web: Program, method: str) -> None:
-    assert web.ask(method, "/stream", s=BIRTHDAY) == (200, ["you"])
-    assert web.ask(method, "/stream", s=[TWINKLE, BIRTHDAY]) == (200, ["little", "you"])
 
 
 @pytest.mark.long
