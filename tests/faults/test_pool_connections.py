@@ -86,7 +86,7 @@ def test_open_calls_are_sent_again_after_a_broken_connection(lasting: Shared, ga
 
 
 def stream_call(number: int, item: int = 10**9) -> Any:
-    return number, [pack(item)], None, None, None, []
+    return number, [pack(item)], None, None, None, True
 
 
 def test_streams_are_held_while_their_client_is_behind(shared: Shared) -> None:
@@ -136,7 +136,7 @@ def memory() -> Iterator[int]:
 def test_a_call_whose_items_cannot_be_read_fails_alone(shared: Shared, memory: int) -> None:
     shared(models.double, shared="a").wait_ready()
     with connected("a", memory=memory) as peer:
-        peer.send((1, [(b"nonsense",)], None, None, None, None), (2, pack(4), None))
+        peer.send((1, [(b"nonsense",)], None, None, None, False), (2, pack(4), None))
         answers = dict((peer.receive_kind(n)[:2]) for n in (1, 2))
     assert "IndexError" in answers[1].text
     assert pickle.loads(answers[2]) == 8
@@ -355,7 +355,7 @@ def test_a_pool_that_fails_at_an_output_fails_that_stream_and_goes_on(
     streamer = shared(Countdown, 4, shared="a", pool_log=log)
     streamer.wait_ready()
     with connected("a") as peer:
-        peer.send((1, [pack(10**9)], None, None, None, []))
+        peer.send((1, [pack(10**9)], None, None, None, True))
         assert logged(log) == 1  # it has not read so many outputs that the stream is to rest
         while len(answer := peer.receive()) == 2:
             pass
