@@ -75,7 +75,7 @@ class Overloaded(StreamerError):
 class PredictTimeout(StreamerError, TimeoutError):
     """The call timed out, or was given up since it could not be computed before its deadline.
 
-    Also a built-in ``TimeoutError``.
+    Over Redis also if it made no progress for ``answer_timeout``. Also a built-in ``TimeoutError``.
     """
 
 
@@ -179,7 +179,7 @@ class BrokerError(StreamerError):
 
 
 class BrokerUnavailable(BrokerError):
-    """Redis was unreachable, or refused us, until the call's timeout; or it lost the call.
+    """Redis was unreachable, or refused us, until the call's timeout; or it lost outputs.
 
     ``__cause__`` is the connection's last error. The call may or may not have been computed.
     """
