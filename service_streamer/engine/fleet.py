@@ -27,7 +27,8 @@ from ..observe.metrics import StreamerStats, WorkerStats
 from ..observe.record import BatchReport
 from ..reporting import counted
 from ..supervision.autoscaling import Autoscaling
-from ..supervision.supervisor import Loss, Supervisor, WorkerState
+from ..supervision.restarts import Loss
+from ..supervision.supervisor import Supervisor, WorkerState
 from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerWaits
 

@@ -22,7 +22,7 @@ from ..batching.isolation import Raised, Search
 from ..errors import InternalError, StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, StepReport
 from ..reporting import counted, summary
-from ..supervision.supervisor import Loss
+from ..supervision.restarts import Loss
 from ..workers.protocol import Failure
 from ..workers.transport import WorkerDied, WorkerEvent
 from .at_exit import AtExit

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
-from ..supervision.supervisor import Loss
+from ..supervision.restarts import Loss
 from ..workers.protocol import Failure, decode
 from ..workers.transport import WorkerDied, WorkerEvent
 from ..workers.worker_process import KnownWorker

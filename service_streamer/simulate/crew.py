@@ -13,7 +13,8 @@ from ..batching.batcher import Actions, Batcher
 from ..engine.fleet import Fleet
 from ..errors import WorkerLost
 from ..supervision.autoscaling import Autoscaling
-from ..supervision.supervisor import Loss, RestartPolicy, Supervisor
+from ..supervision.restarts import Loss, RestartPolicy
+from ..supervision.supervisor import Supervisor
 from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import WorkerDied
 

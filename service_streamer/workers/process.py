@@ -36,7 +36,7 @@ from ..errors import WorkerLost
 from ..options.checks import Device
 from ..options.table import WorkerOptions
 from ..reporting import summary
-from ..supervision.supervisor import Loss
+from ..supervision.restarts import Loss
 from .codec import ByValue, Codec, encode_spec
 from .memory.memory_link import SharedMemory
 from .model_spec import ModelSpec

@@ -16,7 +16,7 @@ from ..errors import WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..reporting import quiet_log, summary
-from ..supervision.supervisor import Loss
+from ..supervision.restarts import Loss
 from .model_spec import ModelSpec
 from .protocol import UNWANTED, Failure, WorkerReady, add_unwanted
 from .runner import serve

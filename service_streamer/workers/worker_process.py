@@ -19,7 +19,7 @@ from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..reporting import quiet_log, summary
-from ..supervision.supervisor import Loss
+from ..supervision.restarts import Loss
 from . import starting
 from .memory.memory_link import Memories, MemoryLink
 from .model_spec import ModelSpec

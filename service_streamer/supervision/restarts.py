@@ -1,0 +1,65 @@
+"""How a worker is lost, and when another one is started in its place."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+
+class Loss(enum.Enum):
+    """How a worker was lost."""
+
+    CRASHED = "died after it had been ready"
+    OUTAGE = "was lost with its host, or its connection, whatever it computed"
+    DEVICE_FAILED = "ended itself, since its GPU is of no use to it any more"
+    DIED_STARTING = "died before it was ready"
+    START_FAILED = "said that it cannot load its model"
+    NO_MEMORY = "said that it cannot load its model for lack of memory"
+    NEVER_AGAIN = "cannot be started, and no other one can"
+
+
+def backoff(tries: int, first: float, longest: float, jitter: float) -> float:
+    """Seconds to wait before the next try, after so many: they double, up to the longest.
+
+    Args:
+        jitter: random, 0 to 1, so that those that failed together do not try again together.
+    """
+    return min(longest, first * 2.0 ** min(tries, 60)) * (1.0 - jitter / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When lost workers are started again.
+
+    Attributes:
+        max_restarts: in a row, of one place, after deaths that no batch had a part in.
+        window: seconds of life that end a row.
+        backoff: before the second restart of a row, seconds; doubles with each. The first is at
+            once.
+        max_backoff: the longest wait, seconds.
+        retry: before a place that has failed is tried again, seconds; doubles with each try.
+        max_retry: the longest such wait, seconds.
+        start_timeout: how long a worker may take to be ready, seconds; None sets no bound, and
+            "auto" one that is learned: see ``Supervisor``.
+    """
+
+    max_restarts: int = 10
+    window: float = 60.0
+    backoff: float = 0.1
+    max_backoff: float = 5.0
+    retry: float = 1.0
+    max_retry: float = 60.0
+    start_timeout: float | Literal["auto"] | None = None
+
+    def delay(self, restarts: int, jitter: float) -> float:
+        """Seconds to wait after so many restarts in a row.
+
+        Args:
+            jitter: random, 0 to 1: so that workers that died together do not start together.
+        """
+        return backoff(restarts - 1, self.backoff, self.max_backoff, jitter) if restarts else 0.0
+
+    def retry_delay(self, tries: int, jitter: float) -> float:
+        """Seconds until a place that has failed is tried again, after so many such tries."""
+        return backoff(tries, self.retry, self.max_retry, jitter)
