@@ -25,6 +25,13 @@ def double(batch: list[Any]) -> list[Any]:
     return [2 * item for item in batch]
 
 
+def double_positive(batch: list[int]) -> list[int]:
+    """Refuses a batch for any item below 0."""
+    if min(batch) < 0:
+        raise ValueError(f"{min(batch)} is below 0")
+    return [2 * item for item in batch]
+
+
 def batch_sizes(batch: list[Any]) -> list[int]:
     """Tells each item how many it was computed with."""
     return [len(batch)] * len(batch)

@@ -90,7 +90,7 @@ class Codec:
     def decode_again(self, payload: Any) -> Any:
         """Returns the value as it was sent, whoever has written to what ``decode`` returned."""
         if type(payload) is bytes:
-            return pickle.loads(payload)
+            return self.decode(payload)
         return getattr(payload, "load_again", payload.load)()
 
     def refuse_item(self, error: BaseException, advice: str = "") -> Exception:

@@ -63,6 +63,15 @@ class Calls:
             assert str(error) == "the model's own"
         assert streamer.predict(["fine"]) == ["fine"], "the worker goes on"
 
+    def test_calls_that_share_batches_with_bad_ones_get_their_results(self, build: Build) -> None:
+        streamer = build(models.double_positive)
+        calls = {n: streamer.submit([-n if n % 10 == 0 else n]) for n in range(1, 101)}
+        for n, call in calls.items():
+            if n % 10:
+                assert call.result() == [2 * n]
+            else:
+                assert isinstance(call.exception(), ValueError)
+
     def test_unusable_output_names_the_model_and_what_it_returned(self, build: Build) -> None:
         streamer = build(models.misbehave)
         returned = {
