@@ -192,6 +192,17 @@ def test_new_weights_and_more_workers_are_deployed_without_a_failed_call(
         streamer.wait_ready()
 
 
+def test_a_new_worker_gets_the_arguments_of_the_first_one() -> None:
+    arguments = {"factor": 3}
+    with Streamer(
+        models.Multiplier, model_init_kwargs=arguments, mp_start_method="fork"
+    ) as streamer:
+        assert streamer.predict([1]) == [3]
+        arguments["factor"] = 5  # the program uses its dict for something else
+        streamer.restart_workers()
+        assert streamer.predict([1]) == [3]
+
+
 def test_a_rolling_restart_may_outlast_its_caller_s_patience(tmp_path: Path, gate: Gate) -> None:
     with Streamer(models.GatedInit, model_init_args=(gate,)) as streamer:
         gate.let_through()

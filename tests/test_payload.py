@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service_streamer import UnpicklableItem
 from service_streamer.workers.codec import Codec
 
 #: Values of so many bytes use other memory than the message's.
@@ -678,3 +679,16 @@ def test_a_buffer_is_let_go_of_with_the_parts() -> None:
         sent.append(1)
     del dumped
     sent.append(1)
+
+
+class Late(list[int]):
+    """Raises when all items have been taken, as a signal handler may."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        raise TimeoutError("the time is over")
+
+
+def test_an_error_behind_the_last_item_blames_none_of_them() -> None:
+    with pytest.raises(UnpicklableItem, match=r"^an item of the batch cannot .*time is over"):
+        Codec().encode_items(Late([1, 2]))

@@ -104,6 +104,18 @@ def test_the_other_end_closing_is_end_of_file_in_the_midst_of_a_frame_too(
         available(FrameReader(pipe[0]))
 
 
+def test_frames_before_one_that_is_too_large_are_not_lost() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, (1).to_bytes(8, "little") + b"a" + b"\xff" * 8)
+    frames = FrameReader(reader)
+    assert [bytes(frame) for frame in frames.read()] == [b"a"]
+    os.write(writer, b".")
+    with pytest.raises((MemoryError, OverflowError)):
+        frames.read()
+    os.close(reader)
+    os.close(writer)
+
+
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="only Linux's pipes can be widened")
 def test_the_pipes_of_a_worker_hold_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     with Streamer(models.echo) as streamer:

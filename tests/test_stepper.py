@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cuda_stub import Event, Gpu
-from service_streamer import ManagedModel, ThreadedStreamer
+from service_streamer import InvalidItems, ManagedModel, ThreadedStreamer
 from service_streamer.workers.model_spec import check_model
 from service_streamer.workers.protocol import HOLD, RESUME
 from service_streamer.workers.runner import DeviceFailed
@@ -430,6 +430,19 @@ def test_a_wrong_number_of_states_is_said_and_they_are_released() -> None:
     assert "Loses.start must return a sequence of 3 states" in channel.ends[0].failures[0].text
     managed: Any = model.managed
     assert len(managed.released) == 2
+
+
+def test_a_step_that_names_an_item_that_there_is_not_says_so_to_each() -> None:
+    class Miscounts(Counting):
+        def step(self, states: Any) -> Any:
+            raise InvalidItems({len(states): ValueError("bad")})
+
+    model = loaded(Miscounts, may_rerun=False)
+    channel = served(model, [item(2), item(2)])
+    assert set(channel.results.values()) == {"BadModelOutput"}
+    assert "InvalidItems names item 2, but the model was called with 2" in (
+        channel.ends[0].failures[0].text
+    )
 
 
 def test_an_error_in_another_method_fails_one_item_at_most(

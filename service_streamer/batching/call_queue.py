@@ -61,6 +61,9 @@ class CallQueue:
         #: others, until none waits.
         self._alike: deque[Call] | None = deque()
         self._large: set[Call] = set()  # those that wait
+        # Items of these beyond so many of each, which ``counted`` leaves out. A number of its own:
+        # callers look at it without the engine's lock.
+        self._most_counted, self._uncounted = LARGE * batch_size, 0
         self._large_items = float(LARGE * batch_size)  # from so many on a call is large
         self._share = math.inf  # what a batch may cost of large calls beside small ones
         self._mixed = 0  # batches for which small calls are expected beside the large ones
@@ -78,8 +81,7 @@ class CallQueue:
     @property
     def counted(self) -> int:
         """How many wait, if each call has at most as many as the smallest large ones."""
-        most = LARGE * self._batch_size
-        return self.items - sum([max(0, call.pending - most) for call in self._large])
+        return self.items - self._uncounted
 
     def add(self, call: Call) -> None:
         """The call waits from now on."""
@@ -95,8 +97,18 @@ class CallQueue:
             self._begin_turns()
         size_class = self._size_class(call)
         if size_class:
-            self._large.add(call)
+            self._add_large(call)
         self._turns.add(call, call.pending, size_class)
+
+    def _add_large(self, call: Call) -> None:
+        self._large.add(call)
+        self._uncounted += max(0, call.pending - self._most_counted)
+
+    def _shrink_large(self, call: Call, size: int) -> None:
+        """So many items of a large call are about to wait no more."""
+        self._uncounted -= max(0, min(size, call.pending - self._most_counted))
+        if call.pending == size:
+            self._large.discard(call)
 
     def _begin_turns(self) -> None:
         """One call is not like the others: until none waits they have turns."""
@@ -119,7 +131,8 @@ class CallQueue:
         if self._alike is None:
             if call in self._turns:
                 self._turns.remove(call, self._turns.get(call).items)
-            self._large.discard(call)
+            if call in self._large:
+                self._shrink_large(call, call.pending)
         elif len(self._alike) > 2 * self.items + 64:  # so each that is over costs little
             self._alike = deque([each for each in self if each is not call])
         self._forget_turns()
@@ -243,11 +256,12 @@ class CallQueue:
 
     def _cut(self, call: Call, size: int) -> None:
         """So many items of the call are in a batch now."""
+        if self._large and call in self._large:
+            self._shrink_large(call, size)
         self.items -= size
         call.pending -= size
         if not call.pending:
             call.state = _RUNNING
-            self._large.discard(call)
 
     def _learn(self) -> None:
         """What is large, now that more batches are back."""

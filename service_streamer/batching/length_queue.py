@@ -113,7 +113,7 @@ class LengthQueue(CallQueue):
         self.items += call.pending
         size_class, inside = self._size_class(call), call.pending
         if size_class:
-            self._large.add(call)
+            self._add_large(call)
             # The others, its last ones, have turns before they are in the window.
             while inside > 1 and positions[inside - 1] == call.size - call.pending + inside - 1:
                 inside -= 1

@@ -303,6 +303,8 @@ class TurnOrder:
         self._queries = 0
         self._shares: list[tuple[float, float, float]] = []  # see ``_served_before``
         self._shares_at = -inf  # turns and queries until then
+        #: What those cost that wait. Kept, since each submission with a timeout asks.
+        self.work = 0.0
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self._queued)
@@ -313,11 +315,6 @@ class TurnOrder:
     def get(self, call: Call) -> Queued:
         """Of the call, which must be here."""
         return self._queued[call]
-
-    @property
-    def work(self) -> float:
-        """What those cost that wait."""
-        return sum([line.work for line in self._lines.values()])
 
     @property
     def is_by_arrival(self) -> bool:
@@ -337,6 +334,7 @@ class TurnOrder:
             queued = self._queued[call] = Queued(call, line, size_class)
             line.add(queued)
         queued.count(items)
+        self.work += items * queued.unit
 
     def remove(self, call: Call, size: int, cost: float = 0.0) -> None:
         """So many items of the call, which are about to be cut or to end, wait no more.
@@ -351,11 +349,14 @@ class TurnOrder:
 
     def _leave(self, queued: Queued, size: int) -> None:
         queued.count(-size)
+        self.work -= size * queued.unit
         if queued.items:
             return
         line = queued.line
         line.leave(queued)
         del self._queued[queued.call]
+        if not self._queued:
+            self.work = 0.0  # without what roundings have left
         if not line.groups and line in self._new:
             del self._new[line], self._lines[line.tenant]
 
@@ -448,4 +449,6 @@ class TurnOrder:
             work = sum(queued.items * queued.unit for queued in waiting)
             assert isclose(line.work, work, abs_tol=1e-6 * (1.0 + work))
             assert line.groups or line not in self._new
+        works = sum(line.work for line in self._lines.values())
+        assert isclose(self.work, works, abs_tol=1e-6 * (1.0 + works))
         assert all(call is queued.call and queued.items for call, queued in self._queued.items())

@@ -107,10 +107,12 @@ class Codec:
                 payloads.append(encode(item))
             return payloads
         except (Exception, SystemExit) as error:  # pickling must not end the caller's thread
-            position = len(payloads)
+            which, position = "an item of the batch", len(payloads)
+            if position < len(items):  # else a signal handler raised when all was done
+                kind = type(items[position]).__qualname__
+                which = f"item {position} of the batch, of type {kind},"
             refused = UnpicklableItem(
-                f"item {position} of the batch, of type {type(items[position]).__qualname__}, "
-                f"cannot be sent to a worker process ({summary(error)}); "
+                f"{which} cannot be sent to a worker process ({summary(error)}); "
                 "pass plain data such as text, numbers, bytes or arrays"
             )
             # Without its traceback, whose frames hold the items.

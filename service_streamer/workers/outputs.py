@@ -20,18 +20,23 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
     """A model's outputs as a list of ``expected`` results. Raises BadModelOutput."""
     if model.moves_to_cpu or type(outputs) is OnHost:
         outputs = results_on_host(outputs)
-    if type(outputs) is list and len(outputs) == expected:  # the usual case
+    if type(outputs) is list and len(outputs) == expected != model.columns:  # the usual case
         return list(outputs)
     results = _as_list(outputs)
-    has_fields = isinstance(outputs, tuple) and _has_fields(type(outputs))
-    if results is not None and len(results) == expected and not has_fields:
-        return results
     got = type(outputs).__qualname__
     if results is not None:
-        got = f"{got} of {len(results)}"
+        count = len(results)
+        has_fields = isinstance(outputs, tuple) and _has_fields(type(outputs))
+        are_columns = isinstance(outputs, (list, tuple)) and _are_columns(results, expected)
+        if count != expected and are_columns:
+            model.columns = count
+        are_columns &= model.columns == count
+        if count == expected and not (has_fields or are_columns):
+            return results
+        got = f"{got} of {count}"
         if has_fields:
             got += " fields"
-        elif isinstance(outputs, (list, tuple)) and _are_columns(results, expected):
+        if are_columns:
             got += ", each with a row for every item"
     elif is_sequence(outputs):
         got += " without dimensions"
@@ -47,7 +52,12 @@ def _has_fields(kind: type) -> bool:
 
 
 def _are_columns(results: list[Any], expected: int) -> bool:
-    """Whether they look like a tuple of arrays with a row for each item: (logits, hidden), say."""
+    """Whether they look like a tuple of arrays with a row for each item: (logits, hidden), say.
+
+    For as many items as there are arrays, results may look the same. So they are refused only in a
+    model that has returned so many for another number of items: the search for a bad item, which
+    follows then, soon comes to that number.
+    """
     return bool(results) and all(
         tuple(getattr(each, "shape", ()))[:1] == (expected,) for each in results
     )

@@ -347,7 +347,13 @@ class FrameReader:
             start += _HEADER_SIZE
             if length > available - _HEADER_SIZE:
                 # The rest goes right where it belongs, however large it is.
-                self._body = bytearray(length)
+                try:
+                    self._body = bytearray(length)
+                except (MemoryError, OverflowError):
+                    if not frames:
+                        raise
+                    self._rest = data[start - _HEADER_SIZE :]  # the next time, then
+                    return frames
                 self._filled = len(data) - start
                 self._body[: self._filled] = data[start:]
                 return frames

@@ -29,7 +29,7 @@ from array import array
 from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any
 
-from ..errors import BadModelOutput, SharedBatchError, WorkerLost
+from ..errors import BadModelOutput, InvalidItems, SharedBatchError, WorkerLost
 from ..gpu.accelerators import release_memory
 from ..gpu.transfers import results_on_host
 from ..managed_model import ManagedModel
@@ -306,7 +306,11 @@ class _Stepper:
             failure = Failure.caught(BadModelOutput(*error.args))
             return Invalid(dict.fromkeys(range(len(requests)), failure))
         except BaseException as error:
-            return outcome_of(error, self.model, requests[0].batch_id, len(requests))
+            outcome = outcome_of(error, self.model, requests[0].batch_id, len(requests))
+            if isinstance(error, InvalidItems) and isinstance(outcome, Failure):
+                # It names an item that there is not: no search finds the one at fault.
+                return Invalid(dict.fromkeys(range(len(requests)), outcome))
+            return outcome
 
     def _write_progress(self, numbers: list[int]) -> None:
         progress = self._progress

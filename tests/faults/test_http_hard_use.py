@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-import uvloop
 
 from cases import long_cases
 from http_in_process import HTTPServer, post
@@ -203,7 +202,7 @@ class Answering:
         self._sock = socket.create_server(("127.0.0.1", 0))
         self.address = self._sock.getsockname()
         self._has_begun = threading.Event()
-        self._thread = threading.Thread(target=lambda: uvloop.run(self._serve()))
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._clients: list[socket.socket] = []
 
     async def _serve(self) -> None:
