@@ -175,6 +175,7 @@ def test_code_of_a_model_in_an_archive_is_its_content(
 
 
 _TYPED = """
+import dataclasses, types, typing
 from service_streamer import ManagedModel
 FACTOR = {factor}
 def scaled(item): return FACTOR * item
@@ -186,6 +187,20 @@ class Model(Base):
 def made(offset):
     def model(batch): return [each + offset for each in batch]
     return model
+@dataclasses.dataclass
+class Settings:
+    factor: int = {factor}
+class Pair(typing.NamedTuple):
+    factor: int = {factor}
+class Box(typing.Generic[typing.TypeVar("T")]):
+    factor = {factor}
+TABLE = types.MappingProxyType({{"factor": {factor}}})
+ITEMS = TABLE.items()
+def of_settings(batch): return [Settings().factor for each in batch]
+def of_pair(batch): return [Pair().factor for each in batch]
+def of_box(batch): return [Box.factor for each in batch]
+def of_table(batch): return [TABLE["factor"] for each in batch]
+def of_items(batch): return [value for _, value in ITEMS]
 """
 
 
@@ -213,6 +228,14 @@ def test_a_typed_model_is_known_by_its_bytecode_and_the_variables_that_it_reads(
     assert len({code(), code(factor=3), code(start=1)}) == 3
     made = [fingerprint(typed().made(offset))["model"] for offset in (1, 1, 2)]
     assert made[0] == made[1] != made[2]
+
+
+@pytest.mark.parametrize("name", ["of_settings", "of_pair", "of_box", "of_table", "of_items"])
+def test_a_typed_model_is_known_whatever_it_reads(
+    fingerprint: Fingerprint, typed: Callable[..., Any], name: str
+) -> None:
+    found = [fingerprint(getattr(typed(factor=n), name))["model"] for n in (2, 2, 3)]
+    assert found[0] == found[1] != found[2]
 
 
 def test_annotations_that_somebody_has_asked_for_are_no_other_code(

@@ -7,12 +7,15 @@ caller may differ: time limits, the cache, traces. Nothing is imported for it.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import hashlib
 import os
 import pickle
+import secrets
 import sys
 import types
-from collections.abc import Mapping
+import typing
+from collections.abc import ItemsView, KeysView, Mapping, ValuesView
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -125,7 +128,7 @@ def _found(module: str) -> tuple[Any, Any]:
 
 
 def _digest(value: Any) -> str:
-    """Of a value's pickle; "unknown" if it has none, as of a model that is refused elsewhere."""
+    """Of a value's pickle. Without one it is no other's: two unknown models are not one."""
     if isinstance(value, Mapping):
         value = sorted(value.items())
     elif isinstance(value, tuple):
@@ -134,7 +137,7 @@ def _digest(value: Any) -> str:
     try:
         _StablePickler(types.SimpleNamespace(write=found.update), 5).dump(value)
     except Exception:
-        return "unknown"
+        return f"unknown {secrets.token_hex(_DIGITS // 2)}"
     return found.hexdigest()[:_DIGITS]
 
 
@@ -164,7 +167,13 @@ class _StablePickler(pickle.Pickler):
             return (value.fget, value.fset)
         if isinstance(value, (staticmethod, classmethod)):
             return (type(value).__name__, value.__func__)
-        if isinstance(value, (type, types.FunctionType)) and not self._by_value.is_known(value):
+        if isinstance(value, types.MappingProxyType):
+            return ("mapping", [*value.items()])
+        if isinstance(value, (KeysView, ValuesView, ItemsView)):
+            return (type(value).__name__, [*value])
+        if isinstance(value, _VARIABLES):
+            return (type(value).__name__, repr(value))
+        if isinstance(value, (type, types.FunctionType)) and not self._is_found(value):
             if id(value) in self._code:
                 return self._code[id(value)][1]
             self._code[id(value)] = value, len(self._code)
@@ -174,6 +183,28 @@ class _StablePickler(pickle.Pickler):
             flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             return (str(value.dtype), (*value.shape,), flat.numpy().tobytes())
         return None
+
+    def _is_found(self, value: Any) -> bool:
+        """Whether this class or function is what every process finds by its name."""
+        if not self._by_value.is_known(value):
+            return False
+        found: Any = sys.modules.get(value.__module__)
+        for name in value.__qualname__.split("."):  # not ``<locals>``, nor what a namedtuple makes
+            found = getattr(found, name, None)
+        return found is value
+
+    def reducer_override(self, value: Any) -> Any:
+        """What cannot be pickled, such as an open file, is known by its class only."""
+        if isinstance(value, (type, types.FunctionType)) or type(value) in copyreg.dispatch_table:
+            return NotImplemented
+        try:
+            return value.__reduce_ex__(5)
+        except Exception:
+            return str, (describe(type(value)),)
+
+
+#: Of generic classes; they have no pickle that all processes can look up.
+_VARIABLES = (typing.TypeVar, typing.ParamSpec, typing.TypeVarTuple)
 
 
 #: Of a class; these differ between two processes, or say nothing of what is computed.
