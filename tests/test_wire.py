@@ -142,6 +142,14 @@ def test_errors_of_python_and_of_this_package_arrive_as_themselves(error: Except
     assert str(arrived) == str(error)
 
 
+class Missing(KeyError):
+    """Quotes its argument, as its base does."""
+
+
+def test_a_kind_of_key_error_arrives_with_its_text() -> None:
+    assert repr(travelled(Missing("a"), (Missing,))) == repr(Missing("a"))
+
+
 def test_an_error_that_needs_more_than_a_text_arrives_as_one_of_its_kind() -> None:
     error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
     assert repr(travelled(error)) == repr(UnicodeError(str(error)))

@@ -116,7 +116,7 @@ class Claimer:
             redis_now, other_models, claimed, taken, more, takes_over = self.link.run(
                 JOIN, keys, options.name, options.life, self._keys.inboxes, options.model,
                 max(room, state.batch_size), options.idle if may_take_over else LEFT,
-                int(may_take_over), state.announcement(),
+                int(may_take_over), state.announcement(), int(is_new),
             )  # fmt: skip
             if other_models:
                 self._check_other_models({each.decode(errors="replace") for each in other_models})

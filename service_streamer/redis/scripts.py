@@ -268,8 +268,9 @@ tidy(KEYS[1], ARGV[1])
 
 #: A host joins, or restores its keys. KEYS calls, inbox, model. ARGV its name, its life in ms,
 #: prefix of the inboxes' names, its model, maximum number of other hosts' calls to claim, after how
-#: long in ms, whether only if Redis has run for that long, and its model's description. Returns
-#: Redis's time in ms; other models, because of which it may not join; its own claims, some of which
+#: long in ms, whether only if Redis has run for that long, its model's description, and whether it
+#: is new: one that has served may come back whatever others serve by now. Returns Redis's time in
+#: ms; other models, because of which it may not join; its own claims, some of which
 #: it may not know after a lost connection; calls taken over: id, fields, number of hosts that
 #: claimed it; whether there may be more; and whether dead hosts' calls were claimed, not only left
 #: ones.
@@ -281,7 +282,7 @@ for _, other in ipairs(hosts(calls, inboxes)) do
   local theirs = card(inboxes .. other)['model'] or ''
   if theirs ~= '' and theirs ~= ARGV[4] then others[#others + 1] = theirs end
 end
-if #others > 0 then return {milliseconds(), others, {}, {}, 0, 0} end
+if #others > 0 and ARGV[9] == '1' then return {milliseconds(), others, {}, {}, 0, 0} end
 if redis.call('EXISTS', KEYS[2]) == 0 then
   redis.call('XADD', KEYS[2], '*', 'model', ARGV[4])
 end

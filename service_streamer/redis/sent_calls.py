@@ -41,6 +41,7 @@ class SentCalls(OpenCalls):
         self._put_in = 0
         self._newest_id = b""  # of an entry
         self._looks: collections.deque[_Look] = collections.deque()
+        self._begins_anew = False  # with the last look
         self.is_known = False
         self.delivered = b""
         self.to_tell: list[tuple[bytes, bytes]] = []
@@ -92,8 +93,16 @@ class SentCalls(OpenCalls):
 
         A call makes progress while hosts come nearer to it in the queue. One that was delivered
         to a host must be answered in that time, or must hand out outputs if it is a stream.
+
+        If it was not looked for long, this process was stopped, and answers may lie in Redis: then
+        the time begins anew. But not twice in a row, or a Redis that hangs would keep calls open.
         """
         looks = self._looks
+        self._begins_anew = (
+            not self._begins_anew and bool(looks) and now - looks[-1].time > limit / 2
+        )
+        if self._begins_anew:
+            looks.clear()
         if looks and now - looks[-1].time < limit / _LOOKS:
             return []
         looks.append(_Look(now, self.delivered, next(reversed(self._calls), 0)))

@@ -371,7 +371,8 @@ def _name(kind: type[BaseException]) -> str:
 def _text(error: BaseException) -> str:
     """What an exception of this class has to be given to have this text."""
     args = error.args
-    if len(args) == 1 and type(args[0]) is str and type(error) is KeyError:  # it quotes it
+    quotes = type(error).__str__ is KeyError.__str__
+    if quotes and len(args) == 1 and type(args[0]) is str:
         return str(args[0])
     try:
         return str(error)
