@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from test_by_value import DATA, SAID, TESTS, USES, run
+from serve_process import python
+from test_by_value import DATA, SAID, USES
 
+TESTS = Path(__file__).parents[1]
 PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
@@ -113,7 +115,7 @@ def test_streamer_serves_in_a_prefork_pool_of_celery(tmp_path: Path) -> None:
     )
     with started(tmp_path, *command) as said:
         call = "import tasks; print(tasks.double.delay(21).get(timeout=240))"
-        client = run(tmp_path, "-c", call)
+        client = python("-c", call, cwd=tmp_path)
     assert client.stdout == "[42]\n", client.stderr + "".join(said)
 
 
@@ -135,7 +137,8 @@ def test_model_of_a_notebook_is_served_cell_after_cell(
             for output in cell.outputs:
                 print(output["text"], end="")
     """)
-    run(tmp_path, "-m", "ipykernel", "install", "--prefix", str(tmp_path))
+    python("-m", "ipykernel", "install", "--prefix", str(tmp_path), cwd=tmp_path)
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
-    done = run(tmp_path, "-c", program, program=json.dumps([DATA, *USES.split("\n\n")]))
+    given = json.dumps([DATA, *USES.split("\n\n")])
+    done = python("-c", program, cwd=tmp_path, given=given)
     assert done.stdout.splitlines() == SAID, done.stderr
