@@ -192,6 +192,7 @@ def test_new_weights_and_more_workers_are_deployed_without_a_failed_call(
         streamer.wait_ready()
 
 
+@pytest.mark.no_gevent  # which does not fork
 def test_a_new_worker_gets_the_arguments_of_the_first_one() -> None:
     arguments = {"factor": 3}
     with Streamer(
