@@ -88,7 +88,7 @@ def test_a_forked_child_is_told_at_once_and_its_end_hurts_nobody(
         of, place = "*sys.argv[1:]", (redis_server, prefix)
         host(models.echo)
     source = f"""
-        import asyncio, os, sys
+        import asyncio, os, sys, threading
         import models
         from service_streamer import {kind}, Future, StreamerForked
 
@@ -96,11 +96,27 @@ def test_a_forked_child_is_told_at_once_and_its_end_hurts_nobody(
             streamer = {kind}({of})
             streamer.wait_ready()
             inherited = Future(streamer.backend)
+            inside = streamer.backend  # its lock is held by another thread as the process forks
+            lock = inside.lock if hasattr(inside, "lock") else inside._calls.lock
+            held, forked = threading.Event(), threading.Event()
+
+            def hold():
+                with lock:
+                    held.set()
+                    forked.wait()
+
+            holder = threading.Thread(target=hold)
+            holder.start()
+            held.wait()
             child = os.fork()
-            if not child:
+            if child:
+                forked.set()
+                holder.join()
+            else:
                 uses = [streamer.predict, streamer.submit, lambda batch: streamer.wait_ready(),
                         lambda batch: asyncio.run(streamer.apredict(batch)),
-                        lambda batch: inherited.result(), lambda batch: inherited.exception()]
+                        lambda batch: inherited.result(), lambda batch: inherited.exception(),
+                        lambda batch: streamer.stats()]
                 print(repr(streamer).partition(" ")[0], flush=True)
                 for use in uses:
                     try:
@@ -115,7 +131,7 @@ def test_a_forked_child_is_told_at_once_and_its_end_hurts_nobody(
     """
     out, err = start(source, *place).communicate()
     assert err == ""
-    assert out == f"<{kind}\n" + "True\n" * 6 + "0\n[1]\n"
+    assert out == f"<{kind}\n" + "True\n" * 7 + "0\n[1]\n"
 
 
 def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(start: Start) -> None:

@@ -212,6 +212,7 @@ class Client(RemoteClient[SentCalls]):
         return self._link.failure or self._receiver.link.failure
 
     def stats(self) -> RedisStreamerStats:
+        self.check_process()  # before the lock, which a fork may have copied while held
         open_calls, hosts = self._calls, self._hosts
         with open_calls.lock:
             return RedisStreamerStats(
@@ -229,6 +230,8 @@ class Client(RemoteClient[SentCalls]):
             )
 
     def describe(self) -> str:
+        if self.is_forked:
+            return f"{self._address} | of process {self._pid}"
         return f"{self._address} | {self.stats().gist}"
 
     def model_description(self) -> Mapping[str, Any] | None:

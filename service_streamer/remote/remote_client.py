@@ -218,8 +218,13 @@ class RemoteClient(ABC, Generic[Calls]):
 
     # -- state
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy, by fork, of one that another process has used."""
+        return self._pid not in (0, os.getpid())
+
     def check_process(self) -> None:
-        if self._pid not in (0, os.getpid()):
+        if self.is_forked:
             raise StreamerForked(
                 f"this streamer was used in process {self._pid} before it was forked to process "
                 f"{os.getpid()}; build it after the fork, or do not use it before"
@@ -266,7 +271,7 @@ class RemoteClient(ABC, Generic[Calls]):
             self.close(drain=False, timeout=None)
 
     def close(self, *, drain: bool, timeout: float | None) -> None:
-        if self._pid not in (0, os.getpid()):
+        if self.is_forked:
             return  # a copy by fork has no threads to end
         open_calls = self._calls
         if is_owned(open_calls.lock) or self._timer.is_held:
