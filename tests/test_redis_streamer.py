@@ -640,6 +640,27 @@ def test_a_fork_before_the_first_call_works(run_program: Run, host: Host) -> Non
     assert found == (0, "[0, 0, 0] [1]\n", "")
 
 
+def test_the_repr_of_a_forked_worker_host_says_so(run_program: Run) -> None:
+    found = run_program("""
+        import os, sys
+        import models
+        from service_streamer import RedisWorker, StreamerForked
+
+        if __name__ == "__main__":
+            with RedisWorker(models.echo, redis_broker=sys.argv[1], prefix=sys.argv[2]) as worker:
+                worker.wait_ready()
+                child = os.fork()
+                if not child:
+                    print(worker, flush=True)
+                    try:
+                        worker.stats()
+                    except StreamerForked:
+                        os._exit(0)
+                print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """)
+    assert found == (0, "<RedisWorker of another process>\n0\n", "")
+
+
 @pytest.mark.parametrize("ending", ["sys.exit(0)", *long_cases("", "streamer = None")])
 def test_the_interpreter_ends_with_calls_on_their_way(run_program: Run, ending: str) -> None:
     found = run_program(f"""

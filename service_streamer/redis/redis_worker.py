@@ -27,7 +27,7 @@ from ..engine.operator_signals import (
     log_standing,
 )
 from ..engine.timer import start_thread
-from ..errors import StreamerBroken, StreamerClosed
+from ..errors import StreamerBroken, StreamerClosed, StreamerForked
 from ..observe.explain import Finding
 from ..observe.metrics import BatchMetrics
 from ..options.checks import Device, Devices
@@ -293,7 +293,11 @@ class RedisWorker:
         return self._options.model
 
     def stats(self) -> RedisWorkerStats | None:
-        """A snapshot of the host; None before ``start``."""
+        """A snapshot of the host; None before ``start``.
+
+        Raises:
+            StreamerForked: in a forked child of the process that started it.
+        """
         return None if self._host is None else self._host.stats()
 
     @property
@@ -325,8 +329,12 @@ class RedisWorker:
         self.close(drain=kind is None)
 
     def __repr__(self) -> str:
-        stats = self.stats()
-        return f"<{type(self).__name__} {'new' if stats is None else stats.gist}>"
+        try:
+            stats = self.stats()
+            state = "new" if stats is None else stats.gist
+        except StreamerForked:  # a repr does not raise
+            state = "of another process"
+        return f"<{type(self).__name__} {state}>"
 
 
 def run_redis_workers_forever(
