@@ -16,7 +16,7 @@ from cases import long_cases
 from service_streamer.batching.batcher import Actions, build_batcher
 from service_streamer.observe.record import BatchReport, Call
 from service_streamer.options.table import StreamerOptions
-from service_streamer.simulate.crew import Crew
+from service_streamer.simulate.simulator import Crew
 from service_streamer.workers.transport import StepReport
 
 #: What a worker takes to load its model, seconds. The first one has.
@@ -80,7 +80,7 @@ class Stepped:
                 self.add(now, "call")
             now = until
         while self.events and self.events[0][0] < until:
-            due = min(self.crew.due, self.batcher.deadline)
+            due = min(self.crew.scaling.due, self.batcher.deadline)
             if due < self.events[0][0]:
                 self.do(self.batcher.time_passed(due), due)
                 self.crew.look(due)
@@ -144,7 +144,7 @@ def test_after_a_step_of_the_load_items_wait_for_twice_the_target_at_most(places
     later = sorted(took for at, took in run.waited if at < until or at >= loaded)
     assert later[int(0.99 * len(later))] <= 2 * target
     numbers = [number for _, number in run.crew.wanted]
-    assert run.crew.changes == 1
+    assert run.crew.scaling.changes == 1
     assert (numbers[0], numbers[-1]) == (1, 1)
     assert 3 <= max(numbers) <= 8
 

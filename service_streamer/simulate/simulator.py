@@ -4,10 +4,9 @@
        ▲                                                                                         │
        └─ closed loop: return time ◀──────────────────── batch back, calls answered ◀────────────┘
 
-Nothing is imitated that decides: the batcher is the one that serves, with the same events in the
-same order. What a worker does is known when its batch is cut, so there is one event for each batch
-and one for each call. The workers are those of ``crew``: as many as the load needs, if the number
-is not fixed.
+Nothing is imitated that decides: the batcher and the fleet are those that serve, with the same
+events in the same order. What a worker does is known when its batch is cut, so there is one event
+for each batch and one for each call.
 """
 
 from __future__ import annotations
@@ -15,21 +14,26 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..batching.batcher import Actions, Batcher, build_batcher
+from ..batching.policy import Backlog, Decision, Policy
+from ..engine.fleet import Fleet
+from ..errors import WorkerLost
 from ..observe.record import BatchRecord, BatchReport, Call, Reason
 from ..options.checks import Workers, worker_range
-from ..options.kinds import PATIENCE, Count, Seconds, WorkerNumber
+from ..options.kinds import PATIENCE, Count, Number, Seconds, WorkerNumber
 from ..options.table import StreamerOptions
-from .crew import Crew
-from .loads import Arrival, ClosedLoop, Load, Phases, Replay
-from .model_cost import CostModel, FixedWait, Overheads
+from ..supervision.autoscaling import Autoscaling
+from ..supervision.restarts import Loss, RestartPolicy
+from ..supervision.supervisor import Supervisor
+from ..workers.protocol import Failure, WorkerReady
+from ..workers.transport import WorkerDied
+from .workload import Arrival, ClosedLoop, CostModel, Load, Overheads, Phases, Replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +85,6 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]
 
 
-#: Of events, beside their times.
-_BACK, _CALLER, _ARRIVAL, _PHASE, _READY = range(5)
-
-#: time, a number that keeps the rest from being compared, kind, and what it is about.
-_Event: TypeAlias = tuple[float, int, int, Any]
-
-_NOTHING: tuple[None] = (None,)
-
-
 def simulate(
     load: Load,
     model: CostModel,
@@ -136,12 +131,13 @@ def simulate(
     """
     least, most = worker_range(WorkerNumber().check("workers", workers))
     start_duration = Seconds(zero=True).check("start_duration", start_duration)
+    phases = load.phases if isinstance(load, Phases) else ((math.inf, load),)
+    until, last = phases[-1]
     if requests is not None:
         Count().check("requests", requests)
-    elif seconds is None and _is_endless(load):
+    elif seconds is None and until == math.inf and not isinstance(last, Replay):
         requests = 20_000
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise ValueError(f"seconds must be a finite number above 0; not {seconds!r}")
+    Number(none="no bound").check("seconds", seconds)
     if not 0 <= warm_up < 1:
         raise ValueError(f"warm_up must be a share of at least 0 and below 1; not {warm_up!r}")
     PATIENCE.check("fixed_wait", fixed_wait)
@@ -151,7 +147,10 @@ def simulate(
         max_batch_cost=max_batch_cost,
         tenant_weights=tenant_weights or {},
     )
-    policy, has_lengths = None, lengths is not None or _has_lengths(load)
+    policy = None
+    has_lengths = lengths is not None or any(
+        isinstance(part, Replay) and part.has_lengths for _, part in phases
+    )
     if fixed_wait is not None:
         policy = FixedWait(batch_size, fixed_wait, max_batch_cost or math.inf)
         has_lengths = False
@@ -162,34 +161,141 @@ def simulate(
         will_be_ready=run.will_be_ready, do=run.do,
     )  # fmt: skip
     run.run(
-        load,
+        phases,
         math.inf if requests is None else requests,
         math.inf if seconds is None else seconds,
     )
     return run.report(warm_up)
 
 
-def _parts(load: Load) -> Sequence[tuple[float, Any]]:
-    return load.phases if isinstance(load, Phases) else ((math.inf, load),)
+class FixedWait(Policy):
+    """Waits until there is a full batch, or the oldest item has waited for so long.
+
+    Args:
+        batch_size: items of a full batch.
+        wait: seconds.
+        max_batch_cost: the most that a batch may cost.
+    """
+
+    def __init__(self, batch_size: int, wait: float, max_batch_cost: float = math.inf) -> None:
+        super().__init__(batch_size, wait, max_batch_cost=max_batch_cost)
+        self._wait = wait
+        self._full_batch = Decision(batch_size, Reason.FULL, max_cost=max_batch_cost)
+
+    def batch_returned(self, *_: object, **__: object) -> None:
+        """Learn nothing."""
+
+    def decide_ahead(self, backlog: Backlog) -> Decision:
+        is_full = backlog.items >= self._full_batch.size
+        return self._full_batch if is_full else Decision(0, Reason.ALONE, math.inf)
+
+    def decide(self, backlog: Backlog) -> Decision:
+        if backlog.items >= self._full_batch.size:
+            return self._full_batch
+        wait_until = backlog.oldest + self._wait
+        if wait_until > backlog.now:
+            return Decision(0, Reason.MAX_LATENCY, wait_until)
+        return self._full_batch._replace(size=backlog.items, reason=Reason.MAX_LATENCY)
 
 
-def _has_lengths(load: Load) -> bool:
-    return any(isinstance(part, Replay) and part.has_lengths for _, part in _parts(load))
+#: When it is, a number that keeps the rest from being compared, what happens, and what it is about.
+_Event: TypeAlias = tuple[float, int, Callable[[Any, float], None], Any]
+
+_ENDED = Failure(WorkerLost("it has ended"))
+_NOTHING: tuple[None] = (None,)
 
 
-def _is_endless(load: Load) -> bool:
-    until, part = _parts(load)[-1]
-    return until == math.inf and not isinstance(part, Replay)
+class Crew:
+    """The workers of a simulation: as many as the load needs, each ready when it has loaded.
+
+    None is lost and nothing fails: a worker ends when it holds nothing any more.
+
+    Args:
+        least, most: the fewest and the most workers.
+        start_duration: what a worker takes to load its model, seconds. The first ones have done so
+            when the simulation begins.
+        will_be_ready: called with a slot whose worker has begun to load its model: call ``ready``
+            when it has.
+        do: called with what the batcher wants done, and when.
+
+    Attributes:
+        scaling: says when to ``look`` at the latest.
+        wanted: when the number of workers changed, and to how many.
+        lives: by slot, from when until when its worker was ready, seconds.
+    """
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        least: int,
+        most: int,
+        *,
+        start_duration: float,
+        will_be_ready: Callable[[int, float], None],
+        do: Callable[[Actions, float], None],
+    ) -> None:
+        self.scaling = Autoscaling(least, most)
+        supervisor = Supervisor(least, RestartPolicy())
+        self._fleet = Fleet(batcher, supervisor, self.scaling, jitter=lambda: 0.0)
+        self._start_duration = start_duration
+        self._will_be_ready = will_be_ready
+        self._do = do
+        self.wanted = [(0.0, least)]
+        self.lives: dict[int, tuple[float, float]] = {}
+
+    def start(self) -> None:
+        """The first workers are ready."""
+        orders, _ = self._fleet.look_after_workers((), -self._start_duration)
+        for slot, _ in orders.start:
+            self.ready(slot, 0.0)
+
+    def ready(self, slot: int, now: float) -> None:
+        """The worker has loaded its model."""
+        if slot in self._fleet.supervisor:  # else it was ended meanwhile
+            self.lives[slot] = now, math.inf
+            self._do(self._fleet.happened(WorkerReady(slot), now), now)
+            self._obey((), now)  # one that stood in for it may have to end
+
+    def look(self, now: float) -> None:
+        """Have more workers, or fewer, if the load says so."""
+        self._fleet.scale_by_load(now)
+        wanted = self._fleet.supervisor.wanted
+        if wanted != self.wanted[-1][1]:
+            self.wanted.append((now, wanted))
+            self._obey((), now)
+
+    def vacant(self, actions: Actions, now: float) -> None:
+        """End the workers that were to end and hold nothing any more."""
+        if actions.vacant:
+            self._obey([actions], now)
+
+    def _obey(self, rest: Sequence[Actions], now: float) -> None:
+        """Do what is to be done about workers. None is killed, as starts have no bound here."""
+        fleet = self._fleet
+        while rest or fleet.supervisor.due <= now:
+            orders, rest = fleet.look_after_workers(rest, now)
+            for slot, _ in orders.start:
+                self._will_be_ready(slot, now + self._start_duration)
+            for actions in rest:
+                self._do(actions, now)
+            rest = ()
+            for slot in orders.stop:
+                loss = Loss.DIED_STARTING
+                if slot in self.lives:
+                    self.lives[slot] = self.lives[slot][0], now
+                    loss = Loss.CRASHED
+                self._do(fleet.happened(WorkerDied(slot, _ENDED, loss), now), now)
+        fleet.notes.clear()
 
 
-def _cost(batch: BatchRecord) -> float:
-    """Its items times the longest of them: as a model pays, whatever the batcher reckoned with."""
-    longest = 1.0
-    if batch.spans[0][0].lengths is not None:
-        longest = max(
-            max(call.lengths[start:stop]) for call, start, stop in batch.spans if call.lengths
-        )
-    return batch.size * longest
+class _Batch(NamedTuple):
+    """What is noted down of a batch: times in seconds since the start."""
+
+    cut: float
+    began: float
+    done: float
+    size: int
+    reason: Reason
 
 
 class _Run:
@@ -218,53 +324,36 @@ class _Run:
         self._room = math.inf  # for calls that may still arrive
         self._ends_at = math.inf  # of the load
         self._pending = 0  # items, when the load ended
-        # Of each call that is over, and of each batch.
-        self._arrived, self._latencies = array("d"), array("d")
-        self._begun, self._done = array("d"), array("d")
-        self._batches: list[tuple[float, int, Any]] = []  # cut at, size, reason
+        self._calls: list[tuple[float, float]] = []  # those answered: arrival, and latency
+        self._batches: list[_Batch] = []
 
-    def run(self, load: Load, requests: float, seconds: float) -> None:
+    def run(self, phases: Sequence[tuple[float, Any]], requests: float, seconds: float) -> None:
         """Let calls arrive until one of the bounds is reached, and all that arrived be answered."""
         self._room = requests
-        self.crew.start()
+        crew, batcher, events = self.crew, self._batcher, self._events
+        crew.start()
         begins = 0.0
-        for until, part in _parts(load):
-            self._add(begins, _PHASE, part)
+        for until, load in phases:
+            self._add(begins, self._begin, load)
             begins = until
         if min(begins, seconds) < math.inf:
-            self._add(min(begins, seconds), _PHASE, None)
-        batcher, events, pop = self._batcher, self._events, heapq.heappop
-        crew = self.crew
+            self._add(min(begins, seconds), self._begin, None)
         while True:
             due = batcher.deadline
-            if events and crew.due < due:  # nothing is done for the load when it is over
-                due = crew.due
-            if not events or due < events[0][0]:
-                if due == math.inf:
-                    break
+            if events and crew.scaling.due < due:  # nothing is done for the load when it is over
+                due = crew.scaling.due
+            if events and events[0][0] <= due:
+                now, _, happen, about = heapq.heappop(events)
+                happen(about, now)
+                crew.look(now)
+            elif due < math.inf:
                 if batcher.deadline <= due:
                     self.do(batcher.time_passed(due), due)
                 crew.look(due)
-                continue
-            now, _, kind, about = pop(events)
-            if kind == _CALLER:
-                loop = self._loop
-                if about == self._phase and loop is not None:
-                    self._call(now, Arrival(now, loop.items), about)
-            elif kind == _BACK:
-                self._back(about, now)
-            elif kind == _ARRIVAL:
-                phase, begun, arrival, rest = about
-                if phase == self._phase:
-                    self._next(phase, begun, rest)
-                    self._call(now, arrival, None)
-            elif kind == _READY:
-                crew.ready(about, now)
             else:
-                self._begin(about, now)
-            crew.look(now)
+                break
         if self._ends_at == math.inf:  # a trace that ended by itself
-            self._ends_at = self._arrived[-1] + self._latencies[-1] if self._arrived else 0.0
+            self._ends_at = sum(self._calls[-1]) if self._calls else 0.0
 
     def _begin(self, load: Any, now: float) -> None:
         """The next phase; None for the end of all."""
@@ -279,27 +368,35 @@ class _Run:
             spread = self._overheads.per_caller
             for caller in range(load.callers):
                 think = self._random.expovariate(1 / load.think_time) if load.think_time else 0.0
-                self._add(now + caller * spread + think, _CALLER, self._phase)
+                self._add(now + caller * spread + think, self._call_again, self._phase)
         else:
             self._next(self._phase, now, load.arrivals(self._random))
 
     def _next(self, phase: int, begun: float, rest: Iterator[Arrival]) -> None:
         arrival = next(rest, None)
         if arrival is not None:
-            self._add(begun + arrival.at, _ARRIVAL, (phase, begun, arrival, rest))
+            self._add(begun + arrival.at, self._arrive, (phase, begun, arrival, rest))
+
+    def _arrive(self, about: tuple[int, float, Arrival, Iterator[Arrival]], now: float) -> None:
+        phase, begun, arrival, rest = about
+        if phase == self._phase:
+            self._next(phase, begun, rest)
+            self._call(now, arrival, None)
+
+    def _call_again(self, phase: int, now: float) -> None:
+        """A caller of a closed loop calls, if its phase is not over."""
+        if phase == self._phase and self._loop is not None:
+            self._call(now, Arrival(now, self._loop.items), phase)
 
     def _call(self, now: float, arrival: Arrival, caller: int | None) -> None:
         """A call arrives; ``caller`` is the phase of the one who comes back, if it does."""
-        items = arrival.items
-        call = Call(_NOTHING if items == 1 else _NOTHING * items, caller)
+        call = Call(_NOTHING * arrival.items, caller)
         call.precedence = arrival.precedence
         if arrival.lengths is not None:
             call.lengths = arrival.lengths
         elif self._lengths is not None:
-            call.lengths = [self._lengths(self._random) for _ in range(items)]
-        actions = self._batcher.call_submitted(call, now)
-        if actions.batches:
-            self.do(actions, now)
+            call.lengths = [self._lengths(self._random) for _ in range(arrival.items)]
+        self.do(self._batcher.call_submitted(call, now), now)
         self._room -= 1
         if self._room <= 0:
             self._phase += 1
@@ -311,19 +408,17 @@ class _Run:
 
     def will_be_ready(self, slot: int, at: float) -> None:
         """The worker loads its model until then."""
-        self._add(at, _READY, slot)
+        self._add(at, self.crew.ready, slot)
 
     def do(self, actions: Actions, now: float) -> None:
         """Let the workers have their batches."""
         transport = self._overheads.transport
         for batch in actions.batches:
-            begin = max(now + transport, self._free_at.get(batch.slot, 0.0))
-            done = begin + self._model.duration(batch.size, _cost(batch))
+            began = max(now + transport, self._free_at.get(batch.slot, 0.0))
+            done = began + self._model.duration(batch.size, _cost(batch))
             self._free_at[batch.slot] = done
-            self._begun.append(begin)
-            self._done.append(done)
-            self._batches.append((now, batch.size, batch.reason))
-            self._add(done + transport, _BACK, (batch, done - begin))
+            self._batches.append(_Batch(now, began, done, batch.size, batch.reason))
+            self._add(done + transport, self._back, (batch, done - began))
 
     def _back(self, about: tuple[BatchRecord, float], now: float) -> None:
         batch, duration = about
@@ -336,50 +431,45 @@ class _Run:
         overheads = self._overheads
         comes_back = now + overheads.return_time
         for call in actions.calls:
-            self._arrived.append(call.arrived_at)
-            self._latencies.append(now - call.arrived_at)
+            self._calls.append((call.arrived_at, now - call.arrived_at))
             if loop is not None and call.reply == phase:
                 at = comes_back
-                if overheads.jitter:
-                    at += random.expovariate(1 / overheads.jitter)
-                if loop.think_time:
-                    at += random.expovariate(1 / loop.think_time)
-                self._add(at, _CALLER, phase)
+                for mean in (overheads.jitter, loop.think_time):
+                    if mean:
+                        at += random.expovariate(1 / mean)
+                self._add(at, self._call_again, phase)
             comes_back += overheads.per_caller
 
-    def _add(self, at: float, kind: int, about: Any) -> None:
-        heapq.heappush(self._events, (at, next(self._numbers), kind, about))
+    def _add(self, at: float, happen: Callable[[Any, float], None], about: Any) -> None:
+        heapq.heappush(self._events, (at, next(self._numbers), happen, about))
 
     def report(self, warm_up: float) -> Report:
         """What happened from the end of the warm-up to the end of the load."""
         ends_at = self._ends_at
         since = warm_up * ends_at
         window = ends_at - since or math.nan
-        calls = [
-            (arrived, latency)
-            for arrived, latency in zip(self._arrived, self._latencies, strict=True)
-            if since <= arrived <= ends_at
-        ]
+        calls = [each for each in self._calls if since <= each[0] <= ends_at]
         latencies = [latency for _, latency in calls]
-        worked = self.crew.worked(since, ends_at) or math.nan
-        computed = busy = 0.0
-        for begun, done, (_, size, _) in zip(self._begun, self._done, self._batches, strict=True):
-            within = min(done, ends_at) - max(begun, since)
+        ordered = sorted(latencies)
+        worked = busy = computed = 0.0
+        for begins, ends in self.crew.lives.values():
+            worked += max(0.0, min(ends, ends_at) - max(begins, since))
+        for batch in self._batches:
+            within = min(batch.done, ends_at) - max(batch.began, since)
             if within > 0:
                 busy += within
-                computed += size * within / (done - begun)
-        cut = [batch for batch in self._batches if since <= batch[0] <= ends_at]
-        ordered = sorted(latencies)
+                computed += batch.size * within / (batch.done - batch.began)
+        cut = [batch for batch in self._batches if since <= batch.cut <= ends_at]
         return Report(
             seconds=window,
-            calls=len(latencies),
+            calls=len(calls),
             throughput=computed / window,
-            busy=busy / worked,
-            mean_batch_size=sum(size for _, size, _ in cut) / len(cut) if cut else math.nan,
-            sizes=dict(sorted(Counter(size for _, size, _ in cut).items())),
-            reasons=dict(Counter(reason for _, _, reason in cut).most_common()),
+            busy=busy / (worked or math.nan),
+            mean_batch_size=_mean([batch.size for batch in cut]),
+            sizes=dict(sorted(Counter(batch.size for batch in cut).items())),
+            reasons=dict(Counter(batch.reason for batch in cut).most_common()),
             pending=self._pending,
-            mean=sum(latencies) / len(latencies) if latencies else math.nan,
+            mean=_mean(latencies),
             p50=percentile(ordered, 0.5),
             p95=percentile(ordered, 0.95),
             p99=percentile(ordered, 0.99),
@@ -387,5 +477,15 @@ class _Run:
             arrived=[arrived for arrived, _ in calls],
             workers=self.crew.wanted,
             mean_workers=worked / window,
-            changes=self.crew.changes,
+            changes=self.crew.scaling.changes,
         )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _cost(batch: BatchRecord) -> float:
+    """Its items times the longest of them: as a model pays, whatever the batcher reckoned with."""
+    lengths = [max(call.lengths[start:stop]) for call, start, stop in batch.spans if call.lengths]
+    return batch.size * max(lengths, default=1.0)

@@ -9,18 +9,20 @@ from typing import Any
 
 import click
 
-from ...simulate.loads import (
+from ...simulate.simulator import Report, simulate
+from ...simulate.workload import (
     Arrival,
     Bursts,
     ClosedLoop,
+    CostModel,
+    LogNormal,
+    Observed,
     OpenLoad,
     Phases,
     Poisson,
     Replay,
     read_trace,
 )
-from ...simulate.model_cost import CostModel, LogNormal, Observed
-from ...simulate.simulator import Report, simulate
 from ..command_options import SimulateOptions
 from .cli_options import SIMULATE, with_options
 

@@ -1,4 +1,4 @@
-"""When calls arrive in a simulation: closed loops, Poisson, bursts, a recorded trace, in turn."""
+"""What is simulated: when calls arrive, how long their items are, and what a batch takes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
 from ..observe.record import ORDINARY, Precedence
-from ..options.kinds import Count
+from ..options.kinds import Count, Kind, Number, Text
+
+_COUNT = Count()
+_ABOVE_0 = Number()
+_AT_LEAST_0 = Number(zero=True)
+
+
+def _check_fields(record: Any, **kinds: Kind) -> None:
+    """Check fields by name; those that are not named must be numbers of at least 0."""
+    for field in fields(record):
+        kinds.get(field.name, _AT_LEAST_0).check(field.name, getattr(record, field.name))
 
 
 class Arrival(NamedTuple):
@@ -50,9 +60,7 @@ class ClosedLoop:
     items: int = 1
 
     def __post_init__(self) -> None:
-        Count().check("callers", self.callers)
-        Count().check("items", self.items)
-        _check_number("think_time", self.think_time, zero=True)
+        _check_fields(self, callers=_COUNT, items=_COUNT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +79,7 @@ class Poisson:
     items: int = 1
 
     def __post_init__(self) -> None:
-        _check_number("rate", self.rate)
-        Count().check("items", self.items)
+        _check_fields(self, rate=_ABOVE_0, items=_COUNT)
 
     def arrivals(self, random: Random) -> Iterator[Arrival]:
         """The calls in their order, without end."""
@@ -104,11 +111,7 @@ class Bursts:
     items: int = 1
 
     def __post_init__(self) -> None:
-        Count().check("size", self.size)
-        _check_number("every", self.every)
-        _check_number("rate", self.rate, zero=True)
-        _check_number("gap", self.gap, zero=True)
-        Count().check("items", self.items)
+        _check_fields(self, size=_COUNT, every=_ABOVE_0, items=_COUNT)
         if self.gap * self.size > self.every:
             raise ValueError(
                 f"{self.size} calls {self.gap} s apart take longer than {self.every} s"
@@ -140,7 +143,7 @@ class Replay:
     def __init__(self, recorded: Sequence[Arrival], speed: float = 1.0) -> None:
         if not recorded:
             raise ValueError("the trace has no calls")
-        _check_number("speed", speed)
+        _ABOVE_0.check("speed", speed)
         # Threads that record at the same time may write in another order than they arrived.
         self._recorded = sorted(recorded, key=lambda arrival: arrival.at)
         self._speed = speed
@@ -177,14 +180,6 @@ class Phases:
 Load: TypeAlias = ClosedLoop | OpenLoad | Phases
 
 
-def _check_number(name: str, value: object, *, zero: bool = False) -> None:
-    wanted = f"{name} must be a finite number {'of at least' if zero else 'above'} 0; not {value!r}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(wanted)
-    if not 0 <= value < math.inf or (not value and not zero):
-        raise ValueError(wanted)
-
-
 def read_trace(path: str | os.PathLike[str]) -> list[Arrival]:
     """The calls of a trace, in the order of its lines.
 
@@ -203,7 +198,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[Arrival]:
                 continue
             try:
                 arrivals.append(_arrival(json.loads(line)))
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 what = "no JSON" if isinstance(error, json.JSONDecodeError) else str(error)
                 raise ValueError(f"{path}, line {number}: {what}") from None
     return arrivals
@@ -212,24 +207,113 @@ def read_trace(path: str | os.PathLike[str]) -> list[Arrival]:
 def _arrival(found: Any) -> Arrival:
     if not isinstance(found, dict):
         raise ValueError('not an object such as {"at": 0.0015, "items": 2}')
-    items = found.get("items", 1)
-    if isinstance(items, bool) or not isinstance(items, int) or items < 1:
-        raise ValueError(f'"items" must be a whole number of at least 1, not {items!r}')
+    items = _COUNT.check('"items"', found.get("items", 1))
     lengths = found.get("lengths")
     if lengths is not None:
         if not isinstance(lengths, list) or len(lengths) != items:
             raise ValueError(f'"lengths" must be a list of {items}, one for each item')
-        lengths = [_number(length, "a length") for length in lengths]
-    priority, tenant = found.get("priority", 0), found.get("tenant", "")
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise ValueError(f'"priority" must be a whole number, not {priority!r}')
-    if not isinstance(tenant, str):
-        raise ValueError(f'"tenant" must be a string, not {tenant!r}')
+        lengths = [_AT_LEAST_0.check('"lengths"', length) for length in lengths]
+    priority = Count(least=None).check('"priority"', found.get("priority", 0))
+    tenant = Text().check('"tenant"', found.get("tenant", ""))
     precedence = Precedence(priority, tenant) if priority or tenant else ORDINARY
-    return Arrival(_number(found.get("at"), '"at"'), items, lengths, precedence)
+    return Arrival(_AT_LEAST_0.check('"at"', found.get("at")), items, lengths, precedence)
 
 
-def _number(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
-    return float(value)
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """How long a batch takes: ``base + per_item · n + per_unit · cost + quadratic · cost² / n``.
+
+    The cost of a batch is n times the length of its longest item, as it is for a model that pads;
+    an item without a length counts one.
+
+    Attributes:
+        base: what any batch takes, seconds.
+        per_item: what each item adds, seconds.
+        per_unit: what each unit of length adds, of each item as if it were the longest.
+        quadratic: what the square of the longest length adds for each item: attention.
+
+    Raises:
+        TypeError, ValueError: a value is no number of at least 0, or all are 0.
+    """
+
+    base: float
+    per_item: float = 0.0
+    per_unit: float = 0.0
+    quadratic: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if not (self.base or self.per_item or self.per_unit or self.quadratic):
+            raise ValueError("a model that takes no time cannot be simulated")
+
+    def duration(self, items: int, cost: float) -> float:
+        """Seconds for a batch of so many items, and of that cost."""
+        duration = self.base + self.per_item * items + self.per_unit * cost
+        return duration + self.quadratic * cost * cost / items if self.quadratic else duration
+
+    def capacity(self, workers: int, batch_size: int, length: float = 1.0) -> float:
+        """Items per second of ``workers`` that always have full batches of items of one length."""
+        return workers * batch_size / self.duration(batch_size, batch_size * length)
+
+
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """What takes time beside the model, in seconds.
+
+    Attributes:
+        transport: from a batch being cut to the worker having it, and from its end to the results
+            being here.
+        return_time: from a result going out to the same caller's next call, in a closed loop.
+        per_caller: what each caller of a batch takes before the next one is woken.
+        jitter: added to each return: exponential, with this mean.
+
+    Raises:
+        TypeError, ValueError: a value is no number of at least 0.
+    """
+
+    transport: float = 50e-6
+    return_time: float = 150e-6
+    per_caller: float = 20e-6
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Lengths as those of sentences: whole numbers of at least 1, most short and a few long.
+
+    Attributes:
+        mean: of the lengths.
+        sigma: how far they spread: the standard deviation of their logarithm.
+
+    Raises:
+        TypeError, ValueError: a value is no number of at least 0.
+    """
+
+    mean: float
+    sigma: float = 0.6
+
+    def __post_init__(self) -> None:
+        _check_fields(self, mean=_ABOVE_0)
+
+    def __call__(self, random: Random) -> float:
+        mu = math.log(self.mean) - self.sigma * self.sigma / 2
+        return max(1.0, float(round(random.lognormvariate(mu, self.sigma))))
+
+
+class Observed:
+    """Lengths drawn from those that were seen: of a trace, for example.
+
+    Args:
+        lengths: at least one.
+    """
+
+    def __init__(self, lengths: list[float]) -> None:
+        if not lengths:
+            raise ValueError("there are no lengths to draw from")
+        self._lengths = lengths
+
+    def __call__(self, random: Random) -> float:
+        return random.choice(self._lengths)
