@@ -9,18 +9,18 @@ the command line are derived from that.
 from __future__ import annotations
 
 import inspect
-import math
 import numbers
 import operator
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from .checks import LONGEST_WAIT, check_tenant, is_sequence
+from .checks import LONGEST_TENANT, LONGEST_WAIT, is_sequence
 
 _SHORTEST_SECRET = 16
 
@@ -79,14 +79,14 @@ class Count(Kind):
 
     least: int | None = 1  # the bounds; None for none
     most: int | None = None
-    unit: str = ""  # "bytes", say
+    note: str = ""  # ends the words, such as ", in bytes"
 
     @property
     def words(self) -> str:
         if self.least is None:
             return "a whole number"
         bounds = f"from {self.least} to {self.most}" if self.most else f"of at least {self.least}"
-        return f"a whole number {bounds}" + (f", in {self.unit}" if self.unit else "")
+        return f"a whole number {bounds}{self.note}"
 
     def convert(self, value: Any) -> Any:
         if isinstance(value, bool):
@@ -119,91 +119,58 @@ class WorkerNumber(Kind):
         return (least, most) if is_sequence(value) else least
 
 
-class FixedNumber(Count):
-    """A number of workers where the load cannot change it."""
-
-    words = "a whole number of at least 1 (a worker host does not scale: start more hosts)"
-
-    def convert(self, value: Any) -> Any:
-        if is_sequence(value):
-            raise ValueError
-        return super().convert(value)
-
-
-@dataclass(frozen=True)
-class Seconds(Kind):
-    """A finite number of seconds."""
-
-    zero: bool = False
-
-    @property
-    def words(self) -> str:
-        return "a number of seconds " + ("of at least 0" if self.zero else "above 0")
-
-    def convert(self, value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError
-        if not value <= LONGEST_WAIT:
-            raise ValueError(f"must be {self.words}, and at most {LONGEST_WAIT:.0e}; not {value}")
-        if value < 0 or (value == 0 and not self.zero):
-            raise ValueError
-        return float(value)
-
-
-#: How long a caller waits for something to end.
-PATIENCE = Seconds(none="no limit", zero=True)
-
-
 @dataclass(frozen=True)
 class Number(Kind):
     """A finite number above 0, or with ``zero`` of at least 0."""
 
     zero: bool = False
 
+    noun = "a finite number"
+    most = sys.float_info.max
+
     @property
     def words(self) -> str:
-        return "a finite number " + ("of at least 0" if self.zero else "above 0")
+        return f"{self.noun} {'of at least' if self.zero else 'above'} 0"
 
     def convert(self, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not 0 <= number < math.inf or (number == 0 and not self.zero):
+        if not value <= self.most:
+            raise ValueError(f"must be {self.words}, and at most {self.most:.0e}; not {value}")
+        if value < 0 or not (value or self.zero):
             raise ValueError
-        return number
+        return float(value)
 
 
-@dataclass(frozen=True)
-class Numbers(Kind):
+class Seconds(Number):
+    noun = "a number of seconds"
+    most = LONGEST_WAIT
+
+
+#: How long a caller waits for something to end.
+PATIENCE = Seconds(none="no limit", zero=True)
+
+
+class Numbers(Number):
     """Numbers by name; None for none."""
 
-    zero: bool = False
+    noun = "a dict of numbers"
 
     @property
     def words(self) -> str:
-        return "a dict of numbers " + ("of at least 0" if self.zero else "above 0") + ", by name"
+        return f"{super().words}, by name"
 
     def check(self, name: str, value: Any) -> Any:
         return super().check(name, {} if value is None else value)
 
     def convert(self, value: Any) -> Any:
-        if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
             raise TypeError
-        number = Number(zero=self.zero)
-        return {each: number.convert(value[each]) for each in value}
-
-
-class Weights(Numbers):
-    """Numbers by tenant."""
-
-    def check(self, name: str, value: Any) -> Any:
-        weights = super().check(name, value)
-        for tenant in weights:
-            check_tenant(tenant)
-        return weights
+        longest = max(map(len, value), default=0)
+        if longest > LONGEST_TENANT:
+            raise ValueError(f"has a name of {longest} characters; {LONGEST_TENANT} are the most")
+        convert = super().convert
+        return {name: convert(number) for name, number in value.items()}
 
 
 @dataclass(frozen=True)

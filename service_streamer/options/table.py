@@ -23,7 +23,6 @@ from .kinds import (
     Devices,
     ErrorTypes,
     File,
-    FixedNumber,
     Flag,
     Function,
     Number,
@@ -33,7 +32,6 @@ from .kinds import (
     Secret,
     Strategy,
     Text,
-    Weights,
     WorkerNumber,
     option,
 )
@@ -77,7 +75,7 @@ class TenantOptions(Options):
     """What tenants get."""
 
     tenant_weights: Mapping[str, float] = option(
-        None, Weights(), "Relative weight per tenant (default 1).",
+        None, Numbers(), "Relative weight per tenant (default 1).",
         'With {"paying": 3} that tenant gets three times the share of another one while both have '
         "calls that wait.",
     )  # fmt: skip
@@ -233,7 +231,7 @@ class WorkerOptions(PlacementOptions, ScaleOptions):
         "imported before the worker's environment is set.",
     )  # fmt: skip
     shared_memory_limit: int | None = option(
-        None, Count(least=0, none="a quarter of the machine's memory", unit="bytes"),
+        None, Count(least=0, none="a quarter of the machine's memory", note=", in bytes"),
         "Upper bound on the shared memory for large items and results, in bytes.",
         "With 0, and beyond the bound, they go through a pipe, which is slower.",
     )  # fmt: skip
@@ -462,5 +460,6 @@ class RedisWorkerOptions(BrokerOptions, StreamerOptions):
         "Name by which the hosts of a prefix know that they serve the same model.",
     )  # fmt: skip
     worker_num: int = option(
-        1, FixedNumber(), "Number of workers, which are processes that hold the model."
-    )
+        1, Count(note=" (a worker host does not scale: start more hosts)"),
+        "Number of workers, which are processes that hold the model.",
+    )  # fmt: skip

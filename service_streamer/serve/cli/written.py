@@ -17,7 +17,6 @@ from ...options.kinds import (
     Count,
     Devices,
     File,
-    FixedNumber,
     Flag,
     Function,
     Kind,
@@ -131,7 +130,6 @@ _NUMBER: tuple[type, ...] = (float, int, str)
 _FORMS: dict[type[Kind], WrittenForm] = {
     Flag: WrittenForm("", (bool,)),
     Count: WrittenForm("INTEGER", (int, str), _whole),
-    FixedNumber: WrittenForm("INTEGER", (int, str), _whole),
     WorkerNumber: WrittenForm(
         "N|LEAST:MOST", (int, str), _workers,
         "a whole number of at least 1, or the least and the most, such as 1:16",
