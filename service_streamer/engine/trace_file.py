@@ -42,7 +42,6 @@ class Recording(PassThrough):
         path: of the file, which is made anew with the first call. ``{pid}`` in it is replaced by
             the number of the process: for several web processes, each of which needs its own.
         lengths: of items, for a call that was over before its lengths could be read off it.
-        clock: seconds from a monotonic clock.
     """
 
     def __init__(
@@ -50,31 +49,28 @@ class Recording(PassThrough):
         inner: Backend,
         path: Path,
         lengths: Callable[[Sequence[Any]], Sequence[float]] | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(inner)
         self._lengths = lengths
-        self._clock = clock
-        self._begun = clock()
-        self._writer = _Writer(path)
+        self._begun = time.monotonic()
+        self._file = _TraceFile(path)
         # Also of a streamer that is never closed, and at exit.
-        weakref.finalize(self, self._writer.close)
+        weakref.finalize(self, self._file.close)
 
     def submit(self, call: Call) -> None:
-        at = self._clock() - self._begun
+        at = time.monotonic() - self._begun
         items = call.payloads  # before they are encoded
         self._inner.submit(call)
-        if not self._writer.is_closed and call.size:
+        if not self._file.is_closed and call.size:
             # The call is accepted: what a user's ``length`` raises now is not its failure.
             with contextlib.suppress(Exception):
-                self._writer.add(self._line(at, items, call))
+                self._file.add(self._line(at, items, call))
 
     def close(self, *, drain: bool, timeout: float | None) -> None:
         try:
             self._inner.close(drain=drain, timeout=timeout)
         finally:
-            self._writer.close()
+            self._file.close()
 
     def _line(self, at: float, items: Sequence[Any], call: Call) -> str:
         # By hand, since json.dumps takes several times as long.
@@ -91,7 +87,7 @@ class Recording(PassThrough):
         return line + "}\n"
 
 
-class _Writer:
+class _TraceFile:
     """Lines for a file, written many at a time by whoever adds the last of them.
 
     Attributes:
@@ -100,8 +96,8 @@ class _Writer:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._begin()
         self.is_closed = False
+        self._begin()
 
     def _begin(self) -> None:
         self._pid = os.getpid()
@@ -114,44 +110,35 @@ class _Writer:
     def add(self, line: str) -> None:
         if os.getpid() != self._pid:  # what waits in a fork's copy is the parent's to write
             self._begin()
-        lines = self._lines
-        lines.append(line)
-        # At most one thread at a time, and no caller waits for it.
-        if len(lines) >= _ROOM and self._lock.acquire(blocking=False):
-            try:
-                self._write()
-            finally:
-                self._lock.release()
+        self._lines.append(line)
+        if len(self._lines) >= _ROOM:
+            self._write()
 
     def close(self) -> None:
         """Write what is there, and release the file. May be called again."""
         if os.getpid() == self._pid:
-            with self._lock:
-                self._is_ending = True
-                self._write()
+            self._is_ending = True
+            self._write()
 
     def _write(self) -> None:
-        if self.is_closed or self._is_writing:  # what it interrupts in this thread sees to it
-            return
-        self._is_writing = True
-        try:
-            self._write_lines()
+        with self._lock:
+            if self.is_closed or self._is_writing:  # what it interrupts in this thread sees to it
+                return
+            self._is_writing = True
+            lines = self._lines
+            try:
+                if self._file is None:
+                    self._file = self._open()
+                rest = "".join([lines.popleft() for _ in range(len(lines))]).encode()
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError as error:
+                self._is_ending = True
+                logger.warning("calls are not recorded any more in %s: %s", self._path, error)
+            finally:
+                self._is_writing = False
             if self._is_ending:
-                self._give_up()
-        finally:
-            self._is_writing = False
-
-    def _write_lines(self) -> None:
-        lines = self._lines
-        try:
-            if self._file is None:
-                self._file = self._open()
-            rest = "".join([lines.popleft() for _ in range(len(lines))]).encode()
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            self._give_up()
-            logger.warning("calls are not recorded any more in %s: %s", self._path, error)
+                self._release()
 
     def _open(self) -> io.FileIO:
         path = str(self._path).replace("{pid}", str(os.getpid()))
@@ -169,14 +156,12 @@ class _Writer:
             ) from None
         return file
 
-    def _give_up(self) -> None:
+    def _release(self) -> None:
         self.is_closed = True
         self._lines.clear()
         file, self._file = self._file, None
         if file is not None:
             # Some network file systems tell only now that they could not write. And a worker that
             # was forked has the file, too, and would keep it locked.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), file:
                 fcntl.flock(file, fcntl.LOCK_UN)
-            with contextlib.suppress(OSError):
-                file.close()
