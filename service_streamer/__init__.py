@@ -138,7 +138,7 @@ def __getattr__(name: str) -> Any:
         package = (error.name or "").partition(".")[0]
         if package not in ("ray", "redis", "msgpack"):
             raise
-        from .extras import missing
+        from .reporting import missing
 
         text = missing(name, package, "ray" if package == "ray" else "redis")
         raise ImportError(text, name=package) from error

@@ -1,4 +1,4 @@
-"""Texts about errors and numbers, and logging in threads that others rely on."""
+"""Texts about errors, numbers and missing packages; logging in threads that others rely on."""
 
 from __future__ import annotations
 
@@ -16,10 +16,56 @@ MAX_TEXT = 16_384
 _REPEAT = 60.0
 _last_logged = ("", 0.0)  # its text, and when
 
+_WEB = (
+    "click",
+    "httptools",
+    "msgspec",
+    "prometheus-client",
+    "python-json-logger",
+    "python-multipart",
+    "starlette",
+    "uvloop",
+)
+
+#: The packages of each extra in ``setup.cfg``. The package index has version 0.1.2 of 2019 under
+#: this project's name, which ``service_streamer[redis]`` would install. So messages name these.
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "cache": ("cachetools",),
+    "gpu": ("nvidia-ml-py",),
+    "grpc": ("grpcio", "grpcio-health-checking", "grpcio-reflection", "numpy", "protobuf"),
+    "notebook": ("cloudpickle",),
+    "opentelemetry": (
+        "opentelemetry-api",
+        "opentelemetry-exporter-otlp-proto-http",
+        "opentelemetry-instrumentation-asgi",
+        "opentelemetry-sdk",
+    ),
+    "oip": ("numpy",),
+    "plot": ("matplotlib",),
+    "ray": ("cloudpickle", "ray"),
+    "redis": ("hiredis", "msgpack", "redis"),
+    "serve": (
+        *_WEB,
+        "nvidia-ml-py",
+        "pillow",
+        "safetensors",
+        "tokenizers",
+        "torch",
+        "transformers",
+    ),
+    "structured": ("llguidance",),
+    "web": _WEB,
+}
+
 
 def counted(number: int, noun: str) -> str:
     """ "1 item", "2 items"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def missing(what: str, package: str | None, extra: str) -> str:
+    """The message for a feature, such as an option, that needs a package of an extra."""
+    return f"{what} needs {package}: pip install {' '.join(PACKAGES[extra])}"
 
 
 def summary(error: BaseException) -> str:

@@ -18,8 +18,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from .extras import missing
 from .observe.record import BatchRecord, Call
+from .reporting import missing
 from .streamer import PoolStreamer
 
 try:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import service_streamer
 from command_line import invoke
 from serve_process import python
-from service_streamer.extras import PACKAGES
+from service_streamer.reporting import PACKAGES
 
 ROOT = Path(__file__).parent.parent
 

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parent.parent / "service_streamer"
 
 #: From the ground up. A folder, or a module at the top level, imports from lines before its own.
 LAYERS = [
-    ["", "errors", "extras"],
+    ["", "errors"],
     ["reporting"],
     ["options"],
     ["gpu"],

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..extras import missing
+from ..reporting import missing
 from .accelerator import Accelerator, Gpu, reported_twice, torch_version
 
 ROCM_VARIABLES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")

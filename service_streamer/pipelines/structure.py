@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidInput
-from ..extras import missing
+from ..reporting import missing
 from .form_limits import regex_obstacle, schema_obstacle
 
 #: Parameters that give a text a form.

@@ -9,8 +9,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from ..errors import ModelError
-from ..extras import missing
-from ..reporting import summary
+from ..reporting import missing, summary
 
 #: Not the highest one, so that a key means the same whatever Python computes it.
 _PROTOCOL = 5

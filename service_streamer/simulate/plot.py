@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..extras import missing
+from ..reporting import missing
 
 try:
     import matplotlib

@@ -26,8 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..errors import ModelError, UnpicklableItem
-from ..extras import PACKAGES
-from ..reporting import summary
+from ..reporting import PACKAGES, summary
 from .memory.payload import ATOMS, LARGE_IN_BATCH, PROTOCOL, Parts, dump
 from .starting import MAIN, has_main, is_importable
 

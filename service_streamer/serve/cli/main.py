@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from ...extras import missing
+from ...reporting import missing
 
 try:
     import click

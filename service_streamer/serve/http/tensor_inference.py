@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ...extras import missing
+from ...reporting import missing
 from ..v2.infer_answer import (
     OutputTensor,
     answer_of,
