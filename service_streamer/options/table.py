@@ -71,17 +71,6 @@ class BatchingOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TenantOptions(Options):
-    """What tenants get."""
-
-    tenant_weights: Mapping[str, float] = option(
-        None, Numbers(), "Relative weight per tenant (default 1).",
-        'With {"paying": 3} that tenant gets three times the share of another one while both have '
-        "calls that wait.",
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
 class LengthOptions(Options):
     """What an item costs."""
 
@@ -92,28 +81,6 @@ class LengthOptions(Options):
         "Items of similar cost share a batch. It is called in the process of the caller, for each "
         "item. The default is the method length(item) of the model's class; without one each item "
         "counts one.",
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class FaultOptions(Options):
-    """What is done about faults."""
-
-    retry: bool = option(
-        True, Flag(), "Whether an item may be computed twice.",
-        "Set it to False for models with side effects. Then all items of a lost batch fail.",
-    )  # fmt: skip
-    max_attempts: int = option(
-        3, Count(), "Worker crashes that an item may be involved in before it fails.",
-        "An item that crashed a worker while it was alone in the batch is to blame. The other "
-        "items of a batch fail only if so many items crash workers that the search for them was "
-        "ended.",
-    )  # fmt: skip
-    isolate_errors: bool = option(
-        True, Flag(),
-        "Whether a batch on which the model raises is run again in smaller parts, to find the "
-        "items that it raises on.",
-        "If not, all calls of such a batch fail with SharedBatchError.",
     )  # fmt: skip
 
 
@@ -318,13 +285,33 @@ class StreamerOptions(
     SharingOptions,
     WorkerOptions,
     HangOptions,
-    FaultOptions,
     LengthOptions,
-    TenantOptions,
     BatchingOptions,
     PendingOptions,
 ):
     """All options of ``Streamer``, and so of ``ThreadedStreamer``."""
+
+    tenant_weights: Mapping[str, float] = option(
+        None, Numbers(), "Relative weight per tenant (default 1).",
+        'With {"paying": 3} that tenant gets three times the share of another one while both have '
+        "calls that wait.",
+    )  # fmt: skip
+    retry: bool = option(
+        True, Flag(), "Whether an item may be computed twice.",
+        "Set it to False for models with side effects. Then all items of a lost batch fail.",
+    )  # fmt: skip
+    max_attempts: int = option(
+        3, Count(), "Worker crashes that an item may be involved in before it fails.",
+        "An item that crashed a worker while it was alone in the batch is to blame. The other "
+        "items of a batch fail only if so many items crash workers that the search for them was "
+        "ended.",
+    )  # fmt: skip
+    isolate_errors: bool = option(
+        True, Flag(),
+        "Whether a batch on which the model raises is run again in smaller parts, to find the "
+        "items that it raises on.",
+        "If not, all calls of such a batch fail with SharedBatchError.",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
