@@ -117,29 +117,22 @@ def heeded() -> tuple[signal.Signals, ...]:
 class EndSignals:
     """Tells a second wish to end, which is for a faster end, from the first one that comes twice.
 
-    Args:
-        same_signal: seconds within which two signals are one wish.
-
-    Attributes:
-        has_begun: whether there was a first one.
+    Two signals within ``same_signal`` seconds are one wish.
     """
 
-    def __init__(
-        self, same_signal: float = SAME_SIGNAL, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, same_signal: float = SAME_SIGNAL) -> None:
         self.has_begun = False
         self._same_signal = same_signal
-        self._clock = clock
-        self._began = -math.inf
+        self._began = -math.inf  # what has ended otherwise needs no second wish
 
     def begin(self) -> None:
         """The end begins now."""
         self.has_begun = True
-        self._began = self._clock()
+        self._began = time.monotonic()
 
     def is_second(self) -> bool:
         """Whether a signal that has come just now is a second wish."""
-        return self._clock() - self._began > self._same_signal
+        return time.monotonic() - self._began > self._same_signal
 
 
 class SignalSocket:
@@ -178,9 +171,9 @@ class SignalSocket:
             self._theirs.send(b"\0")
 
     def answer(self) -> bytes:
-        """What has come: a byte for each signal, which is its number; 0 for a ``ring``.
+        """Block for what comes: a byte for each signal, which is its number; 0 for a ``ring``.
 
-        Blocks until there is something. Signals of other handlers come here, too.
+        Signals of other handlers come here, too.
         """
         return self.ours.recv(4096)
 
@@ -208,11 +201,8 @@ class RollingRestart:
     """Replaces workers when it is asked, in a thread of its own. Thread-safe.
 
     A wish that comes while a restart goes on is for one more afterwards: the workers that are
-    new by then may have read the weights before they changed again.
-
-    Args:
-        restart: does it; blocks until it is done. As ``Streamer.restart_workers``.
-        on_done: called in that thread after each restart that succeeded.
+    new by then may have read the weights before they changed again. ``on_done`` is called in that
+    thread after each restart that succeeded.
     """
 
     def __init__(

@@ -35,13 +35,8 @@ class Recording(PassThrough):
     """A backend that notes down each call that is accepted; any thread, as every backend.
 
     It never makes a call fail: when the file cannot be written, that is logged once, and nothing is
-    recorded any more.
-
-    Args:
-        inner: computes the calls.
-        path: of the file, which is made anew with the first call. ``{pid}`` in it is replaced by
-            the number of the process: for several web processes, each of which needs its own.
-        lengths: of items, for a call that was over before its lengths could be read off it.
+    recorded any more. The file is made anew with the first call. ``{pid}`` in its path stands for
+    the number of the process: several web processes need one each.
     """
 
     def __init__(
@@ -76,7 +71,7 @@ class Recording(PassThrough):
         # By hand, since json.dumps takes several times as long.
         line = f'{{"at": {at:.6f}, "items": {len(items)}'
         if self._lengths is not None:
-            # A call that is over, which it may be by now, has let go of them.
+            # A call that is over, which it may be by now, has let go of its lengths.
             lengths = call.lengths or self._lengths(items)
             line += f', "lengths": [{", ".join([f"{length:.6g}" for length in lengths])}]'
         priority, tenant, _ = call.precedence
@@ -88,11 +83,7 @@ class Recording(PassThrough):
 
 
 class _TraceFile:
-    """Lines for a file, written many at a time by whoever adds the last of them.
-
-    Attributes:
-        is_closed: whether nothing is written any more.
-    """
+    """Lines for a file, written many at a time by whoever adds the last of them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

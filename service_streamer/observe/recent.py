@@ -105,14 +105,9 @@ def summarize(
     has_lengths: bool = False,
     steps: StepSummary | None = None,
 ) -> Summary:
-    """Sum up.
+    """Sum up the batches, in the order in which they came back, and the state at ``now``.
 
-    Args:
-        recent: the last batches, in the order in which they came back. These are all that there
-            ever were, if there are fewer than ``RECENT`` of them.
-        now: by the engine's clock.
-        restarted_at: when workers were started in place of lost ones, the last times.
-        line, has_lengths, steps: see ``Summary``.
+    Fewer batches than ``RECENT`` are all that there ever were.
     """
     first = next((i for i, one in enumerate(recent) if one.back_at >= now - _HORIZON), 0)
     if len(recent) >= RECENT:
@@ -192,29 +187,21 @@ class Step(NamedTuple):
 
 
 class StepLog:
-    """The last steps, the oldest first. Not thread-safe.
-
-    Attributes:
-        first_outputs: of the last streams, how long after their calls the first output was here.
-    """
+    """The last steps, the oldest first. Not thread-safe."""
 
     def __init__(self, places: int) -> None:
         self._places = places
         self._steps: deque[Step] = deque(maxlen=RECENT)
+        #: Of the last streams, seconds from the call to the first output.
         self.first_outputs: deque[float] = deque(maxlen=_FIRST_OUTPUTS)
 
     def add(self, report: StepReport, pending: int, now: float) -> None:
-        """A worker has reported one."""
         self._steps.append(
             Step(now, report.size, report.duration, report.starting, report.evicted, pending)
         )
 
     def summary(self, workers: int) -> StepSummary | None:
-        """Sum up; None if there were no steps.
-
-        Args:
-            workers: how many are ready.
-        """
+        """Sum up, with the number of workers that are ready; None if there were no steps."""
         steps = self._steps
         stepped = [step for step in steps if step.size]
         if not stepped:
