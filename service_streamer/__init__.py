@@ -1,7 +1,7 @@
 """service_streamer: the best way to put a deep-learning model behind a web service.
 
-Only the names below are promised. They are imported when first used, so that a worker process,
-which imports this package too, does not load what only the web process needs.
+Only the names below are promised. All but the errors are imported when first used, so that a worker
+process, which imports this package too, does not load what only the web process needs.
 """
 
 from __future__ import annotations
@@ -9,32 +9,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import errors
+from .errors import *  # noqa: F403
+
 if TYPE_CHECKING:
     from .engine.streams import AsyncStream, Stream
-    from .errors import (
-        BadMessage,
-        BadModelOutput,
-        BrokerError,
-        BrokerUnavailable,
-        InternalError,
-        InvalidInput,
-        InvalidItems,
-        ModelError,
-        Overloaded,
-        PoolMismatch,
-        PredictTimeout,
-        SharedBatchError,
-        StreamerBroken,
-        StreamerClosed,
-        StreamerError,
-        StreamerForked,
-        TooLate,
-        UnpicklableItem,
-        WorkerError,
-        WorkerLost,
-        WorkerStartError,
-        WorkerStartTimeout,
-    )
     from .future import Future
     from .gpu.transfers import OnHost, to_device, to_host, to_pinned
     from .managed_model import ManagedModel
@@ -48,7 +27,7 @@ if TYPE_CHECKING:
 
 __version__ = "1.0.0"
 
-__all__ = [  # noqa: RUF022 - grouped by what they are
+__all__ = [
     # Streamers
     "Future",
     "ManagedModel",
@@ -75,29 +54,7 @@ __all__ = [  # noqa: RUF022 - grouped by what they are
     "RedisWorker",
     "RedisWorkerStats",
     "run_redis_workers_forever",
-    # Errors
-    "BadMessage",
-    "BadModelOutput",
-    "BrokerError",
-    "BrokerUnavailable",
-    "InternalError",
-    "InvalidInput",
-    "InvalidItems",
-    "ModelError",
-    "Overloaded",
-    "PoolMismatch",
-    "PredictTimeout",
-    "SharedBatchError",
-    "StreamerBroken",
-    "StreamerClosed",
-    "StreamerError",
-    "StreamerForked",
-    "TooLate",
-    "UnpicklableItem",
-    "WorkerError",
-    "WorkerLost",
-    "WorkerStartError",
-    "WorkerStartTimeout",
+    *errors.__all__,
 ]
 
 _MODULES = {
@@ -129,10 +86,10 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name == "service_streamer":  # as in 0.1.2, where importing the package imported it as well
         return importlib.import_module(f".{name}", __name__)
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = importlib.import_module(f".{_MODULES.get(name, 'errors')}", __name__)
+        module = importlib.import_module(f".{_MODULES[name]}", __name__)
     except ModuleNotFoundError as error:
         # "redis.backoff" if the package is only a folder of that name in the working directory.
         package = (error.name or "").partition(".")[0]

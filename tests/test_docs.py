@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import service_streamer
 import snippets
 from service_streamer import RedisStreamer
 from service_streamer.redis.local import LocalRedis
@@ -142,6 +143,8 @@ def _exists(name: str) -> bool:
     if path.with_suffix(".py").exists() or (path / "__init__.py").exists():
         return True
     parent, _, last = name.rpartition(".")
+    if parent == "service_streamer":
+        return last in dir(service_streamer)
     module = ROOT.joinpath(*parent.split("."))
     source = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
     return source.exists() and last in source.read_text()
