@@ -86,19 +86,16 @@ class StubTransport(Transport):
         """Nothing to start: ``ready`` says when it is."""
         if self.refused_starts:
             raise self.refused_starts.pop(0)
-        with self._changed:
-            self.started.append((slot, place, worker_num))
-            self._changed.notify_all()
+        self.started.append((slot, place, worker_num))
+        self._notify()
 
     def stop(self, slot: int) -> None:
-        with self._changed:
-            self.stopped.append(slot)
-            self._changed.notify_all()
+        self.stopped.append(slot)
+        self._notify()
 
     def kill(self, slot: int, why: str) -> None:
-        with self._changed:
-            self.killed.append(slot)
-            self._changed.notify_all()
+        self.killed.append(slot)
+        self._notify()
 
     def send(
         self,
@@ -129,14 +126,12 @@ class StubTransport(Transport):
             return events
 
     def wakeup(self) -> None:
-        with self._changed:
-            self._is_woken = True
-            self._changed.notify_all()
+        self._is_woken = True
+        self._notify()
 
     def close(self, grace: float) -> None:
-        with self._changed:
-            self.is_closed = True
-            self._changed.notify_all()
+        self.is_closed = True
+        self._notify()
 
     def deliver(self, *events: WorkerEvent) -> None:
         """Let these happen, and return when the loop has dealt with them and waits again."""

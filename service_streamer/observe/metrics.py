@@ -164,8 +164,9 @@ class Histogram:
 
     def add_all(self, values: Sequence[float]) -> None:
         """Count values."""
+        bounds, counts = self.bounds, self.counts
         for value in values:
-            self.counts[bisect_left(self.bounds, value)] += 1
+            counts[bisect_left(bounds, value)] += 1
         self.total += sum(values)
 
     @property
