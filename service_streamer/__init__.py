@@ -88,18 +88,11 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f".{name}", __name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = importlib.import_module(f".{_MODULES[name]}", __name__)
-    except ModuleNotFoundError as error:
-        # "redis.backoff" if the package is only a folder of that name in the working directory.
-        package = (error.name or "").partition(".")[0]
-        if package not in ("ray", "redis", "msgpack"):
-            raise
-        from .reporting import missing
+    from .reporting import explain_missing
 
-        text = missing(name, package, "ray" if package == "ray" else "redis")
-        raise ImportError(text, name=package) from error
-    value = getattr(module, name)
+    extra = "ray" if name == "RayStreamer" else "redis"
+    with explain_missing(name, extra, extra, "msgpack"):
+        value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .errors import InternalError
 
@@ -66,6 +66,19 @@ def counted(number: int, noun: str) -> str:
 def missing(what: str, package: str | None, extra: str) -> str:
     """The message for a feature, such as an option, that needs a package of an extra."""
     return f"{what} needs {package}: pip install {' '.join(PACKAGES[extra])}"
+
+
+@contextlib.contextmanager
+def explain_missing(what: str, extra: str, *packages: str) -> Iterator[None]:
+    """Imports within the block that fail for one of the packages say what to install."""
+    try:
+        yield
+    except ImportError as error:
+        # "redis.backoff" if the package is only a folder of that name in the working directory.
+        package = (error.name or "").partition(".")[0]
+        if package not in packages:
+            raise
+        raise ImportError(missing(what, package, extra), name=package) from error
 
 
 def summary(error: BaseException) -> str:

@@ -19,16 +19,11 @@ import time
 from typing import Any
 
 from .observe.record import BatchRecord, Call
-from .reporting import missing
+from .reporting import explain_missing
 from .streamer import PoolStreamer
 
-try:
+with explain_missing(__name__, "opentelemetry", "opentelemetry"):
     from opentelemetry import trace
-except ImportError as error:
-    if error.name != "opentelemetry":
-        raise
-    text = missing(__name__, error.name, "opentelemetry")
-    raise ImportError(text, name=error.name) from error
 
 _NAME = "service_streamer"
 _QUEUED = f"{_NAME}.queued"

@@ -9,7 +9,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from ..errors import ModelError
-from ..reporting import missing, summary
+from ..reporting import explain_missing, summary
 
 #: Not the highest one, so that a key means the same whatever Python computes it.
 _PROTOCOL = 5
@@ -70,13 +70,8 @@ def make_cache(
     Raises:
         ImportError: cachetools is not installed.
     """
-    try:
+    with explain_missing("cache_size", "cache", "cachetools"):
         from cachetools import LRUCache, TTLCache
-    except ImportError as error:
-        if error.name != "cachetools":
-            raise
-        text = missing("cache_size", error.name, "cache")
-        raise ImportError(text, name=error.name) from error
     if ttl is None:
         return LRUCache(size)
     return TTLCache(size, ttl, timer=clock)

@@ -7,16 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..reporting import missing
+from ..reporting import explain_missing
 
-try:
+with explain_missing(__name__, "plot", "matplotlib"):
     import matplotlib
     from matplotlib.figure import Figure
-except ImportError as error:
-    if not (error.name or "").startswith("matplotlib"):
-        raise
-    text = missing(__name__, error.name, "plot")
-    raise ImportError(text, name=error.name) from error
 
 #: Seen as well on white as on black; so are the lines.
 GREY = "#808080"
