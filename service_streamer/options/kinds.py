@@ -175,14 +175,10 @@ class Numbers(Number):
 
 @dataclass(frozen=True)
 class Text(Kind):
-    """A string, perhaps of some pattern, which ``shape`` says in words."""
+    """A string, perhaps of some pattern."""
 
     pattern: str = ""
-    shape: str = "a string"
-
-    @property
-    def words(self) -> str:
-        return self.shape
+    words: str = "a string"
 
     def convert(self, value: Any) -> Any:
         if not isinstance(value, str):
@@ -195,7 +191,7 @@ class Text(Kind):
 #: The name of a shared pool, which is also that of its files.
 POOL_NAME = Text(
     pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}",
-    shape="a name of 1 to 64 letters, digits, '.', '_' and '-' that starts with a letter or digit",
+    words="a name of 1 to 64 letters, digits, '.', '_' and '-' that starts with a letter or digit",
 )
 
 

@@ -369,7 +369,7 @@ class RedisOptions(Options):
         is_private=True,
     )  # fmt: skip
     prefix: str = option(
-        "", Text(pattern=r"[^{}\0]*", shape="a string without braces and zero bytes"),
+        "", Text(pattern=r"[^{}\0]*", words="a string without braces and zero bytes"),
         "Name that keeps the models on one Redis apart; the same on all sides.",
     )  # fmt: skip
     secret: str | bytes | None = option(
