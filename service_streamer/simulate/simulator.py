@@ -103,7 +103,7 @@ def simulate(
     warm_up: float = 0.1,
     seed: int = 0,
 ) -> Report:
-    """Run a streamer's batching without a model, a worker or a clock: the same batcher, simulated.
+    """Run a streamer's batching without a model, a worker or a clock.
 
     Two runs with the same arguments have the same result.
 
@@ -169,13 +169,7 @@ def simulate(
 
 
 class FixedWait(Policy):
-    """Waits until there is a full batch, or the oldest item has waited for so long.
-
-    Args:
-        batch_size: items of a full batch.
-        wait: seconds.
-        max_batch_cost: the most that a batch may cost.
-    """
+    """Waits until there is a full batch, or the oldest item has waited for so long."""
 
     def __init__(self, batch_size: int, wait: float, max_batch_cost: float = math.inf) -> None:
         super().__init__(batch_size, wait, max_batch_cost=max_batch_cost)
@@ -211,17 +205,11 @@ class Crew:
     None is lost and nothing fails: a worker ends when it holds nothing any more.
 
     Args:
-        least, most: the fewest and the most workers.
         start_duration: what a worker takes to load its model, seconds. The first ones have done so
             when the simulation begins.
         will_be_ready: called with a slot whose worker has begun to load its model: call ``ready``
             when it has.
         do: called with what the batcher wants done, and when.
-
-    Attributes:
-        scaling: says when to ``look`` at the latest.
-        wanted: when the number of workers changed, and to how many.
-        lives: by slot, from when until when its worker was ready, seconds.
     """
 
     def __init__(
@@ -234,14 +222,14 @@ class Crew:
         will_be_ready: Callable[[int, float], None],
         do: Callable[[Actions, float], None],
     ) -> None:
-        self.scaling = Autoscaling(least, most)
+        self.scaling = Autoscaling(least, most)  # says when to ``look`` at the latest
         supervisor = Supervisor(least, RestartPolicy())
         self._fleet = Fleet(batcher, supervisor, self.scaling, jitter=lambda: 0.0)
         self._start_duration = start_duration
         self._will_be_ready = will_be_ready
         self._do = do
-        self.wanted = [(0.0, least)]
-        self.lives: dict[int, tuple[float, float]] = {}
+        self.wanted = [(0.0, least)]  # when the number of workers changed, and to how many
+        self.lives: dict[int, tuple[float, float]] = {}  # from when until when each was ready
 
     def start(self) -> None:
         """The first workers are ready."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 import math
@@ -50,9 +51,6 @@ class ClosedLoop:
         callers: how many.
         think_time: the mean of what each takes before it calls again, seconds; exponential.
         items: of each call.
-
-    Raises:
-        TypeError, ValueError: a value is out of range.
     """
 
     callers: int
@@ -70,9 +68,6 @@ class Poisson:
     Attributes:
         rate: calls per second.
         items: of each call.
-
-    Raises:
-        TypeError, ValueError: a value is out of range.
     """
 
     rate: float
@@ -99,9 +94,6 @@ class Bursts:
         rate: calls per second that arrive besides, as in ``Poisson``.
         gap: between the calls of a burst, seconds.
         items: of each call.
-
-    Raises:
-        TypeError, ValueError: a value is out of range, or bursts overlap.
     """
 
     size: int
@@ -119,26 +111,16 @@ class Bursts:
 
     def arrivals(self, random: Random) -> Iterator[Arrival]:
         """The calls in their order, without end."""
-        besides = Poisson(self.rate, self.items).arrivals(random) if self.rate else None
-        between = next(besides) if besides else None
-        for number in itertools.count():
-            now = number // self.size * self.every + number % self.size * self.gap
-            while besides and between and between.at < now:
-                yield between
-                between = next(besides)
-            yield Arrival(now, self.items)
+        calls = (
+            Arrival(number // self.size * self.every + number % self.size * self.gap, self.items)
+            for number in itertools.count()
+        )
+        besides = Poisson(self.rate, self.items).arrivals(random) if self.rate else ()
+        return heapq.merge(calls, besides, key=lambda arrival: arrival.at)
 
 
 class Replay:
-    """Calls as they were recorded.
-
-    Args:
-        recorded: of a trace; see ``read_trace``.
-        speed: 2 replays them twice as fast.
-
-    Raises:
-        TypeError, ValueError: there is nothing to replay, or the speed is out of range.
-    """
+    """Calls as they were recorded, see ``read_trace``; a speed of 2 replays them twice as fast."""
 
     def __init__(self, recorded: Sequence[Arrival], speed: float = 1.0) -> None:
         if not recorded:
@@ -160,14 +142,10 @@ OpenLoad: TypeAlias = Poisson | Bursts | Replay
 
 
 class Phases:
-    """A load that changes: one after the other. Callers of a phase that is over call no more.
+    """A load that changes. Callers of a phase that is over call no more.
 
-    Args:
-        phases: until when, in seconds since the start, and which load there is until then. The
-            last one may be until infinity.
-
-    Raises:
-        ValueError: the times do not increase, or there are none.
+    A phase is a load, and until when it lasts, in seconds since the start. The last one may be
+    until infinity.
     """
 
     def __init__(self, phases: Sequence[tuple[float, ClosedLoop | OpenLoad]]) -> None:
@@ -231,9 +209,6 @@ class CostModel:
         per_item: what each item adds, seconds.
         per_unit: what each unit of length adds, of each item as if it were the longest.
         quadratic: what the square of the longest length adds for each item: attention.
-
-    Raises:
-        TypeError, ValueError: a value is no number of at least 0, or all are 0.
     """
 
     base: float
@@ -266,9 +241,6 @@ class Overheads:
         return_time: from a result going out to the same caller's next call, in a closed loop.
         per_caller: what each caller of a batch takes before the next one is woken.
         jitter: added to each return: exponential, with this mean.
-
-    Raises:
-        TypeError, ValueError: a value is no number of at least 0.
     """
 
     transport: float = 50e-6
@@ -287,9 +259,6 @@ class LogNormal:
     Attributes:
         mean: of the lengths.
         sigma: how far they spread: the standard deviation of their logarithm.
-
-    Raises:
-        TypeError, ValueError: a value is no number of at least 0.
     """
 
     mean: float
@@ -301,19 +270,3 @@ class LogNormal:
     def __call__(self, random: Random) -> float:
         mu = math.log(self.mean) - self.sigma * self.sigma / 2
         return max(1.0, float(round(random.lognormvariate(mu, self.sigma))))
-
-
-class Observed:
-    """Lengths drawn from those that were seen: of a trace, for example.
-
-    Args:
-        lengths: at least one.
-    """
-
-    def __init__(self, lengths: list[float]) -> None:
-        if not lengths:
-            raise ValueError("there are no lengths to draw from")
-        self._lengths = lengths
-
-    def __call__(self, random: Random) -> float:
-        return random.choice(self._lengths)

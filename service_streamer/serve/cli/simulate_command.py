@@ -16,7 +16,6 @@ from ...simulate.workload import (
     ClosedLoop,
     CostModel,
     LogNormal,
-    Observed,
     OpenLoad,
     Phases,
     Poisson,
@@ -200,10 +199,10 @@ def _load(options: SimulateOptions) -> ClosedLoop | OpenLoad | Phases:
 
 def _capacity(options: SimulateOptions, trace: Sequence[Arrival], workers: int) -> float:
     """Items per second of so many workers when there is always more than enough to compute."""
-    lengths: Callable[[Random], float] | None = _lengths(options)
     seen = [length for arrival in trace for length in arrival.lengths or ()]
-    if seen:
-        lengths = Observed(seen)
+    lengths: Callable[[Random], float] | None = (
+        (lambda random: random.choice(seen)) if seen else _lengths(options)
+    )
     if lengths is None:
         return _model(options).capacity(workers, options.batch_size)
     # Depends on how those of like length are put together: so it is tried.
