@@ -44,17 +44,12 @@ class Timing(NamedTuple):
 
 
 class Precedence(NamedTuple):
-    """Which calls go before a call, among those that wait.
+    """Which calls go before a call, among those that wait."""
 
-    Attributes:
-        priority: those with a higher one go first.
-        tenant: whose it is; the tenants share the workers by their weights.
-        has_deadline: whether its time was given with the call, and not by a default that all have:
-            then it goes before all whose time ends later, whatever their priority.
-    """
-
-    priority: int = 0
-    tenant: str = ""
+    priority: int = 0  # the higher goes first
+    tenant: str = ""  # whose call it is; tenants share the workers by their weights
+    #: Whether its time was given with the call, and not by a default that all have: then it goes
+    #: before all whose time ends later, whatever their priority.
     has_deadline: bool = False
 
 
@@ -110,25 +105,16 @@ class Call:
     """One ``predict``/``submit``: its items as payloads, and its outputs as they come in.
 
     The edge makes it, with all that its caller wants, and hands it to a backend.
-
-    Args:
-        payloads: the items. The engine replaces them by what it sends to a worker.
-        reply: where the outcome goes; opaque here.
-        timeout: how long its caller waits, seconds; None for ever.
-        precedence: among those that wait.
-        is_watched: whether the backend fails the call when its time ends. If not, its caller does,
-            with ``expire``.
-        more: whether other calls follow at once, and then ``flush``, so that they share a batch.
-        is_stream: whether the outputs of its item are wanted as they come. It has one item.
     """
 
-    payloads: Sequence[Any]
-    reply: Any
-    timeout: float | None = None
+    payloads: Sequence[Any]  # the items; the engine replaces them by what it sends to a worker
+    reply: Any  # where the outcome goes; opaque here
+    timeout: float | None = None  # how long its caller waits, seconds; None for ever
     precedence: Precedence = ORDINARY
+    #: Whether the backend fails the call when its time ends. If not, its caller does: ``expire``.
     is_watched: bool = False
-    more: bool = False
-    is_stream: bool = False
+    more: bool = False  # whether calls follow at once, and then ``flush``, that share its batch
+    is_stream: bool = False  # whether the outputs of its one item are wanted as they come
     size: int = field(init=False)  # its items
     state: CallState = field(default=CallState.NEW, init=False)  # who holds it
     arrived_at: float = field(default=0.0, init=False)
