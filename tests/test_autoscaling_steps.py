@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import random
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ from cases import long_cases
 from service_streamer.batching.batcher import Actions, build_batcher
 from service_streamer.observe.record import BatchReport, Call
 from service_streamer.options.table import StreamerOptions
-from service_streamer.simulate.simulator import Crew
+from service_streamer.simulate.simulator import Simulation
 from service_streamer.workers.transport import StepReport
 
 #: What a worker takes to load its model, seconds. The first one has.
@@ -33,8 +31,8 @@ class Item:
     begun: float | None = None
 
 
-class Stepped:
-    """The batcher and the workers of an engine, a model that steps, and calls that arrive.
+class Stepped(Simulation):
+    """A simulation of calls to a model that steps.
 
     A step takes 20 ms and 0.2 ms for each item that has a place. An item takes as many steps as a
     lognormal number says.
@@ -46,18 +44,12 @@ class Stepped:
     def __init__(self, places: int) -> None:
         self.places = places
         self.random = random.Random(1)
-        self.batcher = build_batcher(StreamerOptions(batch_size=places), has_lengths=False)
-        self.batcher.begin_steps(places)
-        self.crew = Crew(
-            self.batcher, 1, 16, start_duration=START,
-            will_be_ready=lambda slot, at: self.add(at, "ready", slot), do=self.do,
-        )  # fmt: skip
-        self.events: list[tuple[float, int, str, Any]] = []
-        self.order = itertools.count()
+        batcher = build_batcher(StreamerOptions(batch_size=places), has_lengths=False)
+        batcher.begin_steps(places)
+        super().__init__(batcher, 1, 16, START)
         self.held: dict[int, dict[int, Item]] = {}  # by worker and batch
         self.stepping: set[int] = set()
         self.waited: list[tuple[float, float]] = []
-        self.crew.start()
 
     @property
     def capacity(self) -> float:
@@ -68,34 +60,20 @@ class Stepped:
     def duration(items: int) -> float:
         return 20e-3 + 2e-4 * items
 
-    def add(self, at: float, kind: str, about: Any = None) -> None:
-        heapq.heappush(self.events, (at, next(self.order), kind, about))
-
-    def run(self, phases: list[tuple[float, float]]) -> None:
+    def run_phases(self, phases: list[tuple[float, float]]) -> None:
         """Let the load be so many times what a worker computes, each until a time."""
         now = 0.0
         for until, share in phases:
             rate = share * self.capacity
             while (now := now + self.random.expovariate(rate)) < until:
-                self.add(now, "call")
+                self.add(now, self.call, None)
             now = until
-        while self.events and self.events[0][0] < until:
-            due = min(self.crew.scaling.due, self.batcher.deadline)
-            if due < self.events[0][0]:
-                self.do(self.batcher.time_passed(due), due)
-                self.crew.look(due)
-                continue
-            at, _, kind, about = heapq.heappop(self.events)
-            getattr(self, kind)(about, at)
-            self.crew.look(at)
+        self.run(until)
 
     # -- events
 
     def call(self, _: None, now: float) -> None:
         self.do(self.batcher.call_submitted(Call([now], None), now), now)
-
-    def ready(self, slot: int, now: float) -> None:
-        self.crew.ready(slot, now)
 
     def do(self, actions: Actions, now: float) -> None:
         for batch in actions.batches:
@@ -112,7 +90,7 @@ class Stepped:
             held = dict(itertools.islice(self.held[slot].items(), self.places))
             for item in held.values():
                 item.begun = now if item.begun is None else item.begun
-            self.add(now + self.duration(len(held)), "step", (slot, held))
+            self.add(now + self.duration(len(held)), self.step, (slot, held))
 
     def step(self, about: tuple[int, dict[int, Item]], now: float) -> None:
         slot, held = about
@@ -124,9 +102,7 @@ class Stepped:
                 assert item.begun is not None
                 del self.held[slot][batch]
                 back = BatchReport(batch, [None], duration=now - item.begun, slot=slot)
-                actions = self.batcher.batch_returned(back, now)
-                self.crew.vacant(actions, now)
-                self.do(actions, now)
+                self.returned(back, now)
         self.stepping.discard(slot)
         self.begin(slot, now)
 
@@ -136,15 +112,15 @@ def test_after_a_step_of_the_load_items_wait_for_twice_the_target_at_most(places
     """Items of very different lengths do not have far more workers started than are needed."""
     run = Stepped(places)
     until = 110.0
-    run.run([(until, 0.2), (3 * until, 3.0), (6 * until, 0.2)])
+    run.run_phases([(until, 0.2), (3 * until, 3.0), (6 * until, 0.2)])
     turn = MEAN * run.duration(places) / places
     target = max(autoscaling.LEAST_TARGET, 2 * turn)
     # Time to load, and as long again for what has gathered meanwhile.
     loaded = until + 3 * START + 4 * target
     later = sorted(took for at, took in run.waited if at < until or at >= loaded)
     assert later[int(0.99 * len(later))] <= 2 * target
-    numbers = [number for _, number in run.crew.wanted]
-    assert run.crew.scaling.changes == 1
+    numbers = [number for _, number in run.wanted]
+    assert run.scaling.changes == 1
     assert (numbers[0], numbers[-1]) == (1, 1)
     assert 3 <= max(numbers) <= 8
 

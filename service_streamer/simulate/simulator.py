@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,7 +130,7 @@ def simulate(
     Raises:
         TypeError, ValueError: a value is out of range.
     """
-    least, most = worker_range(WorkerNumber().check("workers", workers))
+    bounds = worker_range(WorkerNumber().check("workers", workers))
     start_duration = Seconds(zero=True).check("start_duration", start_duration)
     phases = load.phases if isinstance(load, Phases) else ((math.inf, load),)
     until, last = phases[-1]
@@ -155,16 +156,11 @@ def simulate(
         policy = FixedWait(batch_size, fixed_wait, max_batch_cost or math.inf)
         has_lengths = False
     batcher = build_batcher(options, has_lengths=has_lengths, policy=policy)
-    run = _Run(batcher, model, overheads or Overheads(), lengths, Random(seed))
-    run.crew = Crew(
-        batcher, least, most, start_duration=start_duration,
-        will_be_ready=run.will_be_ready, do=run.do,
-    )  # fmt: skip
-    run.run(
-        phases,
+    run = _Run(
+        batcher, bounds, start_duration, model, overheads or Overheads(), lengths, Random(seed),
         math.inf if requests is None else requests,
-        math.inf if seconds is None else seconds,
-    )
+    )  # fmt: skip
+    run.run_load(phases, math.inf if seconds is None else seconds)
     return run.report(warm_up)
 
 
@@ -199,80 +195,96 @@ _ENDED = Failure(WorkerLost("it has ended"))
 _NOTHING: tuple[None] = (None,)
 
 
-class Crew:
-    """The workers of a simulation: as many as the load needs, each ready when it has loaded.
+class Simulation(ABC):
+    """A batcher, and as many workers as the load needs, under a clock that jumps between events.
 
-    None is lost and nothing fails: a worker ends when it holds nothing any more.
+    No worker is lost and nothing fails: one is ready when it has loaded its model, and ends when it
+    holds nothing any more. What else happens is added by who derives from this.
 
     Args:
         start_duration: what a worker takes to load its model, seconds. The first ones have done so
             when the simulation begins.
-        will_be_ready: called with a slot whose worker has begun to load its model: call ``ready``
-            when it has.
-        do: called with what the batcher wants done, and when.
     """
 
-    def __init__(
-        self,
-        batcher: Batcher,
-        least: int,
-        most: int,
-        *,
-        start_duration: float,
-        will_be_ready: Callable[[int, float], None],
-        do: Callable[[Actions, float], None],
-    ) -> None:
-        self.scaling = Autoscaling(least, most)  # says when to ``look`` at the latest
+    def __init__(self, batcher: Batcher, least: int, most: int, start_duration: float) -> None:
+        self.batcher = batcher
+        self.scaling = Autoscaling(least, most)
+        self.wanted = [(0.0, least)]  # when the number of workers changed, and to how many
+        self.lives: dict[int, tuple[float, float]] = {}  # from when until when each was ready
         supervisor = Supervisor(least, RestartPolicy())
         self._fleet = Fleet(batcher, supervisor, self.scaling, jitter=lambda: 0.0)
         self._start_duration = start_duration
-        self._will_be_ready = will_be_ready
-        self._do = do
-        self.wanted = [(0.0, least)]  # when the number of workers changed, and to how many
-        self.lives: dict[int, tuple[float, float]] = {}  # from when until when each was ready
+        self._events: list[_Event] = []
+        self._numbers = itertools.count()
 
-    def start(self) -> None:
-        """The first workers are ready."""
+    @abstractmethod
+    def do(self, actions: Actions, now: float) -> None:
+        """Let the workers have their batches."""
+
+    def add(self, at: float, happen: Callable[[Any, float], None], about: Any) -> None:
+        """Have ``happen`` called with what it is about when it is time."""
+        heapq.heappush(self._events, (at, next(self._numbers), happen, about))
+
+    def run(self, until: float = math.inf) -> None:
+        """Have the first workers, and let everything happen that is to happen before a time."""
+        batcher, scaling, events = self.batcher, self.scaling, self._events
         orders, _ = self._fleet.look_after_workers((), -self._start_duration)
         for slot, _ in orders.start:
-            self.ready(slot, 0.0)
+            self._ready(slot, 0.0)
+        while True:
+            due = batcher.deadline
+            if events and scaling.due < due:  # nothing is done for the load when it is over
+                due = scaling.due
+            if min(due, events[0][0] if events else math.inf) >= until:
+                break
+            if events and events[0][0] <= due:
+                now, _, happen, about = heapq.heappop(events)
+                happen(about, now)
+                self._look(now)
+            else:
+                if batcher.deadline <= due:
+                    self.do(batcher.time_passed(due), due)
+                self._look(due)
 
-    def ready(self, slot: int, now: float) -> None:
+    def _ready(self, slot: int, now: float) -> None:
         """The worker has loaded its model."""
         if slot in self._fleet.supervisor:  # else it was ended meanwhile
             self.lives[slot] = now, math.inf
-            self._do(self._fleet.happened(WorkerReady(slot), now), now)
-            self._obey((), now)  # one that stood in for it may have to end
+            self.do(self._fleet.happened(WorkerReady(slot), now), now)
+            self._look_after_workers((), now)  # one that stood in for it may have to end
 
-    def look(self, now: float) -> None:
+    def _look(self, now: float) -> None:
         """Have more workers, or fewer, if the load says so."""
         self._fleet.scale_by_load(now)
         wanted = self._fleet.supervisor.wanted
         if wanted != self.wanted[-1][1]:
             self.wanted.append((now, wanted))
-            self._obey((), now)
+            self._look_after_workers((), now)
 
-    def vacant(self, actions: Actions, now: float) -> None:
-        """End the workers that were to end and hold nothing any more."""
+    def returned(self, report: BatchReport, now: float) -> Actions:
+        """A batch is back; what was done about it, with the calls that are over."""
+        actions = self.batcher.batch_returned(report, now)
         if actions.vacant:
-            self._obey([actions], now)
+            self._look_after_workers([actions], now)
+        self.do(actions, now)
+        return actions
 
-    def _obey(self, rest: Sequence[Actions], now: float) -> None:
-        """Do what is to be done about workers. None is killed, as starts have no bound here."""
+    def _look_after_workers(self, rest: Sequence[Actions], now: float) -> None:
+        """Start and end workers. None is killed, as starts have no bound here."""
         fleet = self._fleet
         while rest or fleet.supervisor.due <= now:
             orders, rest = fleet.look_after_workers(rest, now)
             for slot, _ in orders.start:
-                self._will_be_ready(slot, now + self._start_duration)
+                self.add(now + self._start_duration, self._ready, slot)
             for actions in rest:
-                self._do(actions, now)
+                self.do(actions, now)
             rest = ()
             for slot in orders.stop:
                 loss = Loss.DIED_STARTING
                 if slot in self.lives:
                     self.lives[slot] = self.lives[slot][0], now
                     loss = Loss.CRASHED
-                self._do(fleet.happened(WorkerDied(slot, _ENDED, loss), now), now)
+                self.do(fleet.happened(WorkerDied(slot, _ENDED, loss), now), now)
         fleet.notes.clear()
 
 
@@ -286,60 +298,43 @@ class _Batch(NamedTuple):
     reason: Reason
 
 
-class _Run:
-    """One simulation. Makes its events, and notes down what happens."""
-
-    crew: Crew
+class _Run(Simulation):
+    """One simulation of a load, and what is noted down of it."""
 
     def __init__(
         self,
         batcher: Batcher,
+        workers: tuple[int, int],
+        start_duration: float,
         model: CostModel,
         overheads: Overheads,
         lengths: Callable[[Random], float] | None,
         random: Random,
+        requests: float,
     ) -> None:
-        self._batcher = batcher
+        super().__init__(batcher, *workers, start_duration)
         self._model = model
         self._overheads = overheads
         self._lengths = lengths
         self._random = random
-        self._events: list[_Event] = []
-        self._numbers = itertools.count()
         self._free_at: dict[int, float] = {}  # when each worker has done what it was given
         self._phase = 0
         self._loop: ClosedLoop | None = None  # of this phase
-        self._room = math.inf  # for calls that may still arrive
+        self._room = requests  # for calls that may still arrive
         self._ends_at = math.inf  # of the load
         self._pending = 0  # items, when the load ended
         self._calls: list[tuple[float, float]] = []  # those answered: arrival, and latency
         self._batches: list[_Batch] = []
 
-    def run(self, phases: Sequence[tuple[float, Any]], requests: float, seconds: float) -> None:
+    def run_load(self, phases: Sequence[tuple[float, Any]], seconds: float) -> None:
         """Let calls arrive until one of the bounds is reached, and all that arrived be answered."""
-        self._room = requests
-        crew, batcher, events = self.crew, self._batcher, self._events
-        crew.start()
         begins = 0.0
         for until, load in phases:
-            self._add(begins, self._begin, load)
+            self.add(begins, self._begin, load)
             begins = until
         if min(begins, seconds) < math.inf:
-            self._add(min(begins, seconds), self._begin, None)
-        while True:
-            due = batcher.deadline
-            if events and crew.scaling.due < due:  # nothing is done for the load when it is over
-                due = crew.scaling.due
-            if events and events[0][0] <= due:
-                now, _, happen, about = heapq.heappop(events)
-                happen(about, now)
-                crew.look(now)
-            elif due < math.inf:
-                if batcher.deadline <= due:
-                    self.do(batcher.time_passed(due), due)
-                crew.look(due)
-            else:
-                break
+            self.add(min(begins, seconds), self._begin, None)
+        self.run()
         if self._ends_at == math.inf:  # a trace that ended by itself
             self._ends_at = sum(self._calls[-1]) if self._calls else 0.0
 
@@ -356,14 +351,14 @@ class _Run:
             spread = self._overheads.per_caller
             for caller in range(load.callers):
                 think = self._random.expovariate(1 / load.think_time) if load.think_time else 0.0
-                self._add(now + caller * spread + think, self._call_again, self._phase)
+                self.add(now + caller * spread + think, self._call_again, self._phase)
         else:
             self._next(self._phase, now, load.arrivals(self._random))
 
     def _next(self, phase: int, begun: float, rest: Iterator[Arrival]) -> None:
         arrival = next(rest, None)
         if arrival is not None:
-            self._add(begun + arrival.at, self._arrive, (phase, begun, arrival, rest))
+            self.add(begun + arrival.at, self._arrive, (phase, begun, arrival, rest))
 
     def _arrive(self, about: tuple[int, float, Arrival, Iterator[Arrival]], now: float) -> None:
         phase, begun, arrival, rest = about
@@ -384,7 +379,7 @@ class _Run:
             call.lengths = arrival.lengths
         elif self._lengths is not None:
             call.lengths = [self._lengths(self._random) for _ in range(arrival.items)]
-        self.do(self._batcher.call_submitted(call, now), now)
+        self.do(self.batcher.call_submitted(call, now), now)
         self._room -= 1
         if self._room <= 0:
             self._phase += 1
@@ -392,29 +387,22 @@ class _Run:
 
     def _end(self, now: float) -> None:
         self._ends_at = now
-        self._pending = self._batcher.pending_items
-
-    def will_be_ready(self, slot: int, at: float) -> None:
-        """The worker loads its model until then."""
-        self._add(at, self.crew.ready, slot)
+        self._pending = self.batcher.pending_items
 
     def do(self, actions: Actions, now: float) -> None:
-        """Let the workers have their batches."""
         transport = self._overheads.transport
         for batch in actions.batches:
             began = max(now + transport, self._free_at.get(batch.slot, 0.0))
             done = began + self._model.duration(batch.size, _cost(batch))
             self._free_at[batch.slot] = done
             self._batches.append(_Batch(now, began, done, batch.size, batch.reason))
-            self._add(done + transport, self._back, (batch, done - began))
+            self.add(done + transport, self._back, (batch, done - began))
 
     def _back(self, about: tuple[BatchRecord, float], now: float) -> None:
         batch, duration = about
         outputs = [None] * batch.size
         report = BatchReport(batch.id, outputs, duration=duration, slot=batch.slot)
-        actions = self._batcher.batch_returned(report, now)
-        self.crew.vacant(actions, now)
-        self.do(actions, now)
+        actions = self.returned(report, now)
         loop, phase, random = self._loop, self._phase, self._random
         overheads = self._overheads
         comes_back = now + overheads.return_time
@@ -425,11 +413,8 @@ class _Run:
                 for mean in (overheads.jitter, loop.think_time):
                     if mean:
                         at += random.expovariate(1 / mean)
-                self._add(at, self._call_again, phase)
+                self.add(at, self._call_again, phase)
             comes_back += overheads.per_caller
-
-    def _add(self, at: float, happen: Callable[[Any, float], None], about: Any) -> None:
-        heapq.heappush(self._events, (at, next(self._numbers), happen, about))
 
     def report(self, warm_up: float) -> Report:
         """What happened from the end of the warm-up to the end of the load."""
@@ -440,7 +425,7 @@ class _Run:
         latencies = [latency for _, latency in calls]
         ordered = sorted(latencies)
         worked = busy = computed = 0.0
-        for begins, ends in self.crew.lives.values():
+        for begins, ends in self.lives.values():
             worked += max(0.0, min(ends, ends_at) - max(begins, since))
         for batch in self._batches:
             within = min(batch.done, ends_at) - max(batch.began, since)
@@ -463,9 +448,9 @@ class _Run:
             p99=percentile(ordered, 0.99),
             latencies=latencies,
             arrived=[arrived for arrived, _ in calls],
-            workers=self.crew.wanted,
+            workers=self.wanted,
             mean_workers=worked / window,
-            changes=self.crew.scaling.changes,
+            changes=self.scaling.changes,
         )
 
 
