@@ -66,13 +66,13 @@ class Stepped(Simulation):
         for until, share in phases:
             rate = share * self.capacity
             while (now := now + self.random.expovariate(rate)) < until:
-                self.add(now, self.call, None)
+                self.add(now, self.call)
             now = until
         self.run(until)
 
     # -- events
 
-    def call(self, _: None, now: float) -> None:
+    def call(self, now: float) -> None:
         self.do(self.batcher.call_submitted(Call([now], None), now), now)
 
     def do(self, actions: Actions, now: float) -> None:
@@ -90,10 +90,9 @@ class Stepped(Simulation):
             held = dict(itertools.islice(self.held[slot].items(), self.places))
             for item in held.values():
                 item.begun = now if item.begun is None else item.begun
-            self.add(now + self.duration(len(held)), self.step, (slot, held))
+            self.add(now + self.duration(len(held)), self.step, slot, held)
 
-    def step(self, about: tuple[int, dict[int, Item]], now: float) -> None:
-        slot, held = about
+    def step(self, slot: int, held: dict[int, Item], now: float) -> None:
         took = self.duration(len(held))
         self.batcher.stepped(StepReport(size=len(held), duration=took, slot=slot), now)
         for batch, item in held.items():
@@ -102,7 +101,7 @@ class Stepped(Simulation):
                 assert item.begun is not None
                 del self.held[slot][batch]
                 back = BatchReport(batch, [None], duration=now - item.begun, slot=slot)
-                self.returned(back, now)
+                self.return_batch(back, now)
         self.stepping.discard(slot)
         self.begin(slot, now)
 

@@ -189,7 +189,7 @@ class FixedWait(Policy):
 
 
 #: When it is, a number that keeps the rest from being compared, what happens, and what it is about.
-_Event: TypeAlias = tuple[float, int, Callable[[Any, float], None], Any]
+_Event: TypeAlias = tuple[float, int, Callable[..., None], tuple[Any, ...]]
 
 _ENDED = Failure(WorkerLost("it has ended"))
 _NOTHING: tuple[None] = (None,)
@@ -221,8 +221,8 @@ class Simulation(ABC):
     def do(self, actions: Actions, now: float) -> None:
         """Let the workers have their batches."""
 
-    def add(self, at: float, happen: Callable[[Any, float], None], about: Any) -> None:
-        """Have ``happen`` called with what it is about when it is time."""
+    def add(self, at: float, happen: Callable[..., None], *about: Any) -> None:
+        """Have ``happen`` called when it is time, with what it is about and the time."""
         heapq.heappush(self._events, (at, next(self._numbers), happen, about))
 
     def run(self, until: float = math.inf) -> None:
@@ -239,7 +239,7 @@ class Simulation(ABC):
                 break
             if events and events[0][0] <= due:
                 now, _, happen, about = heapq.heappop(events)
-                happen(about, now)
+                happen(*about, now)
                 self._look(now)
             else:
                 if batcher.deadline <= due:
@@ -261,7 +261,7 @@ class Simulation(ABC):
             self.wanted.append((now, wanted))
             self._look_after_workers((), now)
 
-    def returned(self, report: BatchReport, now: float) -> Actions:
+    def return_batch(self, report: BatchReport, now: float) -> Actions:
         """A batch is back; what was done about it, with the calls that are over."""
         actions = self.batcher.batch_returned(report, now)
         if actions.vacant:
@@ -358,10 +358,11 @@ class _Run(Simulation):
     def _next(self, phase: int, begun: float, rest: Iterator[Arrival]) -> None:
         arrival = next(rest, None)
         if arrival is not None:
-            self.add(begun + arrival.at, self._arrive, (phase, begun, arrival, rest))
+            self.add(begun + arrival.at, self._arrive, phase, begun, arrival, rest)
 
-    def _arrive(self, about: tuple[int, float, Arrival, Iterator[Arrival]], now: float) -> None:
-        phase, begun, arrival, rest = about
+    def _arrive(
+        self, phase: int, begun: float, arrival: Arrival, rest: Iterator[Arrival], now: float
+    ) -> None:
         if phase == self._phase:
             self._next(phase, begun, rest)
             self._call(now, arrival, None)
@@ -396,13 +397,13 @@ class _Run(Simulation):
             done = began + self._model.duration(batch.size, _cost(batch))
             self._free_at[batch.slot] = done
             self._batches.append(_Batch(now, began, done, batch.size, batch.reason))
-            self.add(done + transport, self._back, (batch, done - began))
+            self.add(done + transport, self._finish, batch, done - began)
 
-    def _back(self, about: tuple[BatchRecord, float], now: float) -> None:
-        batch, duration = about
+    def _finish(self, batch: BatchRecord, duration: float, now: float) -> None:
+        """The results of a batch are here: answer its calls, whose callers may call again."""
         outputs = [None] * batch.size
         report = BatchReport(batch.id, outputs, duration=duration, slot=batch.slot)
-        actions = self.returned(report, now)
+        actions = self.return_batch(report, now)
         loop, phase, random = self._loop, self._phase, self._random
         overheads = self._overheads
         comes_back = now + overheads.return_time
