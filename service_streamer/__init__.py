@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __version__ = "1.0.0"
 
-__all__ = [
+__all__ = [  # noqa: RUF022 - grouped by what they are
     # Streamers
     "Future",
     "ManagedModel",
@@ -54,8 +54,8 @@ __all__ = [
     "RedisWorker",
     "RedisWorkerStats",
     "run_redis_workers_forever",
-    *errors.__all__,
 ]
+__all__ += errors.__all__  # in the one form that all type checkers read
 
 _MODULES = {
     "BatchMetrics": "observe.metrics",

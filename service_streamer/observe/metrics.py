@@ -200,10 +200,7 @@ class Histogram:
 
     def copy(self) -> Self:
         """As it is now."""
-        copy = type(self)(self.bounds)
-        copy.counts[:] = self.counts
-        copy.total = self.total
-        return copy
+        return self - type(self)(self.bounds)
 
     def __sub__(self, earlier: Self) -> Self:
         """What was added since ``earlier``, a copy of this one: of the last ten seconds, say."""
