@@ -198,7 +198,7 @@ def _has_terminal() -> bool:
 
 
 class RollingRestart:
-    """Replaces workers when it is asked, in a thread of its own. Thread-safe.
+    """Replaces workers when it is asked, in a thread of its own.
 
     A wish that comes while a restart goes on is for one more afterwards: the workers that are
     new by then may have read the weights before they changed again. ``on_done`` is called in that
@@ -210,21 +210,19 @@ class RollingRestart:
     ) -> None:
         self._restart = restart
         self._on_done = on_done
-        self._lock = threading.Lock()
-        self._is_wanted = self._is_running = False
+        self._lock = threading.Lock()  # one restart at a time
+        self._is_waiting = False  # whether one has not begun yet
 
     def begin(self) -> None:
         """Start it, or have it done once more. Does not block."""
-        with self._lock:
-            self._is_wanted = True
-            if self._is_running:
-                return
-            self._is_running = True
-        # A daemon: the end of the service ends it, too.
-        threading.Thread(target=self._run, name="rolling restart", daemon=True).start()
+        if not self._is_waiting:
+            self._is_waiting = True
+            # A daemon: the end of the service ends it, too.
+            threading.Thread(target=self._run, name="rolling restart", daemon=True).start()
 
     def _run(self) -> None:
-        while self._is_next():
+        with self._lock:
+            self._is_waiting = False
             began = time.monotonic()
             logger.info(
                 "SIGHUP: replacing the workers one at a time, so that they load new weights"
@@ -234,17 +232,11 @@ class RollingRestart:
                 logger.info("every worker has been replaced in %.1f s", time.monotonic() - began)
                 self._on_done()
             except StreamerClosed:
-                continue
+                pass
             except StreamerError as error:
                 logger.error("the restart failed; the remaining workers go on: %s", error)
             except Exception:  # our bug; the next wish is to be heard all the same
                 logger.exception("the restart failed; the remaining workers go on")
-
-    def _is_next(self) -> bool:
-        with self._lock:
-            is_wanted, self._is_wanted = self._is_wanted, False
-            self._is_running = is_wanted
-            return is_wanted
 
 
 def log_standing(lines: Iterable[str]) -> None:
