@@ -21,7 +21,6 @@ import shutil
 import signal
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import spawn
 from pathlib import Path
@@ -64,20 +63,35 @@ def startable() -> Iterator[None]:
     Raises:
         WorkerStartError: no Python interpreter was found.
     """
+    process: Any = multiprocessing.process
     with _lock, contextlib.ExitStack() as undo:
-        _choose_interpreter(undo)
-        _allow_children(undo)
-        _hide_main(undo)
-        _leave_removed_folder(undo)
+        interpreter = find_interpreter()
+        if interpreter is not None:
+            undo.callback(spawn.set_executable, spawn.get_executable())
+            spawn.set_executable(interpreter)
+        # multiprocessing refuses children to a daemonic process, as in a pool of its own or
+        # Celery's, since they could outlive it. Ours always end with their parent. And Celery's
+        # pool puts a process object of billiard there, whose key only billiard can pass on.
+        config = process.current_process()._config
+        undo.callback(config.update, dict(config))
+        if "daemon" in config:
+            config["daemon"] = False
+        if "authkey" in config:
+            config["authkey"] = process.AuthenticationString(config["authkey"])
+        main = sys.modules["__main__"]
+        if hasattr(main, "__file__") and not is_importable("__main__"):
+            undo.callback(setattr, main, "__file__", main.__file__)
+            del main.__file__
+        try:
+            os.getcwd()
+        except FileNotFoundError:  # it was removed, as the folder of an old release
+            # multiprocessing asks for it, and Python 3.13 finds no modules from there. All threads
+            # move along until the start is over, but relative paths are of no use to them either.
+            folder = os.open(".", os.O_RDONLY)
+            undo.callback(os.close, folder)
+            undo.callback(os.fchdir, folder)
+            os.chdir("/")
         yield
-
-
-def _choose_interpreter(undo: contextlib.ExitStack) -> None:
-    """Have multiprocessing start Python even if ``sys.executable`` is another program."""
-    found = find_interpreter()
-    if found is not None:
-        undo.callback(spawn.set_executable, spawn.get_executable())
-        spawn.set_executable(found)
 
 
 def find_interpreter() -> str | None:
@@ -106,53 +120,6 @@ def find_interpreter() -> str | None:
         f"but sys.executable is {executable!r}, and {sys.prefix!r} has none. Set it with "
         'multiprocessing.set_executable("/path/to/python3"), or use a ThreadedStreamer'
     )
-
-
-def _allow_children(undo: contextlib.ExitStack) -> None:
-    """Let a daemonic process have children, as in a pool of multiprocessing or Celery.
-
-    multiprocessing refuses them since they could outlive it. Ours always end with their parent: see
-    ``worker_main.py``. Celery's pool replaces multiprocessing's process object by one of billiard,
-    whose key only billiard can pass to a child.
-    """
-    process: Any = multiprocessing.process
-    config = process.current_process()._config
-    undo.callback(config.update, dict(config))
-    if "daemon" in config:
-        config["daemon"] = False
-    if "authkey" in config:
-        config["authkey"] = process.AuthenticationString(config["authkey"])
-
-
-def _hide_main(undo: contextlib.ExitStack) -> None:
-    """Keep new processes from importing a main module that they cannot import."""
-    main = sys.modules["__main__"]
-    if hasattr(main, "__file__") and not is_importable("__main__"):
-        undo.callback(setattr, main, "__file__", main.__file__)
-        del main.__file__
-
-
-def _leave_removed_folder(undo: contextlib.ExitStack) -> None:
-    """Have new processes run in ``/`` if the folder of this one was removed, as of an old release.
-
-    multiprocessing asks for the folder. Only its answer is changed: to change the folder itself
-    would move all threads of the program. And Python 3.13 cannot look for modules there (-P).
-    """
-    try:
-        os.getcwd()
-        return
-    except FileNotFoundError:
-        pass
-    command: Callable[..., list[str]] = spawn.get_command_line
-
-    def safe_command(**names: Any) -> list[str]:
-        python, *others = command(**names)
-        return [python, "-P", *others] if "-c" in others else [python, *others]
-
-    here = vars(spawn)
-    undo.callback(here.update, os=os, get_command_line=command)
-    here["os"] = types.SimpleNamespace(**{**vars(os), "getcwd": lambda: "/"})
-    here["get_command_line"] = safe_command
 
 
 # -- the main module
