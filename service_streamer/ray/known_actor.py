@@ -53,7 +53,7 @@ class KnownActor(KnownWorker):
 
     def died(self) -> WorkerDied:
         """How it was lost, for the engine."""
-        if self.killed_for is not None or self.last_words is not None or self.loss is None:
+        if self.killed_for is not None or self.final_report is not None or self.loss is None:
             return self.obituary(self.exit_code, self.stacks)
         found, cause = self.loss
         error: StreamerError

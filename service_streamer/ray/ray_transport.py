@@ -136,10 +136,10 @@ class RayTransport(Transport):
             self._call(worker, done, "compute", frame(message))
         worker.last_sent = batch_id
 
-    def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
+    def tell(self, slot: int, what: int, batch_id: int) -> None:
         worker = self._workers.get(slot)
         if worker is not None and worker.has_steps:
-            self._take(worker, (what, batch_ids))
+            self._take(worker, (what, [batch_id]))
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         if self._timers:

@@ -46,16 +46,16 @@ from .memory.arena import Memory
 from .memory.memory_link import Memories, MemoryLink, SharedMemory
 from .model_spec import ModelSpec
 from .protocol import (
-    NUMBERS_SIZE,
+    PROGRESS_BYTES,
     FrameReader,
     FrameWriter,
     add_unwanted,
-    begun,
+    batches_in_progress,
     decode,
-    map_numbers,
+    map_progress,
 )
 from .stages import FORWARD, INTAKE
-from .starting import STACKS_SIGNAL, Placement, held_back, startable
+from .starting import STACKS_SIGNAL, Placement, hold_signals, startable
 from .transport import KnownWorker, Transport, WorkerDied, WorkerEvent
 from .worker_main import Boot, run_worker
 
@@ -69,10 +69,11 @@ _STOP_GRACE = 5.0
 #: How long a worker that hangs has to write down its stacks, seconds. It takes some milliseconds.
 _STACKS_GRACE = 0.5
 
-#: Bytes of a pipe. Memory is used for what is in it only. With 16 and 64 callers, payloads of 8 and
-#: 12 kB and this size give 1.07 to 1.27 times the calls of 64 kB, and 1 MiB up to 1.41 times. But a
-#: user has 64 MiB for all pipes (pipe-user-pages-soft), and beyond that new ones hold 8 kB only. So
-#: it is enough for 128 workers.
+#: Bytes of a pipe, so that it holds whole batches: else one side waits for the other in the midst
+#: of each. Memory is used for what is in it only. With 16 and 64 callers, payloads of 8 and 12 kB
+#: and this size give 1.07 to 1.27 times the calls of 64 kB, and 1 MiB up to 1.41 times. But a user
+#: has 64 MiB for all pipes (pipe-user-pages-soft), and beyond that new ones hold 8 kB only. So it
+#: is enough for 128 workers.
 _PIPE_SIZE = 1 << 18
 
 #: Enough for a hundred threads; a pipe does not hold more.
@@ -145,7 +146,7 @@ class ProcessTransport(Transport):
         try:
             worker.start(self._method, self._placement, worker_num, spec)
             self._selector.register(worker.responses, _READ, (worker, self._read))
-            self._selector.register(worker.death, _READ, (worker, self._lost))
+            self._selector.register(worker.death, _READ, (worker, self._on_death))
         except BaseException:
             del self._workers[slot]
             self._unwatch(worker.responses)
@@ -186,16 +187,16 @@ class ProcessTransport(Transport):
             worker.kill()
             raise
 
-    def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
+    def tell(self, slot: int, what: int, batch_id: int) -> None:
         worker = self._workers.get(slot)
-        if worker is not None and not worker.has_steps:
-            worker.drop(batch_ids)
-        elif worker is not None:
+        if worker is not None and worker.has_steps:
             try:
-                self._write(worker, pickle.dumps((what, batch_ids), pickle.HIGHEST_PROTOCOL))
+                self._write(worker, pickle.dumps((what, [batch_id]), pickle.HIGHEST_PROTOCOL))
             except BaseException:
                 worker.kill()
                 raise
+        elif worker is not None and (progress := worker.progress) is not None:
+            add_unwanted(progress, batch_id)
 
     def _write(self, worker: _WorkerProcess, frame: bytes) -> None:
         """Write a frame. Whoever is interrupted here kills the worker.
@@ -208,7 +209,7 @@ class ProcessTransport(Transport):
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         for worker in self._workers.values():
             timeout = worker.kill_if_overdue(timeout)
-            if worker.writer.has_rest is not worker.is_watched_for_room:
+            if bool(worker.writer.unwritten) is not worker.is_watched_for_room:
                 self._watch_for_room(worker)
         for key, _ in self._selector.select(0 if self._events else timeout):
             if key.data is None:
@@ -286,7 +287,7 @@ class ProcessTransport(Transport):
                 self._events += worker.events(decode(pickle.loads(frame)))
         except Exception as error:
             return self._give_up(worker, error)
-        if worker.last_words is not None:  # it ends by itself; an event says so when it has
+        if worker.final_report is not None:  # it ends by itself; an event says so when it has
             worker.end_gently(_STOP_GRACE)
         return True
 
@@ -297,14 +298,14 @@ class ProcessTransport(Transport):
         worker.kill()
         return False
 
-    def _lost(self, worker: _WorkerProcess) -> None:
+    def _on_death(self, worker: _WorkerProcess) -> None:
         """The worker is dead: what it had written still counts, then it is gone."""
         while worker.responses in self._selector.get_map() and self._read(worker):
             pass
         for descriptor in (worker.death, worker.responses, worker.requests):
             self._unwatch(descriptor)
         del self._workers[worker.slot]
-        self._events.append(worker.died(self.device(worker.place)))
+        self._events.append(worker.collect(self.device(worker.place)))
 
     def _unwatch(self, descriptor: int) -> None:
         with contextlib.suppress(KeyError):
@@ -344,11 +345,11 @@ class _WorkerProcess(KnownWorker):
         self._memories: Memories | None = None
         if memory is not None:
             self._memories, self.link = memory
-        self._progress: Memory | None = None
-        self._numbers: Any = None
+        self._progress_memory: Memory | None = None
+        self.progress: Any = None
         with contextlib.suppress(OSError):  # then all that it holds is suspect
-            self._progress = Memory(NUMBERS_SIZE)
-            self._numbers = map_numbers(self._progress)
+            self._progress_memory = Memory(PROGRESS_BYTES)
+            self.progress = map_progress(self._progress_memory)
         self._kill_at: float | None = None  # unless it has ended, on the monotonic clock
         self._grace = 0.0
         self._process: Any = None
@@ -363,8 +364,10 @@ class _WorkerProcess(KnownWorker):
         self._ends = requests, responses, self._stacks
         self._ends_of_child = for_requests, for_responses, for_stacks
         self.requests, self.responses = requests.fileno(), responses.fileno()
-        for pipe in (self.requests, self.responses):
-            _widen(pipe)
+        if hasattr(fcntl, "F_SETPIPE_SZ"):  # on Linux
+            for pipe in (self.requests, self.responses):
+                with contextlib.suppress(OSError):  # the user has too many already
+                    fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         for end in self._ends:
             os.set_blocking(end.fileno(), False)
         self.writer = FrameWriter(self.requests)
@@ -388,7 +391,7 @@ class _WorkerProcess(KnownWorker):
                 elif method == "spawn":
                     # Not within the block below: starting it lets signals through. It knows
                     # SIGTERM, but a SIGHUP would end it, if it were not held back from its start.
-                    with held_back():
+                    with hold_signals():
                         resource_tracker.ensure_running()
                 with placement.environment(self.place, worker_num) as variables:
                     boot = Boot(
@@ -397,7 +400,7 @@ class _WorkerProcess(KnownWorker):
                         variables,
                         self._memories,
                         placement.sharers(self.place, worker_num),
-                        self._progress,
+                        self._progress_memory,
                         starting.preparation and starting.preparation(),
                     )
                     # Not a daemon in multiprocessing's sense: those may not have children, which a
@@ -408,13 +411,13 @@ class _WorkerProcess(KnownWorker):
                         name=f"service_streamer {self._noun} {self.place}",
                         daemon=False,
                     )
-                    with held_back():
+                    with hold_signals():
                         self._process.start()
         finally:
             # The child has its own copies; with ours open there would be no end-of-file.
             for end in self._ends_of_child:
                 end.close()
-            self._memories = self._progress = None
+            self._memories = self._progress_memory = None
         if hasattr(os, "pidfd_open"):
             # Unlike multiprocessing's sentinel, a pipe whose other end a model's own child
             # processes may inherit, this tells the end of the worker itself.
@@ -430,13 +433,6 @@ class _WorkerProcess(KnownWorker):
             self._process.join()
             _forget(self._process)
         self._release()
-
-    def drop(self, batch_ids: list[int]) -> None:
-        """Nobody waits for these batches any more."""
-        numbers = self._numbers
-        if numbers is not None:
-            for batch_id in batch_ids:
-                add_unwanted(numbers, batch_id)
 
     def write(self, frame: bytes) -> bool:
         """Write or keep the frame; False if some is kept and the loop should flush it.
@@ -477,18 +473,18 @@ class _WorkerProcess(KnownWorker):
         if left > 0:
             return left if timeout is None else min(timeout, left)
         self._kill_at = None
-        self.kill()  # SIGTERM it leaves to us: see ``leave_to_parent``
+        self.kill()  # SIGTERM it leaves to us: see ``ignore_group_signals``
         if self.killed_for is None:
             name = str(self)  # or whoever keeps the record would keep all of us
             text = "%s did not end within %.1f s: it is killed"
             _log(logging.WARNING, text, name, self._grace)
         return timeout
 
-    def died(self, device: Device | None) -> WorkerDied:
+    def collect(self, device: Device | None) -> WorkerDied:
         """Collect the dead process; how it ended, for the engine."""
         # If its device failed, batches that had not come to the device do not count.
-        first = INTAKE if self.last_words is None else FORWARD
-        at = None if self._numbers is None else begun(self._numbers, first)
+        first = INTAKE if self.final_report is None else FORWARD
+        at = None if self.progress is None else batches_in_progress(self.progress, first)
         self._process.join()
         stacks = ""
         with contextlib.suppress(OSError):  # it wrote none, and another process has the pipe
@@ -513,21 +509,13 @@ class _WorkerProcess(KnownWorker):
     def _release(self) -> None:
         with self._write_lock:
             self.is_gone = True
-            self.writer.drop()
         if self.death >= 0:
             os.close(self.death)
         if self.link is not None:
             self.link.close()
-        self._kill_at = self._numbers = None
+        self._kill_at = self.progress = None
         for end in self._ends:
             end.close()
-
-
-def _widen(pipe: int) -> None:
-    """Let a pipe hold whole batches: else one side waits for the other in the midst of each."""
-    if hasattr(fcntl, "F_SETPIPE_SZ"):  # on Linux
-        with contextlib.suppress(OSError):  # the user has too many already
-            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
 
 
 def _forget(process: Any) -> None:

@@ -329,43 +329,34 @@ class FrameWriter:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._unwritten: deque[memoryview] = deque()
+        self.unwritten: deque[memoryview] = deque()  # for ``flush``
 
     def write(self, frame: bytes) -> bool:
         """Append a frame and write what the pipe takes; whether nothing is left to ``flush``."""
-        is_idle = not self._unwritten
+        is_idle = not self.unwritten
         header = len(frame).to_bytes(_HEADER_SIZE, "little")
         if len(frame) < _READ_SIZE:
-            self._unwritten.append(memoryview(header + frame))
+            self.unwritten.append(memoryview(header + frame))
         else:  # not copied
-            self._unwritten.extend((memoryview(header), memoryview(frame)))
+            self.unwritten.extend((memoryview(header), memoryview(frame)))
         return is_idle and self.flush()
 
     def flush(self) -> bool:
         """Write what the pipe takes now; whether nothing is left."""
-        unwritten = self._unwritten
+        unwritten = self.unwritten
         while unwritten:
             try:
                 count = os.write(self.descriptor, unwritten[0])
             except BlockingIOError:
                 return False
             except BrokenPipeError:
-                self.drop()
+                unwritten.clear()
                 break
             if count == len(unwritten[0]):
                 unwritten.popleft()
             else:
                 unwritten[0] = unwritten[0][count:]
         return True
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether something is kept, for ``flush``."""
-        return bool(self._unwritten)
-
-    def drop(self) -> None:
-        """Let go of what is kept."""
-        self._unwritten.clear()
 
 
 # -- the page of numbers
@@ -395,10 +386,10 @@ def is_unwanted(numbers: Sequence[int], number: int) -> bool:
 
 #: Bytes of the page: room for 8 thousand items in one call of a model of steps. Memory is used for
 #: what is written only.
-NUMBERS_SIZE = 1 << 16
+PROGRESS_BYTES = 1 << 16
 
 
-def map_numbers(memory: Memory) -> Any:
+def map_progress(memory: Memory) -> Any:
     """The numbers in memory of both processes. Each is written by one store, so none is torn.
 
     First come those that the parent writes, for ``is_unwanted``. Then a number for each stage: a
@@ -411,6 +402,6 @@ def map_numbers(memory: Memory) -> Any:
     return memoryview(memory.mapped()).cast("q")
 
 
-def begun(numbers: Any, first: int = 0) -> frozenset[int]:
+def batches_in_progress(numbers: Any, first: int = 0) -> frozenset[int]:
     """Ids of the batches that are in a stage from ``first`` on, or were when the worker ended."""
     return frozenset(number - 1 for number in numbers[UNWANTED + first :] if number)

@@ -42,8 +42,9 @@ MAIN = ("__main__", "__mp_main__")
 #: What workers that this process starts call first, asked for at each start; picklable.
 preparation: Callable[[], Callable[[], None]] | None = None
 
-#: Guards what is changed during a start: the environment, multiprocessing's executable, the daemon
-#: flag, the main module's file, the working directory.
+#: Guards what is changed during a start: the environment, in which another start's variables must
+#: not look like the user's, multiprocessing's executable, the daemon flag, the main module's file,
+#: the working directory.
 _lock = threading.RLock()
 
 
@@ -108,13 +109,13 @@ def find_interpreter() -> str | None:
     if is_python or getattr(sys, "frozen", False):  # a frozen program is its own interpreter
         return None
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    name = f"python{version}{sys.abiflags}"
     # The virtual environment's first.
     prefixes = sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix
-    for candidate in (*(os.path.join(prefix, "bin", name) for prefix in prefixes), name):
-        found = shutil.which(candidate)
-        if found is not None:
-            return found
+    folders = [os.path.join(prefix, "bin") for prefix in prefixes]
+    path = os.pathsep.join([*folders, os.environ.get("PATH", os.defpath)])
+    found = shutil.which(f"python{version}{sys.abiflags}", path=path)
+    if found is not None:
+        return found
     raise WorkerStartError(
         f"worker processes need a Python {version} interpreter, "
         f"but sys.executable is {executable!r}, and {sys.prefix!r} has none. Set it with "
@@ -126,10 +127,9 @@ def find_interpreter() -> str | None:
 
 
 def refuse_unguarded_main() -> None:
-    """In a child that is importing ``__main__`` again: end it silently; the parent says the rest.
+    """When a Streamer is built: end a child that imports ``__main__`` again. The parent says why.
 
-    Called when a Streamer is built. multiprocessing has its own check, of which every worker would
-    print a traceback of twenty lines.
+    multiprocessing has its own check, of which every worker would print twenty lines.
     """
     # Set by multiprocessing while a child prepares itself; there is no public name for it.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -204,15 +204,17 @@ class Placement:
 
     def __init__(self, options: WorkerOptions) -> None:
         self._cpu_threads = options.cpu_threads
-        with _lock:  # another streamer's start may be changing it
-            inherited = dict(os.environ)
-        visible = visible_gpus(inherited) if _concerns_gpus(options) else UNKNOWN_GPUS
+        devices = options.cuda_devices
+        if devices is None:
+            uses_gpus = options.most_workers > 1
+        else:
+            uses_gpus = isinstance(devices, str) or any(str(each) != "cpu" for each in devices)
+        with _lock:  # another streamer's start may be changing the environment
+            visible = visible_gpus() if uses_gpus else UNKNOWN_GPUS
         self._visible = visible
-        self._places = places(
-            options.cuda_devices, options.most_workers, visible, options.devices_per_worker
-        )
+        self._places = places(devices, options.most_workers, visible, options.devices_per_worker)
         count = visible.count or 0
-        if options.cuda_devices is None and options.most_workers > 1 and count > 1:
+        if devices is None and options.most_workers > 1 and count > 1:
             logger.warning(
                 "%d GPUs are visible, and each of the %d workers sees all of them: if the model "
                 "uses only the first GPU, all workers share it; cuda_devices=\"auto\" spreads them",
@@ -227,8 +229,9 @@ class Placement:
         """How many workers compute on each GPU that this one sees; empty if unknown."""
         return sharers(self._places, self._visible, place, worker_num)
 
-    def _variables(self, place: int, worker_num: int) -> dict[str, str | None]:
-        """Variables to set in a worker's environment; None removes one.
+    @contextlib.contextmanager
+    def environment(self, place: int, worker_num: int) -> Iterator[dict[str, str | None]]:
+        """Set a worker's variables in ``os.environ`` within the block, which is ``startable``.
 
         With "auto" the cores are divided among the workers: four workers that each use all cores
         are slower than one. Thread variables set by the user stay, and one for OpenMP counts for
@@ -243,29 +246,13 @@ class Placement:
             variables |= dict.fromkeys(_THREAD_VARIABLES, str(self._cpu_threads))
         if self._cpu_threads is not None and inherited.keys().isdisjoint(_WAIT_VARIABLES):
             variables |= _WAITS
-        return variables | allocator_variables(inherited)
-
-    @contextlib.contextmanager
-    def environment(self, place: int, worker_num: int) -> Iterator[dict[str, str | None]]:
-        """Set a worker's variables in ``os.environ`` within the block.
-
-        The lock also covers reading them: another start's variables must not look like the user's.
-        """
-        with _lock:
-            variables = self._variables(place, worker_num)
-            before = {name: os.environ.get(name) for name in variables}
-            set_environment(variables)
-            try:
-                yield variables
-            finally:
-                set_environment(before)
-
-
-def _concerns_gpus(options: WorkerOptions) -> bool:
-    devices = options.cuda_devices
-    if devices is None:
-        return options.most_workers > 1
-    return isinstance(devices, str) or any(str(device) != "cpu" for device in devices)
+        variables |= allocator_variables(inherited)
+        before = {name: inherited.get(name) for name in variables}
+        set_environment(variables)
+        try:
+            yield variables
+        finally:
+            set_environment(before)
 
 
 def limit_loaded_torch(variables: Mapping[str, str | None]) -> None:
@@ -299,10 +286,10 @@ _GROUP_SIGNALS = (*_LEFT_TO_PARENT, signal.SIGINT)
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
+def hold_signals() -> Iterator[None]:
     """Hold these signals back in this thread, and in a process that is started within the block.
 
-    So none of them ends a worker that has just been started, before ``leave_to_parent``. This
+    So none of them ends a worker that has just been started, before ``ignore_group_signals``. This
     thread gets them after the block, its process at once if another thread takes them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -314,7 +301,7 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def leave_to_parent() -> None:
+def ignore_group_signals() -> None:
     """In a worker, before the model is loaded: have these signals do nothing from now on.
 
     By a handler and not by ignoring them: what is ignored stays so in every program that the model
@@ -327,7 +314,7 @@ def leave_to_parent() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _do_nothing)
             signal.siginterrupt(number, False)  # nor should it disturb native code that waits
-    os.register_at_fork(after_in_child=_take_again)
+    os.register_at_fork(after_in_child=_restore_signals)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
 
 
@@ -335,7 +322,7 @@ def _do_nothing(*_: object) -> None:
     """The handler."""
 
 
-def _take_again() -> None:
+def _restore_signals() -> None:
     """In a process that the model has forked: its parent may end it."""
     for number in _LEFT_TO_PARENT:
         if signal.getsignal(number) is _do_nothing:

@@ -142,13 +142,12 @@ class Transport(ABC):
                 where these ended.
         """
 
-    def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:  # noqa: B027 - a hint
-        """Tell a worker about these batches. Never blocks.
+    def tell(self, slot: int, what: int, batch_id: int) -> None:  # noqa: B027 - a hint
+        """Tell a worker about a batch. Never blocks.
 
         Args:
-            what: ``DROP``: their callers have gone; each is answered all the same. Of a model of
-                steps also ``HOLD``: they are not to be stepped for a while. ``RESUME``: they are
-                again.
+            what: ``DROP``: its callers have gone; it is answered all the same. Of a model of steps
+                also ``HOLD``: it is not to be stepped for a while. ``RESUME``: it is again.
         """
 
     @abstractmethod
@@ -251,7 +250,7 @@ class KnownWorker:
         #: Any thread adds, the loop's removes.
         self.unanswered: dict[int, int] = {}
         self.last_sent = -1  # the id of the last batch that it was sent, or may have been
-        self.last_words: StartFailure | DeviceFailure | None = None  # it is about to end by itself
+        self.final_report: StartFailure | DeviceFailure | None = None  # then it ends by itself
         self.killed_for: str | None = None  # why it was ended by force, in words
         self.is_ready = self.wants_rows = self.has_steps = False
 
@@ -278,7 +277,7 @@ class KnownWorker:
             self.is_ready = True
             self.wants_rows, self.has_steps = message.wants_rows, message.places > 0
             return [message._replace(slot=self.slot)]
-        self.last_words = message
+        self.final_report = message
         return []
 
     def note_breach(self, error: Exception) -> None:
@@ -318,7 +317,7 @@ class KnownWorker:
         ``begun`` are the batches that it was at, None if that is not known; ``where`` is its
         device, to follow its name.
         """
-        said = self.last_words
+        said = self.final_report
         loss = Loss.CRASHED if self.is_ready else Loss.DIED_STARTING
         error: StreamerError
         if isinstance(said, StartFailure):
@@ -398,13 +397,12 @@ class ThreadTransport(Transport):
         worker.last_sent = batch_id
         put(message)
 
-    def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
+    def tell(self, slot: int, what: int, batch_id: int) -> None:
         worker = self._workers.get(slot)
         if worker is not None and worker.has_steps:
-            worker.batches.put((what, batch_ids))
+            worker.batches.put((what, [batch_id]))
         elif worker is not None:
-            for batch_id in batch_ids:
-                add_unwanted(worker.unwanted, batch_id)
+            add_unwanted(worker.unwanted, batch_id)
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         events: list[WorkerEvent] = []

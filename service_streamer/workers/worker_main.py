@@ -30,7 +30,7 @@ from ..errors import ModelError
 from ..gpu.accelerators import limit_memory
 from ..gpu.device_errors import DeviceFailed, Guard, is_out_of_memory
 from ..gpu.places import Place, check_torch, missing_gpu, set_environment, visible_gpus
-from ..managed_model import is_shown
+from ..managed_model import set_shown_device
 from ..observe.record import BatchReport, StepReport
 from ..reporting import summary
 from .codec import Codec
@@ -51,14 +51,20 @@ from .protocol import (
     StartFailure,
     WorkerReady,
     encode,
-    map_numbers,
+    map_progress,
 )
 from .runner import serve
 from .stages import FORWARD, Channel
-from .starting import STACKS_SIGNAL, leave_to_parent, limit_loaded_torch
+from .starting import STACKS_SIGNAL, ignore_group_signals, limit_loaded_torch
 
 if TYPE_CHECKING:
     from .preprocessing import PreprocessPool
+
+#: The advice about what is defined in the main module.
+_OF_MAIN = (
+    ". Workers import the main module under another name: define classes and functions outside of "
+    "`if __name__ == '__main__':`, or in a module of their own"
+)
 
 _FORK_RETURNED = (
     b"service_streamer: a process that the model has forked returned from the model, and ends; "
@@ -74,7 +80,7 @@ class Boot(NamedTuple):
     variables: dict[str, str | None]  # of its environment; None removes one
     memories: Memories | None = None  # what it shares with its parent
     sharers: tuple[int, ...] = ()  # workers on each GPU that it sees
-    numbers: Memory | None = None  # where it writes which batches it is at
+    progress: Memory | None = None  # where it writes which batches it is at
     prepare: Callable[[], None] | None = None  # called first
 
 
@@ -84,7 +90,7 @@ class CodedChannel(Channel):
     The subclasses carry the messages.
     """
 
-    #: Follows what is said of an item, or of a model, of which this process cannot import a part.
+    #: What to do if this process cannot import a part of an item or of a model.
     advice = ". Define it in a module that the worker can import"
 
     def __init__(self, codec: Codec, link: MemoryLink | None = None) -> None:
@@ -99,7 +105,9 @@ class CodedChannel(Channel):
 
     def advise(self, error: BaseException) -> str:
         """What to do about something that this process cannot import, to follow what is wrong."""
-        return self.advice if isinstance(error, (AttributeError, ImportError)) else ""
+        if not isinstance(error, (AttributeError, ImportError)):
+            return ""
+        return _OF_MAIN if "__mp_main__" in str(error) else self.advice
 
     def send(self, report: FromWorker) -> None:
         """Send a message of any kind. Any thread."""
@@ -208,7 +216,7 @@ def run_worker(boot: Boot, requests: Connection, responses: Connection, stacks: 
 
 
 def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:
-    leave_to_parent()
+    ignore_group_signals()
     os.set_blocking(stacks.fileno(), False)  # the parent reads it after our end only
     faulthandler.disable()  # or a forked child kept the handlers that Ray, say, put in its parent
     faulthandler.enable(stacks.fileno())
@@ -278,14 +286,6 @@ class _PipeChannel(CodedChannel):
     def is_waiting(self) -> bool:
         return bool(self._frames or self._poll.poll(0))
 
-    def advise(self, error: BaseException) -> str:
-        if isinstance(error, (AttributeError, ImportError)) and "__mp_main__" in str(error):
-            return (
-                ". Workers import the main module under another name: define classes and functions "
-                "outside of `if __name__ == '__main__':`, or in a module of their own"
-            )
-        return super().advise(error)
-
     def next_frame(self) -> Frame:
         self.check_owner()
         while not self._frames:
@@ -316,15 +316,8 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
         sys.exit(EXIT_START_FAILED)
     del pickled  # it may have many megabytes
     gc.freeze()  # or each full collection would go through all that the model has loaded
-    channel.send(
-        WorkerReady(
-            description=model.description,
-            places=model.places,
-            resumes=model.resumes,
-            wants_rows=model.wants_rows,
-        )
-    )
-    numbers = None if boot.numbers is None else map_numbers(boot.numbers)
+    channel.send(WorkerReady(-1, model.description, model.places, model.resumes, model.wants_rows))
+    numbers = None if boot.progress is None else map_progress(boot.progress)
     try:
         if numbers is None or len(numbers) < UNWANTED + FORWARD + model.places:
             serve(channel, model)
@@ -352,7 +345,7 @@ def _load(
     problem = missing_gpu(place, visible_gpus()) if place.needs_gpu else ""
     if problem:  # the model would silently run on the CPU
         raise RuntimeError(f'{problem}; name an available device, or "cpu"')
-    is_shown(place.gpu_id)
+    set_shown_device(place.gpu_id)
     pool = None
     if spec.preprocess_options is not None:
         from .preprocessing import PreprocessPool  # others need neither it nor what it imports
