@@ -188,10 +188,10 @@ class ModelSpec:
 
     def measure_of(self, managed: ManagedModel | None) -> Measure | None:
         """How a worker finds out what items cost; None where each counts one."""
-        is_class_s = self.has_lengths and self.measure is None
-        if managed is None or not is_class_s or find_length(type(managed)) is None:
+        if managed is None or self.measure is not None or not self.has_lengths:
             return self.measure
-        return Measure(getattr(managed, "length", None))
+        is_known = find_length(type(managed)) is not None
+        return Measure(getattr(managed, "length", None)) if is_known else None
 
 
 def _description(model: ManagedModel) -> dict[str, Any] | None:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import multiprocessing.connection
 import multiprocessing.process
 import os
 import pickle
@@ -35,6 +34,7 @@ import threading
 import time
 import weakref
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from ..options.checks import Device
@@ -123,16 +123,14 @@ class ProcessTransport(Transport):
         self._workers: dict[int, _WorkerProcess] = {}
         #: Each descriptor with its worker, and what to call with that when it is ready.
         self._selector = selectors.DefaultSelector()
-        self._wakeup_reader, self._wakeup_writer = os.pipe()
-        os.set_blocking(self._wakeup_reader, False)
-        os.set_blocking(self._wakeup_writer, False)
-        self._selector.register(self._wakeup_reader, _READ)
-        self._is_closed = False
+        ends = Pipe(duplex=False)
+        for end in ends:
+            os.set_blocking(end.fileno(), False)
+        self._selector.register(ends[0], _READ)
+        #: By which other threads wake the loop; None when it is closed.
+        self._wakeup: tuple[Connection, Connection] | None = ends
         #: What ``wait`` has found and not returned: an exception may come in between.
         self._events: list[WorkerEvent] = []
-        # So that wakeup never writes to a reused descriptor. Reentrant, since a finalizer that runs
-        # within it may wake us too.
-        self._close_lock = threading.RLock()
         _transports.add(self)
 
     def device(self, place: int) -> Device | None:
@@ -214,7 +212,7 @@ class ProcessTransport(Transport):
         for key, _ in self._selector.select(0 if self._events else timeout):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(self._wakeup_reader, 4096)
+                    os.read(key.fd, 4096)
                 continue
             worker, react = key.data
             if not worker.is_gone:  # else two of its descriptors were ready, and one was enough
@@ -223,11 +221,11 @@ class ProcessTransport(Transport):
         return events
 
     def wakeup(self) -> None:
-        with self._close_lock:
-            if not self._is_closed:
-                # A full pipe wakes the loop as well as one more byte would.
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._wakeup_writer, b"\0")
+        ends = self._wakeup  # held here, so that no descriptor is closed or reused meanwhile
+        if ends is not None:
+            # A full pipe wakes the loop as well as one more byte would.
+            with contextlib.suppress(BlockingIOError):
+                os.write(ends[1].fileno(), b"\0")
 
     def stop(self, slot: int) -> None:
         worker = self._workers.get(slot)
@@ -240,14 +238,13 @@ class ProcessTransport(Transport):
             worker.end_by_force(why)
 
     def close(self, grace: float) -> None:
-        if self._is_closed:
+        if self._wakeup is None:
             return
         for worker in self._workers.values():
             worker.end_gently(grace)
         while self._workers:
             self.wait(None)  # what still comes back has no caller any more
-        with self._close_lock:
-            self._release()
+        self._release()
         _transports.discard(self)  # now that a fork has nothing to let go of
 
     def abandon_in_forked_child(self) -> None:
@@ -261,10 +258,8 @@ class ProcessTransport(Transport):
         self._release()
 
     def _release(self) -> None:
-        self._is_closed = True
         self._selector.close()
-        os.close(self._wakeup_reader)
-        os.close(self._wakeup_writer)
+        self._wakeup = None  # closed when no thread holds it any more
         self.memory.close()
         if self.codec is not None:
             self.codec.close()
@@ -358,9 +353,9 @@ class _WorkerProcess(KnownWorker):
         self.death = -1  # a descriptor that is readable when the process has ended
         # Reentrant: a finalizer of a user's, which makes a call, may run while the loop flushes.
         self._write_lock = threading.RLock()
-        for_requests, requests = multiprocessing.connection.Pipe(duplex=False)
-        responses, for_responses = multiprocessing.connection.Pipe(duplex=False)
-        self._stacks, for_stacks = multiprocessing.connection.Pipe(duplex=False)
+        for_requests, requests = Pipe(duplex=False)
+        responses, for_responses = Pipe(duplex=False)
+        self._stacks, for_stacks = Pipe(duplex=False)
         self._ends = requests, responses, self._stacks
         self._ends_of_child = for_requests, for_responses, for_stacks
         self.requests, self.responses = requests.fileno(), responses.fileno()
