@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
@@ -213,10 +214,8 @@ def _description(model: ManagedModel) -> dict[str, Any] | None:
 
 def import_model(path: str) -> Any:
     """Import ``"package.module:Name"``; dots in Name reach into classes."""
-    module_name, _, name = path.partition(":")
-    model: Any = importlib.import_module(module_name)
-    for part in name.split("."):
-        model = getattr(model, part)
+    module, _, name = path.partition(":")
+    model: Any = operator.attrgetter(name)(importlib.import_module(module))
     check_model(model)
     return model
 

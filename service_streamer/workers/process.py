@@ -47,6 +47,7 @@ from .memory.memory_link import Memories, MemoryLink, SharedMemory
 from .model_spec import ModelSpec
 from .protocol import (
     PROGRESS_BYTES,
+    UNWANTED,
     FrameReader,
     FrameWriter,
     add_unwanted,
@@ -193,8 +194,8 @@ class ProcessTransport(Transport):
             except BaseException:
                 worker.kill()
                 raise
-        elif worker is not None and (progress := worker.progress) is not None:
-            add_unwanted(progress, batch_id)
+        elif worker is not None:
+            add_unwanted(worker.progress, batch_id)
 
     def _write(self, worker: _WorkerProcess, frame: bytes) -> None:
         """Write a frame. Whoever is interrupted here kills the worker.
@@ -341,8 +342,8 @@ class _WorkerProcess(KnownWorker):
         if memory is not None:
             self._memories, self.link = memory
         self._progress_memory: Memory | None = None
-        self.progress: Any = None
-        with contextlib.suppress(OSError):  # then all that it holds is suspect
+        self.progress: Any = [0] * UNWANTED
+        with contextlib.suppress(OSError):  # without it, all that the worker holds is suspect
             self._progress_memory = Memory(PROGRESS_BYTES)
             self.progress = map_progress(self._progress_memory)
         self._kill_at: float | None = None  # unless it has ended, on the monotonic clock
@@ -479,19 +480,19 @@ class _WorkerProcess(KnownWorker):
         """Collect the dead process; how it ended, for the engine."""
         # If its device failed, batches that had not come to the device do not count.
         first = INTAKE if self.final_report is None else FORWARD
-        at = None if self.progress is None else batches_in_progress(self.progress, first)
+        at = batches_in_progress(self.progress, first) or None
         self._process.join()
         stacks = ""
         with contextlib.suppress(OSError):  # it wrote none, and another process has the pipe
             stacks = os.read(self._stacks.fileno(), _STACKS_SIZE).decode(errors="replace")
+        exit_code: int | None = self._process.exitcode
         # Not closed: another thread may join it at this time, as multiprocessing does at the exit
         # of the interpreter, and a closed one raises ValueError there. Nor can one be closed that
         # somebody else has collected, as gevent does, so that it seems alive.
-        exit_code: int | None = self._process.exitcode
         _forget(self._process)
         self._release()
         where = "" if device is None else f" on device {device}"
-        return self.obituary(exit_code, stacks, at or None, where)
+        return self.obituary(exit_code, stacks, at, where)
 
     def abandon_in_forked_child(self) -> None:
         """Let go of a process that is not this one's child."""
@@ -508,7 +509,6 @@ class _WorkerProcess(KnownWorker):
             os.close(self.death)
         if self.link is not None:
             self.link.close()
-        self._kill_at = self.progress = None
         for end in self._ends:
             end.close()
 

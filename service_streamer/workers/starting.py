@@ -74,11 +74,9 @@ def startable() -> Iterator[None]:
         # Celery's, since they could outlive it. Ours always end with their parent. And Celery's
         # pool puts a process object of billiard there, whose key only billiard can pass on.
         config = process.current_process()._config
-        undo.callback(config.update, dict(config))
-        if "daemon" in config:
-            config["daemon"] = False
-        if "authkey" in config:
-            config["authkey"] = process.AuthenticationString(config["authkey"])
+        undo.callback(config.update, {"daemon": False, **config})
+        key = process.AuthenticationString(config["authkey"])
+        config.update(daemon=False, authkey=key)
         main = sys.modules["__main__"]
         if hasattr(main, "__file__") and not is_importable("__main__"):
             undo.callback(setattr, main, "__file__", main.__file__)
