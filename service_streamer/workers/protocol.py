@@ -63,8 +63,6 @@ _BLAMES_INPUT = (InvalidInput, UnpicklableItem, BadMessage)
 EXIT_START_FAILED = 3
 EXIT_FORK_RETURNED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_DEVICE_FAILED = 74  # EX_IOERR
-EXIT_UNGUARDED_MAIN = 78  # EX_CONFIG of sysexits.h
-EXIT_NO_FREEZE_SUPPORT = 79
 
 Frame = bytes | bytearray | memoryview
 

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import WorkerStartError
 from ..gpu.accelerators import allocator_variables
 from ..gpu.places import UNKNOWN_GPUS, Place, places, set_environment, sharers, visible_gpus
-from .protocol import EXIT_NO_FREEZE_SUPPORT, EXIT_UNGUARDED_MAIN
 
 if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
     from ..options.table import WorkerOptions
@@ -124,6 +123,23 @@ def find_interpreter() -> str | None:
 # -- the main module
 
 
+_EXIT_UNGUARDED_MAIN = 78  # EX_CONFIG of sysexits.h
+_EXIT_NO_FREEZE_SUPPORT = 79
+
+#: What is wrong with the main module, by the exit code of the worker; a retry would fail too.
+MAIN_FAILURES = {
+    _EXIT_UNGUARDED_MAIN: (
+        "the Streamer is built while the main module is imported, and every worker imports "
+        "that module again: build it under `if __name__ == '__main__':`, or in a function "
+        "that only the web process calls"
+    ),
+    _EXIT_NO_FREEZE_SUPPORT: (
+        "this is a frozen program, which every worker runs again: call "
+        "multiprocessing.freeze_support() first under `if __name__ == '__main__':`"
+    ),
+}
+
+
 def refuse_unguarded_main() -> None:
     """When a Streamer is built: end a child that imports ``__main__`` again. The parent says why.
 
@@ -131,11 +147,11 @@ def refuse_unguarded_main() -> None:
     """
     # Set by multiprocessing while a child prepares itself; there is no public name for it.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(EXIT_UNGUARDED_MAIN)
+        sys.exit(_EXIT_UNGUARDED_MAIN)
     # What multiprocessing starts a frozen program with, as PyInstaller makes it. Without
     # freeze_support() the program runs anew in every worker, and would start workers of its own.
     if sys.argv[1:2] == ["--multiprocessing-fork"]:
-        sys.exit(EXIT_NO_FREEZE_SUPPORT)
+        sys.exit(_EXIT_NO_FREEZE_SUPPORT)
 
 
 def has_main() -> bool:

@@ -26,8 +26,6 @@ from .codec import Codec
 from .memory.memory_link import MemoryLink
 from .model_spec import ModelSpec
 from .protocol import (
-    EXIT_NO_FREEZE_SUPPORT,
-    EXIT_UNGUARDED_MAIN,
     UNWANTED,
     Breach,
     DeviceFailure,
@@ -39,6 +37,7 @@ from .protocol import (
 )
 from .runner import serve
 from .stages import Channel
+from .starting import MAIN_FAILURES
 
 _log = quiet_log(__name__)
 
@@ -202,20 +201,6 @@ class Transport(ABC):
 # -- what is known of a worker that is elsewhere
 
 
-#: Errors of the main module by exit code; a retry would fail too.
-_MAIN_FAILURES = {
-    EXIT_UNGUARDED_MAIN: (
-        "the Streamer is built while the main module is imported, and every worker imports "
-        "that module again: build it under `if __name__ == '__main__':`, or in a function "
-        "that only the web process calls"
-    ),
-    EXIT_NO_FREEZE_SUPPORT: (
-        "this is a frozen program, which every worker runs again: call "
-        "multiprocessing.freeze_support() first under `if __name__ == '__main__':`"
-    ),
-}
-
-
 _LIKELY_CAUSES: dict[int, str] = {
     signal.SIGKILL: " (perhaps out of memory, or killed by a user)",
     signal.SIGSEGV: " (a crash in native code)",
@@ -339,8 +324,8 @@ class KnownWorker:
             )
         elif self.is_ready:
             error = WorkerLost(f"{self} died: {_diagnose(exit_code)}")
-        elif exit_code in _MAIN_FAILURES:
-            error, loss = WorkerStartError(_MAIN_FAILURES[exit_code]), Loss.START_FAILED
+        elif exit_code in MAIN_FAILURES:
+            error, loss = WorkerStartError(MAIN_FAILURES[exit_code]), Loss.START_FAILED
         else:
             why = _diagnose(exit_code)
             if exit_code == 1:  # Python's after an exception; the model's would be reported
