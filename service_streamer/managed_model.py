@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections import UserDict
@@ -288,12 +289,9 @@ def find_length(model: type, name: str = "length") -> object | None:
 
     The name is a common one: a class attribute that is no method is something else.
     """
-    for owner in model.__mro__:
-        if name in vars(owner):
-            found: object = vars(owner)[name]
-            is_method = isinstance(found, (staticmethod, classmethod)) or callable(found)
-            return found if is_method else None
-    return None
+    found: object = inspect.getattr_static(model, name, None)
+    is_method = isinstance(found, (staticmethod, classmethod)) or callable(found)
+    return found if is_method else None
 
 
 #: Values that the parts of a batch may have in common.
@@ -356,7 +354,7 @@ def _concatenate_of(part: Any) -> Callable[[list[Any]], Any] | None:
 _shown: int | str | None = None
 
 
-def is_shown(gpu_id: int | str | None) -> None:
+def set_shown_device(gpu_id: int | str | None) -> None:
     """In a worker: this device is the one that the environment shows already.
 
     Its number is one of the parent's, who may see a part of the GPUs: it must not be set as it is.

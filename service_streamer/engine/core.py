@@ -86,8 +86,7 @@ class WorkerOutbox:
         self, message: BatchRecord | tuple[int, int], transport: Transport, batcher: Batcher
     ) -> None:
         if isinstance(message, tuple):
-            what, batch_id = message
-            transport.tell(self._slot, what, [batch_id])
+            transport.tell(self._slot, *message)
         elif batcher.has_steps and message.spans and message.spans[0][0].is_stream:
             transport.send(self._slot, message.id, message.payloads, is_stream=True)
         elif message.calls > 1 and batcher.isolates_errors:

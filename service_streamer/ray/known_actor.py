@@ -10,8 +10,7 @@ from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
 from ..supervision.restarts import Loss
 from ..workers.protocol import Failure, decode
-from ..workers.transport import WorkerDied, WorkerEvent
-from ..workers.worker_process import KnownWorker
+from ..workers.transport import KnownWorker, WorkerDied, WorkerEvent
 from .apart import Frame, unframed
 from .clock import RemoteClock
 from .cluster import Actor
@@ -54,7 +53,7 @@ class KnownActor(KnownWorker):
 
     def died(self) -> WorkerDied:
         """How it was lost, for the engine."""
-        if self.killed_for is not None or self.device_failure is not None or self.loss is None:
+        if self.killed_for is not None or self.final_report is not None or self.loss is None:
             return self.obituary(self.exit_code, self.stacks)
         found, cause = self.loss
         error: StreamerError

@@ -72,13 +72,12 @@ class RayTransport(Transport):
         self._cluster = cluster
         self._request = request
         self._start_actor = cluster.workers(request)
-        self._codec: Codec | None = None
         if isinstance(spec, bytes):
             self._spec = cluster.put(spec)
         else:
             by_value = RayByValue()
             self._spec = cluster.put(encode_spec(spec, by_value))
-            self._codec = Codec(ApartStore(), by_value)
+            self.codec = Codec(ApartStore(), by_value)
         sharers = (math.floor(1 / request.num_gpus + 1e-9),) if 0 < request.num_gpus < 1 else ()
         place = UNPLACED._replace(gpu_id=0 if request.num_gpus else None)
         # Ray leaves a worker without a GPU all those of its node.
@@ -94,12 +93,6 @@ class RayTransport(Transport):
         self._has_left = False
         left = functools.partial(self._happened.put, self._disconnected)
         self._stop_watching = cluster.when_left(left)
-
-    def encode(self, items: Sequence[Any]) -> list[Any]:
-        return list(items) if self._codec is None else self._codec.encode_items(items)
-
-    def decode(self, outputs: list[Any]) -> list[Any]:
-        return outputs if self._codec is None else self._codec.decode_outputs(outputs)
 
     def device(self, place: int) -> Device | None:
         """The GPUs that Ray has given to it, with their host; None if it has none, or no place."""
@@ -143,10 +136,10 @@ class RayTransport(Transport):
             self._call(worker, done, "compute", frame(message))
         worker.last_sent = batch_id
 
-    def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
+    def tell(self, slot: int, what: int, batch_id: int) -> None:
         worker = self._workers.get(slot)
         if worker is not None and worker.has_steps:
-            self._take(worker, (what, batch_ids))
+            self._take(worker, (what, [batch_id]))
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         if self._timers:
@@ -398,8 +391,6 @@ class RayTransport(Transport):
         if worker.is_gone:
             return
         self._forget(worker)
-        if worker.start_failure is not None:
-            return  # that has been said
         self._events.append(worker.died())
 
     def _forget(self, worker: KnownActor) -> None:

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,69 +27,53 @@ Predict = Callable[[Any], Any]
 
 
 class LoadedModel:
-    """A model in its worker, and what the worker has learned of it.
-
-    Attributes:
-        predict: computes a batch, with all its stages.
-        preprocess, postprocess: the stages around ``forward``; None where it has none.
-        forward: computes a batch between them; where there are no stages it is ``predict``.
-        description: what the model says of itself; None if it says nothing.
-        name: of the function that returns results, for messages.
-        out_of_memory_errors: what it raises for a batch that is too large, besides torch's.
-        may_rerun: whether items may be computed again after such an error.
-        ceiling: how much it is given at once.
-        measure: says what items cost, for the ceiling; None where each counts one.
-        stack: whether they are given to it as the rows of an array.
-        guard: looks at what it raises; set where an error may end the process.
-        view: see ``stacking``; set likewise.
-        managed: the ManagedModel, if it is one.
-        moves_to_cpu: whether results on another device can not be handed out; set likewise.
-        keeps_outputs: whether ``forward`` was seen to return memory that the model keeps, and may
-            write to in the next call.
-        columns: how many arrays of a row per item it was seen to return in place of results; 0 for
-            none.
-        places: how many states a model of steps has at once; 0 for a model without steps.
-        max_cost: the most that these may cost together, by the model's ``cost``.
-    """
+    """A model in its worker, and what the worker has learned of it."""
 
     def __init__(
         self, spec: ModelSpec, predict: Predict, managed: ManagedModel | None = None
     ) -> None:
-        self.predict = predict
-        self.managed = managed
-        self.places = 0
-        self.description: dict[str, Any] | None = None
+        self.predict = predict  # a batch, with all its stages
+        self.managed = managed  # None for a function
+        self.places = 0  # how many states a model of steps has at once; 0 for other models
+        self.max_cost = spec.max_batch_cost  # of these together
+        self.description: dict[str, Any] | None = None  # what the model says of itself, if anything
+        #: What it raises for a batch that is too large, besides the errors of torch and others.
         self.out_of_memory_errors: Named = ()
-        if managed is not None:
-            self.places = spec.batch_size if has_steps(type(managed)) else 0
-            self.description = _description(managed)
-            self.out_of_memory_errors = check_named(
-                managed.out_of_memory_errors, f"{describe(type(managed))}.out_of_memory_errors"
-            )
-        if self.places and self.description is not None:  # for services beyond a broker
-            self.description["steps"] = True
+        # The stages, where there are any; else ``forward`` is ``predict``.
+        self.forward = predict
         self.preprocess: Predict | None = None
         self.postprocess: Predict | None = None
-        self.forward = predict
-        last = predict
-        if managed is not None and has_stages(type(managed)):
-            self.forward = last = managed.forward
-            if type(managed).preprocess is not ManagedModel.preprocess:
-                self.preprocess = managed.preprocess
-            if type(managed).postprocess is not ManagedModel.postprocess:
-                self.postprocess = last = managed.postprocess
-        self.name = describe(last)
-        self.may_rerun = spec.may_rerun
-        self.ceiling = Ceiling()
-        self.guard = Guard()
-        self.measure = spec.measure_of(managed)
-        # Of the class: an attribute of the object, or what is not True, is the user's own.
+        if managed is not None:
+            kind = type(managed)
+            self.description = _description(managed)
+            self.out_of_memory_errors = check_named(
+                managed.out_of_memory_errors, f"{describe(kind)}.out_of_memory_errors"
+            )
+            if has_steps(kind):
+                self.places = spec.batch_size
+                if self.description is not None:  # for services beyond a broker
+                    self.description["steps"] = True
+            elif has_stages(kind):
+                self.forward = managed.forward
+                if kind.preprocess is not ManagedModel.preprocess:
+                    self.preprocess = managed.preprocess
+                if kind.postprocess is not ManagedModel.postprocess:
+                    self.postprocess = managed.postprocess
+        self.name = describe(self.postprocess or self.forward)  # what returns results
+        self.may_rerun = spec.may_rerun  # items, after an error for lack of memory
+        self.ceiling = Ceiling()  # how much it is given at once
+        self.measure = spec.measure_of(managed)  # what items cost; None where each counts one
+        #: Whether items are given to it as the rows of an array. Asked of the class: an attribute
+        #: of the object, or what is not True, is the user's own.
         self.stack = getattr(type(managed), "stack", None) is True
-        self.view: View | None = None
-        self.moves_to_cpu = False
+        # A worker process sets the next three.
+        self.guard = Guard()  # looks at what it raises
+        self.view: View | None = None  # see ``stacking``
+        self.moves_to_cpu = False  # whether results on another device can not be handed out
+        #: Whether ``forward`` was seen to return memory that its next call may write to.
         self.keeps_outputs = False
+        #: How many arrays of a row per item it was seen to return in place of results; 0 for none.
         self.columns = 0
-        self.max_cost = spec.max_batch_cost
 
     def lengths(self, items: Sequence[Any]) -> list[float] | None:
         """What the items cost; None where each counts one."""
@@ -122,15 +107,10 @@ class LoadedModel:
 
 
 class Wrapper(ManagedModel):
-    """A model that loads another one, and may leave the rest to that.
+    """A model that loads another one, and may leave the rest to that."""
 
-    Attributes:
-        wants_rows: whether it makes rows of its items by itself, so that they should lie so.
-        view: see ``stacking``; set in a worker process.
-    """
-
-    wants_rows: bool = False
-    view: View | None = None
+    wants_rows: bool = False  # whether it makes rows of its items by itself: see ``LoadedModel``
+    view: View | None = None  # see ``stacking``; set in a worker process
 
     def unwrapped(self) -> ManagedModel:
         """What is called once it is loaded."""
@@ -139,19 +119,7 @@ class Wrapper(ManagedModel):
 
 @dataclass(eq=False)
 class ModelSpec:
-    """What a worker loads: a ManagedModel subclass, a function, or where to import one of them.
-
-    Args:
-        args, kwargs: of ``init_model`` and ``init_preprocess``.
-        may_rerun: whether items may be computed again after an out-of-memory error. If not, it is
-            the error of those that were computed at once, and the worker only learns from it.
-        codec: what items come encoded with and results are to go encoded with; None pickles them.
-        has_lengths: whether the web process knows what items cost.
-        measure: how, if it is not the model's class that says it.
-        preprocess_options: of the worker's preprocess processes; None for none.
-        batch_size: how many states a model of steps has at once.
-        max_batch_cost: the most that these may cost together.
-    """
+    """What a worker loads: a ManagedModel subclass, a function, or where to import one of them."""
 
     #: What is said of a result that cannot be encoded.
     cannot_send = "the result, of type {kind}, cannot be sent from the worker"
@@ -159,16 +127,18 @@ class ModelSpec:
     cannot_load = "a result cannot be unpickled in the web process"
 
     model: Any
-    args: Sequence[Any] = ()
+    args: Sequence[Any] = ()  # of ``init_model`` and ``init_preprocess``
     kwargs: Mapping[str, Any] | None = None
     _: KW_ONLY
+    #: Whether items may be computed again after an out-of-memory error. If not, it is the error of
+    #: those that were computed at once, and the worker only learns from it.
     may_rerun: bool = True
-    codec: Codec | None = None
-    has_lengths: bool = False
-    measure: Measure | None = None
-    preprocess_options: WorkerOptions | None = None
-    batch_size: int = 1
-    max_batch_cost: float = math.inf
+    codec: Codec | None = None  # of items and results on their way; None pickles them
+    has_lengths: bool = False  # whether the web process knows what items cost
+    measure: Measure | None = None  # how, if it is not the model's class that says it
+    preprocess_options: WorkerOptions | None = None  # of preprocess processes; None for none
+    batch_size: int = 1  # how many states a model of steps has at once
+    max_batch_cost: float = math.inf  # of these together
 
     def __post_init__(self) -> None:
         # Copies: a worker that is started again loads the model as the first one did.
@@ -182,11 +152,7 @@ class ModelSpec:
     ) -> LoadedModel:
         """The model, ready to ``serve``. Raises whatever importing and loading raise.
 
-        Args:
-            attach: called with the model when that is loaded, if it is a ManagedModel.
-
-        Raises:
-            TypeError: its ``out_of_memory_errors`` is no tuple of exception classes and texts.
+        ``attach`` gets the model when that is loaded, if it is a ManagedModel.
         """
         model = self.model
         if isinstance(model, str):
@@ -197,8 +163,15 @@ class ModelSpec:
             model = owner._variant(*self.args, **kwargs)
             if self.preprocess_options is not None and not has_stages(model):
                 model = owner  # the variant has nothing to run in preprocess processes
-            if isinstance(self.model, str) and not self.has_lengths and not has_steps(model):
-                self._warn_of_length(owner)
+            is_unread = isinstance(self.model, str) and not self.has_lengths
+            if is_unread and not has_steps(model) and find_length(owner) is not None:
+                _log(
+                    logging.WARNING,
+                    "%s.length is not used: the web process does not import a model that is named "
+                    'by a string. Set length="%s.length" (--length %s.length), which the web '
+                    "process imports, or name a function in a lighter module",
+                    describe(owner), self.model, self.model,
+                )  # fmt: skip
             managed: ManagedModel = model(gpu_id)
             if has_stages(model):
                 managed.init_preprocess(*self.args, **kwargs)
@@ -214,22 +187,12 @@ class ModelSpec:
             )
         return LoadedModel(self, model)
 
-    def _warn_of_length(self, model: type[ManagedModel]) -> None:
-        if find_length(model) is not None:
-            _log(
-                logging.WARNING,
-                "%s.length is not used: the web process does not import a model that is named by a "
-                'string. Set length="%s.length" (--length %s.length), which the web process '
-                "imports, or name a function in a lighter module",
-                describe(model), self.model, self.model,
-            )  # fmt: skip
-
     def measure_of(self, managed: ManagedModel | None) -> Measure | None:
         """How a worker finds out what items cost; None where each counts one."""
-        is_class_s = self.has_lengths and self.measure is None
-        if managed is None or not is_class_s or find_length(type(managed)) is None:
+        if managed is None or self.measure is not None or not self.has_lengths:
             return self.measure
-        return Measure(getattr(managed, "length", None))
+        is_known = find_length(type(managed)) is not None
+        return Measure(getattr(managed, "length", None)) if is_known else None
 
 
 def _description(model: ManagedModel) -> dict[str, Any] | None:
@@ -251,26 +214,26 @@ def _description(model: ManagedModel) -> dict[str, Any] | None:
 
 def import_model(path: str) -> Any:
     """Import ``"package.module:Name"``; dots in Name reach into classes."""
-    module_name, _, name = path.partition(":")
-    model: Any = importlib.import_module(module_name)
-    for part in name.split("."):
-        model = getattr(model, part)
+    module, _, name = path.partition(":")
+    model: Any = operator.attrgetter(name)(importlib.import_module(module))
     check_model(model)
     return model
 
 
 def check_model(model: Any) -> None:
-    """Refuse what no worker could run.
-
-    Raises:
-        TypeError: it is neither a complete ManagedModel subclass nor a callable.
-    """
+    """Raises TypeError: it is neither a complete ManagedModel subclass nor a callable."""
     if isinstance(model, type):
         if not issubclass(model, ManagedModel):
             raise TypeError(f"{describe(model)} is a class but no subclass of ManagedModel")
         missing = sorted(getattr(model, "__abstractmethods__", ()))
         if model.predict is ManagedModel.predict and not has_stages(model):
-            missing += _missing_steps(model)
+            starts, steps = model.start is not ManagedModel.start, has_steps(model)
+            if not (starts or steps):
+                missing.append("predict or forward")
+            elif not starts:
+                missing.append("start, as a model with step must")
+            elif not steps:
+                missing.append("step, as a model with start must")
         if missing:
             raise TypeError(f"{describe(model)} does not define {' and '.join(missing)}")
     elif isinstance(model, ManagedModel):
@@ -286,15 +249,8 @@ def check_model(model: Any) -> None:
 
 
 def check_preprocess(model: Any) -> None:
-    """Refuse a model that has nothing to run in preprocess processes.
-
-    Args:
-        model: as it was given; of one that is named by a string nothing is known yet.
-
-    Raises:
-        TypeError: it does not define ``preprocess`` and ``forward``.
-    """
-    if isinstance(model, str):
+    """Raises TypeError: the model has nothing to run in preprocess processes."""
+    if isinstance(model, str):  # nothing is known of it yet
         return
     has_preprocess = (
         isinstance(model, type)
@@ -307,17 +263,6 @@ def check_preprocess(model: Any) -> None:
             "preprocess_workers needs a ManagedModel subclass that defines preprocess and forward "
             f"in place of predict, which {describe(model)} does not"
         )
-
-
-def _missing_steps(model: type[ManagedModel]) -> list[str]:
-    """What a class without ``predict`` and ``forward`` lacks to be a model of steps, or at all."""
-    starts = model.start is not ManagedModel.start
-    if not starts and not has_steps(model):
-        return ["predict or forward"]
-    missing = [] if starts else ["start, as a model with step must"]
-    if not has_steps(model):
-        missing.append("step, as a model with start must")
-    return missing
 
 
 def describe(model: Any) -> str:

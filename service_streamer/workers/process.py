@@ -10,8 +10,8 @@
 A queue here is a one-way pipe with frames on it. No locks, no semaphores, no feeder threads:
 nothing that a dying process could keep, and nothing that works differently under gevent. The
 parent's ends do not block, so no worker can hold up the web process (what a pipe does not take
-stays in the slot's writer until the loop finds room); a worker's ends do block, and may, since the
-parent always reads.
+stays in the worker's writer until the loop finds room); a worker's ends do block, and may, since
+the parent always reads.
 
 How ends are noticed: the parent sees a worker die through its process descriptor and reads the
 response pipe to its end before it says so; a worker sees its parent die by end-of-file on the
@@ -23,46 +23,74 @@ Large payloads lie outside of the messages, in shared memory (see ``memory/memor
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
+import multiprocessing.process
 import os
 import pickle
 import selectors
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from ..errors import WorkerLost
 from ..options.checks import Device
 from ..options.table import WorkerOptions
-from ..reporting import summary
-from ..supervision.restarts import Loss
+from ..reporting import quiet_log
+from . import starting
 from .codec import ByValue, Codec, encode_spec
-from .memory.memory_link import SharedMemory
+from .memory.arena import Memory
+from .memory.memory_link import Memories, MemoryLink, SharedMemory
 from .model_spec import ModelSpec
-from .protocol import Failure, decode
-from .starting import Placement
-from .transport import Transport, WorkerDied, WorkerEvent
-from .worker_process import WorkerProcess
+from .protocol import (
+    PROGRESS_BYTES,
+    UNWANTED,
+    FrameReader,
+    FrameWriter,
+    add_unwanted,
+    batches_in_progress,
+    decode,
+    map_progress,
+)
+from .stages import FORWARD, INTAKE
+from .starting import STACKS_SIGNAL, Placement, hold_signals, startable
+from .transport import KnownWorker, Transport, WorkerDied, WorkerEvent
+from .worker_main import Boot, run_worker
+
+_log = quiet_log(__name__)
+
+_READ = selectors.EVENT_READ
 
 #: How long an idle worker may take to end, seconds: torch takes some tenths of one.
 _STOP_GRACE = 5.0
+
+#: How long a worker that hangs has to write down its stacks, seconds. It takes some milliseconds.
+_STACKS_GRACE = 0.5
+
+#: Bytes of a pipe, so that it holds whole batches: else one side waits for the other in the midst
+#: of each. Memory is used for what is in it only. With 16 and 64 callers, payloads of 8 and 12 kB
+#: and this size give 1.07 to 1.27 times the calls of 64 kB, and 1 MiB up to 1.41 times. But a user
+#: has 64 MiB for all pipes (pipe-user-pages-soft), and beyond that new ones hold 8 kB only. So it
+#: is enough for 128 workers.
+_PIPE_SIZE = 1 << 18
+
+#: Enough for a hundred threads; a pipe does not hold more.
+_STACKS_SIZE = 65_536
 
 
 class ProcessTransport(Transport):
     """One process per slot, reached over a private pair of pipes.
 
-    With a codec in ``spec``, items come encoded by it already, and outputs are handed out so:
-    ``encode`` and ``decode`` have nothing to do, and this process never looks into them.
+    This process encodes no items and decodes no outputs if the spec has a codec, or if another
+    process has pickled the spec: it does so itself then.
 
     Args:
-        spec: what the workers load. If another process has pickled it, items come pickled from
-            there as well, and outputs are handed out so.
+        spec: what the workers load.
         noun: what a worker is called in messages.
         memory: for what is large; None for some of its own.
-
-    Attributes:
-        memory: for what is large.
     """
 
     def __init__(
@@ -91,44 +119,33 @@ class ProcessTransport(Transport):
             self._spec = encode_spec(spec, by_value)
         is_encoded = not isinstance(spec, bytes) and spec.codec is not None
         self.memory = memory or SharedMemory(0 if is_encoded else options.shared_memory_limit)
-        self._codec: Codec | None = None
         if not (is_encoded or isinstance(spec, bytes)):
-            self._codec = Codec(self.memory.arena, by_value, spec.cannot_load)
-        self._workers: dict[int, WorkerProcess] = {}
-        #: Each descriptor with its worker and what is to be done when it is ready.
+            self.codec = Codec(self.memory.arena, by_value, spec.cannot_load)
+        self._workers: dict[int, _WorkerProcess] = {}
+        #: Each descriptor with its worker, and what to call with that when it is ready.
         self._selector = selectors.DefaultSelector()
-        self._wakeup_reader, self._wakeup_writer = os.pipe()
-        os.set_blocking(self._wakeup_reader, False)
-        os.set_blocking(self._wakeup_writer, False)
-        self._selector.register(self._wakeup_reader, selectors.EVENT_READ)
-        self._has_unwritten = False  # whether a pipe may be full, or watched because it was
-        self._is_closed = False
+        ends = Pipe(duplex=False)
+        for end in ends:
+            os.set_blocking(end.fileno(), False)
+        self._selector.register(ends[0], _READ)
+        #: By which other threads wake the loop; None when it is closed.
+        self._wakeup: tuple[Connection, Connection] | None = ends
         #: What ``wait`` has found and not returned: an exception may come in between.
         self._events: list[WorkerEvent] = []
-        # So that wakeup never writes to a reused descriptor. Reentrant, since a finalizer that runs
-        # within it may wake us too.
-        self._close_lock = threading.RLock()
         _transports.add(self)
 
     def device(self, place: int) -> Device | None:
-        """The device of worker number ``place``; None if it was given none. For any thread."""
         return self._placement.at(place).device
-
-    def encode(self, items: Sequence[Any]) -> list[Any]:
-        return list(items) if self._codec is None else self._codec.encode_items(items)
-
-    def decode(self, outputs: list[Any]) -> list[Any]:
-        return outputs if self._codec is None else self._codec.decode_outputs(outputs)
 
     def start(self, slot: int, place: int, worker_num: int) -> None:
         # Known before the fork, whose hook in the child closes the copies of our ends.
         memory = self.memory.for_worker(worker_num)
-        worker = self._workers[slot] = WorkerProcess(slot, place, memory, self._noun)
+        worker = self._workers[slot] = _WorkerProcess(slot, place, memory, self._noun)
         spec = None if isinstance(self._spec, bytes) else self._spec
         try:
             worker.start(self._method, self._placement, worker_num, spec)
-            self._watch(worker.responses, worker, self._read)
-            self._watch(worker.death, worker, self._lost)
+            self._selector.register(worker.responses, _READ, (worker, self._read))
+            self._selector.register(worker.death, _READ, (worker, self._on_death))
         except BaseException:
             del self._workers[slot]
             self._unwatch(worker.responses)
@@ -166,46 +183,37 @@ class ProcessTransport(Transport):
             message = batch_id, payloads, released, is_stream or calls
             self._write(worker, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         except BaseException:
-            self._interrupted(worker)
+            worker.kill()
             raise
 
-    def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
+    def tell(self, slot: int, what: int, batch_id: int) -> None:
         worker = self._workers.get(slot)
-        if worker is not None and not worker.has_steps:
-            for batch_id in batch_ids:
-                worker.drop(batch_id)
-        elif worker is not None:
+        if worker is not None and worker.has_steps:
             try:
-                self._write(worker, pickle.dumps((what, batch_ids), pickle.HIGHEST_PROTOCOL))
+                self._write(worker, pickle.dumps((what, [batch_id]), pickle.HIGHEST_PROTOCOL))
             except BaseException:
-                self._interrupted(worker)
+                worker.kill()
                 raise
+        elif worker is not None:
+            add_unwanted(worker.progress, batch_id)
 
-    def _write(self, worker: WorkerProcess, frame: bytes) -> None:
+    def _write(self, worker: _WorkerProcess, frame: bytes) -> None:
+        """Write a frame. Whoever is interrupted here kills the worker.
+
+        By KeyboardInterrupt, say: the worker could wait for the rest of the frame for ever.
+        """
         if not worker.write(frame):
-            self._has_unwritten = True
             self.wakeup()  # the loop watches for room in the pipe
 
-    def _interrupted(self, worker: WorkerProcess) -> None:
-        """End the worker: an exception has cut off a message to it, perhaps within its frame.
-
-        KeyboardInterrupt, say. The worker could wait for the rest of the frame for ever. Its end is
-        reported like any other.
-        """
-        if not worker.is_gone:
-            worker.kill()
-
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
-        if self._has_unwritten:
-            self._has_unwritten = False  # before the look, which sets it again
-            for worker in self._workers.values():
-                self._watch_for_room(worker)
         for worker in self._workers.values():
             timeout = worker.kill_if_overdue(timeout)
+            if bool(worker.writer.unwritten) is not worker.is_watched_for_room:
+                self._watch_for_room(worker)
         for key, _ in self._selector.select(0 if self._events else timeout):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(self._wakeup_reader, 4096)
+                    os.read(key.fd, 4096)
                 continue
             worker, react = key.data
             if not worker.is_gone:  # else two of its descriptors were ready, and one was enough
@@ -214,16 +222,16 @@ class ProcessTransport(Transport):
         return events
 
     def wakeup(self) -> None:
-        with self._close_lock:
-            if not self._is_closed:
-                # A full pipe wakes the loop as well as one more byte would.
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._wakeup_writer, b"\0")
+        ends = self._wakeup  # held here, so that no descriptor is closed or reused meanwhile
+        if ends is not None:
+            # A full pipe wakes the loop as well as one more byte would.
+            with contextlib.suppress(BlockingIOError):
+                os.write(ends[1].fileno(), b"\0")
 
     def stop(self, slot: int) -> None:
         worker = self._workers.get(slot)
         if worker is not None:
-            self._end(worker, _STOP_GRACE)
+            worker.end_gently(_STOP_GRACE)
 
     def kill(self, slot: int, why: str) -> None:
         worker = self._workers.get(slot)
@@ -231,14 +239,13 @@ class ProcessTransport(Transport):
             worker.end_by_force(why)
 
     def close(self, grace: float) -> None:
-        if self._is_closed:
+        if self._wakeup is None:
             return
         for worker in self._workers.values():
-            self._end(worker, grace)
+            worker.end_gently(grace)
         while self._workers:
             self.wait(None)  # what still comes back has no caller any more
-        with self._close_lock:
-            self._release()
+        self._release()
         _transports.discard(self)  # now that a fork has nothing to let go of
 
     def abandon_in_forked_child(self) -> None:
@@ -252,21 +259,15 @@ class ProcessTransport(Transport):
         self._release()
 
     def _release(self) -> None:
-        self._is_closed = True
         self._selector.close()
-        os.close(self._wakeup_reader)
-        os.close(self._wakeup_writer)
+        self._wakeup = None  # closed when no thread holds it any more
         self.memory.close()
-        if self._codec is not None:
-            self._codec.close()
+        if self.codec is not None:
+            self.codec.close()
 
     # -- what happens to a worker
 
-    def _end(self, worker: WorkerProcess, grace: float) -> None:
-        worker.end_gently(grace)
-        self._has_unwritten = True  # perhaps: the stop sentinel waits for room, too
-
-    def _read(self, worker: WorkerProcess) -> bool:
+    def _read(self, worker: _WorkerProcess) -> bool:
         """Take in what the worker has written; whether there may be more."""
         try:
             frames = worker.reader.read()
@@ -276,62 +277,44 @@ class ProcessTransport(Transport):
             self._unwatch(worker.responses)
             return False
         except Exception as error:  # no memory for the frame, or it is none
-            self._give_up(worker, error)
-            return False
+            return self._give_up(worker, error)
         try:
             for frame in frames:
                 self._events += worker.events(decode(pickle.loads(frame)))
         except Exception as error:
-            self._give_up(worker, error)
-            return False
-        if worker.device_failure is not None:  # it ends by itself; an event says so when it has
-            self._end(worker, _STOP_GRACE)
+            return self._give_up(worker, error)
+        if worker.final_report is not None:  # it ends by itself; an event says so when it has
+            worker.end_gently(_STOP_GRACE)
         return True
 
-    def _give_up(self, worker: WorkerProcess, error: Exception) -> None:
+    def _give_up(self, worker: _WorkerProcess, error: Exception) -> bool:
         """What the worker has written cannot be read; the rest makes no sense then."""
         self._unwatch(worker.responses)
         worker.note_breach(error)
         worker.kill()
+        return False
 
-    def _lost(self, worker: WorkerProcess) -> None:
+    def _on_death(self, worker: _WorkerProcess) -> None:
         """The worker is dead: what it had written still counts, then it is gone."""
         while worker.responses in self._selector.get_map() and self._read(worker):
             pass
         for descriptor in (worker.death, worker.responses, worker.requests):
             self._unwatch(descriptor)
         del self._workers[worker.slot]
-        try:
-            died = worker.died(self._placement.at(worker.place).device)
-        except Exception as error:  # no descriptors, say: the engine must hear of it all the same
-            lost = WorkerLost(f"worker {worker.place} died; why cannot be told ({summary(error)})")
-            loss = Loss.CRASHED if worker.is_ready else Loss.DIED_STARTING
-            died = WorkerDied(worker.slot, Failure(lost), loss)
-        if died is not None:
-            self._events.append(died)
-
-    def _watch(
-        self,
-        descriptor: int,
-        worker: WorkerProcess,
-        react: Callable[[WorkerProcess], object],
-        ready: int = selectors.EVENT_READ,
-    ) -> None:
-        self._selector.register(descriptor, ready, (worker, react))
+        self._events.append(worker.collect(self.device(worker.place)))
 
     def _unwatch(self, descriptor: int) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(descriptor)
 
-    def _watch_for_room(self, worker: WorkerProcess) -> None:
+    def _watch_for_room(self, worker: _WorkerProcess) -> None:
         """Have the pipe of a worker watched as long as it has not taken everything."""
-        is_watched = worker.requests in self._selector.get_map()
-        if worker.has_unwritten:
-            self._has_unwritten = True
-            if not is_watched:
-                self._watch(worker.requests, worker, WorkerProcess.flush, selectors.EVENT_WRITE)
-        elif is_watched:
-            self._selector.unregister(worker.requests)
+        worker.is_watched_for_room = not worker.is_watched_for_room
+        if worker.is_watched_for_room:
+            flush = worker, _WorkerProcess.flush
+            self._selector.register(worker.requests, selectors.EVENT_WRITE, flush)
+        else:
+            self._unwatch(worker.requests)
 
 
 #: Those that are open, for the fork hook below: it has to find them by itself.
@@ -345,3 +328,194 @@ def _abandon_all() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
+
+
+class _WorkerProcess(KnownWorker):
+    """One process and the parent's ends of its pipes. ``write`` and ``kill`` are for any thread."""
+
+    def __init__(
+        self, slot: int, place: int, memory: tuple[Memories, MemoryLink] | None, noun: str
+    ) -> None:
+        super().__init__(slot, place)
+        self._noun = noun
+        self._memories: Memories | None = None
+        if memory is not None:
+            self._memories, self.link = memory
+        self._progress_memory: Memory | None = None
+        self.progress: Any = [0] * UNWANTED
+        with contextlib.suppress(OSError):  # without it, all that the worker holds is suspect
+            self._progress_memory = Memory(PROGRESS_BYTES)
+            self.progress = map_progress(self._progress_memory)
+        self._kill_at: float | None = None  # unless it has ended, on the monotonic clock
+        self._grace = 0.0
+        self._process: Any = None
+        self.is_gone = False  # it was collected, and its descriptors are closed
+        self.is_watched_for_room = False
+        self.death = -1  # a descriptor that is readable when the process has ended
+        # Reentrant: a finalizer of a user's, which makes a call, may run while the loop flushes.
+        self._write_lock = threading.RLock()
+        for_requests, requests = Pipe(duplex=False)
+        responses, for_responses = Pipe(duplex=False)
+        self._stacks, for_stacks = Pipe(duplex=False)
+        self._ends = requests, responses, self._stacks
+        self._ends_of_child = for_requests, for_responses, for_stacks
+        self.requests, self.responses = requests.fileno(), responses.fileno()
+        if hasattr(fcntl, "F_SETPIPE_SZ"):  # on Linux
+            for pipe in (self.requests, self.responses):
+                with contextlib.suppress(OSError):  # the user has too many already
+                    fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
+        for end in self._ends:
+            os.set_blocking(end.fileno(), False)
+        self.writer = FrameWriter(self.requests)
+        self.reader = FrameReader(self.responses)
+
+    def __str__(self) -> str:
+        return f"{self._noun} {self.place} (pid {self._process.pid})"
+
+    def start(
+        self, method: str, placement: Placement, worker_num: int, spec: ModelSpec | None
+    ) -> None:
+        """Start the process. After an error ``discard`` it.
+
+        ``spec`` is for a forked child, which has it in its memory; None if it comes as a frame.
+        """
+        context: Any = multiprocessing.get_context(method)
+        try:
+            with startable():
+                if method == "forkserver":
+                    forkserver.ensure_running()  # or it keeps the environment of its first child
+                elif method == "spawn":
+                    # Not within the block below: starting it lets signals through. It knows
+                    # SIGTERM, but a SIGHUP would end it, if it were not held back from its start.
+                    with hold_signals():
+                        resource_tracker.ensure_running()
+                with placement.environment(self.place, worker_num) as variables:
+                    boot = Boot(
+                        spec,
+                        placement.at(self.place),
+                        variables,
+                        self._memories,
+                        placement.sharers(self.place, worker_num),
+                        self._progress_memory,
+                        starting.preparation and starting.preparation(),
+                    )
+                    # Not a daemon in multiprocessing's sense: those may not have children, which a
+                    # model may want (data loaders). The engine ends all before the interpreter.
+                    self._process = context.Process(
+                        target=run_worker,
+                        args=(boot, *self._ends_of_child),
+                        name=f"service_streamer {self._noun} {self.place}",
+                        daemon=False,
+                    )
+                    with hold_signals():
+                        self._process.start()
+        finally:
+            # The child has its own copies; with ours open there would be no end-of-file.
+            for end in self._ends_of_child:
+                end.close()
+            self._memories = self._progress_memory = None
+        if hasattr(os, "pidfd_open"):
+            # Unlike multiprocessing's sentinel, a pipe whose other end a model's own child
+            # processes may inherit, this tells the end of the worker itself.
+            with contextlib.suppress(OSError):  # Linux before 5.3
+                self.death = os.pidfd_open(self._process.pid)
+        if self.death < 0:
+            self.death = os.dup(self._process.sentinel)
+
+    def discard(self) -> None:
+        """Leave nothing of it, after a start that has failed halfway."""
+        if self._process is not None and self._process.pid is not None:
+            self._process.kill()
+            self._process.join()
+            _forget(self._process)
+        self._release()
+
+    def write(self, frame: bytes) -> bool:
+        """Write or keep the frame; False if some is kept and the loop should flush it.
+
+        No call interrupts another one: see ``Transport``. A finalizer's may interrupt ``flush``.
+        """
+        with self._write_lock:
+            return self.is_gone or self.writer.write(frame)
+
+    def flush(self) -> None:
+        """Write what is kept, as far as the pipe has room."""
+        with self._write_lock:
+            self.writer.flush()
+
+    def kill(self) -> None:
+        """End it by force, at once."""
+        if not self.is_gone:
+            self._process.kill()
+
+    def end_gently(self, grace: float) -> None:
+        """Ask it to end; it is killed if it has not within ``grace`` seconds."""
+        if self.killed_for is None:
+            self._grace, self._kill_at = grace, time.monotonic() + grace
+            self.write(b"")  # the stop sentinel
+
+    def end_by_force(self, why: str) -> None:
+        """Have it write down its stacks; then it is killed."""
+        if self.killed_for is None:
+            self.killed_for, self._kill_at = why, time.monotonic() + _STACKS_GRACE
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, STACKS_SIGNAL)
+
+    def kill_if_overdue(self, timeout: float | None) -> float | None:
+        """Kill it if its time has come; else how long to wait for that, ``timeout`` at most."""
+        if self._kill_at is None:
+            return timeout
+        left = self._kill_at - time.monotonic()
+        if left > 0:
+            return left if timeout is None else min(timeout, left)
+        self._kill_at = None
+        self.kill()  # SIGTERM it leaves to us: see ``ignore_group_signals``
+        if self.killed_for is None:
+            name = str(self)  # or whoever keeps the record would keep all of us
+            text = "%s did not end within %.1f s: it is killed"
+            _log(logging.WARNING, text, name, self._grace)
+        return timeout
+
+    def collect(self, device: Device | None) -> WorkerDied:
+        """Collect the dead process; how it ended, for the engine."""
+        # If its device failed, batches that had not come to the device do not count.
+        first = INTAKE if self.final_report is None else FORWARD
+        at = batches_in_progress(self.progress, first) or None
+        self._process.join()
+        stacks = ""
+        with contextlib.suppress(OSError):  # it wrote none, and another process has the pipe
+            stacks = os.read(self._stacks.fileno(), _STACKS_SIZE).decode(errors="replace")
+        exit_code: int | None = self._process.exitcode
+        # Not closed: another thread may join it at this time, as multiprocessing does at the exit
+        # of the interpreter, and a closed one raises ValueError there. Nor can one be closed that
+        # somebody else has collected, as gevent does, so that it seems alive.
+        _forget(self._process)
+        self._release()
+        where = "" if device is None else f" on device {device}"
+        return self.obituary(exit_code, stacks, at, where)
+
+    def abandon_in_forked_child(self) -> None:
+        """Let go of a process that is not this one's child."""
+        self._write_lock = threading.RLock()  # another thread may have held it at the fork
+        self._release()
+        self.link = None
+        # multiprocessing does not notice a plain fork, and would fail to join it at the exit.
+        _forget(self._process)
+
+    def _release(self) -> None:
+        with self._write_lock:
+            self.is_gone = True
+        if self.death >= 0:
+            os.close(self.death)
+        if self.link is not None:
+            self.link.close()
+        for end in self._ends:
+            end.close()
+
+
+def _forget(process: Any) -> None:
+    """Have multiprocessing let go of a process that it cannot wait for: there is no public way."""
+    getattr(multiprocessing.process, "_children", set()).discard(process)
+    popen = getattr(process, "_popen", None)
+    if popen is not None:
+        popen.close()

@@ -26,10 +26,8 @@ of them nobody waits for, so that the worker knows it while it computes.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import io
 import operator
 import os
 import pickle
@@ -41,7 +39,7 @@ from typing import Any, NamedTuple, cast
 from ..errors import BadMessage, InvalidInput, ModelError, RemoteTraceback, UnpicklableItem
 from ..observe.record import BatchReport, StepReport
 from ..reporting import MAX_TEXT, summary
-from .memory.arena import PAGE, Memory
+from .memory.arena import Memory
 
 #: Of the messages from workers: to be raised with every change of them. A worker that starts after
 #: an upgrade of the package has another one than a web process that has been running since before.
@@ -65,8 +63,6 @@ _BLAMES_INPUT = (InvalidInput, UnpicklableItem, BadMessage)
 EXIT_START_FAILED = 3
 EXIT_FORK_RETURNED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_DEVICE_FAILED = 74  # EX_IOERR
-EXIT_UNGUARDED_MAIN = 78  # EX_CONFIG of sysexits.h
-EXIT_NO_FREEZE_SUPPORT = 79
 
 Frame = bytes | bytearray | memoryview
 
@@ -86,13 +82,8 @@ class Failure:
     unpickling imports modules and runs code of users, which must not hold up the engine's thread.
 
     Args:
-        error: the exception to hand out copies of.
         remote_traceback: where it was raised, if that was in a worker; becomes the cause.
         cause: otherwise, what becomes the cause.
-
-    Attributes:
-        text: type and text of the exception, in a line.
-        blames_input: whether it says that the sender of an item is at fault.
     """
 
     __slots__ = ("_cause", "_error", "_pickled", "blames_input", "remote_traceback", "text")
@@ -107,7 +98,7 @@ class Failure:
         self._pickled: bytes | str = ""  # or why it could not be
         self._cause = cause
         self.remote_traceback = remote_traceback
-        self.text = summary(error)
+        self.text = summary(error)  # type and text, in a line
         self.blames_input = isinstance(error, _BLAMES_INPUT)
 
     @property
@@ -159,13 +150,11 @@ class Failure:
         pickled = self._pickled
         if self._error is not None:
             try:
-                buffer = _Buffer()
-                pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
-                pickler.dump((self._error, self._error.args))
-                pickled = buffer.getvalue()
-                pickle.loads(pickled)  # an odd constructor fails only here
-            except _TooLarge:
-                pickled = f"pickled, it has more than {_LARGEST_ERROR_BYTES} bytes"
+                pickled = pickle.dumps((self._error, self._error.args), pickle.HIGHEST_PROTOCOL)
+                if len(pickled) > _LARGEST_ERROR_BYTES:
+                    pickled = f"pickled, it has more than {_LARGEST_ERROR_BYTES} bytes"
+                else:
+                    pickle.loads(pickled)  # an odd constructor fails only here
             except (Exception, SystemExit):
                 pickled = "it cannot be pickled"
         return pickled, self.text, self.remote_traceback, self.blames_input, self._cause
@@ -173,19 +162,6 @@ class Failure:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._error = None
         self._pickled, self.text, self.remote_traceback, self.blames_input, self._cause = state
-
-
-class _TooLarge(Exception):
-    """The pickled exception has more than ``_LARGEST_ERROR_BYTES``."""
-
-
-class _Buffer(io.BytesIO):
-    """Takes no more than a pickled exception may have: what is large is never copied whole."""
-
-    def write(self, data: Any, /) -> int:
-        if self.tell() + len(data) > _LARGEST_ERROR_BYTES:
-            raise _TooLarge
-        return super().write(data)
 
 
 def _set(error: BaseException, name: str, value: Any) -> None:
@@ -209,47 +185,28 @@ def _format(error: BaseException) -> str:
 
 
 class WorkerReady(NamedTuple):
-    """From a worker: it has loaded its model, and waits for batches.
+    """From a worker: it has loaded its model, and waits for batches."""
 
-    Attributes:
-        slot: the worker's; set by the transport.
-        description: what the model says of itself; None if it says nothing.
-        places: of a model of steps, how many items it steps at a time; 0 for other models.
-        resumes: whether such a model can go on with an item where its outputs ended.
-        wants_rows: whether the model gets its items as the rows of an array.
-    """
-
-    slot: int = -1
-    description: dict[str, Any] | None = None
-    places: int = 0
-    resumes: bool = False
-    wants_rows: bool = False
+    slot: int = -1  # the worker's; set by the transport
+    description: dict[str, Any] | None = None  # what the model says of itself, if anything
+    places: int = 0  # of a model of steps, how many items it steps at a time; 0 for other models
+    resumes: bool = False  # whether such a model can go on with an item where its outputs ended
+    wants_rows: bool = False  # whether the model gets its items as the rows of an array
 
 
 class StartFailure(NamedTuple):
-    """From a worker: it could not load its model, and ends.
+    """From a worker: it could not load its model, and ends."""
 
-    Attributes:
-        failure: what loading it raised.
-        is_out_of_memory: whether the device had too little memory for it.
-    """
-
-    failure: Failure
-    is_out_of_memory: bool
+    failure: Failure  # what loading it raised
+    is_out_of_memory: bool  # whether the device had too little memory for it
 
 
 class DeviceFailure(NamedTuple):
-    """From a worker: its GPU is of no use to it any more, and it ends.
+    """From a worker: its GPU is of no use to it any more, and it ends."""
 
-    Attributes:
-        batch_ids: the batches that the GPU may have failed at.
-        fault: what the GPU reported.
-        error: what the model raised, with its traceback; may quote items.
-    """
-
-    batch_ids: frozenset[int]
-    fault: str
-    error: str
+    batch_ids: frozenset[int]  # those that the GPU may have failed at
+    fault: str  # what the GPU reported
+    error: str  # what the model raised, with its traceback; may quote items
 
 
 FromWorker = WorkerReady | StartFailure | BatchReport | StepReport | DeviceFailure
@@ -312,7 +269,7 @@ class FrameReader:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._rest = b""  # what was read of the next frame, while its length is not known
+        self._rest = b""  # what was read of the next frame
         self._body = bytearray()  # of the next frame, when it did not come at once
         self._filled = 0
 
@@ -324,93 +281,75 @@ class FrameReader:
             EOFError: the other end is closed.
             MemoryError, OverflowError: a frame is too large, or the bytes are no frames.
         """
-        if self._filled < len(self._body):
+        self._begin_body()
+        if self._body:
             count = os.readv(self._descriptor, [memoryview(self._body)[self._filled :]])
             if not count:
                 raise EOFError
             self._filled += count
             if self._filled < len(self._body):
                 return []
-            frame, self._body, self._filled = self._body, bytearray(), 0
+            frame, self._body = self._body, bytearray()
             return [frame]
         data = os.read(self._descriptor, _READ_SIZE)
         if not data:
             raise EOFError
-        return self._split(self._rest + data if self._rest else data)
-
-    def _split(self, data: bytes) -> list[Frame]:
+        if self._rest:
+            data = self._rest + data
         frames: list[Frame] = []
         start = 0
-        self._rest = b""
-        while (available := len(data) - start) >= _HEADER_SIZE:
-            length = int.from_bytes(data[start : start + _HEADER_SIZE], "little")
-            start += _HEADER_SIZE
-            if length > available - _HEADER_SIZE:
-                # The rest goes right where it belongs, however large it is.
-                try:
-                    self._body = bytearray(length)
-                except (MemoryError, OverflowError):
-                    if not frames:
-                        raise
-                    self._rest = data[start - _HEADER_SIZE :]  # the next time, then
-                    return frames
-                self._filled = len(data) - start
-                self._body[: self._filled] = data[start:]
-                return frames
-            frames.append(memoryview(data)[start : start + length])
-            start += length
+        while (body := start + _HEADER_SIZE) <= len(data):
+            end = body + int.from_bytes(data[start:body], "little")
+            if end > len(data):
+                break
+            frames.append(memoryview(data)[body:end])
+            start = end
         self._rest = data[start:]
+        if not frames:  # else these count, also if the rest is no frame
+            self._begin_body()
         return frames
+
+    def _begin_body(self) -> None:
+        """If the next frame's length is known, have what is missing read to where it belongs."""
+        if len(self._rest) >= _HEADER_SIZE:
+            self._body = bytearray(int.from_bytes(self._rest[:_HEADER_SIZE], "little"))
+            self._filled = len(self._rest) - _HEADER_SIZE
+            self._body[: self._filled] = self._rest[_HEADER_SIZE:]
+            self._rest = b""
 
 
 class FrameWriter:
     """Writes frames in order and keeps what the pipe does not take yet; one thread at a time.
 
-    A finalizer that calls ``write`` may interrupt ``flush`` at any line, but not another ``write``.
+    If the other end is closed, what is written is dropped: who watches that end will say so. A
+    finalizer that calls ``write`` may interrupt any line here. It only appends then.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._unwritten: deque[memoryview] = deque()
+        self.unwritten: deque[memoryview] = deque()  # for ``flush``
 
     def write(self, frame: bytes) -> bool:
-        """Append a frame and write what the pipe takes; whether nothing is left to ``flush``.
-
-        Raises:
-            BrokenPipeError: the other end is closed.
-        """
+        """Append a frame and write what the pipe takes; whether nothing is left to ``flush``."""
+        is_idle = not self.unwritten
         header = len(frame).to_bytes(_HEADER_SIZE, "little")
-        written = 0
-        if not self._unwritten:
-            with contextlib.suppress(BlockingIOError):
-                written = os.writev(self.descriptor, (header, frame))
-        if written == len(header) + len(frame):
-            return True
-        whole = memoryview(header)[written:], memoryview(frame)[max(0, written - _HEADER_SIZE) :]
-        self._unwritten.extend(part for part in whole if part)
-        return False
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether something is kept, for ``flush``."""
-        return bool(self._unwritten)
-
-    def drop(self) -> None:
-        """Let go of what is kept."""
-        self._unwritten.clear()
+        if len(frame) < _READ_SIZE:
+            self.unwritten.append(memoryview(header + frame))
+        else:  # not copied
+            self.unwritten.extend((memoryview(header), memoryview(frame)))
+        return is_idle and self.flush()
 
     def flush(self) -> bool:
-        """Write what the pipe takes now; whether nothing is left.
-
-        Raises:
-            BrokenPipeError: the other end is closed.
-        """
-        unwritten = self._unwritten
+        """Write what the pipe takes now; whether nothing is left."""
+        unwritten = self.unwritten
         while unwritten:
             try:
                 count = os.write(self.descriptor, unwritten[0])
             except BlockingIOError:
                 return False
+            except BrokenPipeError:
+                unwritten.clear()
+                break
             if count == len(unwritten[0]):
                 unwritten.popleft()
             else:
@@ -432,7 +371,7 @@ SIGN_OF_LIFE = 0.1
 
 
 def add_unwanted(numbers: MutableSequence[int], batch_id: int) -> None:
-    """Note a batch that nobody waits for any more; for the parent."""
+    """In the parent: nobody waits for the batch any more."""
     count = numbers[0]
     numbers[1 + count % (UNWANTED - 1)] = batch_id + 1
     numbers[0] = count + 1
@@ -443,52 +382,24 @@ def is_unwanted(numbers: Sequence[int], number: int) -> bool:
     return number > 0 and number in numbers[1:]
 
 
-class StageProgress:
-    """A number for each stage, in memory of both processes: a batch's id plus 1, or 0.
+#: Bytes of the page: room for 8 thousand items in one call of a model of steps. Memory is used for
+#: what is written only.
+PROGRESS_BYTES = 1 << 16
 
-    Of a model of steps, a number from FORWARD on for each batch in the model's current call. Before
-    these numbers are those that the parent writes.
 
-    Each number is written by one store, so nobody reads a part of one.
+def map_progress(memory: Memory) -> Any:
+    """The numbers in memory of both processes. Each is written by one store, so none is torn.
+
+    First come those that the parent writes, for ``is_unwanted``. Then a number for each stage: a
+    batch's id plus 1, or 0. A model of steps has one from FORWARD on for each batch in its current
+    call.
 
     Raises:
-        OSError: the system has no such memory.
+        OSError: this process has no free descriptor, or no address space.
     """
+    return memoryview(memory.mapped()).cast("q")
 
-    def __init__(self) -> None:
-        self._memory = Memory(PAGE)
 
-    def for_worker(self, places: int = 0) -> tuple[MutableSequence[int], Sequence[int]]:
-        """Where the stages write, and where they read what is unwanted. For the worker, once.
-
-        Args:
-            places: how many items a model of steps may have in a call.
-        """
-        os.truncate(self._memory.descriptor, PAGE + 8 * places)  # a number has 8 bytes
-        numbers: Any = self._numbers()
-        return numbers[UNWANTED:], numbers[:UNWANTED]
-
-    def drop(self, batch_id: int) -> None:
-        """Nobody waits for the batch any more. For the parent; never raises."""
-        with contextlib.suppress(OSError):
-            numbers: Any = self._numbers()
-            add_unwanted(numbers, batch_id)
-
-    def begun(self, first: int = 0) -> frozenset[int]:
-        """Ids of the batches that are in a stage, or were when the worker ended.
-
-        Empty if it is not known: this process has no free descriptor, or no address space.
-
-        Args:
-            first: the first stage that counts.
-        """
-        try:
-            numbers = self._numbers()
-        except OSError:
-            return frozenset()
-        return frozenset(number - 1 for number in numbers[UNWANTED + first :] if number)
-
-    def _numbers(self) -> memoryview[int]:
-        memory = self._memory
-        memory.size = os.fstat(memory.descriptor).st_size  # the worker may have enlarged it
-        return memoryview(memory.mapped()).cast("q")
+def batches_in_progress(numbers: Any, first: int = 0) -> frozenset[int]:
+    """Ids of the batches that are in a stage from ``first`` on, or were when the worker ended."""
+    return frozenset(number - 1 for number in numbers[UNWANTED + first :] if number)

@@ -207,7 +207,7 @@ class Stages:
 
     Args:
         progress: where each stage writes which batch it is at: its id plus 1, or 0.
-        unwanted: batches that nobody waits for any more: see ``StageProgress``. They go no further.
+        unwanted: batches that nobody waits for any more: see ``is_unwanted``. They go no further.
 
     Attributes:
         on_run: called between two runs of parts of one batch, by whoever calls ``compute``.

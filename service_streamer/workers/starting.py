@@ -21,7 +21,6 @@ import shutil
 import signal
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import spawn
 from pathlib import Path
@@ -30,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import WorkerStartError
 from ..gpu.accelerators import allocator_variables
 from ..gpu.places import UNKNOWN_GPUS, Place, places, set_environment, sharers, visible_gpus
-from .protocol import EXIT_NO_FREEZE_SUPPORT, EXIT_UNGUARDED_MAIN
 
 if TYPE_CHECKING:  # workers need no options, and would import the whole table at every start
     from ..options.table import WorkerOptions
@@ -43,8 +41,9 @@ MAIN = ("__main__", "__mp_main__")
 #: What workers that this process starts call first, asked for at each start; picklable.
 preparation: Callable[[], Callable[[], None]] | None = None
 
-#: Guards what is changed during a start: the environment, multiprocessing's executable, the daemon
-#: flag, the main module's file, the working directory.
+#: Guards what is changed during a start: the environment, in which another start's variables must
+#: not look like the user's, multiprocessing's executable, the daemon flag, the main module's file,
+#: the working directory.
 _lock = threading.RLock()
 
 
@@ -64,20 +63,33 @@ def startable() -> Iterator[None]:
     Raises:
         WorkerStartError: no Python interpreter was found.
     """
+    process: Any = multiprocessing.process
     with _lock, contextlib.ExitStack() as undo:
-        _choose_interpreter(undo)
-        _allow_children(undo)
-        _hide_main(undo)
-        _leave_removed_folder(undo)
+        interpreter = find_interpreter()
+        if interpreter is not None:
+            undo.callback(spawn.set_executable, spawn.get_executable())
+            spawn.set_executable(interpreter)
+        # multiprocessing refuses children to a daemonic process, as in a pool of its own or
+        # Celery's, since they could outlive it. Ours always end with their parent. And Celery's
+        # pool puts a process object of billiard there, whose key only billiard can pass on.
+        config = process.current_process()._config
+        undo.callback(config.update, {"daemon": False, **config})
+        key = process.AuthenticationString(config["authkey"])
+        config.update(daemon=False, authkey=key)
+        main = sys.modules["__main__"]
+        if hasattr(main, "__file__") and not is_importable("__main__"):
+            undo.callback(setattr, main, "__file__", main.__file__)
+            del main.__file__
+        try:
+            os.getcwd()
+        except FileNotFoundError:  # it was removed, as the folder of an old release
+            # multiprocessing asks for it, and Python 3.13 finds no modules from there. All threads
+            # move along until the start is over, but relative paths are of no use to them either.
+            folder = os.open(".", os.O_RDONLY)
+            undo.callback(os.close, folder)
+            undo.callback(os.fchdir, folder)
+            os.chdir("/")
         yield
-
-
-def _choose_interpreter(undo: contextlib.ExitStack) -> None:
-    """Have multiprocessing start Python even if ``sys.executable`` is another program."""
-    found = find_interpreter()
-    if found is not None:
-        undo.callback(spawn.set_executable, spawn.get_executable())
-        spawn.set_executable(found)
 
 
 def find_interpreter() -> str | None:
@@ -94,13 +106,13 @@ def find_interpreter() -> str | None:
     if is_python or getattr(sys, "frozen", False):  # a frozen program is its own interpreter
         return None
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    name = f"python{version}{sys.abiflags}"
     # The virtual environment's first.
     prefixes = sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix
-    for candidate in (*(os.path.join(prefix, "bin", name) for prefix in prefixes), name):
-        found = shutil.which(candidate)
-        if found is not None:
-            return found
+    folders = [os.path.join(prefix, "bin") for prefix in prefixes]
+    path = os.pathsep.join([*folders, os.environ.get("PATH", os.defpath)])
+    found = shutil.which(f"python{version}{sys.abiflags}", path=path)
+    if found is not None:
+        return found
     raise WorkerStartError(
         f"worker processes need a Python {version} interpreter, "
         f"but sys.executable is {executable!r}, and {sys.prefix!r} has none. Set it with "
@@ -108,69 +120,38 @@ def find_interpreter() -> str | None:
     )
 
 
-def _allow_children(undo: contextlib.ExitStack) -> None:
-    """Let a daemonic process have children, as in a pool of multiprocessing or Celery.
-
-    multiprocessing refuses them since they could outlive it. Ours always end with their parent: see
-    ``worker_main.py``. Celery's pool replaces multiprocessing's process object by one of billiard,
-    whose key only billiard can pass to a child.
-    """
-    process: Any = multiprocessing.process
-    config = process.current_process()._config
-    undo.callback(config.update, dict(config))
-    if "daemon" in config:
-        config["daemon"] = False
-    if "authkey" in config:
-        config["authkey"] = process.AuthenticationString(config["authkey"])
-
-
-def _hide_main(undo: contextlib.ExitStack) -> None:
-    """Keep new processes from importing a main module that they cannot import."""
-    main = sys.modules["__main__"]
-    if hasattr(main, "__file__") and not is_importable("__main__"):
-        undo.callback(setattr, main, "__file__", main.__file__)
-        del main.__file__
-
-
-def _leave_removed_folder(undo: contextlib.ExitStack) -> None:
-    """Have new processes run in ``/`` if the folder of this one was removed, as of an old release.
-
-    multiprocessing asks for the folder. Only its answer is changed: to change the folder itself
-    would move all threads of the program. And Python 3.13 cannot look for modules there (-P).
-    """
-    try:
-        os.getcwd()
-        return
-    except FileNotFoundError:
-        pass
-    command: Callable[..., list[str]] = spawn.get_command_line
-
-    def safe_command(**names: Any) -> list[str]:
-        python, *others = command(**names)
-        return [python, "-P", *others] if "-c" in others else [python, *others]
-
-    here = vars(spawn)
-    undo.callback(here.update, os=os, get_command_line=command)
-    here["os"] = types.SimpleNamespace(**{**vars(os), "getcwd": lambda: "/"})
-    here["get_command_line"] = safe_command
-
-
 # -- the main module
 
 
-def refuse_unguarded_main() -> None:
-    """In a child that is importing ``__main__`` again: end it silently; the parent says the rest.
+_EXIT_UNGUARDED_MAIN = 78  # EX_CONFIG of sysexits.h
+_EXIT_NO_FREEZE_SUPPORT = 79
 
-    Called when a Streamer is built. multiprocessing has its own check, of which every worker would
-    print a traceback of twenty lines.
+#: What is wrong with the main module, by the exit code of the worker; a retry would fail too.
+MAIN_FAILURES = {
+    _EXIT_UNGUARDED_MAIN: (
+        "the Streamer is built while the main module is imported, and every worker imports "
+        "that module again: build it under `if __name__ == '__main__':`, or in a function "
+        "that only the web process calls"
+    ),
+    _EXIT_NO_FREEZE_SUPPORT: (
+        "this is a frozen program, which every worker runs again: call "
+        "multiprocessing.freeze_support() first under `if __name__ == '__main__':`"
+    ),
+}
+
+
+def refuse_unguarded_main() -> None:
+    """When a Streamer is built: end a child that imports ``__main__`` again. The parent says why.
+
+    multiprocessing has its own check, of which every worker would print twenty lines.
     """
     # Set by multiprocessing while a child prepares itself; there is no public name for it.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(EXIT_UNGUARDED_MAIN)
+        sys.exit(_EXIT_UNGUARDED_MAIN)
     # What multiprocessing starts a frozen program with, as PyInstaller makes it. Without
     # freeze_support() the program runs anew in every worker, and would start workers of its own.
     if sys.argv[1:2] == ["--multiprocessing-fork"]:
-        sys.exit(EXIT_NO_FREEZE_SUPPORT)
+        sys.exit(_EXIT_NO_FREEZE_SUPPORT)
 
 
 def has_main() -> bool:
@@ -237,15 +218,17 @@ class Placement:
 
     def __init__(self, options: WorkerOptions) -> None:
         self._cpu_threads = options.cpu_threads
-        with _lock:  # another streamer's start may be changing it
-            inherited = dict(os.environ)
-        visible = visible_gpus(inherited) if _concerns_gpus(options) else UNKNOWN_GPUS
+        devices = options.cuda_devices
+        if devices is None:
+            uses_gpus = options.most_workers > 1
+        else:
+            uses_gpus = isinstance(devices, str) or any(str(each) != "cpu" for each in devices)
+        with _lock:  # another streamer's start may be changing the environment
+            visible = visible_gpus() if uses_gpus else UNKNOWN_GPUS
         self._visible = visible
-        self._places = places(
-            options.cuda_devices, options.most_workers, visible, options.devices_per_worker
-        )
+        self._places = places(devices, options.most_workers, visible, options.devices_per_worker)
         count = visible.count or 0
-        if options.cuda_devices is None and options.most_workers > 1 and count > 1:
+        if devices is None and options.most_workers > 1 and count > 1:
             logger.warning(
                 "%d GPUs are visible, and each of the %d workers sees all of them: if the model "
                 "uses only the first GPU, all workers share it; cuda_devices=\"auto\" spreads them",
@@ -260,8 +243,9 @@ class Placement:
         """How many workers compute on each GPU that this one sees; empty if unknown."""
         return sharers(self._places, self._visible, place, worker_num)
 
-    def _variables(self, place: int, worker_num: int) -> dict[str, str | None]:
-        """Variables to set in a worker's environment; None removes one.
+    @contextlib.contextmanager
+    def environment(self, place: int, worker_num: int) -> Iterator[dict[str, str | None]]:
+        """Set a worker's variables in ``os.environ`` within the block, which is ``startable``.
 
         With "auto" the cores are divided among the workers: four workers that each use all cores
         are slower than one. Thread variables set by the user stay, and one for OpenMP counts for
@@ -276,29 +260,13 @@ class Placement:
             variables |= dict.fromkeys(_THREAD_VARIABLES, str(self._cpu_threads))
         if self._cpu_threads is not None and inherited.keys().isdisjoint(_WAIT_VARIABLES):
             variables |= _WAITS
-        return variables | allocator_variables(inherited)
-
-    @contextlib.contextmanager
-    def environment(self, place: int, worker_num: int) -> Iterator[dict[str, str | None]]:
-        """Set a worker's variables in ``os.environ`` within the block.
-
-        The lock also covers reading them: another start's variables must not look like the user's.
-        """
-        with _lock:
-            variables = self._variables(place, worker_num)
-            before = {name: os.environ.get(name) for name in variables}
-            set_environment(variables)
-            try:
-                yield variables
-            finally:
-                set_environment(before)
-
-
-def _concerns_gpus(options: WorkerOptions) -> bool:
-    devices = options.cuda_devices
-    if devices is None:
-        return options.most_workers > 1
-    return isinstance(devices, str) or any(str(device) != "cpu" for device in devices)
+        variables |= allocator_variables(inherited)
+        before = {name: inherited.get(name) for name in variables}
+        set_environment(variables)
+        try:
+            yield variables
+        finally:
+            set_environment(before)
 
 
 def limit_loaded_torch(variables: Mapping[str, str | None]) -> None:
@@ -332,10 +300,10 @@ _GROUP_SIGNALS = (*_LEFT_TO_PARENT, signal.SIGINT)
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
+def hold_signals() -> Iterator[None]:
     """Hold these signals back in this thread, and in a process that is started within the block.
 
-    So none of them ends a worker that has just been started, before ``leave_to_parent``. This
+    So none of them ends a worker that has just been started, before ``ignore_group_signals``. This
     thread gets them after the block, its process at once if another thread takes them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -347,7 +315,7 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def leave_to_parent() -> None:
+def ignore_group_signals() -> None:
     """In a worker, before the model is loaded: have these signals do nothing from now on.
 
     By a handler and not by ignoring them: what is ignored stays so in every program that the model
@@ -360,7 +328,7 @@ def leave_to_parent() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _do_nothing)
             signal.siginterrupt(number, False)  # nor should it disturb native code that waits
-    os.register_at_fork(after_in_child=_take_again)
+    os.register_at_fork(after_in_child=_restore_signals)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
 
 
@@ -368,7 +336,7 @@ def _do_nothing(*_: object) -> None:
     """The handler."""
 
 
-def _take_again() -> None:
+def _restore_signals() -> None:
     """In a process that the model has forked: its parent may end it."""
     for number in _LEFT_TO_PARENT:
         if signal.getsignal(number) is _do_nothing:

@@ -1,9 +1,14 @@
-"""The contract between the engine and whatever runs the workers, and workers that are threads."""
+"""The contract between the engine and whatever runs the workers, and workers that are threads.
+
+``KnownWorker`` is for the transports whose workers are elsewhere: what such a worker may say, and
+how its end is explained.
+"""
 
 from __future__ import annotations
 
 import logging
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -12,15 +17,27 @@ from collections.abc import Callable, Sequence
 from multiprocessing import util
 from typing import Any, NamedTuple
 
-from ..errors import WorkerLost, WorkerStartError
+from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..reporting import quiet_log, summary
 from ..supervision.restarts import Loss
+from .codec import Codec
+from .memory.memory_link import MemoryLink
 from .model_spec import ModelSpec
-from .protocol import UNWANTED, Failure, WorkerReady, add_unwanted
+from .protocol import (
+    UNWANTED,
+    Breach,
+    DeviceFailure,
+    Failure,
+    FromWorker,
+    StartFailure,
+    WorkerReady,
+    add_unwanted,
+)
 from .runner import serve
 from .stages import Channel
+from .starting import MAIN_FAILURES
 
 _log = quiet_log(__name__)
 
@@ -68,15 +85,16 @@ class Transport(ABC):
     starts.
     """
 
-    def encode(self, items: Sequence[Any]) -> list[Any]:
-        """The items as they will travel: as they are, unless a transport says otherwise.
+    #: Encodes items and decodes outputs; None if they travel as they are.
+    codec: Codec | None = None
 
-        Runs in the caller's thread: its items are its own risk.
+    def encode(self, items: Sequence[Any]) -> list[Any]:
+        """The items as they will travel. Runs in the caller's thread: they are its own risk.
 
         Raises:
             UnpicklableItem: an item cannot travel; says which and why.
         """
-        return list(items)
+        return list(items) if self.codec is None else self.codec.encode_items(items)
 
     def decode(self, outputs: list[Any]) -> list[Any]:
         """The outputs of a call as the model returned them. Runs in the caller's thread, too.
@@ -84,7 +102,7 @@ class Transport(ABC):
         Raises:
             ModelError: one cannot be decoded.
         """
-        return outputs
+        return outputs if self.codec is None else self.codec.decode_outputs(outputs)
 
     def device(self, place: int) -> Device | None:  # noqa: ARG002 - not every kind has devices
         """The device of worker number ``place``; None if it was given none. For any thread."""
@@ -123,13 +141,12 @@ class Transport(ABC):
                 where these ended.
         """
 
-    def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:  # noqa: B027 - a hint
-        """Tell a worker about these batches. Never blocks.
+    def tell(self, slot: int, what: int, batch_id: int) -> None:  # noqa: B027 - a hint
+        """Tell a worker about a batch. Never blocks.
 
         Args:
-            what: ``DROP``: their callers have gone; each is answered all the same. Of a model of
-                steps also ``HOLD``: they are not to be stepped for a while. ``RESUME``: they are
-                again.
+            what: ``DROP``: its callers have gone; it is answered all the same. Of a model of steps
+                also ``HOLD``: it is not to be stepped for a while. ``RESUME``: it is again.
         """
 
     @abstractmethod
@@ -181,6 +198,151 @@ class Transport(ABC):
         """
 
 
+# -- what is known of a worker that is elsewhere
+
+
+_LIKELY_CAUSES: dict[int, str] = {
+    signal.SIGKILL: " (perhaps out of memory, or killed by a user)",
+    signal.SIGSEGV: " (a crash in native code)",
+    signal.SIGBUS: " (a crash in native code, or shared memory exhausted)",
+    signal.SIGABRT: " (native code aborted)",
+    signal.SIGILL: " (native code built for another processor)",
+    signal.SIGTERM: " (it was asked to end)",
+}
+
+
+def _diagnose(exit_code: int | None) -> str:
+    """Explain an exit code."""
+    if exit_code is None:
+        return "for an unknown reason"
+    if exit_code >= 0:
+        return f"it exited with code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    return f"killed by {name}{_LIKELY_CAUSES.get(-exit_code, '')}"
+
+
+class KnownWorker:
+    """What is known of a worker by what it was sent and what it has said. Its ``str`` names it."""
+
+    def __init__(self, slot: int, place: int) -> None:
+        self.slot = slot  # its name for the engine
+        self.place = place  # its number in messages; decides about its device
+        self.link: MemoryLink | None = None  # for what is too large for a message
+        #: How many items each batch has that it was sent and has not answered, by the batch's id.
+        #: Any thread adds, the loop's removes.
+        self.unanswered: dict[int, int] = {}
+        self.last_sent = -1  # the id of the last batch that it was sent, or may have been
+        self.final_report: StartFailure | DeviceFailure | None = None  # then it ends by itself
+        self.killed_for: str | None = None  # why it was ended by force, in words
+        self.is_ready = self.wants_rows = self.has_steps = False
+
+    def events(self, message: FromWorker) -> Sequence[WorkerEvent]:
+        """What it has said, for the engine; nothing if it says why it is about to end.
+
+        Raises:
+            Breach: it does not answer what it was sent.
+        """
+        if isinstance(message, BatchReport):
+            self._take_answer(message)
+            return [message]
+        if isinstance(message, StepReport):
+            for batch_id in message.outputs:
+                if batch_id not in self.unanswered:
+                    raise _not_held("sent an output of", batch_id)
+            payloads = [*message.outputs.values()]
+            self._take_in(message, payloads)
+            message.outputs = dict(zip(message.outputs, payloads, strict=True))
+            for done in message.done:
+                self._take_answer(done)
+            return message.events()
+        if isinstance(message, WorkerReady):
+            self.is_ready = True
+            self.wants_rows, self.has_steps = message.wants_rows, message.places > 0
+            return [message._replace(slot=self.slot)]
+        self.final_report = message
+        return []
+
+    def note_breach(self, error: Exception) -> None:
+        """Reading what it has said raised this, so it is going to be killed."""
+        if self.killed_for is None:
+            is_known = isinstance(error, Breach)
+            why = str(error) if is_known else f"its answer cannot be read ({summary(error)})"
+            self.killed_for = f"it broke the protocol: {why}"
+
+    def _take_answer(self, report: BatchReport) -> None:
+        size = self.unanswered.pop(report.batch_id, None)
+        if size is None:  # a process that the model has forked has answered it, say
+            raise _not_held("answered", report.batch_id)
+        if report.failure is None and size != len(report.outputs):
+            raise Breach(f"it answered a batch of {size} with {len(report.outputs)} results")
+        self._take_in(report, report.outputs)
+
+    def _take_in(self, report: BatchReport | StepReport, payloads: list[Any]) -> None:
+        """Release the blocks that a report names, and keep its payloads in shared memory."""
+        report.slot = self.slot
+        link = self.link
+        if link is not None:
+            if report.released:
+                link.release(report.released)
+            if tuple in map(type, payloads):
+                link.receive(payloads)
+
+    def obituary(
+        self,
+        exit_code: int | None,
+        stacks: str = "",
+        begun: frozenset[int] | None = None,
+        where: str = "",
+    ) -> WorkerDied:
+        """How it ended, for the engine and the calls that fail: the likely cause, and what to do.
+
+        ``begun`` are the batches that it was at, None if that is not known; ``where`` is its
+        device, to follow its name.
+        """
+        said = self.final_report
+        loss = Loss.CRASHED if self.is_ready else Loss.DIED_STARTING
+        error: StreamerError
+        if isinstance(said, StartFailure):
+            error = WorkerStartError(f"{self} could not load the model: {said.failure.text}")
+            loss = Loss.NO_MEMORY if said.is_out_of_memory else Loss.START_FAILED
+            return WorkerDied(self.slot, Failure(error, cause=said.failure), loss)
+        if self.killed_for is not None:
+            kind = WorkerLost if self.is_ready else WorkerStartError
+            error = kind(f"{self} was killed: {self.killed_for}")
+        elif said is not None:
+            error = WorkerLost(
+                f"{self}{where} ended itself, since its GPU failed with an error after which every "
+                f"call to it fails in the same process: {said.fault}"
+            )
+            suspects = said.batch_ids | (begun or frozenset())
+            batch_id = min(said.batch_ids, default=-1)
+            return WorkerDied(
+                self.slot, Failure(error), Loss.DEVICE_FAILED, batch_id, said.error, suspects
+            )
+        elif self.is_ready:
+            error = WorkerLost(f"{self} died: {_diagnose(exit_code)}")
+        elif exit_code in MAIN_FAILURES:
+            error, loss = WorkerStartError(MAIN_FAILURES[exit_code]), Loss.START_FAILED
+        else:
+            why = _diagnose(exit_code)
+            if exit_code == 1:  # Python's after an exception; the model's would be reported
+                why += ", probably because importing the main module again raised an exception"
+            error = WorkerStartError(
+                f"{self} died before it had loaded its model: {why}; see its standard error"
+            )
+        return WorkerDied(self.slot, Failure(error, stacks or None), loss, begun=begun)
+
+
+def _not_held(verb: str, batch_id: int) -> Breach:
+    return Breach(f"it {verb} batch {batch_id!r:.40}, which it does not hold")
+
+
+# -- workers that are threads
+
+
 _Events = queue.SimpleQueue[WorkerEvent | None]
 
 #: So many reports of steps wait for the engine at most. Then the worker does: it would keep the
@@ -220,13 +382,12 @@ class ThreadTransport(Transport):
         worker.last_sent = batch_id
         put(message)
 
-    def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
+    def tell(self, slot: int, what: int, batch_id: int) -> None:
         worker = self._workers.get(slot)
         if worker is not None and worker.has_steps:
-            worker.batches.put((what, batch_ids))
+            worker.batches.put((what, [batch_id]))
         elif worker is not None:
-            for batch_id in batch_ids:
-                add_unwanted(worker.unwanted, batch_id)
+            add_unwanted(worker.unwanted, batch_id)
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         events: list[WorkerEvent] = []
@@ -234,9 +395,8 @@ class ThreadTransport(Transport):
             event = self._events.get(timeout=timeout)
             while True:
                 # One that hung in its last stage may answer when its worker is gone: too late.
-                worker = None if event is None else self._workers.get(event.slot)
-                if event is not None and worker is not None:
-                    events += self._take_in(event, worker)
+                if event is not None and event.slot in self._workers:
+                    events += self._take_in(event, self._workers[event.slot])
                 event = self._events.get_nowait()
         except queue.Empty:
             return events

@@ -30,33 +30,41 @@ from ..errors import ModelError
 from ..gpu.accelerators import limit_memory
 from ..gpu.device_errors import DeviceFailed, Guard, is_out_of_memory
 from ..gpu.places import Place, check_torch, missing_gpu, set_environment, visible_gpus
-from ..managed_model import is_shown
+from ..managed_model import set_shown_device
 from ..observe.record import BatchReport, StepReport
 from ..reporting import summary
 from .codec import Codec
+from .memory.arena import Memory
 from .memory.memory_link import Memories, MemoryLink, Windows, link_in_worker
 from .model_spec import LoadedModel, ModelSpec, Wrapper
 from .protocol import (
     EXIT_DEVICE_FAILED,
     EXIT_FORK_RETURNED,
     EXIT_START_FAILED,
+    UNWANTED,
     DeviceFailure,
     Failure,
     Frame,
     FrameReader,
     FrameWriter,
     FromWorker,
-    StageProgress,
     StartFailure,
     WorkerReady,
     encode,
+    map_progress,
 )
 from .runner import serve
-from .stages import Channel
-from .starting import STACKS_SIGNAL, leave_to_parent, limit_loaded_torch
+from .stages import FORWARD, Channel
+from .starting import STACKS_SIGNAL, ignore_group_signals, limit_loaded_torch
 
 if TYPE_CHECKING:
     from .preprocessing import PreprocessPool
+
+#: The advice about what is defined in the main module.
+_OF_MAIN = (
+    ". Workers import the main module under another name: define classes and functions outside of "
+    "`if __name__ == '__main__':`, or in a module of their own"
+)
 
 _FORK_RETURNED = (
     b"service_streamer: a process that the model has forked returned from the model, and ends; "
@@ -65,45 +73,29 @@ _FORK_RETURNED = (
 
 
 class Boot(NamedTuple):
-    """What a worker needs from the start.
+    """What a worker needs from the start."""
 
-    Attributes:
-        spec: its model, if it is forked; otherwise None, and the model comes as the first frame.
-        place: where it runs.
-        variables: of its environment; None removes one.
-        memories: what it shares with its parent; None for nothing.
-        sharers: workers on each GPU that it sees.
-        progress: where it writes which batches it is at; None for nowhere.
-        prepare: called first; None for nothing.
-    """
-
-    spec: ModelSpec | None
+    spec: ModelSpec | None  # its model; None if it comes as the first frame
     place: Place
-    variables: dict[str, str | None]
-    memories: Memories | None = None
-    sharers: tuple[int, ...] = ()
-    progress: StageProgress | None = None
-    prepare: Callable[[], None] | None = None
+    variables: dict[str, str | None]  # of its environment; None removes one
+    memories: Memories | None = None  # what it shares with its parent
+    sharers: tuple[int, ...] = ()  # workers on each GPU that it sees
+    progress: Memory | None = None  # where it writes which batches it is at
+    prepare: Callable[[], None] | None = None  # called first
 
 
 class CodedChannel(Channel):
     """A worker's end of a connection over which items and results travel as payloads.
 
     The subclasses carry the messages.
-
-    Attributes:
-        codec: decodes items and encodes results.
-        link: the memory that large ones lie in; None if all go with the messages.
-        cannot_send: what is said of a result that cannot go.
-        guard: looks at what items and results raise that cannot travel.
     """
 
-    #: Follows what is said of an item, or of a model, of which this process cannot import a part.
+    #: What to do if this process cannot import a part of an item or of a model.
     advice = ". Define it in a module that the worker can import"
 
     def __init__(self, codec: Codec, link: MemoryLink | None = None) -> None:
         self.codec = codec
-        self.link = link
+        self.link = link  # the memory that large ones lie in; None if all go with the messages
         self.cannot_send = ModelSpec.cannot_send
         self.guard = Guard()
 
@@ -113,7 +105,9 @@ class CodedChannel(Channel):
 
     def advise(self, error: BaseException) -> str:
         """What to do about something that this process cannot import, to follow what is wrong."""
-        return self.advice if isinstance(error, (AttributeError, ImportError)) else ""
+        if not isinstance(error, (AttributeError, ImportError)):
+            return ""
+        return _OF_MAIN if "__mp_main__" in str(error) else self.advice
 
     def send(self, report: FromWorker) -> None:
         """Send a message of any kind. Any thread."""
@@ -198,8 +192,7 @@ class CodedChannel(Channel):
 def run_worker(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:
     """Load the model, say so, and serve until the stop sentinel or the parent's end.
 
-    Args:
-        stacks: where the stacks are to go when this process crashes or is asked for them.
+    The stacks go to ``stacks`` when this process crashes or is asked for them.
     """
     pid = os.getpid()
     try:
@@ -223,7 +216,7 @@ def run_worker(boot: Boot, requests: Connection, responses: Connection, stacks: 
 
 
 def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connection) -> None:
-    leave_to_parent()
+    ignore_group_signals()
     os.set_blocking(stacks.fileno(), False)  # the parent reads it after our end only
     faulthandler.disable()  # or a forked child kept the handlers that Ray, say, put in its parent
     faulthandler.enable(stacks.fileno())
@@ -234,22 +227,17 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     threading.Thread(
         target=_exit_with_parent, args=(requests.fileno(), more), name="parent watch", daemon=True
     ).start()
-    try:
-        pickled = b"" if boot.spec else channel.next_frame()
-    except EOFError:  # the parent has gone before it said what to load
-        sys.exit(EXIT_START_FAILED)
-    serve_model(channel, boot, pickled)
+    with contextlib.suppress(EOFError):  # the parent has gone
+        serve_model(channel, boot, b"" if boot.spec else channel.next_frame())
 
 
 def _exit_with_parent(descriptor: int, more: Windows | None) -> None:
     """End this process when the parent dies, even in the midst of a batch.
 
     The parent closes the request pipe only after our end, so its hanging up means that it is dead.
-    A poll for no event reports hang-ups only, so this thread wakes up for nothing else.
-
-    Args:
-        more: memory of other processes. What is to be forgotten is unmapped here, since the worker
-            may not get another batch.
+    A poll for no event reports hang-ups only, so this thread wakes up for nothing else. But for
+    memory of third processes: what is to be forgotten is unmapped here, since the worker may not
+    get another batch.
     """
     poll = select.poll()
     poll.register(descriptor, 0)
@@ -298,14 +286,6 @@ class _PipeChannel(CodedChannel):
     def is_waiting(self) -> bool:
         return bool(self._frames or self._poll.poll(0))
 
-    def advise(self, error: BaseException) -> str:
-        if isinstance(error, (AttributeError, ImportError)) and "__mp_main__" in str(error):
-            return (
-                ". Workers import the main module under another name: define classes and functions "
-                "outside of `if __name__ == '__main__':`, or in a module of their own"
-            )
-        return super().advise(error)
-
     def next_frame(self) -> Frame:
         self.check_owner()
         while not self._frames:
@@ -316,97 +296,76 @@ class _PipeChannel(CodedChannel):
         self.check_owner()
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._write_lock:  # this thread may end the worker while another one answers
-            if not self.writer.write(pickled):
-                self.writer.flush()  # a signal came in between; this end blocks until it is done
+            self.writer.write(pickled)  # the pipe blocks until it has all of it
 
 
 def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
     """Load the model, say so, and answer batches until the channel says to end.
 
-    Args:
-        pickled: the model's spec, if the boot has none.
+    ``pickled`` is the model's spec, if the boot has none.
 
     Raises:
         SystemExit: with one of our exit codes: it could not be loaded, or its device has failed;
             the channel has been told. Or what the model raised to end the worker.
     """
     try:
-        if boot.prepare is not None:
-            boot.prepare()
-        limit_loaded_torch(boot.variables)
-        spec: ModelSpec = boot.spec or _unpickled_spec(channel, pickled)
-        _check_gpu(boot.place)
-        is_shown(boot.place.gpu_id)
-        pool = _start_preprocessing(spec, pickled)
-        del pickled
-        model = _load(spec, boot, pool)
-        channel.codec = spec.codec or channel.codec
-        channel.cannot_send = spec.cannot_send
-        model.moves_to_cpu = True
-        model.guard = channel.guard = Guard(may_end=True)
-        if channel.link is not None:
-            model.view = channel.link.view
-            if isinstance(model.managed, Wrapper):
-                model.managed.view = model.view
-        gc.freeze()  # or each full collection would go through all that the model has loaded
+        model, pool = _load(channel, boot, pickled)
     except Exception as error:
         lacks_memory = is_out_of_memory(error, (MemoryError,))  # before its causes are let go of
         channel.send(StartFailure(Failure.caught(error), lacks_memory))
         sys.exit(EXIT_START_FAILED)
-    # If the parent is gone, there is no one left to report to.
-    with contextlib.suppress(BrokenPipeError, EOFError):
-        channel.send(
-            WorkerReady(
-                description=model.description,
-                places=model.places,
-                resumes=model.resumes,
-                wants_rows=model.wants_rows,
-            )
-        )
-        try:
-            shared = boot.progress.for_worker(model.places) if boot.progress else ()
-            serve(channel, model, *shared)
-        except DeviceFailed as end:
-            channel.send(DeviceFailure(frozenset(end.batch_ids), end.fault, end.error))
-            sys.exit(EXIT_DEVICE_FAILED)
+    del pickled  # it may have many megabytes
+    gc.freeze()  # or each full collection would go through all that the model has loaded
+    channel.send(WorkerReady(-1, model.description, model.places, model.resumes, model.wants_rows))
+    numbers = None if boot.progress is None else map_progress(boot.progress)
+    try:
+        if numbers is None or len(numbers) < UNWANTED + FORWARD + model.places:
+            serve(channel, model)
+        else:
+            serve(channel, model, numbers[UNWANTED:], numbers[:UNWANTED])
+    except DeviceFailed as end:
+        channel.send(DeviceFailure(frozenset(end.batch_ids), end.fault, end.error))
+        sys.exit(EXIT_DEVICE_FAILED)
     if pool is not None:
         pool.close()
 
 
-def _check_gpu(place: Place) -> None:
-    """Raises RuntimeError: its GPU is missing, and the model would silently run on the CPU."""
+def _load(
+    channel: CodedChannel, boot: Boot, pickled: Frame
+) -> tuple[LoadedModel, PreprocessPool | None]:
+    """The model, ready to serve the channel, and its preprocess processes, if it has any."""
+    if boot.prepare is not None:
+        boot.prepare()
+    limit_loaded_torch(boot.variables)
+    place = boot.place
+    try:
+        spec: ModelSpec = boot.spec or pickle.loads(pickled)
+    except (AttributeError, ImportError) as error:  # a part of the model is not to be found here
+        raise ImportError(f"{error}{channel.advise(error)}") from error
     problem = missing_gpu(place, visible_gpus()) if place.needs_gpu else ""
-    if problem:
+    if problem:  # the model would silently run on the CPU
         raise RuntimeError(f'{problem}; name an available device, or "cpu"')
+    set_shown_device(place.gpu_id)
+    pool = None
+    if spec.preprocess_options is not None:
+        from .preprocessing import PreprocessPool  # others need neither it nor what it imports
 
-
-def _load(spec: ModelSpec, boot: Boot, pool: PreprocessPool | None) -> LoadedModel:
+        pool = PreprocessPool(bytes(pickled) if pickled else spec, spec.preprocess_options)
+        pool.start()
     # If its module imports torch; a limit that the model sets itself comes later, and counts.
     is_limited = limit_memory(boot.sharers)
-    model = spec.load(boot.place.gpu_id, attach=None if pool is None else pool.attach)
+    model = spec.load(place.gpu_id, attach=None if pool is None else pool.attach)
     if not is_limited:
         limit_memory(boot.sharers)
     if pool is not None:
         pool.wait_ready()
-    check_torch(boot.place)
-    return model
-
-
-def _start_preprocessing(spec: ModelSpec, pickled: Frame) -> PreprocessPool | None:
-    """Start the preprocess processes, before the model is loaded; None if there are none to be."""
-    if spec.preprocess_options is None:
-        return None
-    from .preprocessing import PreprocessPool  # others need neither it nor what it imports
-
-    pool = PreprocessPool(bytes(pickled) if pickled else spec, spec.preprocess_options)
-    pool.start()
-    return pool
-
-
-def _unpickled_spec(channel: CodedChannel, pickled: Frame) -> ModelSpec:
-    """Raises ImportError, with what to do: a part of the model is not to be found here."""
-    load: Callable[[Any], ModelSpec] = pickle.loads
-    try:
-        return load(pickled)
-    except (AttributeError, ImportError) as error:
-        raise ImportError(f"{error}{channel.advise(error)}") from error
+    check_torch(place)
+    channel.codec = spec.codec or channel.codec
+    channel.cannot_send = spec.cannot_send
+    model.moves_to_cpu = True
+    model.guard = channel.guard = Guard(may_end=True)
+    if channel.link is not None:
+        model.view = channel.link.view
+        if isinstance(model.managed, Wrapper):
+            model.managed.view = model.view
+    return model, pool

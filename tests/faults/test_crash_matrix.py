@@ -137,7 +137,7 @@ LONG_HANGS = ("unpickle an item", "predict", "pickle a result", "load the model"
 @pytest.fixture
 def time_for_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who hangs may write them down when the machine lets it."""
-    monkeypatch.setattr("service_streamer.workers.worker_process._STACKS_GRACE", 5.0)
+    monkeypatch.setattr("service_streamer.workers.process._STACKS_GRACE", 5.0)
 
 
 def cells(

@@ -89,8 +89,8 @@ class InlineTransport(StubTransport):
             self._happened += event.events() if isinstance(event, StepReport) else [event]
         self.pump()
 
-    def tell(self, slot: int, what: int, batch_ids: list[int]) -> None:
-        self.told += [(slot, what, batch_id) for batch_id in batch_ids]
+    def tell(self, slot: int, what: int, batch_id: int) -> None:
+        self.told.append((slot, what, batch_id))
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         self.due = None if timeout is None else self._now() + timeout
