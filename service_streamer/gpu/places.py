@@ -14,8 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..options.checks import Device, Devices, device_names
-from .accelerator import Accelerator, Gpu
-from .accelerators import CUDA, TORCH_KINDS, find_gpus, hidden_variables, kind_of
+from .accelerators import (
+    CUDA,
+    TORCH_KINDS,
+    Accelerator,
+    Gpu,
+    find_gpus,
+    hidden_variables,
+    kind_of,
+)
 
 logger = logging.getLogger(__name__)
 

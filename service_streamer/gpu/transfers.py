@@ -24,8 +24,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Generic, TypeVar, cast
 
-from .accelerator import Accelerator
-from .accelerators import TORCH_KINDS, kind_in_use
+from .accelerators import TORCH_KINDS, Accelerator, kind_in_use
 
 T = TypeVar("T")
 
