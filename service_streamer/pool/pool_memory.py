@@ -17,18 +17,17 @@ from typing import Any
 
 from ..workers.memory.arena import PAGE, Arena, Memory, Placed, Wire
 from ..workers.memory.memory_link import (
+    Block,
     Memories,
     MemoryLink,
     MemorySender,
     MemorySocket,
-    Received,
     SharedMemory,
     Windows,
     memory_sockets,
-    receive,
 )
 from ..workers.memory.payload import Parts
-from ..workers.memory.window import Window
+from ..workers.memory.window import Received, Window
 
 
 class PoolMemory(SharedMemory):
@@ -49,7 +48,7 @@ class PoolMemory(SharedMemory):
             return None
         responses = Memory(max(PAGE, self.size // worker_num))
         sender, receiver = memory_sockets()
-        link = _WorkerLink(self.arena, Window(responses), sender)
+        link = _WorkerLink(self.arena, Windows(responses), sender)
         with self._lock:
             self._links.add(link)
         return Memories(self.arena.memory, responses, receiver), link
@@ -71,11 +70,11 @@ class PoolMemory(SharedMemory):
 class _WorkerLink(MemoryLink):
     """The pool's end of what it shares with one worker. Any thread."""
 
-    def __init__(self, arena: Arena, window: Window, sender: MemorySender) -> None:
-        super().__init__(arena, window)
+    def __init__(self, arena: Arena, windows: Windows, sender: MemorySender) -> None:
+        super().__init__(arena, windows)
         self._sender = sender
 
-    def lend(self, payloads: list[Any]) -> list[Any]:
+    def lend(self, payloads: list[Any]) -> list[Block]:
         if not self.is_used:
             return []
         with self._lock:
@@ -87,10 +86,10 @@ class _WorkerLink(MemoryLink):
                     payloads[position] = items.copy(payload.wire, self.arena)
             return super().lend(payloads)
 
-    def release(self, blocks: list[Any]) -> None:
+    def release(self, blocks: list[Block]) -> None:
         with self._lock:
             super().release(blocks)
-            if any(type(block) is tuple for block in blocks):
+            if any(number for number, _ in blocks):
                 for memory in self._sender.passed():
                     if memory.is_left:
                         self.forget(memory.number)
@@ -98,7 +97,7 @@ class _WorkerLink(MemoryLink):
     def forget(self, number: int) -> None:
         """Have the worker unmap a memory, unless it still reads there."""
         with self._lock:
-            if not any(type(block) is tuple and block[0] == number for block in self._lent):
+            if not any(block[0] == number for block in self._lent):
                 self._sender.forget(number)
 
     def close(self) -> None:
@@ -121,12 +120,10 @@ class ClientItems:
         Args:
             on_end: called when no worker reads them any more, nor will; in a finalizer.
         """
-        end = _End(on_end)
+        lease = _ItemLease(self, on_end)
         number = self.memory.number
         return [
-            Placed((*payload, number), _ItemLease(self, (number, payload[1]), end))
-            if type(payload) is tuple
-            else payload
+            Placed((*payload[:5], number), lease) if type(payload) is tuple else payload
             for payload in payloads
         ]
 
@@ -146,26 +143,12 @@ class ClientItems:
 
 
 class _ItemLease:
-    """Held by whatever may read an item.
+    """Held by whatever may read the items of a call."""
 
-    Attributes:
-        block: with the number of its memory.
-    """
+    __slots__ = ("_on_end", "items")
 
-    __slots__ = ("_end", "block", "items")
-
-    def __init__(self, items: ClientItems, block: tuple[int, int], end: _End) -> None:
+    def __init__(self, items: ClientItems, on_end: Callable[[], None]) -> None:
         self.items = items
-        self.block = block
-        self._end = end
-
-
-class _End:
-    """Held by the leases of a call."""
-
-    __slots__ = ("_on_end",)
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
 
     def __del__(self) -> None:
@@ -220,7 +203,7 @@ class ClientMemory:
         self._sender, self._receiver = memory_sockets()
         self._items = ClientItems(theirs)
         self._pool = pool
-        self._held: dict[tuple[int, int], list[Received]] = {}  # by memory and block
+        self._held: dict[Block, list[Received]] = {}
         self._sizes: collections.Counter[int] = collections.Counter()  # bytes of these, by memory
         self._lock = threading.RLock()
         pool.clients += 1
@@ -244,7 +227,7 @@ class ClientMemory:
     def share(self, outputs: list[Any]) -> list[Any]:
         """What the client can read, for what workers have written."""
         given = []
-        seen: set[tuple[int, int]] = set()
+        seen: set[Block] = set()
         with self._lock:
             for output in outputs:
                 if type(output) is not Received:
@@ -255,7 +238,7 @@ class ClientMemory:
                         seen.add(key)
                         self._held.setdefault(key, []).append(output)
                         self._sizes[output.memory.number] += output.nbytes
-                    given.append((*output.wire, output.memory.number))
+                    given.append((*output.wire[:5], output.memory.number))
                 else:
                     given.append(inline_result(output))
         return given
@@ -266,7 +249,7 @@ class ClientMemory:
         held = self._sizes[memory.number] + output.nbytes
         return held <= memory.size // (1 + self._pool.clients)
 
-    def release(self, blocks: list[tuple[int, int]]) -> None:
+    def release(self, blocks: list[Block]) -> None:
         """The client no longer reads these."""
         with self._lock:
             for block in blocks:
@@ -296,18 +279,9 @@ class ClientMemory:
         self._pool.forget_client(self._items.memory)
 
 
-class ResultMemory(Windows):
-    """The client's end: results in the memory of workers. For the thread that reads."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(MemorySocket(socket.socket(fileno=descriptor)), private=False)
-
-    def receive(self, outputs: list[Any]) -> bool:
-        """Hold what came and lies in such memory; in place. False: some of it cannot be read."""
-        return receive(outputs, self._window_of)
-
-    def _window_of(self, wire: Any) -> Window:
-        return self.window(wire[5], wire[1])
+def results_of_workers(descriptor: int) -> Windows:
+    """The client's end: reads results in the memory of workers, whose descriptors come there."""
+    return Windows(None, MemorySocket(socket.socket(fileno=descriptor)))
 
 
 def inline_results(outputs: list[Any]) -> list[Any]:

@@ -230,9 +230,12 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     faulthandler.register(STACKS_SIGNAL, stacks.fileno())
     set_environment(boot.variables)  # a fork server has an environment of its own
     channel = _PipeChannel(requests, responses, boot.memories)
-    more = None if channel.link is None else channel.link.more
+    windows = None if channel.link is None else channel.link.windows
     threading.Thread(
-        target=_exit_with_parent, args=(requests.fileno(), more), name="parent watch", daemon=True
+        target=_exit_with_parent,
+        args=(requests.fileno(), windows),
+        name="parent watch",
+        daemon=True,
     ).start()
     try:
         pickled = b"" if boot.spec else channel.next_frame()
@@ -241,18 +244,19 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     serve_model(channel, boot, pickled)
 
 
-def _exit_with_parent(descriptor: int, more: Windows | None) -> None:
+def _exit_with_parent(descriptor: int, windows: Windows | None) -> None:
     """End this process when the parent dies, even in the midst of a batch.
 
     The parent closes the request pipe only after our end, so its hanging up means that it is dead.
     A poll for no event reports hang-ups only, so this thread wakes up for nothing else.
 
     Args:
-        more: memory of other processes. What is to be forgotten is unmapped here, since the worker
-            may not get another batch.
+        windows: memory of other processes. What is to be forgotten is unmapped here, since the
+            worker may not get another batch.
     """
     poll = select.poll()
     poll.register(descriptor, 0)
+    more = windows if windows is not None and windows.more is not None else None
     if more is not None:
         poll.register(more, select.POLLIN)
     while descriptor not in dict(poll.poll()):
@@ -345,7 +349,7 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
         model.moves_to_cpu = True
         model.guard = channel.guard = Guard(may_end=True)
         if channel.link is not None:
-            model.view = channel.link.view
+            model.view = channel.link.windows.view
             if isinstance(model.managed, Wrapper):
                 model.managed.view = model.view
         gc.freeze()  # or each full collection would go through all that the model has loaded

@@ -15,6 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from pickle import loads
 from typing import Any
 
 from .arena import Memory, Wire, positions
@@ -171,6 +172,65 @@ class Window:
                 raise EOFError("shared memory is shorter than expected")
             done += count
         return copy
+
+
+class Received:
+    """A payload in the other side's memory, which keeps it until there are no views of it."""
+
+    __slots__ = ("_lease", "_window", "wire")
+
+    def __init__(self, window: Window, wire: Wire, lease: ReadLease) -> None:
+        self._window = window
+        self._lease = lease
+        self.wire = wire
+
+    def load(self) -> Any:
+        """The value, whose arrays are views of that memory. Any thread."""
+        stream, *buffers = self.parts()
+        return loads(stream, buffers=buffers)
+
+    def load_again(self) -> Any:
+        """The value as it was sent, in memory of its own."""
+        stream, *buffers = self._window.copies(self.wire)
+        return loads(stream, buffers=buffers)
+
+    @property
+    def memory(self) -> Memory:
+        return self._window.memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that it keeps."""
+        return self._lease.size
+
+    def parts(self) -> list[Any]:
+        """The stream of its pickle, and its buffers: views, while this lives."""
+        return self._window.parts(self.wire, self._lease)
+
+
+class _Shared:
+    """A result for several callers: each that loads it gets memory of its own."""
+
+    __slots__ = ("_parts", "_received", "nbytes")
+
+    def __init__(self, received: Received) -> None:
+        self.nbytes = received.nbytes
+        self._received: Received | None = received
+        self._parts: list[bytes] = []
+
+    def load(self) -> Any:
+        """The value, of a copy. Any thread; the first call takes it out of the shared memory."""
+        received = self._received
+        if received is not None:
+            self._parts = [bytes(part) for part in received.parts()]  # any thread makes the same
+            self._received = None
+        stream, *buffers = self._parts
+        return loads(stream, buffers=map(bytearray, buffers))
+
+
+def shareable(payload: Any) -> Any:
+    """A worker's payload for several callers: each that decodes it gets a copy of its own."""
+    return _Shared(payload) if type(payload) is Received else payload
 
 
 class _PrivatePages:
