@@ -135,7 +135,7 @@ class Lease:
 
     def __del__(self) -> None:
         # A finalizer may interrupt any code: no lock.
-        self._ended.append((self.block, self.size))
+        self._ended.append(self)
 
 
 class Placed:
@@ -202,7 +202,7 @@ class Arena:
         self._reach = 0  # end of the existing pages
         self._peak = 0  # end of the used part since the last review
         self._takes = 0  # blocks allocated since the last review
-        self._ended: collections.deque[tuple[int, int]] = collections.deque()
+        self._ended: collections.deque[Lease] = collections.deque()
         # Blocks of adjacent payloads of one size, by that, least recently used first, and how many
         # bytes are filled.
         self._open: dict[int, tuple[Lease, int]] = {}
@@ -220,7 +220,8 @@ class Arena:
             if not keep_rows:
                 self._open.clear()
             while self._ended:
-                self._extents.give_back(*self._ended.popleft())
+                lease = self._ended.popleft()
+                self._extents.give_back(lease.block, lease.size)
             if self._takes >= _REVIEW_INTERVAL:
                 self._review()
             return self._extents.used

@@ -18,38 +18,31 @@ from collections.abc import Callable
 from pickle import loads
 from typing import Any
 
-from .arena import Memory, Wire, positions
+from .arena import Lease, Memory, Wire, positions
 
 #: One ctypes type per block size: making one is expensive.
 _region_types: dict[int, Any] = {}
 
 
-class ReadLease:
+class ReadLease(Lease):
     """Referenced by all views of a block; its end means that there are no more views.
 
+    A finalizer may come too early: the garbage collector calls all finalizers of a cycle before it
+    knows whether one revives a part of it. So ``pop_ended`` counts the references of what it kept.
+
     Attributes:
-        block: start of the block.
-        size: bytes of the block.
         start, stop: the viewed part of the memory; empty at first.
         is_copied: whether readers get copies instead of views.
     """
 
-    __slots__ = ("__weakref__", "_ended", "block", "is_copied", "size", "start", "stop")
+    __slots__ = ("__weakref__", "is_copied", "start", "stop")
 
     def __init__(
-        self, ended: collections.deque[ReadLease], block: int, size: int, *, is_copied: bool
+        self, ended: collections.deque[Any], block: int, size: int, *, is_copied: bool
     ) -> None:
-        self._ended = ended
-        self.block = block
-        self.size = size
+        super().__init__(ended, block, size)
         self.start, self.stop = block + size, block
         self.is_copied = is_copied
-
-    def __del__(self) -> None:
-        # A finalizer may interrupt any code: no lock. It may also come too early: the garbage
-        # collector calls all finalizers of a cycle before it knows whether one revives a part of
-        # it. So this object is kept, and ``pop_ended`` counts its references.
-        self._ended.append(self)
 
 
 def _references(lease: ReadLease) -> int:
@@ -78,7 +71,7 @@ class Window:
     def __init__(self, memory: Memory, *, private: bool = False) -> None:
         self.memory = memory
         self._ended: collections.deque[ReadLease] = collections.deque()
-        self._leased: collections.Counter[int] = collections.Counter()  # by block, not yet reported
+        self._viewed: set[int] = set()  # blocks with private views that are not reported yet
         self._seen: weakref.WeakValueDictionary[int, ReadLease] = weakref.WeakValueDictionary()
         self._map: mmap.mmap | None = None
         self._address = 0  # of the mapping; 0 if unused
@@ -97,10 +90,10 @@ class Window:
         _, block, size, *_ = wire
         # A reader of an earlier batch's rows may have written to the page that its last row shares
         # with our first.
-        is_copied = self._map is None or (self._pages is not None and block in self._leased)
-        self._leased[block] += 1
+        is_copied = self._map is None or block in self._viewed
         lease = ReadLease(self._ended, block, size, is_copied=is_copied)
-        if self._address and not is_copied:
+        if self._pages is not None and not is_copied:
+            self._viewed.add(block)
             self._seen[block] = lease
         return lease
 
@@ -143,9 +136,8 @@ class Window:
                 self._ended.append(lease)
                 continue
             blocks.append(lease.block)
-            self._leased[lease.block] -= 1
-            if not self._leased[lease.block]:
-                del self._leased[lease.block]
+            if not lease.is_copied:
+                self._viewed.discard(lease.block)
             if self._pages is not None and lease.start < lease.stop:
                 try:
                     self._pages.drop(lease.start, lease.stop)
