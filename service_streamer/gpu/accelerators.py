@@ -365,10 +365,9 @@ TORCH_KINDS = {kind.torch_name: kind for kind in KINDS if kind is not ROCM}
 
 
 def find_gpus() -> tuple[Accelerator, Sequence[Gpu] | None]:
-    """All GPUs of this machine, including hidden ones, and their kind. Takes some milliseconds.
+    """The kind of this machine's GPUs, and all of them, including hidden ones.
 
-    Returns:
-        The kind, and the GPUs; None in place of the GPUs if they cannot be counted.
+    None in place of the GPUs if they cannot be counted. Takes some milliseconds.
     """
     count = os.environ.get(GPU_COUNT, "")
     if count.isdecimal():
@@ -397,11 +396,7 @@ def hidden_variables() -> dict[str, str | None]:
 
 
 def allocator_variables(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that let torch's allocator grow its segments; none if the user set any.
-
-    Args:
-        inherited: the environment of the parent.
-    """
+    """Variables that let torch's allocator grow its segments, unless the user set any."""
     if any(name in inherited for name in _OF_ALLOCATOR):
         return {}
     return {name: value for kind in KINDS for name, value in kind.allocator_variables().items()}
@@ -445,26 +440,17 @@ def share_of_memory(total: int, workers: int) -> float:
     """The fraction of a GPU's memory that torch may take in each of its workers.
 
     An equal part for each, less what its context takes. So a worker that needs more runs out of
-    memory itself, and computes smaller batches, instead of the others.
-
-    Args:
-        total: of the GPU, bytes.
-        workers: how many of a streamer's workers compute there.
-
-    Returns:
-        1.0 for a single worker, or if the GPU is too small to be shared.
+    memory itself, and computes smaller batches, instead of the others. 1.0 for a single worker, or
+    if the GPU is too small to be shared.
     """
     rest = total / workers - _CONTEXT
     return rest / total if workers > 1 and rest > 0 else 1.0
 
 
 def limit_memory(sharers: Sequence[int]) -> bool:
-    """Limit torch to its share of each GPU; False if torch is not loaded.
+    """Limit torch to its share of each GPU, which so many workers share; False without torch.
 
     Without a context on a GPU the limit waits for one, and makes none.
-
-    Args:
-        sharers: workers on each GPU that this worker sees.
     """
     modules = [kind.torch for kind in TORCH_KINDS.values() if kind.torch is not None]
     for module in modules if max(sharers, default=1) > 1 else ():

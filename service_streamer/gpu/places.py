@@ -75,11 +75,7 @@ UNKNOWN_GPUS = VisibleGpus(CUDA, None, "")
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> VisibleGpus:
-    """The GPUs that a process of this machine sees. Takes some milliseconds.
-
-    Args:
-        environment: of the process.
-    """
+    """The GPUs that a process with this environment sees. Takes some milliseconds."""
     return select_visible(*find_gpus(), environment)
 
 
@@ -115,11 +111,8 @@ def places(
 ) -> list[Place]:
     """Where workers run: worker i at ``places[i % len(places)]``. Pure.
 
-    Args:
-        devices: as for ``Streamer``. With "auto" the workers get the visible GPUs in turn; a single
-            worker sees all of them, since its model may use several.
-        visible: the GPUs that the parent sees.
-        per_worker: number of devices of each worker.
+    With "auto" the workers get in turn the GPUs that their parent sees; a single worker sees all of
+    them, since its model may use several.
 
     Raises:
         ImportError: a package that would count the GPUs is missing.
@@ -183,11 +176,7 @@ def _problem(wish: str, gpus: Sequence[Gpu | None], visible: VisibleGpus) -> str
 
 
 def missing_gpu(place: Place, visible: VisibleGpus) -> str:
-    """In a worker, why its GPU is missing; empty if it is there, or if that is unknown. Pure.
-
-    Args:
-        visible: the GPUs that the worker sees.
-    """
+    """In a worker, why its GPU is missing; empty if it is there, or if that is unknown. Pure."""
     if place.problem or not place.needs_gpu or visible.gpus is None:
         return place.problem
     if place.device is None:
@@ -199,10 +188,9 @@ def missing_gpu(place: Place, visible: VisibleGpus) -> str:
 
 
 def check_torch(place: Place) -> None:
-    """After the model is loaded: check that torch can use the worker's GPU.
+    """After the model is loaded, check that torch can use the worker's GPU.
 
-    Raises:
-        RuntimeError: torch is built for GPUs, but the user's GPU is missing.
+    Raises RuntimeError: torch is built for GPUs, but the user's GPU is missing.
     """
     torch: Any = sys.modules.get("torch")
     if not place.needs_gpu or torch is None:
@@ -228,12 +216,7 @@ def check_torch(place: Place) -> None:
 def sharers(
     found: Sequence[Place], visible: VisibleGpus, number: int, worker_num: int
 ) -> tuple[int, ...]:
-    """How many workers compute on each GPU that worker ``number`` sees; empty if unknown. Pure.
-
-    Args:
-        found: where the workers run: see ``places``.
-        visible: the GPUs that the parent sees.
-    """
+    """How many workers compute on each GPU that worker ``number`` sees; empty if unknown. Pure."""
     # Of several GPUs the model chooses.
     only = tuple(gpu.value for gpu in visible.gpus or ()) if visible.count == 1 else ()
 

@@ -48,13 +48,8 @@ def dump(
 ) -> bytes | Parts:
     """Pickle an item into bytes, or into parts if it has at least ``large`` bytes.
 
-    The parts refer to the item's memory, so copy them before it can change.
-
-    Args:
-        make: makes a pickler of its own, which is slower.
-
-    Raises:
-        Exception: whatever pickling it raises.
+    The parts refer to the item's memory, so copy them before it can change. With ``make`` the item
+    gets a pickler of its own, which is slower. Raises whatever pickling raises.
     """
     if _known_to != (len(copyreg.dispatch_table), len(sys.modules)):
         _learn_reducers()
@@ -210,8 +205,8 @@ def _reduce_tensor(tensor: Any) -> Any:
     """Reduce a tensor to its data, dtype and shape.
 
     torch's own pickling sends the whole storage, even for one row. Here a tensor of any size
-    arrives on the CPU, contiguous, without graph and attributes. torch pickles sparse, quantized and
-    nested tensors, moved to the CPU, and subclasses: of a ``Parameter`` its data come here.
+    arrives on the CPU, contiguous, without graph and attributes. torch pickles sparse, quantized
+    and nested tensors, moved to the CPU, and subclasses: of a ``Parameter`` its data come here.
     """
     import torch
 

@@ -20,6 +20,13 @@ from typing import Any
 
 from .arena import Lease, Memory, Wire, positions
 
+#: Highest bytes of /proc/self/pagemap for pages that are no copies: absent, or present (bit 63) and
+#: of a file or shared (61), and not swapped out (62).
+#: https://docs.kernel.org/admin-guide/mm/pagemap.html
+_CLEAN = bytes(
+    byte for byte in range(256) if not byte & 0xC0 or (byte & 0xA0 == 0xA0 and not byte & 0x40)
+)
+
 #: One ctypes type per block size: making one is expensive.
 _region_types: dict[int, Any] = {}
 
@@ -74,13 +81,17 @@ class Window:
         self._viewed: set[int] = set()  # blocks with private views that are not reported yet
         self._seen: weakref.WeakValueDictionary[int, ReadLease] = weakref.WeakValueDictionary()
         self._map: mmap.mmap | None = None
-        self._address = 0  # of the mapping; 0 if unused
-        self._pages: _PrivatePages | None = None
+        self._address = 0  # of a private mapping; 0 if there is none
+        self._pagemap = -1  # tells which of its pages were written to
         with contextlib.suppress(OSError):  # then everything is copied
             self._map = memory.mapped(private=private)
             if private:
                 self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-                self._pages = _PrivatePages(self._map, self._address)
+                self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if self._pagemap >= 0:
+            close(self._pagemap)
 
     def lease(self, wire: Wire) -> ReadLease:
         """Count a block as in use until the returned lease is dropped.
@@ -92,7 +103,7 @@ class Window:
         # with our first.
         is_copied = self._map is None or block in self._viewed
         lease = ReadLease(self._ended, block, size, is_copied=is_copied)
-        if self._pages is not None and not is_copied:
+        if self._address and not is_copied:
             self._viewed.add(block)
             self._seen[block] = lease
         return lease
@@ -138,12 +149,28 @@ class Window:
             blocks.append(lease.block)
             if not lease.is_copied:
                 self._viewed.discard(lease.block)
-            if self._pages is not None and lease.start < lease.stop:
+            if self._address and lease.start < lease.stop:
                 try:
-                    self._pages.drop(lease.start, lease.stop)
+                    self._drop_written(lease.start, lease.stop)
                 except OSError:  # such as locked pages
                     self._map = None  # copy everything from now on
         return blocks
+
+    def _drop_written(self, start: int, stop: int) -> None:
+        """Drop the copies of pages that a reader has written to, if there are any.
+
+        Not otherwise: dropping other pages would map them again.
+        """
+        size = mmap.PAGESIZE
+        first, last = start // size, -(-stop // size)
+        with contextlib.suppress(OSError):  # there is no /proc: all pages count as copies
+            length = (last - first) * 8
+            entries = os.pread(self._pagemap, length, (self._address // size + first) * 8)
+            highest = entries[7::8] if sys.byteorder == "little" else entries[::8]
+            if len(entries) == length and not highest.translate(None, _CLEAN):
+                return
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED, first * size, (last - first) * size)
 
     def _region(self, lease: ReadLease) -> memoryview:
         """A lease's block. Views of it reference the ctypes object, which references the lease."""
@@ -223,43 +250,3 @@ class _Shared:
 def shareable(payload: Any) -> Any:
     """A worker's payload for several callers: each that decodes it gets a copy of its own."""
     return _Shared(payload) if type(payload) is Received else payload
-
-
-class _PrivatePages:
-    """Finds and drops the pages of a private mapping that were written to."""
-
-    #: Highest bytes of /proc/self/pagemap for pages that are no copies: absent, or present (bit 63)
-    #: and of a file or shared (61), and not swapped out (62).
-    #: https://docs.kernel.org/admin-guide/mm/pagemap.html
-    _CLEAN = bytes(
-        byte for byte in range(256) if not byte & 0xC0 or (byte & 0xA0 == 0xA0 and not byte & 0x40)
-    )
-
-    def __init__(self, mapping: mmap.mmap, address: int) -> None:
-        self._address = address
-        self._mapping = mapping
-        self._size = mmap.PAGESIZE
-        self._pagemap = -1
-        with contextlib.suppress(OSError):  # then all pages count as copies
-            self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if self._pagemap >= 0:
-            close(self._pagemap)
-
-    def drop(self, start: int, stop: int) -> None:
-        """Drop the copies of the pages from ``start`` to ``stop``."""
-        start = start // self._size * self._size
-        stop = -(-stop // self._size) * self._size
-        if self._has_copies(start, stop):
-            self._mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
-
-    def _has_copies(self, start: int, stop: int) -> bool:
-        """Whether there are copies: dropping other pages would map them again."""
-        length = (stop - start) // self._size * 8
-        with contextlib.suppress(OSError):
-            entries = os.pread(self._pagemap, length, (self._address + start) // self._size * 8)
-            if len(entries) == length:
-                highest = entries[7::8] if sys.byteorder == "little" else entries[::8]
-                return bool(highest.translate(None, self._CLEAN))
-        return True
