@@ -53,11 +53,6 @@ class PoolMemory(SharedMemory):
             self._links.add(link)
         return Memories(self.arena.memory, responses, receiver), link
 
-    def expect_items(self) -> None:
-        """Messages to workers may have large items from now on."""
-        if self.arena is not None:
-            self.arena.is_used = True
-
     def forget_client(self, memory: Memory) -> None:
         """A client has gone: workers unmap its memory when they have read it."""
         memory.is_left = True
@@ -74,17 +69,13 @@ class _WorkerLink(MemoryLink):
         super().__init__(arena, windows)
         self._sender = sender
 
-    def lend(self, payloads: list[Any]) -> list[Block]:
-        if not self.is_used:
-            return []
-        with self._lock:
-            for position, payload in enumerate(payloads):
-                if type(payload) is not Placed or type(payload.lease) is not _ItemLease:
-                    continue
+    def _lend(self, payloads: list[Any]) -> None:
+        for position, payload in enumerate(payloads):
+            if type(payload) is Placed and type(payload.lease) is _ItemLease:
                 items = payload.lease.items
                 if not self._sender.send(items.memory):
                     payloads[position] = items.copy(payload.wire, self.arena)
-            return super().lend(payloads)
+        super()._lend(payloads)
 
     def release(self, blocks: list[Block]) -> None:
         with self._lock:
@@ -221,7 +212,6 @@ class ClientMemory:
             return [
                 self._items.copy(each, None) if type(each) is tuple else each for each in payloads
             ]
-        self._pool.expect_items()
         return self._items.place(payloads, on_end)
 
     def share(self, outputs: list[Any]) -> list[Any]:

@@ -122,11 +122,12 @@ class CodedChannel(Channel):
     def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
         batch_id, payloads, released, _ = received
         if self.link is not None:
-            self.link.expect(len(payloads))  # as many results
+            if self.link.arena is not None:
+                self.link.arena.expect(len(payloads))  # as many results
             if released:
                 self.link.release(released)
             if tuple in map(type, payloads):
-                self.link.receive(payloads)
+                self.link.windows.receive(payloads)
         decode = self.codec.decode
         items: list[Any] = []
         failures: dict[int, Failure] = {}

@@ -91,7 +91,7 @@ def test_descriptors_are_closed_with_the_last_use() -> None:
         payload = codec.encode(filled(7))
         batch = [payload]
         ends[1].lend(batch)
-        there.receive(batch)
+        there.windows.receive(batch)
         got = decode(batch.pop())
         assert memory_descriptors() > before
         del payload, there, ends
@@ -184,7 +184,7 @@ def test_a_payload_is_read_in_memory_that_came_later() -> None:
     numbers = [link.arena.memory.number for link in links]
     wires = [(*each.wire[:5], number) for each, number in zip(payloads, numbers, strict=True)]
     batch: list[Any] = [*wires]
-    reader.receive(batch)
+    reader.windows.receive(batch)
     items = [decode(payload) for payload in batch]
     batch.clear()
     for n, item in enumerate(items):

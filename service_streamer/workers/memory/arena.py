@@ -180,10 +180,8 @@ class Arena:
         contents: what lies there, in words.
 
     Attributes:
-        batch: number of payloads in the latest batch, as far as it is known.
         rows: number of payloads of one size and one buffer to place side by side; at most 1 gives
             each its own pages.
-        is_used: whether anything was ever put there.
 
     Raises:
         OSError: the memory cannot be mapped.
@@ -191,11 +189,10 @@ class Arena:
 
     def __init__(self, memory: Memory, contents: str) -> None:
         self.memory = memory
-        self.batch = 1
         self.rows = 0
+        self._batch = 1  # number of payloads in the latest batch, as far as it is known
         self._contents = contents
         self._log_once = quiet_log(__name__, once=True)
-        self.is_used = False
         self._map = memory.mapped()
         self._bytes = memoryview(self._map)
         self._extents = Extents(memory.size // PAGE * PAGE)
@@ -212,7 +209,13 @@ class Arena:
     @property
     def large(self) -> float:
         """Payloads of this many bytes or more are worth putting here."""
-        return LARGE if self.batch < _MANY else LARGE_IN_BATCH
+        return LARGE if self._batch < _MANY else LARGE_IN_BATCH
+
+    def expect(self, count: int, *, as_rows: bool = False) -> None:
+        """The next batch has so many payloads, which should lie side by side if ``as_rows``."""
+        self._batch = count
+        if as_rows:
+            self.rows = max(count, self.rows - 1)  # one large batch is soon forgotten
 
     def reclaim(self, *, keep_rows: bool = True) -> int:
         """Free the blocks that have ended, and those of rows if asked; returns allocated bytes."""
@@ -248,7 +251,6 @@ class Arena:
                 parts.size / _MB, self._contents, self._extents.used / _MB, self.memory.size / _MB,
             )  # fmt: skip
             return None
-        self.is_used = True
         lease, start = room
         at = start
         for chunk in chunks:

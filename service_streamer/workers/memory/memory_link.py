@@ -64,28 +64,14 @@ class MemoryLink:
     Args:
         arena: what the other side reads; None sends everything with the messages.
         windows: reads what the other side writes, and third processes.
-
-    Attributes:
-        has_received: whether any payload ever came in the other side's memory.
     """
 
     def __init__(self, arena: Arena | None, windows: Windows) -> None:
         self.arena = arena
         self.windows = windows
-        self.has_received = False
         #: What the other side may be reading, by the number of the memory and the block.
         self._lent: dict[Block, list[Any]] = {}
         self._lock = threading.RLock()  # a finalizer of a user's may call us while it is held
-
-    @property
-    def is_used(self) -> bool:
-        """Whether any payload was ever put there, or came from there."""
-        return self.has_received or (self.arena is not None and self.arena.is_used)
-
-    def expect(self, count: int) -> None:
-        """The next batch has so many payloads."""
-        if self.arena is not None:
-            self.arena.batch = count
 
     def lend(self, payloads: list[Any]) -> list[Block]:
         """Let the other side read these payloads, which go there now: as wires, in place.
@@ -93,17 +79,19 @@ class MemoryLink:
         Returns:
             The blocks that this side no longer reads.
         """
-        if not self.is_used:
-            return []
+        if Placed in map(type, payloads):
+            with self._lock:
+                self._lend(payloads)
+        return self.windows.pop_ended()
+
+    def _lend(self, payloads: list[Any]) -> None:
         leases: dict[Block, Any] = {}
         for position, payload in enumerate(payloads):
             if type(payload) is Placed:
                 payloads[position] = wire = payload.wire
                 leases[wire[5], wire[1]] = payload.lease
-        with self._lock:
-            for block, lease in leases.items():
-                self._lent.setdefault(block, []).append(lease)
-        return self.windows.pop_ended()
+        for block, lease in leases.items():
+            self._lent.setdefault(block, []).append(lease)
 
     def release(self, blocks: list[Block]) -> None:
         """The other side no longer reads these blocks, each as often as it was lent."""
@@ -113,11 +101,6 @@ class MemoryLink:
                 leases.pop()
                 if not leases:
                     del self._lent[block]
-
-    def receive(self, payloads: list[Any]) -> None:
-        """Keep what has come in memory that this side reads, in place."""
-        self.has_received = True
-        self.windows.receive(payloads)
 
     def close(self) -> None:
         """The other side is gone."""
@@ -160,12 +143,6 @@ class SharedMemory:
             return None
         responses = Memory(max(PAGE, self.size // worker_num))
         return Memories(self.arena.memory, responses), MemoryLink(self.arena, Windows(responses))
-
-    def expect_rows(self, count: int) -> None:
-        """Items of one size should lie side by side, about ``count`` of them in a batch."""
-        arena = self.arena
-        if arena is not None:
-            arena.rows = max(count, arena.rows - 1)  # one large batch is soon forgotten
 
     def close(self) -> None:
         """Let go of it. What still looks at it, or writes there, can."""
