@@ -25,8 +25,8 @@ from service_streamer.workers.memory.memory_link import (
     Windows,
     link_in_worker,
     memory_sockets,
+    shareable,
 )
-from service_streamer.workers.memory.window import shareable
 
 pytestmark = pytest.mark.usefixtures("nothing_is_mapped")
 

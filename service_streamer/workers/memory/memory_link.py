@@ -25,6 +25,7 @@ import logging
 import os
 import socket
 import threading
+from pickle import loads
 from typing import Any, NamedTuple, TypeAlias
 
 from ...reporting import quiet_log, summary
@@ -56,6 +57,31 @@ class _Unreadable:
 
     def load(self) -> Any:
         raise OSError("this process has too many files open to read shared memory")
+
+
+class _Shared:
+    """A result for several callers: each that loads it gets memory of its own."""
+
+    __slots__ = ("_parts", "_received", "nbytes")
+
+    def __init__(self, received: Received) -> None:
+        self.nbytes = received.nbytes
+        self._received: Received | None = received
+        self._parts: list[bytes] = []
+
+    def load(self) -> Any:
+        """The value, of a copy. Any thread; the first call takes it out of the shared memory."""
+        received = self._received
+        if received is not None:
+            self._parts = [bytes(part) for part in received.parts()]  # any thread makes the same
+            self._received = None
+        stream, *buffers = self._parts
+        return loads(stream, buffers=map(bytearray, buffers))
+
+
+def shareable(payload: Any) -> Any:
+    """A worker's payload for several callers: each that decodes it gets a copy of its own."""
+    return _Shared(payload) if type(payload) is Received else payload
 
 
 class MemoryLink:

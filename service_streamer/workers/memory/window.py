@@ -225,28 +225,3 @@ class Received:
     def parts(self) -> list[Any]:
         """The stream of its pickle, and its buffers: views, while this lives."""
         return self._window.parts(self.wire, self._lease)
-
-
-class _Shared:
-    """A result for several callers: each that loads it gets memory of its own."""
-
-    __slots__ = ("_parts", "_received", "nbytes")
-
-    def __init__(self, received: Received) -> None:
-        self.nbytes = received.nbytes
-        self._received: Received | None = received
-        self._parts: list[bytes] = []
-
-    def load(self) -> Any:
-        """The value, of a copy. Any thread; the first call takes it out of the shared memory."""
-        received = self._received
-        if received is not None:
-            self._parts = [bytes(part) for part in received.parts()]  # any thread makes the same
-            self._received = None
-        stream, *buffers = self._parts
-        return loads(stream, buffers=map(bytearray, buffers))
-
-
-def shareable(payload: Any) -> Any:
-    """A worker's payload for several callers: each that decodes it gets a copy of its own."""
-    return _Shared(payload) if type(payload) is Received else payload
