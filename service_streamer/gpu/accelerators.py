@@ -72,9 +72,9 @@ class Accelerator:
     ) -> Sequence[Gpu] | None:
         """Those of the GPUs that a process with this environment sees, in its order."""
         (variable,) = self.variables
-        return listed(gpus, environment.get(variable))
+        return select(gpus, environment.get(variable))
 
-    def showing(self, value: str) -> dict[str, str | None]:
+    def variables_to_show(self, value: str) -> dict[str, str | None]:
         """Environment variables that show a worker these GPUs only; None removes one."""
         (variable,) = self.variables
         return {variable: value}
@@ -129,7 +129,7 @@ class Accelerator:
         return None
 
 
-def listed(gpus: Sequence[Gpu] | None, names: str | None) -> Sequence[Gpu] | None:
+def select(gpus: Sequence[Gpu] | None, names: str | None) -> Sequence[Gpu] | None:
     """The GPUs in a list such as that of CUDA_VISIBLE_DEVICES; all of them without a list."""
     if names is None or (gpus is not None and not gpus):
         return gpus
@@ -185,7 +185,7 @@ class Cuda(Accelerator):
             return None
         return [Gpu(str(number)) for number in range(count)]
 
-    def showing(self, value: str) -> dict[str, str | None]:
+    def variables_to_show(self, value: str) -> dict[str, str | None]:
         # Without those of ROCm: where the kind of the GPUs is unknown, they would take precedence.
         return {_ROCR: None, _HIP: None, _CUDA: value}
 
@@ -326,12 +326,12 @@ class Rocm(Cuda):
     def visible(
         self, gpus: Sequence[Gpu] | None, environment: Mapping[str, str]
     ) -> Sequence[Gpu] | None:
-        rest = listed(gpus, environment.get(_ROCR))
+        rest = select(gpus, environment.get(_ROCR))
         if rest is not None:
             rest = [gpu._replace(value=str(number)) for number, gpu in enumerate(rest)]
-        return listed(rest, environment.get(_HIP) or environment.get(_CUDA) or None)
+        return select(rest, environment.get(_HIP) or environment.get(_CUDA) or None)
 
-    def showing(self, value: str) -> dict[str, str | None]:
+    def variables_to_show(self, value: str) -> dict[str, str | None]:
         # ROCR's list stays: these numbers refer to it.
         return {_CUDA: value, _HIP: value}
 

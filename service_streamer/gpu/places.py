@@ -94,7 +94,7 @@ def show_only(device: Device) -> None:
         set_environment(hidden_variables())
     else:
         names = device_names([device])
-        set_environment(dict.fromkeys(kind.variables) | kind.showing(",".join(names)))
+        set_environment(dict.fromkeys(kind.variables) | kind.variables_to_show(",".join(names)))
 
 
 def set_environment(variables: Mapping[str, str | None]) -> None:
@@ -122,7 +122,7 @@ def places(
         return [UNPLACED]
     if not isinstance(devices, str):
         if per_worker > 1:
-            devices = _joined(device_names(devices), per_worker)
+            devices = _join(device_names(devices), per_worker)
         return [_place(device, visible) for device in devices]
     if visible.gpus is None and max(worker_num, per_worker) > 1:
         visible.kind.require_count()
@@ -133,7 +133,7 @@ def places(
                 f"devices_per_worker={per_worker} must divide the number of visible GPUs, and "
                 f"{visible.describe()}; name the devices to use in cuda_devices, or lower it"
             )
-        joined = _joined([str(number) for number in range(count)], per_worker)
+        joined = _join([str(number) for number in range(count)], per_worker)
         # The user has named none of them.
         return [_place(each, visible)._replace(gpu_id=None) for each in joined]
     if not count:
@@ -143,7 +143,7 @@ def places(
     return [UNPLACED._replace(expects_gpu=True), *found[1:]] if worker_num == 1 else found
 
 
-def _joined(names: list[str], per_worker: int) -> list[Device]:
+def _join(names: list[str], per_worker: int) -> list[Device]:
     return [",".join(names[at : at + per_worker]) for at in range(0, len(names), per_worker)]
 
 
@@ -155,7 +155,7 @@ def _place(device: Device, visible: VisibleGpus) -> Place:
     if problem:
         return Place(device, device, hidden_variables(), (), problem)
     shown = tuple(gpu.value for gpu in gpus if gpu is not None)
-    return Place(device, device, visible.kind.showing(",".join(shown)), shown)
+    return Place(device, device, visible.kind.variables_to_show(",".join(shown)), shown)
 
 
 def _find(name: str, visible: VisibleGpus) -> Gpu | None:

@@ -81,7 +81,7 @@ class _WorkerLink(MemoryLink):
         with self._lock:
             super().release(blocks)
             if any(number for number, _ in blocks):
-                for memory in self._sender.passed():
+                for memory in self._sender.memories():
                     if memory.is_left:
                         self.forget(memory.number)
 
@@ -254,7 +254,7 @@ class ClientMemory:
     def review(self) -> None:
         """Have the client unmap the memory of workers that have ended."""
         with self._lock:
-            for memory in self._sender.passed():
+            for memory in self._sender.memories():
                 if memory.is_left and not self._sizes[memory.number]:
                     del self._sizes[memory.number]
                     self._sender.forget(memory.number)

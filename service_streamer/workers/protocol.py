@@ -491,4 +491,4 @@ class StageProgress:
     def _numbers(self) -> memoryview[int]:
         memory = self._memory
         memory.size = os.fstat(memory.descriptor).st_size  # the worker may have enlarged it
-        return memoryview(memory.mapped()).cast("q")
+        return memoryview(memory.map()).cast("q")

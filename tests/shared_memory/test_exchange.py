@@ -239,7 +239,7 @@ def test_a_reader_has_so_many_memories_at_most() -> None:
     assert sent == [True] * 128 + [False]
     sender.forget(memories[0].number)
     assert sender.send(memories[128])
-    assert {each.number for each in sender.passed()} == {each.number for each in memories[1:]}
+    assert {each.number for each in sender.memories()} == {each.number for each in memories[1:]}
 
 
 def test_a_block_that_could_not_be_read_is_reported() -> None:

@@ -96,14 +96,14 @@ class Memory:
         self.number, self.is_left = next(_numbers), False
 
     @classmethod
-    def received(cls, descriptor: int) -> Memory:
+    def from_descriptor(cls, descriptor: int) -> Memory:
         """Memory of another process, which this one owns a descriptor of from now on."""
         memory = cls.__new__(cls)
         memory._own(descriptor, os.fstat(descriptor).st_size)
         return memory
 
     def __reduce__(self) -> Any:
-        return _passed, (reduction.DupFd(self.descriptor),)
+        return _from_pickle, (reduction.DupFd(self.descriptor),)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         # Bound early: at interpreter exit, the module may be gone before its objects.
@@ -111,7 +111,7 @@ class Memory:
         if descriptor >= 0:
             close(descriptor)
 
-    def mapped(self, *, private: bool = False) -> mmap.mmap:
+    def map(self, *, private: bool = False) -> mmap.mmap:
         """Map all of it for reading and writing. Raises OSError: there are no addresses left."""
         flags = mmap.MAP_SHARED
         if private:  # without reserving memory for all pages
@@ -119,8 +119,8 @@ class Memory:
         return mmap.mmap(self.descriptor, self.size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def _passed(descriptor: Any) -> Memory:
-    return Memory.received(descriptor.detach())
+def _from_pickle(descriptor: Any) -> Memory:
+    return Memory.from_descriptor(descriptor.detach())
 
 
 class Lease:
@@ -193,7 +193,7 @@ class Arena:
         self._batch = 1  # number of payloads in the latest batch, as far as it is known
         self._contents = contents
         self._log_once = quiet_log(__name__, once=True)
-        self._map = memory.mapped()
+        self._map = memory.map()
         self._bytes = memoryview(self._map)
         self._extents = Extents(memory.size // PAGE * PAGE)
         self._reach = 0  # end of the existing pages
@@ -290,7 +290,7 @@ class Arena:
                 self._reach = needed
 
     def _block(self, size: int) -> tuple[Lease, int] | None:
-        size = rounded(size)
+        size = round_up(size)
         self.reclaim()
         block = self._extents.take(size)
         while block is None and self._open:  # release blocks kept for more rows
@@ -326,7 +326,7 @@ class Arena:
         return lease, lease.block + filled
 
 
-def rounded(size: int) -> int:
+def round_up(size: int) -> int:
     """``size`` rounded up to one of few sizes, which reduces fragmentation.
 
     From 16 pages on, at most an eighth more.

@@ -188,7 +188,7 @@ def link_in_worker(memories: Memories | None) -> MemoryLink | None:
 # -- memory of third processes
 
 
-def _packed(number: int) -> bytes:
+def _pack(number: int) -> bytes:
     return number.to_bytes(_NUMBER_SIZE, "little", signed=True)
 
 
@@ -232,12 +232,12 @@ class MemorySender:
         if self._forgotten or len(self._passed) >= _MOST:
             return False
         with contextlib.suppress(OSError):  # the reader takes nothing more, or is gone
-            socket.send_fds(self._connection, [_packed(memory.number)], [memory.descriptor])
+            socket.send_fds(self._connection, [_pack(memory.number)], [memory.descriptor])
             self._passed[memory.number] = memory
             return True
         return False
 
-    def passed(self) -> list[Memory]:
+    def memories(self) -> list[Memory]:
         """What the reader has."""
         return [*self._passed.values()]
 
@@ -250,7 +250,7 @@ class MemorySender:
     def _say_forgotten(self) -> None:
         with contextlib.suppress(OSError):
             while self._forgotten:
-                self._connection.send(_packed(-self._forgotten[0]))
+                self._connection.send(_pack(-self._forgotten[0]))
                 self._forgotten.popleft()
 
     def close(self) -> None:
@@ -342,7 +342,7 @@ class Windows:
                     if number < 0:
                         self._windows.pop(-number, None)
                     elif descriptors:  # else this process may not have more
-                        memory = Memory.received(descriptors[0])
+                        memory = Memory.from_descriptor(descriptors[0])
                         self._windows[number] = Window(memory, private=self._private)
             except BlockingIOError:
                 return True

@@ -84,7 +84,7 @@ class Window:
         self._address = 0  # of a private mapping; 0 if there is none
         self._pagemap = -1  # tells which of its pages were written to
         with contextlib.suppress(OSError):  # then everything is copied
-            self._map = memory.mapped(private=private)
+            self._map = memory.map(private=private)
             if private:
                 self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
                 self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
