@@ -222,15 +222,14 @@ class StageTimer:
     """
 
     def __init__(self) -> None:
-        self._seconds: float | None = None
+        self._seconds = 0.0
         #: Of each device that is in use: its number, and the events before and after the work.
         self._events: list[tuple[int, Any, Any]] = []
         self._began_at = time.monotonic()
         self._kind: Any = kind_in_use()
-        if self._kind is not None:
-            # A device that failed: the model's next call finds out, and says more about it.
-            with contextlib.suppress(Exception):
-                self._events = [self._start(device) for device in self._kind.devices_in_use()]
+        # Of a device that failed, the model's next call finds out, and says more about it.
+        with contextlib.suppress(Exception):
+            self._events = [self._start(device) for device in self._kind.devices_in_use()]
 
     def _start(self, device: int) -> tuple[int, Any, Any]:
         start, end = self._kind.event(timing=True), self._kind.event(timing=True)
@@ -273,12 +272,8 @@ class StageTimer:
         Blocks until the GPU has done the work that was launched before ``stop``. Raises nothing: if
         the GPU fails, this is the thread's time.
         """
-        if self._seconds is None:
-            self.stop()
-        seconds = self._seconds or 0.0
         with contextlib.suppress(Exception):
             for _, start, end in self._events:
                 end.synchronize()  # other threads may run meanwhile
-                seconds = max(seconds, start.elapsed_time(end) / 1000)
-        self._seconds = seconds
-        return seconds
+                self._seconds = max(self._seconds, start.elapsed_time(end) / 1000)
+        return self._seconds
