@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..workers.memory.arena import PAGE, Arena, Memory, Placed, Wire
+from ..workers.memory.arena import Arena, Memory, Placed, Wire
 from ..workers.memory.memory_link import (
     Block,
     Memories,
@@ -43,15 +43,12 @@ class PoolMemory(SharedMemory):
         self._links: weakref.WeakSet[_WorkerLink] = weakref.WeakSet()
         self._lock = threading.RLock()  # of these: the engine's thread adds, the server's looks
 
-    def for_worker(self, worker_num: int) -> tuple[Memories, MemoryLink] | None:
-        if self.arena is None:
-            return None
-        responses = Memory(max(PAGE, self.size // worker_num))
+    def _share(self, arena: Arena, responses: Memory) -> tuple[Memories, MemoryLink]:
         sender, receiver = memory_sockets()
-        link = _WorkerLink(self.arena, Windows(responses), sender)
+        link = _WorkerLink(arena, Windows(responses), sender)
         with self._lock:
             self._links.add(link)
-        return Memories(self.arena.memory, responses, receiver), link
+        return Memories(arena.memory, responses, receiver), link
 
     def forget_client(self, memory: Memory) -> None:
         """A client has gone: workers unmap its memory when they have read it."""

@@ -167,8 +167,10 @@ class SharedMemory:
         """
         if self.arena is None:
             return None
-        responses = Memory(max(PAGE, self.size // worker_num))
-        return Memories(self.arena.memory, responses), MemoryLink(self.arena, Windows(responses))
+        return self._share(self.arena, Memory(max(PAGE, self.size // worker_num)))
+
+    def _share(self, arena: Arena, responses: Memory) -> tuple[Memories, MemoryLink]:
+        return Memories(arena.memory, responses), MemoryLink(arena, Windows(responses))
 
     def close(self) -> None:
         """Let go of it. What still looks at it, or writes there, can."""
@@ -282,10 +284,9 @@ class Windows:
         # about to be read. Reentrant: a finalizer of a user's may interrupt us.
         self._lock = threading.RLock()
 
-    def receive(self, payloads: list[Any]) -> bool:
-        """Replace wires by payloads that keep their memory, in place; whether all can be read."""
+    def receive(self, payloads: list[Any]) -> None:
+        """Replace wires by payloads that keep their memory, in place."""
         leases: dict[Block, ReadLease] = {}  # one for each block of a message
-        is_whole = True
         with self._lock:
             for position, wire in enumerate(payloads):
                 if type(wire) is not tuple:
@@ -295,13 +296,11 @@ class Windows:
                 if window is None:
                     self._unread.append(block)
                     payloads[position] = _Unreadable()
-                    is_whole = False
                     continue
                 lease = leases.get(block)
                 if lease is None:
                     lease = leases[block] = window.lease(wire)
                 payloads[position] = Received(window, wire, lease)
-        return is_whole
 
     def pop_ended(self) -> list[Block]:
         """The blocks that are no longer in use, each as often as it was sent."""
