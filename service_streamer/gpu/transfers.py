@@ -227,9 +227,10 @@ class StageTimer:
         self._events: list[tuple[int, Any, Any]] = []
         self._began_at = time.monotonic()
         self._kind: Any = kind_in_use()
-        # Of a device that failed, the model's next call finds out, and says more about it.
-        with contextlib.suppress(Exception):
-            self._events = [self._start(device) for device in self._kind.devices_in_use()]
+        if self._kind is not None:
+            # A device that failed: the model's next call finds out, and says more about it.
+            with contextlib.suppress(Exception):
+                self._events = [self._start(device) for device in self._kind.devices_in_use()]
 
     def _start(self, device: int) -> tuple[int, Any, Any]:
         start, end = self._kind.event(timing=True), self._kind.event(timing=True)
