@@ -127,20 +127,20 @@ def places(
     if visible.gpus is None and max(worker_num, per_worker) > 1:
         visible.kind.require_count()
     count = visible.count or 0
+    if per_worker > 1 and (not count or count % per_worker):
+        raise ValueError(
+            f"devices_per_worker={per_worker} must divide the number of visible GPUs, and "
+            f"{visible.describe()}; name the devices to use in cuda_devices, or lower it"
+        )
+    groups: Sequence[Device] = range(count)
     if per_worker > 1:
-        if not count or count % per_worker:
-            raise ValueError(
-                f"devices_per_worker={per_worker} must divide the number of visible GPUs, and "
-                f"{visible.describe()}; name the devices to use in cuda_devices, or lower it"
-            )
-        joined = _join([str(number) for number in range(count)], per_worker)
-        # The user has named none of them.
-        return [_place(each, visible)._replace(gpu_id=None) for each in joined]
-    if not count:
-        return [UNPLACED]
-    found = [_place(number, visible)._replace(gpu_id=None) for number in range(count)]
-    # A single worker sees all GPUs, and expects some: they may be lost when it restarts.
-    return [UNPLACED._replace(expects_gpu=True), *found[1:]] if worker_num == 1 else found
+        groups = _join([*map(str, groups)], per_worker)
+    # The user has named none of them.
+    found = [_place(device, visible)._replace(gpu_id=None) for device in groups]
+    if worker_num == per_worker == 1 and found:
+        # A single worker sees all GPUs, and expects some: they may be lost when it restarts.
+        found[0] = UNPLACED._replace(expects_gpu=True)
+    return found or [UNPLACED]
 
 
 def _join(names: list[str], per_worker: int) -> list[Device]:
