@@ -102,8 +102,8 @@ class Link:
         return used(self.arena)
 
     def close_rows(self) -> None:
-        """No block is filled any further with rows."""
-        self.arena.reclaim(keep_rows=False)
+        """No block is filled any further with rows: there is none for something so large."""
+        self.encode(filled(0, self.arena.memory.size))
 
 
 def read_only(of: Any) -> Any:

@@ -217,11 +217,9 @@ class Arena:
         if as_rows:
             self.rows = max(count, self.rows - 1)  # one large batch is soon forgotten
 
-    def reclaim(self, *, keep_rows: bool = True) -> int:
-        """Free the blocks that have ended, and those of rows if asked; returns allocated bytes."""
+    def reclaim(self) -> int:
+        """Free the blocks that have ended; returns the number of allocated bytes."""
         with self._lock:
-            if not keep_rows:
-                self._open.clear()
             while self._ended:
                 lease = self._ended.popleft()
                 self._extents.give_back(lease.block, lease.size)
