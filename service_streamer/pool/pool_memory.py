@@ -27,7 +27,7 @@ from ..workers.memory.memory_link import (
     memory_sockets,
 )
 from ..workers.memory.payload import Parts
-from ..workers.memory.window import Received, Window
+from ..workers.memory.window import Received
 
 
 class PoolMemory(SharedMemory):
@@ -99,7 +99,7 @@ class ClientItems:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._window: Window | None = None
+        self._windows: Windows | None = None
         self._lock = threading.RLock()
 
     def place(self, payloads: Sequence[Any], on_end: Callable[[], None]) -> list[Any]:
@@ -107,26 +107,30 @@ class ClientItems:
 
         Args:
             on_end: called when no worker reads them any more, nor will; in a finalizer.
+
+        Raises:
+            IndexError: one is no wire.
         """
         lease = _ItemLease(self, on_end)
         number = self.memory.number
         return [
-            Placed((*payload[:5], number), lease) if type(payload) is tuple else payload
+            Placed((*payload[:4], payload[4], number), lease) if type(payload) is tuple else payload
             for payload in payloads
         ]
 
     def copy(self, wire: Wire, arena: Arena | None) -> Any:
         """A payload in the pool's memory, or in the message if there is no room."""
         with self._lock:
-            if self._window is None:
-                self._window = Window(self.memory)
-            window = self._window
-            stream, *buffers = window.parts(wire, window.lease(wire))
+            if self._windows is None:
+                self._windows = Windows(self.memory)
+            received: list[Any] = [(*wire[:5], 0)]
+            self._windows.receive(received)
+            stream, *buffers = received.pop().parts()
             buffers = [memoryview(each) for each in buffers]  # copies, if it could not be mapped
             placed = None if arena is None else arena.put(Parts([stream], buffers))
             payload = whole(stream, buffers) if placed is None else placed
             del buffers
-            window.pop_ended()  # which the client is not told: the lease holds the block
+            self._windows.pop_ended()  # which the client is not told: the lease holds the block
             return payload
 
 

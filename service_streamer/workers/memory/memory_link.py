@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ...reporting import quiet_log, summary
 from .arena import PAGE, Arena, Memory, Placed, default_limit
-from .window import ReadLease, Received, Window
+from .window import Ended, ReadLease, Received, Window, pop_ended
 
 _log = quiet_log(__name__)
 
@@ -277,9 +277,10 @@ class Windows:
         self.more = more
         self._private = private
         self._windows: dict[int, Window] = {}  # by the number of the memory
-        if memory is not None:
-            self._windows[0] = Window(memory, private=private)
+        self._ended: Ended = collections.deque()
         self._unread: list[Block] = []
+        if memory is not None:
+            self._windows[0] = Window(memory, self._ended, private=private)
         # A block that ends while another thread receives would be given back with pages that are
         # about to be read. Reentrant: a finalizer of a user's may interrupt us.
         self._lock = threading.RLock()
@@ -304,11 +305,16 @@ class Windows:
 
     def pop_ended(self) -> list[Block]:
         """The blocks that are no longer in use, each as often as it was sent."""
+        if not (self._ended or self._unread):  # as for most messages
+            return []
         with self._lock:
-            ended, self._unread = self._unread, []
-            for number, window in self._windows.items():
-                ended += [(number, block) for block in window.pop_ended()]
-            return ended
+            blocks, self._unread = self._unread, []
+            for lease in pop_ended(self._ended):
+                window = self._windows.get(lease.number)
+                if window is not None:
+                    window.end(lease)
+                    blocks.append((lease.number, lease.block))
+            return blocks
 
     def view(self, address: int, size: int) -> memoryview | None:
         """See ``Window.view``."""
@@ -342,7 +348,7 @@ class Windows:
                         self._windows.pop(-number, None)
                     elif descriptors:  # else this process may not have more
                         memory = Memory.from_descriptor(descriptors[0])
-                        self._windows[number] = Window(memory, private=self._private)
+                        self._windows[number] = Window(memory, self._ended, private=self._private)
             except BlockingIOError:
                 return True
             except OSError:  # the other end is gone

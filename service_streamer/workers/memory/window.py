@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from pickle import loads
-from typing import Any
+from typing import Any, TypeAlias
 
 from .arena import Lease, Memory, Wire, positions
 
@@ -31,6 +31,10 @@ _CLEAN = bytes(
 _region_types: dict[int, Any] = {}
 
 
+#: Leases that have ended, or have seemed to.
+Ended: TypeAlias = "collections.deque[ReadLease]"
+
+
 class ReadLease(Lease):
     """Referenced by all views of a block; its end means that there are no more views.
 
@@ -38,16 +42,18 @@ class ReadLease(Lease):
     knows whether one revives a part of it. So ``pop_ended`` counts the references of what it kept.
 
     Attributes:
+        number: that of the memory.
         start, stop: the viewed part of the memory; empty at first.
         is_copied: whether readers get copies instead of views.
     """
 
-    __slots__ = ("__weakref__", "is_copied", "start", "stop")
+    __slots__ = ("__weakref__", "is_copied", "number", "start", "stop")
 
     def __init__(
-        self, ended: collections.deque[Any], block: int, size: int, *, is_copied: bool
+        self, ended: Ended, number: int, block: int, size: int, *, is_copied: bool
     ) -> None:
         super().__init__(ended, block, size)
+        self.number = number
         self.start, self.stop = block + size, block
         self.is_copied = is_copied
 
@@ -58,11 +64,26 @@ def _references(lease: ReadLease) -> int:
 
 def _fewest_references() -> int:
     """Reference count of a lease in one variable, which depends on Python's version."""
-    lease = ReadLease(collections.deque(), 0, 0, is_copied=True)
+    lease = ReadLease(collections.deque(), 0, 0, 0, is_copied=True)
     return _references(lease)
 
 
 _FEWEST_REFERENCES = _fewest_references()
+
+
+def pop_ended(ended: Ended) -> list[ReadLease]:
+    """Take out the leases that have ended."""
+    leases = []
+    for _ in range(len(ended)):
+        try:
+            lease = ended.popleft()
+        except IndexError:  # a finalizer in between emptied it
+            break
+        if _references(lease) > _FEWEST_REFERENCES:  # a finalizer has revived a view
+            ended.append(lease)
+        else:
+            leases.append(lease)
+    return leases
 
 
 class Window:
@@ -72,12 +93,13 @@ class Window:
 
     Args:
         memory: that of the arena.
+        ended: where leases report their end; see ``pop_ended``.
         private: whether readers' writes are hidden from later readers; also enables ``view``.
     """
 
-    def __init__(self, memory: Memory, *, private: bool = False) -> None:
+    def __init__(self, memory: Memory, ended: Ended, *, private: bool) -> None:
         self.memory = memory
-        self._ended: collections.deque[ReadLease] = collections.deque()
+        self._ended = ended
         self._viewed: set[int] = set()  # blocks with private views that are not reported yet
         self._seen: weakref.WeakValueDictionary[int, ReadLease] = weakref.WeakValueDictionary()
         self._map: mmap.mmap | None = None
@@ -98,11 +120,11 @@ class Window:
 
         One lease per block and message; payloads of a batch in one block share it.
         """
-        _, block, size, *_ = wire
+        _, block, size, _, _, number = wire
         # A reader of an earlier batch's rows may have written to the page that its last row shares
         # with our first.
         is_copied = self._map is None or block in self._viewed
-        lease = ReadLease(self._ended, block, size, is_copied=is_copied)
+        lease = ReadLease(self._ended, number, block, size, is_copied=is_copied)
         if self._address and not is_copied:
             self._viewed.add(block)
             self._seen[block] = lease
@@ -135,26 +157,15 @@ class Window:
                 return self._region(lease)[start - lease.block : start - lease.block + size]
         return None
 
-    def pop_ended(self) -> list[int]:
-        """The blocks that are no longer in use, each as often as it was sent."""
-        blocks = []
-        for _ in range(len(self._ended)):
+    def end(self, lease: ReadLease) -> None:
+        """There are no more views of a lease."""
+        if not lease.is_copied:
+            self._viewed.discard(lease.block)
+        if self._address and lease.start < lease.stop:
             try:
-                lease = self._ended.popleft()
-            except IndexError:  # a finalizer in between emptied it
-                break
-            if _references(lease) > _FEWEST_REFERENCES:  # a finalizer has revived a view
-                self._ended.append(lease)
-                continue
-            blocks.append(lease.block)
-            if not lease.is_copied:
-                self._viewed.discard(lease.block)
-            if self._address and lease.start < lease.stop:
-                try:
-                    self._drop_written(lease.start, lease.stop)
-                except OSError:  # such as locked pages
-                    self._map = None  # copy everything from now on
-        return blocks
+                self._drop_written(lease.start, lease.stop)
+            except OSError:  # such as locked pages
+                self._map = None  # copy everything from now on
 
     def _drop_written(self, start: int, stop: int) -> None:
         """Drop the copies of pages that a reader has written to, if there are any.
