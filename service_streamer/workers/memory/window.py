@@ -100,8 +100,7 @@ class Window:
     def __init__(self, memory: Memory, ended: Ended, *, private: bool) -> None:
         self.memory = memory
         self._ended = ended
-        self._viewed: set[int] = set()  # blocks with private views that are not reported yet
-        self._seen: weakref.WeakValueDictionary[int, ReadLease] = weakref.WeakValueDictionary()
+        self._viewed: dict[int, weakref.ref[ReadLease]] = {}  # by block, if its views are private
         self._map: mmap.mmap | None = None
         self._address = 0  # of a private mapping; 0 if there is none
         self._pagemap = -1  # tells which of its pages were written to
@@ -126,8 +125,7 @@ class Window:
         is_copied = self._map is None or block in self._viewed
         lease = ReadLease(self._ended, number, block, size, is_copied=is_copied)
         if self._address and not is_copied:
-            self._viewed.add(block)
-            self._seen[block] = lease
+            self._viewed[block] = weakref.ref(lease)
         return lease
 
     def parts(self, wire: Wire, lease: ReadLease) -> list[Any]:
@@ -151,16 +149,18 @@ class Window:
     def view(self, address: int, size: int) -> memoryview | None:
         """The memory at an address, if all of it is in use in one block."""
         start = address - self._address
-        for lease in self._seen.values():
-            is_part = lease.start <= start and start + size <= lease.stop
-            if is_part and lease not in self._ended:
+        for reference in [*self._viewed.values()]:
+            lease = reference()
+            if lease is None or lease in self._ended:
+                continue
+            if lease.start <= start and start + size <= lease.stop:
                 return self._region(lease)[start - lease.block : start - lease.block + size]
         return None
 
     def end(self, lease: ReadLease) -> None:
         """There are no more views of a lease."""
         if not lease.is_copied:
-            self._viewed.discard(lease.block)
+            self._viewed.pop(lease.block, None)
         if self._address and lease.start < lease.stop:
             try:
                 self._drop_written(lease.start, lease.stop)
