@@ -148,6 +148,36 @@ def test_the_memory_of_a_finished_call_is_freed() -> None:
         gc.enable()
 
 
+def test_the_results_of_callers_that_are_woken_one_by_one_are_freed(gate: Gate) -> None:
+    """Large ones would fill the shared memory until the collector runs."""
+    references: list[weakref.ref[Payload]] = []
+
+    def make(batch: list[int]) -> list[Payload]:
+        gate.go_through()
+        made = [Payload() for _ in batch]
+        references.extend(map(weakref.ref, made))
+        return made
+
+    gc.disable()  # it must not take the cycle collector
+    try:
+        with (
+            ThreadedStreamer(make) as streamer,
+            concurrent.futures.ThreadPoolExecutor(8) as callers,
+        ):
+            busy = streamer.submit([0])
+            gate.await_arrival()
+            calls = [callers.submit(lambda n: len(streamer.predict([n])), n) for n in range(8)]
+            await_that(lambda: streamer.stats().pending == 8)
+            gate.let_through(20)
+            assert [call.result() for call in calls] == [1] * 8
+            assert len(busy.result()) == 1
+            streamer.predict([1])  # the threads have let go of the former batch by now
+            del busy
+            await_that(lambda: len([each for each in references if each()]) <= 1)
+    finally:
+        gc.enable()
+
+
 def test_the_memory_of_a_withdrawn_call_is_freed(gate: Gate) -> None:
     with ThreadedStreamer(lambda batch: gate.go_through() or batch) as streamer:
         busy = streamer.submit(["busy"])

@@ -244,6 +244,7 @@ class BlockingReply:
                 except BaseException:
                     relay.wake_all()
                     raise
+                self.relay = None  # a cycle, which would keep the results of the whole batch
         return is_there
 
     def leave(self) -> None:

@@ -87,9 +87,6 @@ def is_out_of_memory(error: BaseException, named: Named = ()) -> bool:
     """Whether a smaller batch may avoid this error.
 
     Errors raised ``from`` such an error count too: models wrap libraries' errors.
-
-    Args:
-        named: the model's own classes and texts.
     """
     classes = tuple(each for each in named if not isinstance(each, str)) + _torch_classes()
     texts = tuple(each for each in named if isinstance(each, str))
@@ -106,11 +103,7 @@ def is_out_of_memory(error: BaseException, named: Named = ()) -> bool:
 
 
 def check_named(named: object, owner: str) -> Named:
-    """Check a model's own classes and texts.
-
-    Raises:
-        TypeError: it is not a tuple of exception classes and texts.
-    """
+    """Raises TypeError: it is not a tuple of exception classes and texts."""
     if isinstance(named, tuple) and all(map(_may_be_named, named)):
         return named
     raise TypeError(
@@ -185,7 +178,6 @@ class Guard:
 
     Attributes:
         row: batches in a row that failed; the code that computes a batch sets it to 0.
-        probe: see ``fault_in_use``.
     """
 
     def __init__(self, *, may_end: bool = False) -> None:
@@ -194,11 +186,7 @@ class Guard:
         self.probe: Callable[[], str | None] = fault_in_use
 
     def look(self, error: BaseException) -> None:
-        """Look at an error while it still has its causes.
-
-        Raises:
-            DeviceFailed: the GPU is of no use to this process any more.
-        """
+        """Look at an error while it still has its causes. Raises DeviceFailed."""
         self.row += 1
         fault = self.probe() if self.row >= _ROW or _SUSPICIOUS.search(_report(error, 0)) else None
         if fault is None:

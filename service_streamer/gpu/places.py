@@ -14,8 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..options.checks import Device, Devices, device_names
-from .accelerator import Accelerator, Gpu
-from .accelerators import CUDA, TORCH_KINDS, find_gpus, hidden_variables, kind_of
+from .accelerators import (
+    CUDA,
+    TORCH_KINDS,
+    Accelerator,
+    Gpu,
+    find_gpus,
+    hidden_variables,
+    kind_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +75,7 @@ UNKNOWN_GPUS = VisibleGpus(CUDA, None, "")
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> VisibleGpus:
-    """The GPUs that a process of this machine sees. Takes some milliseconds.
-
-    Args:
-        environment: of the process.
-    """
+    """The GPUs that a process with this environment sees. Takes some milliseconds."""
     return select_visible(*find_gpus(), environment)
 
 
@@ -91,7 +94,7 @@ def show_only(device: Device) -> None:
         set_environment(hidden_variables())
     else:
         names = device_names([device])
-        set_environment(dict.fromkeys(kind.variables) | kind.showing(",".join(names)))
+        set_environment(dict.fromkeys(kind.variables) | kind.variables_to_show(",".join(names)))
 
 
 def set_environment(variables: Mapping[str, str | None]) -> None:
@@ -108,11 +111,8 @@ def places(
 ) -> list[Place]:
     """Where workers run: worker i at ``places[i % len(places)]``. Pure.
 
-    Args:
-        devices: as for ``Streamer``. With "auto" the workers get the visible GPUs in turn; a single
-            worker sees all of them, since its model may use several.
-        visible: the GPUs that the parent sees.
-        per_worker: number of devices of each worker.
+    With "auto" the workers get in turn the GPUs that their parent sees; a single worker sees all of
+    them, since its model may use several.
 
     Raises:
         ImportError: a package that would count the GPUs is missing.
@@ -122,28 +122,28 @@ def places(
         return [UNPLACED]
     if not isinstance(devices, str):
         if per_worker > 1:
-            devices = _joined(device_names(devices), per_worker)
+            devices = _join(device_names(devices), per_worker)
         return [_place(device, visible) for device in devices]
     if visible.gpus is None and max(worker_num, per_worker) > 1:
         visible.kind.require_count()
     count = visible.count or 0
+    if per_worker > 1 and (not count or count % per_worker):
+        raise ValueError(
+            f"devices_per_worker={per_worker} must divide the number of visible GPUs, and "
+            f"{visible.describe()}; name the devices to use in cuda_devices, or lower it"
+        )
+    groups: Sequence[Device] = range(count)
     if per_worker > 1:
-        if not count or count % per_worker:
-            raise ValueError(
-                f"devices_per_worker={per_worker} must divide the number of visible GPUs, and "
-                f"{visible.describe()}; name the devices to use in cuda_devices, or lower it"
-            )
-        joined = _joined([str(number) for number in range(count)], per_worker)
-        # The user has named none of them.
-        return [_place(each, visible)._replace(gpu_id=None) for each in joined]
-    if not count:
-        return [UNPLACED]
-    found = [_place(number, visible)._replace(gpu_id=None) for number in range(count)]
-    # A single worker sees all GPUs, and expects some: they may be lost when it restarts.
-    return [UNPLACED._replace(expects_gpu=True), *found[1:]] if worker_num == 1 else found
+        groups = _join([*map(str, groups)], per_worker)
+    # The user has named none of them.
+    found = [_place(device, visible)._replace(gpu_id=None) for device in groups]
+    if worker_num == per_worker == 1 and found:
+        # A single worker sees all GPUs, and expects some: they may be lost when it restarts.
+        found[0] = UNPLACED._replace(expects_gpu=True)
+    return found or [UNPLACED]
 
 
-def _joined(names: list[str], per_worker: int) -> list[Device]:
+def _join(names: list[str], per_worker: int) -> list[Device]:
     return [",".join(names[at : at + per_worker]) for at in range(0, len(names), per_worker)]
 
 
@@ -155,7 +155,7 @@ def _place(device: Device, visible: VisibleGpus) -> Place:
     if problem:
         return Place(device, device, hidden_variables(), (), problem)
     shown = tuple(gpu.value for gpu in gpus if gpu is not None)
-    return Place(device, device, visible.kind.showing(",".join(shown)), shown)
+    return Place(device, device, visible.kind.variables_to_show(",".join(shown)), shown)
 
 
 def _find(name: str, visible: VisibleGpus) -> Gpu | None:
@@ -176,11 +176,7 @@ def _problem(wish: str, gpus: Sequence[Gpu | None], visible: VisibleGpus) -> str
 
 
 def missing_gpu(place: Place, visible: VisibleGpus) -> str:
-    """In a worker, why its GPU is missing; empty if it is there, or if that is unknown. Pure.
-
-    Args:
-        visible: the GPUs that the worker sees.
-    """
+    """In a worker, why its GPU is missing; empty if it is there, or if that is unknown. Pure."""
     if place.problem or not place.needs_gpu or visible.gpus is None:
         return place.problem
     if place.device is None:
@@ -192,10 +188,9 @@ def missing_gpu(place: Place, visible: VisibleGpus) -> str:
 
 
 def check_torch(place: Place) -> None:
-    """After the model is loaded: check that torch can use the worker's GPU.
+    """After the model is loaded, check that torch can use the worker's GPU.
 
-    Raises:
-        RuntimeError: torch is built for GPUs, but the user's GPU is missing.
+    Raises RuntimeError: torch is built for GPUs, but the user's GPU is missing.
     """
     torch: Any = sys.modules.get("torch")
     if not place.needs_gpu or torch is None:
@@ -221,12 +216,7 @@ def check_torch(place: Place) -> None:
 def sharers(
     found: Sequence[Place], visible: VisibleGpus, number: int, worker_num: int
 ) -> tuple[int, ...]:
-    """How many workers compute on each GPU that worker ``number`` sees; empty if unknown. Pure.
-
-    Args:
-        found: where the workers run: see ``places``.
-        visible: the GPUs that the parent sees.
-    """
+    """How many workers compute on each GPU that worker ``number`` sees; empty if unknown. Pure."""
     # Of several GPUs the model chooses.
     only = tuple(gpu.value for gpu in visible.gpus or ()) if visible.count == 1 else ()
 

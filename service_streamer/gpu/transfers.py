@@ -24,8 +24,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Generic, TypeVar, cast
 
-from .accelerator import Accelerator
-from .accelerators import TORCH_KINDS, kind_in_use
+from .accelerators import TORCH_KINDS, Accelerator, kind_in_use
 
 T = TypeVar("T")
 
@@ -45,7 +44,7 @@ def to_pinned(batch: T) -> T:
         batch: a tensor, or a dict, list, tuple or dataclass of tensors and other values, nested at
             will; the tensors on the CPU are replaced in a copy of it.
     """
-    return batch if kind_in_use() is None else cast(T, _mapped(batch, _pinned))
+    return batch if kind_in_use() is None else cast(T, _map_tensors(batch, _pin))
 
 
 def to_device(batch: T, device: Any) -> T:
@@ -64,7 +63,7 @@ def to_device(batch: T, device: Any) -> T:
     device = torch.device(device)
     kind = TORCH_KINDS.get(device.type)
     if kind is None:
-        return cast(T, _mapped(batch, lambda tensor: tensor.to(device)))
+        return cast(T, _map_tensors(batch, lambda tensor: tensor.to(device)))
     module = kind.torch
     number = module.current_device() if device.index is None else device.index
     current, copies = module.current_stream(number), stream_of(kind, "to GPU", number)
@@ -74,14 +73,14 @@ def to_device(batch: T, device: Any) -> T:
         if tensor.device.type != "cpu" or not _is_plain(tensor):
             return tensor.to(device, non_blocking=True)
         # Its memory is not reused before the copy is done: torch's allocator knows of it.
-        pinned = _pinned(tensor)
+        pinned = _pin(tensor)
         with module.stream(copies):
             tensor = pinned.to(device, non_blocking=True)
         tensor.record_stream(current)  # or the next copy may get its memory, while this computes
         moved.append(tensor)
         return tensor
 
-    batch = _mapped(batch, move)
+    batch = _map_tensors(batch, move)
     if moved:
         current.wait_stream(copies)
     return batch
@@ -134,7 +133,7 @@ def to_host(outputs: T) -> OnHost[T]:
         tensor.record_stream(stream)  # or what computes next may get its memory
         return there
 
-    outputs = _mapped(outputs, fetch)
+    outputs = _map_tensors(outputs, fetch)
     return OnHost(outputs, [stream.record_event(kind.event()) for kind, stream in streams.values()])
 
 
@@ -178,7 +177,7 @@ def stream_of(kind: Accelerator, direction: str, device: int) -> Any:
     return stream
 
 
-def _pinned(tensor: Any) -> Any:
+def _pin(tensor: Any) -> Any:
     if tensor.device.type != "cpu" or not _is_plain(tensor) or tensor.is_pinned():
         return tensor
     return tensor.pin_memory()
@@ -188,7 +187,7 @@ def _is_plain(tensor: Any) -> bool:
     return tensor.layout is sys.modules["torch"].strided and not tensor.is_quantized
 
 
-def _mapped(value: Any, move: Callable[[Any], Any]) -> Any:
+def _map_tensors(value: Any, move: Callable[[Any], Any]) -> Any:
     """A copy of a nested value in which ``move`` has replaced the tensors."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     if tensor is None:
@@ -196,20 +195,22 @@ def _mapped(value: Any, move: Callable[[Any], Any]) -> Any:
     if isinstance(value, tensor):
         return move(value)
     if isinstance(value, tuple):
-        parts = [_mapped(each, move) for each in value]
+        parts = [_map_tensors(each, move) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, list):
-        return [_mapped(each, move) for each in value]
+        return [_map_tensors(each, move) for each in value]
     if isinstance(value, MutableMapping):  # also transformers' BatchEncoding and ModelOutput
         clone: Any = copy.copy(value)
         for key, each in value.items():
-            clone[key] = _mapped(each, move)
+            clone[key] = _map_tensors(each, move)
         return clone
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         clone = copy.copy(cast(Any, value))
         for field in dataclasses.fields(value):
             if hasattr(value, field.name):
-                object.__setattr__(clone, field.name, _mapped(getattr(value, field.name), move))
+                object.__setattr__(
+                    clone, field.name, _map_tensors(getattr(value, field.name), move)
+                )
         return clone
     return value
 
@@ -221,7 +222,7 @@ class StageTimer:
     """
 
     def __init__(self) -> None:
-        self._seconds: float | None = None
+        self._seconds = 0.0
         #: Of each device that is in use: its number, and the events before and after the work.
         self._events: list[tuple[int, Any, Any]] = []
         self._began_at = time.monotonic()
@@ -229,9 +230,9 @@ class StageTimer:
         if self._kind is not None:
             # A device that failed: the model's next call finds out, and says more about it.
             with contextlib.suppress(Exception):
-                self._events = [self._started(device) for device in self._kind.devices_in_use()]
+                self._events = [self._start(device) for device in self._kind.devices_in_use()]
 
-    def _started(self, device: int) -> tuple[int, Any, Any]:
+    def _start(self, device: int) -> tuple[int, Any, Any]:
         start, end = self._kind.event(timing=True), self._kind.event(timing=True)
         start.record(self._kind.torch.current_stream(device))
         return device, start, end
@@ -272,12 +273,8 @@ class StageTimer:
         Blocks until the GPU has done the work that was launched before ``stop``. Raises nothing: if
         the GPU fails, this is the thread's time.
         """
-        if self._seconds is None:
-            self.stop()
-        seconds = self._seconds or 0.0
         with contextlib.suppress(Exception):
             for _, start, end in self._events:
                 end.synchronize()  # other threads may run meanwhile
-                seconds = max(seconds, start.elapsed_time(end) / 1000)
-        self._seconds = seconds
-        return seconds
+                self._seconds = max(self._seconds, start.elapsed_time(end) / 1000)
+        return self._seconds

@@ -226,7 +226,7 @@ class BatchReport:
     ceiling: float = 0
     padding: float | None = None  # see ``ManagedModel.padding``; None if it is not reported
     #: Blocks of shared memory that the worker no longer reads; None where none is used.
-    released: list[int] | None = None
+    released: list[tuple[int, int]] | None = None
     #: Seconds of each of ``STAGES``; None for a model without stages whose batches did not overlap.
     stages: tuple[float, float, float] | None = None
     #: Of a model of steps, seconds from ``started_at`` to the first output, and from one to the
@@ -266,7 +266,7 @@ class StepReport:
     waiting: int = 0  # items that the worker holds and has not begun
     evicted: int = 0  # states that were given up for lack of memory, and begin again
     started_at: float = -math.inf  # when ``step`` began, by the worker's monotonic clock
-    released: list[int] | None = None  # as in ``BatchReport``
+    released: list[tuple[int, int]] | None = None  # as in ``BatchReport``
     slot: int = field(default=-1, kw_only=True)  # the worker's; set by the transport
 
     def events(self) -> Sequence[StepReport | BatchReport]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..engine.timer import Doorbell, rest_if_copied
-from ..errors import ModelError, PoolMismatch, StreamerBroken, StreamerError, WorkerLost
+from ..errors import PoolMismatch, StreamerBroken, StreamerError, WorkerLost
 from ..remote.deliveries import Deliveries
 from ..remote.open_calls import OutputRun, RemoteAnswer, answer
 from ..reporting import counted, quiet_log
@@ -32,8 +32,6 @@ _MAX_FAILURES = 5
 #: So often a client that no pool has served yet tries if what a pool said may pass; else once. The
 #: tries are so far apart that it serves with what comes up within two seconds.
 _MAX_PASSING_FAILURES = 3
-
-_UNREADABLE = "a result cannot be read: this process has too many files open"
 
 #: Seconds between two attempts, from the first to the longest while no pool has ended.
 _FIRST_DELAY, _MAX_DELAY = 0.005, 0.1
@@ -236,13 +234,12 @@ class ClientLoop(Doorbell):
         for message in answers:
             number, outcome = message[0], message[1]
             outputs = outcome if type(outcome) is list else [outcome]
-            is_whole = results is None or type(outcome) is bytes or results.receive(outputs)
+            if results is not None and type(outcome) is not bytes:
+                results.receive(outputs)
             call = calls.get(number)
             if call is None:
                 continue
-            if not is_whole:
-                ends.append(RemoteAnswer(number, [], Failure(ModelError(_UNREADABLE))))
-            elif len(message) == 2:  # an output of a stream
+            if len(message) == 2:  # an output of a stream
                 if number not in runs and call.inflow is not None:
                     runs[number] = OutputRun(number, call.inflow.handed_out, [], b"")
                 runs[number].outputs.extend(outputs)

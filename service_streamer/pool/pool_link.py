@@ -14,9 +14,10 @@ from typing import Any
 
 from ..errors import PoolMismatch, StreamerError
 from ..workers.memory.arena import Memory
+from ..workers.memory.memory_link import Windows
 from ..workers.protocol import FrameReader
 from .directory import PoolPaths, elect, listen, make_private
-from .pool_memory import ResultMemory
+from .pool_memory import results_of_workers
 from .pool_process import start_pool
 from .pool_protocol import (
     FAILED,
@@ -228,7 +229,7 @@ class PoolLink:
         self._is_closed = self._has_begun = self.has_failed = False
         self.pid: int | None = None
         #: Where large results for this client are; None if these come with the messages.
-        self.results: ResultMemory | None = None
+        self.results: Windows | None = None
         connector.selector.register(connection, selectors.EVENT_READ, self)
 
     def put(
@@ -353,7 +354,7 @@ class PoolLink:
         descriptor = take_first(self._connection)
         self._has_begun = True
         if descriptor is not None:
-            self.results = ResultMemory(descriptor)
+            self.results = results_of_workers(descriptor)
             self._connector.selector.register(self.results, selectors.EVENT_READ, self.results)
 
     def close(self) -> None:

@@ -15,20 +15,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..workers.memory.arena import PAGE, Arena, Memory, Placed, Wire
+from ..workers.memory.arena import Arena, Memory, Placed, Wire
 from ..workers.memory.memory_link import (
+    Block,
     Memories,
     MemoryLink,
     MemorySender,
     MemorySocket,
-    Received,
     SharedMemory,
     Windows,
     memory_sockets,
-    receive,
 )
 from ..workers.memory.payload import Parts
-from ..workers.memory.window import Window
+from ..workers.memory.window import Received
 
 
 class PoolMemory(SharedMemory):
@@ -44,20 +43,12 @@ class PoolMemory(SharedMemory):
         self._links: weakref.WeakSet[_WorkerLink] = weakref.WeakSet()
         self._lock = threading.RLock()  # of these: the engine's thread adds, the server's looks
 
-    def for_worker(self, worker_num: int) -> tuple[Memories, MemoryLink] | None:
-        if self.arena is None:
-            return None
-        responses = Memory(max(PAGE, self.size // worker_num))
+    def _share(self, arena: Arena, responses: Memory) -> tuple[Memories, MemoryLink]:
         sender, receiver = memory_sockets()
-        link = _WorkerLink(self.arena, Window(responses), sender)
+        link = _WorkerLink(arena, Windows(responses), sender)
         with self._lock:
             self._links.add(link)
-        return Memories(self.arena.memory, responses, receiver), link
-
-    def expect_items(self) -> None:
-        """Messages to workers may have large items from now on."""
-        if self.arena is not None:
-            self.arena.is_used = True
+        return Memories(arena.memory, responses, receiver), link
 
     def forget_client(self, memory: Memory) -> None:
         """A client has gone: workers unmap its memory when they have read it."""
@@ -71,34 +62,30 @@ class PoolMemory(SharedMemory):
 class _WorkerLink(MemoryLink):
     """The pool's end of what it shares with one worker. Any thread."""
 
-    def __init__(self, arena: Arena, window: Window, sender: MemorySender) -> None:
-        super().__init__(arena, window)
+    def __init__(self, arena: Arena, windows: Windows, sender: MemorySender) -> None:
+        super().__init__(arena, windows)
         self._sender = sender
 
-    def lend(self, payloads: list[Any]) -> list[Any]:
-        if not self.is_used:
-            return []
-        with self._lock:
-            for position, payload in enumerate(payloads):
-                if type(payload) is not Placed or type(payload.lease) is not _ItemLease:
-                    continue
+    def _lend(self, payloads: list[Any]) -> None:
+        for position, payload in enumerate(payloads):
+            if type(payload) is Placed and type(payload.lease) is _ItemLease:
                 items = payload.lease.items
                 if not self._sender.send(items.memory):
                     payloads[position] = items.copy(payload.wire, self.arena)
-            return super().lend(payloads)
+        super()._lend(payloads)
 
-    def release(self, blocks: list[Any]) -> None:
+    def release(self, blocks: list[Block]) -> None:
         with self._lock:
             super().release(blocks)
-            if any(type(block) is tuple for block in blocks):
-                for memory in self._sender.passed():
+            if any(number for number, _ in blocks):
+                for memory in self._sender.memories():
                     if memory.is_left:
                         self.forget(memory.number)
 
     def forget(self, number: int) -> None:
         """Have the worker unmap a memory, unless it still reads there."""
         with self._lock:
-            if not any(type(block) is tuple and block[0] == number for block in self._lent):
+            if not any(block[0] == number for block in self._lent):
                 self._sender.forget(number)
 
     def close(self) -> None:
@@ -112,7 +99,7 @@ class ClientItems:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._window: Window | None = None
+        self._windows: Windows | None = None
         self._lock = threading.RLock()
 
     def place(self, payloads: Sequence[Any], on_end: Callable[[], None]) -> list[Any]:
@@ -120,52 +107,40 @@ class ClientItems:
 
         Args:
             on_end: called when no worker reads them any more, nor will; in a finalizer.
+
+        Raises:
+            IndexError: one is no wire.
         """
-        end = _End(on_end)
+        lease = _ItemLease(self, on_end)
         number = self.memory.number
         return [
-            Placed((*payload, number), _ItemLease(self, (number, payload[1]), end))
-            if type(payload) is tuple
-            else payload
+            Placed((*payload[:4], payload[4], number), lease) if type(payload) is tuple else payload
             for payload in payloads
         ]
 
     def copy(self, wire: Wire, arena: Arena | None) -> Any:
         """A payload in the pool's memory, or in the message if there is no room."""
         with self._lock:
-            if self._window is None:
-                self._window = Window(self.memory)
-            window = self._window
-            stream, *buffers = window.parts(wire, window.lease(wire))
+            if self._windows is None:
+                self._windows = Windows(self.memory)
+            received: list[Any] = [(*wire[:5], 0)]
+            self._windows.receive(received)
+            stream, *buffers = received.pop().parts()
             buffers = [memoryview(each) for each in buffers]  # copies, if it could not be mapped
             placed = None if arena is None else arena.put(Parts([stream], buffers))
             payload = whole(stream, buffers) if placed is None else placed
             del buffers
-            window.pop_ended()  # which the client is not told: the lease holds the block
+            self._windows.pop_ended()  # which the client is not told: the lease holds the block
             return payload
 
 
 class _ItemLease:
-    """Held by whatever may read an item.
+    """Held by whatever may read the items of a call."""
 
-    Attributes:
-        block: with the number of its memory.
-    """
+    __slots__ = ("_on_end", "items")
 
-    __slots__ = ("_end", "block", "items")
-
-    def __init__(self, items: ClientItems, block: tuple[int, int], end: _End) -> None:
+    def __init__(self, items: ClientItems, on_end: Callable[[], None]) -> None:
         self.items = items
-        self.block = block
-        self._end = end
-
-
-class _End:
-    """Held by the leases of a call."""
-
-    __slots__ = ("_on_end",)
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
 
     def __del__(self) -> None:
@@ -220,7 +195,7 @@ class ClientMemory:
         self._sender, self._receiver = memory_sockets()
         self._items = ClientItems(theirs)
         self._pool = pool
-        self._held: dict[tuple[int, int], list[Received]] = {}  # by memory and block
+        self._held: dict[Block, list[Received]] = {}
         self._sizes: collections.Counter[int] = collections.Counter()  # bytes of these, by memory
         self._lock = threading.RLock()
         pool.clients += 1
@@ -238,13 +213,12 @@ class ClientMemory:
             return [
                 self._items.copy(each, None) if type(each) is tuple else each for each in payloads
             ]
-        self._pool.expect_items()
         return self._items.place(payloads, on_end)
 
     def share(self, outputs: list[Any]) -> list[Any]:
         """What the client can read, for what workers have written."""
         given = []
-        seen: set[tuple[int, int]] = set()
+        seen: set[Block] = set()
         with self._lock:
             for output in outputs:
                 if type(output) is not Received:
@@ -255,7 +229,7 @@ class ClientMemory:
                         seen.add(key)
                         self._held.setdefault(key, []).append(output)
                         self._sizes[output.memory.number] += output.nbytes
-                    given.append((*output.wire, output.memory.number))
+                    given.append((*output.wire[:5], output.memory.number))
                 else:
                     given.append(inline_result(output))
         return given
@@ -266,7 +240,7 @@ class ClientMemory:
         held = self._sizes[memory.number] + output.nbytes
         return held <= memory.size // (1 + self._pool.clients)
 
-    def release(self, blocks: list[tuple[int, int]]) -> None:
+    def release(self, blocks: list[Block]) -> None:
         """The client no longer reads these."""
         with self._lock:
             for block in blocks:
@@ -281,7 +255,7 @@ class ClientMemory:
     def review(self) -> None:
         """Have the client unmap the memory of workers that have ended."""
         with self._lock:
-            for memory in self._sender.passed():
+            for memory in self._sender.memories():
                 if memory.is_left and not self._sizes[memory.number]:
                     del self._sizes[memory.number]
                     self._sender.forget(memory.number)
@@ -296,18 +270,9 @@ class ClientMemory:
         self._pool.forget_client(self._items.memory)
 
 
-class ResultMemory(Windows):
-    """The client's end: results in the memory of workers. For the thread that reads."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(MemorySocket(socket.socket(fileno=descriptor)), private=False)
-
-    def receive(self, outputs: list[Any]) -> bool:
-        """Hold what came and lies in such memory; in place. False: some of it cannot be read."""
-        return receive(outputs, self._window_of)
-
-    def _window_of(self, wire: Any) -> Window:
-        return self.window(wire[5], wire[1])
+def results_of_workers(descriptor: int) -> Windows:
+    """The client's end: reads results in the memory of workers, whose descriptors come there."""
+    return Windows(None, MemorySocket(socket.socket(fileno=descriptor)))
 
 
 def inline_results(outputs: list[Any]) -> list[Any]:

@@ -52,9 +52,7 @@ class Codec:
     """Pickles values; subclasses may encode them in another way. Any thread.
 
     Args:
-        store: for large values; None puts everything into the message.
-        by_value: has sent the model, and sends what else workers cannot import; None if they can
-            import everything.
+        by_value: has sent the model, and sends what else workers cannot import.
         cannot_decode: what is said of results that cannot be decoded.
     """
 

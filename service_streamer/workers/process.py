@@ -175,11 +175,8 @@ class ProcessTransport(Transport):
             link, arena = worker.link, self.memory.arena
             released = None
             if link is not None and arena is not None:
-                arena.batch = len(payloads)
-                if worker.wants_rows:
-                    self.memory.expect_rows(len(payloads))
-                if arena.is_used or link.has_received:  # not with small payloads
-                    released = link.lend(payloads)
+                arena.expect(len(payloads), as_rows=worker.wants_rows)
+                released = link.lend(payloads) or None
             message = batch_id, payloads, released, is_stream or calls
             self._write(worker, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         except BaseException:

@@ -397,7 +397,7 @@ def map_progress(memory: Memory) -> Any:
     Raises:
         OSError: this process has no free descriptor, or no address space.
     """
-    return memoryview(memory.mapped()).cast("q")
+    return memoryview(memory.map()).cast("q")
 
 
 def batches_in_progress(numbers: Any, first: int = 0) -> frozenset[int]:

@@ -288,7 +288,7 @@ class KnownWorker:
             if report.released:
                 link.release(report.released)
             if tuple in map(type, payloads):
-                link.receive(payloads)
+                link.windows.receive(payloads)
 
     def obituary(
         self,

@@ -116,11 +116,12 @@ class CodedChannel(Channel):
     def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
         batch_id, payloads, released, _ = received
         if self.link is not None:
-            self.link.expect(len(payloads))  # as many results
+            if self.link.arena is not None:
+                self.link.arena.expect(len(payloads))  # as many results
             if released:
                 self.link.release(released)
             if tuple in map(type, payloads):
-                self.link.receive(payloads)
+                self.link.windows.receive(payloads)
         decode = self.codec.decode
         items: list[Any] = []
         failures: dict[int, Failure] = {}
@@ -223,15 +224,18 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     faulthandler.register(STACKS_SIGNAL, stacks.fileno())
     set_environment(boot.variables)  # a fork server has an environment of its own
     channel = _PipeChannel(requests, responses, boot.memories)
-    more = None if channel.link is None else channel.link.more
+    windows = None if channel.link is None else channel.link.windows
     threading.Thread(
-        target=_exit_with_parent, args=(requests.fileno(), more), name="parent watch", daemon=True
+        target=_exit_with_parent,
+        args=(requests.fileno(), windows),
+        name="parent watch",
+        daemon=True,
     ).start()
     with contextlib.suppress(EOFError):  # the parent has gone
         serve_model(channel, boot, b"" if boot.spec else channel.next_frame())
 
 
-def _exit_with_parent(descriptor: int, more: Windows | None) -> None:
+def _exit_with_parent(descriptor: int, windows: Windows | None) -> None:
     """End this process when the parent dies, even in the midst of a batch.
 
     The parent closes the request pipe only after our end, so its hanging up means that it is dead.
@@ -241,6 +245,7 @@ def _exit_with_parent(descriptor: int, more: Windows | None) -> None:
     """
     poll = select.poll()
     poll.register(descriptor, 0)
+    more = windows if windows is not None and windows.more is not None else None
     if more is not None:
         poll.register(more, select.POLLIN)
     while descriptor not in dict(poll.poll()):
@@ -365,7 +370,7 @@ def _load(
     model.moves_to_cpu = True
     model.guard = channel.guard = Guard(may_end=True)
     if channel.link is not None:
-        model.view = channel.link.view
+        model.view = channel.link.windows.view
         if isinstance(model.managed, Wrapper):
             model.managed.view = model.view
     return model, pool

@@ -91,7 +91,7 @@ def test_descriptors_are_closed_with_the_last_use() -> None:
         payload = codec.encode(filled(7))
         batch = [payload]
         ends[1].lend(batch)
-        there.receive(batch)
+        there.windows.receive(batch)
         got = decode(batch.pop())
         assert memory_descriptors() > before
         del payload, there, ends
@@ -156,7 +156,7 @@ def test_payloads_go_through_pipes_where_there_is_no_room_to_map_memory(
 
 def passing(*, private: bool = False) -> tuple[MemorySender, Windows]:
     sender, receiver = memory_sockets()
-    return sender, Windows(receiver, private=private)
+    return sender, Windows(None, receiver, private=private)
 
 
 def mapped() -> int:
@@ -175,16 +175,16 @@ def new_memory() -> Any:
 def test_a_payload_is_read_in_memory_that_came_later() -> None:
     sender, windows = passing(private=True)
     reader = Link().readers[0]
-    reader.more = windows
+    reader.windows = windows
     links = [Link(MB) for _ in range(2)]
     payloads = [link.encode(filled(n)) for n, link in enumerate(links)]
     for link in links:
         assert sender.send(link.arena.memory)
         assert sender.send(link.arena.memory)  # nothing is sent again
     numbers = [link.arena.memory.number for link in links]
-    wires = [(*each.wire, number) for each, number in zip(payloads, numbers, strict=True)]
+    wires = [(*each.wire[:5], number) for each, number in zip(payloads, numbers, strict=True)]
     batch: list[Any] = [*wires]
-    reader.receive(batch)
+    reader.windows.receive(batch)
     items = [decode(payload) for payload in batch]
     batch.clear()
     for n, item in enumerate(items):
@@ -226,7 +226,9 @@ def test_a_reader_that_takes_nothing_gets_no_more_and_blocks_nobody() -> None:
     assert rounds > 1
     assert windows.take_in()
     assert sender.send(memory)
-    assert windows.window(memory.number, 0)
+    payloads: list[Any] = [(b"N.", 0, 0, 0, (), memory.number)]
+    windows.receive(payloads)
+    assert payloads[0].load() is None
 
 
 def test_a_reader_has_so_many_memories_at_most() -> None:
@@ -239,16 +241,18 @@ def test_a_reader_has_so_many_memories_at_most() -> None:
     assert sent == [True] * 128 + [False]
     sender.forget(memories[0].number)
     assert sender.send(memories[128])
-    assert {each.number for each in sender.passed()} == {each.number for each in memories[1:]}
+    assert {each.number for each in sender.memories()} == {each.number for each in memories[1:]}
 
 
 def test_a_block_that_could_not_be_read_is_reported() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    windows = Windows(MemorySocket(theirs), private=False)
+    windows = Windows(None, MemorySocket(theirs))
     # As the kernel delivers it to a process that may not open more files: without a descriptor.
     ours.send((7).to_bytes(8, "little", signed=True))
+    payloads: list[Any] = [(b"", 4096, 4096, 4096, (), 7)]
+    windows.receive(payloads)
     with pytest.raises(OSError, match="too many files open"):
-        windows.window(7, 4096)
+        payloads[0].load()
     assert windows.pop_ended() == [(7, 4096)]
     assert windows.pop_ended() == []
     ours.close()

@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ...reporting import quiet_log
 from .payload import LARGE, LARGE_IN_BATCH, Parts
@@ -36,8 +36,8 @@ from .payload import LARGE, LARGE_IN_BATCH, Parts
 #: Unit of allocation in bytes: a page of the processor, at least 4096.
 PAGE = max(4096, mmap.PAGESIZE)
 
-#: Number of ``take`` between two reviews. Arbitrary: gives memory back after a burst, but not
-#: between two batches.
+#: Blocks allocated between two reviews. Arbitrary: gives memory back after a burst, but not between
+#: two batches.
 _REVIEW_INTERVAL = 512
 
 _MB = 1_000_000
@@ -64,12 +64,9 @@ _PARTS_OF_MEMORY = 8
 _ALIGNMENT = 64
 
 #: The pickle's stream, if it is in the message; the block's start and size; the start of the parts,
-#: the first of which is the stream unless it is in the message; their lengths. In memory that a
-#: third process has made, its number follows: see ``memory_link``.
-Wire: TypeAlias = (
-    tuple[bytes | None, int, int, int, tuple[int, ...]]
-    | tuple[bytes | None, int, int, int, tuple[int, ...], int]
-)
+#: the first of which is the stream unless it is in the message; their lengths; the number of the
+#: memory, which is 0 unless a third process writes to it: see ``memory_link``.
+Wire: TypeAlias = tuple[bytes | None, int, int, int, tuple[int, ...], int]
 
 _numbers = itertools.count(1)
 
@@ -91,22 +88,22 @@ class Memory:
         # Elsewhere the second is missing even where the first is there: no page is given back.
         if not (hasattr(os, "memfd_create") and hasattr(mmap, "MADV_REMOVE")):
             raise OSError(errno.ENOSYS, "it needs Linux")
-        self._hold(os.memfd_create("service_streamer", os.MFD_CLOEXEC), size)
+        self._own(os.memfd_create("service_streamer", os.MFD_CLOEXEC), size)
         os.truncate(self.descriptor, size)
 
-    def _hold(self, descriptor: int, size: int) -> None:
+    def _own(self, descriptor: int, size: int) -> None:
         self.descriptor, self.size = descriptor, size
         self.number, self.is_left = next(_numbers), False
 
     @classmethod
-    def received(cls, descriptor: int) -> Memory:
+    def from_descriptor(cls, descriptor: int) -> Memory:
         """Memory of another process, which this one owns a descriptor of from now on."""
         memory = cls.__new__(cls)
-        memory._hold(descriptor, os.fstat(descriptor).st_size)
+        memory._own(descriptor, os.fstat(descriptor).st_size)
         return memory
 
     def __reduce__(self) -> Any:
-        return _passed, (reduction.DupFd(self.descriptor),)
+        return _from_pickle, (reduction.DupFd(self.descriptor),)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         # Bound early: at interpreter exit, the module may be gone before its objects.
@@ -114,29 +111,20 @@ class Memory:
         if descriptor >= 0:
             close(descriptor)
 
-    def mapped(self, *, private: bool = False) -> mmap.mmap:
-        """Map all of it for reading and writing.
-
-        Raises:
-            OSError: this process's address space has no room.
-        """
+    def map(self, *, private: bool = False) -> mmap.mmap:
+        """Map all of it for reading and writing. Raises OSError: there are no addresses left."""
         flags = mmap.MAP_SHARED
         if private:  # without reserving memory for all pages
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
         return mmap.mmap(self.descriptor, self.size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def _passed(descriptor: Any) -> Memory:
-    return Memory.received(descriptor.detach())
+def _from_pickle(descriptor: Any) -> Memory:
+    return Memory.from_descriptor(descriptor.detach())
 
 
 class Lease:
-    """Keeps a block unchanged while it is referenced; reports its end.
-
-    Attributes:
-        block: start of the block.
-        size: bytes of the block.
-    """
+    """Keeps a block unchanged while it is referenced; reports its end."""
 
     __slots__ = ("_ended", "block", "size")
 
@@ -147,16 +135,11 @@ class Lease:
 
     def __del__(self) -> None:
         # A finalizer may interrupt any code: no lock.
-        self._ended.append((self.block, self.size))
+        self._ended.append(self)
 
 
 class Placed:
-    """A large payload in an arena, as its writer has it; a reader has a ``Received``.
-
-    Attributes:
-        wire: description for its readers.
-        lease: lease of its block; of another kind in memory of a third process.
-    """
+    """A large payload in shared memory, as its writer has it; a reader has a ``Received``."""
 
     __slots__ = ("lease", "wire")
 
@@ -189,13 +172,6 @@ def default_limit() -> int:
     return min(sizes, default=0) // 4
 
 
-class _Rows(NamedTuple):
-    """A block of adjacent payloads of one size."""
-
-    lease: Lease
-    filled: int
-
-
 class Arena:
     """Allocates blocks of shared memory and writes to them. Any thread.
 
@@ -204,10 +180,8 @@ class Arena:
         contents: what lies there, in words.
 
     Attributes:
-        batch: number of payloads in the latest batch, as far as it is known.
         rows: number of payloads of one size and one buffer to place side by side; at most 1 gives
             each its own pages.
-        is_used: whether anything was ever put there.
 
     Raises:
         OSError: the memory cannot be mapped.
@@ -215,41 +189,42 @@ class Arena:
 
     def __init__(self, memory: Memory, contents: str) -> None:
         self.memory = memory
-        self.batch = 1
         self.rows = 0
+        self._batch = 1  # number of payloads in the latest batch, as far as it is known
         self._contents = contents
         self._log_once = quiet_log(__name__, once=True)
-        self.is_used = False
-        self._map = memory.mapped()
+        self._map = memory.map()
         self._bytes = memoryview(self._map)
         self._extents = Extents(memory.size // PAGE * PAGE)
         self._reach = 0  # end of the existing pages
-        self._ended: collections.deque[tuple[int, int]] = collections.deque()
-        self._open: dict[int, _Rows] = {}  # by size of a row, least recently used first
+        self._peak = 0  # end of the used part since the last review
+        self._takes = 0  # blocks allocated since the last review
+        self._ended: collections.deque[Lease] = collections.deque()
+        # Blocks of adjacent payloads of one size, by that, least recently used first, and how many
+        # bytes are filled.
+        self._open: dict[int, tuple[Lease, int]] = {}
         self._lock = threading.RLock()  # reentrant: a user's finalizer may call us
         self._is_busy = False
 
     @property
     def large(self) -> float:
         """Payloads of this many bytes or more are worth putting here."""
-        return LARGE if self.batch < _MANY else LARGE_IN_BATCH
+        return LARGE if self._batch < _MANY else LARGE_IN_BATCH
 
-    def reclaim(self, *, keep_rows: bool = True) -> int:
-        """Free the blocks that have ended; returns the number of allocated bytes.
+    def expect(self, count: int, *, as_rows: bool = False) -> None:
+        """The next batch has so many payloads, which should lie side by side if ``as_rows``."""
+        self._batch = count
+        if as_rows:
+            self.rows = max(count, self.rows - 1)  # one large batch is soon forgotten
 
-        Args:
-            keep_rows: whether to keep blocks that are not filled with rows yet.
-        """
+    def reclaim(self) -> int:
+        """Free the blocks that have ended; returns the number of allocated bytes."""
         with self._lock:
-            if not keep_rows:
-                self._open.clear()
             while self._ended:
-                self._extents.give_back(*self._ended.popleft())
-            cut = self._extents.review()
-            if cut is not None:
-                with contextlib.suppress(OSError):
-                    self._map.madvise(mmap.MADV_REMOVE, cut, self.memory.size - cut)
-                    self._reach = min(self._reach, cut)
+                lease = self._ended.popleft()
+                self._extents.give_back(lease.block, lease.size)
+            if self._takes >= _REVIEW_INTERVAL:
+                self._review()
             return self._extents.used
 
     def put(self, parts: Parts) -> Placed | None:
@@ -274,7 +249,6 @@ class Arena:
                 parts.size / _MB, self._contents, self._extents.used / _MB, self.memory.size / _MB,
             )  # fmt: skip
             return None
-        self.is_used = True
         lease, start = room
         at = start
         for chunk in chunks:
@@ -284,7 +258,7 @@ class Arena:
             del starts[0]
         for position, buffer in zip(starts, parts.buffers, strict=True):
             self._copy(start + position, buffer)
-        return Placed((stream, lease.block, lease.size, start, (*lengths,)), lease)
+        return Placed((stream, lease.block, lease.size, start, (*lengths,), 0), lease)
 
     def _copy(self, start: int, source: memoryview) -> None:
         for done in range(0, source.nbytes, _COPIED_AT_ONCE):
@@ -304,8 +278,17 @@ class Arena:
 
     # The rest is called with the lock held.
 
+    def _review(self) -> None:
+        """Give the pages at the top back if more than half of all was not needed for a while."""
+        needed = max(self._peak, self._extents.top)
+        self._takes = self._peak = 0
+        if needed <= self._reach // 2:
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_REMOVE, needed, self.memory.size - needed)
+                self._reach = needed
+
     def _block(self, size: int) -> tuple[Lease, int] | None:
-        size = rounded(size)
+        size = round_up(size)
         self.reclaim()
         block = self._extents.take(size)
         while block is None and self._open:  # release blocks kept for more rows
@@ -314,40 +297,34 @@ class Arena:
             block = self._extents.take(size)
         if block is None:
             return None
-        if not self._has_pages(block + size):
-            self._extents.give_back(block, size)
-            return None
-        return Lease(self._ended, block, size), block
-
-    def _has_pages(self, stop: int) -> bool:
-        """Create missing pages: writing without memory for them would kill the process."""
-        if stop > self._reach:
+        stop = block + size
+        if stop > self._reach:  # writing without memory for the pages would kill the process
             try:
                 os.posix_fallocate(self.memory.descriptor, self._reach, stop - self._reach)
             except OSError:
-                return False
+                self._extents.give_back(block, size)
+                return None
             self._reach = stop
-        return True
+        self._takes += 1
+        self._peak = max(self._peak, stop)
+        return Lease(self._ended, block, size), block
 
     def _row(self, size: int) -> tuple[Lease, int] | None:
-        rows = self._open.pop(size, None)
-        if rows is None or rows.filled + size > rows.lease.size:
-            wanted = min(_BATCHES_PER_BLOCK * self.rows * size, self._largest)
+        lease, filled = self._open.pop(size, (None, 0))
+        if lease is None or filled + size > lease.size:
+            largest = self._extents.size // _PARTS_OF_MEMORY
+            wanted = min(_BATCHES_PER_BLOCK * self.rows * size, largest)
             room = self._block(wanted) if wanted >= 2 * size else None
             if room is None:
                 return None
-            rows = _Rows(room[0], 0)
+            lease, filled = room[0], 0
             if len(self._open) >= _MOST_OPEN:
                 del self._open[next(iter(self._open))]
-        self._open[size] = _Rows(rows.lease, rows.filled + size)
-        return rows.lease, rows.lease.block + rows.filled
-
-    @property
-    def _largest(self) -> int:
-        return self._extents.size // _PARTS_OF_MEMORY
+        self._open[size] = lease, filled + size
+        return lease, lease.block + filled
 
 
-def rounded(size: int) -> int:
+def round_up(size: int) -> int:
     """``size`` rounded up to one of few sizes, which reduces fragmentation.
 
     From 16 pages on, at most an eighth more.
@@ -371,9 +348,11 @@ class Extents:
         self.size = size
         self.used = 0
         self._free = [(0, size)] if size else []  # (start, stop), sorted, not adjacent
-        self._reach = 0  # end of the used part since the last cut
-        self._peak = 0  # the same since the last review
-        self._takes = 0
+
+    @property
+    def top(self) -> int:
+        """End of the last allocation."""
+        return self._free[-1][0] if self._free and self._free[-1][1] == self.size else self.size
 
     def take(self, size: int) -> int | None:
         """Allocate ``size`` adjacent bytes; returns their start, or None if there is no room."""
@@ -385,9 +364,6 @@ class Extents:
                 else:
                     self._free[index] = (end, stop)
                 self.used += size
-                self._takes += 1
-                self._peak = max(self._peak, end)
-                self._reach = max(self._reach, end)
                 return start
         return None
 
@@ -403,22 +379,3 @@ class Extents:
             start = free.pop(index)[0]
         free.insert(index, (start, stop))
         self.used -= size
-
-    def review(self) -> int | None:
-        """Where to cut off unused memory at the top; None if it is not worth it.
-
-        Checked every ``_REVIEW_INTERVAL`` allocations. Worth it for more than half of the memory.
-        """
-        if self._takes < _REVIEW_INTERVAL:
-            return None
-        needed = max(self._peak, self._free[-1][0] if self._is_top_free else self.size)
-        self._takes = 0
-        self._peak = 0
-        if needed > self._reach // 2:
-            return None
-        self._reach = needed
-        return needed
-
-    @property
-    def _is_top_free(self) -> bool:
-        return bool(self._free) and self._free[-1][1] == self.size

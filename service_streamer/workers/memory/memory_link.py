@@ -7,7 +7,7 @@ A worker of a pool also reads memory of third processes, which came after the wo
 
      MemorySender                                        Windows
      ------------                                        -------
-     send(memory) ── its number and descriptor ────────▶ window(number): mapped when it is needed
+     send(memory) ── its number and descriptor ────────▶ take_in(): mapped
      message with a wire of that number ───────────────▶ payloads: views of the pages, no copy
      ◀── message: blocks without views, with the number  pop_ended()
      forget(number) ───────────────────────────────────▶ unmapped
@@ -25,13 +25,12 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
 from pickle import loads
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ...reporting import quiet_log, summary
-from .arena import PAGE, Arena, Lease, Memory, Placed, Wire, default_limit
-from .window import ReadLease, Window
+from .arena import PAGE, Arena, Memory, Placed, default_limit
+from .window import Ended, ReadLease, Received, Window, pop_ended
 
 _log = quiet_log(__name__)
 
@@ -40,6 +39,9 @@ _log = quiet_log(__name__)
 _MOST = 128
 
 _NUMBER_SIZE = 8
+
+#: A block by the number of its memory, which is 0 for that of a link, and its start.
+Block: TypeAlias = tuple[int, int]
 
 
 class Memories(NamedTuple):
@@ -50,48 +52,11 @@ class Memories(NamedTuple):
     more: MemorySocket | None = None  # where it gets memory of third processes, if there are any
 
 
-class Received:
-    """A payload in the other side's memory, which keeps it until there are no views of it."""
-
-    __slots__ = ("_lease", "_window", "wire")
-
-    def __init__(self, window: Window, wire: Wire, lease: ReadLease) -> None:
-        self._window = window
-        self._lease = lease
-        self.wire = wire
-
-    def load(self) -> Any:
-        """The value, whose arrays are views of that memory. Any thread."""
-        stream, *buffers = self.parts()
-        return loads(stream, buffers=buffers)
-
-    def load_again(self) -> Any:
-        """The value as it was sent, in memory of its own."""
-        stream, *buffers = self._window.copies(self.wire)
-        return loads(stream, buffers=buffers)
-
-    @property
-    def memory(self) -> Memory:
-        return self._window.memory
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory that it keeps."""
-        return self._lease.size
-
-    def parts(self) -> list[Any]:
-        """The stream of its pickle, and its buffers: views, while this lives."""
-        return self._window.parts(self.wire, self._lease)
-
-
 class _Unreadable:
-    """In place of a payload in memory that this process could not map."""
-
-    def __init__(self, error: OSError) -> None:
-        self._error = error
+    """In place of a payload in memory that this process could not take in."""
 
     def load(self) -> Any:
-        raise self._error
+        raise OSError("this process has too many files open to read shared memory")
 
 
 class _Shared:
@@ -119,85 +84,42 @@ def shareable(payload: Any) -> Any:
     return _Shared(payload) if type(payload) is Received else payload
 
 
-def receive(payloads: list[Any], window_of: Callable[[Wire], Window]) -> bool:
-    """Replace wires by payloads that keep their memory, in place; whether all can be read.
-
-    Args:
-        window_of: returns the window for a wire; raises OSError if its memory cannot be read.
-    """
-    leases: dict[tuple[int, int], ReadLease] = {}  # one for each block of a message
-    is_whole = True
-    for position, wire in enumerate(payloads):
-        if type(wire) is not tuple:
-            continue
-        try:
-            window = window_of(wire)
-        except OSError as error:
-            payloads[position] = _Unreadable(error)
-            is_whole = False
-            continue
-        key = window.memory.number, wire[1]
-        lease = leases.get(key)
-        if lease is None:
-            lease = leases[key] = window.lease(wire)
-        payloads[position] = Received(window, wire, lease)
-    return is_whole
-
-
 class MemoryLink:
     """One side's end of the memory that the web process shares with one worker. Any thread.
 
     Args:
         arena: what the other side reads; None sends everything with the messages.
-        window: reads what the other side writes.
-        more: windows for what third processes write, if any.
-
-    Attributes:
-        has_received: whether any payload ever came in the other side's memory.
+        windows: reads what the other side writes, and third processes.
     """
 
-    def __init__(self, arena: Arena | None, window: Window, more: Windows | None = None) -> None:
+    def __init__(self, arena: Arena | None, windows: Windows) -> None:
         self.arena = arena
-        self.window = window
-        self.more = more
-        #: What the other side may be reading, by block; in a third process's memory by its number
-        #: and the block.
-        self._lent: dict[Any, list[Lease]] = {}
-        self.has_received = False
+        self.windows = windows
+        #: What the other side may be reading, by the number of the memory and the block.
+        self._lent: dict[Block, list[Any]] = {}
         self._lock = threading.RLock()  # a finalizer of a user's may call us while it is held
 
-    @property
-    def is_used(self) -> bool:
-        """Whether any payload was ever put there, or came from there."""
-        return self.has_received or (self.arena is not None and self.arena.is_used)
-
-    def expect(self, count: int) -> None:
-        """The next batch has so many payloads."""
-        if self.arena is not None:
-            self.arena.batch = count
-
-    def lend(self, payloads: list[Any]) -> list[Any]:
+    def lend(self, payloads: list[Any]) -> list[Block]:
         """Let the other side read these payloads, which go there now: as wires, in place.
 
         Returns:
-            The blocks that this side no longer reads: see ``pop_ended`` of the windows.
+            The blocks that this side no longer reads.
         """
-        if not self.is_used:
-            return []
-        leases: dict[Any, Lease] = {}
+        if Placed in map(type, payloads):
+            with self._lock:
+                self._lend(payloads)
+        return self.windows.pop_ended()
+
+    def _lend(self, payloads: list[Any]) -> None:
+        leases: dict[Block, Any] = {}
         for position, payload in enumerate(payloads):
             if type(payload) is Placed:
-                leases[payload.lease.block] = payload.lease
-                payloads[position] = payload.wire
-        with self._lock:
-            for block, lease in leases.items():
-                self._lent.setdefault(block, []).append(lease)
-            ended: list[Any] = self.window.pop_ended()
-            if self.more is not None:
-                ended += self.more.pop_ended()
-        return ended
+                payloads[position] = wire = payload.wire
+                leases[wire[5], wire[1]] = payload.lease
+        for block, lease in leases.items():
+            self._lent.setdefault(block, []).append(lease)
 
-    def release(self, blocks: list[Any]) -> None:
+    def release(self, blocks: list[Block]) -> None:
         """The other side no longer reads these blocks, each as often as it was lent."""
         with self._lock:
             for block in blocks:
@@ -206,26 +128,10 @@ class MemoryLink:
                 if not leases:
                     del self._lent[block]
 
-    def receive(self, payloads: list[Any]) -> None:
-        """Keep what has come in the other side's memory, in place."""
-        with self._lock:  # or pages that are about to be read could be given back meanwhile
-            self.has_received = True
-            receive(payloads, self._window_of)
-
-    def _window_of(self, wire: Wire) -> Window:
-        if len(wire) == 6 and self.more is not None:
-            return self.more.window(wire[5], wire[1])
-        return self.window
-
-    def view(self, address: int, size: int) -> memoryview | None:
-        """See ``Window.view``."""
-        with self._lock:
-            view = self.window.view(address, size)
-            return view if view is not None or self.more is None else self.more.view(address, size)
-
     def close(self) -> None:
         """The other side is gone."""
-        self.window.memory.is_left = True
+        if self.windows.memory is not None:
+            self.windows.memory.is_left = True
 
 
 class SharedMemory:
@@ -261,14 +167,10 @@ class SharedMemory:
         """
         if self.arena is None:
             return None
-        responses = Memory(max(PAGE, self.size // worker_num))
-        return Memories(self.arena.memory, responses), MemoryLink(self.arena, Window(responses))
+        return self._share(self.arena, Memory(max(PAGE, self.size // worker_num)))
 
-    def expect_rows(self, count: int) -> None:
-        """Items of one size should lie side by side, about ``count`` of them in a batch."""
-        arena = self.arena
-        if arena is not None:
-            arena.rows = max(count, arena.rows - 1)  # one large batch is soon forgotten
+    def _share(self, arena: Arena, responses: Memory) -> tuple[Memories, MemoryLink]:
+        return Memories(arena.memory, responses), MemoryLink(arena, Windows(responses))
 
     def close(self) -> None:
         """Let go of it. What still looks at it, or writes there, can."""
@@ -282,14 +184,13 @@ def link_in_worker(memories: Memories | None) -> MemoryLink | None:
     arena = None
     with contextlib.suppress(OSError):  # results go through the pipe, then
         arena = Arena(memories.responses, "results")
-    more = None if memories.more is None else Windows(memories.more, private=True)
-    return MemoryLink(arena, Window(memories.requests, private=True), more)
+    return MemoryLink(arena, Windows(memories.requests, memories.more, private=True))
 
 
 # -- memory of third processes
 
 
-def _packed(number: int) -> bytes:
+def _pack(number: int) -> bytes:
     return number.to_bytes(_NUMBER_SIZE, "little", signed=True)
 
 
@@ -333,12 +234,12 @@ class MemorySender:
         if self._forgotten or len(self._passed) >= _MOST:
             return False
         with contextlib.suppress(OSError):  # the reader takes nothing more, or is gone
-            socket.send_fds(self._connection, [_packed(memory.number)], [memory.descriptor])
+            socket.send_fds(self._connection, [_pack(memory.number)], [memory.descriptor])
             self._passed[memory.number] = memory
             return True
         return False
 
-    def passed(self) -> list[Memory]:
+    def memories(self) -> list[Memory]:
         """What the reader has."""
         return [*self._passed.values()]
 
@@ -351,7 +252,7 @@ class MemorySender:
     def _say_forgotten(self) -> None:
         with contextlib.suppress(OSError):
             while self._forgotten:
-                self._connection.send(_packed(-self._forgotten[0]))
+                self._connection.send(_pack(-self._forgotten[0]))
                 self._forgotten.popleft()
 
     def close(self) -> None:
@@ -361,88 +262,109 @@ class MemorySender:
 
 
 class Windows:
-    """Reads payloads from memory that a ``MemorySender`` passes on.
-
-    For any thread, except ``pop_ended``.
+    """Reads payloads in the memory of other processes. Any thread.
 
     Args:
-        received: from where the memory comes.
+        memory: of the other side of a link; None if all comes from ``more``.
+        more: from where memory of third processes comes, if there is any.
         private: see ``Window``.
     """
 
-    def __init__(self, received: MemorySocket, *, private: bool) -> None:
-        self._received = received
+    def __init__(
+        self, memory: Memory | None, more: MemorySocket | None = None, *, private: bool = False
+    ) -> None:
+        self.memory = memory
+        self.more = more
         self._private = private
-        self._windows: dict[int, Window] = {}
-        self._unread: list[tuple[int, int]] = []
-        self._lock = threading.RLock()  # a finalizer of a user's may interrupt us
+        self._windows: dict[int, Window] = {}  # by the number of the memory
+        self._ended: Ended = collections.deque()
+        self._unread: list[Block] = []
+        if memory is not None:
+            self._windows[0] = Window(memory, self._ended, private=private)
+        # A block that ends while another thread receives would be given back with pages that are
+        # about to be read. Reentrant: a finalizer of a user's may interrupt us.
+        self._lock = threading.RLock()
 
-    def close(self) -> None:
-        """Nothing more is to come. What was loaded can still be read."""
+    def receive(self, payloads: list[Any]) -> None:
+        """Replace wires by payloads that keep their memory, in place."""
+        leases: dict[Block, ReadLease] = {}  # one for each block of a message
         with self._lock:
-            self._received.connection.close()
-            self._windows.clear()
+            for position, wire in enumerate(payloads):
+                if type(wire) is not tuple:
+                    continue
+                block = wire[5], wire[1]
+                window = self._window(wire[5])
+                if window is None:
+                    self._unread.append(block)
+                    payloads[position] = _Unreadable()
+                    continue
+                lease = leases.get(block)
+                if lease is None:
+                    lease = leases[block] = window.lease(wire)
+                payloads[position] = Received(window, wire, lease)
 
-    def abandon(self) -> None:
-        """Close this process's copies, in a forked child: another thread may hold the lock."""
-        with contextlib.suppress(OSError):  # without gevent's hub, which is the parent's
-            os.close(self._received.connection.detach())
-        self._windows = {}
+    def pop_ended(self) -> list[Block]:
+        """The blocks that are no longer in use, each as often as it was sent."""
+        if not (self._ended or self._unread):  # as for most messages
+            return []
+        with self._lock:
+            blocks, self._unread = self._unread, []
+            for lease in pop_ended(self._ended):
+                window = self._windows.get(lease.number)
+                if window is not None:
+                    window.end(lease)
+                    blocks.append((lease.number, lease.block))
+            return blocks
+
+    def view(self, address: int, size: int) -> memoryview | None:
+        """See ``Window.view``."""
+        with self._lock:
+            views = (window.view(address, size) for window in self._windows.values())
+            return next((view for view in views if view is not None), None)
+
+    def _window(self, number: int) -> Window | None:
+        if number not in self._windows:
+            self.take_in()
+        return self._windows.get(number)
+
+    # -- memory of third processes
 
     def fileno(self) -> int:
         """Readable when ``take_in`` has something to do."""
-        return self._received.connection.fileno()
+        return -1 if self.more is None else self.more.connection.fileno()
 
     def take_in(self) -> bool:
         """Take in what was passed on or is to be forgotten; whether more may come."""
         with self._lock:
             try:
-                while True:
+                while self.more is not None:
                     data, descriptors, _, _ = socket.recv_fds(
-                        self._received.connection, _NUMBER_SIZE, 1, socket.MSG_CMSG_CLOEXEC
+                        self.more.connection, _NUMBER_SIZE, 1, socket.MSG_CMSG_CLOEXEC
                     )
                     if not data:
                         return False
-                    self._take(int.from_bytes(data, "little", signed=True), descriptors)
+                    number = int.from_bytes(data, "little", signed=True)
+                    if number < 0:
+                        self._windows.pop(-number, None)
+                    elif descriptors:  # else this process may not have more
+                        memory = Memory.from_descriptor(descriptors[0])
+                        self._windows[number] = Window(memory, self._ended, private=self._private)
             except BlockingIOError:
                 return True
             except OSError:  # the other end is gone
-                return False
+                pass
+            return False
 
-    def _take(self, number: int, descriptors: list[int]) -> None:
-        if number < 0:
-            self._windows.pop(-number, None)
-        elif descriptors:  # else this process may not have more
-            memory = Memory.received(descriptors[0])
-            self._windows[number] = Window(memory, private=self._private)
-
-    def window(self, number: int, block: int) -> Window:
-        """For a payload in a block of this memory.
-
-        Raises:
-            OSError: this process had no descriptor free when the memory came.
-        """
-        window = self._windows.get(number)
-        if window is None:
-            self.take_in()
-            window = self._windows.get(number)
-        if window is None:
-            self._unread.append((number, block))
-            raise OSError("this process has too many files open to read shared memory")
-        return window
-
-    def pop_ended(self) -> list[tuple[int, int]]:
-        """The blocks that are no longer in use, with the numbers of their memories."""
+    def close(self) -> None:
+        """Nothing more is to come. What was loaded can still be read."""
         with self._lock:
-            unread, self._unread = self._unread, []
-            return unread + [
-                (number, block)
-                for number, window in self._windows.items()
-                for block in window.pop_ended()
-            ]
+            if self.more is not None:
+                self.more.connection.close()
+            self._windows.clear()
 
-    def view(self, address: int, size: int) -> memoryview | None:
-        """See ``Window.view``."""
-        with self._lock:
-            views = (each.view(address, size) for each in self._windows.values())
-            return next((each for each in views if each is not None), None)
+    def abandon(self) -> None:
+        """Close this process's copies, in a forked child: another thread may hold the lock."""
+        if self.more is not None:
+            with contextlib.suppress(OSError):  # without gevent's hub, which is the parent's
+                os.close(self.more.connection.detach())
+        self._windows = {}

@@ -48,15 +48,10 @@ def dump(
 ) -> bytes | Parts:
     """Pickle an item into bytes, or into parts if it has at least ``large`` bytes.
 
-    The parts refer to the item's memory, so copy them before it can change.
-
-    Args:
-        make: makes a pickler of its own, which is slower.
-
-    Raises:
-        Exception: whatever pickling it raises.
+    The parts refer to the item's memory, so copy them before it can change. With ``make`` the item
+    gets a pickler of its own, which is slower. Raises whatever pickling raises.
     """
-    if _known_to != (len(copyreg.dispatch_table), *map(sys.modules.__contains__, _PACKAGES)):
+    if _known_to != (len(copyreg.dispatch_table), len(sys.modules)):
         _learn_reducers()
     try:
         pickling = _idle.pop() if make is None else _Pickling(make)
@@ -155,14 +150,14 @@ _FORMATS = frozenset("cbB?hHiIlLqQnNfdP")
 
 #: Reducers of this module, of the packages, and of ``copyreg``.
 _reducers: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_memoryview}
-#: The state of ``copyreg`` and of the packages when ``_reducers`` was made.
-_known_to: tuple[object, ...] = ()
+#: How many reducers and modules there were when ``_reducers`` was made.
+_known_to = (0, 0)
 
 
 def _learn_reducers() -> None:
     """Renew the reducers after a registration or an import, perhaps in progress in a thread."""
     global _known_to
-    known_to = (len(copyreg.dispatch_table), *map(sys.modules.__contains__, _PACKAGES))
+    known_to = len(copyreg.dispatch_table), len(sys.modules)
     found: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_memoryview}
     for name, reducers in _PACKAGES.items():
         if name in sys.modules:
@@ -203,16 +198,15 @@ def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 
 def _torch_reducers(torch: Any) -> dict[type, Callable[[Any], Any]]:
     """Reducers for a pickler's ``dispatch_table``. AttributeError: torch is half loaded."""
-    return {torch.Tensor: _reduce_tensor, torch.nn.Parameter: _reduce_parameter}
+    return {torch.Tensor: _reduce_tensor}
 
 
 def _reduce_tensor(tensor: Any) -> Any:
     """Reduce a tensor to its data, dtype and shape.
 
     torch's own pickling sends the whole storage, even for one row. Here a tensor of any size
-    arrives on the CPU, contiguous, without graph and attributes; only a ``Parameter`` keeps
-    ``requires_grad``. torch pickles sparse, quantized and nested tensors, moved to the CPU, and
-    subclasses.
+    arrives on the CPU, contiguous, without graph and attributes. torch pickles sparse, quantized
+    and nested tensors, moved to the CPU, and subclasses: of a ``Parameter`` its data come here.
     """
     import torch
 
@@ -228,16 +222,6 @@ def _reduce_tensor(tensor: Any) -> Any:
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     name = str(tensor.dtype).removeprefix("torch.")
     return _tensor, (pickle.PickleBuffer(data), name, tuple(tensor.shape))
-
-
-def _reduce_parameter(parameter: Any) -> Any:
-    return _parameter, (parameter.data, parameter.requires_grad)
-
-
-def _parameter(data: Any, requires_grad: bool) -> Any:
-    import torch
-
-    return torch.nn.Parameter(data, requires_grad)
 
 
 def _tensor(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:

@@ -15,40 +15,47 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from pickle import loads
+from typing import Any, TypeAlias
 
-from .arena import Memory, Wire, positions
+from .arena import Lease, Memory, Wire, positions
+
+#: Highest bytes of /proc/self/pagemap for pages that are no copies: absent, or present (bit 63) and
+#: of a file or shared (61), and not swapped out (62).
+#: https://docs.kernel.org/admin-guide/mm/pagemap.html
+_CLEAN = bytes(
+    byte for byte in range(256) if not byte & 0xC0 or (byte & 0xA0 == 0xA0 and not byte & 0x40)
+)
 
 #: One ctypes type per block size: making one is expensive.
 _region_types: dict[int, Any] = {}
 
 
-class ReadLease:
+#: Leases that have ended, or have seemed to.
+Ended: TypeAlias = "collections.deque[ReadLease]"
+
+
+class ReadLease(Lease):
     """Referenced by all views of a block; its end means that there are no more views.
 
+    A finalizer may come too early: the garbage collector calls all finalizers of a cycle before it
+    knows whether one revives a part of it. So ``pop_ended`` counts the references of what it kept.
+
     Attributes:
-        block: start of the block.
-        size: bytes of the block.
+        number: that of the memory.
         start, stop: the viewed part of the memory; empty at first.
         is_copied: whether readers get copies instead of views.
     """
 
-    __slots__ = ("__weakref__", "_ended", "block", "is_copied", "size", "start", "stop")
+    __slots__ = ("__weakref__", "is_copied", "number", "start", "stop")
 
     def __init__(
-        self, ended: collections.deque[ReadLease], block: int, size: int, *, is_copied: bool
+        self, ended: Ended, number: int, block: int, size: int, *, is_copied: bool
     ) -> None:
-        self._ended = ended
-        self.block = block
-        self.size = size
+        super().__init__(ended, block, size)
+        self.number = number
         self.start, self.stop = block + size, block
         self.is_copied = is_copied
-
-    def __del__(self) -> None:
-        # A finalizer may interrupt any code: no lock. It may also come too early: the garbage
-        # collector calls all finalizers of a cycle before it knows whether one revives a part of
-        # it. So this object is kept, and ``pop_ended`` counts its references.
-        self._ended.append(self)
 
 
 def _references(lease: ReadLease) -> int:
@@ -57,11 +64,26 @@ def _references(lease: ReadLease) -> int:
 
 def _fewest_references() -> int:
     """Reference count of a lease in one variable, which depends on Python's version."""
-    lease = ReadLease(collections.deque(), 0, 0, is_copied=True)
+    lease = ReadLease(collections.deque(), 0, 0, 0, is_copied=True)
     return _references(lease)
 
 
 _FEWEST_REFERENCES = _fewest_references()
+
+
+def pop_ended(ended: Ended) -> list[ReadLease]:
+    """Take out the leases that have ended."""
+    leases = []
+    for _ in range(len(ended)):
+        try:
+            lease = ended.popleft()
+        except IndexError:  # a finalizer in between emptied it
+            break
+        if _references(lease) > _FEWEST_REFERENCES:  # a finalizer has revived a view
+            ended.append(lease)
+        else:
+            leases.append(lease)
+    return leases
 
 
 class Window:
@@ -71,36 +93,39 @@ class Window:
 
     Args:
         memory: that of the arena.
+        ended: where leases report their end; see ``pop_ended``.
         private: whether readers' writes are hidden from later readers; also enables ``view``.
     """
 
-    def __init__(self, memory: Memory, *, private: bool = False) -> None:
+    def __init__(self, memory: Memory, ended: Ended, *, private: bool) -> None:
         self.memory = memory
-        self._ended: collections.deque[ReadLease] = collections.deque()
-        self._leased: collections.Counter[int] = collections.Counter()  # by block, not yet reported
-        self._seen: weakref.WeakValueDictionary[int, ReadLease] = weakref.WeakValueDictionary()
+        self._ended = ended
+        self._viewed: dict[int, weakref.ref[ReadLease]] = {}  # by block, if its views are private
         self._map: mmap.mmap | None = None
-        self._address = 0  # of the mapping; 0 if unused
-        self._pages: _PrivatePages | None = None
+        self._address = 0  # of a private mapping; 0 if there is none
+        self._pagemap = -1  # tells which of its pages were written to
         with contextlib.suppress(OSError):  # then everything is copied
-            self._map = memory.mapped(private=private)
+            self._map = memory.map(private=private)
             if private:
                 self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-                self._pages = _PrivatePages(self._map, self._address)
+                self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if self._pagemap >= 0:
+            close(self._pagemap)
 
     def lease(self, wire: Wire) -> ReadLease:
         """Count a block as in use until the returned lease is dropped.
 
         One lease per block and message; payloads of a batch in one block share it.
         """
-        _, block, size, *_ = wire
+        _, block, size, _, _, number = wire
         # A reader of an earlier batch's rows may have written to the page that its last row shares
         # with our first.
-        is_copied = self._map is None or (self._pages is not None and block in self._leased)
-        self._leased[block] += 1
-        lease = ReadLease(self._ended, block, size, is_copied=is_copied)
+        is_copied = self._map is None or block in self._viewed
+        lease = ReadLease(self._ended, number, block, size, is_copied=is_copied)
         if self._address and not is_copied:
-            self._seen[block] = lease
+            self._viewed[block] = weakref.ref(lease)
         return lease
 
     def parts(self, wire: Wire, lease: ReadLease) -> list[Any]:
@@ -124,33 +149,39 @@ class Window:
     def view(self, address: int, size: int) -> memoryview | None:
         """The memory at an address, if all of it is in use in one block."""
         start = address - self._address
-        for lease in self._seen.values():
-            is_part = lease.start <= start and start + size <= lease.stop
-            if is_part and lease not in self._ended:
+        for reference in [*self._viewed.values()]:
+            lease = reference()
+            if lease is None or lease in self._ended:
+                continue
+            if lease.start <= start and start + size <= lease.stop:
                 return self._region(lease)[start - lease.block : start - lease.block + size]
         return None
 
-    def pop_ended(self) -> list[int]:
-        """The blocks that are no longer in use, each as often as it was sent."""
-        blocks = []
-        for _ in range(len(self._ended)):
+    def end(self, lease: ReadLease) -> None:
+        """There are no more views of a lease."""
+        if not lease.is_copied:
+            self._viewed.pop(lease.block, None)
+        if self._address and lease.start < lease.stop:
             try:
-                lease = self._ended.popleft()
-            except IndexError:  # a finalizer in between emptied it
-                break
-            if _references(lease) > _FEWEST_REFERENCES:  # a finalizer has revived a view
-                self._ended.append(lease)
-                continue
-            blocks.append(lease.block)
-            self._leased[lease.block] -= 1
-            if not self._leased[lease.block]:
-                del self._leased[lease.block]
-            if self._pages is not None and lease.start < lease.stop:
-                try:
-                    self._pages.drop(lease.start, lease.stop)
-                except OSError:  # such as locked pages
-                    self._map = None  # copy everything from now on
-        return blocks
+                self._drop_written(lease.start, lease.stop)
+            except OSError:  # such as locked pages
+                self._map = None  # copy everything from now on
+
+    def _drop_written(self, start: int, stop: int) -> None:
+        """Drop the copies of pages that a reader has written to, if there are any.
+
+        Not otherwise: dropping other pages would map them again.
+        """
+        size = mmap.PAGESIZE
+        first, last = start // size, -(-stop // size)
+        with contextlib.suppress(OSError):  # there is no /proc: all pages count as copies
+            length = (last - first) * 8
+            entries = os.pread(self._pagemap, length, (self._address // size + first) * 8)
+            highest = entries[7::8] if sys.byteorder == "little" else entries[::8]
+            if len(entries) == length and not highest.translate(None, _CLEAN):
+                return
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED, first * size, (last - first) * size)
 
     def _region(self, lease: ReadLease) -> memoryview:
         """A lease's block. Views of it reference the ctypes object, which references the lease."""
@@ -173,41 +204,35 @@ class Window:
         return copy
 
 
-class _PrivatePages:
-    """Finds and drops the pages of a private mapping that were written to."""
+class Received:
+    """A payload in the other side's memory, which keeps it until there are no views of it."""
 
-    #: Highest bytes of /proc/self/pagemap for pages that are no copies: absent, or present (bit 63)
-    #: and of a file or shared (61), and not swapped out (62).
-    #: https://docs.kernel.org/admin-guide/mm/pagemap.html
-    _CLEAN = bytes(
-        byte for byte in range(256) if not byte & 0xC0 or (byte & 0xA0 == 0xA0 and not byte & 0x40)
-    )
+    __slots__ = ("_lease", "_window", "wire")
 
-    def __init__(self, mapping: mmap.mmap, address: int) -> None:
-        self._address = address
-        self._mapping = mapping
-        self._size = mmap.PAGESIZE
-        self._pagemap = -1
-        with contextlib.suppress(OSError):  # then all pages count as copies
-            self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, window: Window, wire: Wire, lease: ReadLease) -> None:
+        self._window = window
+        self._lease = lease
+        self.wire = wire
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if self._pagemap >= 0:
-            close(self._pagemap)
+    def load(self) -> Any:
+        """The value, whose arrays are views of that memory. Any thread."""
+        stream, *buffers = self.parts()
+        return loads(stream, buffers=buffers)
 
-    def drop(self, start: int, stop: int) -> None:
-        """Drop the copies of the pages from ``start`` to ``stop``."""
-        start = start // self._size * self._size
-        stop = -(-stop // self._size) * self._size
-        if self._has_copies(start, stop):
-            self._mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
+    def load_again(self) -> Any:
+        """The value as it was sent, in memory of its own."""
+        stream, *buffers = self._window.copies(self.wire)
+        return loads(stream, buffers=buffers)
 
-    def _has_copies(self, start: int, stop: int) -> bool:
-        """Whether there are copies: dropping other pages would map them again."""
-        length = (stop - start) // self._size * 8
-        with contextlib.suppress(OSError):
-            entries = os.pread(self._pagemap, length, (self._address + start) // self._size * 8)
-            if len(entries) == length:
-                highest = entries[7::8] if sys.byteorder == "little" else entries[::8]
-                return bool(highest.translate(None, self._CLEAN))
-        return True
+    @property
+    def memory(self) -> Memory:
+        return self._window.memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that it keeps."""
+        return self._lease.size
+
+    def parts(self) -> list[Any]:
+        """The stream of its pickle, and its buffers: views, while this lives."""
+        return self._window.parts(self.wire, self._lease)
