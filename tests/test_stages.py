@@ -257,7 +257,7 @@ class TimedBatches(Batches):
         super().__init__([seconds], [seconds], together=True)
         self.clock, self.seconds = clock, seconds
 
-    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Any]]:
+    def decode(self, received: Any) -> Any:
         self.clock.now += UNIT * self.seconds.get("decode", 0.0)
         return super().decode(received)
 

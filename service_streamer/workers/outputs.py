@@ -6,13 +6,12 @@ import contextlib
 import copy
 import sys
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from ..errors import BadModelOutput
 from ..gpu.transfers import PLAIN, OnHost, first_value, results_on_host
 from ..options.checks import is_sequence
-from .model_spec import LoadedModel
+from .model_spec import LoadedModel, describe
 from .protocol import Failure
 
 
@@ -22,7 +21,7 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
         outputs = results_on_host(outputs)
     if type(outputs) is list and len(outputs) == expected != model.columns:  # the usual case
         return list(outputs)
-    results = _as_list(outputs)
+    results = as_list(outputs)
     got = type(outputs).__qualname__
     if results is not None:
         count = len(results)
@@ -93,66 +92,49 @@ def in_own_memory(result: Any) -> Any:
 StepPair = tuple[Any, bool] | Failure
 
 
-class UnreadableError(BadModelOutput):
-    """The results of a call say nothing of any item; ``parts`` of them, as far as there are any."""
+def read_pairs(found: Any, expected: int, step: Any, moves_to_cpu: bool) -> list[StepPair]:
+    """So many pairs, that ``step`` returned, with their tensors on the CPU.
 
-    def __init__(self, text: str, parts: Sequence[Any] = ()) -> None:
-        super().__init__(text)
-        self.parts = parts
-
-
-def read_states(found: Any, expected: int, name: str) -> list[Any]:
-    """So many states, that a function of this name returned. Raises UnreadableError."""
-    return _read(found, expected, name, "states, one per item")
-
-
-def read_pairs(found: Any, expected: int, name: str, *, moves_to_cpu: bool) -> list[StepPair]:
-    """So many pairs, with their tensors on the CPU. One that is none is its item's failure.
-
-    Raises UnreadableError: they are not as many.
+    Where there is none the item fails. If they are not as many all fail: which are whose is not
+    known, and the model may have taken the step.
     """
     if type(found) is OnHost:
         found = results_on_host(found)
-    pairs = _read(found, expected, name, "pairs (output, is_done), one per state")
-    read = [_read_pair(pair, name) for pair in pairs]
-    if moves_to_cpu:
-        # The first output says whether there are tensors of a GPU: so without those that are None.
-        outputs = [each[0] for each in read if type(each) is tuple and each[0] is not None]
-        moved = results_on_host(outputs)
-        if moved is not outputs:
-            left = iter(moved)
-            read = [
-                (next(left), each[1]) if type(each) is tuple and each[0] is not None else each
-                for each in read
-            ]
-    return read
-
-
-def _read(found: Any, expected: int, name: str, what: str) -> list[Any]:
-    parts = _as_list(found)
+    parts = as_list(found)
     if parts is None or len(parts) != expected:
-        raise UnreadableError(
-            f"{name} must return a sequence of {expected} {what}; it returned {_kind(found)}",
-            parts or (),
-        )
-    return parts
+        what = f"a sequence of {expected} pairs (output, is_done), one per state"
+        return [unreadable(found, step, what)] * expected
+    pairs = [_read_pair(part, step) for part in parts]
+    if not moves_to_cpu:
+        return pairs
+    # The first output says whether there are tensors of a GPU: so without those that are None.
+    outputs = [each[0] for each in pairs if type(each) is tuple and each[0] is not None]
+    moved = iter(results_on_host(outputs))
+    return [
+        (next(moved), each[1]) if type(each) is tuple and each[0] is not None else each
+        for each in pairs
+    ]
 
 
-def _read_pair(pair: Any, name: str) -> StepPair:
+def unreadable(found: Any, function: Any, what: str) -> Failure:
+    """Of an item, if this is what the model's function returned in place of ``what``."""
+    parts, kind = as_list(found), type(found).__qualname__
+    kind = kind if parts is None else f"{kind} of {len(parts)}"
+    text = f"{describe(function)} must return {what}; it returned {kind}"
+    return Failure(BadModelOutput(text))
+
+
+def _read_pair(pair: Any, step: Any) -> StepPair:
     if type(pair) is tuple and len(pair) == 2 and type(pair[1]) is bool:  # the usual case
         return pair
     if isinstance(pair, Exception):
         return Failure.caught(pair)
-    parts = _as_list(pair)
+    parts = as_list(pair)
     # Where a model returns all outputs and then all flags, of two items, these look like pairs.
     if parts is not None and len(parts) == 2 and _is_flag(parts[1]):
         return parts[0], bool(parts[1])
-    return Failure(
-        BadModelOutput(
-            f"{name} must return a pair (output, is_done) for each state, and is_done must be "
-            f"True or False; it returned {_kind(pair)}"
-        )
-    )
+    what = "a pair (output, is_done) for each state, and is_done must be True or False"
+    return unreadable(pair, step, what)
 
 
 def _is_flag(value: Any) -> bool:
@@ -163,16 +145,10 @@ def _is_flag(value: Any) -> bool:
     )
 
 
-def _as_list(found: Any) -> list[Any] | None:
+def as_list(found: Any) -> list[Any] | None:
     if not is_sequence(found):
         return None
     try:
         return list(found)
     except TypeError:  # an array without dimensions
         return None
-
-
-def _kind(found: Any) -> str:
-    parts = _as_list(found)
-    kind = type(found).__qualname__
-    return kind if parts is None else f"{kind} of {len(parts)}"

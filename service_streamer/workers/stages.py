@@ -14,6 +14,7 @@ in the thread of another one, but never twice at the same time.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -26,7 +27,7 @@ from typing import Any
 
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
 from ..gpu.accelerators import kind_in_use, release_memory
-from ..gpu.device_errors import DeviceFailed, is_out_of_memory
+from ..gpu.device_errors import is_out_of_memory
 from ..gpu.transfers import StageTimer
 from ..observe.record import BatchReport, StepReport
 from .mending import Bisection, Invalid, Outcome, OutOfMemory, Returned, at_positions, by_position
@@ -36,6 +37,8 @@ from .protocol import SIGN_OF_LIFE, Failure, is_unwanted
 from .stacking import stacks
 
 INTAKE, FORWARD, OUTLET = range(3)
+
+Decoded = tuple[int, list[Any], dict[int, Failure], Callable[[int], Any] | None]
 
 
 class Channel(ABC):
@@ -69,19 +72,16 @@ class Channel(ABC):
         """Whether ``receive`` would return at once."""
         return False
 
-    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
-        """The batch's id, its items, and by position why an item is missing."""
-        batch: tuple[int, list[Any], dict[int, Failure]] = received[:3]
-        return batch
+    #: Whether items may be wanted again as they were sent, which keeps the memory of large ones.
+    decodes_again = False
 
-    #: Whether ``decoded`` is wanted: it keeps the memory of large items.
-    keeps_decoded = False
-    #: The last batch of several items that ``decode`` has decoded; whoever takes it empties this.
-    decoded: Sequence[Any] = ()
+    def decode(self, received: Any) -> Decoded:
+        """The batch's id, its items, and by position why an item is missing.
 
-    def decode_again(self, payload: Any) -> Any:
-        """An item as it was sent: the model may have written to it."""
-        return payload
+        Then, if the model writes to copies only, what decodes the item at a position again; else
+        None.
+        """
+        return *received[:3], None
 
     def encode(self, report: BatchReport) -> None:  # noqa: B027 - optional
         """Make the outputs ready to travel; one that cannot becomes a failure of its position."""
@@ -93,6 +93,15 @@ class Channel(ABC):
         """Make ``receive`` return None, now or soon, for another thread; False if it cannot."""
         return False
 
+    signed_at = 0.0  # when the last sign of life was due
+
+    def sign_of_life(self) -> None:
+        """Between two runs of parts: say that the worker has not hung, ten times a second."""
+        now = time.monotonic()
+        if now - self.signed_at >= SIGN_OF_LIFE:
+            self.signed_at = now
+            self.send(StepReport())
+
 
 @dataclass(eq=False)
 class Job:
@@ -101,10 +110,9 @@ class Job:
     batch_id: int
     items: list[Any]  # that were decoded; empty once they are not needed any more
     failures: dict[int, Failure]  # by position, of items that have no result
-    calls: int | Sequence[int] = 0  # as in ``Transport.send``
-    #: Gives the item at a position as it was sent, where a model writes to copies only; else the
-    #: model gets what it has written to.
-    again: Callable[[int], Any] | None = None
+    #: As ``Channel.decode`` says; else the model gets what it has written to.
+    decode_again: Callable[[int], Any] | None
+    calls: int | Sequence[int]  # as in ``Transport.send``
     #: What the last stage made of all items: at first these themselves.
     data: Any = None
     #: In place of that, what ``preprocess`` made of the parts in which the batch is probably
@@ -116,7 +124,6 @@ class Job:
     #: What became of computing it at once, if it is to be computed in parts for that.
     outcome: Outcome | None = None
     runs: int = 0  # more of them, to find the calls on which the model raises
-    is_redone: bool = False  # it has been through all stages, and is computed again in parts
     #: Of the outputs of ``forward``, to be sent before the next call if the model keeps it.
     memory: weakref.ref[Any] | None = None
     timer: StageTimer | None = None  # measures ``forward``, where a GPU may be in use
@@ -134,11 +141,6 @@ class Job:
     def positions(self) -> list[int]:
         """Of the items in the batch."""
         return [i for i in range(self.size) if i not in self.failures]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several calls have items in it, of which one may fail alone."""
-        return bool(self.calls)
 
     def call_of(self) -> Sequence[int]:
         """The number of the call that an item is of, by the item's position."""
@@ -179,24 +181,22 @@ def outcome_of(
     """
     if isinstance(error, InvalidItems):
         if named:
-            try:
-                found = by_position(error, range(named))
-                return Invalid({i: Failure.caught(each) for i, each in found.items()})
-            except BadModelOutput as wrong:
-                error = wrong
-        else:
-            error = next(iter(error.errors.values()))
-    too_large = is_out_of_memory(error, model.out_of_memory_errors)
-    if not too_large:
-        if not isinstance(error, Exception):
-            raise error
-        try:
-            model.guard.look(error)  # before it loses its causes
-        except DeviceFailed as end:
-            end.batch_ids.add(batch_id)
-            raise
-    failure = Failure.caught(error)
-    return OutOfMemory(failure) if too_large else failure
+            return _invalid(error, named)
+        error = next(iter(error.errors.values()))
+    if is_out_of_memory(error, model.out_of_memory_errors):
+        return OutOfMemory(Failure.caught(error))
+    if not isinstance(error, Exception):
+        raise error
+    model.guard.look(error, batch_id)  # before it loses its causes
+    return Failure.caught(error)
+
+
+def _invalid(error: InvalidItems, named: int) -> Invalid:
+    try:
+        errors = by_position(error, range(named))
+    except BadModelOutput as wrong:  # no search finds the item at fault
+        return Invalid(dict.fromkeys(range(named), Failure.caught(wrong)))
+    return Invalid({position: Failure.caught(each) for position, each in errors.items()})
 
 
 class Stages:
@@ -208,9 +208,6 @@ class Stages:
     Args:
         progress: where each stage writes which batch it is at: its id plus 1, or 0.
         unwanted: batches that nobody waits for any more: see ``StageProgress``. They go no further.
-
-    Attributes:
-        on_run: called between two runs of parts of one batch, by whoever calls ``compute``.
     """
 
     def __init__(
@@ -221,14 +218,13 @@ class Stages:
         unwanted: Sequence[int] = (),
     ) -> None:
         self.channel = channel
-        channel.keeps_decoded = model.may_rerun
+        channel.decodes_again = model.may_rerun
         self.model = model
         self.progress = [0, 0, 0] if progress is None else progress
         self._unwanted = unwanted
-        self.on_run: Callable[[], None] = lambda: channel.send(StepReport())
         managed: Any = model.managed
         if hasattr(managed, "raise_if_unwanted"):
-            managed.raise_if_unwanted = lambda: self._check_wanted(self.progress[FORWARD] - 1)
+            managed.raise_if_unwanted = lambda: self.check_wanted(self.progress[FORWARD] - 1)
         self.has_stages = model.forward is not model.predict
         self._preprocess = _one_at_a_time(model.preprocess)
         self._postprocess = _one_at_a_time(model.postprocess)
@@ -238,27 +234,27 @@ class Stages:
 
     def take_in(self, received: tuple[Any, ...]) -> Job:
         """INTAKE, of what the channel has received."""
-        channel, began = self.channel, time.monotonic()
+        began = time.monotonic()
         self.progress[INTAKE] = received[0] + 1
-        job = Job(*channel.decode(received), received[3])
-        payloads, channel.decoded = channel.decoded, ()
-        if payloads:
-            job.again = lambda position: channel.decode_again(payloads[position])
+        job = Job(*self.channel.decode(received), received[3])
         job.decoding = time.monotonic() - began
-        if not job.items or (self._preprocess is None and not self.model.stack):
-            return job
-        job.started_at = time.monotonic()
-        job.data = None
-        try:
-            self._check_wanted(job.batch_id)
-            if self.model.ceiling.limit:
-                self._prepare_parts(job)
-            else:
-                job.data = self.prepare(job.items)
-        except BaseException as error:
-            self._failed(job, error, len(job.items))
-        job.seconds[INTAKE] = time.monotonic() - job.started_at
+        if job.items and (self._preprocess is not None or self.model.stack):
+            job.started_at = time.monotonic()
+            job.data = None
+            self._run(self._prepare, job, len(job.items))
+            job.seconds[INTAKE] = time.monotonic() - job.started_at
+        self._leave(INTAKE)
         return job
+
+    def _leave(self, stage: int) -> None:
+        self.channel.check_owner()  # first: in a fork this thread may be the only one
+        self.progress[stage] = 0
+
+    def _prepare(self, job: Job) -> None:
+        if self.model.ceiling.limit:
+            self._prepare_parts(job)
+        else:
+            job.data = self.prepare(job.items)
 
     def _prepare_parts(self, job: Job) -> None:
         """Preprocess those parts of the batch that probably fit into memory."""
@@ -273,10 +269,17 @@ class Stages:
             job.prepared[tuple(positions[start:stop])] = part
             start = stop
 
+    def complete(self, job: Job) -> None:
+        """All stages after INTAKE, in this thread."""
+        self.compute(job)
+        while not self.finish(job):
+            self.compute(job)
+
     def compute(self, job: Job) -> None:
         """FORWARD; or all stages, if the batch is computed in parts."""
         if job.failure is not None or not job.items:
             return
+        self.progress[FORWARD] = job.batch_id + 1
         started = time.monotonic()
         if not job.started_at:
             job.started_at = started
@@ -285,51 +288,49 @@ class Stages:
             self.launched.add(job.batch_id)
         in_parts = job.outcome is not None or bool(job.prepared or self.model.ceiling.limit)
         if not in_parts:
-            try:
-                self._check_wanted(job.batch_id)
-                job.data = self.forward(job.data)
-            except BaseException as error:
-                # Of a batch that preprocess has made the positions are not known.
-                self._failed(job, error, 0 if self.has_stages else len(job.items))
-                in_parts = job.outcome is not None
+            # Of a batch that preprocess has made the positions are not known.
+            self._run(self._forward, job, 0 if self.has_stages else len(job.items))
+            in_parts = job.outcome is not None
         if in_parts:
             _BatchParts(self, job).compute()
         if job.timer is not None:
             job.timer.stop()
         else:
             job.seconds[FORWARD] += time.monotonic() - started
+        self._leave(FORWARD)
+
+    def _forward(self, job: Job) -> None:
+        job.data = self.forward(job.data)
 
     def finish(self, job: Job, *, is_overlapped: bool = False) -> bool:
-        """OUTLET, up to the results. False: the batch goes back to ``compute``, in parts."""
-        timer, moves_to_cpu = job.timer, self.model.moves_to_cpu
+        """OUTLET. False: the batch goes back to ``compute``, in parts."""
+        self.progress[OUTLET] = job.batch_id + 1
+        timer = job.timer
         if timer is not None:
             job.seconds[FORWARD] += timer.seconds()
         started = time.monotonic()
         if job.failure is None and job.results is None and job.items:
-            try:
-                if moves_to_cpu:
-                    job.memory = self.memory(job.data)
-                if moves_to_cpu and is_overlapped and timer is not None and timer.is_of_device:
-                    with timer.following():
-                        self._make_results(job)
-                else:
-                    self._make_results(job)
-            except BaseException as error:
-                self._failed(job, error)
+            self._run(self._follow if is_overlapped else self._make_results, job)
         job.seconds[OUTLET] += time.monotonic() - started
         self.launched.discard(job.batch_id)
-        if job.outcome is None:
-            return True
-        job.is_redone = True
         job.timer = None
-        return False
+        is_finished = job.outcome is None
+        if is_finished:
+            self._answer(job, is_overlapped=is_overlapped)
+        self._leave(OUTLET)
+        return is_finished
+
+    def _follow(self, job: Job) -> None:
+        timer = job.timer if self.model.moves_to_cpu else None
+        with contextlib.nullcontext() if timer is None else timer.following():
+            self._make_results(job)
 
     def _make_results(self, job: Job) -> None:
-        self._check_wanted(job.batch_id)
+        if self.model.moves_to_cpu:
+            job.memory = self.memory(job.data)
         job.results = self.results(job.data, len(job.items))
 
-    def answer(self, job: Job, *, is_overlapped: bool = False) -> None:
-        """The rest of OUTLET: encode and send."""
+    def _answer(self, job: Job, *, is_overlapped: bool) -> None:
         report = self._report(job)
         began = time.monotonic()
         self.channel.encode(report)
@@ -347,7 +348,7 @@ class Stages:
         released with it.
         """
         model, results, failures = self.model, job.results or [], job.failures
-        job.items, job.data, job.results, job.again = [], None, None, None
+        job.items, job.data, job.results, job.decode_again = [], None, None, None
         padding = None
         if job.failure is not None:
             results, failures = [], {}
@@ -405,25 +406,31 @@ class Stages:
 
     # -- errors
 
-    def is_wanted(self, batch_id: int) -> bool:
-        """Whether anybody waits for the batch."""
+    def check_wanted(self, batch_id: int) -> None:
+        """Raises InvalidInput, of which nobody learns: nobody waits for the batch."""
+        if not self._is_wanted(batch_id):
+            raise InvalidInput("nobody waits for the results any more")
+
+    def _is_wanted(self, batch_id: int) -> bool:
         unwanted = self._unwanted
         return not (unwanted and unwanted[0] and is_unwanted(unwanted, batch_id + 1))
 
-    def _check_wanted(self, batch_id: int) -> None:
-        """Raises InvalidInput, of which nobody learns: the batch is unwanted."""
-        if not self.is_wanted(batch_id):
-            raise InvalidInput("nobody waits for the results any more")
+    def is_searched(self, job: Job) -> bool:
+        """Whether calls at fault are to be found: several share the batch, and are waited for."""
+        return bool(job.calls) and self._is_wanted(job.batch_id)
 
-    def _failed(self, job: Job, error: BaseException, named: int = 0) -> None:
-        """What a stage raised: the batch fails, or is computed in parts."""
-        outcome = outcome_of(error, self.model, job.batch_id, named)
-        may_search = job.is_shared and self.is_wanted(job.batch_id)
-        if isinstance(outcome, Failure) and not may_search:
-            job.fail(outcome)
-        else:
-            job.data, job.outcome = None, outcome
-        job.prepared = {}
+    def _run(self, stage: Callable[[Job], None], job: Job, named: int = 0) -> None:
+        """Run a stage of the whole batch. If it raises, that fails, or is computed in parts."""
+        try:
+            self.check_wanted(job.batch_id)
+            stage(job)
+        except BaseException as error:
+            outcome = outcome_of(error, self.model, job.batch_id, named)
+            if isinstance(outcome, Failure) and not self.is_searched(job):
+                job.fail(outcome)
+            else:
+                job.data, job.outcome = None, outcome
+            job.prepared = {}
 
 
 def _one_at_a_time(stage: Predict | None) -> Predict | None:
@@ -455,9 +462,9 @@ class _BatchParts(Bisection[int]):
         self._items = dict(zip(positions, job.items, strict=True))
         self._prepared = job.prepared if job.data is None else {tuple(positions): job.data}
         # Those that the model has had, and may have written to.
-        self._touched = set(positions if job.is_redone or job.outcome is not None else ())
+        self._touched = set(() if job.outcome is None else positions)
         self._results: list[Any] = []
-        self._told_at = job.started_at  # the run before this took its time, too
+        stages.channel.signed_at = job.started_at  # the run before this took its time, too
         lengths = model.lengths(job.items)  # first: where it knows none, the ceiling is a new one
         self._lengths = None if lengths is None else dict(zip(positions, lengths, strict=True))
         model.ceiling.begin(len(positions), lengths)
@@ -476,7 +483,7 @@ class _BatchParts(Bisection[int]):
                 self.drop(self.items)
         if len(part) < len(job.items):
             known = None  # of which part it holds is not known: each of them will tell
-        job.runs += self.run_all(may_rerun=job.is_shared, known=known)
+        job.runs += self.run_all(may_rerun=bool(job.calls), known=known)
         if job.failure is None:
             job.results = self._results
 
@@ -484,24 +491,20 @@ class _BatchParts(Bisection[int]):
         return self._model.ceiling.room(len(self.items), self._lengths_of(self.items))
 
     def run(self, part: list[int]) -> Outcome:
-        job, stages = self._job, self._stages
-        if not stages.is_wanted(job.batch_id):
-            return self._give_up(Failure(InvalidInput("nobody waits for the results any more")))
-        now = time.monotonic()
-        if now - self._told_at >= SIGN_OF_LIFE:
-            self._told_at = now
-            stages.on_run()
+        self._stages.channel.sign_of_life()
         outcome = self._run_stages(part)
         if isinstance(outcome, OutOfMemory):
-            release_memory()  # only now, as above
-        elif isinstance(outcome, Failure) and not job.is_shared:
-            self._give_up(outcome)
+            release_memory()  # only now: where it was raised, frames still held tensors
+        elif isinstance(outcome, Failure) and not self._stages.is_searched(self._job):
+            self._job.fail(outcome)
+            self.drop(self.items)  # nothing more of the batch is run
         return outcome
 
     def _run_stages(self, part: list[int]) -> Outcome:
-        stages, model = self._stages, self._model
+        stages, model, batch_id = self._stages, self._model, self._job.batch_id
         named = len(part)
         try:
+            stages.check_wanted(batch_id)
             if tuple(part) in self._prepared:
                 data = self._prepared.pop(tuple(part))
                 self._touched.update(part)
@@ -517,12 +520,11 @@ class _BatchParts(Bisection[int]):
             results = stages.results(data, len(part))
             return Returned(results if is_last else [*map(in_own_memory, results)])
         except BaseException as error:
-            return outcome_of(error, model, self._job.batch_id, named)
+            return outcome_of(error, model, batch_id, named)
 
     def _item(self, position: int) -> Any:
-        again = self._job.again
-        if again is not None and position in self._touched:
-            return again(position)
+        if self._job.decode_again is not None and position in self._touched:
+            return self._job.decode_again(position)
         self._touched.add(position)
         return self._items[position]
 
@@ -541,12 +543,6 @@ class _BatchParts(Bisection[int]):
             self.fail(part, failure)
             self.drop(part)
             self.shrink(part)  # if the device is full, and not this item to blame
-
-    def _give_up(self, failure: Failure) -> Failure:
-        """The whole batch fails, and nothing more of it is run."""
-        self._job.fail(failure)
-        self.drop(self.items)
-        return failure
 
     def _lengths_of(self, items: Sequence[int]) -> list[float] | None:
         return None if self._lengths is None else [self._lengths[position] for position in items]

@@ -15,6 +15,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ..batching.learning import LearnedCost
@@ -47,58 +48,43 @@ class StepRequest:
     """One item: what its caller wants, and how far it is."""
 
     batch_id: int  # of the batch, which it is alone
-    item: Any  # until it can not start again
+    item: Any  # until it cannot start again
     is_stream: bool = False  # its outputs go out as they come; otherwise joined, at its end
     is_held: bool = False  # it rests: its consumer is behind
+    may_restart: bool = True  # unseen by its caller
     is_done: bool = False
     failure: Any = None  # why it failed; opaque here
     state: Any = NO_STATE  # of the model
     cost: float = 1.0  # of the state
     first_cost: float = 1.0  # the same, when it started
     outputs: list[Any] = field(default_factory=list)  # all so far; of a stream those of this step
-    made: int = 0  # outputs since it started
-    sent: int = 0  # outputs of a stream that went out, in all
     started_at: float = math.inf  # first, by the monotonic clock
-    #: Of one that is no stream: the outputs whose time is known, when the first and the last of
-    #: these came, and the longest time between two.
-    timed: int = 0
-    first_at: float = math.inf
-    last_at: float = math.inf
-    longest_between: float = 0.0
+    #: When its outputs came, if it is no stream: of those that it makes again, the first time.
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is done or has failed."""
+        return self.is_done or self.failure is not None
 
     def stepped(self, output: Any, is_done: bool) -> None:
         """Take up what a step has made of it; an output of None is nothing."""
         self.is_done = is_done
         if output is not None:
-            self.made += 1
             self.outputs.append(output)
-
-    def time_output(self, now: float) -> None:
-        """A step is over: note it, if it has made an output that none before a restart was."""
-        if self.made <= self.timed:
-            return
-        if self.timed:
-            self.longest_between = max(self.longest_between, now - self.last_at)
-        else:
-            self.first_at = now
-        self.last_at = now
-        self.timed = self.made
 
     @property
     def output_times(self) -> tuple[float, float | None, float | None] | None:
         """See ``BatchReport``."""
-        if not self.timed:
+        if not self.times:
             return None
-        first, gaps = self.first_at - self.started_at, self.timed - 1
-        if not gaps:
-            return first, None, None
-        return first, (self.last_at - self.first_at) / gaps, self.longest_between
+        first = self.times[0] - self.started_at
+        gaps = [later - earlier for earlier, later in pairwise(self.times)]
+        return (first, sum(gaps) / len(gaps), max(gaps)) if gaps else (first, None, None)
 
-    def take_outputs(self) -> list[Any]:
-        """What is to go out now; at the end, or of a stream after each step."""
-        outputs, self.outputs = self.outputs, []
-        self.sent += len(outputs)
-        return outputs
+    def let_go_of_item(self) -> None:
+        """It does not start again."""
+        self.may_restart, self.item = False, None
 
 
 class StepBatch:
@@ -164,27 +150,30 @@ class StepBatch:
         running = len(self.running)
         if not self.deck or (self._awaits_end and running):
             return []
-        size = self.memory.room(self._places)
-        most = min(self._most_in_time(), self.starts.room(self._places))
-        is_bounded = self._max_cost < math.inf
-        if is_bounded and self._new_cost is None:
-            most = 1  # it will tell
-        growth, new_cost = self._growth or 0.0, self._new_cost or 0.0
+        room = min(
+            len(self.deck),
+            self._most_in_time(),
+            self.starts.room(self._places),
+            self.memory.room(self._places) - running,
+        )
+        return [self.deck.popleft() for _ in range(self._most_in_cost(int(room)))]
+
+    def _most_in_cost(self, room: int) -> int:
+        """How many items may start, of so many, for what they will cost; a single one always."""
+        if self._max_cost == math.inf:
+            return room
+        if self._new_cost is None:
+            return min(1, room)  # it will tell
+        growth = self._growth or 0.0
         # What is left to grow, and the cost, of each.
         costs = sorted(
-            (max(0.0, each.first_cost + growth - each.cost), each.cost)
-            for each in (self.running if is_bounded else ())
+            (max(0.0, each.first_cost + growth - each.cost), each.cost) for each in self.running
         )
-        chosen: list[StepRequest] = []
-        while self.deck and len(chosen) < most:
-            then = running + len(chosen) + 1
-            if is_bounded:
-                insort(costs, (growth, new_cost))
-            # A single one always fits.
-            if then > 1 and (then > size or (is_bounded and _peak(costs) > self._max_cost)):
-                break
-            chosen.append(self.deck.popleft())
-        return chosen
+        for count in range(room):
+            insort(costs, (growth, self._new_cost))
+            if len(costs) > 1 and _peak(costs) > self._max_cost:
+                return count
+        return room
 
     def _most_in_time(self) -> float:
         """How many items may start now: at least one, and all if nothing runs that would wait."""
@@ -200,9 +189,8 @@ class StepBatch:
         """These have a state now."""
         for request in requests:
             request.started_at = min(request.started_at, now)
-            request.made = 0
             if not self._may_rerun:
-                request.item = None
+                request.let_go_of_item()
         self.running += requests
 
     def learn_start(self, requests: Sequence[StepRequest], seconds: float | None) -> None:
@@ -234,10 +222,8 @@ class StepBatch:
         return self.youngest(self.running)
 
     def youngest(self, among: Sequence[StepRequest]) -> StepRequest | None:
-        """The last that began of these, and can start again unseen by its caller; or None."""
-        if not self._may_rerun:
-            return None
-        return next((each for each in reversed(among) if not each.sent), None)
+        """The last that began of these, and can start again; or None."""
+        return next((each for each in reversed(among) if each.may_restart), None)
 
     def put_back(self, requests: Sequence[StepRequest]) -> None:
         """Before the others on deck, in this order. Their states are given up."""

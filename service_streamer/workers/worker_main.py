@@ -52,7 +52,7 @@ from .protocol import (
     encode,
 )
 from .runner import serve
-from .stages import Channel
+from .stages import Channel, Decoded
 from .starting import STACKS_SIGNAL, leave_to_parent, limit_loaded_torch
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class CodedChannel(Channel):
         """Send a message of any kind. Any thread."""
         self.send_raw(encode(report))
 
-    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
+    def decode(self, received: Any) -> Decoded:
         batch_id, payloads, released, _ = received
         if self.link is not None:
             self.link.expect(len(payloads))  # as many results
@@ -134,17 +134,19 @@ class CodedChannel(Channel):
             try:
                 items.append(decode(payload))
             except (Exception, SystemExit) as error:  # unpickling must not end the worker
-                self._look(error, batch_id)
+                self.guard.look(error, batch_id)
                 failed = self.codec.refuse_item(error, self.advise(error))
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
-        if self.keeps_decoded and len(payloads) > 1:
-            self.decoded = [*payloads]  # for items that are computed again
-        payloads.clear()  # or blocks would be kept until the next batch
-        return batch_id, items, failures
+        decode_again: Callable[[int], Any] | None = None
+        if self.decodes_again and len(payloads) > 1:
+            kept = [*payloads]
 
-    def decode_again(self, payload: Any) -> Any:
-        return self.codec.decode_again(payload)
+            def decode_again(position: int) -> Any:
+                return self.codec.decode_again(kept[position])
+
+        payloads.clear()  # or blocks would be kept until the next batch
+        return batch_id, items, failures, decode_again
 
     def encode(self, report: BatchReport) -> None:
         self.check_owner()  # before anything is written to memory that is shared
@@ -178,15 +180,8 @@ class CodedChannel(Channel):
             report.released = self.link.lend(payloads)
         report.outputs = dict(zip(outputs, payloads, strict=True))
 
-    def _look(self, error: BaseException, batch_id: int) -> None:
-        try:
-            self.guard.look(error)
-        except DeviceFailed as end:
-            end.batch_ids.add(batch_id)
-            raise
-
     def _unsendable(self, output: Any, error: BaseException, batch_id: int) -> Failure:
-        self._look(error, batch_id)
+        self.guard.look(error, batch_id)
         cannot_send = self.cannot_send.format(kind=type(output).__qualname__)
         failed = ModelError(
             f"{cannot_send} ({summary(error)}); return plain data, numbers or arrays"
