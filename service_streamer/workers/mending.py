@@ -18,11 +18,12 @@ about 0.7 / p calls, of which half raise: group testing is cheapest there.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from ..errors import BadModelOutput, InvalidItems
@@ -74,18 +75,21 @@ def at_positions(positions: Sequence[int]) -> Iterator[None]:
 
 
 class Bisection(ABC, Generic[T]):
-    """Items that have neither results nor failed. ``run_all`` runs them until each has.
+    """Items, of which those of a call are adjacent. ``run_all`` runs them until none is left.
 
     Args:
-        items: in order; those of a call are adjacent.
         call_of: which call an item is of; None if each is a call of its own.
 
     Attributes:
-        items: that are left.
+        items: that are left: they have no result, and have not failed.
+        results: of the others, in the order in which they came.
+        failures: likewise.
     """
 
     def __init__(self, items: Iterable[T], call_of: Callable[[T], object] | None = None) -> None:
         self.items = list(items)
+        self.results: dict[T, Any] = {}
+        self.failures: dict[T, Failure] = {}
         self._call_of: Callable[[T], object] = id if call_of is None else call_of
         self._suspects: list[T] = []  # the first items, if a call of them is known to be at fault
         self._most_calls = self._most_items = 0  # in a part; 0 for no bound
@@ -96,25 +100,20 @@ class Bisection(ABC, Generic[T]):
 
     @abstractmethod
     def run(self, part: list[T]) -> Outcome:
-        """Have the model compute these."""
-
-    @abstractmethod
-    def done(self, part: list[T], value: Any) -> None:
-        """The part, of the first items, has results."""
-
-    @abstractmethod
-    def fail(self, items: list[T], failure: Failure) -> None:
-        """These fail, together."""
+        """Have the model compute these: it returned a result for each, or a Failure."""
 
     @abstractmethod
     def ran_out(self, part: list[T], failure: Failure) -> None:
-        """The part ran out of memory: drop items, or have fewer run at once."""
+        """The part ran out of memory: have it fail, drop items, or have fewer run at once."""
+
+    def fitted(self, part: list[T]) -> None:
+        """The part has results. The items are those that were left before it ran."""
 
     def run_all(self, *, may_rerun: bool, known: Outcome | None = None) -> int:
-        """Run all items, until each has results or has failed, or is dropped.
+        """Run all items; returns how many runs it took since one raised.
 
         Without ``may_rerun`` all of a part fail on which the model raised. ``known`` is what became
-        of the first part, if that was run already. Returns how many runs it took since one raised.
+        of the first part, if that was run already.
         """
         runs, has_raised = 0, False
         while self.items:
@@ -122,28 +121,18 @@ class Bisection(ABC, Generic[T]):
             runs += has_raised
             outcome, known = self.run(part) if known is None else known, None
             if isinstance(outcome, Returned):
-                self.done(part, outcome.value)
-                self._passed(part)
+                self._passed(part, outcome.value)
             elif isinstance(outcome, Invalid):
-                for position, failure in outcome.failures.items():
-                    self.fail([part[position]], failure)
-                self.drop([part[position] for position in outcome.failures])
+                invalid = {part[position]: each for position, each in outcome.failures.items()}
+                self.failures |= invalid
+                self.drop(invalid)
             elif isinstance(outcome, OutOfMemory):
                 self.ran_out(part, outcome.failure)
-            elif not may_rerun:
-                self.fail(part, outcome)
-                self.drop(part)
-            else:
+            elif may_rerun:
                 has_raised = True
-                calls = self._count_calls(part)
-                if not self._suspects:
-                    self._most_calls = (calls + 1) // 2
-                self._suspects = part if calls > 1 else []
-                if calls == 1:
-                    number = self._call_of(part[0])
-                    call = [item for item in self.items if self._call_of(item) == number]
-                    self.fail(call, outcome)
-                    self.drop(call)
+                self._narrow(part, outcome)
+            else:
+                self.fail(part, outcome)
         return runs
 
     def next_part(self) -> list[T]:
@@ -151,15 +140,20 @@ class Bisection(ABC, Generic[T]):
         items, calls = self.items, self._most_calls
         if self._suspects:
             items, calls = self._suspects, (self._count_calls(self._suspects) + 1) // 2
-        most = self.room()
-        part = items[: min(most, self._most_items or most)]
+        part = items[: min(self.room(), self._most_items or len(items))]
         if calls:
-            groups = [list(group) for _, group in groupby(part, self._call_of)]
-            part = [item for group in groups[:calls] for item in group]
+            groups = islice(groupby(part, self._call_of), calls)
+            part = [item for _, group in groups for item in group]
         return part
 
+    def fail(self, items: Iterable[T], failure: Failure) -> None:
+        """These fail, together."""
+        failures = dict.fromkeys(items, failure)
+        self.failures |= failures
+        self.drop(failures)
+
     def drop(self, items: Iterable[T]) -> None:
-        """These have failed, or wait for another time."""
+        """These are not run any more."""
         dropped = set(items)
         self.items = [item for item in self.items if item not in dropped]
         self._suspects = [item for item in self._suspects if item not in dropped]
@@ -173,13 +167,27 @@ class Bisection(ABC, Generic[T]):
         """The part ran out of memory: run half as many items next, whatever their calls are."""
         self._most_items = (len(part) + 1) // 2
 
-    def _passed(self, part: Sequence[T]) -> None:
+    def _passed(self, part: list[T], values: Iterable[Any]) -> None:
+        self.fitted(part)
+        for item, value in zip(part, values, strict=True):
+            found = self.failures if isinstance(value, Failure) else self.results
+            found[item] = value
         del self.items[: len(part)]
         self._most_items *= 2
         if self._suspects:
             del self._suspects[: len(part)]
         else:
             self._most_calls *= 2
+
+    def _narrow(self, part: list[T], failure: Failure) -> None:
+        """A call of the part is at fault."""
+        calls = self._count_calls(part)
+        if not self._suspects:
+            self._most_calls = (calls + 1) // 2
+        self._suspects = part if calls > 1 else []
+        if calls == 1:
+            call = self._call_of(part[0])
+            self.fail([item for item in self.items if self._call_of(item) == call], failure)
 
     def _count_calls(self, items: Sequence[T]) -> int:
         return sum(1 for _ in groupby(items, self._call_of))
@@ -311,10 +319,6 @@ def _within(limit: float, size: int, lengths: Sequence[float] | None) -> int:
     return size
 
 
-#: Maximum bytes of a pickled length function, which may drag a whole tokenizer along. Arbitrary.
-_LARGEST = 1 << 20
-
-
 class Measure:
     """The length function of a model, for a worker's ceiling. Belongs to one thread.
 
@@ -322,8 +326,8 @@ class Measure:
     worker cannot import must not keep it from starting.
 
     Args:
-        function: length of an item. If it does not pickle, or is too large, the copy in a worker
-            process knows no lengths.
+        function: length of an item. If it does not pickle, the copy in a worker process knows no
+            lengths.
     """
 
     def __init__(self, function: Callable[[Any], Any] | None, pickled: bytes | None = None) -> None:
@@ -347,10 +351,6 @@ class Measure:
     def __reduce__(self) -> tuple[type[Measure], tuple[None, bytes | None]]:
         pickled = self._pickled
         if self._function is not None:
-            try:
+            with contextlib.suppress(Exception, SystemExit):
                 pickled = pickle.dumps(self._function, pickle.HIGHEST_PROTOCOL)
-            except (Exception, SystemExit):
-                pickled = None
-            if pickled is not None and len(pickled) > _LARGEST:
-                pickled = None
         return Measure, (None, pickled)

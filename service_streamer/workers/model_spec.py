@@ -45,8 +45,6 @@ class LoadedModel:
         moves_to_cpu: whether results on another device can not be handed out; set likewise.
         keeps_outputs: whether ``forward`` was seen to return memory that the model keeps, and may
             write to in the next call.
-        columns: how many arrays of a row per item it was seen to return in place of results; 0 for
-            none.
         places: how many states a model of steps has at once; 0 for a model without steps.
         max_cost: the most that these may cost together, by the model's ``cost``.
     """
@@ -87,7 +85,6 @@ class LoadedModel:
         self.view: View | None = None
         self.moves_to_cpu = False
         self.keeps_outputs = False
-        self.columns = 0
         self.max_cost = spec.max_batch_cost
 
     def lengths(self, items: Sequence[Any]) -> list[float] | None:

@@ -19,63 +19,30 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
     """A model's outputs as a list of ``expected`` results. Raises BadModelOutput."""
     if model.moves_to_cpu or type(outputs) is OnHost:
         outputs = results_on_host(outputs)
-    if type(outputs) is list and len(outputs) == expected != model.columns:  # the usual case
-        return list(outputs)
+    kind = type(outputs)
+    # A NamedTuple, or what torch.max returns: its parts are no results, however many there are.
+    has_fields = kind is not list and (hasattr(kind, "_fields") or hasattr(kind, "n_fields"))
     results = as_list(outputs)
-    got = type(outputs).__qualname__
-    if results is not None:
-        count = len(results)
-        has_fields = isinstance(outputs, tuple) and _has_fields(type(outputs))
-        are_columns = isinstance(outputs, (list, tuple)) and _are_columns(results, expected)
-        if count != expected and are_columns:
-            model.columns = count
-        are_columns &= model.columns == count
-        if count == expected and not (has_fields or are_columns):
-            return results
-        got = f"{got} of {count}"
-        if has_fields:
-            got += " fields"
-        if are_columns:
-            got += ", each with a row for every item"
-    elif is_sequence(outputs):
-        got += " without dimensions"
+    if results is not None and len(results) == expected and not has_fields:
+        return results
     raise BadModelOutput(
         f"{model.name} must return a sequence of {expected} results, one per item; "
-        f"it returned {got}"
-    )
-
-
-def _has_fields(kind: type) -> bool:
-    """Whether a kind of tuple has names for its parts: a NamedTuple, or what torch.max returns."""
-    return hasattr(kind, "_fields") or hasattr(kind, "n_fields")
-
-
-def _are_columns(results: list[Any], expected: int) -> bool:
-    """Whether they look like a tuple of arrays with a row for each item: (logits, hidden), say.
-
-    For as many items as there are arrays, results may look the same. So they are refused only in a
-    model that has returned so many for another number of items: the search for a bad item, which
-    follows then, soon comes to that number.
-    """
-    return bool(results) and all(
-        tuple(getattr(each, "shape", ()))[:1] == (expected,) for each in results
+        f"it returned {_described(outputs)}{' fields' * has_fields}"
     )
 
 
 def memory_of(outputs: Any) -> weakref.ref[Any] | None:
     """The array or tensor in whose memory the outputs lie, by the first of them."""
-    first = first_value(outputs)
-    if type(first) in PLAIN:
+    base = first_value(outputs)
+    if type(base) in PLAIN:
         return None
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    array, tensor = getattr(numpy, "ndarray", ()), getattr(torch, "Tensor", ())
-    base = first
-    while base is not None:
-        first = base
-        if not isinstance(first, (array, tensor)):  # such as memory that is shared
-            return None
-        base = first._base if isinstance(first, tensor) else first.base
-    return None if first is None else weakref.ref(first)
+    array = getattr(sys.modules.get("numpy"), "ndarray", ())
+    tensor = getattr(sys.modules.get("torch"), "Tensor", ())
+    owner = None
+    while isinstance(base, (array, tensor)):
+        owner, base = base, base._base if isinstance(base, tensor) else base.base
+    # Another base is memory that is shared, say.
+    return None if owner is None or base is not None else weakref.ref(owner)
 
 
 def in_own_memory(result: Any) -> Any:
@@ -116,11 +83,9 @@ def read_pairs(found: Any, expected: int, step: Any, moves_to_cpu: bool) -> list
     ]
 
 
-def unreadable(found: Any, function: Any, what: str) -> Failure:
-    """Of an item, if this is what the model's function returned in place of ``what``."""
-    parts, kind = as_list(found), type(found).__qualname__
-    kind = kind if parts is None else f"{kind} of {len(parts)}"
-    text = f"{describe(function)} must return {what}; it returned {kind}"
+def unreadable(found: Any, function: Any, expected: str) -> Failure:
+    """Of an item, if the model's function returned something else."""
+    text = f"{describe(function)} must return {expected}; it returned {_described(found)}"
     return Failure(BadModelOutput(text))
 
 
@@ -146,9 +111,17 @@ def _is_flag(value: Any) -> bool:
 
 
 def as_list(found: Any) -> list[Any] | None:
-    if not is_sequence(found):
+    """A sequence as a list; else None."""
+    if type(found) is not list and not is_sequence(found):
         return None
     try:
         return list(found)
     except TypeError:  # an array without dimensions
         return None
+
+
+def _described(found: Any) -> str:
+    kind, parts = type(found).__qualname__, as_list(found)
+    if parts is not None:
+        return f"{kind} of {len(parts)}"
+    return f"{kind} without dimensions" if is_sequence(found) else kind

@@ -181,7 +181,7 @@ def outcome_of(
     """
     if isinstance(error, InvalidItems):
         if named:
-            return _invalid(error, named)
+            return invalid(error, named)
         error = next(iter(error.errors.values()))
     if is_out_of_memory(error, model.out_of_memory_errors):
         return OutOfMemory(Failure.caught(error))
@@ -191,7 +191,8 @@ def outcome_of(
     return Failure.caught(error)
 
 
-def _invalid(error: InvalidItems, named: int) -> Invalid:
+def invalid(error: InvalidItems, named: int) -> Invalid:
+    """What follows for the items of a call with so many."""
     try:
         errors = by_position(error, range(named))
     except BadModelOutput as wrong:  # no search finds the item at fault
@@ -463,7 +464,6 @@ class _BatchParts(Bisection[int]):
         self._prepared = job.prepared if job.data is None else {tuple(positions): job.data}
         # Those that the model has had, and may have written to.
         self._touched = set(() if job.outcome is None else positions)
-        self._results: list[Any] = []
         stages.channel.signed_at = job.started_at  # the run before this took its time, too
         lengths = model.lengths(job.items)  # first: where it knows none, the ceiling is a new one
         self._lengths = None if lengths is None else dict(zip(positions, lengths, strict=True))
@@ -480,12 +480,12 @@ class _BatchParts(Bisection[int]):
             if not self._model.may_rerun:
                 self.ran_out(part, known.failure)
                 self.fail(self.items, known.failure)
-                self.drop(self.items)
         if len(part) < len(job.items):
             known = None  # of which part it holds is not known: each of them will tell
         job.runs += self.run_all(may_rerun=bool(job.calls), known=known)
+        job.failures |= self.failures
         if job.failure is None:
-            job.results = self._results
+            job.results = [*self.results.values()]  # the parts go from left to right
 
     def room(self) -> int:
         return self._model.ceiling.room(len(self.items), self._lengths_of(self.items))
@@ -513,7 +513,6 @@ class _BatchParts(Bisection[int]):
             if stages.has_stages:
                 named = 0  # of what preprocess has made the positions are not known
             data = stages.forward(data)
-            named = 0
             is_last = len(part) == len(self.items)
             if is_last and model.moves_to_cpu:
                 self._job.memory = stages.memory(data)
@@ -528,20 +527,15 @@ class _BatchParts(Bisection[int]):
         self._touched.add(position)
         return self._items[position]
 
-    def done(self, part: list[int], value: list[Any]) -> None:
+    def fitted(self, part: list[int]) -> None:
         self._model.guard.row = 0
-        self._results += value  # the parts go from left to right
         was_cut = len(part) < len(self.items)
         self._model.ceiling.fitted(len(part), self._lengths_of(part), was_cut=was_cut)
-
-    def fail(self, items: list[int], failure: Failure) -> None:
-        self._job.failures |= dict.fromkeys(items, failure)
 
     def ran_out(self, part: list[int], failure: Failure) -> None:
         self._model.ceiling.ran_out(len(part), self._lengths_of(part))
         if len(part) == 1 or not self._model.may_rerun:
             self.fail(part, failure)
-            self.drop(part)
             self.shrink(part)  # if the device is full, and not this item to blame
 
     def _lengths_of(self, items: Sequence[int]) -> list[float] | None:

@@ -25,7 +25,7 @@ import logging
 import time
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from typing import Any
 
 from ..errors import BadModelOutput, SharedBatchError, WorkerLost
@@ -159,7 +159,8 @@ class _Stepper:
             return
         self._has_worked = True
         began = time.monotonic()
-        _Start(self, chosen).run_all(may_rerun=self.model.may_rerun)
+        for request, state in self._results_of(_Start(self, chosen)).items():
+            request.state = state
         now = time.monotonic()
         started = [each for each in chosen if each.state is not NO_STATE]
         batch.put_back([each for each in chosen if each.failure is None and each.state is NO_STATE])
@@ -182,7 +183,8 @@ class _Stepper:
         size = len(batch.running)
         report.size, report.cost = len(running), batch.cost
         report.started_at = began = time.monotonic()
-        _Step(self, running).run_all(may_rerun=self.model.may_rerun)
+        for request, pair in self._results_of(_Step(self, running)).items():
+            request.stepped(*pair)
         now = time.monotonic()
         report.duration = now - began
         if not batch.evicted and not any(each.failure for each in running):
@@ -200,6 +202,13 @@ class _Stepper:
         self._finish(over, now)
         if over:  # as many have run until one was done
             batch.memory.fitted(size)
+
+    def _results_of(self, parts: _Parts) -> dict[StepRequest, Any]:
+        """Call the model. Those without a result have failed, or start again."""
+        parts.run_all(may_rerun=self.model.may_rerun)
+        for request, failure in parts.failures.items():
+            request.failure = failure
+        return parts.results
 
     def _look_at_costs(self, requests: Sequence[StepRequest]) -> None:
         """Ask what the states cost now."""
@@ -331,17 +340,13 @@ class _Parts(Bisection[StepRequest]):
         self._stepper.channel.sign_of_life()
         return self._stepper.call(self.call_model, part)
 
-    def fail(self, items: list[StepRequest], failure: Failure) -> None:
-        if len(items) > 1:
-            failure = _shared(failure)
-        for request in items:
-            request.failure = failure
+    def fail(self, items: Iterable[StepRequest], failure: Failure) -> None:
+        requests = [*items]
+        super().fail(requests, _shared(failure) if len(requests) > 1 else failure)
 
 
 class _Start(_Parts):
     """Has items start."""
-
-    _started = 0  # so far
 
     def call_model(self, requests: list[StepRequest]) -> list[Any]:
         start, size = self._stepper.managed.start, len(requests)
@@ -353,24 +358,15 @@ class _Start(_Parts):
             self._stepper.release(state)
         return [unreadable(found, start, f"a sequence of {size} states, one per item")] * size
 
-    def done(self, part: list[StepRequest], value: list[Any]) -> None:
-        for request, state in zip(part, value, strict=True):
-            if isinstance(state, Failure):
-                request.failure = state
-            else:
-                request.state = state
-                self._started += 1
-
     def ran_out(self, part: list[StepRequest], failure: Failure) -> None:
         """The part fails if it can never fit; else it waits, and all that come after it."""
         batch = self._stepper.batch
-        others = len(batch.running) + self._started
+        others = len(batch.running) + len(self.results)
         is_alone = len(part) == 1 and not others
         if is_alone:
             batch.ran_out_alone()
         if is_alone or not self._may_rerun:
             self.fail(part, failure)
-            self.drop(part)
         else:
             if len(part) == 1:
                 batch.ran_out(others)
@@ -388,13 +384,8 @@ class _Step(_Parts):
         found = step([request.state for request in requests])
         return read_pairs(found, len(requests), step, self._stepper.model.moves_to_cpu)
 
-    def done(self, part: list[StepRequest], value: list[StepPair]) -> None:
+    def fitted(self, part: list[StepRequest]) -> None:  # noqa: ARG002 - however many
         self._stepper.model.guard.row = 0
-        for request, pair in zip(part, value, strict=True):
-            if isinstance(pair, Failure):
-                request.failure = pair
-            else:
-                request.stepped(*pair)
 
     def ran_out(self, part: list[StepRequest], failure: Failure) -> None:
         """Give up the youngest of those that have not taken the step."""
@@ -417,7 +408,6 @@ class _Step(_Parts):
             self.fail(part, failure)
             for request in part:
                 self._stepper.give_up_state(request)
-            self.drop(part)
         release_memory()  # only now: where it was raised, frames still held tensors
 
 
