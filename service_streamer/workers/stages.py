@@ -15,6 +15,7 @@ in the thread of another one, but never twice at the same time.
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
 import time
@@ -28,11 +29,11 @@ from typing import Any
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
 from ..gpu.accelerators import kind_in_use, release_memory
 from ..gpu.device_errors import is_out_of_memory
-from ..gpu.transfers import StageTimer
+from ..gpu.transfers import PLAIN, OnHost, StageTimer, first_value, results_on_host
 from ..observe.record import BatchReport, StepReport
+from ..options.checks import is_sequence
 from .mending import Bisection, Invalid, Outcome, OutOfMemory, Returned, at_positions, by_position
 from .model_spec import LoadedModel, Predict
-from .outputs import check_outputs, in_own_memory, memory_of
 from .protocol import SIGN_OF_LIFE, Failure, is_unwanted
 from .stacking import stacks
 
@@ -474,12 +475,9 @@ class _BatchParts(Bisection[int]):
         job, known = self._job, self._job.outcome
         job.data, job.outcome, job.prepared = None, None, {}
         part = self.next_part()
-        if isinstance(known, OutOfMemory):
-            # Only now: where the error was raised, its frames still held the model's tensors.
-            release_memory()
-            if not self._model.may_rerun:
-                self.ran_out(part, known.failure)
-                self.fail(self.items, known.failure)
+        if isinstance(known, OutOfMemory) and not self._model.may_rerun:
+            self.ran_out(part, known.failure)
+            self.fail(self.items, known.failure)
         if len(part) < len(job.items):
             known = None  # of which part it holds is not known: each of them will tell
         job.runs += self.run_all(may_rerun=bool(job.calls), known=known)
@@ -493,9 +491,7 @@ class _BatchParts(Bisection[int]):
     def run(self, part: list[int]) -> Outcome:
         self._stages.channel.sign_of_life()
         outcome = self._run_stages(part)
-        if isinstance(outcome, OutOfMemory):
-            release_memory()  # only now: where it was raised, frames still held tensors
-        elif isinstance(outcome, Failure) and not self._stages.is_searched(self._job):
+        if isinstance(outcome, Failure) and not self._stages.is_searched(self._job):
             self._job.fail(outcome)
             self.drop(self.items)  # nothing more of the batch is run
         return outcome
@@ -533,6 +529,7 @@ class _BatchParts(Bisection[int]):
         self._model.ceiling.fitted(len(part), self._lengths_of(part), was_cut=was_cut)
 
     def ran_out(self, part: list[int], failure: Failure) -> None:
+        release_memory()  # only now: where it was raised, frames still held tensors
         self._model.ceiling.ran_out(len(part), self._lengths_of(part))
         if len(part) == 1 or not self._model.may_rerun:
             self.fail(part, failure)
@@ -540,3 +537,61 @@ class _BatchParts(Bisection[int]):
 
     def _lengths_of(self, items: Sequence[int]) -> list[float] | None:
         return None if self._lengths is None else [self._lengths[position] for position in items]
+
+
+# -- what a model returned
+
+
+def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
+    """A model's outputs as a list of ``expected`` results. Raises BadModelOutput."""
+    if model.moves_to_cpu or type(outputs) is OnHost:
+        outputs = results_on_host(outputs)
+    kind = type(outputs)
+    # A NamedTuple, or what torch.max returns: its parts are no results, however many there are.
+    has_fields = kind is not list and (hasattr(kind, "_fields") or hasattr(kind, "n_fields"))
+    results = as_list(outputs)
+    if results is not None and len(results) == expected and not has_fields:
+        return results
+    raise BadModelOutput(
+        f"{model.name} must return a sequence of {expected} results, one per item; "
+        f"it returned {describe_outputs(outputs)}{' fields' * has_fields}"
+    )
+
+
+def memory_of(outputs: Any) -> weakref.ref[Any] | None:
+    """The array or tensor in whose memory the outputs lie, by the first of them."""
+    base = first_value(outputs)
+    if type(base) in PLAIN:
+        return None
+    array = getattr(sys.modules.get("numpy"), "ndarray", ())
+    tensor = getattr(sys.modules.get("torch"), "Tensor", ())
+    owner = None
+    while isinstance(base, (array, tensor)):
+        owner, base = base, base._base if isinstance(base, tensor) else base.base
+    # Another base is memory that is shared, say.
+    return None if owner is None or base is not None else weakref.ref(owner)
+
+
+def in_own_memory(result: Any) -> Any:
+    """A copy of the result: a model may write to its outputs with its next call."""
+    if type(result) not in PLAIN:
+        with contextlib.suppress(Exception):  # of a user's class
+            return copy.deepcopy(result)
+    return result
+
+
+def as_list(found: Any) -> list[Any] | None:
+    """A sequence as a list; else None."""
+    if type(found) is not list and not is_sequence(found):
+        return None
+    try:
+        return list(found)
+    except TypeError:  # an array without dimensions
+        return None
+
+
+def describe_outputs(found: Any) -> str:
+    kind, parts = type(found).__qualname__, as_list(found)
+    if parts is not None:
+        return f"{kind} of {len(parts)}"
+    return f"{kind} without dimensions" if is_sequence(found) else kind

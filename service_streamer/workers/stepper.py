@@ -30,18 +30,20 @@ from typing import Any
 
 from ..errors import BadModelOutput, SharedBatchError, WorkerLost
 from ..gpu.accelerators import release_memory
-from ..gpu.transfers import results_on_host
+from ..gpu.transfers import OnHost, results_on_host
 from ..managed_model import ManagedModel
 from ..observe.record import BatchReport, StepReport
 from ..reporting import quiet_log
 from .mending import Bisection, Invalid, Outcome, Returned
 from .model_spec import LoadedModel, describe
-from .outputs import StepPair, as_list, read_pairs, unreadable
 from .protocol import DROP, HOLD, RESUME, SIGN_OF_LIFE, Failure
-from .stages import FORWARD, Channel, outcome_of
+from .stages import FORWARD, Channel, as_list, describe_outputs, outcome_of
 from .step_batch import NO_STATE, StepBatch, StepRequest
 
 _log = quiet_log(__name__)
+
+#: What a model returned for a state: its output, and whether it is done; or why its item fails.
+StepPair = tuple[Any, bool] | Failure
 
 
 def serve_steps(
@@ -356,7 +358,7 @@ class _Start(_Parts):
             return states
         for state in states or ():
             self._stepper.release(state)
-        return [unreadable(found, start, f"a sequence of {size} states, one per item")] * size
+        return [_unreadable(found, start, f"a sequence of {size} states, one per item")] * size
 
     def ran_out(self, part: list[StepRequest], failure: Failure) -> None:
         """The part fails if it can never fit; else it waits, and all that come after it."""
@@ -382,7 +384,7 @@ class _Step(_Parts):
     def call_model(self, requests: list[StepRequest]) -> list[StepPair]:
         step = self._stepper.managed.step
         found = step([request.state for request in requests])
-        return read_pairs(found, len(requests), step, self._stepper.model.moves_to_cpu)
+        return _read_pairs(found, len(requests), step, self._stepper.model.moves_to_cpu)
 
     def fitted(self, part: list[StepRequest]) -> None:  # noqa: ARG002 - however many
         self._stepper.model.guard.row = 0
@@ -434,3 +436,57 @@ def _failure_of(outcome: Outcome) -> Failure:
     if isinstance(outcome, Failure):
         return outcome
     return outcome.failures[0] if isinstance(outcome, Invalid) else outcome.failure
+
+
+# -- what a step returned
+
+
+def _read_pairs(found: Any, expected: int, step: Any, moves_to_cpu: bool) -> list[StepPair]:
+    """So many pairs, that ``step`` returned, with their tensors on the CPU.
+
+    Where there is none the item fails. If they are not as many all fail: which are whose is not
+    known, and the model may have taken the step.
+    """
+    if type(found) is OnHost:
+        found = results_on_host(found)
+    parts = as_list(found)
+    if parts is None or len(parts) != expected:
+        what = f"a sequence of {expected} pairs (output, is_done), one per state"
+        return [_unreadable(found, step, what)] * expected
+    pairs = [_read_pair(part, step) for part in parts]
+    if not moves_to_cpu:
+        return pairs
+    # The first output says whether there are tensors of a GPU: so without those that are None.
+    outputs = [each[0] for each in pairs if type(each) is tuple and each[0] is not None]
+    moved = iter(results_on_host(outputs))
+    return [
+        (next(moved), each[1]) if type(each) is tuple and each[0] is not None else each
+        for each in pairs
+    ]
+
+
+def _unreadable(found: Any, function: Any, expected: str) -> Failure:
+    """Of an item, if the model's function returned something else."""
+    text = f"{describe(function)} must return {expected}; it returned {describe_outputs(found)}"
+    return Failure(BadModelOutput(text))
+
+
+def _read_pair(pair: Any, step: Any) -> StepPair:
+    if type(pair) is tuple and len(pair) == 2 and type(pair[1]) is bool:  # the usual case
+        return pair
+    if isinstance(pair, Exception):
+        return Failure.caught(pair)
+    parts = as_list(pair)
+    # Where a model returns all outputs and then all flags, of two items, these look like pairs.
+    if parts is not None and len(parts) == 2 and _is_flag(parts[1]):
+        return parts[0], bool(parts[1])
+    what = "a pair (output, is_done) for each state, and is_done must be True or False"
+    return _unreadable(pair, step, what)
+
+
+def _is_flag(value: Any) -> bool:
+    """Whether it is one bool, also of numpy or torch."""
+    kind = str(getattr(value, "dtype", ""))
+    return type(value) is bool or (
+        kind in ("bool", "torch.bool") and not tuple(getattr(value, "shape", ()))
+    )
