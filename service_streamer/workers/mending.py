@@ -10,10 +10,10 @@
     has invalid items  they fail, and the rest of the part is run again
     ran out of memory  batches and steps differ: smaller parts, or items that fail or wait
 
-The parts go from left to right. To find one bad call among n takes about log2(n) + 3 more runs,
-and no mixture of good and bad ones takes more than 2n + log2(n). Each part that raises halves the
-number of calls for the parts after it. So where a share p of the calls is bad, the parts settle at
-about 0.7 / p calls, of which half raise: group testing is cheapest there.
+The parts go from left to right. One bad call among n takes about log2(n) + 3 more runs, and no
+mixture of good and bad ones more than 2n + log2(n). Each part that raises halves the number of
+calls for the parts after it: where a share p of the calls is bad, parts settle at about 0.7 / p
+calls, of which half raise. Group testing is cheapest there.
 """
 
 from __future__ import annotations
@@ -198,16 +198,12 @@ class Bisection(ABC, Generic[T]):
 #: Number of full parts that must fit before a probe. Arbitrary: a probe that runs out costs about
 #: two runs, little beside 32.
 FIRST_INTERVAL = 32
-
 #: Upper bound of that number, which doubles when a probe runs out. Arbitrary: minutes at 0.1 s.
 LONGEST_INTERVAL = 1024
-
 #: A probe exceeds the limit by this share. Arbitrary: recovers from half the size after four.
 GROWTH = 0.25
-
 #: A part counts as full if no further item fits, and it costs this share of the limit.
 FULL = 0.75
-
 #: Minimum length of the longest item, so that items of length 0 have a cost.
 _LEAST_LENGTH = 1e-9
 
@@ -216,31 +212,28 @@ class Ceiling:
     """Limit on what one worker computes at once, learned from out-of-memory errors.
 
     A part costs its items times its longest item, as a padded batch does. Without lengths, each
-    item counts 1, and the cost is the number of items.
+    item counts 1. A ceiling must always get lengths, or never.
 
         no limit    --- a batch of cost c ran out ------>  limit c / 2, and so on until it fits
         limit       --- a part within it ran out ------>  limit half of that part
         limit       --- enough full parts fitted ------>  the next part is a probe: a quarter more
-        probe       --- fitted ------------------------->  limit the cost of the probe; none, if no
-                                                           batch since was larger
-        probe       --- ran out ------------------------>  limit as before; twice as many to the
-                                                           next
-        an item     --- ran out alone ------------------>  limit as before it was cut for this item
+        probe       --- fitted ------------------------>  limit the cost of the probe; none, if no
+                                                          batch since was larger
+        probe       --- ran out ----------------------->  limit as before; the next one comes later
+        an item     --- ran out alone ----------------->  limit as before it was cut for this item
 
-    So one gigantic item does not slow down others: the parts that ran out because of it say nothing
-    about other items. An item that costs more than the limit is computed alone.
+    So one gigantic item does not slow down others. An item that costs more than the limit is
+    computed alone.
 
     If b of n items of one length run out alone, at most (b + 1) * (ceil(log2(n)) + 1) runs of their
-    batch run out, plus one per ``FIRST_INTERVAL`` runs that fitted. With lengths, it is log2 of the
-    ratio of the costliest part to the cheapest. Later, while the device's memory stays the same,
-    only probes run out: at most one per interval, which doubles.
+    batch run out, plus one per ``FIRST_INTERVAL`` runs that fitted. Later only probes run out, as
+    long as the device's memory stays the same.
 
     Args:
         growth: by which share of the limit a probe exceeds it, and by one item at the least.
 
     Attributes:
-        limit: maximum cost of a part that is no probe; 0 for no limit. An int without lengths,
-            else a float.
+        limit: maximum cost of a part that is no probe; 0 for no limit. An int without lengths.
     """
 
     def __init__(self, growth: float = GROWTH) -> None:
@@ -252,7 +245,7 @@ class Ceiling:
         self._until_probe = FIRST_INTERVAL  # full parts until the next probe
 
     def begin(self, size: int, lengths: Sequence[float] | None = None) -> None:
-        """A batch is to be computed. A ceiling must always get lengths, or never."""
+        """A batch is to be computed."""
         asked = size * _longest(lengths)
         self._asked = max(self._asked, asked) if self.limit else asked
         self._before = None
@@ -322,12 +315,8 @@ def _within(limit: float, size: int, lengths: Sequence[float] | None) -> int:
 class Measure:
     """The length function of a model, for a worker's ceiling. Belongs to one thread.
 
-    It is needed only after a batch ran out of memory, and unpickled only then: a function that the
-    worker cannot import must not keep it from starting.
-
-    Args:
-        function: length of an item. If it does not pickle, the copy in a worker process knows no
-            lengths.
+    It is unpickled only when a batch has run out of memory: a function that the worker cannot
+    import must not keep it from starting. If it does not pickle, the worker knows no lengths.
     """
 
     def __init__(self, function: Callable[[Any], Any] | None, pickled: bytes | None = None) -> None:

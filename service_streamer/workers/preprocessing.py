@@ -100,12 +100,10 @@ class PreprocessPool:
         model.preprocess = self  # type: ignore[method-assign]
 
     def __call__(self, items: Any) -> Any:
-        """Preprocess a batch.
+        """Preprocess a batch. Raises whatever ``preprocess`` or ``collate`` raises.
 
         Raises:
             WorkerLost: a process died of it, or with it.
-            InvalidItems: as ``preprocess`` raised it of parts.
-            Exception: whatever ``preprocess`` or ``collate`` raises.
             SystemExit: no process is left, and none can be started.
         """
         self._revive()
@@ -220,11 +218,7 @@ def _split(items: Any, count: int) -> tuple[list[int], list[Any]]:
 
 
 class PreprocessSpec(ModelSpec):
-    """What a preprocess process loads.
-
-    Args:
-        spec: the worker's; as it was pickled, if this process is not forked.
-    """
+    """What a preprocess process loads. See ``PreprocessPool`` for ``spec``."""
 
     cannot_send = "what preprocess returned, of type {kind}, cannot be sent to the worker"
     cannot_load = "what preprocess returned cannot be unpickled in the worker"

@@ -53,14 +53,8 @@ def serve(
 ) -> None:
     """Answer batches until the channel says to end. Nothing that a model raises ends it.
 
-    ``SystemExit`` and the like are no errors of a batch: they end the worker, as they say.
-
-    Args:
-        progress: see ``Stages``; of a model of steps, ``serve_steps``.
-        unwanted: see ``Stages``. Workers of a model of steps get messages instead.
-
-    Raises:
-        DeviceFailed: of the model's guard.
+    ``SystemExit`` and the like are no errors of a batch: they end the worker, as they say. So does
+    ``DeviceFailed`` of the model's guard. See ``Stages``, or ``serve_steps``, for the arguments.
     """
     if model.places:
         from .stepper import serve_steps  # other models' workers need not import it
@@ -146,8 +140,7 @@ class _Overlap:
     def run(self) -> tuple[Any, ...] | None:
         """Answer batches; returns one that came alone, or None at the end.
 
-        Raises:
-            BaseException: what ended one of the threads.
+        Raises what ended one of the threads.
         """
         try:
             while (job := self._next()) is not None:

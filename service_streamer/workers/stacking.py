@@ -24,15 +24,10 @@ View = Callable[[int, int], memoryview | None]
 
 
 class Stack(NamedTuple):
-    """Items of a batch in one array, on their way through the stages of the model.
+    """Items of a batch in one array, on their way through the stages of the model."""
 
-    Attributes:
-        batch: array or tensor, whose first dimension is the items; or what a stage made of it.
-        positions: positions in the whole batch of its items.
-    """
-
-    batch: Any
-    positions: Sequence[int]
+    batch: Any  # its first dimension is the items; or what a stage made of it
+    positions: Sequence[int]  # of its items in the whole batch
 
     def through(self, stage: Callable[[Any], Any]) -> Stack:
         """What a stage makes of it. Raises what that raises."""
@@ -41,13 +36,9 @@ class Stack(NamedTuple):
 
 
 def stacks(items: Sequence[Any], view: View | None) -> list[Stack]:
-    """The items as arrays, one per shape and dtype.
+    """The items as arrays, one per shape and dtype; without ``view`` they are copied.
 
-    Args:
-        view: returns adjacent memory as one piece; None copies the items.
-
-    Raises:
-        TypeError: an item is neither a numpy array nor a torch tensor.
+    Raises TypeError: an item is neither a numpy array nor a torch tensor.
     """
     alike: dict[Any, list[int]] = {}
     for position, item in enumerate(items):

@@ -39,6 +39,7 @@ from .stacking import stacks
 
 INTAKE, FORWARD, OUTLET = range(3)
 
+#: The last one decodes the item at a position again, if a model writes to copies; else it is None.
 Decoded = tuple[int, list[Any], dict[int, Failure], Callable[[int], Any] | None]
 
 
@@ -50,12 +51,11 @@ class Channel(ABC):
 
     @abstractmethod
     def receive(self) -> tuple[Any, ...] | None:
-        """Block for the next batch: its id, and the rest of it for ``decode``. None: end now.
+        """Block for the next batch, whose id comes first. None: end now.
 
         Its fourth member are the items of each call, as in ``Transport.send``; of a model of steps
-        it says whether it is a stream. Such a model may also get ``DROP``, ``HOLD`` or ``RESUME``
-        with the ids of batches: whose callers have gone, that are not to be stepped for a while,
-        and that are again.
+        whether it is a stream. Such a model may also get an order with the ids of batches, as in
+        ``Transport.tell``.
         """
 
     @abstractmethod
@@ -65,8 +65,7 @@ class Channel(ABC):
     def encode_step(self, report: StepReport) -> None:  # noqa: B027 - optional
         """Make the outputs of a step, and of the batches that are over, ready to travel.
 
-        A stream of which an output cannot travel is to be ended: its batch is then among those that
-        are over, with that failure.
+        A stream of which an output cannot travel is then among those that are over.
         """
 
     def is_waiting(self) -> bool:
@@ -77,11 +76,7 @@ class Channel(ABC):
     decodes_again = False
 
     def decode(self, received: Any) -> Decoded:
-        """The batch's id, its items, and by position why an item is missing.
-
-        Then, if the model writes to copies only, what decodes the item at a position again; else
-        None.
-        """
+        """The batch's id, its items, by position why an item is missing, and ``decode_again``."""
         return *received[:3], None
 
     def encode(self, report: BatchReport) -> None:  # noqa: B027 - optional
@@ -111,7 +106,7 @@ class Job:
     batch_id: int
     items: list[Any]  # that were decoded; empty once they are not needed any more
     failures: dict[int, Failure]  # by position, of items that have no result
-    #: As ``Channel.decode`` says; else the model gets what it has written to.
+    #: Of the item at a position; without it the model gets what it has written to.
     decode_again: Callable[[int], Any] | None
     calls: int | Sequence[int]  # as in ``Transport.send``
     #: What the last stage made of all items: at first these themselves.
@@ -228,8 +223,8 @@ class Stages:
         if hasattr(managed, "raise_if_unwanted"):
             managed.raise_if_unwanted = lambda: self.check_wanted(self.progress[FORWARD] - 1)
         self.has_stages = model.forward is not model.predict
-        self._preprocess = _one_at_a_time(model.preprocess)
-        self._postprocess = _one_at_a_time(model.postprocess)
+        #: A stage may be called in the thread of another one, but never twice at a time.
+        self._preprocessing, self._postprocessing = threading.Lock(), threading.Lock()
         #: Batches that a GPU may not have finished. If it fails, it failed at one of them: an error
         #: comes up in any stage of any batch, often in ``forward`` of the next one.
         self.launched: set[int] = set()
@@ -240,7 +235,7 @@ class Stages:
         self.progress[INTAKE] = received[0] + 1
         job = Job(*self.channel.decode(received), received[3])
         job.decoding = time.monotonic() - began
-        if job.items and (self._preprocess is not None or self.model.stack):
+        if job.items and (self.model.preprocess is not None or self.model.stack):
             job.started_at = time.monotonic()
             job.data = None
             self._run(self._prepare, job, len(job.items))
@@ -378,7 +373,10 @@ class Stages:
     def prepare(self, items: list[Any]) -> Any:
         """Preprocess. Raises what the model raises, as the others do."""
         data = stacks(items, self.model.view) if self.model.stack else items
-        return data if self._preprocess is None else self._through(self._preprocess, data)
+        if self.model.preprocess is None:
+            return data
+        with self._preprocessing:
+            return self._through(self.model.preprocess, data)
 
     def forward(self, data: Any) -> Any:
         return self._through(self.model.forward, data)
@@ -398,8 +396,9 @@ class Stages:
         return [each.through(stage) for each in data] if self.model.stack else stage(data)
 
     def _postprocessed(self, outputs: Any, size: int) -> list[Any]:
-        if self._postprocess is not None:
-            outputs = self._postprocess(outputs)
+        if self.model.postprocess is not None:
+            with self._postprocessing:
+                outputs = self.model.postprocess(outputs)
         return check_outputs(self.model, outputs, size)
 
     def memory(self, outputs: Any) -> weakref.ref[Any] | None:
@@ -433,19 +432,6 @@ class Stages:
             else:
                 job.data, job.outcome = None, outcome
             job.prepared = {}
-
-
-def _one_at_a_time(stage: Predict | None) -> Predict | None:
-    """A stage that may be called in the thread of another one, but never twice at a time."""
-    if stage is None:
-        return None
-    lock = threading.Lock()
-
-    def call(data: Any) -> Any:
-        with lock:
-            return stage(data)
-
-    return call
 
 
 class _BatchParts(Bisection[int]):

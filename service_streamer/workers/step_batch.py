@@ -67,12 +67,6 @@ class StepRequest:
         """Whether it is done or has failed."""
         return self.is_done or self.failure is not None
 
-    def stepped(self, output: Any, is_done: bool) -> None:
-        """Take up what a step has made of it; an output of None is nothing."""
-        self.is_done = is_done
-        if output is not None:
-            self.outputs.append(output)
-
     @property
     def output_times(self) -> tuple[float, float | None, float | None] | None:
         """See ``BatchReport``."""
@@ -88,25 +82,23 @@ class StepRequest:
 
 
 class StepBatch:
-    """The items of one worker. Not thread-safe: it belongs to the thread of the model.
+    """The items of one worker.
 
-    It learns what starts and steps take and what new items cost. While items start, those that run
-    wait: a language model reads prompts, and no text goes on. To put starts off saves no time in
-    all, since the work stays the same, and others run by then. But to start many at once makes a
-    long pause between two outputs of all who run. So as many start as take about one step, and
-    always one, so that each gets its turn.
+    While items start, those that run wait: a language model reads prompts, and no text goes on. To
+    start many at once would make a long pause between two outputs of all who run. So as many start
+    as take about one step, and always one, so that each gets its turn.
 
     Args:
         places: how many run at most.
         max_cost: what they may cost together.
         may_rerun: whether an item may start again.
+        has_costs: whether the model says what a state costs; else each costs 1.
 
     Attributes:
-        has_costs: whether the model says what a state costs; else each costs 1.
         deck: those that wait, in order.
         running: in the order in which they began.
         memory: how many may run, learned from lack of memory.
-        starts: how many may start in one call, likewise.
+        starts: how many may start in one call, learned from it, too.
         evicted: states that were given up; whoever reports them sets it to 0.
     """
 
@@ -185,20 +177,15 @@ class StepBatch:
             return math.inf
         return max(1, int((allowed - starts.base) / starts.per_unit))
 
-    def begin(self, requests: Sequence[StepRequest], now: float) -> None:
-        """These have a state now."""
+    def begin(self, requests: Sequence[StepRequest], now: float, seconds: float | None) -> None:
+        """These have started together, in so many seconds; None after an error."""
         for request in requests:
             request.started_at = min(request.started_at, now)
+            request.first_cost = request.cost
+            self._new_cost = _learned(self._new_cost, request.cost, COST_RATE)
             if not self._may_rerun:
                 request.let_go_of_item()
         self.running += requests
-
-    def learn_start(self, requests: Sequence[StepRequest], seconds: float | None) -> None:
-        """These have started together, in so many seconds; None after an error."""
-        for request in requests:
-            request.first_cost = cost = request.cost
-            before = cost if self._new_cost is None else self._new_cost
-            self._new_cost = before + (cost - before) * COST_RATE
         if seconds is not None:
             self._start_time.observe(len(requests), seconds)
             self.starts.fitted(len(requests))
@@ -206,13 +193,11 @@ class StepBatch:
     def learn_step(self, seconds: float) -> None:
         """A step took so many seconds, without an error."""
         before = self._step_time or seconds
-        self._step_time = before + (min(seconds, LONGEST_STEP * before) - before) * STEP_RATE
+        self._step_time = _learned(before, min(seconds, LONGEST_STEP * before), STEP_RATE)
 
     def learn_growth(self, request: StepRequest) -> None:
         """An item is done."""
-        growth = request.cost - request.first_cost
-        before = growth if self._growth is None else self._growth
-        self._growth = before + (growth - before) * COST_RATE
+        self._growth = _learned(self._growth, request.cost - request.first_cost, COST_RATE)
 
     def excess(self) -> StepRequest | None:
         """The one to be given up since all together cost too much; None if none is."""
@@ -251,6 +236,10 @@ class StepBatch:
         if request in self.running:  # else it leaves no room
             self.running.remove(request)
             self._awaits_end = False
+
+
+def _learned(before: float | None, value: float, rate: float) -> float:
+    return value if before is None else before + (value - before) * rate
 
 
 def _peak(costs: Sequence[tuple[float, float]]) -> float:

@@ -49,17 +49,13 @@ StepPair = tuple[Any, bool] | Failure
 def serve_steps(
     channel: Channel, model: LoadedModel, progress: MutableSequence[int] | None = None
 ) -> None:
-    """Take steps until the channel says to end. Nothing that a model raises ends it.
+    """Take steps until the channel says to end; see ``serve``.
 
-    Then what runs is released, and nothing more is sent. ``SystemExit`` and the like end the worker
-    as they say.
+    Then what runs is released, and nothing more is sent.
 
     Args:
         progress: where the ids of the batches in the model's current call are written, plus 1, from
-            FORWARD on; 0 for none. While items start it is these, and while it steps all that run.
-
-    Raises:
-        DeviceFailed: of the model's guard.
+            FORWARD on; 0 for none.
     """
     stepper = _Stepper(channel, model, progress)
     while stepper.drain():
@@ -166,9 +162,8 @@ class _Stepper:
         now = time.monotonic()
         started = [each for each in chosen if each.state is not NO_STATE]
         batch.put_back([each for each in chosen if each.failure is None and each.state is NO_STATE])
-        batch.begin(started, began)
         self._look_at_costs(started)
-        batch.learn_start(started, None if len(started) < len(chosen) else now - began)
+        batch.begin(started, began, None if len(started) < len(chosen) else now - began)
         report.started += len(started)
         report.starting += now - began
         self._finish([each for each in chosen if each.failure is not None], now)
@@ -186,7 +181,9 @@ class _Stepper:
         report.size, report.cost = len(running), batch.cost
         report.started_at = began = time.monotonic()
         for request, pair in self._results_of(_Step(self, running)).items():
-            request.stepped(*pair)
+            output, request.is_done = pair
+            if output is not None:
+                request.outputs.append(output)
         now = time.monotonic()
         report.duration = now - began
         if not batch.evicted and not any(each.failure for each in running):
