@@ -113,7 +113,7 @@ class Job:
     data: Any = None
     #: In place of that, what ``preprocess`` made of the parts in which the batch is probably
     #: computed, by their positions.
-    prepared: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    prepared: dict[tuple[int, ...], Any] | None = None
     #: In order, of the items that have no failure; None before the end.
     results: list[Any] | None = None
     failure: Failure | None = None  # why the batch failed
@@ -218,7 +218,7 @@ class Stages:
         channel.decodes_again = model.may_rerun
         self.model = model
         self.progress = [0, 0, 0] if progress is None else progress
-        self._unwanted = unwanted
+        self._unwanted = unwanted or (0,)
         managed: Any = model.managed
         if hasattr(managed, "raise_if_unwanted"):
             managed.raise_if_unwanted = lambda: self.check_wanted(self.progress[FORWARD] - 1)
@@ -240,12 +240,9 @@ class Stages:
             job.data = None
             self._run(self._prepare, job, len(job.items))
             job.seconds[INTAKE] = time.monotonic() - job.started_at
-        self._leave(INTAKE)
+            self.channel.check_owner()  # in a fork this thread may be the only one
+        self.progress[INTAKE] = 0
         return job
-
-    def _leave(self, stage: int) -> None:
-        self.channel.check_owner()  # first: in a fork this thread may be the only one
-        self.progress[stage] = 0
 
     def _prepare(self, job: Job) -> None:
         if self.model.ceiling.limit:
@@ -257,7 +254,7 @@ class Stages:
         """Preprocess those parts of the batch that probably fit into memory."""
         items, positions = job.items, job.positions
         lengths = self.model.lengths(items)  # first: where it knows none, the ceiling is a new one
-        start = 0
+        job.prepared, start = {}, 0
         while start < len(items):
             left = lengths and lengths[start:]
             stop = start + self.model.ceiling.room(len(items) - start, left)
@@ -294,10 +291,11 @@ class Stages:
             job.timer.stop()
         else:
             job.seconds[FORWARD] += time.monotonic() - started
-        self._leave(FORWARD)
+        self.channel.check_owner()  # in a fork no other thread would answer
+        self.progress[FORWARD] = 0
 
     def _forward(self, job: Job) -> None:
-        job.data = self.forward(job.data)
+        job.data = self.through(self.model.forward, job.data)
 
     def finish(self, job: Job, *, is_overlapped: bool = False) -> bool:
         """OUTLET. False: the batch goes back to ``compute``, in parts."""
@@ -314,7 +312,7 @@ class Stages:
         is_finished = job.outcome is None
         if is_finished:
             self._answer(job, is_overlapped=is_overlapped)
-        self._leave(OUTLET)
+        self.progress[OUTLET] = 0
         return is_finished
 
     def _follow(self, job: Job) -> None:
@@ -376,10 +374,10 @@ class Stages:
         if self.model.preprocess is None:
             return data
         with self._preprocessing:
-            return self._through(self.model.preprocess, data)
+            return self.through(self.model.preprocess, data)
 
-    def forward(self, data: Any) -> Any:
-        return self._through(self.model.forward, data)
+    def through(self, stage: Predict, data: Any) -> Any:
+        return [each.through(stage) for each in data] if self.model.stack else stage(data)
 
     def results(self, outputs: Any, size: int) -> list[Any]:
         """So many results: postprocess, and check what that returned."""
@@ -391,9 +389,6 @@ class Stages:
             for position, result in zip(positions, part, strict=True):
                 results[position] = result
         return results
-
-    def _through(self, stage: Predict, data: Any) -> Any:
-        return [each.through(stage) for each in data] if self.model.stack else stage(data)
 
     def _postprocessed(self, outputs: Any, size: int) -> list[Any]:
         if self.model.postprocess is not None:
@@ -409,16 +404,12 @@ class Stages:
 
     def check_wanted(self, batch_id: int) -> None:
         """Raises InvalidInput, of which nobody learns: nobody waits for the batch."""
-        if not self._is_wanted(batch_id):
+        if self._unwanted[0] and is_unwanted(self._unwanted, batch_id + 1):
             raise InvalidInput("nobody waits for the results any more")
-
-    def _is_wanted(self, batch_id: int) -> bool:
-        unwanted = self._unwanted
-        return not (unwanted and unwanted[0] and is_unwanted(unwanted, batch_id + 1))
 
     def is_searched(self, job: Job) -> bool:
         """Whether calls at fault are to be found: several share the batch, and are waited for."""
-        return bool(job.calls) and self._is_wanted(job.batch_id)
+        return bool(job.calls) and not is_unwanted(self._unwanted, job.batch_id + 1)
 
     def _run(self, stage: Callable[[Job], None], job: Job, named: int = 0) -> None:
         """Run a stage of the whole batch. If it raises, that fails, or is computed in parts."""
@@ -431,7 +422,7 @@ class Stages:
                 job.fail(outcome)
             else:
                 job.data, job.outcome = None, outcome
-            job.prepared = {}
+            job.prepared = None
 
 
 class _BatchParts(Bisection[int]):
@@ -448,7 +439,9 @@ class _BatchParts(Bisection[int]):
         self._model = model = stages.model
         self._job = job
         self._items = dict(zip(positions, job.items, strict=True))
-        self._prepared = job.prepared if job.data is None else {tuple(positions): job.data}
+        self._prepared = job.prepared or {}
+        if job.data is not None:
+            self._prepared = {tuple(positions): job.data}
         # Those that the model has had, and may have written to.
         self._touched = set(() if job.outcome is None else positions)
         stages.channel.signed_at = job.started_at  # the run before this took its time, too
@@ -459,7 +452,7 @@ class _BatchParts(Bisection[int]):
     def compute(self) -> None:
         """Compute the batch in as many runs as it takes."""
         job, known = self._job, self._job.outcome
-        job.data, job.outcome, job.prepared = None, None, {}
+        job.data = job.outcome = job.prepared = None
         part = self.next_part()
         if isinstance(known, OutOfMemory) and not self._model.may_rerun:
             self.ran_out(part, known.failure)
@@ -494,7 +487,7 @@ class _BatchParts(Bisection[int]):
                 data = stages.prepare([self._item(position) for position in part])
             if stages.has_stages:
                 named = 0  # of what preprocess has made the positions are not known
-            data = stages.forward(data)
+            data = stages.through(model.forward, data)
             is_last = len(part) == len(self.items)
             if is_last and model.moves_to_cpu:
                 self._job.memory = stages.memory(data)
@@ -533,8 +526,10 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
     if model.moves_to_cpu or type(outputs) is OnHost:
         outputs = results_on_host(outputs)
     kind = type(outputs)
+    if kind is list and len(outputs) == expected:  # the usual case
+        return list(outputs)
     # A NamedTuple, or what torch.max returns: its parts are no results, however many there are.
-    has_fields = kind is not list and (hasattr(kind, "_fields") or hasattr(kind, "n_fields"))
+    has_fields = hasattr(kind, "_fields") or hasattr(kind, "n_fields")
     results = as_list(outputs)
     if results is not None and len(results) == expected and not has_fields:
         return results
@@ -568,7 +563,7 @@ def in_own_memory(result: Any) -> Any:
 
 def as_list(found: Any) -> list[Any] | None:
     """A sequence as a list; else None."""
-    if type(found) is not list and not is_sequence(found):
+    if not is_sequence(found):
         return None
     try:
         return list(found)
