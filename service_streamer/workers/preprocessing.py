@@ -31,7 +31,7 @@ from typing import Any
 
 from ..errors import InvalidItems
 from ..managed_model import ManagedModel
-from ..observe.record import BatchReport, StepReport
+from ..observe.record import BatchReport
 from ..options.table import WorkerOptions
 from ..reporting import summary
 from .mending import Invalid
@@ -39,11 +39,9 @@ from .model_spec import LoadedModel, ModelSpec, check_preprocess, import_model
 from .process import ProcessTransport
 from .protocol import EXIT_START_FAILED, WorkerReady
 from .stages import invalid
-from .transport import WorkerDied, WorkerWaits
+from .transport import WorkerDied, WorkerEvent
 
 logger = logging.getLogger(__name__)
-
-_Event = WorkerReady | WorkerDied | BatchReport
 
 #: Of Linux's prctl.
 _PR_SET_PDEATHSIG = 1
@@ -188,10 +186,8 @@ class PreprocessPool:
         logger.error("the worker ends, since its preprocessing is lost: %s", why)
         raise SystemExit(EXIT_START_FAILED)
 
-    def _events(self, timeout: float | None) -> list[_Event]:
-        waited = self.transport.wait(timeout)
-        # It has no steps, and needs no place on a cluster.
-        events = [event for event in waited if not isinstance(event, (StepReport, WorkerWaits))]
+    def _events(self, timeout: float | None) -> list[WorkerEvent]:
+        events = self.transport.wait(timeout)
         for event in events:
             if isinstance(event, WorkerReady):
                 self._ready.add(event.slot)
