@@ -236,10 +236,10 @@ class Ceiling:
         limit: maximum cost of a part that is no probe; 0 for no limit. An int without lengths.
     """
 
-    def __init__(self, growth: float = GROWTH) -> None:
+    def __init__(self, growth: float = GROWTH, asked: float = 0) -> None:
         self.limit: float = 0
         self._growth = growth
-        self._asked: float = 0  # cost of the largest batch since the limit was set
+        self._asked = asked  # cost of the largest batch since the limit was set
         self._before: float | None = None  # the limit before a batch ran out
         self._interval = FIRST_INTERVAL
         self._until_probe = FIRST_INTERVAL  # full parts until the next probe

@@ -114,10 +114,8 @@ class StepBatch:
         self.deck: deque[StepRequest] = deque()
         self.running: list[StepRequest] = []
         # One more at a time: of too many, each is given up after a step that ran out.
-        self.memory = Ceiling(growth=0.0)
-        self.memory.begin(places)
-        self.starts = Ceiling(growth=0.0)
-        self.starts.begin(places)
+        self.memory = Ceiling(growth=0.0, asked=places)
+        self.starts = Ceiling(growth=0.0, asked=places)
         self._awaits_end = False  # nothing starts before an item is over: they cost too much
         self.evicted = 0
         self._places = places
@@ -220,14 +218,13 @@ class StepBatch:
             request.outputs = []
             self.deck.appendleft(request)
 
-    def ran_out(self, keep: int) -> None:
-        """There is memory for no more than so many."""
-        self.memory.ran_out(keep + 1, keep=max(1, keep))
-
-    def ran_out_alone(self) -> None:
-        """An item does not fit, whoever runs. So it may have been the reason for the bounds."""
-        self.memory.ran_out(1)
-        self.starts.ran_out(1)
+    def ran_out(self, others: int) -> None:
+        """There was no memory for an item beside so many others."""
+        if others:
+            self.memory.ran_out(others + 1, keep=others)
+        else:  # it does not fit, whoever runs: so it may have been the reason for the bounds
+            self.memory.ran_out(1)
+            self.starts.ran_out(1)
 
     def end(self, request: StepRequest) -> None:
         """It is over, wherever it is."""

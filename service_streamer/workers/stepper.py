@@ -361,17 +361,14 @@ class _Start(_Parts):
         """The part fails if it can never fit; else it waits, and all that come after it."""
         batch = self._stepper.batch
         others = len(batch.running) + len(self.results)
-        is_alone = len(part) == 1 and not others
-        if is_alone:
-            batch.ran_out_alone()
-        if is_alone or not self._may_rerun:
-            self.fail(part, failure)
+        if len(part) > 1:
+            batch.starts.ran_out(len(part))
         else:
-            if len(part) == 1:
-                batch.ran_out(others)
-            else:
-                batch.starts.ran_out(len(part))
+            batch.ran_out(others)
+        if self._may_rerun and (others or len(part) > 1):
             self.drop(self.items)
+        else:
+            self.fail(part, failure)
         release_memory()  # only now: where it was raised, frames still held tensors
 
 
@@ -388,13 +385,10 @@ class _Step(_Parts):
 
     def ran_out(self, part: list[StepRequest], failure: Failure) -> None:
         """Give up the youngest of those that have not taken the step."""
-        batch, youngest = self._stepper.batch, None
-        size = len(batch.running)
-        if self._may_rerun and size > 1:
-            batch.ran_out(size - 1)
-            youngest = batch.youngest(self.items)
-        elif self._may_rerun:
-            batch.ran_out_alone()
+        batch = self._stepper.batch
+        others = len(batch.running) - 1
+        batch.ran_out(others)
+        youngest = batch.youngest(self.items) if others else None
         if youngest is not None:
             self._stepper.put_back(youngest)
             self.drop([youngest])
