@@ -46,7 +46,7 @@ Decoded = tuple[int, list[Any], dict[int, Failure], Callable[[int], Any] | None]
 class Channel(ABC):
     """A worker's end of its private connection to the web process.
 
-    ``receive`` and ``decode`` are called by one thread, ``encode`` and ``send`` by one other.
+    One thread calls ``receive`` and ``decode``, one other ``encode``, and any of them ``send``.
     """
 
     @abstractmethod
@@ -468,18 +468,11 @@ class _BatchParts(Bisection[int]):
         return self._model.ceiling.room(len(self.items), self._lengths_of(self.items))
 
     def run(self, part: list[int]) -> Outcome:
-        self._stages.channel.sign_of_life()
-        outcome = self._run_stages(part)
-        if isinstance(outcome, Failure) and not self._stages.is_searched(self._job):
-            self._job.fail(outcome)
-            self.drop(self.items)  # nothing more of the batch is run
-        return outcome
-
-    def _run_stages(self, part: list[int]) -> Outcome:
-        stages, model, batch_id = self._stages, self._model, self._job.batch_id
+        stages, model, job = self._stages, self._model, self._job
+        stages.channel.sign_of_life()
         named = len(part)
         try:
-            stages.check_wanted(batch_id)
+            stages.check_wanted(job.batch_id)
             if tuple(part) in self._prepared:
                 data = self._prepared.pop(tuple(part))
                 self._touched.update(part)
@@ -490,11 +483,15 @@ class _BatchParts(Bisection[int]):
             data = stages.through(model.forward, data)
             is_last = len(part) == len(self.items)
             if is_last and model.moves_to_cpu:
-                self._job.memory = stages.memory(data)
+                job.memory = stages.memory(data)
             results = stages.results(data, len(part))
             return Returned(results if is_last else [*map(in_own_memory, results)])
         except BaseException as error:
-            return outcome_of(error, model, batch_id, named)
+            outcome = outcome_of(error, model, job.batch_id, named)
+        if isinstance(outcome, Failure) and not stages.is_searched(job):
+            job.fail(outcome)
+            self.drop(self.items)  # nothing more of the batch is run
+        return outcome
 
     def _item(self, position: int) -> Any:
         if self._job.decode_again is not None and position in self._touched:
