@@ -38,7 +38,7 @@ from .mending import Invalid
 from .model_spec import LoadedModel, ModelSpec, check_preprocess, import_model
 from .process import ProcessTransport
 from .protocol import EXIT_START_FAILED, WorkerReady
-from .stages import invalid
+from .stages import invalid_outcome
 from .transport import WorkerDied, WorkerEvent
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class PreprocessSpec(ModelSpec):
             try:
                 return managed.preprocess(part)
             except InvalidItems as error:
-                return invalid(error, len(part))
+                return invalid_outcome(error, len(part))
 
         def preprocess(parts: list[Any]) -> list[Any]:
             try:

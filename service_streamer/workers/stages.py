@@ -40,7 +40,7 @@ from .stacking import stacks
 INTAKE, FORWARD, OUTLET = range(3)
 
 #: The last one decodes the item at a position again, if a model writes to copies; else it is None.
-Decoded = tuple[int, list[Any], dict[int, Failure], Callable[[int], Any] | None]
+DecodedBatch = tuple[int, list[Any], dict[int, Failure], Callable[[int], Any] | None]
 
 
 class Channel(ABC):
@@ -75,7 +75,7 @@ class Channel(ABC):
     #: Whether items may be wanted again as they were sent, which keeps the memory of large ones.
     decodes_again = False
 
-    def decode(self, received: Any) -> Decoded:
+    def decode(self, received: Any) -> DecodedBatch:
         """The batch's id, its items, by position why an item is missing, and ``decode_again``."""
         return *received[:3], None
 
@@ -89,13 +89,13 @@ class Channel(ABC):
         """Make ``receive`` return None, now or soon, for another thread; False if it cannot."""
         return False
 
-    signed_at = 0.0  # when the last sign of life was due
+    last_sign_at = 0.0  # when the last sign of life was due
 
     def sign_of_life(self) -> None:
         """Between two runs of parts: say that the worker has not hung, ten times a second."""
         now = time.monotonic()
-        if now - self.signed_at >= SIGN_OF_LIFE:
-            self.signed_at = now
+        if now - self.last_sign_at >= SIGN_OF_LIFE:
+            self.last_sign_at = now
             self.send(StepReport())
 
 
@@ -177,7 +177,7 @@ def outcome_of(
     """
     if isinstance(error, InvalidItems):
         if named:
-            return invalid(error, named)
+            return invalid_outcome(error, named)
         error = next(iter(error.errors.values()))
     if is_out_of_memory(error, model.out_of_memory_errors):
         return OutOfMemory(Failure.caught(error))
@@ -187,7 +187,7 @@ def outcome_of(
     return Failure.caught(error)
 
 
-def invalid(error: InvalidItems, named: int) -> Invalid:
+def invalid_outcome(error: InvalidItems, named: int) -> Invalid:
     """What follows for the items of a call with so many."""
     try:
         errors = by_position(error, range(named))
@@ -444,7 +444,7 @@ class _BatchParts(Bisection[int]):
             self._prepared = {tuple(positions): job.data}
         # Those that the model has had, and may have written to.
         self._touched = set(() if job.outcome is None else positions)
-        stages.channel.signed_at = job.started_at  # the run before this took its time, too
+        stages.channel.last_sign_at = job.started_at  # the run before this took its time, too
         lengths = model.lengths(job.items)  # first: where it knows none, the ceiling is a new one
         self._lengths = None if lengths is None else dict(zip(positions, lengths, strict=True))
         model.ceiling.begin(len(positions), lengths)

@@ -180,7 +180,7 @@ class StepBatch:
         for request in requests:
             request.started_at = min(request.started_at, now)
             request.first_cost = request.cost
-            self._new_cost = _learned(self._new_cost, request.cost, COST_RATE)
+            self._new_cost = _average(self._new_cost, request.cost, COST_RATE)
             if not self._may_rerun:
                 request.let_go_of_item()
         self.running += requests
@@ -191,11 +191,11 @@ class StepBatch:
     def learn_step(self, seconds: float) -> None:
         """A step took so many seconds, without an error."""
         before = self._step_time or seconds
-        self._step_time = _learned(before, min(seconds, LONGEST_STEP * before), STEP_RATE)
+        self._step_time = _average(before, min(seconds, LONGEST_STEP * before), STEP_RATE)
 
     def learn_growth(self, request: StepRequest) -> None:
         """An item is done."""
-        self._growth = _learned(self._growth, request.cost - request.first_cost, COST_RATE)
+        self._growth = _average(self._growth, request.cost - request.first_cost, COST_RATE)
 
     def excess(self) -> StepRequest | None:
         """The one to be given up since all together cost too much; None if none is."""
@@ -235,7 +235,7 @@ class StepBatch:
             self._awaits_end = False
 
 
-def _learned(before: float | None, value: float, rate: float) -> float:
+def _average(before: float | None, value: float, rate: float) -> float:
     return value if before is None else before + (value - before) * rate
 
 

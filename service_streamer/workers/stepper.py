@@ -329,7 +329,7 @@ class _Parts(Bisection[StepRequest]):
         super().__init__(requests)
         self._stepper = stepper
         self._may_rerun = stepper.model.may_rerun
-        stepper.channel.signed_at = time.monotonic()
+        stepper.channel.last_sign_at = time.monotonic()
 
     @abstractmethod
     def call_model(self, requests: list[StepRequest]) -> list[Any]:

@@ -52,7 +52,7 @@ from .protocol import (
     encode,
 )
 from .runner import serve
-from .stages import Channel, Decoded
+from .stages import Channel, DecodedBatch
 from .starting import STACKS_SIGNAL, leave_to_parent, limit_loaded_torch
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class CodedChannel(Channel):
         """Send a message of any kind. Any thread."""
         self.send_raw(encode(report))
 
-    def decode(self, received: Any) -> Decoded:
+    def decode(self, received: Any) -> DecodedBatch:
         batch_id, payloads, released, _ = received
         if self.link is not None:
             self.link.expect(len(payloads))  # as many results
