@@ -72,9 +72,6 @@ class Channel(ABC):
         """Whether ``receive`` would return at once."""
         return False
 
-    #: Whether items may be wanted again as they were sent, which keeps the memory of large ones.
-    decodes_again = False
-
     def decode(self, received: Any) -> DecodedBatch:
         """The batch's id, its items, by position why an item is missing, and ``decode_again``."""
         return *received[:3], None
@@ -215,7 +212,6 @@ class Stages:
         unwanted: Sequence[int] = (),
     ) -> None:
         self.channel = channel
-        channel.decodes_again = model.may_rerun
         self.model = model
         self.progress = [0, 0, 0] if progress is None else progress
         self._unwanted = unwanted or (0,)

@@ -139,7 +139,7 @@ class CodedChannel(Channel):
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
         decode_again: Callable[[int], Any] | None = None
-        if self.decodes_again and len(payloads) > 1:
+        if len(payloads) > 1:
             kept = [*payloads]
 
             def decode_again(position: int) -> Any:
