@@ -23,7 +23,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
 from typing import Any
 
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
@@ -139,7 +138,7 @@ class Job:
         """The number of the call that an item is of, by the item's position."""
         if isinstance(self.calls, int):
             return range(self.size) if self.calls else [0] * self.size
-        return [*chain.from_iterable(repeat(i, size) for i, size in enumerate(self.calls))]
+        return [call for call, size in enumerate(self.calls) for _ in range(size)]
 
     def fail(self, failure: Failure) -> None:
         """It goes no further."""
