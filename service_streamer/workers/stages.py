@@ -399,7 +399,7 @@ class Stages:
 
     def check_wanted(self, batch_id: int) -> None:
         """Raises InvalidInput, of which nobody learns: nobody waits for the batch."""
-        if self._unwanted[0] and is_unwanted(self._unwanted, batch_id + 1):
+        if is_unwanted(self._unwanted, batch_id + 1):
             raise InvalidInput("nobody waits for the results any more")
 
     def is_searched(self, job: Job) -> bool:
@@ -409,7 +409,8 @@ class Stages:
     def _run(self, stage: Callable[[Job], None], job: Job, named: int = 0) -> None:
         """Run a stage of the whole batch. If it raises, that fails, or is computed in parts."""
         try:
-            self.check_wanted(job.batch_id)
+            if self._unwanted[0]:  # some were so far
+                self.check_wanted(job.batch_id)
             stage(job)
         except BaseException as error:
             outcome = outcome_of(error, self.model, job.batch_id, named)
