@@ -134,11 +134,11 @@ class Turns(Channel):
         is_stream = isinstance(message, list)
         return self._count - 1, message if is_stream else [message], {}, is_stream
 
-    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
+    def decode(self, received: Any) -> Any:
         batch_id, items, *_ = received
         if items == ["unreadable"]:
-            return batch_id, [], {0: Failure(TypeError("it cannot be unpickled"))}
-        return batch_id, items, {}
+            return batch_id, [], {0: Failure(TypeError("it cannot be unpickled"))}, None
+        return batch_id, items, {}, None
 
     def encode_step(self, report: StepReport) -> None:
         for batch_id in [i for i, each in self.unsendable.items() if report.outputs.get(i) == each]:

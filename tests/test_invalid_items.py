@@ -102,12 +102,9 @@ def test_invalid_rows_of_a_stacked_batch_fail_alone(model: type[ManagedModel]) -
 class Copies(Batches):
     """As that of a process: a model writes to copies of what was sent."""
 
-    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Any]]:
-        number, self.decoded, failures = received[:3]
-        return number, copy.deepcopy(self.decoded), failures
-
-    def decode_again(self, payload: Any) -> Any:
-        return copy.deepcopy(payload)
+    def decode(self, received: Any) -> Any:
+        number, sent, failures = received[:3]
+        return number, copy.deepcopy(sent), failures, lambda position: copy.deepcopy(sent[position])
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -139,9 +136,11 @@ def test_an_item_that_is_not_there_is_an_error_of_the_model(
 ) -> None:
     worker = loaded(Wrong, position)
     worker.ceiling.limit = limit
-    error = raised(served(worker, [1, 2, 3, 4])[0])
-    assert isinstance(error, BadModelOutput)
-    assert f"names item {shown}," in str(error)
+    (report,) = served(worker, [1, 2, 3, 4])
+    failures = [report.failure] if report.failure else [report.failures[i] for i in range(4)]
+    for failure in failures:
+        assert isinstance(failure.exception(), BadModelOutput)
+        assert f"names item {shown}," in failure.text
 
 
 def test_invalid_items_are_an_error_of_the_batch_later_than_in_preprocess() -> None:

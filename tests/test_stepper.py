@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from cuda_stub import Event, Gpu
 from service_streamer import InvalidItems, ManagedModel, ThreadedStreamer
 from service_streamer.workers.model_spec import check_model
-from service_streamer.workers.protocol import HOLD, RESUME
 from service_streamer.workers.runner import DeviceFailed
 from stage_models import ForwardOnly
 from step_models import Counting, NoRoomError, Turns, item, loaded, served
@@ -109,14 +108,6 @@ def test_dropped_ones_free_their_place_before_the_next_step() -> None:
     assert channel.results == {0: None, 1: None, 2: None, 3: [0, 1]}
     assert channel.outputs == {0: [0, 1], 1: [0, 1, 2, 3, 4]}
     model_of(model)
-
-
-def test_an_item_that_is_paused_before_it_comes_is_paused() -> None:
-    """Two threads may send: one the item, and the other one what it has heard of its consumer."""
-    early = [(HOLD, 0, 2), (RESUME, 2), [item(2)], [item(2)], [item(2)]]
-    channel = served(loaded(), early, [], [], [(RESUME, 0)])
-    assert [list(step.outputs) for step in channel.steps] == [[1, 2], [1, 2], [0], [0]]
-    assert channel.results == {0: None, 1: None, 2: None}
 
 
 def test_an_item_that_cannot_be_decoded_never_starts() -> None:

@@ -157,11 +157,11 @@ class DeviceFailed(BaseException):
         batch_ids: the batches that the GPU may have failed at, as far as is known.
     """
 
-    def __init__(self, fault: str, error: str) -> None:
+    def __init__(self, fault: str, error: str, batch_id: int) -> None:
         super().__init__(fault)
         self.fault = fault
         self.error = error
-        self.batch_ids: set[int] = set()
+        self.batch_ids = {batch_id}
 
 
 def _report(error: BaseException, frames: int | None = None) -> str:
@@ -185,14 +185,14 @@ class Guard:
         self.may_end = may_end
         self.probe: Callable[[], str | None] = fault_in_use
 
-    def look(self, error: BaseException) -> None:
-        """Look at an error while it still has its causes. Raises DeviceFailed."""
+    def look(self, error: BaseException, batch_id: int) -> None:
+        """Look at an error of a batch while it still has its causes. Raises DeviceFailed."""
         self.row += 1
         fault = self.probe() if self.row >= _ROW or _SUSPICIOUS.search(_report(error, 0)) else None
         if fault is None:
             return
         if self.may_end:
-            raise DeviceFailed(fault, _report(error)) from None
+            raise DeviceFailed(fault, _report(error), batch_id) from None
         _log_once(
             logging.CRITICAL,
             "every call to the GPU fails in this process from now on (%s), and so does every "

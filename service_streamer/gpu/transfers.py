@@ -246,11 +246,6 @@ class StageTimer:
         except Exception:  # the device failed
             self._events = []
 
-    @property
-    def is_of_device(self) -> bool:
-        """Whether the GPU's time is measured, so that ``seconds`` waits for its work."""
-        return bool(self._events)
-
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
         """Have the GPU's work in the block follow the stage's work, and be done at its end.

@@ -9,8 +9,8 @@ from ..errors import InvalidInput
 from ..managed_model import ManagedModel, has_stages, has_steps
 from ..workers.mending import at_positions
 from ..workers.model_spec import ModelSpec, Wrapper, check_preprocess, import_model
-from ..workers.outputs import check_outputs
 from ..workers.stacking import View, stacks
+from ..workers.stages import check_outputs
 from .requests import has_arrays, plain, with_arrays
 from .tasks import parse_item
 

@@ -10,19 +10,20 @@
     has invalid items  they fail, and the rest of the part is run again
     ran out of memory  batches and steps differ: smaller parts, or items that fail or wait
 
-The parts go from left to right. To find one bad call among n takes about log2(n) + 3 more runs,
-and no mixture of good and bad ones takes more than 2n + log2(n). Each part that raises halves the
-number of calls for the parts after it. So where a share p of the calls is bad, the parts settle at
-about 0.7 / p calls, of which half raise: group testing is cheapest there.
+The parts go from left to right. One bad call among n takes about log2(n) + 3 more runs, and no
+mixture of good and bad ones more than 2n + log2(n). Each part that raises halves the number of
+calls for the parts after it: where a share p of the calls is bad, parts settle at about 0.7 / p
+calls, of which half raise. Group testing is cheapest there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from ..errors import BadModelOutput, InvalidItems
@@ -74,18 +75,21 @@ def at_positions(positions: Sequence[int]) -> Iterator[None]:
 
 
 class Bisection(ABC, Generic[T]):
-    """Items that have neither results nor failed. ``run_all`` runs them until each has.
+    """Items, of which those of a call are adjacent. ``run_all`` runs them until none is left.
 
     Args:
-        items: in order; those of a call are adjacent.
         call_of: which call an item is of; None if each is a call of its own.
 
     Attributes:
-        items: that are left.
+        items: that are left: they have no result, and have not failed.
+        results: of the others, in the order in which they came.
+        failures: likewise.
     """
 
     def __init__(self, items: Iterable[T], call_of: Callable[[T], object] | None = None) -> None:
         self.items = list(items)
+        self.results: dict[T, Any] = {}
+        self.failures: dict[T, Failure] = {}
         self._call_of: Callable[[T], object] = id if call_of is None else call_of
         self._suspects: list[T] = []  # the first items, if a call of them is known to be at fault
         self._most_calls = self._most_items = 0  # in a part; 0 for no bound
@@ -96,25 +100,20 @@ class Bisection(ABC, Generic[T]):
 
     @abstractmethod
     def run(self, part: list[T]) -> Outcome:
-        """Have the model compute these."""
-
-    @abstractmethod
-    def done(self, part: list[T], value: Any) -> None:
-        """The part, of the first items, has results."""
-
-    @abstractmethod
-    def fail(self, items: list[T], failure: Failure) -> None:
-        """These fail, together."""
+        """Have the model compute these: it returned a result for each, or a Failure."""
 
     @abstractmethod
     def ran_out(self, part: list[T], failure: Failure) -> None:
-        """The part ran out of memory: drop items, or have fewer run at once."""
+        """The part ran out of memory: have it fail, drop items, or have fewer run at once."""
+
+    def fitted(self, part: list[T]) -> None:
+        """The part has results. The items are those that were left before it ran."""
 
     def run_all(self, *, may_rerun: bool, known: Outcome | None = None) -> int:
-        """Run all items, until each has results or has failed, or is dropped.
+        """Run all items; returns how many runs it took since one raised.
 
         Without ``may_rerun`` all of a part fail on which the model raised. ``known`` is what became
-        of the first part, if that was run already. Returns how many runs it took since one raised.
+        of the first part, if that was run already.
         """
         runs, has_raised = 0, False
         while self.items:
@@ -122,28 +121,18 @@ class Bisection(ABC, Generic[T]):
             runs += has_raised
             outcome, known = self.run(part) if known is None else known, None
             if isinstance(outcome, Returned):
-                self.done(part, outcome.value)
-                self._passed(part)
+                self._passed(part, outcome.value)
             elif isinstance(outcome, Invalid):
-                for position, failure in outcome.failures.items():
-                    self.fail([part[position]], failure)
-                self.drop([part[position] for position in outcome.failures])
+                invalid = {part[position]: each for position, each in outcome.failures.items()}
+                self.failures |= invalid
+                self.drop(invalid)
             elif isinstance(outcome, OutOfMemory):
                 self.ran_out(part, outcome.failure)
-            elif not may_rerun:
-                self.fail(part, outcome)
-                self.drop(part)
-            else:
+            elif may_rerun:
                 has_raised = True
-                calls = self._count_calls(part)
-                if not self._suspects:
-                    self._most_calls = (calls + 1) // 2
-                self._suspects = part if calls > 1 else []
-                if calls == 1:
-                    number = self._call_of(part[0])
-                    call = [item for item in self.items if self._call_of(item) == number]
-                    self.fail(call, outcome)
-                    self.drop(call)
+                self._narrow(part, outcome)
+            else:
+                self.fail(part, outcome)
         return runs
 
     def next_part(self) -> list[T]:
@@ -151,15 +140,20 @@ class Bisection(ABC, Generic[T]):
         items, calls = self.items, self._most_calls
         if self._suspects:
             items, calls = self._suspects, (self._count_calls(self._suspects) + 1) // 2
-        most = self.room()
-        part = items[: min(most, self._most_items or most)]
+        part = items[: min(self.room(), self._most_items or len(items))]
         if calls:
-            groups = [list(group) for _, group in groupby(part, self._call_of)]
-            part = [item for group in groups[:calls] for item in group]
+            groups = islice(groupby(part, self._call_of), calls)
+            part = [item for _, group in groups for item in group]
         return part
 
+    def fail(self, items: Iterable[T], failure: Failure) -> None:
+        """These fail, together."""
+        failures = dict.fromkeys(items, failure)
+        self.failures |= failures
+        self.drop(failures)
+
     def drop(self, items: Iterable[T]) -> None:
-        """These have failed, or wait for another time."""
+        """These are not run any more."""
         dropped = set(items)
         self.items = [item for item in self.items if item not in dropped]
         self._suspects = [item for item in self._suspects if item not in dropped]
@@ -173,13 +167,27 @@ class Bisection(ABC, Generic[T]):
         """The part ran out of memory: run half as many items next, whatever their calls are."""
         self._most_items = (len(part) + 1) // 2
 
-    def _passed(self, part: Sequence[T]) -> None:
+    def _passed(self, part: list[T], values: Iterable[Any]) -> None:
+        self.fitted(part)
+        for item, value in zip(part, values, strict=True):
+            found = self.failures if isinstance(value, Failure) else self.results
+            found[item] = value
         del self.items[: len(part)]
         self._most_items *= 2
         if self._suspects:
             del self._suspects[: len(part)]
         else:
             self._most_calls *= 2
+
+    def _narrow(self, part: list[T], failure: Failure) -> None:
+        """A call of the part is at fault."""
+        calls = self._count_calls(part)
+        if not self._suspects:
+            self._most_calls = (calls + 1) // 2
+        self._suspects = part if calls > 1 else []
+        if calls == 1:
+            call = self._call_of(part[0])
+            self.fail([item for item in self.items if self._call_of(item) == call], failure)
 
     def _count_calls(self, items: Sequence[T]) -> int:
         return sum(1 for _ in groupby(items, self._call_of))
@@ -190,16 +198,12 @@ class Bisection(ABC, Generic[T]):
 #: Number of full parts that must fit before a probe. Arbitrary: a probe that runs out costs about
 #: two runs, little beside 32.
 FIRST_INTERVAL = 32
-
 #: Upper bound of that number, which doubles when a probe runs out. Arbitrary: minutes at 0.1 s.
 LONGEST_INTERVAL = 1024
-
 #: A probe exceeds the limit by this share. Arbitrary: recovers from half the size after four.
 GROWTH = 0.25
-
 #: A part counts as full if no further item fits, and it costs this share of the limit.
 FULL = 0.75
-
 #: Minimum length of the longest item, so that items of length 0 have a cost.
 _LEAST_LENGTH = 1e-9
 
@@ -208,43 +212,40 @@ class Ceiling:
     """Limit on what one worker computes at once, learned from out-of-memory errors.
 
     A part costs its items times its longest item, as a padded batch does. Without lengths, each
-    item counts 1, and the cost is the number of items.
+    item counts 1. A ceiling must always get lengths, or never.
 
         no limit    --- a batch of cost c ran out ------>  limit c / 2, and so on until it fits
         limit       --- a part within it ran out ------>  limit half of that part
         limit       --- enough full parts fitted ------>  the next part is a probe: a quarter more
-        probe       --- fitted ------------------------->  limit the cost of the probe; none, if no
-                                                           batch since was larger
-        probe       --- ran out ------------------------>  limit as before; twice as many to the
-                                                           next
-        an item     --- ran out alone ------------------>  limit as before it was cut for this item
+        probe       --- fitted ------------------------>  limit the cost of the probe; none, if no
+                                                          batch since was larger
+        probe       --- ran out ----------------------->  limit as before; the next one comes later
+        an item     --- ran out alone ----------------->  limit as before it was cut for this item
 
-    So one gigantic item does not slow down others: the parts that ran out because of it say nothing
-    about other items. An item that costs more than the limit is computed alone.
+    So one gigantic item does not slow down others. An item that costs more than the limit is
+    computed alone.
 
     If b of n items of one length run out alone, at most (b + 1) * (ceil(log2(n)) + 1) runs of their
-    batch run out, plus one per ``FIRST_INTERVAL`` runs that fitted. With lengths, it is log2 of the
-    ratio of the costliest part to the cheapest. Later, while the device's memory stays the same,
-    only probes run out: at most one per interval, which doubles.
+    batch run out, plus one per ``FIRST_INTERVAL`` runs that fitted. Later only probes run out, as
+    long as the device's memory stays the same.
 
     Args:
         growth: by which share of the limit a probe exceeds it, and by one item at the least.
 
     Attributes:
-        limit: maximum cost of a part that is no probe; 0 for no limit. An int without lengths,
-            else a float.
+        limit: maximum cost of a part that is no probe; 0 for no limit. An int without lengths.
     """
 
-    def __init__(self, growth: float = GROWTH) -> None:
+    def __init__(self, growth: float = GROWTH, asked: float = 0) -> None:
         self.limit: float = 0
         self._growth = growth
-        self._asked: float = 0  # cost of the largest batch since the limit was set
+        self._asked = asked  # cost of the largest batch since the limit was set
         self._before: float | None = None  # the limit before a batch ran out
         self._interval = FIRST_INTERVAL
         self._until_probe = FIRST_INTERVAL  # full parts until the next probe
 
     def begin(self, size: int, lengths: Sequence[float] | None = None) -> None:
-        """A batch is to be computed. A ceiling must always get lengths, or never."""
+        """A batch is to be computed."""
         asked = size * _longest(lengths)
         self._asked = max(self._asked, asked) if self.limit else asked
         self._before = None
@@ -311,19 +312,11 @@ def _within(limit: float, size: int, lengths: Sequence[float] | None) -> int:
     return size
 
 
-#: Maximum bytes of a pickled length function, which may drag a whole tokenizer along. Arbitrary.
-_LARGEST = 1 << 20
-
-
 class Measure:
     """The length function of a model, for a worker's ceiling. Belongs to one thread.
 
-    It is needed only after a batch ran out of memory, and unpickled only then: a function that the
-    worker cannot import must not keep it from starting.
-
-    Args:
-        function: length of an item. If it does not pickle, or is too large, the copy in a worker
-            process knows no lengths.
+    It is unpickled only when a batch has run out of memory: a function that the worker cannot
+    import must not keep it from starting. If it does not pickle, the worker knows no lengths.
     """
 
     def __init__(self, function: Callable[[Any], Any] | None, pickled: bytes | None = None) -> None:
@@ -347,10 +340,6 @@ class Measure:
     def __reduce__(self) -> tuple[type[Measure], tuple[None, bytes | None]]:
         pickled = self._pickled
         if self._function is not None:
-            try:
+            with contextlib.suppress(Exception, SystemExit):
                 pickled = pickle.dumps(self._function, pickle.HIGHEST_PROTOCOL)
-            except (Exception, SystemExit):
-                pickled = None
-            if pickled is not None and len(pickled) > _LARGEST:
-                pickled = None
         return Measure, (None, pickled)

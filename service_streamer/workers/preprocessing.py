@@ -27,22 +27,21 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import InvalidItems
 from ..managed_model import ManagedModel
-from ..observe.record import BatchReport, StepReport
+from ..observe.record import BatchReport
 from ..options.table import WorkerOptions
 from ..reporting import summary
-from .mending import by_position
+from .mending import Invalid
 from .model_spec import LoadedModel, ModelSpec, check_preprocess, import_model
 from .process import ProcessTransport
-from .protocol import EXIT_START_FAILED, Failure, WorkerReady
-from .transport import WorkerDied, WorkerWaits
+from .protocol import EXIT_START_FAILED, WorkerReady
+from .stages import invalid_outcome
+from .transport import WorkerDied, WorkerEvent
 
 logger = logging.getLogger(__name__)
-
-_Event = WorkerReady | WorkerDied | BatchReport
 
 #: Of Linux's prctl.
 _PR_SET_PDEATHSIG = 1
@@ -63,10 +62,8 @@ class PreprocessPool:
 
     Args:
         spec: the worker's; as it was pickled, if the worker was not forked.
-        options: the worker's ``preprocess_options``.
 
     Attributes:
-        transport: what starts the processes and talks with them.
         may_start_at: when the next may start, after a start that failed; on the monotonic clock.
     """
 
@@ -74,8 +71,8 @@ class PreprocessPool:
         self._is_forked = options.mp_start_method == "fork"
         self.transport = ProcessTransport(PreprocessSpec(spec), options, noun="preprocess process")
         self._count = options.most_workers
-        self._started = 0  # so far, for names of slots
-        self._sent = 0  # parts so far, for their ids
+        self._slots = itertools.count()
+        self._batch_ids = itertools.count()
         self._places: dict[int, int] = {}  # of the living, by slot
         self._ready: set[int] = set()  # slots
         self._starter: ThreadPoolExecutor | None = None
@@ -101,48 +98,45 @@ class PreprocessPool:
         model.preprocess = self  # type: ignore[method-assign]
 
     def __call__(self, items: Any) -> Any:
-        """Preprocess a batch.
+        """Preprocess a batch. Raises whatever ``preprocess`` or ``collate`` raises.
 
         Raises:
             WorkerLost: a process died of it, or with it.
-            InvalidItems: as ``preprocess`` raised it of parts.
-            Exception: whatever ``preprocess`` or ``collate`` raises.
             SystemExit: no process is left, and none can be started.
         """
         self._revive()
-        parts = _split(items, len(self._ready))
-        payloads = self.transport.encode(parts)
-        first, self._sent = self._sent, self._sent + len(parts)
-        slots = sorted(self._ready)[: len(parts)]
-        working = dict(zip(slots, itertools.count(first), strict=False))  # ids of parts, by slot
-        for slot, payload in zip(slots, payloads, strict=True):
-            self.transport.send(slot, working[slot], [payload])
-        outputs: list[Any] = [None] * len(parts)
-        failure: Failure | None = None
-        while working:
-            for event in self._events(None):
-                number = working.get(event.slot, -1)
-                # A part of a batch before, of which another could not be sent, has another id.
-                if isinstance(event, BatchReport) and event.batch_id == number:
-                    failure = failure or event.failure or event.failures.get(0)
-                    outputs[number - first] = event.outputs[0] if event.outputs else None
-                    del working[event.slot]
-                elif isinstance(event, WorkerDied) and working.pop(event.slot, -1) >= 0:
-                    failure = event.failure  # it says more than what another part raised
-        if failure is not None:
-            self._replace()
-            raise failure.exception()
+        starts, parts = _split(items, len(self._ready))
+        outputs = self._outputs(self.transport.encode(parts))
+        errors: dict[int, Any] = {}
         prepared = self.transport.decode(outputs)
-        errors: dict[int, Exception] = {}
-        start = 0
-        for part, made in zip(parts, prepared, strict=True):
-            if isinstance(made, InvalidPart):
-                positions = range(start, start + len(part))
-                errors |= by_position(InvalidItems(made.errors()), positions)
-            start += len(part)
+        for start, made in zip(starts, prepared, strict=True):
+            if isinstance(made, Invalid):
+                errors |= {start + i: each.exception() for i, each in made.failures.items()}
         if errors:
             raise InvalidItems(errors)
         return self._collate(prepared)
+
+    def _outputs(self, payloads: list[Any]) -> list[Any]:
+        """Have each payload computed by a process of its own."""
+        batch_id = next(self._batch_ids)
+        outputs: dict[int, Any] = dict.fromkeys(sorted(self._ready)[: len(payloads)])
+        for slot, payload in zip(outputs, payloads, strict=True):
+            self.transport.send(slot, batch_id, [payload])
+        working, failure = set(outputs), None
+        while working:
+            for event in self._events(None):
+                # One of a batch before, of which another part could not be sent, has another id.
+                if isinstance(event, BatchReport) and event.batch_id == batch_id:
+                    failure = failure or event.failure or event.failures.get(0)
+                    outputs[event.slot] = event.outputs[0] if event.outputs else None
+                    working.remove(event.slot)
+                elif isinstance(event, WorkerDied) and event.slot in working:
+                    failure = event.failure  # it says more than what another part raised
+                    working.remove(event.slot)
+        if failure is not None:
+            self._replace()
+            raise failure.exception()
+        return [*outputs.values()]
 
     def close(self) -> None:
         """End them."""
@@ -151,8 +145,7 @@ class PreprocessPool:
             self._starter.shutdown()
 
     def _start(self, place: int) -> None:
-        slot = self._started
-        self._started += 1
+        slot = next(self._slots)
         self.transport.start(slot, place, self._count)
         self._places[slot] = place
 
@@ -162,24 +155,22 @@ class PreprocessPool:
         if missing and self._is_forked:
             # A fork now could inherit locks that other threads hold.
             self._give_up("a preprocess process has died, and cannot be forked again")
-        if not self._places or time.monotonic() >= self.may_start_at:
-            for place in missing:
-                try:
-                    self._start_in_thread(place)
-                except (OSError, RuntimeError, MemoryError) as error:
-                    # No processes, threads, descriptors or memory are left in the system.
-                    what = f"preprocess process {place} cannot be started again: {summary(error)}"
-                    if not self._places:
-                        self._give_up(what)
-                    self.may_start_at = time.monotonic() + _START_INTERVAL
-                    logger.warning("%s", what)
-                    break
-
-    def _start_in_thread(self, place: int) -> None:
-        starter = self._starter or ThreadPoolExecutor(1, "service_streamer starter")
-        started = starter.submit(self._start, place)  # or there is no thread, and no starter
-        self._starter = starter
-        started.result()
+        if self._places and time.monotonic() < self.may_start_at:
+            return
+        for place in missing:
+            try:
+                starter = self._starter or ThreadPoolExecutor(1, "service_streamer starter")
+                started = starter.submit(self._start, place)  # or there is no thread: no starter
+                self._starter = starter
+                started.result()
+            except (OSError, RuntimeError, MemoryError) as error:
+                # No processes, threads, descriptors or memory are left in the system.
+                what = f"preprocess process {place} cannot be started again: {summary(error)}"
+                if not self._places:
+                    self._give_up(what)
+                self.may_start_at = time.monotonic() + _START_INTERVAL
+                logger.warning("%s", what)
+                return
 
     def _revive(self) -> None:
         """Take note of those that have died; block until there is one."""
@@ -195,10 +186,8 @@ class PreprocessPool:
         logger.error("the worker ends, since its preprocessing is lost: %s", why)
         raise SystemExit(EXIT_START_FAILED)
 
-    def _events(self, timeout: float | None) -> list[_Event]:
-        waited = self.transport.wait(timeout)
-        # It has no steps, and needs no place on a cluster.
-        events = [event for event in waited if not isinstance(event, (StepReport, WorkerWaits))]
+    def _events(self, timeout: float | None) -> list[WorkerEvent]:
+        events = self.transport.wait(timeout)
         for event in events:
             if isinstance(event, WorkerReady):
                 self._ready.add(event.slot)
@@ -213,34 +202,19 @@ class PreprocessPool:
         return events
 
 
-def _split(items: Any, count: int) -> list[Any]:
-    """Adjacent parts of nearly the same size: at most ``count``, and none of them empty."""
+def _split(items: Any, count: int) -> tuple[list[int], list[Any]]:
+    """Adjacent parts of nearly the same size, at most ``count``, none empty; where each starts."""
     size = len(items)
     count = min(count, size)
     bounds = [size * part // count for part in range(count + 1)]
-    return [items[start:stop] for start, stop in itertools.pairwise(bounds)]
+    return bounds[:-1], [items[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 # -- in a preprocess process
 
 
-class InvalidPart(NamedTuple):
-    """In place of what ``preprocess`` returned: it called items of the part invalid."""
-
-    failures: dict[int, Failure]  # by position in the part
-
-    def errors(self) -> dict[int, Exception]:
-        """Those that it named, by position in the part."""
-        copies = ((position, each.exception()) for position, each in self.failures.items())
-        return {position: error for position, error in copies if isinstance(error, Exception)}
-
-
 class PreprocessSpec(ModelSpec):
-    """What a preprocess process loads.
-
-    Args:
-        spec: the worker's; as it was pickled, if this process is not forked.
-    """
+    """What a preprocess process loads. See ``PreprocessPool`` for ``spec``."""
 
     cannot_send = "what preprocess returned, of type {kind}, cannot be sent to the worker"
     cannot_load = "what preprocess returned cannot be unpickled in the worker"
@@ -268,7 +242,7 @@ class PreprocessSpec(ModelSpec):
             try:
                 return managed.preprocess(part)
             except InvalidItems as error:
-                return InvalidPart({i: Failure.caught(each) for i, each in error.errors.items()})
+                return invalid_outcome(error, len(part))
 
         def preprocess(parts: list[Any]) -> list[Any]:
             try:

@@ -24,15 +24,10 @@ View = Callable[[int, int], memoryview | None]
 
 
 class Stack(NamedTuple):
-    """Items of a batch in one array, on their way through the stages of the model.
+    """Items of a batch in one array, on their way through the stages of the model."""
 
-    Attributes:
-        batch: array or tensor, whose first dimension is the items; or what a stage made of it.
-        positions: positions in the whole batch of its items.
-    """
-
-    batch: Any
-    positions: Sequence[int]
+    batch: Any  # its first dimension is the items; or what a stage made of it
+    positions: Sequence[int]  # of its items in the whole batch
 
     def through(self, stage: Callable[[Any], Any]) -> Stack:
         """What a stage makes of it. Raises what that raises."""
@@ -41,13 +36,9 @@ class Stack(NamedTuple):
 
 
 def stacks(items: Sequence[Any], view: View | None) -> list[Stack]:
-    """The items as arrays, one per shape and dtype.
+    """The items as arrays, one per shape and dtype; without ``view`` they are copied.
 
-    Args:
-        view: returns adjacent memory as one piece; None copies the items.
-
-    Raises:
-        TypeError: an item is neither a numpy array nor a torch tensor.
+    Raises TypeError: an item is neither a numpy array nor a torch tensor.
     """
     alike: dict[Any, list[int]] = {}
     for position, item in enumerate(items):
@@ -70,18 +61,16 @@ def _kind(item: Any) -> Any:
 
 def _stack(kind: Any, items: Sequence[Any], positions: list[int], view: View | None) -> Stack:
     alike = [items[position] for position in positions]
-    if view is not None and all(map(_is_plain, alike)):
+    addresses = [] if view is None else [_address(item) for item in alike]
+    if view is not None and None not in addresses:
         first, size = alike[0], alike[0].nbytes
-        addresses = sorted(
-            (_address(item), position) for item, position in zip(alike, positions, strict=True)
-        )
-        start = addresses[0][0]
-        in_line = all(address == start + row * size for row, (address, _) in enumerate(addresses))
-        memory = view(start, size * len(addresses)) if in_line else None
+        order = sorted(zip(addresses, positions, strict=True))
+        start = order[0][0]
+        in_line = all(address == start + row * size for row, (address, _) in enumerate(order))
+        memory = view(start, size * len(order)) if in_line else None
         if memory is not None:
-            shape = (len(addresses), *first.shape)
-            array = kind.frombuffer(memory, dtype=first.dtype).reshape(shape)
-            return Stack(array, [position for _, position in addresses])
+            array = kind.frombuffer(memory, dtype=first.dtype).reshape(len(order), *first.shape)
+            return Stack(array, [position for _, position in order])
     return Stack(_copied(kind, alike), positions)
 
 
@@ -97,22 +86,12 @@ def _copied(kind: Any, alike: list[Any]) -> Any:
     return batch
 
 
-def _is_plain(item: Any) -> bool:
-    """Whether its memory alone determines its values."""
+def _address(item: Any) -> Any:
+    """Of its values, if the memory there alone determines them; else None."""
     if hasattr(item, "data_ptr"):
         is_strided = str(item.layout) == "torch.strided" and not item.is_quantized
-        return bool(
-            is_strided
-            and item.nbytes
-            and item.is_contiguous()
-            and not (item.is_conj() or item.is_neg())
-        )
-    is_array = bool(item.nbytes and item.flags.c_contiguous and not item.dtype.hasobject)
-    return is_array and not hasattr(item, "mask")
-
-
-def _address(item: Any) -> int:
-    if hasattr(item, "data_ptr"):
-        return int(item.data_ptr())
-    address, _ = item.__array_interface__["data"]
-    return int(address)
+        is_plain = is_strided and item.nbytes and item.is_contiguous()
+        return item.data_ptr() if is_plain and not (item.is_conj() or item.is_neg()) else None
+    is_plain = item.nbytes and item.flags.c_contiguous and not item.dtype.hasobject
+    is_masked = hasattr(item, "mask")
+    return item.__array_interface__["data"][0] if is_plain and not is_masked else None

@@ -14,6 +14,8 @@ in the thread of another one, but never twice at the same time.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import sys
 import threading
 import time
@@ -21,37 +23,38 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
 from typing import Any
 
 from ..errors import BadModelOutput, InvalidInput, InvalidItems
 from ..gpu.accelerators import kind_in_use, release_memory
-from ..gpu.device_errors import DeviceFailed, is_out_of_memory
-from ..gpu.transfers import StageTimer
+from ..gpu.device_errors import is_out_of_memory
+from ..gpu.transfers import PLAIN, OnHost, StageTimer, first_value, results_on_host
 from ..observe.record import BatchReport, StepReport
+from ..options.checks import is_sequence
 from .mending import Bisection, Invalid, Outcome, OutOfMemory, Returned, at_positions, by_position
 from .model_spec import LoadedModel, Predict
-from .outputs import check_outputs, in_own_memory, memory_of
 from .protocol import SIGN_OF_LIFE, Failure, is_unwanted
 from .stacking import stacks
 
 INTAKE, FORWARD, OUTLET = range(3)
 
+#: The last one decodes the item at a position again, if a model writes to copies; else it is None.
+DecodedBatch = tuple[int, list[Any], dict[int, Failure], Callable[[int], Any] | None]
+
 
 class Channel(ABC):
     """A worker's end of its private connection to the web process.
 
-    ``receive`` and ``decode`` are called by one thread, ``encode`` and ``send`` by one other.
+    One thread calls ``receive`` and ``decode``, one other ``encode``, and any of them ``send``.
     """
 
     @abstractmethod
     def receive(self) -> tuple[Any, ...] | None:
-        """Block for the next batch: its id, and the rest of it for ``decode``. None: end now.
+        """Block for the next batch, whose id comes first. None: end now.
 
         Its fourth member are the items of each call, as in ``Transport.send``; of a model of steps
-        it says whether it is a stream. Such a model may also get ``DROP``, ``HOLD`` or ``RESUME``
-        with the ids of batches: whose callers have gone, that are not to be stepped for a while,
-        and that are again.
+        whether it is a stream. Such a model may also get an order with the ids of batches, as in
+        ``Transport.tell``.
         """
 
     @abstractmethod
@@ -61,27 +64,16 @@ class Channel(ABC):
     def encode_step(self, report: StepReport) -> None:  # noqa: B027 - optional
         """Make the outputs of a step, and of the batches that are over, ready to travel.
 
-        A stream of which an output cannot travel is to be ended: its batch is then among those that
-        are over, with that failure.
+        A stream of which an output cannot travel is then among those that are over.
         """
 
     def is_waiting(self) -> bool:
         """Whether ``receive`` would return at once."""
         return False
 
-    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
-        """The batch's id, its items, and by position why an item is missing."""
-        batch: tuple[int, list[Any], dict[int, Failure]] = received[:3]
-        return batch
-
-    #: Whether ``decoded`` is wanted: it keeps the memory of large items.
-    keeps_decoded = False
-    #: The last batch of several items that ``decode`` has decoded; whoever takes it empties this.
-    decoded: Sequence[Any] = ()
-
-    def decode_again(self, payload: Any) -> Any:
-        """An item as it was sent: the model may have written to it."""
-        return payload
+    def decode(self, received: Any) -> DecodedBatch:
+        """The batch's id, its items, by position why an item is missing, and ``decode_again``."""
+        return *received[:3], None
 
     def encode(self, report: BatchReport) -> None:  # noqa: B027 - optional
         """Make the outputs ready to travel; one that cannot becomes a failure of its position."""
@@ -93,6 +85,15 @@ class Channel(ABC):
         """Make ``receive`` return None, now or soon, for another thread; False if it cannot."""
         return False
 
+    last_sign_at = 0.0  # when the last sign of life was due
+
+    def sign_of_life(self) -> None:
+        """Between two runs of parts: say that the worker has not hung, ten times a second."""
+        now = time.monotonic()
+        if now - self.last_sign_at >= SIGN_OF_LIFE:
+            self.last_sign_at = now
+            self.send(StepReport())
+
 
 @dataclass(eq=False)
 class Job:
@@ -101,22 +102,20 @@ class Job:
     batch_id: int
     items: list[Any]  # that were decoded; empty once they are not needed any more
     failures: dict[int, Failure]  # by position, of items that have no result
-    calls: int | Sequence[int] = 0  # as in ``Transport.send``
-    #: Gives the item at a position as it was sent, where a model writes to copies only; else the
-    #: model gets what it has written to.
-    again: Callable[[int], Any] | None = None
+    #: Of the item at a position; without it the model gets what it has written to.
+    decode_again: Callable[[int], Any] | None
+    calls: int | Sequence[int]  # as in ``Transport.send``
     #: What the last stage made of all items: at first these themselves.
     data: Any = None
     #: In place of that, what ``preprocess`` made of the parts in which the batch is probably
     #: computed, by their positions.
-    prepared: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    prepared: dict[tuple[int, ...], Any] | None = None
     #: In order, of the items that have no failure; None before the end.
     results: list[Any] | None = None
     failure: Failure | None = None  # why the batch failed
     #: What became of computing it at once, if it is to be computed in parts for that.
     outcome: Outcome | None = None
     runs: int = 0  # more of them, to find the calls on which the model raises
-    is_redone: bool = False  # it has been through all stages, and is computed again in parts
     #: Of the outputs of ``forward``, to be sent before the next call if the model keeps it.
     memory: weakref.ref[Any] | None = None
     timer: StageTimer | None = None  # measures ``forward``, where a GPU may be in use
@@ -135,16 +134,11 @@ class Job:
         """Of the items in the batch."""
         return [i for i in range(self.size) if i not in self.failures]
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether several calls have items in it, of which one may fail alone."""
-        return bool(self.calls)
-
     def call_of(self) -> Sequence[int]:
         """The number of the call that an item is of, by the item's position."""
         if isinstance(self.calls, int):
             return range(self.size) if self.calls else [0] * self.size
-        return [*chain.from_iterable(repeat(i, size) for i, size in enumerate(self.calls))]
+        return [call for call, size in enumerate(self.calls) for _ in range(size)]
 
     def fail(self, failure: Failure) -> None:
         """It goes no further."""
@@ -179,24 +173,23 @@ def outcome_of(
     """
     if isinstance(error, InvalidItems):
         if named:
-            try:
-                found = by_position(error, range(named))
-                return Invalid({i: Failure.caught(each) for i, each in found.items()})
-            except BadModelOutput as wrong:
-                error = wrong
-        else:
-            error = next(iter(error.errors.values()))
-    too_large = is_out_of_memory(error, model.out_of_memory_errors)
-    if not too_large:
-        if not isinstance(error, Exception):
-            raise error
-        try:
-            model.guard.look(error)  # before it loses its causes
-        except DeviceFailed as end:
-            end.batch_ids.add(batch_id)
-            raise
-    failure = Failure.caught(error)
-    return OutOfMemory(failure) if too_large else failure
+            return invalid_outcome(error, named)
+        error = next(iter(error.errors.values()))
+    if is_out_of_memory(error, model.out_of_memory_errors):
+        return OutOfMemory(Failure.caught(error))
+    if not isinstance(error, Exception):
+        raise error
+    model.guard.look(error, batch_id)  # before it loses its causes
+    return Failure.caught(error)
+
+
+def invalid_outcome(error: InvalidItems, named: int) -> Invalid:
+    """What follows for the items of a call with so many."""
+    try:
+        errors = by_position(error, range(named))
+    except BadModelOutput as wrong:  # no search finds the item at fault
+        return Invalid(dict.fromkeys(range(named), Failure.caught(wrong)))
+    return Invalid({position: Failure.caught(each) for position, each in errors.items()})
 
 
 class Stages:
@@ -208,9 +201,6 @@ class Stages:
     Args:
         progress: where each stage writes which batch it is at: its id plus 1, or 0.
         unwanted: batches that nobody waits for any more: see ``is_unwanted``. They go no further.
-
-    Attributes:
-        on_run: called between two runs of parts of one batch, by whoever calls ``compute``.
     """
 
     def __init__(
@@ -221,50 +211,45 @@ class Stages:
         unwanted: Sequence[int] = (),
     ) -> None:
         self.channel = channel
-        channel.keeps_decoded = model.may_rerun
         self.model = model
         self.progress = [0, 0, 0] if progress is None else progress
-        self._unwanted = unwanted
-        self.on_run: Callable[[], None] = lambda: channel.send(StepReport())
+        self._unwanted = unwanted or (0,)
         managed: Any = model.managed
         if hasattr(managed, "raise_if_unwanted"):
-            managed.raise_if_unwanted = lambda: self._check_wanted(self.progress[FORWARD] - 1)
+            managed.raise_if_unwanted = lambda: self.check_wanted(self.progress[FORWARD] - 1)
         self.has_stages = model.forward is not model.predict
-        self._preprocess = _one_at_a_time(model.preprocess)
-        self._postprocess = _one_at_a_time(model.postprocess)
+        #: A stage may be called in the thread of another one, but never twice at a time.
+        self._preprocessing, self._postprocessing = threading.Lock(), threading.Lock()
         #: Batches that a GPU may not have finished. If it fails, it failed at one of them: an error
         #: comes up in any stage of any batch, often in ``forward`` of the next one.
         self.launched: set[int] = set()
 
     def take_in(self, received: tuple[Any, ...]) -> Job:
         """INTAKE, of what the channel has received."""
-        channel, began = self.channel, time.monotonic()
+        began = time.monotonic()
         self.progress[INTAKE] = received[0] + 1
-        job = Job(*channel.decode(received), received[3])
-        payloads, channel.decoded = channel.decoded, ()
-        if payloads:
-            job.again = lambda position: channel.decode_again(payloads[position])
+        job = Job(*self.channel.decode(received), received[3])
         job.decoding = time.monotonic() - began
-        if not job.items or (self._preprocess is None and not self.model.stack):
-            return job
-        job.started_at = time.monotonic()
-        job.data = None
-        try:
-            self._check_wanted(job.batch_id)
-            if self.model.ceiling.limit:
-                self._prepare_parts(job)
-            else:
-                job.data = self.prepare(job.items)
-        except BaseException as error:
-            self._failed(job, error, len(job.items))
-        job.seconds[INTAKE] = time.monotonic() - job.started_at
+        if job.items and (self.model.preprocess is not None or self.model.stack):
+            job.started_at = time.monotonic()
+            job.data = None
+            self._run(self._prepare, job, len(job.items))
+            job.seconds[INTAKE] = time.monotonic() - job.started_at
+            self.channel.check_owner()  # in a fork this thread may be the only one
+        self.progress[INTAKE] = 0
         return job
+
+    def _prepare(self, job: Job) -> None:
+        if self.model.ceiling.limit:
+            self._prepare_parts(job)
+        else:
+            job.data = self.prepare(job.items)
 
     def _prepare_parts(self, job: Job) -> None:
         """Preprocess those parts of the batch that probably fit into memory."""
         items, positions = job.items, job.positions
         lengths = self.model.lengths(items)  # first: where it knows none, the ceiling is a new one
-        start = 0
+        job.prepared, start = {}, 0
         while start < len(items):
             left = lengths and lengths[start:]
             stop = start + self.model.ceiling.room(len(items) - start, left)
@@ -273,10 +258,17 @@ class Stages:
             job.prepared[tuple(positions[start:stop])] = part
             start = stop
 
+    def complete(self, job: Job) -> None:
+        """All stages after INTAKE, in this thread."""
+        self.compute(job)
+        while not self.finish(job):
+            self.compute(job)
+
     def compute(self, job: Job) -> None:
         """FORWARD; or all stages, if the batch is computed in parts."""
         if job.failure is not None or not job.items:
             return
+        self.progress[FORWARD] = job.batch_id + 1
         started = time.monotonic()
         if not job.started_at:
             job.started_at = started
@@ -285,51 +277,50 @@ class Stages:
             self.launched.add(job.batch_id)
         in_parts = job.outcome is not None or bool(job.prepared or self.model.ceiling.limit)
         if not in_parts:
-            try:
-                self._check_wanted(job.batch_id)
-                job.data = self.forward(job.data)
-            except BaseException as error:
-                # Of a batch that preprocess has made the positions are not known.
-                self._failed(job, error, 0 if self.has_stages else len(job.items))
-                in_parts = job.outcome is not None
+            # Of a batch that preprocess has made the positions are not known.
+            self._run(self._forward, job, 0 if self.has_stages else len(job.items))
+            in_parts = job.outcome is not None
         if in_parts:
             _BatchParts(self, job).compute()
         if job.timer is not None:
             job.timer.stop()
         else:
             job.seconds[FORWARD] += time.monotonic() - started
+        self.channel.check_owner()  # in a fork no other thread would answer
+        self.progress[FORWARD] = 0
+
+    def _forward(self, job: Job) -> None:
+        job.data = self.through(self.model.forward, job.data)
 
     def finish(self, job: Job, *, is_overlapped: bool = False) -> bool:
-        """OUTLET, up to the results. False: the batch goes back to ``compute``, in parts."""
-        timer, moves_to_cpu = job.timer, self.model.moves_to_cpu
+        """OUTLET. False: the batch goes back to ``compute``, in parts."""
+        self.progress[OUTLET] = job.batch_id + 1
+        timer = job.timer
         if timer is not None:
             job.seconds[FORWARD] += timer.seconds()
         started = time.monotonic()
         if job.failure is None and job.results is None and job.items:
-            try:
-                if moves_to_cpu:
-                    job.memory = self.memory(job.data)
-                if moves_to_cpu and is_overlapped and timer is not None and timer.is_of_device:
-                    with timer.following():
-                        self._make_results(job)
-                else:
-                    self._make_results(job)
-            except BaseException as error:
-                self._failed(job, error)
+            self._run(self._follow if is_overlapped else self._make_results, job)
         job.seconds[OUTLET] += time.monotonic() - started
         self.launched.discard(job.batch_id)
-        if job.outcome is None:
-            return True
-        job.is_redone = True
         job.timer = None
-        return False
+        is_finished = job.outcome is None
+        if is_finished:
+            self._answer(job, is_overlapped=is_overlapped)
+        self.progress[OUTLET] = 0
+        return is_finished
+
+    def _follow(self, job: Job) -> None:
+        timer = job.timer if self.model.moves_to_cpu else None
+        with contextlib.nullcontext() if timer is None else timer.following():
+            self._make_results(job)
 
     def _make_results(self, job: Job) -> None:
-        self._check_wanted(job.batch_id)
+        if self.model.moves_to_cpu:
+            job.memory = self.memory(job.data)
         job.results = self.results(job.data, len(job.items))
 
-    def answer(self, job: Job, *, is_overlapped: bool = False) -> None:
-        """The rest of OUTLET: encode and send."""
+    def _answer(self, job: Job, *, is_overlapped: bool) -> None:
         report = self._report(job)
         began = time.monotonic()
         self.channel.encode(report)
@@ -347,7 +338,7 @@ class Stages:
         released with it.
         """
         model, results, failures = self.model, job.results or [], job.failures
-        job.items, job.data, job.results, job.again = [], None, None, None
+        job.items, job.data, job.results, job.decode_again = [], None, None, None
         padding = None
         if job.failure is not None:
             results, failures = [], {}
@@ -375,10 +366,13 @@ class Stages:
     def prepare(self, items: list[Any]) -> Any:
         """Preprocess. Raises what the model raises, as the others do."""
         data = stacks(items, self.model.view) if self.model.stack else items
-        return data if self._preprocess is None else self._through(self._preprocess, data)
+        if self.model.preprocess is None:
+            return data
+        with self._preprocessing:
+            return self.through(self.model.preprocess, data)
 
-    def forward(self, data: Any) -> Any:
-        return self._through(self.model.forward, data)
+    def through(self, stage: Predict, data: Any) -> Any:
+        return [each.through(stage) for each in data] if self.model.stack else stage(data)
 
     def results(self, outputs: Any, size: int) -> list[Any]:
         """So many results: postprocess, and check what that returned."""
@@ -391,12 +385,10 @@ class Stages:
                 results[position] = result
         return results
 
-    def _through(self, stage: Predict, data: Any) -> Any:
-        return [each.through(stage) for each in data] if self.model.stack else stage(data)
-
     def _postprocessed(self, outputs: Any, size: int) -> list[Any]:
-        if self._postprocess is not None:
-            outputs = self._postprocess(outputs)
+        if self.model.postprocess is not None:
+            with self._postprocessing:
+                outputs = self.model.postprocess(outputs)
         return check_outputs(self.model, outputs, size)
 
     def memory(self, outputs: Any) -> weakref.ref[Any] | None:
@@ -405,38 +397,28 @@ class Stages:
 
     # -- errors
 
-    def is_wanted(self, batch_id: int) -> bool:
-        """Whether anybody waits for the batch."""
-        unwanted = self._unwanted
-        return not (unwanted and unwanted[0] and is_unwanted(unwanted, batch_id + 1))
-
-    def _check_wanted(self, batch_id: int) -> None:
-        """Raises InvalidInput, of which nobody learns: the batch is unwanted."""
-        if not self.is_wanted(batch_id):
+    def check_wanted(self, batch_id: int) -> None:
+        """Raises InvalidInput, of which nobody learns: nobody waits for the batch."""
+        if is_unwanted(self._unwanted, batch_id + 1):
             raise InvalidInput("nobody waits for the results any more")
 
-    def _failed(self, job: Job, error: BaseException, named: int = 0) -> None:
-        """What a stage raised: the batch fails, or is computed in parts."""
-        outcome = outcome_of(error, self.model, job.batch_id, named)
-        may_search = job.is_shared and self.is_wanted(job.batch_id)
-        if isinstance(outcome, Failure) and not may_search:
-            job.fail(outcome)
-        else:
-            job.data, job.outcome = None, outcome
-        job.prepared = {}
+    def is_searched(self, job: Job) -> bool:
+        """Whether calls at fault are to be found: several share the batch, and are waited for."""
+        return bool(job.calls) and not is_unwanted(self._unwanted, job.batch_id + 1)
 
-
-def _one_at_a_time(stage: Predict | None) -> Predict | None:
-    """A stage that may be called in the thread of another one, but never twice at a time."""
-    if stage is None:
-        return None
-    lock = threading.Lock()
-
-    def call(data: Any) -> Any:
-        with lock:
-            return stage(data)
-
-    return call
+    def _run(self, stage: Callable[[Job], None], job: Job, named: int = 0) -> None:
+        """Run a stage of the whole batch. If it raises, that fails, or is computed in parts."""
+        try:
+            if self._unwanted[0]:  # some were so far
+                self.check_wanted(job.batch_id)
+            stage(job)
+        except BaseException as error:
+            outcome = outcome_of(error, self.model, job.batch_id, named)
+            if isinstance(outcome, Failure) and not self.is_searched(job):
+                job.fail(outcome)
+            else:
+                job.data, job.outcome = None, outcome
+            job.prepared = None
 
 
 class _BatchParts(Bisection[int]):
@@ -453,11 +435,12 @@ class _BatchParts(Bisection[int]):
         self._model = model = stages.model
         self._job = job
         self._items = dict(zip(positions, job.items, strict=True))
-        self._prepared = job.prepared if job.data is None else {tuple(positions): job.data}
+        self._prepared = job.prepared or {}
+        if job.data is not None:
+            self._prepared = {tuple(positions): job.data}
         # Those that the model has had, and may have written to.
-        self._touched = set(positions if job.is_redone or job.outcome is not None else ())
-        self._results: list[Any] = []
-        self._told_at = job.started_at  # the run before this took its time, too
+        self._touched = set(() if job.outcome is None else positions)
+        stages.channel.last_sign_at = job.started_at  # the run before this took its time, too
         lengths = model.lengths(job.items)  # first: where it knows none, the ceiling is a new one
         self._lengths = None if lengths is None else dict(zip(positions, lengths, strict=True))
         model.ceiling.begin(len(positions), lengths)
@@ -465,43 +448,27 @@ class _BatchParts(Bisection[int]):
     def compute(self) -> None:
         """Compute the batch in as many runs as it takes."""
         job, known = self._job, self._job.outcome
-        job.data, job.outcome, job.prepared = None, None, {}
+        job.data = job.outcome = job.prepared = None
         part = self.next_part()
-        if isinstance(known, OutOfMemory):
-            # Only now: where the error was raised, its frames still held the model's tensors.
-            release_memory()
-            if not self._model.may_rerun:
-                self.ran_out(part, known.failure)
-                self.fail(self.items, known.failure)
-                self.drop(self.items)
+        if isinstance(known, OutOfMemory) and not self._model.may_rerun:
+            self.ran_out(part, known.failure)
+            self.fail(self.items, known.failure)
         if len(part) < len(job.items):
             known = None  # of which part it holds is not known: each of them will tell
-        job.runs += self.run_all(may_rerun=job.is_shared, known=known)
+        job.runs += self.run_all(may_rerun=bool(job.calls), known=known)
+        job.failures |= self.failures
         if job.failure is None:
-            job.results = self._results
+            job.results = [*self.results.values()]  # the parts go from left to right
 
     def room(self) -> int:
         return self._model.ceiling.room(len(self.items), self._lengths_of(self.items))
 
     def run(self, part: list[int]) -> Outcome:
-        job, stages = self._job, self._stages
-        if not stages.is_wanted(job.batch_id):
-            return self._give_up(Failure(InvalidInput("nobody waits for the results any more")))
-        now = time.monotonic()
-        if now - self._told_at >= SIGN_OF_LIFE:
-            self._told_at = now
-            stages.on_run()
-        outcome = self._run_stages(part)
-        if isinstance(outcome, OutOfMemory):
-            release_memory()  # only now, as above
-        elif isinstance(outcome, Failure) and not job.is_shared:
-            self._give_up(outcome)
-        return outcome
-
-    def _run_stages(self, part: list[int]) -> Outcome:
-        stages, model = self._stages, self._model
+        stages, model, job = self._stages, self._model, self._job
+        stages.channel.sign_of_life()
         named = len(part)
         try:
+            stages.check_wanted(job.batch_id)
             if tuple(part) in self._prepared:
                 data = self._prepared.pop(tuple(part))
                 self._touched.update(part)
@@ -509,44 +476,96 @@ class _BatchParts(Bisection[int]):
                 data = stages.prepare([self._item(position) for position in part])
             if stages.has_stages:
                 named = 0  # of what preprocess has made the positions are not known
-            data = stages.forward(data)
-            named = 0
+            data = stages.through(model.forward, data)
             is_last = len(part) == len(self.items)
             if is_last and model.moves_to_cpu:
-                self._job.memory = stages.memory(data)
+                job.memory = stages.memory(data)
             results = stages.results(data, len(part))
             return Returned(results if is_last else [*map(in_own_memory, results)])
         except BaseException as error:
-            return outcome_of(error, model, self._job.batch_id, named)
+            outcome = outcome_of(error, model, job.batch_id, named)
+        if isinstance(outcome, Failure) and not stages.is_searched(job):
+            job.fail(outcome)
+            self.drop(self.items)  # nothing more of the batch is run
+        return outcome
 
     def _item(self, position: int) -> Any:
-        again = self._job.again
-        if again is not None and position in self._touched:
-            return again(position)
+        if self._job.decode_again is not None and position in self._touched:
+            return self._job.decode_again(position)
         self._touched.add(position)
         return self._items[position]
 
-    def done(self, part: list[int], value: list[Any]) -> None:
+    def fitted(self, part: list[int]) -> None:
         self._model.guard.row = 0
-        self._results += value  # the parts go from left to right
         was_cut = len(part) < len(self.items)
         self._model.ceiling.fitted(len(part), self._lengths_of(part), was_cut=was_cut)
 
-    def fail(self, items: list[int], failure: Failure) -> None:
-        self._job.failures |= dict.fromkeys(items, failure)
-
     def ran_out(self, part: list[int], failure: Failure) -> None:
+        release_memory()  # only now: where it was raised, frames still held tensors
         self._model.ceiling.ran_out(len(part), self._lengths_of(part))
         if len(part) == 1 or not self._model.may_rerun:
             self.fail(part, failure)
-            self.drop(part)
             self.shrink(part)  # if the device is full, and not this item to blame
-
-    def _give_up(self, failure: Failure) -> Failure:
-        """The whole batch fails, and nothing more of it is run."""
-        self._job.fail(failure)
-        self.drop(self.items)
-        return failure
 
     def _lengths_of(self, items: Sequence[int]) -> list[float] | None:
         return None if self._lengths is None else [self._lengths[position] for position in items]
+
+
+# -- what a model returned
+
+
+def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
+    """A model's outputs as a list of ``expected`` results. Raises BadModelOutput."""
+    if model.moves_to_cpu or type(outputs) is OnHost:
+        outputs = results_on_host(outputs)
+    kind = type(outputs)
+    if kind is list and len(outputs) == expected:  # the usual case
+        return list(outputs)
+    # A NamedTuple, or what torch.max returns: its parts are no results, however many there are.
+    has_fields = hasattr(kind, "_fields") or hasattr(kind, "n_fields")
+    results = as_list(outputs)
+    if results is not None and len(results) == expected and not has_fields:
+        return results
+    raise BadModelOutput(
+        f"{model.name} must return a sequence of {expected} results, one per item; "
+        f"it returned {describe_outputs(outputs)}{' fields' * has_fields}"
+    )
+
+
+def memory_of(outputs: Any) -> weakref.ref[Any] | None:
+    """The array or tensor in whose memory the outputs lie, by the first of them."""
+    base = first_value(outputs)
+    if type(base) in PLAIN:
+        return None
+    array = getattr(sys.modules.get("numpy"), "ndarray", ())
+    tensor = getattr(sys.modules.get("torch"), "Tensor", ())
+    owner = None
+    while isinstance(base, (array, tensor)):
+        owner, base = base, base._base if isinstance(base, tensor) else base.base
+    # Another base is memory that is shared, say.
+    return None if owner is None or base is not None else weakref.ref(owner)
+
+
+def in_own_memory(result: Any) -> Any:
+    """A copy of the result: a model may write to its outputs with its next call."""
+    if type(result) not in PLAIN:
+        with contextlib.suppress(Exception):  # of a user's class
+            return copy.deepcopy(result)
+    return result
+
+
+def as_list(found: Any) -> list[Any] | None:
+    """A sequence as a list; else None."""
+    if not is_sequence(found):
+        return None
+    try:
+        return list(found)
+    except TypeError:  # an array without dimensions
+        return None
+
+
+def describe_outputs(found: Any) -> str:
+    kind, parts = type(found).__qualname__, as_list(found)
+    if parts is not None:
+        return f"{kind} of {len(parts)}"
+    return f"{kind} without dimensions" if is_sequence(found) else kind

@@ -15,6 +15,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ..batching.learning import LearnedCost
@@ -47,80 +48,57 @@ class StepRequest:
     """One item: what its caller wants, and how far it is."""
 
     batch_id: int  # of the batch, which it is alone
-    item: Any  # until it can not start again
+    item: Any  # until it cannot start again
     is_stream: bool = False  # its outputs go out as they come; otherwise joined, at its end
     is_held: bool = False  # it rests: its consumer is behind
+    may_restart: bool = True  # unseen by its caller
     is_done: bool = False
     failure: Any = None  # why it failed; opaque here
     state: Any = NO_STATE  # of the model
     cost: float = 1.0  # of the state
     first_cost: float = 1.0  # the same, when it started
     outputs: list[Any] = field(default_factory=list)  # all so far; of a stream those of this step
-    made: int = 0  # outputs since it started
-    sent: int = 0  # outputs of a stream that went out, in all
     started_at: float = math.inf  # first, by the monotonic clock
-    #: Of one that is no stream: the outputs whose time is known, when the first and the last of
-    #: these came, and the longest time between two.
-    timed: int = 0
-    first_at: float = math.inf
-    last_at: float = math.inf
-    longest_between: float = 0.0
+    #: When its outputs came, if it is no stream: of those that it makes again, the first time.
+    times: list[float] = field(default_factory=list)
 
-    def stepped(self, output: Any, is_done: bool) -> None:
-        """Take up what a step has made of it; an output of None is nothing."""
-        self.is_done = is_done
-        if output is not None:
-            self.made += 1
-            self.outputs.append(output)
-
-    def time_output(self, now: float) -> None:
-        """A step is over: note it, if it has made an output that none before a restart was."""
-        if self.made <= self.timed:
-            return
-        if self.timed:
-            self.longest_between = max(self.longest_between, now - self.last_at)
-        else:
-            self.first_at = now
-        self.last_at = now
-        self.timed = self.made
+    @property
+    def is_over(self) -> bool:
+        """Whether it is done or has failed."""
+        return self.is_done or self.failure is not None
 
     @property
     def output_times(self) -> tuple[float, float | None, float | None] | None:
         """See ``BatchReport``."""
-        if not self.timed:
+        if not self.times:
             return None
-        first, gaps = self.first_at - self.started_at, self.timed - 1
-        if not gaps:
-            return first, None, None
-        return first, (self.last_at - self.first_at) / gaps, self.longest_between
+        first = self.times[0] - self.started_at
+        gaps = [later - earlier for earlier, later in pairwise(self.times)]
+        return (first, sum(gaps) / len(gaps), max(gaps)) if gaps else (first, None, None)
 
-    def take_outputs(self) -> list[Any]:
-        """What is to go out now; at the end, or of a stream after each step."""
-        outputs, self.outputs = self.outputs, []
-        self.sent += len(outputs)
-        return outputs
+    def let_go_of_item(self) -> None:
+        """It does not start again."""
+        self.may_restart, self.item = False, None
 
 
 class StepBatch:
-    """The items of one worker. Not thread-safe: it belongs to the thread of the model.
+    """The items of one worker.
 
-    It learns what starts and steps take and what new items cost. While items start, those that run
-    wait: a language model reads prompts, and no text goes on. To put starts off saves no time in
-    all, since the work stays the same, and others run by then. But to start many at once makes a
-    long pause between two outputs of all who run. So as many start as take about one step, and
-    always one, so that each gets its turn.
+    While items start, those that run wait: a language model reads prompts, and no text goes on. To
+    start many at once would make a long pause between two outputs of all who run. So as many start
+    as take about one step, and always one, so that each gets its turn.
 
     Args:
         places: how many run at most.
         max_cost: what they may cost together.
         may_rerun: whether an item may start again.
+        has_costs: whether the model says what a state costs; else each costs 1.
 
     Attributes:
-        has_costs: whether the model says what a state costs; else each costs 1.
         deck: those that wait, in order.
         running: in the order in which they began.
         memory: how many may run, learned from lack of memory.
-        starts: how many may start in one call, likewise.
+        starts: how many may start in one call, learned from it, too.
         evicted: states that were given up; whoever reports them sets it to 0.
     """
 
@@ -136,10 +114,8 @@ class StepBatch:
         self.deck: deque[StepRequest] = deque()
         self.running: list[StepRequest] = []
         # One more at a time: of too many, each is given up after a step that ran out.
-        self.memory = Ceiling(growth=0.0)
-        self.memory.begin(places)
-        self.starts = Ceiling(growth=0.0)
-        self.starts.begin(places)
+        self.memory = Ceiling(growth=0.0, asked=places)
+        self.starts = Ceiling(growth=0.0, asked=places)
         self._awaits_end = False  # nothing starts before an item is over: they cost too much
         self.evicted = 0
         self._places = places
@@ -164,27 +140,30 @@ class StepBatch:
         running = len(self.running)
         if not self.deck or (self._awaits_end and running):
             return []
-        size = self.memory.room(self._places)
-        most = min(self._most_in_time(), self.starts.room(self._places))
-        is_bounded = self._max_cost < math.inf
-        if is_bounded and self._new_cost is None:
-            most = 1  # it will tell
-        growth, new_cost = self._growth or 0.0, self._new_cost or 0.0
+        room = min(
+            len(self.deck),
+            self._most_in_time(),
+            self.starts.room(self._places),
+            self.memory.room(self._places) - running,
+        )
+        return [self.deck.popleft() for _ in range(self._most_in_cost(int(room)))]
+
+    def _most_in_cost(self, room: int) -> int:
+        """How many items may start, of so many, for what they will cost; a single one always."""
+        if self._max_cost == math.inf:
+            return room
+        if self._new_cost is None:
+            return min(1, room)  # it will tell
+        growth = self._growth or 0.0
         # What is left to grow, and the cost, of each.
         costs = sorted(
-            (max(0.0, each.first_cost + growth - each.cost), each.cost)
-            for each in (self.running if is_bounded else ())
+            (max(0.0, each.first_cost + growth - each.cost), each.cost) for each in self.running
         )
-        chosen: list[StepRequest] = []
-        while self.deck and len(chosen) < most:
-            then = running + len(chosen) + 1
-            if is_bounded:
-                insort(costs, (growth, new_cost))
-            # A single one always fits.
-            if then > 1 and (then > size or (is_bounded and _peak(costs) > self._max_cost)):
-                break
-            chosen.append(self.deck.popleft())
-        return chosen
+        for count in range(room):
+            insort(costs, (growth, self._new_cost))
+            if len(costs) > 1 and _peak(costs) > self._max_cost:
+                return count
+        return room
 
     def _most_in_time(self) -> float:
         """How many items may start now: at least one, and all if nothing runs that would wait."""
@@ -196,21 +175,15 @@ class StepBatch:
             return math.inf
         return max(1, int((allowed - starts.base) / starts.per_unit))
 
-    def begin(self, requests: Sequence[StepRequest], now: float) -> None:
-        """These have a state now."""
-        for request in requests:
-            request.started_at = min(request.started_at, now)
-            request.made = 0
-            if not self._may_rerun:
-                request.item = None
-        self.running += requests
-
-    def learn_start(self, requests: Sequence[StepRequest], seconds: float | None) -> None:
+    def begin(self, requests: Sequence[StepRequest], now: float, seconds: float | None) -> None:
         """These have started together, in so many seconds; None after an error."""
         for request in requests:
-            request.first_cost = cost = request.cost
-            before = cost if self._new_cost is None else self._new_cost
-            self._new_cost = before + (cost - before) * COST_RATE
+            request.started_at = min(request.started_at, now)
+            request.first_cost = request.cost
+            self._new_cost = _average(self._new_cost, request.cost, COST_RATE)
+            if not self._may_rerun:
+                request.let_go_of_item()
+        self.running += requests
         if seconds is not None:
             self._start_time.observe(len(requests), seconds)
             self.starts.fitted(len(requests))
@@ -218,13 +191,11 @@ class StepBatch:
     def learn_step(self, seconds: float) -> None:
         """A step took so many seconds, without an error."""
         before = self._step_time or seconds
-        self._step_time = before + (min(seconds, LONGEST_STEP * before) - before) * STEP_RATE
+        self._step_time = _average(before, min(seconds, LONGEST_STEP * before), STEP_RATE)
 
     def learn_growth(self, request: StepRequest) -> None:
         """An item is done."""
-        growth = request.cost - request.first_cost
-        before = growth if self._growth is None else self._growth
-        self._growth = before + (growth - before) * COST_RATE
+        self._growth = _average(self._growth, request.cost - request.first_cost, COST_RATE)
 
     def excess(self) -> StepRequest | None:
         """The one to be given up since all together cost too much; None if none is."""
@@ -234,10 +205,8 @@ class StepBatch:
         return self.youngest(self.running)
 
     def youngest(self, among: Sequence[StepRequest]) -> StepRequest | None:
-        """The last that began of these, and can start again unseen by its caller; or None."""
-        if not self._may_rerun:
-            return None
-        return next((each for each in reversed(among) if not each.sent), None)
+        """The last that began of these, and can start again; or None."""
+        return next((each for each in reversed(among) if each.may_restart), None)
 
     def put_back(self, requests: Sequence[StepRequest]) -> None:
         """Before the others on deck, in this order. Their states are given up."""
@@ -249,14 +218,13 @@ class StepBatch:
             request.outputs = []
             self.deck.appendleft(request)
 
-    def ran_out(self, keep: int) -> None:
-        """There is memory for no more than so many."""
-        self.memory.ran_out(keep + 1, keep=max(1, keep))
-
-    def ran_out_alone(self) -> None:
-        """An item does not fit, whoever runs. So it may have been the reason for the bounds."""
-        self.memory.ran_out(1)
-        self.starts.ran_out(1)
+    def ran_out(self, others: int) -> None:
+        """There was no memory for an item beside so many others."""
+        if others:
+            self.memory.ran_out(others + 1, keep=others)
+        else:  # it does not fit, whoever runs: so it may have been the reason for the bounds
+            self.memory.ran_out(1)
+            self.starts.ran_out(1)
 
     def end(self, request: StepRequest) -> None:
         """It is over, wherever it is."""
@@ -265,6 +233,10 @@ class StepBatch:
         if request in self.running:  # else it leaves no room
             self.running.remove(request)
             self._awaits_end = False
+
+
+def _average(before: float | None, value: float, rate: float) -> float:
+    return value if before is None else before + (value - before) * rate
 
 
 def _peak(costs: Sequence[tuple[float, float]]) -> float:

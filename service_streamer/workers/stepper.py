@@ -21,47 +21,41 @@ gets the exception. Several get ``SharedBatchError``, since its text may quote a
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from typing import Any
 
-from ..errors import BadModelOutput, InvalidItems, SharedBatchError, WorkerLost
+from ..errors import BadModelOutput, SharedBatchError, WorkerLost
 from ..gpu.accelerators import release_memory
-from ..gpu.transfers import results_on_host
+from ..gpu.transfers import OnHost, results_on_host
 from ..managed_model import ManagedModel
 from ..observe.record import BatchReport, StepReport
+from ..reporting import quiet_log
 from .mending import Bisection, Invalid, Outcome, Returned
 from .model_spec import LoadedModel, describe
-from .outputs import StepPair, UnreadableError, read_pairs, read_states
 from .protocol import DROP, HOLD, RESUME, SIGN_OF_LIFE, Failure
-from .stages import FORWARD, Channel, outcome_of
+from .stages import FORWARD, Channel, as_list, describe_outputs, outcome_of
 from .step_batch import NO_STATE, StepBatch, StepRequest
 
-logger = logging.getLogger(__name__)
+_log = quiet_log(__name__)
 
-#: So many messages about unknown items are remembered: many times what two threads may have under
-#: way.
-_MOST_EARLY = 1000
+#: What a model returned for a state: its output, and whether it is done; or why its item fails.
+StepPair = tuple[Any, bool] | Failure
 
 
 def serve_steps(
     channel: Channel, model: LoadedModel, progress: MutableSequence[int] | None = None
 ) -> None:
-    """Take steps until the channel says to end. Nothing that a model raises ends it.
+    """Take steps until the channel says to end; see ``serve``.
 
-    Then what runs is released, and nothing more is sent. ``SystemExit`` and the like end the worker
-    as they say.
+    Then what runs is released, and nothing more is sent.
 
     Args:
         progress: where the ids of the batches in the model's current call are written, plus 1, from
-            FORWARD on; 0 for none. While items start it is these, and while it steps all that run.
-
-    Raises:
-        DeviceFailed: of the model's guard.
+            FORWARD on; 0 for none.
     """
     stepper = _Stepper(channel, model, progress)
     while stepper.drain():
@@ -95,9 +89,7 @@ class _Stepper:
         self._report = StepReport()
         self._sent_at = time.monotonic()
         self._has_worked = False  # in the last round, or something has come since
-        self._has_logged = False
-        #: DROP or HOLD of items that have not come yet, since two threads send; the last ones.
-        self._early: dict[int, int] = {}
+        self._log_once = quiet_log(__name__, once=True)  # it may be so for each state
 
     # -- messages
 
@@ -113,44 +105,32 @@ class _Stepper:
                 return False
             self._has_worked = True
             if received[0] in (DROP, HOLD, RESUME):
-                self._tell(*received)
+                self._obey(*received)
             else:
                 self._take(received)
             del received  # it holds items, and would do so until the next comes
 
     def _take(self, received: tuple[Any, ...]) -> None:
-        is_stream = bool(received[3])
-        batch_id, items, failures = self.channel.decode(received)[:3]
-        told = self._early.pop(batch_id, None)
-        if failures or told == DROP:
-            now = time.monotonic()
-            self._report.done.append(BatchReport(batch_id, [None], failures, started_at=now))
-            return
-        item, *handed_out = items
-        request = StepRequest(batch_id, item, is_stream, is_held=told == HOLD)
-        self.batch.deck.append(request)
-        if handed_out:  # with another worker, which was lost
-            self._resume(request, handed_out)
-            if request.failure is not None:
-                self._finish([request], time.monotonic())
+        batch_id, items, failures, _ = self.channel.decode(received)
+        request = StepRequest(batch_id, items[0] if items else None, bool(received[3]))
+        if failures:
+            request.failure = next(iter(failures.values()))
+        elif len(items) > 1:  # outputs, handed out by another worker, which was lost
+            self._resume(request, items[1:])
+        if request.failure is not None:
+            self._finish([request], time.monotonic())
+        else:
+            self.batch.deck.append(request)
 
-    def _tell(self, what: int, ids: list[int]) -> None:
+    def _obey(self, order: int, ids: list[int]) -> None:
         """The callers of these have gone, or these are to rest, or to go on."""
-        known = self.batch.find(set(ids))
-        for batch_id in set(ids) - {each.batch_id for each in known}:  # over, or about to come
-            if what == DROP or (what == HOLD and batch_id not in self._early):
-                self._early[batch_id] = what
-            elif what == RESUME and self._early.get(batch_id) == HOLD:
-                del self._early[batch_id]
-        while len(self._early) > _MOST_EARLY:
-            del self._early[next(iter(self._early))]
-        if what != DROP:
-            for request in known:
-                request.is_held = what == HOLD
-            return
-        self.end(known)
-        now = time.monotonic()
-        self._report.done += [self._report_of(request, None, now) for request in known]
+        requests = self.batch.find(set(ids))  # others are over
+        if order == DROP:
+            self.end(requests)
+            now = time.monotonic()
+            self._report.done += [self._report_of(request, None, now) for request in requests]
+        for request in requests:
+            request.is_held = order == HOLD
 
     def send(self) -> None:
         """Report the step, if there is something to report."""
@@ -177,13 +157,13 @@ class _Stepper:
             return
         self._has_worked = True
         began = time.monotonic()
-        _Start(self, chosen).run_all(may_rerun=self.model.may_rerun)
+        for request, state in self._results_of(_Start(self, chosen)).items():
+            request.state = state
         now = time.monotonic()
         started = [each for each in chosen if each.state is not NO_STATE]
         batch.put_back([each for each in chosen if each.failure is None and each.state is NO_STATE])
-        batch.begin(started, began)
         self._look_at_costs(started)
-        batch.learn_start(started, None if len(started) < len(chosen) else now - began)
+        batch.begin(started, began, None if len(started) < len(chosen) else now - began)
         report.started += len(started)
         report.starting += now - began
         self._finish([each for each in chosen if each.failure is not None], now)
@@ -197,25 +177,37 @@ class _Stepper:
         if not running:
             return
         self._has_worked = True
-        over, size = len(report.done), len(batch.running)
+        size = len(batch.running)
         report.size, report.cost = len(running), batch.cost
         report.started_at = began = time.monotonic()
-        _Step(self, running).run_all(may_rerun=self.model.may_rerun)
+        for request, pair in self._results_of(_Step(self, running)).items():
+            output, request.is_done = pair
+            if output is not None:
+                request.outputs.append(output)
         now = time.monotonic()
         report.duration = now - began
         if not batch.evicted and not any(each.failure for each in running):
             batch.learn_step(report.duration)
         for request in batch.running:
-            if request.is_stream and request.outputs:
-                (report.outputs[request.batch_id],) = request.take_outputs()
-                request.item = None  # it does not start again
-            elif not request.is_stream:
-                request.time_output(now)
-        self._sweep(now)
-        self._look_at_costs(batch.running)
-        self._sweep(now)
-        if len(report.done) > over:  # as many have run until one was done
+            if not request.is_stream:
+                if len(request.outputs) > len(request.times):
+                    request.times.append(now)
+            elif request.outputs:
+                (report.outputs[request.batch_id],) = request.outputs
+                request.outputs = []
+                request.let_go_of_item()
+        self._look_at_costs([each for each in batch.running if not each.is_over])
+        over = [each for each in batch.running if each.is_over]
+        self._finish(over, now)
+        if over:  # as many have run until one was done
             batch.memory.fitted(size)
+
+    def _results_of(self, parts: _Parts) -> dict[StepRequest, Any]:
+        """Call the model. Those without a result have failed, or start again."""
+        parts.run_all(may_rerun=self.model.may_rerun)
+        for request, failure in parts.failures.items():
+            request.failure = failure
+        return parts.results
 
     def _look_at_costs(self, requests: Sequence[StepRequest]) -> None:
         """Ask what the states cost now."""
@@ -230,11 +222,6 @@ class _Stepper:
                 request.cost = 0.0
                 request.failure = _failure_of(outcome_of(error, self.model, request.batch_id))
 
-    def _sweep(self, now: float) -> None:
-        """End those that run and are done or have failed."""
-        running = self.batch.running
-        self._finish([each for each in running if each.is_done or each.failure is not None], now)
-
     def _finish(self, over: list[StepRequest], now: float) -> None:
         for request in over:
             result = None
@@ -247,16 +234,17 @@ class _Stepper:
 
     def _report_of(self, request: StepRequest, result: Any, now: float) -> BatchReport:
         """What became of an item, which is let go of."""
-        started_at = min(request.started_at, now)
-        report = BatchReport(
-            request.batch_id, [result], duration=now - started_at, started_at=started_at
-        )
-        report.output_times = request.output_times
-        report.ceiling = self.batch.memory.limit
-        if request.failure is not None:
-            report.failures = {0: request.failure}
         request.item = None
-        return report
+        started_at = min(request.started_at, now)
+        return BatchReport(
+            request.batch_id,
+            [result],
+            {} if request.failure is None else {0: request.failure},
+            duration=now - started_at,
+            started_at=started_at,
+            ceiling=self.batch.memory.limit,
+            output_times=request.output_times,
+        )
 
     # -- calls of the model
 
@@ -266,22 +254,24 @@ class _Stepper:
         if resume is None:  # what sent it could not know yet
             text = "the process that held the stream died after outputs of it were handed out"
             request.failure = Failure(WorkerLost(f"{text}, and the model has no resume"))
-            return
-        outcome = self.call(lambda _: resume(item, outputs), [request])
-        if isinstance(outcome, Returned):
-            request.item = outcome.value
         else:
-            request.failure = _failure_of(outcome)
+            request.item = self._call_alone(request, lambda _: resume(item, outputs))
 
     def _join_outputs(self, request: StepRequest) -> Any:
         """The result of an item that is done; if there is none it has failed."""
-        outputs, moves_to_cpu = request.take_outputs(), self.model.moves_to_cpu
+        outputs, request.outputs = request.outputs, []
 
         def join(_: Any) -> Any:
             result = self.managed.join_outputs(outputs)
-            return results_on_host([result])[0] if moves_to_cpu else result
+            return results_on_host([result])[0] if self.model.moves_to_cpu else result
 
-        outcome = self.call(join, [request])
+        return self._call_alone(request, join)
+
+    def _call_alone(
+        self, request: StepRequest, function: Callable[[list[StepRequest]], Any]
+    ) -> Any:
+        """Call the model for one item; if it raises, the item has failed, and None is returned."""
+        outcome = self.call(function, [request])
         if isinstance(outcome, Returned):
             return outcome.value
         request.failure = _failure_of(outcome)
@@ -292,25 +282,13 @@ class _Stepper:
     ) -> Outcome:
         """Call the model with these. Raises what ends the worker."""
         self._write_progress([request.batch_id + 1 for request in requests])
-        outcome = self._try(function, requests)
+        try:
+            outcome: Outcome = Returned(function(requests))
+        except BaseException as error:
+            outcome = outcome_of(error, self.model, requests[0].batch_id, len(requests))
         self._write_progress([0] * len(requests))  # not if the worker ends: they are to blame
         self.channel.check_owner()
         return outcome
-
-    def _try(
-        self, function: Callable[[list[StepRequest]], Any], requests: list[StepRequest]
-    ) -> Outcome:
-        try:
-            return Returned(function(requests))
-        except UnreadableError as error:
-            failure = Failure.caught(BadModelOutput(*error.args))
-            return Invalid(dict.fromkeys(range(len(requests)), failure))
-        except BaseException as error:
-            outcome = outcome_of(error, self.model, requests[0].batch_id, len(requests))
-            if isinstance(error, InvalidItems) and isinstance(outcome, Failure):
-                # It names an item that there is not: no search finds the one at fault.
-                return Invalid(dict.fromkeys(range(len(requests)), outcome))
-            return outcome
 
     def _write_progress(self, numbers: list[int]) -> None:
         progress = self._progress
@@ -323,123 +301,94 @@ class _Stepper:
         """These are over, wherever they are."""
         for request in requests:
             self.batch.end(request)
-        self.let_go(requests)
+            self.give_up_state(request)
 
     def put_back(self, request: StepRequest) -> None:
-        """Give up its state: the item starts again."""
+        """The item starts again, later."""
         self.batch.put_back([request])
-        self.let_go([request])
+        self.give_up_state(request)
 
-    def let_go(self, requests: Sequence[StepRequest]) -> None:
-        """Release the states of these."""
-        states = [each.state for each in requests if each.state is not NO_STATE]
-        for request in requests:
-            request.state = NO_STATE
-        self.release(states)
+    def give_up_state(self, request: StepRequest) -> None:
+        """Release the state, if there is one."""
+        state, request.state = request.state, NO_STATE
+        if state is not NO_STATE:
+            self.release(state)
 
-    def release(self, states: Sequence[Any]) -> None:
-        for state in states:
-            try:
-                self.managed.release(state)
-            except Exception:
-                if not self._has_logged:  # in each worker: it may be so for each state
-                    self._has_logged = True
-                    with contextlib.suppress(Exception):  # of a filter or handler of a user's
-                        text = "%s raised: what the state held may not be free"
-                        logger.warning(text, describe(self.managed.release), exc_info=True)
+    def release(self, state: Any) -> None:
+        try:
+            self.managed.release(state)
+        except Exception:
+            text = "%s raised: what the state held may not be free"
+            self._log_once(logging.WARNING, text, describe(self.managed.release), exc_info=True)
 
 
-class _RequestParts(Bisection[StepRequest]):
+class _Parts(Bisection[StepRequest]):
     """Items with which the model is called together."""
 
     def __init__(self, stepper: _Stepper, requests: Sequence[StepRequest]) -> None:
         super().__init__(requests)
         self._stepper = stepper
         self._may_rerun = stepper.model.may_rerun
-        self._told_at = time.monotonic()
+        stepper.channel.last_sign_at = time.monotonic()
 
     @abstractmethod
     def call_model(self, requests: list[StepRequest]) -> list[Any]:
-        """What it returns for each. Raises UnreadableError, and what the model raises."""
+        """What it returns for each: a Failure where that cannot be read."""
 
     def run(self, part: list[StepRequest]) -> Outcome:
-        now = time.monotonic()
-        if now - self._told_at >= SIGN_OF_LIFE:
-            self._told_at = now
-            self._stepper.channel.send(StepReport())
+        self._stepper.channel.sign_of_life()
         return self._stepper.call(self.call_model, part)
 
-    def fail(self, items: list[StepRequest], failure: Failure) -> None:
-        if len(items) > 1:
-            failure = _shared(failure)
-        for request in items:
-            request.failure = failure
+    def fail(self, items: Iterable[StepRequest], failure: Failure) -> None:
+        requests = [*items]
+        super().fail(requests, _shared(failure) if len(requests) > 1 else failure)
 
 
-class _Start(_RequestParts):
+class _Start(_Parts):
     """Has items start."""
 
-    _started = 0  # so far
-
     def call_model(self, requests: list[StepRequest]) -> list[Any]:
-        managed = self._stepper.managed
-        found = managed.start([request.item for request in requests])
-        try:
-            return read_states(found, len(requests), describe(managed.start))
-        except UnreadableError as error:
-            self._stepper.release(error.parts)
-            raise
-
-    def done(self, part: list[StepRequest], value: list[Any]) -> None:
-        for request, state in zip(part, value, strict=True):
-            request.state = state
-        self._started += len(part)
+        start, size = self._stepper.managed.start, len(requests)
+        found = start([request.item for request in requests])
+        states = as_list(found)
+        if states is not None and len(states) == size:
+            return states
+        for state in states or ():
+            self._stepper.release(state)
+        return [_unreadable(found, start, f"a sequence of {size} states, one per item")] * size
 
     def ran_out(self, part: list[StepRequest], failure: Failure) -> None:
         """The part fails if it can never fit; else it waits, and all that come after it."""
         batch = self._stepper.batch
-        others = len(batch.running) + self._started
-        is_alone = len(part) == 1 and not others
-        if is_alone:
-            batch.ran_out_alone()
-        if is_alone or not self._may_rerun:
-            self.fail(part, failure)
-            self.drop(part)
+        others = len(batch.running) + len(self.results)
+        if len(part) > 1:
+            batch.starts.ran_out(len(part))
         else:
-            if len(part) == 1:
-                batch.ran_out(others)
-            else:
-                batch.starts.ran_out(len(part))
+            batch.ran_out(others)
+        if self._may_rerun and (others or len(part) > 1):
             self.drop(self.items)
+        else:
+            self.fail(part, failure)
         release_memory()  # only now: where it was raised, frames still held tensors
 
 
-class _Step(_RequestParts):
+class _Step(_Parts):
     """Has items take a step."""
 
     def call_model(self, requests: list[StepRequest]) -> list[StepPair]:
-        managed = self._stepper.managed
-        found = managed.step([request.state for request in requests])
-        moves_to_cpu = self._stepper.model.moves_to_cpu
-        return read_pairs(found, len(requests), describe(managed.step), moves_to_cpu=moves_to_cpu)
+        step = self._stepper.managed.step
+        found = step([request.state for request in requests])
+        return _read_pairs(found, len(requests), step, self._stepper.model.moves_to_cpu)
 
-    def done(self, part: list[StepRequest], value: list[StepPair]) -> None:
+    def fitted(self, part: list[StepRequest]) -> None:  # noqa: ARG002 - however many
         self._stepper.model.guard.row = 0
-        for request, pair in zip(part, value, strict=True):
-            if isinstance(pair, Failure):
-                request.failure = pair
-            else:
-                request.stepped(*pair)
 
     def ran_out(self, part: list[StepRequest], failure: Failure) -> None:
         """Give up the youngest of those that have not taken the step."""
-        batch, youngest = self._stepper.batch, None
-        size = len(batch.running)
-        if self._may_rerun and size > 1:
-            batch.ran_out(size - 1)
-            youngest = batch.youngest(self.items)
-        elif self._may_rerun:
-            batch.ran_out_alone()
+        batch = self._stepper.batch
+        others = len(batch.running) - 1
+        batch.ran_out(others)
+        youngest = batch.youngest(self.items) if others else None
         if youngest is not None:
             self._stepper.put_back(youngest)
             self.drop([youngest])
@@ -450,8 +399,8 @@ class _Step(_RequestParts):
             self.reorder(each for each in reversed(batch.running) if each in left)
         else:
             self.fail(part, failure)
-            self._stepper.let_go(part)
-            self.drop(part)
+            for request in part:
+                self._stepper.give_up_state(request)
         release_memory()  # only now: where it was raised, frames still held tensors
 
 
@@ -460,9 +409,8 @@ def _shared(failure: Failure) -> Failure:
 
     The model's exception may quote the item at fault, so it goes to the log only.
     """
-    with contextlib.suppress(Exception):  # of a filter or handler of a user's
-        text = "a model raised on several items, and which is at fault is not known:\n%s"
-        logger.error(text, failure.remote_traceback)
+    text = "a model raised on several items, and which is at fault is not known:\n%s"
+    _log(logging.ERROR, text, failure.remote_traceback)
     kind = failure.text.partition(": ")[0]
     return Failure(
         SharedBatchError(
@@ -479,3 +427,57 @@ def _failure_of(outcome: Outcome) -> Failure:
     if isinstance(outcome, Failure):
         return outcome
     return outcome.failures[0] if isinstance(outcome, Invalid) else outcome.failure
+
+
+# -- what a step returned
+
+
+def _read_pairs(found: Any, expected: int, step: Any, moves_to_cpu: bool) -> list[StepPair]:
+    """So many pairs, that ``step`` returned, with their tensors on the CPU.
+
+    Where there is none the item fails. If they are not as many all fail: which are whose is not
+    known, and the model may have taken the step.
+    """
+    if type(found) is OnHost:
+        found = results_on_host(found)
+    parts = as_list(found)
+    if parts is None or len(parts) != expected:
+        what = f"a sequence of {expected} pairs (output, is_done), one per state"
+        return [_unreadable(found, step, what)] * expected
+    pairs = [_read_pair(part, step) for part in parts]
+    if not moves_to_cpu:
+        return pairs
+    # The first output says whether there are tensors of a GPU: so without those that are None.
+    outputs = [each[0] for each in pairs if type(each) is tuple and each[0] is not None]
+    moved = iter(results_on_host(outputs))
+    return [
+        (next(moved), each[1]) if type(each) is tuple and each[0] is not None else each
+        for each in pairs
+    ]
+
+
+def _unreadable(found: Any, function: Any, expected: str) -> Failure:
+    """Of an item, if the model's function returned something else."""
+    text = f"{describe(function)} must return {expected}; it returned {describe_outputs(found)}"
+    return Failure(BadModelOutput(text))
+
+
+def _read_pair(pair: Any, step: Any) -> StepPair:
+    if type(pair) is tuple and len(pair) == 2 and type(pair[1]) is bool:  # the usual case
+        return pair
+    if isinstance(pair, Exception):
+        return Failure.caught(pair)
+    parts = as_list(pair)
+    # Where a model returns all outputs and then all flags, of two items, these look like pairs.
+    if parts is not None and len(parts) == 2 and _is_flag(parts[1]):
+        return parts[0], bool(parts[1])
+    what = "a pair (output, is_done) for each state, and is_done must be True or False"
+    return _unreadable(pair, step, what)
+
+
+def _is_flag(value: Any) -> bool:
+    """Whether it is one bool, also of numpy or torch."""
+    kind = str(getattr(value, "dtype", ""))
+    return type(value) is bool or (
+        kind in ("bool", "torch.bool") and not tuple(getattr(value, "shape", ()))
+    )

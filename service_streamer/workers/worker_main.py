@@ -54,7 +54,7 @@ from .protocol import (
     map_progress,
 )
 from .runner import serve
-from .stages import FORWARD, Channel
+from .stages import FORWARD, Channel, DecodedBatch
 from .starting import STACKS_SIGNAL, ignore_group_signals, limit_loaded_torch
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class CodedChannel(Channel):
         """Send a message of any kind. Any thread."""
         self.send_raw(encode(report))
 
-    def decode(self, received: Any) -> tuple[int, list[Any], dict[int, Failure]]:
+    def decode(self, received: Any) -> DecodedBatch:
         batch_id, payloads, released, _ = received
         if self.link is not None:
             if self.link.arena is not None:
@@ -129,17 +129,19 @@ class CodedChannel(Channel):
             try:
                 items.append(decode(payload))
             except (Exception, SystemExit) as error:  # unpickling must not end the worker
-                self._look(error, batch_id)
+                self.guard.look(error, batch_id)
                 failed = self.codec.refuse_item(error, self.advise(error))
                 failed.__cause__ = error
                 failures[position] = Failure.caught(failed)
-        if self.keeps_decoded and len(payloads) > 1:
-            self.decoded = [*payloads]  # for items that are computed again
-        payloads.clear()  # or blocks would be kept until the next batch
-        return batch_id, items, failures
+        decode_again: Callable[[int], Any] | None = None
+        if len(payloads) > 1:
+            kept = [*payloads]
 
-    def decode_again(self, payload: Any) -> Any:
-        return self.codec.decode_again(payload)
+            def decode_again(position: int) -> Any:
+                return self.codec.decode_again(kept[position])
+
+        payloads.clear()  # or blocks would be kept until the next batch
+        return batch_id, items, failures, decode_again
 
     def encode(self, report: BatchReport) -> None:
         self.check_owner()  # before anything is written to memory that is shared
@@ -173,15 +175,8 @@ class CodedChannel(Channel):
             report.released = self.link.lend(payloads)
         report.outputs = dict(zip(outputs, payloads, strict=True))
 
-    def _look(self, error: BaseException, batch_id: int) -> None:
-        try:
-            self.guard.look(error)
-        except DeviceFailed as end:
-            end.batch_ids.add(batch_id)
-            raise
-
     def _unsendable(self, output: Any, error: BaseException, batch_id: int) -> Failure:
-        self._look(error, batch_id)
+        self.guard.look(error, batch_id)
         cannot_send = self.cannot_send.format(kind=type(output).__qualname__)
         failed = ModelError(
             f"{cannot_send} ({summary(error)}); return plain data, numbers or arrays"
