@@ -29,8 +29,7 @@ from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
 from ..workers.starting import refuse_unguarded_main
 from ..workers.transport import ThreadTransport, Transport
-from .core import Lengths
-from .engine import Engine
+from .engine import Engine, Lengths
 
 #: A function of an item, or where to import it: "package.module:function".
 Length = Callable[[Any], float] | str

@@ -28,7 +28,7 @@ from typing import Any
 
 from .. import __version__
 from ..engine.build import Model, check_wanted, make_lengths, make_spec
-from ..engine.core import Lengths
+from ..engine.engine import Lengths
 from ..errors import (
     PredictTimeout,
     StreamerClosed,

@@ -209,7 +209,7 @@ class PoolServer:
 
     def run(self) -> None:
         """Serve until it is told to end, or no client is left for as long as they have wished."""
-        self._engine.when_answered(self._send_all)
+        self._engine.on_answered = self._send_all
         self._engine.when_ended(self._engine_ended)
         self._engine.when_workers_change(self._workers_changed)
         self._engine.start()

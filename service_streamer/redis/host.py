@@ -90,7 +90,7 @@ class Host:
 
     def start(self) -> None:
         engine = self._state.engine
-        engine.when_answered(self._finisher.finish_now)
+        engine.on_answered = self._finisher.finish_now
         engine.when_ended(self._engine_ended)
         self._claiming.start()
         self._finishing.start()

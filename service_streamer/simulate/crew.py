@@ -66,7 +66,7 @@ class Crew:
         """The worker has loaded its model."""
         if slot in self._fleet.supervisor:  # else it was ended meanwhile
             self.lives[slot] = now, math.inf
-            self._do(self._fleet.happened(WorkerReady(slot), now), now)
+            self._do(self._fleet.apply(WorkerReady(slot), now), now)
             self._obey((), now)  # one that stood in for it may have to end
 
     @property
@@ -107,7 +107,7 @@ class Crew:
                 if slot in self.lives:
                     self.lives[slot] = self.lives[slot][0], now
                     loss = Loss.CRASHED
-                self._do(fleet.happened(WorkerDied(slot, _ENDED, loss), now), now)
+                self._do(fleet.apply(WorkerDied(slot, _ENDED, loss), now), now)
         fleet.notes.clear()
 
     def worked(self, since: float, until: float) -> float:

@@ -19,6 +19,17 @@ class Loss(enum.Enum):
     NEVER_AGAIN = "cannot be started, and no other one can"
 
 
+class Fate(enum.Enum):
+    """What becomes of a lost worker, for the log."""
+
+    EXPECTED = "not replaced, since it was about to end"
+    GONE = "gone"
+    RESTARTED = "started again"
+    OLD_FIRST = "tried again when the old worker has ended: there is no memory for both"
+    ABORTED = "gone, and the old worker stays"
+    FAILED = "tried again, but seldom"
+
+
 def backoff(tries: int, first: float, longest: float, jitter: float) -> float:
     """Seconds to wait before the next try, after so many: they double, up to the longest.
 
