@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ class Walk:
         self.obey()
 
     def states(self) -> dict[str, int]:
-        return {state.value: n for state, n in self.supervisor.states().items() if n}
+        return Counter(state.value for _, _, state in self.supervisor.workers())
 
     def told(self) -> list[str]:
         log, self.log = self.log, []

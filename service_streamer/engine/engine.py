@@ -45,7 +45,7 @@ from ..workers.transport import Transport
 from .backend import IN_CALLBACK
 from .fleet import EngineState, Fleet
 from .loop import ABORT_GRACE, WOKEN, Loop
-from .timer import is_owned
+from .threads import is_owned
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -106,16 +106,13 @@ class Engine(Loop):
         self.cancel_exit = self.transport.when_exiting(self._close_at_exit)
 
     def when_ended(self, callback: Callable[[], None]) -> None:
-        """Have it called when the engine ends, in its thread; at once if it has ended already.
-
-        It must not raise, and may be called twice.
-        """
+        """Call it when the engine ends, in its thread, or now if it has: perhaps twice."""
         self.on_end = callback
         if self.has_ended:
             callback()
 
     def when_workers_change(self, callback: Callable[[], None]) -> None:
-        """Have it called in the engine's thread when a worker is ready or lost, and at the end.
+        """Call it in the engine's thread when a worker is ready or lost, and at the end.
 
         Now and then also for nothing. It must neither block nor raise.
         """
@@ -134,9 +131,6 @@ class Engine(Loop):
                 it returns. What it raises is logged; as long as it takes, nothing else is answered.
             on_call: called with each call in the thread that submits it, to note in its
                 ``context`` what is to be known when its record comes.
-
-        Raises:
-            StreamerForked: in a forked child.
         """
         self.check_process()  # before the lock, which a fork may have copied while held
         with self.lock:
@@ -293,16 +287,10 @@ class Engine(Loop):
                 self.forget(call)
             return is_cancelled
 
-        is_cancelled = self._change(cancel, call)
-        if self.fleet.state is EngineState.DRAINING:
-            self.transport.wakeup()  # it may have been the last call that the drain waited for
-        return is_cancelled
+        return self._change(cancel, call)
 
     def withdraw(self, call: Call) -> None:
-        """The caller has gone: drop what has not been sent, forget the rest.
-
-        Soon: whoever takes the lock next does it. A finalizer may call this at any line.
-        """
+        """The caller has gone: drop what has not been sent, forget the rest."""
         self._leave(call, has_expired=False)
 
     def expire(self, call: Call) -> None:
@@ -311,8 +299,11 @@ class Engine(Loop):
 
     def _leave(self, call: Call, *, has_expired: bool) -> None:
         self.check_process()
-        self.left.append((call, has_expired))
-        self.transport.wakeup()
+        if is_owned(self.lock):  # a finalizer interrupts this thread in the middle of a change
+            self.left.append((call, has_expired))
+            self.transport.wakeup()
+        else:  # at once, so that a stream's place is free before the next step
+            self._change(self.let_go, (call, has_expired))
 
     def extend(self, call: Call, deadline: float) -> bool:
         """Somebody waits for the call until ``deadline`` of the clock; False if it is over."""
@@ -353,21 +344,6 @@ class Engine(Loop):
             if self.fleet.description is None:
                 self._check_accepting()
             return self.fleet.description
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether the model is known to be one of steps: not before a worker has loaded it."""
-        return self.batcher.has_steps
-
-    @property
-    def batch_duration(self) -> float:
-        """What the model has taken for a batch of late, seconds; infinity before the first."""
-        return self.batcher.figures.batch_duration
-
-    @property
-    def room(self) -> int:
-        """The most batches that a worker holds."""
-        return self.batcher.slots.room
 
     @property
     def state(self) -> EngineState:
@@ -556,7 +532,7 @@ class Engine(Loop):
 
     def abandon(self) -> None:
         """Have the loop drain and close, soon. For a finalizer, which may run under our locks."""
-        self.is_abandoned = True
+        self.left.append(None)
         if os.getpid() == self._pid:
             self.transport.wakeup()
 

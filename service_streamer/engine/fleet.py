@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..batching.batcher import NOTHING, Actions, Batcher
@@ -43,6 +43,10 @@ _STOP_FIRST = (
     "two workers do not fit: restart_workers(overlap=False) ends the old one first; if there is no "
     "other worker, calls wait meanwhile"
 )
+
+
+#: Of workers, as users see them: one that is ready is idle or busy.
+_STATES = ["idle", "busy", *(s.value for s in WorkerState if s is not WorkerState.READY)]
 
 
 class EngineState(enum.Enum):
@@ -113,13 +117,15 @@ class Fleet:
                 if not failure.blames_input:
                     self._last_error = failure.text[:100].partition(":")[0]
             return self.batcher.batch_returned(event, now)
+        actions = NOTHING
         if isinstance(event, WorkerDied):
-            return self._lost(event, now)
-        if isinstance(event, WorkerWaits):
+            actions = self._lost(event, now)
+        elif isinstance(event, WorkerReady):
+            actions = self._ready(event, now)
+        else:
             self.supervisor.waits(event.slot, has_place=event.has_place)
-            self._workers_changed()
-            return NOTHING
-        return self._ready(event, now)
+        self._workers_changed()
+        return actions
 
     def _ready(self, event: WorkerReady, now: float) -> Actions:
         slot = event.slot
@@ -133,7 +139,6 @@ class Fleet:
         if self.state is EngineState.BROKEN:
             self._note(_WARNING, "calls are accepted again")
         self.revive()
-        self._workers_changed()
         if slot in self._dying:
             return NOTHING
         return self.batcher.worker_ready(slot, now, self.supervisor.start_duration)
@@ -186,12 +191,10 @@ class Fleet:
                     "again at least once a minute, and by restart_workers() at once"
                 )
                 broken = Failure(error, cause=failure)
-            if self.state in (EngineState.STARTING, EngineState.RUNNING, EngineState.BROKEN):
-                self.state = EngineState.BROKEN
-                self.refusal = broken
+            if self.state not in (EngineState.DRAINING, EngineState.CLOSED):
+                self.state, self.refusal = EngineState.BROKEN, broken
             calls = [*actions.calls, *self.batcher.fail_all(broken)]
             actions = actions._replace(calls=calls)
-        self._workers_changed()
         return actions
 
     def look_after_workers(
@@ -361,28 +364,32 @@ class Fleet:
         if is_news and failure.remote_traceback is not None:
             self._note(_WARNING, "what it was doing:\n%s", failure.remote_traceback)
 
+    def _states(self) -> Iterator[tuple[int, str]]:
+        """Place and state of each worker, and of each place that waits for one or has failed."""
+        busy = {batch.slot for batch in self.batcher.slots.in_flight()}
+        for place, slot, state in self.supervisor.workers():
+            if state is WorkerState.READY:
+                yield place, "busy" if slot in busy else "idle"
+            else:
+                yield place, state.value
+
     def workers(self, device: Callable[[int], int | str | None]) -> list[WorkerStats]:
         """Each worker, and each place that waits for one or has failed, by number."""
         if self.state is EngineState.CLOSED:
             return []
-        workers = []
-        for place, slot, state in self.supervisor.workers():
-            name = state.value
-            if slot is not None and state is WorkerState.READY:
-                name = "busy" if self.batcher.items_held(slot) else "idle"
-            restarts = self.supervisor.restarts_at.get(place, 0)
-            workers.append(WorkerStats(place, device(place), name, restarts))
+        restarts = self.supervisor.restarts_at
+        workers = [
+            WorkerStats(place, device(place), state, restarts[place])
+            for place, state in self._states()
+        ]
         return sorted(workers, key=lambda worker: worker.number)
 
     def stats(self, now: float) -> StreamerStats:
         batcher, supervisor = self.batcher, self.supervisor
-        states = dict(supervisor.states())
-        busy = batcher.slots.busy - states[WorkerState.RETIRING]
-        ready = states.pop(WorkerState.READY)
-        workers = {"idle": max(0, ready - busy), "busy": min(ready, max(0, busy))}
-        workers |= {state.value: count for state, count in states.items()}
-        if self.state is EngineState.CLOSED:
-            workers = dict.fromkeys(workers, 0)
+        workers = dict.fromkeys(_STATES, 0)
+        if self.state is not EngineState.CLOSED:
+            for _, state in self._states():
+                workers[state] += 1
         return StreamerStats(
             state=self.state.value,
             pending=batcher.pending_items,

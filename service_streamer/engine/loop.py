@@ -26,13 +26,12 @@ from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, StepReport
 from ..reporting import counted, quiet_log, report_bug, summary
-from ..supervision.restarts import Loss
+from ..supervision.restarts import Loss, backoff
 from ..workers.protocol import DROP, RESUME, Failure, WorkerReady
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
-from .at_exit import AtExit
 from .backend import BlockingReply, LoopReply, Mailbox, wake
 from .fleet import EngineState, Fleet, FleetEvent
-from .timer import is_owned, rest_if_copied
+from .threads import AtExit, is_owned, rest_if_copied
 
 logger = logging.getLogger(__name__)
 log = quiet_log(__name__)
@@ -41,9 +40,6 @@ log = quiet_log(__name__)
 _STOP_GRACE = 5.0
 #: The same for one that is still loading, or computing for callers that have their answer already.
 ABORT_GRACE = 0.5
-
-#: Between two failures of our own, seconds; arbitrary.
-_LONGEST_PAUSE = 1.0
 
 
 #: ``Loop.waits_until`` of a loop that has been woken, or is about to be.
@@ -112,35 +108,29 @@ class Loop:
 
     Args:
         transport: not started yet; owned, and closed at the end.
-        hang: why a worker was killed whose batch took too long, with "{:g}" for the seconds. Where
-            workers are not killed for that, why not.
-        slow_start: why one was killed that took too long to be ready.
-        clock: seconds from a monotonic clock.
+        hang, slow_start: why a worker was killed whose batch, or start, took too long, with "{:g}"
+            for the seconds. Where workers are not killed for their batch, why not.
 
     Attributes:
         unsent: outboxes into which something was put. Whoever comes by sends what is there, so that
             nothing is left behind by a thread that was interrupted in between.
-        outboxes: by slot.
         open_calls: those that are accepted and not answered, in the order of their arrival. What
             they need and what workers hold is the truth from which ``settle`` derives the rest.
         is_torn: whether an exception has ended a change in a caller's thread halfway, as a signal
             handler may raise one anywhere. Whoever takes the lock next calls ``settle``.
-        left: calls whose callers have gone, and whether for lack of time. A finalizer may say so at
-            any line, and within the lock: it only appends, and wakes the loop.
+        left: what finalizers say, at any line and within the lock: they only append, and wake the
+            loop. Calls whose callers have gone, and whether for lack of time; None if the engine is
+            to drain and close, since its owner has gone.
         undone: what is to be done but for batches, which are queued: the loop's affair.
         records: of batches, if they are watched: the loop hands them out and releases them.
         waits_until: until when the loop waits, if nothing happens.
-        is_exiting: whether the interpreter ends.
-        is_abandoned: set by a finalizer, which may run within the lock: drain and close, soon.
-        has_ended: whether ``on_end`` has been called, or is about to be.
-        on_answered: called when all is answered that came back at a time, also outputs of streams.
-            It must neither block nor raise.
+        on_answered: called when all is answered that came back at a time. Must not block or raise.
         on_workers, on_end, on_batch: see ``Engine.when_workers_change``, ``when_ended``, ``watch``.
         cancel_exit: has the engine not be closed any more when the interpreter ends.
     """
 
     # More than 30 attributes of an instance would make all of them slower.
-    is_exiting = is_abandoned = has_ended = False
+    is_exiting = has_ended = False
 
     def __init__(
         self,
@@ -167,7 +157,7 @@ class Loop:
         self.outboxes: dict[int, WorkerOutbox] = {}
         self.open_calls: dict[Call, None] = {}  # an ordered set
         self.is_torn = False
-        self.left: collections.deque[tuple[Call, bool]] = collections.deque()
+        self.left: collections.deque[tuple[Call, bool] | None] = collections.deque()
         self.undone: list[Actions] = []
         self.records: list[BatchRecord] = []
         self.drain_deadline = math.inf
@@ -214,9 +204,11 @@ class Loop:
             return
         self.is_torn = True  # until this is done: a signal handler may raise in between
         while self.left:
-            call, has_expired = self.left[0]
-            if self.batcher.call_withdrawn(call, has_expired=has_expired):
-                self.forget(call)
+            entry = self.left[0]
+            if entry is None:
+                self.begin_drain(math.inf)
+            else:
+                self.let_go(entry)
             self.left.popleft()
         self.is_torn = False
 
@@ -233,11 +225,19 @@ class Loop:
         self.waits_until = math.inf
         self.is_torn = False
 
+    def let_go(self, leaving: tuple[Call, bool]) -> None:
+        """The caller of a call has gone, perhaps for lack of time. Locked."""
+        call, has_expired = leaving
+        if self.batcher.call_withdrawn(call, has_expired=has_expired):
+            self.forget(call)
+
     def forget(self, call: Call) -> None:
         """No caller waits for the call any more, which is over. Locked."""
         call.reply = None
         self.open_calls.pop(call, None)
         self._drop_unwanted()
+        if self.fleet.state is EngineState.DRAINING:
+            self.undone.append(NOTHING)  # have the loop look whether it waited for this call only
 
     def _drop_unwanted(self) -> None:
         """Workers are told which batches have lost their callers."""
@@ -342,7 +342,7 @@ class Loop:
                     events = self._recover(error, events)
                     if failures > 1:
                         events = []
-                        time.sleep(min(_LONGEST_PAUSE, 0.01 * 2 ** min(failures, 10)))
+                        time.sleep(backoff(failures, first=0.01, longest=1.0, jitter=0.0))
                     timeout = 0.0
         except BaseException as error:
             # Nobody may wait for a thread that is dead, whatever it died of.
@@ -389,8 +389,6 @@ class Loop:
         fleet, batcher = self.fleet, self.batcher
         with self.lock:
             self.settle()
-            if self.is_abandoned:
-                self.begin_drain(math.inf)
             now = self.clock()
             due = min(batcher.deadline, fleet.supervisor.due, fleet.scaling.due)
             if now < batcher.expects_until < due:
@@ -428,7 +426,7 @@ class Loop:
                     else:
                         self._apply(event, now)
                 # While draining no caller may be left to flush what was submitted.
-                is_draining = self.is_abandoned or fleet.state is EngineState.DRAINING
+                is_draining = fleet.state is EngineState.DRAINING
                 if not (fleet.scaling.is_fixed or is_draining):
                     fleet.scale_by_load(now)
                 if batcher.deadline <= now or is_draining:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..engine.engine import Engine
-from ..engine.timer import start_thread
+from ..engine.threads import start_thread
 from ..supervision.supervisor import Overlap
 from .directory import Leadership
 from .fingerprint import Fingerprint, differences

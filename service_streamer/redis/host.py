@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 
 from ..engine.engine import Engine
-from ..engine.timer import start_thread
+from ..engine.threads import start_thread
 from ..errors import BrokerUnavailable, StreamerError, WorkerStartError
 from ..reporting import counted
 from .claimer import Claimer

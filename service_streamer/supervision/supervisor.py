@@ -31,9 +31,10 @@ replaced when it is ready: it may have begun to load before that, unheard.
 
 from __future__ import annotations
 
+import collections
 import enum
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from .restarts import Fate, Loss, RestartPolicy
@@ -98,6 +99,17 @@ class _Worker:
         self.ready_at = math.inf
 
 
+class _Exchange(enum.Enum):
+    """A renewal without overlap, as seen by one place. The next place has to wait until it ends.
+
+    On a cluster the new worker of one place may get the room that the old one of another has left.
+    """
+
+    NONE = "no worker is awaited here"
+    AWAITED = "its old worker was ended, or it may have got another's room: its new one loads"
+    REPLACED = "awaited, but another place's is ready since: it may wait for room without end"
+
+
 class _Place:
     def __init__(self) -> None:
         self.restarts = 0  # in a row
@@ -106,12 +118,7 @@ class _Place:
         self.restart_at = -math.inf  # at once
         self.has_failed = False
         self.was_served = False  # by a worker that was ready
-        # Its worker was ended for a new one, which is not ready yet; or another one's was, and this
-        # one may have got what that has left.
-        self.is_exchanged = False
-        # Another one is ready that may have got what its old worker had: if the new one waits for a
-        # place, it is not waited for.
-        self.is_made_up = False
+        self.exchange = _Exchange.NONE
 
     def forgive(self) -> None:
         """The row has ended."""
@@ -125,8 +132,7 @@ class Supervisor:
 
     Attributes:
         due: when to call ``orders``; minus infinity when something has changed.
-        restarts: of lost workers, so far.
-        restarts_at: the same by place, of those that had any.
+        restarts_at: of lost workers, so far, by place.
         aborted: the last generation whose replacement could not be started.
         progressed: slots whose worker has computed a batch.
         start_duration: what the last worker that is ready took to be so, seconds.
@@ -141,8 +147,7 @@ class Supervisor:
         self._next_slot = 0
         self._generation = 0
         self.due = -math.inf
-        self.restarts = 0
-        self.restarts_at: dict[int, int] = {}
+        self.restarts_at: collections.Counter[int] = collections.Counter()
         self.aborted = -1
         self.progressed: set[int] = set()
         self.start_duration = 0.0
@@ -222,13 +227,13 @@ class Supervisor:
         worker = self._workers[slot]
         if worker.state is WorkerState.STARTING:
             worker.is_waiting = not has_place
-            self._end_made_up()
+            self._end_replaced()
             place = self._place_of(worker)
             if not has_place:  # one that has it may have begun to load before the last renewal
                 worker.generation = self._generation
-            elif place is not None:
-                # Perhaps that which was left for the successor of another one, which waits now.
-                place.is_exchanged |= self._is_short
+            elif place is not None and self._is_short and place.exchange is _Exchange.NONE:
+                # Perhaps the room that was left for the successor of another one, which waits now.
+                place.exchange = _Exchange.AWAITED
             self.due = -math.inf
 
     def ready(self, slot: int, now: float) -> bool:
@@ -247,14 +252,15 @@ class Supervisor:
         place = self._place_of(worker)
         if place is not None:
             place.was_served = True
-            if place.is_exchanged:
-                place.is_exchanged = place.is_made_up = False
+            if place.exchange is not _Exchange.NONE:
+                place.exchange = _Exchange.NONE
                 for other in self._places:
-                    other.is_made_up = other.is_exchanged
-                self._end_made_up()
+                    if other.exchange is _Exchange.AWAITED:
+                        other.exchange = _Exchange.REPLACED
+                self._end_replaced()
             if place.has_failed:
                 place.has_failed = False
-                self._count_restart(worker.place)
+                self.restarts_at[worker.place] += 1
         self.due = -math.inf
         return True
 
@@ -264,9 +270,6 @@ class Supervisor:
         One that retires already is not kept any more, if it is wanted again.
         It ends first: a device may not have the memory for two. Its successor waits as after a
         death, so that a place whose workers all end like that does not load one after the other.
-
-        Args:
-            jitter: see ``RestartPolicy.delay``.
         """
         worker = self._workers.get(slot)
         if worker is None or worker.is_condemned:
@@ -303,7 +306,6 @@ class Supervisor:
         """The worker is gone; what follows.
 
         Args:
-            jitter: see ``RestartPolicy.delay``.
             was_busy: whether it held a batch, which may have been the cause.
             is_explained: whether it is known now that it was.
         """
@@ -333,7 +335,7 @@ class Supervisor:
         if has_progressed or lived or is_explained:
             place.forgive()
         place.was_served |= worker.ready_at < math.inf
-        if place.is_exchanged:
+        if place.exchange is not _Exchange.NONE:
             self._abort()
         is_tried = not place.has_failed
         if is_tried and (was_busy or place.causeless < self._budget(place, loss)):
@@ -351,11 +353,7 @@ class Supervisor:
         place = self._places[number]
         place.restart_at = now + self._policy.delay(place.restarts, jitter)
         place.restarts += 1
-        self._count_restart(number)
-
-    def _count_restart(self, place: int) -> None:
-        self.restarts += 1
-        self.restarts_at[place] = self.restarts_at.get(place, 0) + 1
+        self.restarts_at[number] += 1
 
     def _has_stand_in(self) -> bool:
         """Whether one of the workers can be spared for a while."""
@@ -377,7 +375,7 @@ class Supervisor:
         """Leave the workers that are not replaced yet: their successors would not start either."""
         self.aborted = self._generation
         for place in self._places:
-            place.is_exchanged = place.is_made_up = False
+            place.exchange = _Exchange.NONE
         for worker in self._workers.values():
             worker.generation = self._generation
 
@@ -390,15 +388,14 @@ class Supervisor:
     @property
     def _is_short(self) -> bool:
         """Whether a worker was ended for a new one, which is not ready yet."""
-        return any(place.is_exchanged for place in self._places)
+        return any(place.exchange is not _Exchange.NONE for place in self._places)
 
-    def _end_made_up(self) -> None:
-        """Do not wait for new workers that wait, if others have got what their old ones left."""
+    def _end_replaced(self) -> None:
+        """Do not wait for new workers that wait for room, if others may have got theirs."""
         for worker in self._workers.values():
             place = self._place_of(worker)
-            if worker.is_waiting and place is not None:
-                place.is_exchanged &= not place.is_made_up
-                place.is_made_up = False
+            if worker.is_waiting and place is not None and place.exchange is _Exchange.REPLACED:
+                place.exchange = _Exchange.NONE
 
     # -- the difference
 
@@ -454,7 +451,7 @@ class Supervisor:
             worker.state is WorkerState.RETIRING
             and not worker.is_condemned
             and place is not None
-            and not place.is_exchanged
+            and place.exchange is _Exchange.NONE
             and not self._is_winding_down
             and all(w.state is WorkerState.STOPPING for w in self._beside(worker))
         )
@@ -474,7 +471,7 @@ class Supervisor:
         if self._workers[slot].overlap:
             self._start(place, orders, now)
         else:
-            self._places[place].is_exchanged = True
+            self._places[place].exchange = _Exchange.AWAITED
             self._retire(slot, orders)
 
     def _is_manned(self, orders: WorkerActions) -> bool:
@@ -536,6 +533,11 @@ class Supervisor:
         return self._places[place].restart_at
 
     @property
+    def restarts(self) -> int:
+        """Of lost workers, so far."""
+        return self.restarts_at.total()
+
+    @property
     def is_loading(self) -> bool:
         """Whether a worker loads its model, be it in a place that has failed."""
         return bool(self._in(WorkerState.STARTING))
@@ -570,13 +572,6 @@ class Supervisor:
     def was_served(self) -> bool:
         """Whether any worker was ever ready, of those places that are wanted."""
         return any(place.was_served for place in self._places)
-
-    def states(self) -> Mapping[WorkerState, int]:
-        """How many workers, or places without one, are in each state."""
-        counts = dict.fromkeys(WorkerState, 0)
-        for _, _, state in self.workers():
-            counts[state] += 1
-        return counts
 
     def workers(self) -> Iterator[tuple[int, int | None, WorkerState]]:
         """Each worker as (place, slot, state), and each place without one, whose slot is None."""
