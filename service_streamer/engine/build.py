@@ -43,14 +43,7 @@ def _make_lengths(
 ) -> Lengths | None:
     """The function that gives the lengths of items; None if neither options nor model name one.
 
-    Args:
-        length: the user's, imported here if it is a string; None for that of the model's class.
-        model: as the streamer was given it. One that is named by a string stays unknown here.
-        codec: what items come encoded with; None if they come as they are.
-
-    Raises:
-        TypeError, ValueError: it is no function, and no place to import one from.
-        ImportError, AttributeError: there is none at that place.
+    A model that is named by a string stays unknown here. Raises what ``find_function`` does.
     """
     function: Callable[[Any], object]
     if isinstance(length, str):
@@ -311,10 +304,8 @@ _OF_NO_CALL = ("StreamerBroken", "StreamerClosed", "WorkerStartError")
 def not_blamed(failure: Failure, is_loss: bool) -> Failure:
     """For the calls of a batch that failed, if it is not known which of them it was.
 
-    Args:
-        failure: of the batch.
-        is_loss: whether workers died of it, so many that the search was ended; otherwise the model
-            raised, and nothing may be computed again.
+    Workers died of it, so many that the search was ended, or the model raised and nothing may be
+    computed again.
     """
     kind, _, text = failure.text.partition(": ")
     if is_loss:

@@ -185,7 +185,15 @@ class Engine(Loop):
                 if self.is_torn or self.left:
                     self.settle()
                 result = change(subject)
-                is_early = self.waits_until is not WOKEN and self._has_to_look_early()
+                # Wake the loop if it would look too late by itself. Once is enough.
+                is_early = self.waits_until is not WOKEN and (
+                    self.batcher.deadline < self.waits_until
+                    or bool(self.undone)  # callbacks of others: not in this thread
+                    # Perhaps there are too few workers.
+                    or (not self.fleet.scaling.is_watching and self.batcher.pending_items > 0)
+                )
+                if is_early:
+                    self.waits_until = WOKEN
             if self.unsent:
                 self.send()
             if is_early:
@@ -197,21 +205,6 @@ class Engine(Loop):
             self.transport.wakeup()
             raise
         return result
-
-    def _has_to_look_early(self) -> bool:
-        """Whether to wake the loop, which would look too late by itself. Locked.
-
-        If so, ``waits_until`` says it: then no other thread has to.
-        """
-        if (
-            self.batcher.deadline < self.waits_until
-            or self.undone  # callbacks of others: not in this thread
-            # Perhaps there are too few workers.
-            or (not self.fleet.scaling.is_watching and self.batcher.pending_items > 0)
-        ):
-            self.waits_until = WOKEN
-            return True
-        return False
 
     def _accept(self, call: Call) -> BaseException | None:
         """Let the batcher have a call, or return why not. Locked."""
@@ -434,13 +427,10 @@ class Engine(Loop):
             WorkerStartError, StreamerBroken: none will.
             StreamerClosed: it is closed, or was meanwhile.
         """
-        serving = 0 if self.fleet.refusal is not None else len(self.batcher.slots)
-        if not serving:
-            with self.lock:
-                self.changed.wait_for(lambda: self.batcher.slots or self.fleet.refusal, timeout)
-                self._check_accepting()  # also with workers, if the loop has failed
-                serving = len(self.batcher.slots)
-        return serving
+        with self.lock:
+            self.changed.wait_for(lambda: self.batcher.slots or self.fleet.refusal, timeout)
+            self._check_accepting()  # also with workers, if the loop has failed
+            return len(self.batcher.slots)
 
     def try_start_once(self) -> None:
         """Start no worker again that could not load its model, unless another one is ready.

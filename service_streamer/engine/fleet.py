@@ -200,13 +200,10 @@ class Fleet:
     def look_after_workers(
         self, rest: Iterable[Actions], now: float
     ) -> tuple[WorkerActions, list[Actions]]:
-        """Compare the workers that there are with those that there should be.
+        """What to do about workers, and what the batcher wants done then.
 
         Args:
             rest: what the batcher wanted done, but for its batches and calls.
-
-        Returns:
-            What to do about workers, and what the batcher wants done then.
         """
         supervisor = self.supervisor
         vacant: list[int] = []

@@ -173,11 +173,6 @@ class Loop:
 
     # -- the state: locked
 
-    def queue(self, batches: Sequence[BatchRecord]) -> None:
-        """Have batches sent that were just cut: of each worker in this order. Locked."""
-        for batch in batches:
-            self._put(batch.slot, batch)
-
     def tell(self, slot: int, what: int, batch_id: int) -> None:
         """Have a worker told something about a batch. Locked."""
         self._put(slot, (what, batch_id))
@@ -192,7 +187,8 @@ class Loop:
     def take_up(self, actions: Actions) -> None:
         """Queue the batches, and leave the rest to the loop. Locked."""
         if actions is not NOTHING:
-            self.queue(actions.batches)
+            for batch in actions.batches:  # of each worker in this order
+                self._put(batch.slot, batch)
             if any(actions[1:]):
                 self.undone.append(actions)
 
@@ -266,8 +262,9 @@ class Loop:
         listed = {message for box in self.outboxes.values() for message in [*box.messages]}
         # The others were cut last. One that another thread is done with at this moment may be among
         # them: the transport does not send it again.
-        batches = [batch for batch in self.batcher.in_flight() if batch.payloads]
-        self.queue([batch for batch in batches if batch not in listed])
+        for batch in self.batcher.in_flight():
+            if batch.payloads and batch not in listed:
+                self._put(batch.slot, batch)
         self.unsent.extend([*self.outboxes.values()])
 
     def begin_drain(self, deadline: float) -> None:

@@ -67,21 +67,13 @@ class WorkerState(enum.Enum):
 
 
 class WorkerActions(NamedTuple):
-    """What to do now.
+    """What to do now with the workers of these slots."""
 
-    Attributes:
-        start: workers, as (slot, place).
-        retire: slots whose workers are to take no more batches.
-        stop: slots whose workers are to end now: they hold nothing.
-        kill: slots whose workers take too long to be ready.
-        keep: slots whose workers were retiring, and are to take batches again.
-    """
-
-    start: list[tuple[int, int]]
-    retire: list[int]
-    stop: list[int]
-    kill: list[int]
-    keep: list[int]
+    start: list[tuple[int, int]]  # with the place of each
+    retire: list[int]  # take no more batches
+    stop: list[int]  # end: they hold nothing
+    kill: list[int]  # they take too long to be ready
+    keep: list[int]  # were retiring, and take batches again
 
 
 class _Worker:
