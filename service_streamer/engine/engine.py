@@ -185,15 +185,15 @@ class Engine(Loop):
                 if self.is_torn or self.left:
                     self.settle()
                 result = change(subject)
-                # Wake the loop if it would look too late by itself. Once is enough.
-                is_early = self.waits_until is not WOKEN and (
+                is_early = False
+                if self.waits_until is not WOKEN and (
                     self.batcher.deadline < self.waits_until
-                    or bool(self.undone)  # callbacks of others: not in this thread
+                    or self.undone  # callbacks of others: not in this thread
                     # Perhaps there are too few workers.
                     or (not self.fleet.scaling.is_watching and self.batcher.pending_items > 0)
-                )
-                if is_early:
+                ):  # the loop would look too late by itself; to wake it once is enough
                     self.waits_until = WOKEN
+                    is_early = True
             if self.unsent:
                 self.send()
             if is_early:
