@@ -20,7 +20,7 @@ PUBLIC = {
 }
 #: What tests name today. Lower both figures with every change that allows it.
 MODULES = 57
-PRIVATE = 35
+PRIVATE = 34
 
 _LONGEST_NAME = 200  # longer strings are programs and texts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +11,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor, WorkerState
+from service_streamer.supervision.supervisor import (
+    Fate,
+    Loss,
+    RestartPolicy,
+    Supervisor,
+    WorkerState,
+)
 
 
 class Walk:
@@ -59,15 +66,15 @@ class Walk:
     def lose(self, slot: int, loss: Loss = Loss.CRASHED, **more: Any) -> bool:
         """Whether that was not wanted."""
         del self.places[slot]
-        was_unwanted: bool = self.do("lost", slot, loss, self.now, 0.0, **more)
-        return was_unwanted
+        fate = self.do("lost", slot, loss, self.now, 0.0, **more)
+        return fate is not Fate.EXPECTED
 
     def pass_time(self) -> None:
         self.now = self.supervisor.due
         self.obey()
 
     def states(self) -> dict[str, int]:
-        return {state.value: n for state, n in self.supervisor.states().items() if n}
+        return Counter(state.value for _, _, state in self.supervisor.workers())
 
     def told(self) -> list[str]:
         log, self.log = self.log, []

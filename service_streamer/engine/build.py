@@ -29,8 +29,7 @@ from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
 from ..workers.starting import refuse_unguarded_main
 from ..workers.transport import ThreadTransport, Transport
-from .core import Lengths
-from .engine import Engine
+from .engine import Engine, Lengths
 
 #: A function of an item, or where to import it: "package.module:function".
 Length = Callable[[Any], float] | str
@@ -39,19 +38,12 @@ Length = Callable[[Any], float] | str
 _LONGEST = 1e15
 
 
-def make_lengths(
+def _make_lengths(
     length: Length | None, model: object, codec: Codec | None = None
 ) -> Lengths | None:
     """The function that gives the lengths of items; None if neither options nor model name one.
 
-    Args:
-        length: the user's, imported here if it is a string; None for that of the model's class.
-        model: as the streamer was given it. One that is named by a string stays unknown here.
-        codec: what items come encoded with; None if they come as they are.
-
-    Raises:
-        TypeError, ValueError: it is no function, and no place to import one from.
-        ImportError, AttributeError: there is none at that place.
+    A model that is named by a string stays unknown here. Raises what ``find_function`` does.
     """
     function: Callable[[Any], object]
     if isinstance(length, str):
@@ -67,14 +59,7 @@ def make_lengths(
         function, name = _of_class(model, "length"), f"{describe(model)}.length"
     else:
         return None
-    return _measuring(function if codec is None else _decoding(function, codec), name)
-
-
-def make_measure(length: Length | None) -> Measure | None:
-    """The user's function for workers; None if there is none: they ask the model's class."""
-    if length is None:
-        return None
-    return Measure(find_function(length) if isinstance(length, str) else length)
+    return _measuring(function, name, codec)
 
 
 def find_function(place: str) -> Callable[[Any], object]:
@@ -127,24 +112,21 @@ def _of_class(model: Any, name: str) -> Callable[[Any], object]:
     return length
 
 
-def _decoding(function: Callable[[Any], object], codec: Codec) -> Callable[[Any], object]:
-    decode = codec.decode
-
-    def length(payload: bytes) -> object:
+def _measuring(function: Callable[[Any], object], name: str, codec: Codec | None) -> Lengths:
+    def decode_and_measure(payload: Any) -> object:
+        assert codec is not None
         try:
-            item = decode(payload)
+            item = codec.decode(payload)
         except (Exception, SystemExit):  # it fails in the worker, which says why
             return 0
         return function(item)
 
-    return length
+    length = function if codec is None else decode_and_measure
 
-
-def _measuring(function: Callable[[Any], object], name: str) -> Lengths:
     def lengths(items: Sequence[Any]) -> list[float]:
         found: list[float] = []
         for item in items:
-            number = function(item)
+            number = length(item)
             # What nearly all return is looked at once.
             if (type(number) is int or type(number) is float) and 0 <= number <= _LONGEST:
                 found.append(number)
@@ -204,17 +186,22 @@ def build_engine(
     Raises:
         TypeError, ValueError, ImportError, AttributeError: the model or ``length`` cannot be used.
     """
-    check_wanted(model, options)
+    spec, lengths = make_spec(model, options, codec)
     if not is_local:
         refuse_unguarded_main()
-    lengths = make_lengths(options.length, model, codec)
-    spec = make_spec(model, options, codec=codec, has_lengths=lengths is not None)
     transport: Transport = ThreadTransport(spec) if is_local else ProcessTransport(spec, options)
     return assemble(transport, options, lengths, is_local=is_local, round_trip=round_trip)
 
 
-def check_wanted(model: Model, options: StreamerOptions) -> None:
-    """Raises TypeError or ValueError: the model cannot be used, or not with these options."""
+def make_spec(
+    model: Model, options: StreamerOptions, codec: Codec | None = None
+) -> tuple[ModelSpec, Lengths | None]:
+    """What workers load, and what says here how long items are.
+
+    Raises:
+        TypeError, ValueError: the model cannot be used, or not with these options.
+        ImportError, AttributeError: ``length`` cannot be imported.
+    """
     if not isinstance(model, str):
         check_model(model)
     elif not IMPORT_STRING.fullmatch(model):
@@ -225,28 +212,23 @@ def check_wanted(model: Model, options: StreamerOptions) -> None:
         raise TypeError("model_init_args and model_init_kwargs are for a ManagedModel class")
     if options.preprocess_workers:
         check_preprocess(model)
-
-
-def make_spec(
-    model: Model, options: StreamerOptions, *, codec: Codec | None = None, has_lengths: bool
-) -> ModelSpec:
-    """What workers load.
-
-    Raises:
-        TypeError, ValueError, ImportError, AttributeError: ``length`` cannot be used.
-    """
-    return ModelSpec(
+    lengths = _make_lengths(options.length, model, codec)
+    length: Any = options.length
+    if isinstance(length, str):
+        length = find_function(length)
+    spec = ModelSpec(
         model,
         options.model_init_args or (),
         options.model_init_kwargs,
         may_rerun=options.retry,
         codec=codec,
-        has_lengths=has_lengths,
-        measure=make_measure(options.length),
+        has_lengths=lengths is not None,
+        measure=None if length is None else Measure(length),
         preprocess_options=_preprocess_options(options),
         batch_size=options.batch_size,
         max_batch_cost=math.inf if options.max_batch_cost is None else options.max_batch_cost,
     )
+    return spec, lengths
 
 
 def assemble(
@@ -322,10 +304,8 @@ _OF_NO_CALL = ("StreamerBroken", "StreamerClosed", "WorkerStartError")
 def not_blamed(failure: Failure, is_loss: bool) -> Failure:
     """For the calls of a batch that failed, if it is not known which of them it was.
 
-    Args:
-        failure: of the batch.
-        is_loss: whether workers died of it, so many that the search was ended; otherwise the model
-            raised, and nothing may be computed again.
+    Workers died of it, so many that the search was ended, or the model raised and nothing may be
+    computed again.
     """
     kind, _, text = failure.text.partition(": ")
     if is_loss:

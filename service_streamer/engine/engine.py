@@ -11,7 +11,7 @@
                                     loop thread: see loop.py
      ◀──────────────────────────────┘ decode, in the caller's thread again
 
-``core.py`` has what the lock guards, ``fleet.py`` the states.
+``loop.py`` has the state that the lock guards, ``fleet.py`` the states by name.
 """
 
 from __future__ import annotations
@@ -22,32 +22,39 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from ..batching.batcher import NOTHING, Actions, Batcher
+from ..batching.batcher import NOTHING, Batcher
 from ..errors import (
     Overloaded,
     PredictTimeout,
     StreamerError,
+    StreamerForked,
     TooLate,
     WorkerStartTimeout,
 )
+from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
+from ..observe.recent import Summary, summarize
 from ..observe.record import BatchRecord, Call
+from ..options.checks import Workers, worker_range
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.supervisor import Overlap, Supervisor
 from ..workers.protocol import HOLD, RESUME, Failure
 from ..workers.transport import Transport
 from .backend import IN_CALLBACK
-from .core import Core, Lengths
 from .fleet import EngineState, Fleet
-from .loop import ABORT_GRACE, Loop
-from .timer import is_owned
+from .loop import ABORT_GRACE, WOKEN, Loop
+from .threads import is_owned
 
+S = TypeVar("S")
 T = TypeVar("T")
 
+#: What items cost, in any unit. Raises what the user's function raises, or ValueError.
+Lengths = Callable[[Sequence[Any]], list[float]]
 
-class Engine(Core):
+
+class Engine(Loop):
     """Accepts calls from any thread and answers each exactly once.
 
     Args:
@@ -56,9 +63,7 @@ class Engine(Core):
         supervisor: new; wants as many workers as there are to be at first.
         scaling: decides how many there are to be later; None if that is no matter of the load.
         max_pending: the bound of the batcher, for messages and for a look before the encoding.
-        hang: what a worker is said to have been killed for whose batch took too long; "{:g}" stands
-            for how long. Where workers are not ended for that, why.
-        slow_start: the same for one that took too long to be ready.
+        hang, slow_start: why workers are killed: see ``Loop``.
         lengths: of items, as calls have them; None if each counts one.
         clock: seconds from a monotonic clock.
         jitter: random numbers from 0 to 1.
@@ -83,48 +88,35 @@ class Engine(Core):
         jitter: Callable[[], float] = random.random,
     ) -> None:
         fleet = Fleet(batcher, supervisor, scaling, jitter=jitter)
-        super().__init__(transport, fleet, lengths, clock)
-        self._loop = Loop(self, hang=hang, slow_start=slow_start)
+        super().__init__(transport, fleet, hang=hang, slow_start=slow_start, clock=clock)
+        self.lengths = lengths
+        self.decode = transport.decode
         self._max_pending = max_pending
         self._on_call: Callable[[Call], None] | None = None
-        self._on_end: Callable[[], None] = lambda: None
-        self.decode = transport.decode
 
     def start(self) -> None:
         """Start the workers and the loop; does not wait for them."""
         try:
-            self._loop.start()
+            for slot, place in self.fleet.supervisor.orders(self.clock()).start:
+                self.transport.start(slot, place, self.fleet.scaling.most)
+            self.thread.start()
         except BaseException:
             self.transport.close(ABORT_GRACE)
             raise
-        cancel = self.transport.when_exiting(self._close_at_exit)
-
-        def ended() -> None:
-            cancel()
-            self._on_end()
-
-        self._loop.on_end = ended
-
-    @property
-    def thread(self) -> threading.Thread:
-        """Runs the loop, and logs what becomes of the workers."""
-        return self._loop.thread
-
-    def when_answered(self, callback: Callable[[], None]) -> None:
-        """Have it called in the engine's thread whenever replies were called, also with outputs.
-
-        Not after each of them: after all that came back at a time. It must neither block nor raise.
-        """
-        self._loop.on_answered = callback
+        self.cancel_exit = self.transport.when_exiting(self._close_at_exit)
 
     def when_ended(self, callback: Callable[[], None]) -> None:
-        """Have it called when the engine ends, in its thread; at once if it has ended already.
-
-        It must not raise, and may be called twice.
-        """
-        self._on_end = callback
-        if self._loop.has_ended:
+        """Call it when the engine ends, in its thread, or now if it has: perhaps twice."""
+        self.on_end = callback
+        if self.has_ended:
             callback()
+
+    def when_workers_change(self, callback: Callable[[], None]) -> None:
+        """Call it in the engine's thread when a worker is ready or lost, and at the end.
+
+        Now and then also for nothing. It must neither block nor raise.
+        """
+        self.on_workers = callback
 
     def watch(
         self,
@@ -139,29 +131,12 @@ class Engine(Core):
                 it returns. What it raises is logged; as long as it takes, nothing else is answered.
             on_call: called with each call in the thread that submits it, to note in its
                 ``context`` what is to be known when its record comes.
-
-        Raises:
-            StreamerForked: in a forked child.
         """
         self.check_process()  # before the lock, which a fork may have copied while held
         with self.lock:
-            self._loop.on_batch = on_batch
+            self.on_batch = on_batch
             self._on_call = on_call
-            self.batcher.on_back = self.came_back
-
-    def when_workers_change(self, callback: Callable[[], None]) -> None:
-        """Have it called in the engine's thread when a worker is ready or lost, and at the end.
-
-        Now and then also for nothing. It must neither block nor raise.
-        """
-        self._loop.on_workers = callback
-
-    def late(self, timeout: float | None) -> StreamerError:
-        """What to raise when the results were not there within ``timeout`` seconds."""
-        text = f"no result within {timeout} s ({self.describe()})"
-        if self.batcher.retries.has_waiting_alone:
-            text += "; a worker died, and the search for the item at fault is still running"
-        return PredictTimeout(text)
+            self.batcher.on_back = self.keep_record
 
     # -- calls
 
@@ -177,60 +152,13 @@ class Engine(Core):
         # A system call each time: uWSGI forks without the hooks by which it could be known before.
         if os.getpid() != self._pid or self.fleet.refusal is not None:
             self.check_process()
-            self.check_accepting()
-        if not self._is_encoded(call):
-            return
-        try:
-            with self.lock:
-                if self.is_torn or self.left:
-                    self.settle()
-                is_early = self._accept(call, self.clock())
-            if is_early or self.unsent:
-                self._send(is_early)
-        except BaseException as error:
-            if isinstance(error, StreamerError) and call not in self.open_calls:  # it was refused
-                self._keep_promises()
-            else:  # KeyboardInterrupt, what a signal handler raises, no memory: between any lines
-                self.is_torn = True
-                self._interrupted()
-            raise
-
-    def _change(self, change: Callable[[], T]) -> T:
-        """Let it change the state, with the lock held. What cuts it off halfway is mended later."""
-        try:
-            with self.lock:
-                self.settle()
-                result = change()
-        except BaseException:
-            self.is_torn = True
-            self._interrupted()
-            raise
-        return result
-
-    def _interrupted(self) -> None:
-        """A change was cut off, as by a signal handler that raises: have the loop mend it."""
-        for outbox in [*self.outboxes.values()]:
-            outbox.release()
-        self.transport.wakeup()
-
-    def _keep_promises(self) -> None:
-        """Let the loop do what ``submit`` has begun, after an error.
-
-        Batches may be cut and not sent. And ``waits_until`` may say that the loop is woken, so that
-        no other thread would do it.
-        """
-        if self.unsent or self.waits_until == -math.inf:
-            self.transport.wakeup()
-
-    def _is_encoded(self, call: Call) -> bool:
-        """Prepare a call without the lock; False if it is over. Raises what ``submit`` does."""
-        timeout = call.timeout
+            self._check_accepting()
+        timeout, size = call.timeout, call.size
         if timeout is not None and timeout <= 0:
             raise PredictTimeout("the call had no time left when it was made")
-        size = call.size
         if not size:
             call.reply.complete([])
-            return False
+            return
         if self._max_pending is not None:
             self.check_room(size)  # a refusal needs no encoding
         if self.lengths is not None:
@@ -238,34 +166,62 @@ class Engine(Core):
         try:
             call.payloads = self.transport.encode(call.payloads)
         except StreamerError as error:
-            self._cannot_travel(call, error)
-            return False
+            call.reply.fail(Failure(error.with_traceback(None)))  # its frames hold the items
+            return
         if self._on_call is not None:
             self._on_call(call)
-        return True
+        refusal = self._change(self._accept, call)
+        if refusal is not None:
+            raise refusal
 
-    def _cannot_travel(self, call: Call, error: StreamerError) -> None:
-        call.reply.fail(Failure(error.with_traceback(None)))  # its frames hold the items
+    def _change(self, change: Callable[[S], T], subject: S) -> T:
+        """Let it change the state, with the lock held; then send what it has queued.
 
-    def _accept(self, call: Call, now: float) -> bool:
-        """Let the batcher have a call; whether the loop has to look early. Locked.
-
-        Raises:
-            StreamerError: see ``submit``.
+        An exception comes from a handler of a signal, or since no memory is left: between any two
+        lines. What it cuts off halfway is mended by whoever takes the lock next.
         """
-        timeout = call.timeout
+        try:
+            with self.lock:
+                if self.is_torn or self.left:
+                    self.settle()
+                result = change(subject)
+                is_early = False
+                if self.waits_until is not WOKEN and (
+                    self.batcher.deadline < self.waits_until
+                    or self.undone  # callbacks of others: not in this thread
+                    # Perhaps there are too few workers.
+                    or (not self.fleet.scaling.is_watching and self.batcher.pending_items > 0)
+                ):  # the loop would look too late by itself; to wake it once is enough
+                    self.waits_until = WOKEN
+                    is_early = True
+            if self.unsent:
+                self.send()
+            if is_early:
+                self.transport.wakeup()
+        except BaseException:
+            self.is_torn = True
+            for outbox in [*self.outboxes.values()]:
+                outbox.release()
+            self.transport.wakeup()
+            raise
+        return result
+
+    def _accept(self, call: Call) -> BaseException | None:
+        """Let the batcher have a call, or return why not. Locked."""
         batcher = self.batcher
         if self.fleet.refusal is not None:
-            self.check_accepting()
-        if self._max_pending is not None:
-            self._check_room(call.size)
+            return self.fleet.refusal.exception()
+        if self._max_pending is not None and not batcher.has_room_for(call.size):
+            return self._overloaded(call.size)
+        now = self.clock()
+        timeout = call.timeout
         if timeout is not None:
             call.deadline = now + timeout
             # Of one item without a length it is known only under overload.
             is_usual = call.size == 1 and call.lengths is None and not batcher.is_behind
             takes = 0.0 if is_usual else batcher.hopeless_for(call, now)
             if takes:
-                raise TooLate(
+                return TooLate(
                     f"this call would take {takes:.3g} s at the least, with {batcher.queue.items} "
                     f"items waiting, and its timeout is {timeout:.3g} s; send less at once, or try "
                     "again later"
@@ -273,65 +229,74 @@ class Engine(Core):
         call.reply.call = call  # not before it is accepted: who holds a call may withdraw it
         self.open_calls[call] = None
         actions = batcher.call_submitted(call, now)
-        return self._is_early(actions)
+        if actions is not NOTHING:
+            self.take_up(actions)
+        return None
 
     def check_room(self, size: int = 1) -> None:
         """Raises Overloaded if so many items would not be accepted now."""
-        if self._max_pending is not None and not self.batcher.has_room_for(size):
-            self.check_process()  # before the lock, as above
-            self.flush()  # what has come together may go to workers that are free
-            with self.lock:  # a look without it is free
-                self.settle()
-                self._check_room(size)
+        batcher = self.batcher
+        if self._max_pending is None or batcher.has_room_for(size):  # a look without the lock
+            return
+
+        def look(size: int) -> Overloaded | None:
+            # What has come together may go to workers that are free.
+            self.take_up(batcher.calls_submitted(self.clock()))
+            return None if batcher.has_room_for(size) else self._overloaded(size)
+
+        self.check_process()  # before the lock, which a fork may have copied while held
+        refusal = self._change(look, size)
+        if refusal is not None:
+            raise refusal
+
+    def _overloaded(self, size: int) -> Overloaded:
+        """Count a call of so many items as refused; what its caller gets. Locked."""
+        batcher = self.batcher
+        batcher.figures.rejected_calls += 1
+        if size > (self._max_pending or 0):
+            return Overloaded(
+                f"the call has {size} items, more than max_pending of {self._max_pending} ever "
+                "lets wait; send fewer at once"
+            )
+        batcher.figures.refused_items += size  # a shorter queue would have had room for them
+        return Overloaded(
+            f"{batcher.queue.counted} items wait, and {size} more would be beyond max_pending of "
+            f"{self._max_pending}; try again later"
+        )
 
     def flush(self) -> None:
         """All the calls have been submitted that were said to follow: have them sent."""
-        self._send(self._change(lambda: self._is_early(self.batcher.calls_submitted(self.clock()))))
-
-    def _send(self, is_early: bool) -> None:
-        """Send what was cut, and let the loop look early if it has to."""
-        try:
-            if self.unsent:
-                self.send()
-            if is_early:
-                self.transport.wakeup()
-        except BaseException:  # as in ``submit``
-            self.is_torn = True
-            self._interrupted()
-            raise
-
-    def _is_early(self, actions: Actions) -> bool:
-        """Take up what is to be done; whether the loop has to look before it would. Locked."""
-        is_early = self.batcher.deadline < self.waits_until
-        if not self.fleet.scaling.is_watching and self.waits_until > -math.inf:
-            is_early |= self.batcher.pending_items > 0  # perhaps there are too few workers
-        if actions is not NOTHING:
-            self.queue(actions.batches)
-            if (
-                actions.calls or actions.searches or actions.condemned
-            ):  # callbacks of others: not in this thread
-                self.undone.append(actions)
-                is_early = True
-        if is_early:
-            self.waits_until = -math.inf  # once is enough
-        return is_early
+        self._change(
+            lambda batcher: self.take_up(batcher.calls_submitted(self.clock())), self.batcher
+        )
 
     def cancel(self, call: Call) -> bool:
         """Withdraw a call of which nothing has been sent; whether that was so."""
-        return self._withdraw(self.batcher.call_cancelled, call)
+        self.check_process()
+
+        def cancel(call: Call) -> bool:
+            is_cancelled = self.batcher.call_cancelled(call)
+            if is_cancelled:
+                self.forget(call)
+            return is_cancelled
+
+        return self._change(cancel, call)
 
     def withdraw(self, call: Call) -> None:
         """The caller has gone: drop what has not been sent, forget the rest."""
-        if is_owned(self.lock):  # a finalizer interrupts this thread in the middle of a change
-            self.check_process()
-            self.left.append(call)
-            self.transport.wakeup()
-        else:  # at once, so that a stream's place is free before the next step
-            self._withdraw(self.batcher.call_withdrawn, call)
+        self._leave(call, has_expired=False)
 
     def expire(self, call: Call) -> None:
-        """The same, because the call's time has ended."""
-        self._withdraw(self.batcher.call_expired, call)
+        """The call's time has ended: what ``withdraw`` does, but it counts as expired."""
+        self._leave(call, has_expired=True)
+
+    def _leave(self, call: Call, *, has_expired: bool) -> None:
+        self.check_process()
+        if is_owned(self.lock):  # a finalizer interrupts this thread in the middle of a change
+            self.left.append((call, has_expired))
+            self.transport.wakeup()
+        else:  # at once, so that a stream's place is free before the next step
+            self._change(self.let_go, (call, has_expired))
 
     def extend(self, call: Call, deadline: float) -> bool:
         """Somebody waits for the call until ``deadline`` of the clock; False if it is over."""
@@ -342,32 +307,87 @@ class Engine(Core):
     def hold(self, call: Call, *, is_held: bool) -> None:
         """Let the model of steps take no step with the call's item for a while, or again."""
 
-        def tell() -> None:
-            if is_held and self.fleet.state is EngineState.DRAINING:
-                return  # the consumer may be who waits for the end of it
-            what = HOLD if is_held else RESUME
+        def hold(call: Call) -> None:
             steps = self.batcher.steps
-            if steps is not None:
-                for batch in steps.hold(call, self.clock(), is_held=is_held):
-                    self.tell(batch.slot, what, batch.id)
+            if steps is None or (is_held and self.fleet.state is EngineState.DRAINING):
+                return  # the consumer may be who waits for the end of it
+            for batch in steps.hold(call, self.clock(), is_held=is_held):
+                self.tell(batch.slot, HOLD if is_held else RESUME, batch.id)
 
-        self._change(tell)
-        self._send(is_early=False)
+        self._change(hold, call)
 
-    def _withdraw(self, how: Callable[[Call], bool], call: Call) -> bool:
+    def late(self, timeout: float | None) -> StreamerError:
+        """What to raise when the results were not there within ``timeout`` seconds."""
+        text = f"no result within {timeout} s ({self.describe()})"
+        if self.batcher.retries.has_waiting_alone:
+            text += "; a worker died, and the search for the item at fault is still running"
+        return PredictTimeout(text)
+
+    # -- how it stands
+
+    def model_description(self) -> Mapping[str, Any] | None:
+        """What the model says of itself; empty if nothing, None while no worker has loaded it.
+
+        Raises:
+            WorkerStartError, StreamerBroken, StreamerClosed: no worker will load it.
+            StreamerForked: in a forked child.
+        """
+        self.check_process()  # before the lock, as in ``watch``
+        with self.lock:
+            if self.fleet.description is None:
+                self._check_accepting()
+            return self.fleet.description
+
+    @property
+    def state(self) -> EngineState:
+        return self.fleet.state
+
+    @property
+    def is_over(self) -> bool:
+        return self.fleet.state in (EngineState.DRAINING, EngineState.CLOSED)
+
+    def stats(self) -> StreamerStats:
         self.check_process()
+        with self.lock:
+            self.settle()
+            return self.fleet.stats(self.clock())
 
-        def withdraw() -> bool:
-            is_withdrawn = how(call)
-            if is_withdrawn:
-                self.forget(call)
-            return is_withdrawn
+    def metrics(self) -> BatchMetrics:
+        """A copy of them as they are now."""
+        self.check_process()
+        with self.lock:
+            return self.batcher.figures.metrics.copy()
 
-        is_withdrawn = self._change(withdraw)
-        self._send(is_early=False)
-        if self.fleet.state is EngineState.DRAINING:
-            self.transport.wakeup()  # it may have been the last call that the drain waited for
-        return is_withdrawn
+    def summary(self) -> Summary:
+        """The recent batches and the state of the engine, for ``explain``."""
+        self.check_process()
+        with self.lock:
+            now, stats = self.clock(), self.stats()
+            figures, steps = self.batcher.figures, self.batcher.steps
+            recent, restarted_at = [*figures.recent], [*self.fleet.restarted_at]
+            line = self.batcher.policy.cost.line
+            of_steps = None if steps is None else steps.log.summary(len(self.batcher.slots))
+        return summarize(
+            recent,
+            stats,
+            now,
+            restarted_at=restarted_at,
+            line=line,
+            has_lengths=self.lengths is not None,
+            steps=of_steps,
+        )
+
+    def workers(self) -> list[WorkerStats]:
+        """Each worker, by number."""
+        self.check_process()
+        with self.lock:
+            return self.fleet.workers(self.transport.device)
+
+    def describe(self) -> str:
+        """The state in one line, for a ``repr``."""
+        if os.getpid() != self._pid:
+            return f"of process {self._pid}"
+        return self.stats().gist
 
     # -- workers
 
@@ -381,22 +401,105 @@ class Engine(Core):
         """
         self.check_process()
         self.check_not_in_callback()
+        self._wait_workers(
+            lambda: self.fleet.supervisor.is_ready,
+            timeout,
+            f"not every worker has loaded its model in {timeout} s",
+        )
+
+    def _wait_workers(self, is_done: Callable[[], bool], timeout: float | None, late: str) -> None:
+        """Block until a change of the workers is done. Raises what ``wait_ready`` does."""
         fleet = self.fleet
-        supervisor = fleet.supervisor
         with self.lock:
             in_time = self.changed.wait_for(
-                lambda: supervisor.failed or supervisor.is_ready or self.is_over, timeout
+                lambda: is_done() or fleet.supervisor.failed or self.is_over, timeout
             )
-            if supervisor.failed and fleet.failure is not None:
+            if fleet.supervisor.failed and fleet.failure is not None:
                 raise fleet.failure.exception()
-            self.check_accepting()
-            if not in_time:
-                raise WorkerStartTimeout(f"not every worker has loaded its model in {timeout} s")
+            self._check_accepting()
+        if not in_time:
+            raise WorkerStartTimeout(late)
+
+    def wait_serving(self, timeout: float | None) -> int:
+        """Block until a worker takes batches; returns how many do, 0 if the time ended first.
+
+        Raises:
+            WorkerStartError, StreamerBroken: none will.
+            StreamerClosed: it is closed, or was meanwhile.
+        """
+        with self.lock:
+            self.changed.wait_for(lambda: self.batcher.slots or self.fleet.refusal, timeout)
+            self._check_accepting()  # also with workers, if the loop has failed
+            return len(self.batcher.slots)
+
+    def try_start_once(self) -> None:
+        """Start no worker again that could not load its model, unless another one is ready.
+
+        For an owner that ends if no worker can be started.
+        """
+        with self.lock:
+            self.fleet.supervisor.tries_once = True
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether it has served, and tries to again where it does not."""
+        return self.fleet.supervisor.was_served and not self.is_over
+
+    def wait_recovered(self) -> None:
+        """Block while no worker can be started; returns when one is ready, or it is closed."""
+        with self.lock:
+            self.changed.wait_for(lambda: self.fleet.state is not EngineState.BROKEN)
 
     def restart_workers(self, timeout: float | None, overlap: Overlap = "auto") -> None:
         """Replace every worker, one at a time: see ``begin_restart`` and ``wait_restarted``."""
         self.check_not_in_callback()
         self.wait_restarted(self.begin_restart(overlap), timeout)
+
+    def begin_restart(self, overlap: Overlap) -> int:
+        """Begin to replace every worker; returns the number of this restart.
+
+        Args:
+            overlap: whether a new one is ready before the old one ends: see ``Supervisor``.
+
+        Raises:
+            StreamerClosed: it is closed.
+        """
+        return self._change_workers(lambda: self.fleet.supervisor.renew(overlap))
+
+    def wait_restarted(self, generation: int, timeout: float | None) -> None:
+        """Block until a restart is over.
+
+        Raises:
+            WorkerStartError: a new one could not be started; the old ones that are left go on.
+            WorkerStartTimeout: the time ended first; the restart goes on.
+            StreamerClosed: it was closed meanwhile.
+        """
+        fleet = self.fleet
+        supervisor = fleet.supervisor
+
+        def is_done() -> bool:
+            if supervisor.aborted >= generation and fleet.roll_failure is not None:
+                raise fleet.roll_failure.exception()
+            return supervisor.is_renewed(generation)
+
+        late = f"not every worker has been replaced in {timeout} s; the restart goes on"
+        self._wait_workers(is_done, timeout, late)
+
+    def scale(self, worker_num: Workers) -> None:
+        """Want another number of workers, or other bounds of it; does not wait for them."""
+        bounds = worker_range(worker_num)
+        self._change_workers(lambda: self.fleet.set_bounds(*bounds, self.clock()))
+
+    def _change_workers(self, change: Callable[[], T]) -> T:
+        """Let it change which workers there are to be. Raises StreamerClosed."""
+        self.check_process()
+        with self.lock:
+            if self.is_over:
+                self._check_accepting()
+            self.fleet.revive()
+            result = change()
+        self.transport.wakeup()
+        return result
 
     # -- the end
 
@@ -414,13 +517,12 @@ class Engine(Core):
             self.begin_drain(math.inf if timeout is None else self.clock() + timeout)
         self.transport.wakeup()
         # A signal handler may run while this thread holds the lock, which the loop needs to end.
-        is_ours = threading.current_thread() is self._loop.thread
-        if not is_ours and not is_owned(self.lock):
-            self._loop.join()
+        if threading.current_thread() is not self.thread and not is_owned(self.lock):
+            self.join()
 
     def abandon(self) -> None:
         """Have the loop drain and close, soon. For a finalizer, which may run under our locks."""
-        self._loop.is_abandoned = True
+        self.left.append(None)
         if os.getpid() == self._pid:
             self.transport.wakeup()
 
@@ -434,24 +536,23 @@ class Engine(Core):
 
     # -- refusals
 
+    def check_process(self) -> None:
+        """Refuse use in a forked child."""
+        if os.getpid() != self._pid:
+            raise StreamerForked(
+                f"this streamer was built in process {self._pid} and came to process {os.getpid()} "
+                "by fork, where its workers do not answer; build it after the fork "
+                "(gunicorn: without --preload, or in post_fork; uWSGI: with lazy-apps)"
+            )
+
     def check_not_in_callback(self) -> None:
         """Refuse to block the loop thread: it would wait for itself."""
-        thread = self._loop.thread  # whose number another one has when it has ended
+        thread = self.thread  # whose number another one has when it has ended
         if threading.get_ident() == thread.ident and threading.current_thread() is thread:
             self.check_process()  # in a fork made by a callback, that copy of the thread is ours
             raise StreamerError(IN_CALLBACK)
 
-    def _check_room(self, size: int) -> None:
-        batcher = self.batcher
-        if not batcher.has_room_for(size):
-            batcher.figures.rejected_calls += 1
-            if size > (self._max_pending or 0):
-                raise Overloaded(
-                    f"the call has {size} items, more than max_pending of {self._max_pending} ever "
-                    "lets wait; send fewer at once"
-                )
-            batcher.figures.refused_items += size  # a shorter queue would have had room for them
-            raise Overloaded(
-                f"{batcher.queue.counted} items wait, and {size} more would be beyond max_pending "
-                f"of {self._max_pending}; try again later"
-            )
+    def _check_accepting(self) -> None:
+        refusal = self.fleet.refusal
+        if refusal is not None:
+            raise refusal.exception()

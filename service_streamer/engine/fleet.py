@@ -18,17 +18,18 @@ from __future__ import annotations
 import collections
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from ..batching.batcher import NOTHING, Actions, Batcher
+from ..batching.isolation import Raised, Search
 from ..errors import StreamerBroken, WorkerStartError
 from ..observe.metrics import StreamerStats, WorkerStats
 from ..observe.record import BatchReport
 from ..reporting import counted
 from ..supervision.autoscaling import Autoscaling
-from ..supervision.restarts import Loss
-from ..supervision.supervisor import Supervisor, WorkerState
+from ..supervision.restarts import Fate, Loss
+from ..supervision.supervisor import Supervisor, WorkerActions, WorkerState
 from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerWaits
 
@@ -44,30 +45,16 @@ _STOP_FIRST = (
 )
 
 
+#: Of workers, as users see them: one that is ready is idle or busy.
+_STATES = ["idle", "busy", *(s.value for s in WorkerState if s is not WorkerState.READY)]
+
+
 class EngineState(enum.Enum):
     STARTING = "starting"
     RUNNING = "running"
     BROKEN = "broken"
     DRAINING = "draining"
     CLOSED = "closed"
-
-
-class Orders(NamedTuple):
-    """What to do about workers now, in this order.
-
-    Attributes:
-        stop: slots whose workers hold nothing and are to end.
-        hung: slots whose batch takes too long, and the seconds that it was allowed to take.
-        slow: slots that take too long to be ready, and the seconds that they were allowed.
-        start: workers, as (slot, place).
-        retired: slots that take no more batches from now on.
-    """
-
-    stop: list[int]
-    hung: list[tuple[int, float]]
-    slow: list[tuple[int, float]]
-    start: list[tuple[int, int]]
-    retired: list[int]
 
 
 class Fleet:
@@ -118,7 +105,7 @@ class Fleet:
         for slot in self._dying:
             self.batcher.worker_dying(slot)
 
-    def happened(self, event: FleetEvent, now: float) -> Actions:
+    def apply(self, event: FleetEvent, now: float) -> Actions:
         """Apply an event."""
         if isinstance(event, BatchReport):
             if event.ceiling or self.ceilings:
@@ -130,13 +117,15 @@ class Fleet:
                 if not failure.blames_input:
                     self._last_error = failure.text[:100].partition(":")[0]
             return self.batcher.batch_returned(event, now)
+        actions = NOTHING
         if isinstance(event, WorkerDied):
-            return self._lost(event, now)
-        if isinstance(event, WorkerWaits):
+            actions = self._lost(event, now)
+        elif isinstance(event, WorkerReady):
+            actions = self._ready(event, now)
+        else:
             self.supervisor.waits(event.slot, has_place=event.has_place)
-            self._workers_changed()
-            return NOTHING
-        return self._ready(event, now)
+        self._workers_changed()
+        return actions
 
     def _ready(self, event: WorkerReady, now: float) -> Actions:
         slot = event.slot
@@ -150,28 +139,25 @@ class Fleet:
         if self.state is EngineState.BROKEN:
             self._note(_WARNING, "calls are accepted again")
         self.revive()
-        self._workers_changed()
         if slot in self._dying:
             return NOTHING
         return self.batcher.worker_ready(slot, now, self.supervisor.start_duration)
 
     def _lost(self, event: WorkerDied, now: float) -> Actions:
         slot, failure, loss, batch_id, report, begun = event
-        supervisor = self.supervisor
+        supervisor, retries = self.supervisor, self.batcher.retries
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
-        aborted, restarts = supervisor.aborted, supervisor.restarts
-        overlap = supervisor.overlap(slot)
-        was_failing = supervisor.retry_at(place) is not None
         self._dying.discard(slot)
-        actions, held, retried = Actions(), 0, self.batcher.retries.retried_items
+        actions, held, retried = Actions(), 0, retries.retried_items
         if loss in (Loss.CRASHED, Loss.DEVICE_FAILED, Loss.OUTAGE):
             held = self.batcher.items_held(slot)
             actions = self.batcher.worker_lost(
                 slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
             )
-            retried = self.batcher.retries.retried_items - retried
-        was_unwanted = supervisor.lost(
+        retried = retries.retried_items - retried
+        was_failing, aborted = supervisor.retry_at(place) is not None, supervisor.aborted
+        fate = supervisor.lost(
             slot,
             loss,
             now,
@@ -181,23 +167,18 @@ class Fleet:
         )
         if supervisor.aborted != aborted:
             self.roll_failure = failure
-            if loss is Loss.NO_MEMORY and overlap:
+            if loss is Loss.NO_MEMORY and fate is Fate.ABORTED:
                 advice = f"{failure.message}; {_STOP_FIRST}"
                 self.roll_failure = Failure(WorkerStartError(advice), cause=failure)
-        retry_at = supervisor.retry_at(place)
-        if was_unwanted and retry_at is not None:
+        if fate is Fate.RESTARTED:
+            self.restarted_at.append(now)
+        if fate is Fate.FAILED:
             self.failure = failure
-            self._note_failed(failure, retry_at - now, is_news=not was_failing)
-        elif was_unwanted:
-            then = "gone"
-            if supervisor.restarts > restarts:
-                then = "started again"
-                self.restarted_at.append(now)
-            elif overlap is not None and loss is Loss.NO_MEMORY and supervisor.aborted == aborted:
-                then = "tried again when the old worker has ended: there is no memory for both"
-            self._note_loss(failure, retried if held else 0, then)
-        elif held:
-            self._note_loss(failure, retried, "not replaced, since it was about to end")
+            self._note_failed(
+                failure, (supervisor.retry_at(place) or 0.0) - now, is_news=not was_failing
+            )
+        elif fate is not Fate.EXPECTED or held:
+            self._note_loss(failure, retried, fate)
         else:
             self._note(_INFO, "worker %d has ended", place)
         if report is not None:  # the log has it if nobody else
@@ -210,33 +191,28 @@ class Fleet:
                     "again at least once a minute, and by restart_workers() at once"
                 )
                 broken = Failure(error, cause=failure)
-            if self.state in (EngineState.STARTING, EngineState.RUNNING, EngineState.BROKEN):
-                self.state = EngineState.BROKEN
-                self.refusal = broken
+            if self.state not in (EngineState.DRAINING, EngineState.CLOSED):
+                self.state, self.refusal = EngineState.BROKEN, broken
             calls = [*actions.calls, *self.batcher.fail_all(broken)]
             actions = actions._replace(calls=calls)
-        self._workers_changed()
         return actions
 
     def look_after_workers(
         self, rest: Iterable[Actions], now: float
-    ) -> tuple[Orders, list[Actions]]:
-        """Compare the workers that there are with those that there should be.
+    ) -> tuple[WorkerActions, list[Actions]]:
+        """What to do about workers, and what the batcher wants done then.
 
         Args:
             rest: what the batcher wanted done, but for its batches and calls.
-
-        Returns:
-            What to do about workers, and what the batcher wants done then.
         """
-        supervisor, slots = self.supervisor, self.batcher.slots
-        hung: list[tuple[int, float]] = []
+        supervisor = self.supervisor
         vacant: list[int] = []
         more: list[Actions] = []
         for actions in rest:
             for slot in actions.condemned:
                 self._condemn(slot, now)
-            hung += [(slot, slots.limit(slot)) for slot in actions.hung if slot in slots]
+            for search in actions.searches:
+                self._note_search(search)
             vacant += actions.vacant
         orders = supervisor.orders(now)
         for slot in orders.keep:
@@ -249,9 +225,8 @@ class Fleet:
             vacant += actions.vacant
             more.append(actions._replace(vacant=()))  # others go on in its place
         self._workers_changed()
-        stop = [*orders.stop, *filter(supervisor.vacant, vacant)]
-        slow = [(slot, supervisor.start_bound(slot)) for slot in orders.kill]
-        return Orders(stop, hung, slow, orders.start, orders.retire), more
+        orders.stop.extend(filter(supervisor.vacant, vacant))
+        return orders, more
 
     def scale_by_load(self, now: float) -> None:
         """Have more workers, or fewer, if the load says so, and if it is time to look at it."""
@@ -334,11 +309,37 @@ class Fleet:
     def _note(self, level: int, text: str, *arguments: object) -> None:
         self.notes.append((level, text, arguments))
 
-    def _note_loss(self, failure: Failure, retried: int, then: str) -> None:
+    def _note_loss(self, failure: Failure, retried: int, fate: Fate) -> None:
         more = f"; to be computed again: {counted(retried, 'item')}" if retried else ""
-        self._note(_WARNING, "%s; it is %s%s", failure.message, then, more)
+        self._note(_WARNING, "%s; it is %s%s", failure.message, fate.value, more)
         if failure.remote_traceback is not None:
             self._note(_WARNING, "what it was doing:\n%s", failure.remote_traceback)
+
+    def _note_search(self, search: Search | Raised) -> None:
+        """What the search for the faulty item cost."""
+        failure = search.failure
+        if isinstance(search, Search):
+            self._note(
+                _WARNING if search.failed else _INFO,
+                "%s with a worker that was lost (%s): %s to compute again, %s failed",
+                counted(search.items, "item"), failure.text, counted(search.runs, "model call"),
+                counted(search.failed, "call"),
+            )  # fmt: skip
+        elif search.runs:
+            self._note(
+                _WARNING,
+                "%d of %s in a batch failed (%s); to find out took %s more",
+                search.failed, counted(search.calls, "call"),
+                "none of them when it was alone" if failure is None else failure.text,
+                counted(search.runs, "model call"),
+            )  # fmt: skip
+        elif search.failed:
+            self._note(
+                _WARNING,
+                "%s failed together with %s, and the call at fault is not known:\n%s",
+                counted(search.failed, "call"), failure.text,
+                failure.remote_traceback or failure.text,
+            )  # fmt: skip
 
     def _note_failed(self, failure: Failure, pause: float, *, is_news: bool) -> None:
         """Of a place without a worker: an error once, then a line for each try, if there is more.
@@ -360,28 +361,32 @@ class Fleet:
         if is_news and failure.remote_traceback is not None:
             self._note(_WARNING, "what it was doing:\n%s", failure.remote_traceback)
 
+    def _states(self) -> Iterator[tuple[int, str]]:
+        """Place and state of each worker, and of each place that waits for one or has failed."""
+        busy = {batch.slot for batch in self.batcher.slots.in_flight()}
+        for place, slot, state in self.supervisor.workers():
+            if state is WorkerState.READY:
+                yield place, "busy" if slot in busy else "idle"
+            else:
+                yield place, state.value
+
     def workers(self, device: Callable[[int], int | str | None]) -> list[WorkerStats]:
         """Each worker, and each place that waits for one or has failed, by number."""
         if self.state is EngineState.CLOSED:
             return []
-        workers = []
-        for place, slot, state in self.supervisor.workers():
-            name = state.value
-            if slot is not None and state is WorkerState.READY:
-                name = "busy" if self.batcher.items_held(slot) else "idle"
-            restarts = self.supervisor.restarts_at.get(place, 0)
-            workers.append(WorkerStats(place, device(place), name, restarts))
+        restarts = self.supervisor.restarts_at
+        workers = [
+            WorkerStats(place, device(place), state, restarts[place])
+            for place, state in self._states()
+        ]
         return sorted(workers, key=lambda worker: worker.number)
 
     def stats(self, now: float) -> StreamerStats:
         batcher, supervisor = self.batcher, self.supervisor
-        states = dict(supervisor.states())
-        busy = batcher.slots.busy - states[WorkerState.RETIRING]
-        ready = states.pop(WorkerState.READY)
-        workers = {"idle": max(0, ready - busy), "busy": min(ready, max(0, busy))}
-        workers |= {state.value: count for state, count in states.items()}
-        if self.state is EngineState.CLOSED:
-            workers = dict.fromkeys(workers, 0)
+        workers = dict.fromkeys(_STATES, 0)
+        if self.state is not EngineState.CLOSED:
+            for _, state in self._states():
+                workers[state] += 1
         return StreamerStats(
             state=self.state.value,
             pending=batcher.pending_items,

@@ -1,14 +1,19 @@
-"""The one thread of an engine: waits for the workers, has decided what follows, and does it.
+"""The state of an engine, and the one thread that waits for the workers and answers the calls.
 
 transport.wait ◀──── BatchReport ─────── one per batch
 ├─ lock ── batcher: batch_returned, ...; supervisor: lost, ... ── unlock
 ├─ transport.send: workers are busy again first,
 ├─ reply.complete / reply.fail: then callers get their results,
 └─ transport.start, stop, kill: then workers are looked after
+
+The lock guards the calls, what is on its way to workers, and how all that stands. It is held for a
+few microseconds only: no I/O, no pickling, no logging, no code of users and no completing of
+futures happens under it.
 """
 
 from __future__ import annotations
 
+import collections
 import logging
 import math
 import os
@@ -17,68 +22,292 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..batching.batcher import NOTHING, Actions
-from ..batching.isolation import Raised, Search
-from ..errors import InternalError, StreamerBroken, StreamerClosed, WorkerStartError
+from ..batching.batcher import NOTHING, Actions, Batcher
+from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, StepReport
-from ..reporting import counted, summary
-from ..supervision.restarts import Loss
-from ..workers.protocol import Failure
-from ..workers.transport import WorkerDied, WorkerEvent
-from .at_exit import AtExit
+from ..reporting import counted, quiet_log, report_bug, summary
+from ..supervision.restarts import Loss, backoff
+from ..workers.protocol import DROP, RESUME, Failure, WorkerReady
+from ..workers.transport import Transport, WorkerDied, WorkerEvent
 from .backend import BlockingReply, LoopReply, Mailbox, wake
-from .core import Core, log, logger
-from .fleet import EngineState
-from .timer import rest_if_copied
+from .fleet import EngineState, Fleet, FleetEvent
+from .threads import AtExit, is_owned, rest_if_copied
+
+logger = logging.getLogger(__name__)
+log = quiet_log(__name__)
 
 #: How long an idle worker may take to end, seconds: torch takes some tenths of one.
 _STOP_GRACE = 5.0
 #: The same for one that is still loading, or computing for callers that have their answer already.
 ABORT_GRACE = 0.5
 
-#: Between two failures of our own, seconds; arbitrary.
-_LONGEST_PAUSE = 1.0
 
-#: After so many seconds the same failure is logged again; arbitrary.
-_LOG_AGAIN = 60.0
+#: ``Loop.waits_until`` of a loop that has been woken, or is about to be.
+WOKEN = -math.inf
+
+
+class WorkerOutbox:
+    """What is on its way to one worker, which gets it in this order.
+
+    A thread that has found the outbox in ``Loop.unsent`` sends all that it finds there, also what
+    another thread has put in: so it overtakes no thread that was stopped on its way here.
+
+    Attributes:
+        messages: batches, and what the worker is to be told of one: what, and its id. One is taken
+            out when the transport has it, and not before: a signal handler may raise in between.
+        lock: held from the look at one until it is taken out. Reentrant, as ``Loop.lock``.
+    """
+
+    def __init__(self, slot: int) -> None:
+        self._slot = slot
+        self.lock = threading.RLock()
+        self.messages: collections.deque[BatchRecord | tuple[int, int]] = collections.deque()
+
+    def send(self, transport: Transport, batcher: Batcher) -> None:
+        """Send everything. For any thread, without the engine's lock."""
+        if is_owned(self.lock):  # a signal handler has interrupted this thread, which goes on
+            return
+        # No thread waits for the lock: what is added while another one holds it that one sends,
+        # since it looks again when it has released it.
+        while self.messages and self.lock.acquire(blocking=False):
+            try:
+                while self.messages:
+                    message = self.messages[0]
+                    self._send(message, transport, batcher)
+                    self.messages.popleft()
+                    if isinstance(message, BatchRecord):
+                        _note_sent(message)
+            finally:
+                self.release()
+
+    def release(self) -> None:
+        """Let others send, if this thread holds the lock: perhaps a signal handler has raised."""
+        if is_owned(self.lock):
+            self.lock.release()
+
+    def _send(
+        self, message: BatchRecord | tuple[int, int], transport: Transport, batcher: Batcher
+    ) -> None:
+        if isinstance(message, tuple):
+            transport.tell(self._slot, *message)
+        elif batcher.has_steps and message.spans and message.spans[0][0].is_stream:
+            transport.send(self._slot, message.id, message.payloads, is_stream=True)
+        elif message.calls > 1 and batcher.isolates_errors:
+            calls = message.items_by_call()
+            transport.send(self._slot, message.id, message.payloads, calls=calls)
+        else:
+            transport.send(self._slot, message.id, message.payloads)
 
 
 class Loop:
-    """Runs an engine; the only one to wait for the transport, and to start and end workers.
+    """The state of an engine, and its thread: no other one waits for the transport, or starts and
+    ends workers. ``Engine`` adds what callers and owners call.
+
+    Methods that say "Locked" want ``lock`` to be held.
 
     Args:
-        hang: what a worker is said to have been killed for whose batch took too long; "{:g}" stands
-            for how long. Where workers are not ended for that, why.
-        slow_start: the same for one that took too long to be ready.
+        transport: not started yet; owned, and closed at the end.
+        hang, slow_start: why a worker was killed whose batch, or start, took too long, with "{:g}"
+            for the seconds. Where workers are not killed for their batch, why not.
+
+    Attributes:
+        unsent: outboxes into which something was put. Whoever comes by sends what is there, so that
+            nothing is left behind by a thread that was interrupted in between.
+        open_calls: those that are accepted and not answered, in the order of their arrival. What
+            they need and what workers hold is the truth from which ``settle`` derives the rest.
+        is_torn: whether an exception has ended a change in a caller's thread halfway, as a signal
+            handler may raise one anywhere. Whoever takes the lock next calls ``settle``.
+        left: what finalizers say, at any line and within the lock: they only append, and wake the
+            loop. Calls whose callers have gone, and whether for lack of time; None if the engine is
+            to drain and close, since its owner has gone.
+        undone: what is to be done but for batches, which are queued: the loop's affair.
+        records: of batches, if they are watched: the loop hands them out and releases them.
+        waits_until: until when the loop waits, if nothing happens.
+        on_answered: called when all is answered that came back at a time. Must not block or raise.
+        on_workers, on_end, on_batch: see ``Engine.when_workers_change``, ``when_ended``, ``watch``.
+        cancel_exit: has the engine not be closed any more when the interpreter ends.
     """
 
-    def __init__(self, core: Core, *, hang: str, slow_start: str) -> None:
-        self._core = core
+    # More than 30 attributes of an instance would make all of them slower.
+    is_exiting = has_ended = False
+
+    def __init__(
+        self,
+        transport: Transport,
+        fleet: Fleet,
+        *,
+        hang: str,
+        slow_start: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self.transport = transport
+        self.fleet = fleet
+        self.batcher = fleet.batcher
+        self.clock = clock
         self._hang = hang
         self._slow_start = slow_start
-        self._last_bug, self._logged_at = "", 0.0
-        #: Set by a finalizer, which may run under our locks: drain and close, soon.
-        self.is_abandoned = False
+        self._pid = os.getpid()
+        # Reentrant, since a signal handler that closes may run while we hold it.
+        self.lock = threading.RLock()
+        # The state, or that of a worker. Take ``lock`` itself to wait: a signal handler that raises
+        # within ``Condition.__enter__``, which is Python, would leave it locked for ever.
+        self.changed = threading.Condition(self.lock)
+        self.unsent: collections.deque[WorkerOutbox] = collections.deque()
+        self.outboxes: dict[int, WorkerOutbox] = {}
+        self.open_calls: dict[Call, None] = {}  # an ordered set
+        self.is_torn = False
+        self.left: collections.deque[tuple[Call, bool] | None] = collections.deque()
+        self.undone: list[Actions] = []
+        self.records: list[BatchRecord] = []
+        self.drain_deadline = math.inf
+        self.waits_until = math.inf
+        self.on_answered: Callable[[], None] = lambda: None
+        self.on_workers: Callable[[], None] = lambda: None
+        self.on_batch: Callable[[BatchRecord], None] = lambda _: None
+        self.on_end: Callable[[], None] = lambda: None
+        self.cancel_exit: Callable[[], object] = lambda: None
+        #: Runs the loop, and logs what becomes of the workers.
         self.thread = threading.Thread(target=self._run, name="service_streamer", daemon=True)
         self._ended = threading.Event()
-        #: Called when all that came back at a time is answered; must not raise.
-        self.on_answered: Callable[[], None] | None = None
-        #: Called with the record of every batch that came back, if the core is watched.
-        self.on_batch: Callable[[BatchRecord], None] = lambda _: None
-        #: Called when a worker has become ready, or has been lost; must not raise.
-        self.on_workers: Callable[[], None] = lambda: None
-        #: Called at the very end.
-        self.on_end: Callable[[], None] = lambda: None
-        #: Whether ``on_end`` has been called, or is about to be.
-        self.has_ended = False
-        self._pid = os.getpid()
 
-    def start(self) -> None:
-        """Start the workers and the thread; does not wait for them."""
-        core, fleet = self._core, self._core.fleet
-        for slot, place in fleet.supervisor.orders(core.clock()).start:
-            self._core.transport.start(slot, place, fleet.scaling.most)
-        self.thread.start()
+    # -- the state: locked
+
+    def tell(self, slot: int, what: int, batch_id: int) -> None:
+        """Have a worker told something about a batch. Locked."""
+        self._put(slot, (what, batch_id))
+
+    def _put(self, slot: int, message: BatchRecord | tuple[int, int]) -> None:
+        outbox = self.outboxes.get(slot)
+        if outbox is None:
+            outbox = self.outboxes[slot] = WorkerOutbox(slot)
+        outbox.messages.append(message)
+        self.unsent.append(outbox)
+
+    def take_up(self, actions: Actions) -> None:
+        """Queue the batches, and leave the rest to the loop. Locked."""
+        if actions is not NOTHING:
+            for batch in actions.batches:  # of each worker in this order
+                self._put(batch.slot, batch)
+            if any(actions[1:]):
+                self.undone.append(actions)
+
+    def settle(self) -> None:
+        """Call it first whenever the lock was taken: apply what could not be when it happened."""
+        if self.is_torn:
+            self._mend()
+        if not self.left:
+            return
+        self.is_torn = True  # until this is done: a signal handler may raise in between
+        while self.left:
+            entry = self.left[0]
+            if entry is None:
+                self.begin_drain(math.inf)
+            else:
+                self.let_go(entry)
+            self.left.popleft()
+        self.is_torn = False
+
+    def _mend(self) -> None:
+        """A change was left halfway: derive the state anew, so that nothing is lost by that."""
+        calls = [*self.open_calls]  # at once: the loop forgets some without the lock
+        self.batcher.rebuild([call for call in calls if not call.is_over], self.clock())
+        self._list_unsent()
+        ended = _to_answer(calls)
+        for call in calls:
+            if call.is_over and call not in ended:
+                self.open_calls.pop(call, None)  # its caller has withdrawn it
+        self.undone.append(Actions(calls=ended))
+        self.waits_until = math.inf
+        self.is_torn = False
+
+    def let_go(self, leaving: tuple[Call, bool]) -> None:
+        """The caller of a call has gone, perhaps for lack of time. Locked."""
+        call, has_expired = leaving
+        if self.batcher.call_withdrawn(call, has_expired=has_expired):
+            self.forget(call)
+
+    def forget(self, call: Call) -> None:
+        """No caller waits for the call any more, which is over. Locked."""
+        call.reply = None
+        self.open_calls.pop(call, None)
+        self._drop_unwanted()
+        if self.fleet.state is EngineState.DRAINING:
+            self.undone.append(NOTHING)  # have the loop look whether it waited for this call only
+
+    def _drop_unwanted(self) -> None:
+        """Workers are told which batches have lost their callers."""
+        for slot, batch_id in self.batcher.take_unwanted():
+            self.tell(slot, DROP, batch_id)
+
+    def _fail_open(self, failure: Failure, events: Sequence[WorkerEvent] = ()) -> list[Call]:
+        """End every call that is not over, when the state is in doubt; returns those to answer.
+
+        The state is derived anew. Workers go on with what they hold, for no caller.
+
+        Args:
+            events: happened, and may have been applied or not.
+        """
+        calls = [*self.open_calls]  # at once: callers whose time has ended forget theirs
+        returned = [event for event in events if isinstance(event, BatchReport)]
+        unanswered = [call for call in calls if not call.is_over]
+        vacant = self.batcher.end_all(unanswered, failure, self.clock(), returned)
+        self.undone.append(Actions(vacant=vacant))
+        self._list_unsent()
+        self.is_torn = False
+        return _to_answer(calls)
+
+    def _list_unsent(self) -> None:
+        """Have every batch sent that a worker is to have, and may not have been sent."""
+        listed = {message for box in self.outboxes.values() for message in [*box.messages]}
+        # The others were cut last. One that another thread is done with at this moment may be among
+        # them: the transport does not send it again.
+        for batch in self.batcher.in_flight():
+            if batch.payloads and batch not in listed:
+                self._put(batch.slot, batch)
+        self.unsent.extend([*self.outboxes.values()])
+
+    def begin_drain(self, deadline: float) -> None:
+        """Accept nothing any more. Locked."""
+        fleet = self.fleet
+        if fleet.state is not EngineState.CLOSED:
+            if fleet.state is not EngineState.DRAINING:
+                # Its consumer may be the thread that waits for the end: then no item may rest.
+                self._resume_all(self.clock())
+            fleet.begin_drain(Failure(StreamerClosed("the streamer is closed")))
+            self.drain_deadline = min(self.drain_deadline, deadline)
+            self.changed.notify_all()
+
+    def _resume_all(self, now: float, slot: int | None = None) -> None:
+        """No item of a model of steps is to rest any more, of this worker or of all."""
+        steps = self.batcher.steps
+        if steps is not None:
+            for batch in steps.wake(now, slot):
+                self.tell(batch.slot, RESUME, batch.id)
+
+    def _apply(self, event: FleetEvent, now: float) -> None:
+        """Let what happened change the state."""
+        self.take_up(self.fleet.apply(event, now))
+        if not isinstance(event, BatchReport):
+            if isinstance(event, WorkerDied):
+                self.outboxes.pop(event.slot, None)
+            self.changed.notify_all()
+
+    def keep_record(self, record: BatchRecord) -> None:
+        """Have the loop hand out the record of a batch. Locked."""
+        record.worker = self.fleet.supervisor.place(record.slot)
+        self.records.append(record)
+
+    # -- the thread
+
+    def send(self) -> None:
+        """Send what is in the outboxes. For any thread, without the lock."""
+        unsent = self.unsent
+        while unsent:
+            try:
+                outbox = unsent.popleft()
+            except IndexError:  # another thread was faster
+                return
+            outbox.send(self.transport, self.batcher)
 
     def join(self) -> None:
         """Block until the workers have ended, and the thread with them.
@@ -90,12 +319,6 @@ class Loop:
         self.thread.join()
 
     def _run(self) -> None:
-        try:
-            self._run_to_the_end()
-        finally:
-            self._ended.set()
-
-    def _run_to_the_end(self) -> None:
         reason: Failure | None = None
         failures = 0  # in a row
         events: list[WorkerEvent] = []
@@ -105,7 +328,7 @@ class Loop:
                 try:
                     # No operating system waits for years at once.
                     wait = None if timeout == math.inf else min(timeout, 1e5)
-                    events = events or self._core.transport.wait(wait)
+                    events = events or self.transport.wait(wait)
                     timeout = self._handle(events)
                     events, failures = [], 0  # or the last results would live until the next come
                 except Exception as error:
@@ -115,14 +338,17 @@ class Loop:
                     events = self._recover(error, events)
                     if failures > 1:
                         events = []
-                        time.sleep(min(_LONGEST_PAUSE, 0.01 * 2 ** min(failures, 10)))
+                        time.sleep(backoff(failures, first=0.01, longest=1.0, jitter=0.0))
                     timeout = 0.0
         except BaseException as error:
             # Nobody may wait for a thread that is dead, whatever it died of.
             log(logging.CRITICAL, "the streamer failed; this is a bug in it", exc_info=True)
             reason = Failure(StreamerBroken(f"the streamer failed: {summary(error)}"))
         finally:
-            self._shut_down(reason)
+            try:
+                self._shut_down(reason)
+            finally:
+                self._ended.set()
 
     def _recover(self, error: Exception, events: list[WorkerEvent]) -> list[WorkerEvent]:
         """An exception of our own: end the calls that are open, and go on with a new state.
@@ -133,39 +359,44 @@ class Loop:
         Returns:
             Those that are still to be applied.
         """
-        core = self._core
-        text = f"the streamer failed, which is a bug in it, and goes on: {summary(error)}"
-        with core.lock:
-            calls = core.fail_open(Failure(InternalError(text)), events)
-            news = [event for event in events if core.is_news(event)]
-        failed = counted(len(calls), "call")
-        if text != self._last_bug or time.monotonic() - self._logged_at > _LOG_AGAIN:
-            self._last_bug, self._logged_at = text, time.monotonic()
-            log(logging.CRITICAL, "%s; %s failed", text, failed, exc_info=True)
+        bug = report_bug("the streamer", error)
+        with self.lock:
+            calls = self._fail_open(Failure(bug), events)
+            known, ready = self.fleet.supervisor, self.batcher.slots
+            news: list[WorkerEvent] = [  # of what workers have done, the new state knows
+                event
+                for event in events
+                if not isinstance(event, (BatchReport, StepReport))
+                and event.slot in known
+                and not (isinstance(event, WorkerReady) and event.slot in ready)
+            ]
+        if calls:
+            log(
+                logging.ERROR,
+                "%s failed by that; the streamer goes on",
+                counted(len(calls), "call"),
+            )
         self._answer_all(calls)
-        if self.on_answered is not None:
-            self.on_answered()
+        self.on_answered()
         return news
 
     def _time_to_wait(self) -> float | None:
         """Seconds until something is due, ``inf`` for never; None when it is time to shut down."""
-        core, fleet = self._core, self._core.fleet
-        with core.lock:
-            core.settle()
-            if self.is_abandoned:
-                core.begin_drain(math.inf)
-            now = core.clock()
-            due = min(core.batcher.deadline, fleet.supervisor.due, fleet.scaling.due)
-            if now < core.batcher.expects_until < due:
-                due = core.batcher.expects_until
+        fleet, batcher = self.fleet, self.batcher
+        with self.lock:
+            self.settle()
+            now = self.clock()
+            due = min(batcher.deadline, fleet.supervisor.due, fleet.scaling.due)
+            if now < batcher.expects_until < due:
+                due = batcher.expects_until
             if fleet.state is EngineState.DRAINING:
-                is_answered = core.batcher.is_answered and not core.unsent
-                if is_answered or core.drain_deadline <= now:
+                is_answered = batcher.is_answered and not self.unsent
+                if is_answered or self.drain_deadline <= now:
                     return None
-                due = min(due, core.drain_deadline)
-            if core.undone or core.unsent or core.left:
+                due = min(due, self.drain_deadline)
+            if self.undone or self.unsent or self.left:
                 due = now
-            core.waits_until = due
+            self.waits_until = due
             return max(0.0, due - now)
 
     def _handle(self, events: list[WorkerEvent]) -> float | None:
@@ -174,150 +405,126 @@ class Loop:
         Answering is last, with nothing between it and the next wait: a caller that is woken needs
         the interpreter lock, which this thread gives up when it waits.
         """
-        core, fleet = self._core, self._core.fleet
+        fleet, batcher = self.fleet, self.batcher
         calls: list[Call] = []
-        rest: list[Actions] = []  # those that say more than what to send and to answer
         parts: list[tuple[Call, Any]] = []
         if logger.isEnabledFor(logging.DEBUG):
-            self._log_failures(events)  # before they are applied, which releases the failures
+            _log_failures(events)  # before they are applied, which releases the failures
         try:
-            with core.lock:
-                core.settle()
-                now = core.clock()
+            with self.lock:
+                self.settle()
+                now = self.clock()
                 if len(events) > 1:
                     fleet.foresee(events)
                 for event in events:
-                    # Nearly every event is a batch that was computed, with nothing else to note.
-                    if (
-                        type(event) is BatchReport
-                        and event.failure is None
-                        and event.slot in fleet.supervisor.progressed
-                        and not (event.ceiling or fleet.ceilings)
-                    ):
-                        actions = core.batcher.batch_returned(event, now)
-                    elif isinstance(event, StepReport):
-                        parts += core.batcher.stepped(event, now)
-                        continue
+                    if isinstance(event, StepReport):
+                        parts += batcher.stepped(event, now)
                     else:
-                        actions = core.happened(event, now)
-                    if actions.batches:
-                        core.queue(actions.batches)
-                    calls += actions.calls
-                    if actions.vacant or actions.searches or actions.condemned:
-                        rest.append(actions)
+                        self._apply(event, now)
                 # While draining no caller may be left to flush what was submitted.
-                is_draining = self.is_abandoned or fleet.state is EngineState.DRAINING
+                is_draining = fleet.state is EngineState.DRAINING
                 if not (fleet.scaling.is_fixed or is_draining):
                     fleet.scale_by_load(now)
-                if core.batcher.deadline <= now or is_draining:
-                    actions = core.batcher.time_passed(now)
-                    core.queue(actions.batches)
-                    calls += actions.calls
-                    if actions is not NOTHING:
-                        rest.append(actions)
-                if core.undone:
-                    calls += [call for actions in core.undone for call in actions.calls]
-                    rest += core.undone
-                    core.undone = []
-                core.collect_unwanted()
+                if batcher.deadline <= now or is_draining:
+                    self.take_up(batcher.time_passed(now))
+                self._drop_unwanted()
+                undone, self.undone = self.undone, []
+                calls = [call for actions in undone for call in actions.calls]
+                rest = [actions for actions in undone if any(actions[2:])]
                 has_more = rest or fleet.notes or fleet.supervisor.due <= now
-            if core.unsent:
-                core.send()
+            self.send()
             timeout = None if has_more else self._time_to_wait()
         finally:  # they are over, so nothing else would answer them
-            if parts:
-                self._hand_out(parts)
+            self._hand_out(parts)
             self._answer_all(calls)
-            if self.on_answered is not None and (calls or parts):
+            if calls or parts:
                 self.on_answered()
-            if core.records:
-                self._hand_out_records()
+            self._hand_out_records()
         if has_more:
             self._look_after_workers(rest)
             timeout = self._time_to_wait()
         return timeout
 
-    def _hand_out_records(self) -> None:
-        core = self._core
-        records, core.records = core.records, []  # only this thread adds to them
-        for record in records:
-            try:
-                self.on_batch(record)
-            except BaseException:  # as of a callback: this thread does not end for it
-                log(logging.ERROR, "what watches the batches raised", exc_info=True)
-            record.release()
+    def _look_after_workers(self, rest: Sequence[Actions]) -> None:
+        """Do what happens seldom: end and start workers, and log.
 
-    def _look_after_workers(self, rest: list[Actions]) -> None:
-        """Do what happens seldom: end and start workers, and log."""
-        core = self._core
-        with core.lock:
-            core.settle()
-            orders = core.look_after_workers(rest)
-            notes, core.fleet.notes = core.fleet.notes, []
+        Args:
+            rest: what the batcher wanted done, but for its batches and calls.
+        """
+        fleet, slots = self.fleet, self.batcher.slots
+        with self.lock:
+            self.settle()
+            now = self.clock()
+            hung = [(slot, slots.limit(slot)) for a in rest for slot in a.hung if slot in slots]
+            orders, more = fleet.look_after_workers(rest, now)
+            for slot in orders.retire:
+                self._resume_all(now, slot)  # or it would not end before all consumers catch up
+            for actions in more:  # the loop looks again at once
+                self.take_up(actions)
+            self.changed.notify_all()
+            notes, fleet.notes = fleet.notes, []
         self.on_workers()
         for level, text, arguments in notes:
             log(level, text, *arguments)
-        for search in [search for actions in rest for search in actions.searches]:
-            _log_search(search)
         for slot in orders.stop:
-            self._core.transport.stop(slot)
-        for slot, seconds in orders.hung:
-            if core.batcher.slots.ends_hung:
-                self._core.transport.kill(slot, self._hang.format(seconds))
+            self.transport.stop(slot)
+        for slot, seconds in hung:
+            if slots.ends_hung:
+                self.transport.kill(slot, self._hang.format(seconds))
             else:
                 self._log_hang(slot, seconds)
-        for slot, seconds in orders.slow:
-            self._core.transport.kill(slot, self._slow_start.format(seconds))
+        for slot in orders.kill:
+            allowed = fleet.supervisor.start_bound(slot)
+            self.transport.kill(slot, self._slow_start.format(allowed))
         for slot, place in orders.start:
             self._start_worker(slot, place)
 
     def _log_hang(self, slot: int, seconds: float) -> None:
-        with self._core.lock:
-            place = self._core.fleet.supervisor.place(slot)
-        stack = self._core.transport.stack(slot)  # first, or it might be done meanwhile
+        stack = self.transport.stack(slot)  # first, or it might be done meanwhile
         text = "worker %d has been at one batch for more than %.0f s, and is not ended: %s"
-        log(logging.WARNING, text, place, seconds, self._hang)
+        log(logging.WARNING, text, self.fleet.supervisor.place(slot), seconds, self._hang)
         if stack:
             log(logging.WARNING, "what it was doing:\n%s", stack)
 
     def _start_worker(self, slot: int, place: int) -> None:
-        core = self._core
         try:
-            self._core.transport.start(slot, place, core.fleet.scaling.most)
+            self.transport.start(slot, place, self.fleet.scaling.most)
         except Exception as error:  # no memory for a process, no descriptors: perhaps later
             failed = WorkerStartError(f"worker {place} could not be started: {summary(error)}")
             failed.__cause__ = error.with_traceback(None)
-            with core.lock:
-                lost = WorkerDied(slot, Failure(failed), Loss.DIED_STARTING)
-                core.undone.append(core.happened(lost, core.clock()))
+            with self.lock:
+                self._apply(WorkerDied(slot, Failure(failed), Loss.DIED_STARTING), self.clock())
 
     def _shut_down(self, reason: Failure | None) -> None:
         """End all. With a reason of None it was closed."""
-        core, fleet = self._core, self._core.fleet
+        fleet, batcher = self.fleet, self.batcher
         refusal = reason
         if reason is None:
-            kind = AtExit if core.is_exiting else Failure
+            kind = AtExit if self.is_exiting else Failure
             error = StreamerClosed("the streamer was closed before the call was served")
             reason, refusal = kind(error), Failure(error)
-        with core.lock:
+        with self.lock:
             fleet.state = EngineState.CLOSED
             if fleet.refusal is None:
                 fleet.refusal = refusal
-            is_idle = core.batcher.is_empty and not fleet.supervisor.is_loading
-            calls = core.fail_open(reason)
-            core.changed.notify_all()
+            is_idle = batcher.is_empty and not fleet.supervisor.is_loading
+            calls = self._fail_open(reason)
+            self.changed.notify_all()
         self._answer_all(calls)
-        core.open_calls.clear()
-        self._core.transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
-        with core.lock:
-            core.batcher.forget_workers()
+        self.open_calls.clear()
+        self.transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
+        with self.lock:
+            batcher.forget_workers()
         self.has_ended = True  # first: code that sets ``on_end`` and then looks misses nothing
         self.on_workers()
+        self.cancel_exit()
         self.on_end()
         cut_off = f", {counted(len(calls), 'call')} cut off" if calls else ""
         log(logging.INFO, "the workers have ended%s", cut_off)
 
-    def _hand_out(self, parts: list[tuple[Call, Any]]) -> None:
+    # -- answers
+
+    def _hand_out(self, parts: Sequence[tuple[Call, Any]]) -> None:
         """Hand out outputs of streams. Tasks of one loop are woken together, when all are there."""
         mailboxes: set[Mailbox] = set()
         for call, output in parts:
@@ -355,38 +562,33 @@ class Loop:
         wake(waiters)
         for mailbox in mailboxes:
             mailbox.deliver_soon()
-        forget = self._core.open_calls.pop
+        forget = self.open_calls.pop
         for call in calls:
             forget(call, None)
 
-    def _log_failures(self, events: list[WorkerEvent]) -> None:
-        for event in events:
-            if type(event) is BatchReport and event.failure is not None:
-                log(logging.DEBUG, "batch %d failed: %s", event.batch_id, event.failure.text)
+    def _hand_out_records(self) -> None:
+        records, self.records = self.records, []  # only this thread adds to them
+        for record in records:
+            try:
+                self.on_batch(record)
+            except BaseException:  # as of a callback: this thread does not end for it
+                log(logging.ERROR, "what watches the batches raised", exc_info=True)
+            record.release()
 
 
-def _log_search(search: Search | Raised) -> None:
-    """Log what the search for the faulty item cost."""
-    failure = search.failure
-    if isinstance(search, Search):
-        log(
-            logging.WARNING if search.failed else logging.INFO,
-            "%s with a worker that was lost (%s): %s to compute again, %s failed",
-            counted(search.items, "item"), failure.text, counted(search.runs, "model call"),
-            counted(search.failed, "call"),
-        )  # fmt: skip
-    elif search.runs:
-        log(
-            logging.WARNING,
-            "%d of %s in a batch failed (%s); to find out took %s more",
-            search.failed, counted(search.calls, "call"),
-            "none of them when it was alone" if failure is None else failure.text,
-            counted(search.runs, "model call"),
-        )  # fmt: skip
-    elif search.failed:
-        log(
-            logging.WARNING,
-            "%s failed together with %s, and the call at fault is not known:\n%s",
-            counted(search.failed, "call"), failure.text,
-            failure.remote_traceback or failure.text,
-        )  # fmt: skip
+def _note_sent(batch: BatchRecord) -> None:
+    batch.payloads = []
+    if logger.isEnabledFor(logging.DEBUG):
+        size = counted(batch.size, "item")
+        log(logging.DEBUG, "batch %d has %s: %s", batch.id, size, batch.reason.value)
+
+
+def _log_failures(events: Sequence[WorkerEvent]) -> None:
+    for event in events:
+        if isinstance(event, BatchReport) and event.failure is not None:
+            log(logging.DEBUG, "batch %d failed: %s", event.batch_id, event.failure.text)
+
+
+def _to_answer(calls: Sequence[Call]) -> list[Call]:
+    """Those that are over and whose callers may not know it: all but those that they withdrew."""
+    return [call for call in calls if call.is_over and (call.failure or not call.unanswered)]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..engine.timer import Doorbell, rest_if_copied
+from ..engine.threads import Doorbell, rest_if_copied
 from ..errors import PoolMismatch, StreamerBroken, StreamerError, WorkerLost
 from ..remote.deliveries import Deliveries
 from ..remote.open_calls import OutputRun, RemoteAnswer, answer

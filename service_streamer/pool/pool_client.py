@@ -27,8 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import __version__
-from ..engine.build import Model, check_wanted, make_lengths, make_spec
-from ..engine.core import Lengths
+from ..engine.build import Model, make_spec
+from ..engine.engine import Lengths
 from ..errors import (
     PredictTimeout,
     StreamerClosed,
@@ -358,7 +358,7 @@ def pool_clients(
     """
     if missing := why_unsupported():
         raise ValueError(missing)
-    check_wanted(model, options)
+    spec, lengths = make_spec(model, options)
     refuse_unguarded_main()
     if options.mp_start_method != "spawn":
         raise ValueError(
@@ -375,9 +375,7 @@ def pool_clients(
     elif prepare is not None:  # of a service, whose log has the lines of its pools
         log = None
     user = os.geteuid()  # a forked child may become another one
-    lengths = make_lengths(options.length, model)
     by_value = by_value or ByValue()
-    spec = make_spec(model, options, has_lengths=lengths is not None)
     pickled = encode_spec(spec, by_value)
     fingerprint = fingerprint_of(model, options, __version__)
     # Only what the pool itself needs: it imports nothing of the model's.

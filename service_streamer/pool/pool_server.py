@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..engine.engine import Engine
-from ..engine.timer import start_thread
+from ..engine.threads import start_thread
 from ..supervision.supervisor import Overlap
 from .directory import Leadership
 from .fingerprint import Fingerprint, differences
@@ -209,7 +209,7 @@ class PoolServer:
 
     def run(self) -> None:
         """Serve until it is told to end, or no client is left for as long as they have wished."""
-        self._engine.when_answered(self._send_all)
+        self._engine.on_answered = self._send_all
         self._engine.when_ended(self._engine_ended)
         self._engine.when_workers_change(self._workers_changed)
         self._engine.start()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ..base_streamer import LIBRARY_TIMEOUT, DefaultTimeout
-from ..engine.build import Length, Model, assemble, check_wanted, make_lengths, make_spec
+from ..engine.build import Length, Model, assemble, make_spec
 from ..engine.engine import Engine
 from ..options.checks import Workers
 from ..options.kinds import documented
@@ -103,9 +103,7 @@ class RayStreamer(ScaledStreamer):
 
 def _build_engine(model: Model, options: RayStreamerOptions) -> Engine:
     """An engine with its workers, which has not been started. Raises as ``build_engine``."""
-    check_wanted(model, options)
-    lengths = make_lengths(options.length, model)
-    spec = make_spec(model, options, has_lengths=lengths is not None)
+    spec, lengths = make_spec(model, options)
     cluster = Cluster(options.address, options.runtime_env)
     transport = RayTransport(cluster, spec, WorkerResources.of(options))
     return assemble(transport, options, lengths)

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..engine.timer import is_owned, start_thread
+from ..engine.threads import is_owned, start_thread
 from ..errors import (
     BadMessage,
     BrokerUnavailable,

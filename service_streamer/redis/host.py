@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 
 from ..engine.engine import Engine
-from ..engine.timer import start_thread
+from ..engine.threads import start_thread
 from ..errors import BrokerUnavailable, StreamerError, WorkerStartError
 from ..reporting import counted
 from .claimer import Claimer
@@ -90,7 +90,7 @@ class Host:
 
     def start(self) -> None:
         engine = self._state.engine
-        engine.when_answered(self._finisher.finish_now)
+        engine.on_answered = self._finisher.finish_now
         engine.when_ended(self._engine_ended)
         self._claiming.start()
         self._finishing.start()

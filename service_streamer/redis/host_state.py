@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..engine.engine import Engine
-from ..engine.timer import Doorbell
+from ..engine.threads import Doorbell
 from ..errors import ModelError, Overloaded, StreamerError
 from ..workers.protocol import Failure
 from .claims import Claim, Claims, Outflow, Outflows
@@ -182,10 +182,13 @@ class HostState:
 
     def room(self, workers: int) -> int:
         """How many more calls to claim for so many workers."""
-        engine = self.engine
+        batcher = self.engine.batcher
         with self.lock:
             return self.claims.room(
-                workers, engine.batch_duration, engine.room, is_stepping=engine.has_steps
+                workers,
+                batcher.figures.batch_duration,
+                batcher.slots.room,
+                is_stepping=batcher.has_steps,
             )
 
     def add(self, claim: Claim, claims: int) -> bool:

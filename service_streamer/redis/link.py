@@ -14,7 +14,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from ..engine.timer import rest_if_copied
+from ..engine.threads import rest_if_copied
 from ..errors import BrokerError
 from ..reporting import quiet_log
 from ..supervision.restarts import backoff

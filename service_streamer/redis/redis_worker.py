@@ -26,7 +26,7 @@ from ..engine.operator_signals import (
     Terminal,
     log_standing,
 )
-from ..engine.timer import start_thread
+from ..engine.threads import start_thread
 from ..errors import StreamerBroken, StreamerClosed, StreamerForked
 from ..observe.explain import Finding
 from ..observe.metrics import BatchMetrics

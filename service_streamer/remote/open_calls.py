@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from ..engine.timer import Doorbell
+from ..engine.threads import Doorbell
 from ..errors import Overloaded, StreamerClosed
 from ..reporting import quiet_log
 from ..workers.protocol import Failure

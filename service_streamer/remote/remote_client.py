@@ -27,9 +27,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing import util
 from typing import Any, Generic, TypeVar
 
-from ..engine.at_exit import AtExit
 from ..engine.backend import IN_CALLBACK
-from ..engine.timer import Timer, is_owned, start_thread
+from ..engine.threads import AtExit, Timer, is_owned, start_thread
 from ..errors import (
     ModelError,
     PredictTimeout,

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..engine.backend import IN_CALLBACK, Backend, PassThrough
 from ..engine.build import of_shared_call
-from ..engine.timer import Timer, is_owned, start_thread
+from ..engine.threads import Timer, is_owned, start_thread
 from ..errors import StreamerError
 from ..observe.record import ORDINARY, Call, Precedence, Timing
 from ..options.table import SharingOptions

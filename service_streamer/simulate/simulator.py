@@ -250,7 +250,7 @@ class Simulation(ABC):
         """The worker has loaded its model."""
         if slot in self._fleet.supervisor:  # else it was ended meanwhile
             self.lives[slot] = now, math.inf
-            self.do(self._fleet.happened(WorkerReady(slot), now), now)
+            self.do(self._fleet.apply(WorkerReady(slot), now), now)
             self._look_after_workers((), now)  # one that stood in for it may have to end
 
     def _look(self, now: float) -> None:
@@ -284,7 +284,7 @@ class Simulation(ABC):
                 if slot in self.lives:
                     self.lives[slot] = self.lives[slot][0], now
                     loss = Loss.CRASHED
-                self.do(fleet.happened(WorkerDied(slot, _ENDED, loss), now), now)
+                self.do(fleet.apply(WorkerDied(slot, _ENDED, loss), now), now)
         fleet.notes.clear()
 
 

@@ -124,7 +124,6 @@ class Autoscaling:
     Tell it the load with ``decide`` whenever ``is_due`` says so.
 
     Args:
-        least, most: the bounds. If they are equal, there is nothing to decide.
         target: how long an item may wait for a worker, seconds; None for twice what a full batch
             takes. Less than a full batch takes cannot be had, and counts as that.
 
@@ -132,7 +131,6 @@ class Autoscaling:
         is_fixed: whether the bounds are equal, so that there is nothing to decide.
         is_watching: whether ``due`` says when to look at what waits or is refused; else that is
             when something waits.
-        wanted: how many workers there should be.
         due: when to call ``decide`` at the latest; infinity while the load is nothing to look at.
         wait: how long a new item would have waited with the last decision, seconds.
         target: as given, or as derived with the last decision; 0 before that.

@@ -44,6 +44,7 @@ class Health:
         held_back: the workers that take no batches until they are replaced, or released.
         row: batches in a row that have failed, of all workers.
         rows: the same by worker; 0 if its last batch was computed.
+        due: when another worker may be replaced, and so when to ``judge`` while one is held back.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class Health:
         self.row = 0
         self._failed_at = -math.inf
         self.rows: dict[int, int] = {}
-        self._next_at = -math.inf  # when another worker may be replaced
+        self.due = -math.inf
 
     def computed(self, slot: int) -> None:
         """The worker has computed a batch."""
@@ -68,18 +69,13 @@ class Health:
         others = [row for each, row in self.rows.items() if each != slot]
         return self.rows.get(slot, 0) >= ROW and 2 * others.count(0) > len(others)
 
-    @property
-    def due(self) -> float:
-        """When to ``judge`` at the latest, while a worker is held back."""
-        return self._next_at
-
     def judge(self, now: float) -> tuple[list[int], list[int]]:
         """The slots of workers that go on, and of those that are replaced: they were held back."""
         released = [slot for slot in self.held_back if not self.is_suspect(slot)]
         suspects = [slot for slot in self.held_back if slot not in released]
-        condemned = suspects[:1] if now >= self._next_at else []
+        condemned = suspects[:1] if now >= self.due else []
         if condemned:
-            self._next_at = now + INTERVAL
+            self.due = now + INTERVAL
         self.held_back = suspects[len(condemned) :]
         return released, condemned
 

@@ -31,12 +31,13 @@ replaced when it is ready: it may have begun to load before that, unheard.
 
 from __future__ import annotations
 
+import collections
 import enum
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from .restarts import Loss, RestartPolicy
+from .restarts import Fate, Loss, RestartPolicy
 
 #: Whether a renewal starts the new worker before the old one ends; "auto" does if both fit.
 Overlap = bool | Literal["auto"]
@@ -66,21 +67,13 @@ class WorkerState(enum.Enum):
 
 
 class WorkerActions(NamedTuple):
-    """What to do now.
+    """What to do now with the workers of these slots."""
 
-    Attributes:
-        start: workers, as (slot, place).
-        retire: slots whose workers are to take no more batches.
-        stop: slots whose workers are to end now: they hold nothing.
-        kill: slots whose workers take too long to be ready.
-        keep: slots whose workers were retiring, and are to take batches again.
-    """
-
-    start: list[tuple[int, int]]
-    retire: list[int]
-    stop: list[int]
-    kill: list[int]
-    keep: list[int]
+    start: list[tuple[int, int]]  # with the place of each
+    retire: list[int]  # take no more batches
+    stop: list[int]  # end: they hold nothing
+    kill: list[int]  # they take too long to be ready
+    keep: list[int]  # were retiring, and take batches again
 
 
 class _Worker:
@@ -95,8 +88,18 @@ class _Worker:
         self.is_condemned = False
         self.is_killed = False
         self.is_waiting = False  # for a place on a cluster
-        self.is_unwanted = False  # it retires only since fewer were wanted then
         self.ready_at = math.inf
+
+
+class _Exchange(enum.Enum):
+    """A renewal without overlap, as seen by one place. The next place has to wait until it ends.
+
+    On a cluster the new worker of one place may get the room that the old one of another has left.
+    """
+
+    NONE = "no worker is awaited here"
+    AWAITED = "its old worker was ended, or it may have got another's room: its new one loads"
+    REPLACED = "awaited, but another place's is ready since: it may wait for room without end"
 
 
 class _Place:
@@ -107,12 +110,7 @@ class _Place:
         self.restart_at = -math.inf  # at once
         self.has_failed = False
         self.was_served = False  # by a worker that was ready
-        # Its worker was ended for a new one, which is not ready yet; or another one's was, and this
-        # one may have got what that has left.
-        self.is_exchanged = False
-        # Another one is ready that may have got what its old worker had: if the new one waits for a
-        # place, it is not waited for.
-        self.is_made_up = False
+        self.exchange = _Exchange.NONE
 
     def forgive(self) -> None:
         """The row has ended."""
@@ -126,8 +124,7 @@ class Supervisor:
 
     Attributes:
         due: when to call ``orders``; minus infinity when something has changed.
-        restarts: of lost workers, so far.
-        restarts_at: the same by place, of those that had any.
+        restarts_at: of lost workers, so far, by place.
         aborted: the last generation whose replacement could not be started.
         progressed: slots whose worker has computed a batch.
         start_duration: what the last worker that is ready took to be so, seconds.
@@ -142,8 +139,7 @@ class Supervisor:
         self._next_slot = 0
         self._generation = 0
         self.due = -math.inf
-        self.restarts = 0
-        self.restarts_at: dict[int, int] = {}
+        self.restarts_at: collections.Counter[int] = collections.Counter()
         self.aborted = -1
         self.progressed: set[int] = set()
         self.start_duration = 0.0
@@ -203,24 +199,33 @@ class Supervisor:
         served = {worker.place for worker in workers if self._is_settled(worker)}
         return (
             not self._is_short
-            and any(worker.state is WorkerState.READY for worker in workers)
+            and bool(self._in(WorkerState.READY))
             and served >= set(range(len(self._places)))
             and all(worker.generation >= generation or worker.is_waiting for worker in workers)
         )
 
     # -- what workers do
 
+    def _place_of(self, worker: _Worker) -> _Place | None:
+        """Its place; None if that is not wanted any more."""
+        return self._places[worker.place] if worker.place < len(self._places) else None
+
+    def _beside(self, worker: _Worker) -> list[_Worker]:
+        """The other workers of its place."""
+        return [w for w in self._workers.values() if w.place == worker.place and w is not worker]
+
     def waits(self, slot: int, *, has_place: bool) -> None:
         """The worker waits for a place on a cluster; or has one, and begins to load its model."""
         worker = self._workers[slot]
         if worker.state is WorkerState.STARTING:
             worker.is_waiting = not has_place
-            self._end_made_up()
+            self._end_replaced()
+            place = self._place_of(worker)
             if not has_place:  # one that has it may have begun to load before the last renewal
                 worker.generation = self._generation
-            elif worker.place < len(self._places):
-                # Perhaps that which was left for the successor of another one, which waits now.
-                self._places[worker.place].is_exchanged |= self._is_short
+            elif place is not None and self._is_short and place.exchange is _Exchange.NONE:
+                # Perhaps the room that was left for the successor of another one, which waits now.
+                place.exchange = _Exchange.AWAITED
             self.due = -math.inf
 
     def ready(self, slot: int, now: float) -> bool:
@@ -236,17 +241,18 @@ class Supervisor:
         for other in self._places:  # of ``tries_once``
             if other.restart_at == math.inf:
                 other.restart_at = now + self._policy.retry
-        if worker.place < len(self._places):
-            place = self._places[worker.place]
+        place = self._place_of(worker)
+        if place is not None:
             place.was_served = True
-            if place.is_exchanged:
-                place.is_exchanged = place.is_made_up = False
+            if place.exchange is not _Exchange.NONE:
+                place.exchange = _Exchange.NONE
                 for other in self._places:
-                    other.is_made_up = other.is_exchanged
-                self._end_made_up()
+                    if other.exchange is _Exchange.AWAITED:
+                        other.exchange = _Exchange.REPLACED
+                self._end_replaced()
             if place.has_failed:
                 place.has_failed = False
-                self._count_restart(worker.place)
+                self.restarts_at[worker.place] += 1
         self.due = -math.inf
         return True
 
@@ -256,9 +262,6 @@ class Supervisor:
         One that retires already is not kept any more, if it is wanted again.
         It ends first: a device may not have the memory for two. Its successor waits as after a
         death, so that a place whose workers all end like that does not load one after the other.
-
-        Args:
-            jitter: see ``RestartPolicy.delay``.
         """
         worker = self._workers.get(slot)
         if worker is None or worker.is_condemned:
@@ -267,8 +270,8 @@ class Supervisor:
         if worker.state is not WorkerState.READY:
             return False
         self.due = -math.inf
-        if worker.place < len(self._places):
-            place = self._places[worker.place]
+        place = self._place_of(worker)
+        if place is not None:
             if slot in self.progressed:
                 place.forgive()
             self._restart(worker.place, now, jitter)
@@ -291,11 +294,10 @@ class Supervisor:
         *,
         was_busy: bool = False,
         is_explained: bool = False,
-    ) -> bool:
-        """The worker is gone; whether that was unwanted.
+    ) -> Fate:
+        """The worker is gone; what follows.
 
         Args:
-            jitter: see ``RestartPolicy.delay``.
             was_busy: whether it held a batch, which may have been the cause.
             is_explained: whether it is known now that it was.
         """
@@ -305,52 +307,52 @@ class Supervisor:
         self.progressed.discard(slot)
         self.due = -math.inf
         if worker.state in (WorkerState.RETIRING, WorkerState.STOPPING):
-            return False
-        if overlap is not None:
-            # One of a pair of which one was to replace the other.
-            if worker.state is WorkerState.STARTING:
-                may_end = overlap is False or (overlap == "auto" and self._has_stand_in())
-                if loss is Loss.NO_MEMORY and may_end:
-                    for other in self._workers.values():
-                        other.overlap = other.overlap is True
-                else:
-                    self._abort()
-            return True
-        if worker.place < len(self._places):
-            place = self._places[worker.place]
-            lived = now - worker.ready_at >= self._policy.window
-            # A GPU that has failed for good explains deaths, too, and is no reason for haste.
-            is_explained = is_explained and loss is not Loss.DEVICE_FAILED
-            if has_progressed or lived or is_explained:
-                place.forgive()
-            place.was_served |= worker.ready_at < math.inf
-            if place.is_exchanged:
+            return Fate.EXPECTED
+        if overlap is not None:  # one of a pair of which one was to replace the other
+            if worker.state is not WorkerState.STARTING:
+                return Fate.GONE
+            may_end = overlap is False or (overlap == "auto" and self._has_stand_in())
+            if loss is not Loss.NO_MEMORY or not may_end:
                 self._abort()
-            is_tried = not place.has_failed
-            if is_tried and (was_busy or place.causeless < self._budget(place, loss)):
-                place.causeless += not was_busy
-                self._restart(worker.place, now, jitter)
-            else:
-                place.has_failed = True
-                place.restart_at = now + self._policy.retry_delay(place.tries, jitter)
-                if self.tries_once and not self.was_served:
-                    place.restart_at = math.inf
-                place.tries += 1
-        return True
+                return Fate.ABORTED
+            for other in self._workers.values():
+                other.overlap = other.overlap is True
+            return Fate.OLD_FIRST
+        place = self._place_of(worker)
+        if place is None:
+            return Fate.GONE
+        lived = now - worker.ready_at >= self._policy.window
+        # A GPU that has failed for good explains deaths, too, and is no reason for haste.
+        is_explained = is_explained and loss is not Loss.DEVICE_FAILED
+        if has_progressed or lived or is_explained:
+            place.forgive()
+        place.was_served |= worker.ready_at < math.inf
+        if place.exchange is not _Exchange.NONE:
+            self._abort()
+        is_tried = not place.has_failed
+        if is_tried and (was_busy or place.causeless < self._budget(place, loss)):
+            place.causeless += not was_busy
+            self._restart(worker.place, now, jitter)
+            return Fate.RESTARTED
+        place.has_failed = True
+        place.restart_at = now + self._policy.retry_delay(place.tries, jitter)
+        if self.tries_once and not self.was_served:
+            place.restart_at = math.inf
+        place.tries += 1
+        return Fate.FAILED
 
     def _restart(self, number: int, now: float, jitter: float) -> None:
         place = self._places[number]
         place.restart_at = now + self._policy.delay(place.restarts, jitter)
         place.restarts += 1
-        self._count_restart(number)
-
-    def _count_restart(self, place: int) -> None:
-        self.restarts += 1
-        self.restarts_at[place] = self.restarts_at.get(place, 0) + 1
+        self.restarts_at[number] += 1
 
     def _has_stand_in(self) -> bool:
         """Whether one of the workers can be spared for a while."""
-        return sum(w.state is WorkerState.READY for w in self._workers.values()) > 1
+        return len(self._in(WorkerState.READY)) > 1
+
+    def _in(self, *states: WorkerState) -> list[_Worker]:
+        return [worker for worker in self._workers.values() if worker.state in states]
 
     def _budget(self, place: _Place, loss: Loss) -> int:
         if loss is Loss.NEVER_AGAIN:
@@ -365,7 +367,7 @@ class Supervisor:
         """Leave the workers that are not replaced yet: their successors would not start either."""
         self.aborted = self._generation
         for place in self._places:
-            place.is_exchanged = place.is_made_up = False
+            place.exchange = _Exchange.NONE
         for worker in self._workers.values():
             worker.generation = self._generation
 
@@ -373,21 +375,19 @@ class Supervisor:
         """Whether it is ready, or waits for a place that may never come, and not for another's."""
         if worker.state is WorkerState.READY:
             return True
-        beside = (w for w in self._workers.values() if w.place == worker.place)
-        return worker.is_waiting and all(other is worker for other in beside)
+        return worker.is_waiting and not self._beside(worker)
 
     @property
     def _is_short(self) -> bool:
         """Whether a worker was ended for a new one, which is not ready yet."""
-        return any(place.is_exchanged for place in self._places)
+        return any(place.exchange is not _Exchange.NONE for place in self._places)
 
-    def _end_made_up(self) -> None:
-        """Do not wait for new workers that wait, if others have got what their old ones left."""
+    def _end_replaced(self) -> None:
+        """Do not wait for new workers that wait for room, if others may have got theirs."""
         for worker in self._workers.values():
-            if worker.is_waiting and worker.place < len(self._places):
-                place = self._places[worker.place]
-                place.is_exchanged &= not place.is_made_up
-                place.is_made_up = False
+            place = self._place_of(worker)
+            if worker.is_waiting and place is not None and place.exchange is _Exchange.REPLACED:
+                place.exchange = _Exchange.NONE
 
     # -- the difference
 
@@ -404,9 +404,9 @@ class Supervisor:
             else:
                 self.due = min(self.due, place.restart_at)
         for slot, worker in self._workers.items():
-            if worker.is_unwanted and self._is_missed(worker):
+            if self._is_missed(worker):
                 # Its stream may take hours more, and there may be no room for another one beside.
-                worker.state, worker.is_unwanted = WorkerState.READY, False
+                worker.state = WorkerState.READY
                 orders.keep.append(slot)
             if worker.state is WorkerState.STARTING and worker.place >= len(self._places):
                 worker.state = WorkerState.STOPPING
@@ -420,7 +420,6 @@ class Supervisor:
         ready = [slot for slot, w in self._workers.items() if w.state is WorkerState.READY]
         unwanted = [s for s in ready if self._workers[s].place >= len(self._places)]
         for slot in unwanted[: max(0, len(ready) - len(self._places))]:
-            self._workers[slot].is_unwanted = True
             self._retire(slot, orders)
         # One at a time, so that there is never much less room nor a need for much more memory.
         if not self._is_short and all(map(self._is_settled, self._workers.values())):
@@ -438,14 +437,15 @@ class Supervisor:
         return orders
 
     def _is_missed(self, worker: _Worker) -> bool:
-        """Whether it retires and works, but its place is wanted again, and has no other worker."""
-        beside = (w for w in self._workers.values() if w.place == worker.place)
+        """Whether it retires since fewer were wanted, but its place is wanted again, and free."""
+        place = self._place_of(worker)
         return (
             worker.state is WorkerState.RETIRING
             and not worker.is_condemned
-            and worker.place < len(self._places)
+            and place is not None
+            and place.exchange is _Exchange.NONE
             and not self._is_winding_down
-            and all(w is worker or w.state is WorkerState.STOPPING for w in beside)
+            and all(w.state is WorkerState.STOPPING for w in self._beside(worker))
         )
 
     def _renew_next(self, orders: WorkerActions, now: float) -> None:
@@ -454,7 +454,7 @@ class Supervisor:
             (worker.place, slot)
             for slot, worker in self._workers.items()
             if worker.state is WorkerState.READY
-            and worker.place < len(self._places)
+            and self._place_of(worker) is not None
             and worker.generation < self._generation
         ]
         if not old or self._is_winding_down:
@@ -463,13 +463,12 @@ class Supervisor:
         if self._workers[slot].overlap:
             self._start(place, orders, now)
         else:
-            self._places[place].is_exchanged = True
+            self._places[place].exchange = _Exchange.AWAITED
             self._retire(slot, orders)
 
     def _is_manned(self, orders: WorkerActions) -> bool:
         """Whether there is a worker for what is still to be computed, or will be."""
-        serving = (WorkerState.STARTING, WorkerState.READY)
-        return bool(orders.start) or any(w.state in serving for w in self._workers.values())
+        return bool(orders.start or self._in(WorkerState.STARTING, WorkerState.READY))
 
     def _start(self, place: int, orders: WorkerActions, now: float) -> None:
         self._workers[self._next_slot] = _Worker(place, self._generation, now, self._start_bound())
@@ -493,10 +492,8 @@ class Supervisor:
 
     def _has_successor(self, worker: _Worker) -> bool:
         return any(
-            other.place == worker.place
-            and other.state is WorkerState.READY
-            and other.generation > worker.generation
-            for other in self._workers.values()
+            other.state is WorkerState.READY and other.generation > worker.generation
+            for other in self._beside(worker)
         )
 
     # -- how it stands
@@ -511,9 +508,8 @@ class Supervisor:
 
     def overlap(self, slot: int) -> Overlap | None:
         """How the other worker of its place is to be replaced; None if there is no other."""
-        place = self.place(slot)
-        beside = [w.overlap for s, w in self._workers.items() if w.place == place and s != slot]
-        return min(beside, key=_OVERLAPS.index, default=None)
+        beside = self._beside(self._workers[slot])
+        return min((w.overlap for w in beside), key=_OVERLAPS.index, default=None)
 
     def start_bound(self, slot: int) -> float:
         """How long the worker was allowed to take to be ready, seconds."""
@@ -529,24 +525,29 @@ class Supervisor:
         return self._places[place].restart_at
 
     @property
+    def restarts(self) -> int:
+        """Of lost workers, so far."""
+        return self.restarts_at.total()
+
+    @property
     def is_loading(self) -> bool:
         """Whether a worker loads its model, be it in a place that has failed."""
-        return any(w.state is WorkerState.STARTING for w in self._workers.values())
+        return bool(self._in(WorkerState.STARTING))
 
     @property
     def is_ready(self) -> bool:
         """Whether every place is served by a worker that is ready."""
-        ready = {w.place for w in self._workers.values() if w.state is WorkerState.READY}
-        return ready >= set(range(len(self._places)))
+        return not self._not_ready
 
     @property
     def is_starting(self) -> bool:
         """Whether a place is not served by a worker that is ready, but soon will be, or fail."""
-        ready = {w.place for w in self._workers.values() if w.state is WorkerState.READY}
-        return any(
-            number not in ready and not place.has_failed
-            for number, place in enumerate(self._places)
-        )
+        return not all(place.has_failed for place in self._not_ready)
+
+    @property
+    def _not_ready(self) -> list[_Place]:
+        ready = {worker.place for worker in self._in(WorkerState.READY)}
+        return [place for number, place in enumerate(self._places) if number not in ready]
 
     @property
     def failed(self) -> int:
@@ -556,29 +557,21 @@ class Supervisor:
     @property
     def is_broken(self) -> bool:
         """Whether no worker is left, and every place has failed."""
-        left = (WorkerState.READY, WorkerState.RETIRING)
-        return all(place.has_failed for place in self._places) and not any(
-            worker.state in left for worker in self._workers.values()
-        )
+        left = self._in(WorkerState.READY, WorkerState.RETIRING)
+        return not left and all(place.has_failed for place in self._places)
 
     @property
     def was_served(self) -> bool:
         """Whether any worker was ever ready, of those places that are wanted."""
         return any(place.was_served for place in self._places)
 
-    def states(self) -> Mapping[WorkerState, int]:
-        """How many workers, or places without one, are in each state."""
-        counts = dict.fromkeys(WorkerState, 0)
-        for _, _, state in self.workers():
-            counts[state] += 1
-        return counts
-
     def workers(self) -> Iterator[tuple[int, int | None, WorkerState]]:
         """Each worker as (place, slot, state), and each place without one, whose slot is None."""
         for slot, worker in self._workers.items():
-            is_retry = self.retry_at(worker.place) is not None
-            is_retry = is_retry and worker.state is WorkerState.STARTING
-            yield worker.place, slot, WorkerState.FAILED if is_retry else worker.state
+            state = worker.state
+            if state is WorkerState.STARTING and self.retry_at(worker.place) is not None:
+                state = WorkerState.FAILED
+            yield worker.place, slot, state
         served = {worker.place for worker in self._workers.values()}
         for number, place in enumerate(self._places):
             if number not in served:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fault_processes import outcome
 
-import service_streamer.engine.at_exit as at_exit
+import service_streamer.engine.threads as threads
 from service_streamer import ModelError, Streamer, StreamerClosed
 from service_streamer.workers.protocol import Failure
 
@@ -95,7 +95,7 @@ def test_daemon_threads_that_wait_at_the_exit_print_no_tracebacks(
     source = f"""
         import threading
         from service_streamer import {kind}
-        import service_streamer.engine.at_exit as at_exit
+        import service_streamer.engine.threads as threads
         from stream_models import Countdown
 
         def read():
@@ -106,7 +106,7 @@ def test_daemon_threads_that_wait_at_the_exit_print_no_tracebacks(
             streamer.predict([10**9], timeout=None)
 
         if __name__ == "__main__":
-            at_exit.LONGEST_EXIT = 3600.0  # whoever waits for such a thread would never end
+            threads.LONGEST_EXIT = 3600.0  # whoever waits for such a thread would never end
             begun = threading.Semaphore(0)
             streamer = {kind}(Countdown, 8)
             future = streamer.submit([10**9])
@@ -125,10 +125,10 @@ def test_daemon_threads_that_wait_at_the_exit_print_no_tracebacks(
 def test_what_others_wait_for_is_not_held_up_at_the_exit(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(at_exit, "LONGEST_EXIT", 3600.0)
+    monkeypatch.setattr(threads, "LONGEST_EXIT", 3600.0)
     # Another has waited as long as all of them may.
-    monkeypatch.setattr(at_exit, "waits_until", [0.0] if where == "later" else [])
-    failure = at_exit.AtExit(StreamerClosed("the end"))
+    monkeypatch.setattr(threads, "exit_waits_until", [0.0] if where == "later" else [])
+    failure = threads.AtExit(StreamerClosed("the end"))
     raised: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
 
     def take() -> None:
@@ -158,7 +158,7 @@ def test_who_waits_for_workers_at_the_exit_holds_up_nothing(tmp_path: Path) -> N
         atexit.register(lambda: print(streamer.stats().state))  # runs after ours
 
         from service_streamer import ManagedModel, Streamer, StreamerClosed
-        import service_streamer.engine.at_exit as at_exit
+        import service_streamer.engine.threads as threads
 
         class Loads(ManagedModel):
             def init_model(self):
@@ -172,7 +172,7 @@ def test_who_waits_for_workers_at_the_exit_holds_up_nothing(tmp_path: Path) -> N
                 streamer.wait_ready()
 
         if __name__ == "__main__":
-            at_exit.LONGEST_EXIT = 3600.0
+            threads.LONGEST_EXIT = 3600.0
             streamer = Streamer(Loads)
             threading.Thread(target=wait, daemon=True).start()
             while not streamer.engine.changed._waiters:
@@ -189,10 +189,10 @@ def test_nor_do_those_that_wait_for_hosts_beyond_redis(
     source = f"""
         import threading
         from service_streamer import RedisStreamer
-        import service_streamer.engine.at_exit as at_exit
+        import service_streamer.engine.threads as ours
 
         if __name__ == "__main__":
-            at_exit.LONGEST_EXIT = 3600.0
+            ours.LONGEST_EXIT = 3600.0
             streamer = RedisStreamer({redis_server!r}, {prefix!r}, worker_timeout=None)
             threads = [
                 threading.Thread(target=streamer.predict, args=([1],), daemon=True),

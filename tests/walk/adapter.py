@@ -136,7 +136,7 @@ class EngineStreamer(Streamer):
         # returns when it has begun, since this thread has the loop to run.
         thread: Any = engine.thread
         thread.start = lambda: transport.run(thread.run)
-        engine._loop.join = transport.pump  # type: ignore[method-assign]
+        engine.join = transport.pump  # type: ignore[method-assign]
         self._run(options, lambda: engine)
         self.check_invariants = engine.batcher.check_invariants
 

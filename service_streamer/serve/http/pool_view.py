@@ -64,7 +64,7 @@ class PoolView:
     @property
     def has_steps(self) -> bool | None:
         """Whether the model is one of steps; None if only its description says so."""
-        return None if self.is_shared else self._streamer.engine.has_steps
+        return None if self.is_shared else self._streamer.engine.batcher.has_steps
 
     def stats(self) -> StreamerStats | None:
         """As they were at the last ``look`` or later; None if the pool did not answer."""

@@ -1,7 +1,9 @@
-"""Deadlines of calls whose callers do not watch them, and what wakes the thread that does."""
+"""Threads: a bell that wakes one, deadlines of calls, and what holds after a fork and at exit."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import os
 import threading
@@ -10,28 +12,25 @@ from collections.abc import Callable
 from typing import Any, Generic
 
 from ..batching.call_ledger import Deadlines, TimedCall
+from ..workers.protocol import Failure
 
 
 class Doorbell:
     """Wakes the one thread that waits for work. Ringing costs nothing while it is at work."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer may ring while it is held
-        self._bell = threading.Lock()
+        self._bell = threading.Lock()  # held until it rings
         self._bell.acquire()
-        self._has_rung = False
 
     def ring(self) -> None:
-        if not self._has_rung:
-            with self._lock:
-                if not self._has_rung:
-                    self._has_rung = True
-                    self._bell.release()
+        """For any thread, and for a finalizer at any line."""
+        if self._bell.locked():
+            with contextlib.suppress(RuntimeError):  # another one rang just now
+                self._bell.release()
 
     def wait(self, timeout: float | None) -> None:
         """Block until it has rung since the last time, or ``timeout`` seconds have passed."""
-        if self._bell.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            self._has_rung = False
+        self._bell.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
 
 
 def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
@@ -122,3 +121,45 @@ class Timer(Generic[TimedCall]):
         """The same without waiting. For a finalizer, which may run under any lock."""
         self._is_closed = True
         self._doorbell.ring()
+
+
+#: How long daemon threads wait for the end of the interpreter, from the first on, seconds.
+#: Chosen by reasoning: most are gone in a second. It bounds how long an exit handler of the user's
+#: waits that joins such threads, and runs after ours.
+LONGEST_EXIT = 5.0
+
+#: Until when, once the first waits. One time for the process, which ends but once.
+exit_waits_until: list[float] = []
+
+
+class AtExit(Failure):
+    """As of a streamer that is closed; but daemon threads wait for the end before they get it.
+
+    They wait as those do that wait for a ``queue.Queue``, until the interpreter is gone. If they
+    raised, each would print a traceback while it ends. Only for the replies of calls: where they
+    are taken, no lock is held.
+    """
+
+    __slots__ = ()
+
+    def exception(self) -> BaseException:
+        if _may_wait(threading.current_thread()):
+            now = time.monotonic()
+            exit_waits_until.append(now + LONGEST_EXIT)  # of several threads, the first counts
+            threading.Event().wait(max(exit_waits_until[0] - now, 0))
+        return super().exception()
+
+
+def _may_wait(thread: threading.Thread) -> bool:
+    """Whether it is a daemon thread of Python that nothing else depends on."""
+    # Ours run callbacks, and are waited for. Those that Python has not started (of uWSGI, mod_wsgi)
+    # are daemons by name only: their server waits for them.
+    if not thread.daemon or isinstance(thread, threading._DummyThread):
+        return False
+    if thread.name.startswith("service_streamer"):
+        return False
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return True
+    return False  # other tasks of the loop go on
