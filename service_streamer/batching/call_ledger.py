@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -32,7 +32,7 @@ from ..observe.recent import RECENT
 from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Call, CallState, Span
 from ..supervision.health import Health
 from .call_queue import CallQueue
-from .isolation import Raised, Retries, Search, Suspects, parts_after_death
+from .isolation import Raised, Retries, Suspects, parts_after_death
 from .learning import LearnedCost
 from .slots import Slots
 
@@ -102,10 +102,7 @@ class CallLedger:
 
     def take_ended(self) -> Sequence[Call]:
         """The calls that are over since the last time, and are to be answered."""
-        ended = self._ended
-        if not ended:
-            return ()
-        self._ended = []
+        ended, self._ended = self._ended, []
         return ended
 
     # -- calls
@@ -181,7 +178,7 @@ class CallLedger:
 
     def expire(self, call: Call) -> None:
         """The time of the call, which is not over, has ended."""
-        is_suspect = any(
+        is_suspect = self.retries.has_waiting_alone and any(
             part.losses and call is suspect
             for part in self.retries.waiting
             for suspect, _, _ in part.spans
@@ -378,17 +375,15 @@ class CallLedger:
         self.slots.check_invariants()
         self.retries.check_invariants()
         assert not self._ended
-        unanswered = {call: call.pending for call in self.queue}
-        searches: dict[Search, int] = {}
+        unanswered = Counter({call: call.pending for call in self.queue})
         for part in self.parts():
             assert part.size == sum(stop - start for _, start, stop in part.spans)
             assert 1 <= part.size <= batch_size
-            if part.search is not None:
-                searches[part.search] = searches.get(part.search, 0) + 1
             for call, start, stop in part.spans:
                 if not call.is_over:
-                    unanswered[call] = unanswered.get(call, 0) + stop - start
+                    unanswered[call] += stop - start
         assert all(call.unanswered == size for call, size in unanswered.items())
+        searches = Counter(part.search for part in self.parts() if part.search is not None)
         assert all(search.parts == count for search, count in searches.items())
 
 

@@ -51,7 +51,6 @@ class CallQueue:
         self._large: set[Call] = set()  # those that wait
         self._large_items = LARGE * batch_size  # from so many on a call is large
         self._large_work = math.inf  # and if its items cost so much
-        self._large_from = float(self._large_items)  # the lower one
         self._share = math.inf  # what a batch may cost of large calls beside small ones
         self._mixed = 0  # batches for which small calls are expected beside the large ones
 
@@ -82,7 +81,8 @@ class CallQueue:
         pending = call.pending
         self.items += pending
         group = self._turns.ordinary
-        if call.precedence is ORDINARY and pending < self._large_from and group.calls:
+        is_small = pending < self._large_items and pending < self._large_work
+        if is_small and call.precedence is ORDINARY and group.calls:
             group.add(call, pending)  # as the rest would, in less time
             return
         size_class = self._size_class(call, pending)
@@ -222,7 +222,6 @@ class CallQueue:
         if per_unit:
             self._share = max(LARGE_SECONDS, FIXED_COSTS * base) / per_unit
             self._large_work = max(least, LARGE * self._share)
-            self._large_from = min(self._large_items, self._large_work)
 
     def _large_cost_now(self) -> float:
         """What the next batch may cost of large calls, where small ones come beside them.

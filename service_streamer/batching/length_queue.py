@@ -24,7 +24,7 @@ from ..observe.record import BatchRecord, Call, CallState, Reason, Span
 from .call_queue import CallQueue, work_of
 from .learning import LearnedCost
 from .policy import Decision, Finish
-from .turns import Part, TurnOrder
+from .turns import TurnOrder, WindowPart
 
 #: Neighbours in length are chosen among this many batches' worth of items.
 #: Chosen by reasoning: more finds better neighbours, and keeps the order less. Checked with
@@ -58,10 +58,10 @@ class LengthQueue(CallQueue):
     def __init__(self, cost: LearnedCost, batch_size: int, weights: Mapping[str, float]) -> None:
         super().__init__(cost, batch_size, weights)
         self._outside: dict[Call, Sequence[int]] = {}  # items that are not in the window, by place
-        self._window: TurnOrder[Part] = TurnOrder(weights)
+        self._window: TurnOrder[WindowPart] = TurnOrder(weights)
         self._orders = self._turns, self._window
         self._window_size = WINDOW_BATCHES * batch_size  # up to which it is filled
-        self._parts: dict[Call, Part] = {}  # what is in the window
+        self._parts: dict[Call, WindowPart] = {}  # what is in the window
         self._sorted: list[Entry] = []  # with entries of calls that are over
         self._new: list[Entry] = []  # those that are not yet among them
         self._entries = 0  # so far
@@ -127,7 +127,7 @@ class LengthQueue(CallQueue):
         lengths, number = call.lengths, self._entries
         part = self._parts.get(call)
         if part is None:
-            part = self._parts[call] = Part(call)
+            part = self._parts[call] = WindowPart(call)
         work = 0.0
         for index in positions:
             number += 1
@@ -141,25 +141,21 @@ class LengthQueue(CallQueue):
 
     def _fill(self, now: float) -> None:
         """Calls enter the window in turn: small ones as a whole, so it may be more than full."""
-        turns = self._turns
+        turns, sole = self._turns, self._turns.sole
         while self._outside and self._inside < self._window_size:
-            call, is_sole = turns.head(now), turns.sole is not None
-            positions, size_class = self._outside[call], call.group.size_class
-            size = len(positions)
+            call = turns.head(now) if sole is None else sole.calls[0]
+            entering, size_class = self._outside.pop(call), call.group.size_class
+            size = len(entering)
             if size_class:
-                size = min(size, self._window_size - self._inside) if is_sole else 1
-                if size > 1 and 2 * self._inside > self._window_size:
-                    break  # it is alone: to sort many at once takes less
-            entering, is_last = positions[:size], size == len(positions)
-            work = work_of(call, entering)
-            if is_sole:
-                turns.remove(call, work, is_last=is_last)
-            else:
+                size = 1 if sole is None else min(size, self._window_size - self._inside)
+                entering, left = entering[:size], entering[size:]
+                if left:
+                    self._outside[call] = left
+            work, is_last = work_of(call, entering), call not in self._outside
+            if sole is None:
                 turns.took(call, size, work, is_last=is_last)
-            if is_last:
-                del self._outside[call]
             else:
-                self._outside[call] = positions[size:]
+                turns.remove(call, work, is_last=is_last)
             self._enter(call, entering, size_class)
 
     # -- what goes into a batch
@@ -182,13 +178,10 @@ class LengthQueue(CallQueue):
         for call, indices in positions.items():
             indices.sort()
             payloads += [call.payloads[index] for index in indices]
-            start = stop = indices[0]
-            for index in indices:
-                if index != stop:
-                    spans.append((call, start, stop))
-                    start = index
-                stop = index + 1
-            spans.append((call, start, stop))
+            if indices[-1] - indices[0] == len(indices) - 1:  # as nearly always
+                spans.append((call, indices[0], indices[-1] + 1))
+            else:
+                spans += [(call, index, index + 1) for index in indices]
             call.pending -= len(indices)
             if not call.pending:
                 call.state = _RUNNING
@@ -307,7 +300,7 @@ class LengthQueue(CallQueue):
             size, left, length, padding = best
             del chosen[size:]
             reason = Reason.PADDING
-        shortest = chosen[-1][0] if size == before else min(chosen[before:])[0]
+        shortest = min(chosen)[0]
         if left >= 0 and near[left][0] == shortest < chosen[0][0]:
             # Of those that are as short the oldest go, and not the nearest.
             chosen[before:] = [entry for entry in chosen[before:] if entry[0] > shortest]
@@ -322,11 +315,8 @@ class LengthQueue(CallQueue):
         if rest:
             start = bisect_left(entries, min(rest))
             stop = bisect_left(entries, max(rest)) + 1
-            if stop - start == len(rest):  # as nearly always
-                del entries[start:stop]
-            else:
-                gone = {number for _, number, _, _ in rest}
-                entries[start:stop] = [e for e in entries[start:stop] if e[1] not in gone]
+            gone = {number for _, number, _, _ in rest}
+            entries[start:stop] = [e for e in entries[start:stop] if e[1] not in gone]
         is_sole = self._window.sole is not None
         for call, indices in positions.items():
             part = self._parts[call]

@@ -52,7 +52,7 @@ _PRECISION = 5
 _ARRIVED_AT, _TAG = attrgetter("arrived_at"), attrgetter("tag")
 
 
-class Part:
+class WindowPart:
     """Some items of a call, which have turns of their own."""
 
     __slots__ = ("arrived_at", "call", "deadline", "entries", "group", "precedence")
@@ -67,10 +67,10 @@ class Part:
 
 
 #: What waits.
-T = TypeVar("T", Call, Part)
+T = TypeVar("T", Call, WindowPart)
 
 
-class Group(Generic[T]):
+class CallGroup(Generic[T]):
     """Calls of a tenant that go by arrival among each other."""
 
     __slots__ = ("_room", "calls", "kind", "line", "size_class", "tag", "timed", "unit", "work")
@@ -120,7 +120,7 @@ class _Line(Generic[T]):
         self.tenant = tenant
         self.weight = weight
         self.place: tuple[float, int] = (0.0, 0)  # its virtual time, and what breaks ties
-        self.groups: dict[_Kind, Group[T]] = {}  # those with calls
+        self.groups: dict[_Kind, CallGroup[T]] = {}  # those with calls
         self.kinds: list[_Kind] = []  # of these, by rank
         self._turns = 0  # that it had since a small call had one for its age
         # What others cost since a large call had a turn for its age, or the first one came.
@@ -132,7 +132,7 @@ class _Line(Generic[T]):
         """What those cost that wait."""
         return sum([group.work for group in self.groups.values()])
 
-    def group_of(self, call: T, size_class: int) -> Group[T]:
+    def group_of(self, call: T, size_class: int) -> CallGroup[T]:
         """The group that a new call belongs to."""
         soon, precedence = inf, call.precedence
         if precedence.has_deadline and not size_class and call.deadline < inf:
@@ -142,16 +142,16 @@ class _Line(Generic[T]):
         kind = soon, -precedence.priority, size_class
         return self.groups.get(kind) or self._begin(kind)
 
-    def _begin(self, kind: _Kind) -> Group[T]:
+    def _begin(self, kind: _Kind) -> CallGroup[T]:
         """A class of size starts with the one that is next, so it does not save up turns."""
         if kind[2] and not any(size_class for _, _, size_class in self.kinds):
             self._credit = 0.0
         tags = [group.tag for other, group in self.groups.items() if other[:2] == kind[:2]]
-        group = self.groups[kind] = Group(self, kind, min(tags, default=0.0))
+        group = self.groups[kind] = CallGroup(self, kind, min(tags, default=0.0))
         insort(self.kinds, kind)
         return group
 
-    def end(self, group: Group[T]) -> None:
+    def end(self, group: CallGroup[T]) -> None:
         """No call of the group waits any more."""
         del self.groups[group.kind]
         del self.kinds[bisect_left(self.kinds, group.kind)]
@@ -247,18 +247,18 @@ class TurnOrder(Generic[T]):
         self._shares_until = 0  # turns and queries
         self._queries = 0
         #: Of calls without anything of their own, for a short way to it; ended if it is empty.
-        self.ordinary: Group[T] = Group(_Line("", 1.0), (inf, 0, 0), 0.0)
+        self.ordinary: CallGroup[T] = CallGroup(_Line("", 1.0), (inf, 0, 0), 0.0)
         self._clock = 0.0  # the virtual time of the tenant that was served last
         self._cost = 1.0  # of its turn
 
-    def _groups(self) -> list[Group[T]]:
+    def _groups(self) -> list[CallGroup[T]]:
         return [group for line in self._lines.values() for group in line.groups.values()]
 
     def __iter__(self) -> Iterator[T]:
         return iter([call for group in self._groups() for call in group])
 
     @property
-    def sole(self) -> Group[T] | None:
+    def sole(self) -> CallGroup[T] | None:
         """The group of all calls that wait, which go by arrival; None if there are several."""
         if len(self._order) == 1:
             groups = self._order[0][2].groups
@@ -273,7 +273,7 @@ class TurnOrder(Generic[T]):
     def add(self, call: T, items: int, work: float, size_class: int) -> None:
         """The call waits from now on, with so many of its items. If it does already, with more."""
         is_ordinary = call.precedence is ORDINARY and not size_class
-        group: Group[T] | None = self.ordinary if is_ordinary else call.group
+        group: CallGroup[T] | None = self.ordinary if is_ordinary else call.group
         if group is None or not group.calls:
             tenant = call.precedence.tenant
             line = self._lines.get(tenant)
@@ -297,13 +297,13 @@ class TurnOrder(Generic[T]):
 
     def remove(self, call: T, work: float, *, is_last: bool) -> None:
         """Items of the call that cost so much, perhaps the last ones here, wait no more."""
-        group: Group[T] = call.group
+        group: CallGroup[T] = call.group
         if is_last:
             call.group = None
         self.count_out(group, work, work if call.deadline < inf else 0.0)
 
-    def count_out(self, group: Group[T], work: float, timed: float) -> None:
-        """Items of a group that cost so much wait no more; see ``Group``."""
+    def count_out(self, group: CallGroup[T], work: float, timed: float) -> None:
+        """Items of a group that cost so much wait no more; see ``CallGroup``."""
         group.work -= work
         group.timed -= timed
         group.drop_left()
