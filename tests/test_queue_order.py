@@ -244,22 +244,25 @@ def test_order_is_priority_then_arrival_and_every_eighth_by_arrival(
     """None cuts one item; a number is the priority of a call that comes."""
     line = Line()
     waiting = [line.add(priority=1)]
-    turns = 0
+    passed_over = 0  # turns in a row that were not of the call that has waited longest
+    in_order = AGING  # turns in a row that were of the first in order
     for number, priority in enumerate([*events, None, *[None] * len(events)]):
         line.now = 1.0 + number
         if priority is not None:
             waiting.append(line.add(priority=priority))
         elif waiting:
-            turns += 1
-            expected = waiting[0]
-            if turns % AGING:
-                expected = max(waiting, key=lambda made: made.precedence.priority)
             batch = line.cut()
             assert batch is not None
-            assert [call for call, _, _ in batch.spans] == [expected]
-            waiting.remove(expected)
-        if not waiting:
-            turns = 0
+            [(call, _, _)] = batch.spans
+            passed_over = 0 if call is waiting[0] else passed_over + 1
+            assert passed_over < AGING
+            if call is max(waiting, key=lambda made: made.precedence.priority):
+                in_order += 1
+            else:
+                assert call is waiting[0]
+                assert in_order >= AGING - 1
+                in_order = 0
+            waiting.remove(call)
     assert line.batcher.is_empty
 
 

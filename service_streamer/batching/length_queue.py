@@ -143,7 +143,7 @@ class LengthQueue(CallQueue):
         """Calls enter the window in turn: small ones as a whole, so it may be more than full."""
         turns, sole = self._turns, self._turns.sole
         while self._outside and self._inside < self._window_size:
-            call = turns.head(now) if sole is None else sole.calls[0]
+            call = turns.head(now)
             entering, size_class = self._outside.pop(call), call.group.size_class
             size = len(entering)
             if size_class:

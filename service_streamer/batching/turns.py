@@ -73,7 +73,7 @@ T = TypeVar("T", Call, WindowPart)
 class CallGroup(Generic[T]):
     """Calls of a tenant that go by arrival among each other."""
 
-    __slots__ = ("_room", "calls", "kind", "line", "size_class", "tag", "timed", "unit", "work")
+    __slots__ = ("calls", "kind", "left", "line", "size_class", "tag", "timed", "unit", "work")
 
     def __init__(self, line: _Line[T], kind: _Kind, tag: float) -> None:
         self.line: _Line[T] = line
@@ -83,9 +83,9 @@ class CallGroup(Generic[T]):
         self.unit = 1.0  # what an item of a large call cost, of late
         self.work = 0.0  # what all cost that wait
         self.timed = 0.0  # what those of them cost that have a deadline
-        #: By arrival, perhaps with some that have left, but not as the first. Empty at the end.
+        #: By arrival, perhaps with some that have left, but not as the first.
         self.calls: deque[T] = deque()
-        self._room = 64  # for calls, before looking for those that have left
+        self.left = 0  # of these
 
     def __iter__(self) -> Iterator[T]:
         return iter([call for call in self.calls if call.group is self])
@@ -101,14 +101,14 @@ class CallGroup(Generic[T]):
     def drop_left(self) -> None:
         """Let go of calls that have left: of the first ones, and of all if they may be many."""
         calls = self.calls
-        if len(calls) > self._room:
-            calls = self.calls = deque(dict.fromkeys(self))
-            self._room = 2 * len(calls) + 64
         while calls and calls[0].group is not self:
             calls.popleft()
+            self.left -= 1
+        if 2 * self.left > len(calls) + 64:
+            self.calls, self.left = deque(dict.fromkeys(self)), 0
 
     def check_invariants(self, works: Mapping[T, float]) -> None:
-        assert self.calls[0].group is self
+        assert not self.calls or self.calls[0].group is self
         work = sum([works[call] for call in {*self}])
         assert isclose(self.work, work, abs_tol=1e-6 * (1.0 + work))
 
@@ -246,7 +246,11 @@ class TurnOrder(Generic[T]):
         self._shares: list[tuple[float, float, float]] = []  # see ``_served_before``
         self._shares_until = 0  # turns and queries
         self._queries = 0
-        #: Of calls without anything of their own, for a short way to it; ended if it is empty.
+        self._group_count = 0
+        #: The group of all calls that wait, which go by arrival; None if there are several. It
+        #: stays if it becomes empty, since the next call is most likely of its kind.
+        self.sole: CallGroup[T] | None = None
+        #: Of calls without anything of their own, for a short way to it unless it is empty.
         self.ordinary: CallGroup[T] = CallGroup(_Line("", 1.0), (inf, 0, 0), 0.0)
         self._clock = 0.0  # the virtual time of the tenant that was served last
         self._cost = 1.0  # of its turn
@@ -257,18 +261,17 @@ class TurnOrder(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return iter([call for group in self._groups() for call in group])
 
-    @property
-    def sole(self) -> CallGroup[T] | None:
-        """The group of all calls that wait, which go by arrival; None if there are several."""
-        if len(self._order) == 1:
-            groups = self._order[0][2].groups
-            if len(groups) == 1:
-                return next(iter(groups.values()))
-        return None
+    def _change_groups(self, count: int) -> None:
+        """So many more groups are there."""
+        self._group_count += count
+        self.sole = None
+        if self._group_count == 1:
+            [self.sole] = self._groups()
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; infinity if none waits."""
-        return min([group.calls[0].arrived_at for group in self._groups()], default=inf)
+        groups = self._groups() if self.sole is None else (self.sole,)
+        return min([group.calls[0].arrived_at for group in groups if group.calls], default=inf)
 
     def add(self, call: T, items: int, work: float, size_class: int) -> None:
         """The call waits from now on, with so many of its items. If it does already, with more."""
@@ -280,7 +283,11 @@ class TurnOrder(Generic[T]):
             if line is None:
                 line = self._lines[tenant] = _Line(tenant, self._weights.get(tenant, 1.0))
                 self._place(line, self._clock + self._cost / line.weight)
-            group = line.group_of(call, size_class)
+            group, sole = line.group_of(call, size_class), self.sole
+            if not group.calls and group is not sole:
+                self._change_groups(1)
+                if sole is not None and not sole.calls:
+                    self._end(sole)
             group.unit = work / items
             if is_ordinary:
                 self.ordinary = group
@@ -300,6 +307,7 @@ class TurnOrder(Generic[T]):
         group: CallGroup[T] = call.group
         if is_last:
             call.group = None
+            group.left += 1
         self.count_out(group, work, work if call.deadline < inf else 0.0)
 
     def count_out(self, group: CallGroup[T], work: float, timed: float) -> None:
@@ -307,16 +315,20 @@ class TurnOrder(Generic[T]):
         group.work -= work
         group.timed -= timed
         group.drop_left()
+        if not group.calls and group is not self.sole:
+            self._end(group)
+
+    def _end(self, group: CallGroup[T]) -> None:
         line = group.line
-        if not group.calls and group.kind in line.groups:
-            line.end(group)
-            if not line.groups:
-                self._remove(line)
-                del self._lines[line.tenant]
+        line.end(group)
+        if not line.groups:
+            self._remove(line)
+            del self._lines[line.tenant]
+        self._change_groups(-1)
 
     def head(self, now: float) -> T:
         """Whose turn it is; there must be one."""
-        return self._order[0][2].head(now)
+        return self._order[0][2].head(now) if self.sole is None else self.sole.calls[0]
 
     def took(
         self, call: T, items: int, work: float, *, is_last: bool, goes_along: bool = False
