@@ -146,7 +146,7 @@ class Batcher:
         )
         self._new_queue: Callable[[], CallQueue] = lambda: (
             LengthQueue if has_lengths else CallQueue
-        )(self.policy.cost, batch_size, tenant_weights)
+        )(self.policy.cost, batch_size, tenant_weights or {})
         self._new_scheduler: Callable[[], Scheduler] = lambda: BatchScheduler(
             self._ledger, self.policy
         )
@@ -417,9 +417,8 @@ class Batcher:
         the workers hold, and what was counted so far. What was learned of the model is learned
         anew, except by a policy that was given. Call ``time_passed`` next.
         """
-        self._ledger.recount(now)
         self._assemble()
-        self._ledger.restore(calls)
+        self._ledger.rebuild(calls, now)
         self.deadline = now
 
     def end_all(

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -32,7 +32,7 @@ from ..observe.recent import RECENT
 from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Call, CallState, Span
 from ..supervision.health import Health
 from .call_queue import CallQueue
-from .isolation import Raised, Retries, Search, Suspects, parts_after_death
+from .isolation import Raised, Retries, Suspects, parts_after_death
 from .learning import LearnedCost
 from .slots import Slots
 
@@ -102,10 +102,7 @@ class CallLedger:
 
     def take_ended(self) -> Sequence[Call]:
         """The calls that are over since the last time, and are to be answered."""
-        ended = self._ended
-        if not ended:
-            return ()
-        self._ended = []
+        ended, self._ended = self._ended, []
         return ended
 
     # -- calls
@@ -115,11 +112,11 @@ class CallLedger:
 
         It has not failed as a whole. The calls of items that have fail.
         """
-        report, health, figures = batch.report, self.health, self.figures
+        report, figures = batch.report, self.figures
         if batch.has_failed:
             self.suspect_worker(batch, next(iter(report.failures.values())))
-        elif health.row or health.rows.get(batch.slot) != 0:
-            health.computed(batch.slot)
+        else:
+            self.health.computed(batch.slot)
         before, failed_before = len(self._ended), figures.failed_calls
         self._give_results(batch)
         over, failed = len(self._ended) - before, figures.failed_calls - failed_before
@@ -131,27 +128,27 @@ class CallLedger:
         return over
 
     def _give_results(self, batch: BatchRecord) -> None:
-        outputs, failures = batch.report.outputs, batch.report.failures
+        outputs, failures, ended = batch.report.outputs, batch.report.failures, self._ended
         start = 0
         for call, first, last in batch.spans:
             size = last - first
+            stop = start + size
             if call.state is not _OVER:
                 if size == call.size:
-                    call.outputs = outputs[start : start + size]
+                    call.outputs, call.unanswered = outputs[start:stop], 0
                 else:
                     call.outputs = call.outputs or [NO_OUTPUT] * call.size
-                    call.outputs[first:last] = outputs[start : start + size]
+                    call.outputs[first:last] = outputs[start:stop]
+                    call.unanswered -= size
                 call.batch = batch
-                call.unanswered -= size
-                failed = None
-                if failures:
-                    failed = self._failure_of(call, range(start, start + size), batch)
+                failed = self._failure_of(call, range(start, stop), batch) if failures else None
                 if failed is not None:
                     self.fail(call, failed)
                 elif not call.unanswered:
-                    _end(call)
-                    self._ended.append(call)
-            start += size
+                    call.state = _OVER
+                    call.payloads, call.lengths, call.handed_out = (), None, None
+                    ended.append(call)
+            start = stop
 
     def _failure_of(self, call: Call, positions: range, batch: BatchRecord) -> Any:
         """Of the call's items at these positions of the batch; None if all have results."""
@@ -174,20 +171,10 @@ class CallLedger:
 
     def fail_spans(self, spans: Sequence[Span], failure: Any) -> int:
         """Fail the calls of the spans that are not over; returns how many these are."""
-        failed = 0
-        for call, _, _ in spans:
-            if not call.is_over:
-                self.fail(call, failure)
-                failed += 1
-        return failed
-
-    def fail_shared(self, spans: Sequence[Span], failure: Any, *, is_loss: bool) -> int:
-        """The same where another call may be at fault, so that nothing of its may be shown.
-
-        Args:
-            is_loss: whether the failure is the loss of a worker.
-        """
-        return self.fail_spans(spans, self._shared(failure, is_loss))
+        open_calls = {call: None for call, _, _ in spans if not call.is_over}
+        for call in open_calls:
+            self.fail(call, failure)
+        return len(open_calls)
 
     def expire(self, call: Call) -> None:
         """The time of the call, which is not over, has ended."""
@@ -219,27 +206,26 @@ class CallLedger:
         """The call is over. Whoever counts it does so next.
 
         A signal handler can raise when a function begins, or after a call of C code: so not from
-        ``_end`` on until it is counted.
+        its new state on until it is counted.
         """
         if call.is_running:
             self.abandoned.add(call)
         if call.state is CallState.WAITING:
             self.queue.remove(call)
-        _end(call)
+        call.state = _OVER
+        call.payloads, call.lengths, call.handed_out = (), None, None
         call.failure, call.outputs = failure, NO_OUTPUTS
 
     # -- batches that failed or were lost
 
     def batch_failed(self, batch: BatchRecord) -> None:
         """The model raised on the batch: its calls fail."""
-        failure = batch.report.failure
+        failure, is_shared = batch.report.failure, batch.calls > 1  # as it ran
         self.suspect_worker(batch, failure)
-        if batch.calls > 1:  # as it ran
-            failed = self.fail_shared(batch.spans, failure, is_loss=False)
-        else:
-            failed = self.fail_spans(batch.spans, failure)
+        shown = self._shared(failure, False) if is_shared else failure
+        failed = self.fail_spans(batch.spans, shown)
         self.retries.given_up(batch, failed)
-        if batch.calls > 1 and failed:
+        if is_shared and failed:
             self.retries.ended.append(Raised(batch.calls, failed, failure, 0))
 
     def suspect_worker(self, batch: BatchRecord, failure: Any) -> None:
@@ -315,13 +301,12 @@ class CallLedger:
         """
         search = batch.search
         # Of a call that was alone it is known that it kills, at the end of a search too.
-        if search is None or batch.calls == 1:
-            failed = self.fail_spans(batch.spans, failure)
-        else:
-            failed = self.fail_shared(batch.spans, failure, is_loss=True)
+        shared = self._shared(failure, True)
+        is_known = search is None or batch.calls == 1
+        failed = self.fail_spans(batch.spans, failure if is_known else shared)
         if search is not None and search.deaths_left <= 0:
             for part in self.retries.drop(search):
-                failed += self.fail_shared(part.spans, failure, is_loss=True)
+                failed += self.fail_spans(part.spans, shared)
         self.retries.given_up(batch, failed)
 
     # -- all of them
@@ -351,19 +336,19 @@ class CallLedger:
         self.retries.clear()
         return self.slots.let_go((report.slot, report.batch_id) for report in returned)
 
-    def recount(self, now: float) -> None:
-        """Derive from the batches that workers hold what else is known of them."""
-        self._ended = []
-        self.deadlines = Deadlines()
+    def rebuild(self, calls: Sequence[Call], now: float) -> None:
+        """Derive the rest from the batches that workers hold, and the calls that are not over.
+
+        Args:
+            calls: in the order of their arrival. They wait in the queue, which is new.
+        """
+        self._ended, self.deadlines = [], Deadlines()
         self.health.release()
         self.slots.recount(now)
         in_flight = self.slots.in_flight()
         self.retries.recount(in_flight)
         running = [call for batch in in_flight for call, _, _ in batch.spans]
         self.abandoned = {call for call in running if call.is_over}
-
-    def restore(self, calls: Sequence[Call]) -> None:
-        """Have the calls, in the order of their arrival, in the queue, which is new."""
         taken: defaultdict[Call, set[int]] = defaultdict(set)
         for part in self.parts():
             for call, start, stop in part.spans:
@@ -376,7 +361,7 @@ class CallLedger:
                 i for i, o in enumerate(outputs) if o is NO_OUTPUT and i not in taken[call]
             ]
             if positions:
-                self.queue.restore(call, positions)
+                self.queue.add(call, positions)
             else:
                 run(call)
         figures = self.figures
@@ -390,17 +375,15 @@ class CallLedger:
         self.slots.check_invariants()
         self.retries.check_invariants()
         assert not self._ended
-        unanswered = {call: call.pending for call in self.queue}
-        searches: dict[Search, int] = {}
+        unanswered = Counter({call: call.pending for call in self.queue})
         for part in self.parts():
             assert part.size == sum(stop - start for _, start, stop in part.spans)
             assert 1 <= part.size <= batch_size
-            if part.search is not None:
-                searches[part.search] = searches.get(part.search, 0) + 1
             for call, start, stop in part.spans:
                 if not call.is_over:
-                    unanswered[call] = unanswered.get(call, 0) + stop - start
+                    unanswered[call] += stop - start
         assert all(call.unanswered == size for call, size in unanswered.items())
+        searches = Counter(part.search for part in self.parts() if part.search is not None)
         assert all(search.parts == count for search, count in searches.items())
 
 
@@ -408,12 +391,6 @@ def run(call: Call) -> None:
     """All items of the call, which is new, go into a batch."""
     call.pending = 0
     call.state = CallState.RUNNING
-
-
-def _end(call: Call) -> None:
-    """The call, which has left its queue, is over: let go of its items."""
-    call.state = _OVER
-    call.payloads, call.lengths, call.handed_out = (), None, None
 
 
 class Timed(Protocol):

@@ -17,16 +17,14 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
-from ..observe.record import ORDINARY, BatchRecord, Call, CallState, Reason, Span
-from .call_queue import LARGE, CallQueue, class_of
+from ..observe.record import BatchRecord, Call, CallState, Reason, Span
+from .call_queue import CallQueue, work_of
 from .learning import LearnedCost
 from .policy import Decision, Finish
-from .turns import TurnOrder, work_of
+from .turns import TurnOrder, WindowPart
 
 #: Neighbours in length are chosen among this many batches' worth of items.
 #: Chosen by reasoning: more finds better neighbours, and keeps the order less. Checked with
@@ -40,177 +38,125 @@ LEAST_BASE = 0.02
 #: An item in the window: its length, a number that no other has, and which item of which call.
 Entry = tuple[float, int, Call, int]
 
-#: Instead of a neighbour in length where there is none: nothing is as short, or as long.
-_NOTHING: Entry = (-math.inf, 0, Call((), None), 0)
-_ENDLESS: Entry = (math.inf, 0, Call((), None), 0)
-
-#: A member of an enum is looked up in Python, and every item asks for this one.
-_WAITING = CallState.WAITING
+#: Members of an enum are looked up in Python, and every item asks for these.
+_WAITING, _RUNNING = CallState.WAITING, CallState.RUNNING
 
 
 class _Neighbours:
     """Items that go together."""
-
-    __slots__ = ("entries", "length", "padding", "reason", "start", "stop")
 
     def __init__(self, first: Entry) -> None:
         self.entries = [first]
         self.length = first[0]  # of the longest
         self.padding = 0.0  # of all of them
         self.reason: Reason | None = None  # why there are no more
-        self.start, self.stop = sys.maxsize, 0  # the part of the window that has them
 
 
 class LengthQueue(CallQueue):
     """The queue of calls whose items have lengths. It has the arguments of ``CallQueue``."""
 
-    def __init__(
-        self,
-        cost: LearnedCost,
-        batch_size: int,
-        weights: Mapping[str, float] | None = None,
-    ) -> None:
+    def __init__(self, cost: LearnedCost, batch_size: int, weights: Mapping[str, float]) -> None:
         super().__init__(cost, batch_size, weights)
-        self._alike = None  # what is alike here is known in the window
-        self._large_cost = math.inf  # from which on a call is large
-        self._inside = 0  # items in the window
+        self._outside: dict[Call, Sequence[int]] = {}  # items that are not in the window, by place
+        self._window: TurnOrder[WindowPart] = TurnOrder(weights)
+        self._orders = self._turns, self._window
         self._window_size = WINDOW_BATCHES * batch_size  # up to which it is filled
-        self._inside_work = 0.0  # their lengths together
-        # Of the calls in the window, from the first on that is not like the others: before that
-        # they go as they came. It spares four microseconds a call.
-        self._window_turns: TurnOrder | None = None
-        self._sorted: list[Entry] = []  # with entries of calls that are over, which are skipped
+        self._parts: dict[Call, WindowPart] = {}  # what is in the window
+        self._sorted: list[Entry] = []  # with entries of calls that are over
         self._new: list[Entry] = []  # those that are not yet among them
-        self._held: dict[Call, dict[int, Entry]] = {}  # of those that wait, by place in their call
-        self._oldest: Call | None = None  # in the window; None if that is not known
         self._entries = 0  # so far
+        self._inside = 0  # items in the window
+        self._waiting_work = 0.0  # the lengths of all items that wait
 
     def __iter__(self) -> Iterator[Call]:
-        yield from [*self._held]
-        yield from [call for call in self._turns if call not in self._held]
+        return iter({**self._parts, **self._outside})
 
     @property
     def work(self) -> float:
-        return self._turns.work + self._inside_work
-
-    def _size_class(self, call: Call) -> int:
-        return class_of(max(call.pending / self._large_items, work_of(call) / self._large_cost))
-
-    def _forget_turns(self) -> None:
-        super()._forget_turns()
-        self._alike = None
+        return self._waiting_work
 
     def _learn(self) -> None:
-        if self._learn_share():
-            self._large_cost = max(LARGE * self._share, sys.float_info.min)
+        self._learn_share(sys.float_info.min)
 
-    def restore(self, call: Call, positions: Sequence[int]) -> None:
-        call.pending = len(positions)
-        if call.pending == call.size:
-            self.add(call)
-            return
-        call.state = _WAITING
+    def add(self, call: Call, positions: Sequence[int] | None = None) -> None:
+        if not self.items:
+            self._learn()
+        if positions is None:
+            positions = range(call.size)
+        call.pending, call.group, call.state = len(positions), None, _WAITING
         self.items += call.pending
-        size_class, inside = self._size_class(call), call.pending
+        work = work_of(call, positions)
+        self._waiting_work += work
+        size_class = self._size_class(call, work)
         if size_class:
-            self._add_large(call)
-            # The others, its last ones, have turns before they are in the window.
-            while inside > 1 and positions[inside - 1] == call.size - call.pending + inside - 1:
-                inside -= 1
-            if inside < call.pending:
-                self._turns.add(call, call.pending - inside, size_class)
-        self._enter(call, positions[:inside], size_class)
+            self._large.add(call)
+        if size_class or self._outside or self._inside >= self._window_size:
+            self._outside[call] = positions
+            self._turns.add(call, call.pending, work, size_class)
+        else:  # none is before it
+            self._enter(call, positions, 0)
 
     def remove(self, call: Call) -> None:
-        held = self._held.pop(call, None)
-        if held is not None:
-            self._inside -= len(held)
-            self._inside_work -= sum([length for length, _, _, _ in held.values()])
-            if self._window_turns is not None:
-                self._window_turns.remove(call, len(held))
-        super().remove(call)
-
-    def ahead(self, call: Call) -> float:
-        if not self.items:
-            return 0.0
-        size_class, work, unit = self._size_class(call), work_of(call), self.work / self.items
-        outside = self._turns.ahead(call, size_class, work, unit)
-        turns = self._order(call, size_class)
-        if turns is None:
-            return outside + self._inside_work
-        return outside + turns.ahead(call, size_class, work, unit)
+        self.items -= call.pending
+        self._large.discard(call)
+        positions, part = self._outside.pop(call, ()), self._parts.pop(call, None)
+        if positions:
+            work = work_of(call, positions)
+            self._waiting_work -= work
+            self._turns.remove(call, work, is_last=True)
+        if part is not None:
+            work = sum([length for length, _, _, _ in part.entries.values()])
+            self._waiting_work -= work
+            self._inside -= len(part.entries)
+            self._window.remove(part, work, is_last=True)
+            if len(self._sorted) + len(self._new) > 2 * self._inside + 64:
+                self._sort()
 
     @property
     def goes_by_arrival(self) -> bool:
         return False
 
-    def oldest_arrival(self) -> float:
-        outside = next(iter(self._turns), None)
-        arrived_at = math.inf if outside is None else outside.arrived_at
-        if not self._held:
-            return arrived_at
-        if self._window_turns is None:
-            self._oldest = next(iter(self._held))
-        elif self._oldest not in self._held:
-            self._oldest = min(self._held, key=attrgetter("arrived_at"))
-        assert self._oldest is not None
-        return min(arrived_at, self._oldest.arrived_at)
-
     def first_deadline(self, now: float) -> float:
-        call = self._head(now) if self._inside else self._turns.head(now).call
+        call = self._window.head(now).call if self._parts else self._turns.head(now)
         return call.deadline
 
     # -- the window
 
-    def _order(self, call: Call, size_class: int) -> TurnOrder | None:
-        """Of the calls in the window, with this one; None as long as all are alike."""
-        if self._window_turns is None and (size_class or call.precedence is not ORDINARY):
-            self._window_turns = TurnOrder(self._weights)
-            for each, entries in self._held.items():
-                self._window_turns.add(each, len(entries), 0)
-        return self._window_turns
-
-    def _head(self, now: float) -> Call:
-        """Whose turn it is in the window; there must be one."""
-        turns = self._window_turns
-        return next(iter(self._held)) if turns is None else turns.head(now).call
-
     def _enter(self, call: Call, positions: Sequence[int], size_class: int) -> None:
         """These items of the call are in the window from now on."""
-        held, lengths, number = self._held, call.lengths, self._entries
-        if not held:
-            self._window_turns, self._inside_work = None, 0.0
-        turns = self._order(call, size_class)
-        if turns is not None:
-            turns.add(call, len(positions), size_class)
-            self._oldest = None
-        own = held.get(call)
-        if own is None:
-            own = held[call] = {}
+        lengths, number = call.lengths, self._entries
+        part = self._parts.get(call)
+        if part is None:
+            part = self._parts[call] = WindowPart(call)
+        work = 0.0
         for index in positions:
             number += 1
             length = 1.0 if lengths is None else float(lengths[index])
-            self._inside_work += length
-            own[index] = entry = (length, number, call, index)
+            work += length
+            part.entries[index] = entry = (length, number, call, index)
             self._new.append(entry)
         self._entries = number
         self._inside += len(positions)
+        self._window.add(part, len(positions), work, size_class)
 
     def _fill(self, now: float) -> None:
         """Calls enter the window in turn: small ones as a whole, so it may be more than full."""
-        turns = self._turns
-        while self._inside < self._window_size and self.items > self._inside:
-            queued = turns.head(now)
-            call, left, size = queued.call, queued.items, queued.items
-            if queued.size_class:
-                size = min(turns.most(queued), self._window_size - self._inside)
-                if size > 1 and 2 * self._inside > self._window_size:
-                    break  # it is alone: to sort many at once takes less
-            start = call.size - left
-            # Items without length cost too: a tenant with no others would always be next.
-            cost = sum(call.lengths[start : start + size]) if call.lengths else 0.0
-            turns.took(queued, size, cost or float(size))
-            self._enter(call, range(start, start + size), queued.size_class)
+        turns, sole = self._turns, self._turns.sole
+        while self._outside and self._inside < self._window_size:
+            call = turns.head(now)
+            entering, size_class = self._outside.pop(call), call.group.size_class
+            size = len(entering)
+            if size_class:
+                size = 1 if sole is None else min(size, self._window_size - self._inside)
+                entering, left = entering[:size], entering[size:]
+                if left:
+                    self._outside[call] = left
+            work, is_last = work_of(call, entering), call not in self._outside
+            if sole is None:
+                turns.took(call, size, work, is_last=is_last)
+            else:
+                turns.remove(call, work, is_last=is_last)
+            self._enter(call, entering, size_class)
 
     # -- what goes into a batch
 
@@ -220,82 +166,86 @@ class LengthQueue(CallQueue):
         """Cut the first item in turn, and its neighbours in length; see ``CallQueue``."""
         self._learn()
         room = decision.size
-        surely = finish.last(now, min(room, self.items))
-
-        def is_left_out(call: Call) -> bool:
-            """Whether an entry of the call is not to be cut, now or any more."""
-            if call.state is not _WAITING:
-                return True
-            if call.deadline > surely or not self._is_late(call, 0, room, now, finish):
-                return False  # as nearly always
-            expire(call)
-            return True
-
-        self._fill(now)
-        while self.items and is_left_out(self._head(now)):
-            self._fill(now)
+        self._expire_late(room, now, finish, expire)
         if not self.items:
             return None
-        group = self._group(room, decision.max_cost, now, is_left_out)
-        chosen, reason = group.entries, group.reason
-        calls = Counter([call for _, _, call, _ in chosen])  # how many of each
-        if len(calls) < len(chosen):  # those of a call together, so that it is one to whoever looks
-            order = {call: number for number, call in enumerate(calls)}
-            chosen.sort(key=lambda entry: (order[entry[2]], entry[3]))
+        group = self._group(room, decision.max_cost, now)
+        positions: dict[Call, list[int]] = {}  # of its items that are in the batch
+        for _, _, call, index in group.entries:
+            positions.setdefault(call, []).append(index)
         spans: list[Span] = []
         payloads: list[Any] = []
-        for _, _, call, index in chosen:
-            if spans and spans[-1][0] is call and spans[-1][2] == index:
-                spans[-1] = (call, spans[-1][1], index + 1)
+        for call, indices in positions.items():
+            indices.sort()
+            payloads += [call.payloads[index] for index in indices]
+            if indices[-1] - indices[0] == len(indices) - 1:  # as nearly always
+                spans.append((call, indices[0], indices[-1] + 1))
             else:
-                spans.append((call, index, index + 1))
-            payloads.append(call.payloads[index])
-        for call, count in calls.items():
-            self._cut(call, count)
-        self._forget_turns()
-        batch = BatchRecord(-1, -1, spans, payloads)
-        batch.cost, batch.calls = batch.size * group.length, len(calls)
+                spans += [(call, index, index + 1) for index in indices]
+            call.pending -= len(indices)
+            if not call.pending:
+                call.state = _RUNNING
+        self._leave(positions, group.entries)
+        self._cut(positions, len(group.entries))
+        batch, reason = BatchRecord(-1, -1, spans, payloads), group.reason
+        batch.cost, batch.calls = batch.size * group.length, len(positions)
         if reason is None or batch.size == room or not self.items:
             reason = decision.reason
         batch.reason = decision.cost_reason if reason is Reason.COST else reason
         return batch
 
-    def _group(
-        self, room: int, max_cost: float, now: float, is_left_out: Callable[[Call], bool]
-    ) -> _Neighbours:
-        """Take the first item of the call whose turn it is, and its neighbours, out of the window.
+    def _expire_late(
+        self, room: int, now: float, finish: Finish, expire: Callable[[Call], None]
+    ) -> None:
+        """Fill the window, and leave out of it what comes too late."""
+        self._fill(now)
+        surely = finish.last(now, min(room, self.items))
+        while late := [
+            call
+            for call in self._parts
+            if call.deadline <= surely and self._is_late(call, 0, room, now, finish)
+        ]:
+            for call in late:
+                if self._is_late(call, 0, room, now, finish):  # though others have left meanwhile
+                    expire(call)
+            self._fill(now)
+
+    def _group(self, room: int, max_cost: float, now: float) -> _Neighbours:
+        """The first item of the call whose turn it is, and its neighbours.
 
         Items of large calls only fill up what the others leave, unless it is their turn.
 
         Args:
             room: the most items.
             max_cost: the most that they may cost, unless one item does.
-            is_left_out: whether no item of the call may be cut.
         """
         self._sort()
-        large, call = self._large, self._head(now)
-        group = _Neighbours(next(iter(self._held[call].values())))
+        large, part = self._large, self._window.head(now)
+        first = next(iter(part.entries.values()))
+        group = _Neighbours(first)
+        del self._sorted[bisect_left(self._sorted, first)]
+        if large.isdisjoint(self._parts):
+            self._grow(group, self._sorted, room, max_cost)
+            return group
         # Its neighbours cost about as much as the first item.
         large_room = int(max(1.0, min(self._large_cost_now() / (group.length or 1.0), room)))
-        kinds = {each in large for each in self._held} if large else {False}
-        for is_large in sorted(kinds, key=(call in large).__ne__):  # its own kind first
-
-            def is_other(each: Call, is_large: bool = is_large) -> bool:
-                return (each in large) is not is_large or is_left_out(each)
-
-            small = len(group.entries) - (call in large)
-            most = min(room, small + large_room) if is_large else room
-            self._grow(group, most, max_cost, is_other if len(kinds) > 1 else is_left_out)
+        is_first_large = part.call in large
+        for is_large in (is_first_large, not is_first_large):  # its own kind first
+            near = [entry for entry in self._sorted if (entry[2] in large) is is_large]
+            small = 0 if is_first_large else len(group.entries)
+            if near:
+                most = min(room, small + large_room) if is_large else room
+                self._grow(group, near, most, max_cost)
         if large_room < room and sum([e[2] in large for e in group.entries]) >= large_room:
             group.reason = Reason.TURN
-        self._let_go(call, group)
         return group
 
     def _sort(self) -> None:
-        """Put new entries among the others, and let go of those that are over if they are many."""
+        """Put new entries among the others, and let go of those of calls that are over."""
         entries, new = self._sorted, self._new
-        if len(entries) > 2 * self._inside + 64:
+        if len(entries) + len(new) > self._inside:
             entries[:] = [entry for entry in entries if entry[2].state is _WAITING]
+            new[:] = [entry for entry in new if entry[2].state is _WAITING]
         if len(new) < 16:
             for entry in new:
                 insort(entries, entry)
@@ -304,42 +254,29 @@ class LengthQueue(CallQueue):
             entries.sort()
         new.clear()
 
-    def _grow(
-        self,
-        group: _Neighbours,
-        room: int,
-        max_cost: float,
-        is_left_out: Callable[[Call], bool],
-    ) -> None:
-        """Add neighbours in length of the first one, as long as that pays."""
-        entries, chosen = self._sorted, group.entries
-        first, length, padding = chosen[0], group.length, group.padding
+    def _grow(self, group: _Neighbours, near: list[Entry], room: int, max_cost: float) -> None:
+        """Add neighbours in length of the first one, as long as that pays.
+
+        Args:
+            near: those that there are, sorted.
+        """
+        chosen, length, padding = group.entries, group.length, group.padding
         base, per_unit = self._cost.padding
         base = max(base, LEAST_BASE * self._cost.mean)
-        start = bisect_left(entries, first)
-        stop = start + 1  # after the last of them
-        left, right, last = start - 1, stop, len(entries)
+        right = bisect_left(near, chosen[0])
+        left, last = right - 1, len(near)
         before = size = len(chosen)
         reason = None
         least = (base + per_unit * padding) / size
-        best = size, start, stop, length, padding
-        below: Entry | None = None  # the neighbours in length, once they are looked for
-        above: Entry | None = None
+        best = size, left, length, padding
         while size < room:
-            if below is None:
-                while left >= 0 and is_left_out(entries[left][2]):
-                    left -= 1
-                below = entries[left] if left >= 0 else _NOTHING
-            if above is None:
-                while right < last and is_left_out(entries[right][2]):
-                    right += 1
-                above = entries[right] if right < last else _ENDLESS
-            longest = above[0]
-            shorter, longer = length - below[0], size * (longest - length)
+            shorter = length - near[left][0] if left >= 0 else math.inf
+            longest = near[right][0] if right < last else math.inf
+            longer = size * (longest - length)
             if longer < 0.0:  # those chosen before are longer: it is padded itself
                 longer, longest = length - longest, length
             if longer < shorter and (size + 1) * longest > max_cost:
-                longer, last, above = math.inf, right, _ENDLESS  # and so are all beyond it
+                longer, last = math.inf, right  # and so are all beyond it
                 reason = Reason.COST
             if shorter == longer == math.inf:
                 break
@@ -349,73 +286,64 @@ class LengthQueue(CallQueue):
             size += 1
             if longer < shorter:
                 padding += longer
-                chosen.append(above)
-                length, above = longest, None
+                length = longest
+                chosen.append(near[right])
                 right += 1
-                stop = right
             else:
                 padding += shorter
-                chosen.append(below)
-                below = None
-                start, left = left, left - 1
+                chosen.append(near[left])
+                left -= 1
             overhead = (base + per_unit * padding) / size
             if overhead <= least:
-                least, best = overhead, (size, start, stop, length, padding)
+                least, best = overhead, (size, left, length, padding)
         if best[0] < size and self._cost.is_fitted:
-            size, start, stop, length, padding = best
+            size, left, length, padding = best
             del chosen[size:]
             reason = Reason.PADDING
-        shortest = entries[start][0]
-        if start and entries[start - 1][0] == shortest < first[0]:
+        shortest = min(chosen)[0]
+        if left >= 0 and near[left][0] == shortest < chosen[0][0]:
             # Of those that are as short the oldest go, and not the nearest.
-            start = after = bisect_left(entries, (shortest, 0, first[2], 0))
             chosen[before:] = [entry for entry in chosen[before:] if entry[0] > shortest]
-            while len(chosen) < size:
-                if not is_left_out(entries[after][2]):
-                    chosen.append(entries[after])
-                after += 1
-        group.start, group.stop = min(start, group.start), max(stop, group.stop)
+            start = bisect_left(near, (shortest,))
+            chosen += near[start : start + size - len(chosen)]
         group.length, group.padding, group.reason = length, padding, reason
 
-    def _let_go(self, first: Call, group: _Neighbours) -> None:
-        """These are in the window no more; it was the turn of the first one's call."""
-        entries, held, turns = self._sorted, self._held, self._window_turns
-        chosen, start, stop = group.entries, group.start, group.stop
+    def _leave(self, positions: Mapping[Call, Sequence[int]], chosen: Sequence[Entry]) -> None:
+        """These items are in the window no more; it was the turn of the first call."""
         self._inside -= len(chosen)
-        if stop - start == len(chosen):  # as nearly always
-            del entries[start:stop]
-        else:
-            gone = {number for _, number, _, _ in chosen}
-            entries[start:stop] = [entry for entry in entries[start:stop] if entry[1] not in gone]
-        for _, _, call, index in chosen:
-            own = held[call]
-            self._inside_work -= own.pop(index)[0]
-            if not own:
-                del held[call]
-        if turns is None:
-            return
-        for call in dict.fromkeys([entry[2] for entry in chosen]):  # the first one's is the first
-            queued = turns.get(call)
-            size = queued.items - len(held.get(call, ()))
-            cost = size * queued.unit
-            if call is first:
-                turns.took(queued, size, cost)
+        entries, rest = self._sorted, chosen[1:]  # the first one has left
+        if rest:
+            start = bisect_left(entries, min(rest))
+            stop = bisect_left(entries, max(rest)) + 1
+            gone = {number for _, number, _, _ in rest}
+            entries[start:stop] = [e for e in entries[start:stop] if e[1] not in gone]
+        is_sole = self._window.sole is not None
+        for call, indices in positions.items():
+            part = self._parts[call]
+            work = sum([part.entries.pop(index)[0] for index in indices])
+            self._waiting_work -= work
+            is_last = not part.entries
+            if is_last:
+                del self._parts[call]
+            if is_sole:
+                self._window.remove(part, work, is_last=is_last)
             else:
-                turns.remove(call, size, cost)
+                goes_along = call is not chosen[0][2]
+                self._window.took(part, len(indices), work, is_last=is_last, goes_along=goes_along)
 
     def check_invariants(self) -> None:
         super().check_invariants()
-        held = [entry for entries in self._held.values() for entry in entries.values()]
-        assert self._inside == len(held)
-        assert all(self._held.values())
-        assert sorted(held) == sorted(
-            entry for entry in [*self._sorted, *self._new] if entry[2].state is _WAITING
-        )
-        assert self.items - len(held) == sum(self._turns.get(call).items for call in self._turns)
-        work = sum(length for length, _, _, _ in held)
-        assert not held or math.isclose(self._inside_work, work, abs_tol=1e-6 * (1.0 + work))
-        turns = self._window_turns
-        if held and turns is not None:
-            turns.check_invariants()
-            sizes = {call: len(entries) for call, entries in self._held.items()}
-            assert sizes == {call: turns.get(call).items for call in turns}
+        entries = [entry for part in self._parts.values() for entry in part.entries.values()]
+        sorted_ones = [entry for entry in [*self._sorted, *self._new] if entry[2].state is _WAITING]
+        assert sorted(entries) == sorted(sorted_ones)
+        assert self._inside == len(entries)
+        assert self.items == self._inside + sum(map(len, self._outside.values()))
+        outside = {call: work_of(call, positions) for call, positions in self._outside.items()}
+        inside = {
+            part: sum(length for length, *_ in part.entries.values())
+            for part in self._parts.values()
+        }
+        self._turns.check_invariants(outside)
+        self._window.check_invariants(inside)
+        work = sum([*outside.values(), *inside.values()])
+        assert math.isclose(self.work, work, abs_tol=1e-6 * (1.0 + work))

@@ -122,6 +122,7 @@ class Call:
     lengths: Sequence[float] | None = field(default=None, init=False)  # None: each counts one
     context: Any = field(default=None, init=False)  # what an observer noted at the submission
     pending: int = field(init=False)  # items that are not cut into a batch yet
+    group: Any = field(default=None, init=False)  # of ``batching.turns``, while it waits there
     unanswered: int = field(init=False)  # items without an output
     #: By position; empty until the first batch with items of it is back, and then ``NO_OUTPUT``
     #: where that one had no item.
