@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, cast
 
 from .engine.backend import Backend, predict_blocking, predict_in_loop
+from .engine.core import Lengths
 from .engine.streams import AsyncStream, Stream
+from .engine.trace_file import Recording
 from .future import Future
 from .observe.record import ORDINARY, Call, Precedence
 from .options.checks import check_batch, check_priority, check_tenant, check_timeout
@@ -268,8 +271,31 @@ class BaseStreamer:
         """The old name of ``close``: drains for at most ``worker_timeout`` seconds."""
         self.close(timeout=self._worker_timeout)
 
-    def _abandon_when_forgotten(self, backend: Any) -> None:
-        """Have a backend drain and end when this object is collected without ``close``."""
+    def _use(
+        self,
+        backend: Any,
+        trace: Path | None,
+        share: Callable[..., SingleFlight] | None,
+        *,
+        lengths: Lengths | None = None,
+        **sharing: Any,
+    ) -> None:
+        """Have a backend compute the calls.
+
+        Its threads hold it and not this object: so that drains and ends the backend when it is
+        collected without ``close``.
+
+        Args:
+            trace: where to record the calls; None for nowhere.
+            share: from ``make_share``, to call with ``sharing``.
+            lengths: of the items, for the trace.
+        """
+        self._backend = backend
+        if trace is not None:
+            self._backend = cast("Backend", Recording(backend, trace, lengths))
+        if share is not None:  # what is recorded is what is computed
+            self._single_flight = share(self._backend, **sharing)
+            self._backend = cast("Backend", self._single_flight)
         parts = (backend, self._single_flight)
         self._finalizers = tuple(
             weakref.finalize(self, each.abandon) for each in parts if each is not None

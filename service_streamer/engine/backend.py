@@ -125,62 +125,13 @@ class Backend(Protocol):
 
 
 class PassThrough:
-    """A backend that passes everything on to another one. A base for those that add one thing.
-
-    Args:
-        inner: what does the work.
-    """
+    """Does what another backend does, but for the methods that a subclass has of its own."""
 
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
 
-    def submit(self, call: Call) -> None:
-        self._inner.submit(call)
-
-    def check_room(self) -> None:
-        self._inner.check_room()
-
-    def flush(self) -> None:
-        self._inner.flush()
-
-    def cancel(self, call: Any) -> bool:
-        return self._inner.cancel(call)
-
-    def withdraw(self, call: Any) -> None:
-        self._inner.withdraw(call)
-
-    def expire(self, call: Any) -> None:
-        self._inner.expire(call)
-
-    def hold(self, call: Any, *, is_held: bool) -> None:
-        self._inner.hold(call, is_held=is_held)
-
-    def decode(self, outputs: list[Any]) -> list[Any]:
-        return self._inner.decode(outputs)
-
-    def late(self, timeout: float | None) -> StreamerError:
-        return self._inner.late(timeout)
-
-    def describe(self) -> str:
-        return self._inner.describe()
-
-    def model_description(self) -> Mapping[str, Any] | None:
-        return self._inner.model_description()
-
-    def when_workers_change(self, callback: Callable[[], None]) -> None:
-        self._inner.when_workers_change(callback)
-
-    def check_process(self) -> None:
-        self._inner.check_process()
-
-    def check_not_in_callback(self) -> None:
-        self._inner.check_not_in_callback()
-
-    def wait_ready(self, timeout: float | None) -> None:
-        self._inner.wait_ready(timeout)
-
-    def close(self, *, drain: bool, timeout: float | None) -> None:
-        self._inner.close(drain=drain, timeout=timeout)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def predict_blocking(
