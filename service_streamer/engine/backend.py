@@ -384,7 +384,8 @@ class LoopReply:
 
     def fail(self, failure: Failure) -> None:
         self.call = None
-        self._mailbox.post(self.future, ([], failure))
+        self._mailbox.put(self.future, ([], failure))
+        self._mailbox.deliver_soon()
 
 
 class Mailbox:
@@ -394,18 +395,14 @@ class Mailbox:
     A thread puts in first, and then looks at ``_is_due``: if that is set, the delivery that will
     clear it takes what was put in.
 
-    Args:
-        at_once: how many outcomes are delivered until the loop may do something else.
-
     Attributes:
-        at_once: the same. May be set.
+        at_once: how many futures get their results until the loop may do something else.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, at_once: int = sys.maxsize) -> None:
         self._loop = loop
         self.at_once = at_once
-        self._outcomes: deque[tuple[asyncio.Future[_Outcome | None], _Outcome]] = deque()
-        self._looks: deque[Callable[[], None]] = deque()  # of streams
+        self._results: deque[tuple[asyncio.Future[Any], Any]] = deque()
         self._is_due = False  # the loop is about to deliver
         self._unflushed: list[Backend] = []  # for the loop's thread only; mostly one
 
@@ -418,48 +415,30 @@ class Mailbox:
         self._unflushed.remove(backend)
         backend.flush()
 
-    def post(self, future: asyncio.Future[_Outcome | None], outcome: _Outcome) -> None:
-        self.put(future, outcome)
-        self.deliver_soon()
-
-    def put(self, future: asyncio.Future[_Outcome | None], outcome: _Outcome) -> None:
-        """The same, before ``deliver_soon``."""
-        self._outcomes.append((future, outcome))
+    def put(self, future: asyncio.Future[Any], result: Any) -> None:
+        """Give a future its result, unless it has one by then, with the next delivery."""
+        self._results.append((future, result))
 
     def deliver_soon(self) -> None:
         """All is put that comes together."""
-        if not self._is_due:
-            self._deliver_soon()
-
-    def add_look(self, look: Callable[[], None]) -> None:
-        """Have it called in the loop, after ``post_looks``."""
-        self._looks.append(look)
-
-    def post_looks(self) -> None:
-        """No more are added at this time."""
-        if self._looks and not self._is_due:  # else another delivery takes, or has taken, them
-            self._deliver_soon()
-
-    def _deliver_soon(self) -> None:
+        if self._is_due:
+            return
         self._is_due = True  # before the call: the delivery clears it
         try:
             self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:  # the loop is closed: no task waits any more
             self._is_due = False
-            self._looks.clear()
-            self._outcomes.clear()
+            self._results.clear()
 
     def _deliver(self) -> None:
         self._is_due = False  # first: what comes from now on has a delivery of its own
-        looks, outcomes = self._looks, self._outcomes
+        results = self._results
         # Not until they are empty: others put in as fast as we take out.
-        for _ in range(len(looks)):
-            looks.popleft()()
-        for _ in range(min(len(outcomes), self.at_once)):
-            future, outcome = outcomes.popleft()
+        for _ in range(min(len(results), self.at_once)):
+            future, result = results.popleft()
             if not future.done():  # else it was cancelled, or its time has ended
-                future.set_result(outcome)
-        if outcomes and not self._is_due:
+                future.set_result(result)
+        if results and not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._deliver)
 
