@@ -307,6 +307,12 @@ class BaseStreamer:
         for each in self._finalizers:
             each.detach()
 
+    @property
+    def share_counts(self) -> tuple[int, int]:
+        """``stats().deduplicated`` and ``.cached``, without asking a pool. For this package."""
+        flight = self._single_flight
+        return (0, 0) if flight is None else (flight.deduplicated, flight.cached)
+
     def clear_cache(self) -> None:
         """Forget the results that are kept for later callers, if any are: see ``cache_size``."""
         if self._single_flight is not None:

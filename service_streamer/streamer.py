@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -48,8 +49,8 @@ class PoolStreamer(BaseStreamer):
 
     def stats(self) -> StreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
-        stats = self._engine.stats()
-        return stats if self._single_flight is None else self._single_flight.with_counts(stats)
+        deduplicated, cached = self.share_counts
+        return dataclasses.replace(self._engine.stats(), deduplicated=deduplicated, cached=cached)
 
     @property
     def metrics(self) -> BatchMetrics:
@@ -242,12 +243,6 @@ class ScaledStreamer(PoolStreamer):
         self._forget_finalizers()
         if self.pool_client is not None and not self.pool_client.is_closing:
             self._connect()
-
-    @property
-    def share_counts(self) -> tuple[int, int]:
-        """``stats().deduplicated`` and ``.cached``, without asking the pool. For this package."""
-        flight = self._single_flight
-        return (0, 0) if flight is None else (flight.deduplicated, flight.cached)
 
 
 @documented(StreamerOptions)

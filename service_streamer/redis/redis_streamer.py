@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -65,8 +66,8 @@ class RedisStreamer(BaseStreamer):
 
     def stats(self) -> RedisStreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
-        stats = self._client.stats()
-        return stats if self._single_flight is None else self._single_flight.with_counts(stats)
+        deduplicated, cached = self.share_counts
+        return dataclasses.replace(self._client.stats(), deduplicated=deduplicated, cached=cached)
 
     def explain(self) -> str:
         """Where to ask what limits: the batches are those of the worker hosts.

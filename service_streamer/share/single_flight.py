@@ -30,8 +30,6 @@ does not pickle, which a thread can compute all the same, is computed for itself
 from __future__ import annotations
 
 import collections
-import contextlib
-import dataclasses
 import functools
 import logging
 import math
@@ -39,10 +37,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from ..engine.backend import IN_CALLBACK, Backend, PassThrough
 from ..engine.build import of_shared_call
+from ..engine.core import log
 from ..engine.timer import Timer, is_owned, start_thread
 from ..errors import StreamerError
 from ..observe.record import ORDINARY, Call, Precedence, Timing
@@ -50,13 +49,6 @@ from ..options.table import SharingOptions
 from ..workers.memory.memory_link import shareable
 from ..workers.protocol import Failure
 from .cache import SharedOutput, key_of, make_cache
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    Stats = TypeVar("Stats", bound=DataclassInstance)
-
-logger = logging.getLogger(__name__)
 
 _MISSING = object()
 
@@ -197,7 +189,7 @@ class SingleFlight(PassThrough):
         copies: bool = False,
         extend: Callable[[Any, float], bool] | None = None,
         may_rerun: bool = True,
-        cache: MutableMapping[bytes, Any] | None = None,
+        cache: MutableMapping[bytes | None, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(inner)
@@ -211,7 +203,7 @@ class SingleFlight(PassThrough):
         self.timer: Timer[Caller] = Timer(self._time_ended, clock)
         # In flight. Nearly always one for each key; never many: one that waits for each tenant and
         # priority.
-        self._items: dict[bytes, list[Item]] = {}
+        self._items: dict[bytes | None, list[Item]] = {}
         self.deduplicated = self.cached = 0
         self._is_closing = False
 
@@ -272,26 +264,19 @@ class SingleFlight(PassThrough):
 
         An interrupt may end it between any lines: what it has left behind, ``_remove`` finds.
         """
-        if self._cache is not None and key is not None:
-            output = self._cache.get(key, _MISSING)
-            if output is not _MISSING:
-                self.cached += 1
-                caller.items.append(Item(key, payload, own, output))
-                return
-        item = self._find(key, own, caller)
-        if item is None:
-            item = Item(key, payload, own)
-            self._add(item)
+        output = _MISSING if self._cache is None else self._cache.get(key, _MISSING)
+        if output is not _MISSING:
+            self.cached += 1
+            caller.items.append(Item(key, payload, own, output))
+            return
+        joinable = (
+            item
+            for item in reversed(self._items.get(key, ()))
+            if item.computation is own or self._serves(item.computation, caller)
+        )
+        item = next(joinable, None) or self._add(Item(key, payload, own))
         caller.items.append(item)
         item.callers[caller] += 1
-
-    def _find(self, key: bytes | None, own: Computation, caller: Caller) -> Item | None:
-        """The item in flight that the caller can wait for."""
-        if key is not None:
-            for item in reversed(self._items.get(key, ())):
-                if item.computation is own or self._serves(item.computation, caller):
-                    return item
-        return None
 
     def _serves(self, computation: Computation, caller: Caller) -> bool:
         """Whether the caller fares no worse with the computation than with its own."""
@@ -370,20 +355,20 @@ class SingleFlight(PassThrough):
 
     # -- computations
 
-    def _add(self, item: Item) -> None:
+    def _add(self, item: Item) -> Item:
         """Have an item computed, for all who come. Locked."""
         item.computation.items.append(item)
         if item.key is not None:
             self._items.setdefault(item.key, []).append(item)
+        return item
 
     def _end(self, computation: Computation) -> list[Item]:
         """The computation is over, and nobody can join it; returns its items. Locked."""
         items, computation.items = computation.items, []  # they refer to each other
         for item in items:
-            if item.key is not None:
-                others = [each for each in self._items.pop(item.key, ()) if each is not item]
-                if others:
-                    self._items[item.key] = others
+            others = [each for each in self._items.pop(item.key, ()) if each is not item]
+            if others:
+                self._items[item.key] = others
         return items
 
     def _start(self, computation: Computation) -> None:
@@ -477,8 +462,7 @@ class SingleFlight(PassThrough):
                 (reply.fail if isinstance(outcome, Failure) else reply.complete)(outcome)
             except BaseException:
                 # A callback of a user's may raise anything, and others wait for their answers.
-                with contextlib.suppress(Exception):
-                    logger.exception("a callback of a future raised")
+                log(logging.ERROR, "a callback of a future raised", exc_info=True)
         if self._is_closing:
             self.timer.look()  # it ends when nothing is left
 
@@ -490,10 +474,6 @@ class SingleFlight(PassThrough):
                 output.copy() if type(output) is SharedOutput else output for output in outputs
             ]
         return self._inner.decode(outputs)
-
-    def with_counts(self, stats: Stats) -> Stats:
-        """The stats of the backend, with what was done here."""
-        return dataclasses.replace(stats, deduplicated=self.deduplicated, cached=self.cached)
 
     def describe(self) -> str:
         counts = (("deduplicated", self.deduplicated), ("cached", self.cached))
