@@ -49,7 +49,7 @@ class Reply(Protocol):
     """Where the outcome of a call goes: one of the methods is called, once, never under a lock.
 
     Attributes:
-        call: set by the backend when it makes the call, before it can be over. To let go of then.
+        call: set by the backend when it accepts the call, before that can be over.
     """
 
     call: Any
@@ -354,12 +354,10 @@ class LoopReply:
         mailbox: of the loop, if it is known; to find it takes a microsecond.
     """
 
-    __slots__ = ("_mailbox", "answered", "call", "future")
+    __slots__ = ("_mailbox", "call", "future")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, mailbox: Mailbox | None = None) -> None:
         self.call: Accepted | None = None
-        #: The call when it was answered with results, if the backend has it.
-        self.answered: Accepted | None = None
         #: None is for whoever ends the wait.
         self.future: asyncio.Future[_Outcome | None] = loop.create_future()
         self._mailbox = mailbox or mailbox_of(loop)
@@ -370,20 +368,17 @@ class LoopReply:
         Otherwise the first of many that are answered together, and call again, would be computed
         alone, by a worker that is free, and the others after that. For the loop's own thread.
         """
-        if self.call is not None:  # else it is answered already
-            self._mailbox.flush_soon(backend)
+        self._mailbox.flush_soon(backend)
 
     def complete(self, outputs: list[Any]) -> None:
         self.put(outputs).deliver_soon()
 
     def put(self, outputs: list[Any]) -> Mailbox:
         """The call succeeded; the mailbox that is to deliver it, with others."""
-        self.answered, self.call = self.call, None
         self._mailbox.put(self.future, (outputs, None))
         return self._mailbox
 
     def fail(self, failure: Failure) -> None:
-        self.call = None
         self._mailbox.put(self.future, ([], failure))
         self._mailbox.deliver_soon()
 

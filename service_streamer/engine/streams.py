@@ -43,11 +43,9 @@ class Outputs:
     _more = False
 
     def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
-        #: Set by the backend before the call can end, and let go of when it ends.
         self.call: Accepted | None = None
         self.backend = backend
         self.is_over = False  # nothing more comes
-        self.answered: Accepted | None = None
         self.buffer: deque[Any] = deque()  # encoded
         self._max_buffered = max_buffered
         #: Beyond it the stream fails. A worker goes on until it is told, and has at most as many
@@ -80,36 +78,30 @@ class Outputs:
             if size >= self._max_buffered:
                 self._lags(size)
             return mailbox
-        call = self.call
         lagging = Overloaded(
             f"{size} outputs of the stream wait for their consumer, which is too slow; "
             "max_buffered sets how many may"
         )
         self.fail(Failure(lagging))
-        if call is not None:
-            self.backend.withdraw(call)
+        self.backend.withdraw(self.call)
         return None
 
     def _lags(self, size: int) -> None:
         """So many outputs wait: the item is to rest."""
-        call = self.call
         # Again now and then, if more come all the same: the item is with another worker by now.
-        is_due = not self._is_held or size % self._max_buffered == 0
-        if is_due and call is not None:
-            self.backend.hold(call, is_held=True)
+        if not self._is_held or size % self._max_buffered == 0:
+            self.backend.hold(self.call, is_held=True)
             self._is_held = True
             self._resume()  # the consumer may have caught up before that was set
 
     def complete(self, outputs: list[Any]) -> None:
         """All outputs have come; these are those that have not been handed out yet."""
-        self.answered, self.call = self.call, None
         self.buffer += outputs
         self.is_over = True
         self.wake_now()
 
     def fail(self, failure: Failure) -> None:
         """No more outputs come. Those that have come are handed out before the error."""
-        self.call = None
         self._failure = failure
         self.is_over = True
         self.wake_now()
@@ -148,11 +140,10 @@ class Outputs:
 
     def _resume(self) -> None:
         """Let the item go on if half of the buffer is free."""
-        call = self.call
-        if call is not None and 2 * len(self.buffer) <= self._max_buffered:
+        if not self.is_over and 2 * len(self.buffer) <= self._max_buffered:
             self._is_held = False
             try:
-                self.backend.hold(call, is_held=False)
+                self.backend.hold(self.call, is_held=False)
             except BaseException:  # of a signal handler: with the next output again
                 self._is_held = True
                 raise
@@ -184,12 +175,11 @@ class Outputs:
 
     def leave(self) -> None:
         """The consumer has gone: the item's place is freed. A finalizer may call this."""
-        call, self.call = self.call, None
-        self.is_over = True
+        was_over, self.is_over = self.is_over, True
         self.buffer.clear()
         self._failure = None
-        if call is not None:
-            self.backend.withdraw(call)
+        if self.call is not None and not was_over:
+            self.backend.withdraw(self.call)
 
 
 class ThreadOutputs(Outputs):
@@ -364,8 +354,8 @@ class _AnyStream(Generic[_Kind]):
     @property
     def timing(self) -> Timing | None:
         """Where the time of the call went; None until it is over, and unless it has succeeded."""
-        answered = self._outputs.answered
-        return None if answered is None else answered.timing
+        outputs = self._outputs
+        return outputs.call.timing if outputs.is_over and outputs.call is not None else None
 
     @property
     def is_ready(self) -> bool:

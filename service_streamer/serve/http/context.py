@@ -295,7 +295,7 @@ class RequestContext:
                 raise failure.exception()
             finally:  # they may hold the error itself, whose traceback has this frame: a cycle
                 del failure, outcome, reply, new
-        self.timing = getattr(reply.answered, "timing", None)
+        self.timing = getattr(reply.call, "timing", None)
         size = sum(map(_size_of, outputs))
         if size <= WRITTEN_AT_ONCE:
             return backend.decode(outputs)
