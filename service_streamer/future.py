@@ -56,7 +56,7 @@ class Future(concurrent.futures.Future[list[Any]]):
     @property
     def _condition(self) -> Any:  # type: ignore[override]  # an attribute of a standard one
         """The lock of a future, which the standard library takes before all else."""
-        with _making:
+        with _creation_lock:
             if self._own_condition is None:
                 self._waiters, self._done_callbacks = [], []
                 self._own_condition = _Condition()
@@ -144,14 +144,14 @@ class Future(concurrent.futures.Future[list[Any]]):
         if call is not None and not self.done():
             try:
                 if self._backend.cancel(call):
-                    self._withdrawn()
+                    self._set_cancelled()
             except BaseException:  # of a signal handler: it may be withdrawn already
                 if call.is_over:
-                    self._withdrawn()
+                    self._set_cancelled()
                 raise
         return self.cancelled()
 
-    def _withdrawn(self) -> None:
+    def _set_cancelled(self) -> None:
         """The call is withdrawn: the future is cancelled, unless it has results by now."""
         try:
             super().cancel()
@@ -167,7 +167,7 @@ class Future(concurrent.futures.Future[list[Any]]):
 
     def complete(self, outputs: list[Any]) -> None:
         """For the backend: the call succeeded."""
-        with _making:
+        with _creation_lock:
             self._encoded = outputs
             if self._own_condition is None and self._state == "PENDING":
                 self._state = "FINISHED"
@@ -206,12 +206,12 @@ class _Condition(_RLock):  # type: ignore[misc]
 #: their results when they have them: to make a lock for each of these would be a tenth of what such
 #: a call costs. No lock is taken while this one is held, and nothing waits. Reentrant, since a
 #: signal handler may run while it is held.
-_making = threading.RLock()
+_creation_lock = threading.RLock()
 
 
 def _renew_in_forked_child() -> None:
-    global _making
-    _making = threading.RLock()  # another thread may have held it at the fork
+    global _creation_lock
+    _creation_lock = threading.RLock()  # another thread may have held it at the fork
 
 
 os.register_at_fork(after_in_child=_renew_in_forked_child)

@@ -318,7 +318,7 @@ async def predict_in_loop(
         # Neither asyncio.wait nor asyncio.timeout: the first costs as much as all the rest of a
         # call, and the TimeoutError of the second would be mistaken for one of the model's.
         if timeout is not None:
-            timer = loop.call_later(timeout, _time_has_ended, reply.future)
+            timer = loop.call_later(timeout, _end_wait, reply.future)
         outcome = await reply.future
         is_cancelled = False
     finally:
@@ -342,7 +342,7 @@ async def predict_in_loop(
         del error, failure, outcome, reply
 
 
-def _time_has_ended(future: asyncio.Future[_Outcome | None]) -> None:
+def _end_wait(future: asyncio.Future[_Outcome | None]) -> None:
     if not future.done():
         future.set_result(None)
 

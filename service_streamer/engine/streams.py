@@ -50,7 +50,7 @@ class Outputs:
         self._max_buffered = max_buffered
         #: Beyond it the stream fails. A worker goes on until it is told, and has at most as many
         #: outputs under way as fit into its pipe: some thousands, if they are tiny.
-        self._most = max_buffered if fails_behind else 4 * max_buffered + 8192
+        self._max_kept = max_buffered if fails_behind else 4 * max_buffered + 8192
         self._is_held = False
         self._failure: Failure | None = None
         self._why_cut_off = ""
@@ -72,11 +72,11 @@ class Outputs:
         if self.is_over:  # the consumer has just gone
             return None
         size = len(self.buffer)
-        if size < self._most:
+        if size < self._max_kept:
             self.buffer.append(output)
             mailbox = self.wake()
             if size >= self._max_buffered:
-                self._lags(size)
+                self._pause(size)
             return mailbox
         lagging = Overloaded(
             f"{size} outputs of the stream wait for their consumer, which is too slow; "
@@ -86,7 +86,7 @@ class Outputs:
         self.backend.withdraw(self.call)
         return None
 
-    def _lags(self, size: int) -> None:
+    def _pause(self, size: int) -> None:
         """So many outputs wait: the item is to rest."""
         # Again now and then, if more come all the same: the item is with another worker by now.
         if not self._is_held or size % self._max_buffered == 0:
@@ -135,7 +135,7 @@ class Outputs:
                 self._resume()
             return self.backend.decode(outputs)
         if is_over:
-            raise self._ending()
+            raise self._end_error()
         return []
 
     def _resume(self) -> None:
@@ -148,7 +148,7 @@ class Outputs:
                 self._is_held = True
                 raise
 
-    def _ending(self) -> BaseException:
+    def _end_error(self) -> BaseException:
         """What the call failed with, once; then that there are no more outputs."""
         if self._why_cut_off:  # each time, since the end would say that these were all outputs
             return StreamerError(self._why_cut_off)
@@ -305,19 +305,19 @@ class LoopOutputs(Outputs):
             return
         if self._watched is None or self._watched() is not task:
             self._watched = weakref.ref(task)
-            task.add_done_callback(functools.partial(_task_ended, weakref.ref(self)))
+            task.add_done_callback(functools.partial(_leave_stream, weakref.ref(self)))
         self.cancelled_in = task
 
 
-def _task_ended(reference: weakref.ref[LoopOutputs], task: asyncio.Task[Any]) -> None:
+def _leave_stream(reference: weakref.ref[LoopOutputs], task: asyncio.Task[Any]) -> None:
     """A task has ended in which a wait for these outputs was cancelled."""
     outputs = reference()
     if outputs is not None and outputs.cancelled_in is task:  # else another one goes on
         outputs.cancelled_in = None  # it may hold the frames that hold this stream
-        outputs.cut_off(_TASK_ENDED)
+        outputs.cut_off(_TASK_HAS_ENDED)
 
 
-_TASK_ENDED = (
+_TASK_HAS_ENDED = (
     "the task that waited for an output of this stream was cancelled and has ended, so the stream "
     "was closed before its end; to end a wait only, use asyncio.timeout(...) in the task that goes "
     "on, or asyncio.wait_for(anext(stream), ...)"

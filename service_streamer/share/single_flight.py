@@ -149,6 +149,11 @@ class Computation:
         return dict.fromkeys(caller for item in self.items for caller in item.callers)
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether a caller waits for an item of it. Any thread."""
+        return any(item.callers for item in self.items)
+
+    @property
     def is_shared(self) -> bool:
         """Whether more than one waits for the same item. Any thread."""
         return any(len(item.callers) > 1 for item in self.items)
@@ -160,11 +165,11 @@ class Computation:
 
     def complete(self, outputs: list[Any]) -> None:
         """For the backend: it succeeded."""
-        self.flight.answered(self, outputs)
+        self.flight.answer(self, outputs)
 
     def fail(self, failure: Failure) -> None:
         """For the backend: it failed."""
-        self.flight.failed(self, failure)
+        self.flight.fail(self, failure)
 
 
 class SingleFlight(PassThrough):
@@ -237,9 +242,9 @@ class SingleFlight(PassThrough):
             with self.lock:
                 for key, payload in zip(keys, call.payloads, strict=True):
                     self._join(caller, own, key, payload)
-                answers = _answers([caller])
+                answers = _take_answers([caller])
             if answers:  # all was in the cache
-                self._answer(answers)
+                self._hand_out(answers)
                 return
             for computation in caller.computations:
                 self._prolong(computation, deadline)
@@ -248,7 +253,7 @@ class SingleFlight(PassThrough):
         except BaseException as error:  # also of a signal handler: others may have joined already
             own.call = None  # it was not accepted, or is computed for nobody
             reply = self._leave(caller, self._inner.withdraw)
-            self.failed(own, None)
+            self.fail(own, None)
             if reply is None and isinstance(error, Exception):
                 return  # another computation of it has failed meanwhile, so it was answered
             raise
@@ -319,7 +324,7 @@ class SingleFlight(PassThrough):
     def _time_ended(self, caller: Caller) -> None:
         reply = self._leave(caller, self._inner.expire)
         if reply is not None:
-            self._answer([(reply, Failure(self._inner.late(caller.timeout)))])
+            self._hand_out([(reply, Failure(self._inner.late(caller.timeout)))])
 
     def _leave(self, call: Any, how: Callable[[Any], None], *, is_cancel: bool = False) -> Any:
         """A caller no longer waits; returns its reply, None if it stays or was over.
@@ -347,7 +352,7 @@ class SingleFlight(PassThrough):
         reply, items = caller.end()
         for item in items:
             item.callers.pop(caller, None)
-        abandoned = [each for each in computations if not (each.is_over or each.callers)]
+        abandoned = [each for each in computations if not (each.is_over or each.is_wanted)]
         for computation in abandoned:
             self._end(computation)
         # One that has no call yet is just being submitted: ``_start`` sees that it is over.
@@ -379,7 +384,7 @@ class SingleFlight(PassThrough):
         if computation.is_over and computation.call is not None:
             self._inner.withdraw(computation.call)
 
-    def answered(self, computation: Computation, outputs: list[Any]) -> None:
+    def answer(self, computation: Computation, outputs: list[Any]) -> None:
         """A computation succeeded."""
         with self.lock:
             if computation.is_over:  # given up, just now
@@ -396,10 +401,10 @@ class SingleFlight(PassThrough):
                 item.output = output
             for caller in callers:
                 caller.answered_by = computation
-            answers = _answers(callers)
-        self._answer(answers)
+            answers = _take_answers(callers)
+        self._hand_out(answers)
 
-    def failed(self, computation: Computation, failure: Failure | None) -> None:
+    def fail(self, computation: Computation, failure: Failure | None) -> None:
         """A computation failed: fail callers as ``_failures`` says, and serve the others anew.
 
         Args:
@@ -416,7 +421,7 @@ class SingleFlight(PassThrough):
             for _, abandoned, _ in removed:
                 for each in abandoned:
                     self._inner.withdraw(each)
-            self._answer([(reply, why) for reply, _, why in removed])
+            self._hand_out([(reply, why) for reply, _, why in removed])
             for again in restarted:
                 try:
                     self._start(again)
@@ -455,7 +460,7 @@ class SingleFlight(PassThrough):
         self._add(item)
         return again
 
-    def _answer(self, answers: Iterable[tuple[Any, list[Any] | Failure]]) -> None:
+    def _hand_out(self, answers: Iterable[tuple[Any, list[Any] | Failure]]) -> None:
         """Hand out the outcomes of callers that are over. Without the lock."""
         for reply, outcome in answers:
             try:
@@ -527,7 +532,7 @@ def make_share(options: SharingOptions) -> Callable[..., SingleFlight] | None:
     return functools.partial(SingleFlight, cache=cache)
 
 
-def _answers(callers: Iterable[Caller]) -> list[tuple[Any, list[Any]]]:
+def _take_answers(callers: Iterable[Caller]) -> list[tuple[Any, list[Any]]]:
     """End those that have all their outputs; returns their replies, and what these get. Locked."""
     ended = [
         caller.end()
