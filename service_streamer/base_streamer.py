@@ -55,7 +55,7 @@ class BaseStreamer:
     """The calls that every streamer has. All of them may be made from any thread at any time."""
 
     _backend: Backend
-    _finalizers: tuple[weakref.finalize[Any, Any], ...] = ()
+    _finalizer: weakref.finalize[[], Any]
     _single_flight: SingleFlight | None = None
 
     def __init__(self, worker_timeout: float | DefaultTimeout | None) -> None:
@@ -265,7 +265,7 @@ class BaseStreamer:
         """
         timeout = PATIENCE.check("timeout", timeout)
         self._backend.close(drain=drain, timeout=timeout)
-        self._forget_finalizers()  # they hold the backend, and whatever that calls back
+        self._finalizer.detach()  # it holds the backend, and whatever that calls back
 
     def destroy_workers(self) -> None:
         """The old name of ``close``: drains for at most ``worker_timeout`` seconds."""
@@ -280,15 +280,10 @@ class BaseStreamer:
         lengths: Lengths | None = None,
         **sharing: Any,
     ) -> None:
-        """Have a backend compute the calls.
+        """Have a backend compute the calls, recorded and shared as the options say.
 
-        Its threads hold it and not this object: so that drains and ends the backend when it is
-        collected without ``close``.
-
-        Args:
-            trace: where to record the calls; None for nowhere.
-            share: from ``make_share``, to call with ``sharing``.
-            lengths: of the items, for the trace.
+        Its threads hold it and not this object, so it drains and ends when this is collected
+        without ``close``.
         """
         self._backend = backend
         if trace is not None:
@@ -296,16 +291,8 @@ class BaseStreamer:
         if share is not None:  # what is recorded is what is computed
             self._single_flight = share(self._backend, **sharing)
             self._backend = cast("Backend", self._single_flight)
-        parts = (backend, self._single_flight)
-        self._finalizers = tuple(
-            weakref.finalize(self, each.abandon) for each in parts if each is not None
-        )
-        for each in self._finalizers:
-            each.atexit = False
-
-    def _forget_finalizers(self) -> None:
-        for each in self._finalizers:
-            each.detach()
+        self._finalizer = weakref.finalize(self, self._backend.abandon)
+        self._finalizer.atexit = False
 
     @property
     def share_counts(self) -> tuple[int, int]:

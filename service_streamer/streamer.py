@@ -240,7 +240,7 @@ class ScaledStreamer(PoolStreamer):
 
     def _connect_again(self) -> None:
         """In a forked child: what the parent has is the parent's."""
-        self._forget_finalizers()
+        self._finalizer.detach()
         if self.pool_client is not None and not self.pool_client.is_closing:
             self._connect()
 

@@ -123,6 +123,9 @@ class Backend(Protocol):
     def close(self, *, drain: bool, timeout: float | None) -> None:
         """Refuse new calls, finish or fail the accepted ones, release everything. Idempotent."""
 
+    def abandon(self) -> None:
+        """Drain and end, soon. For a finalizer, which may run under any lock."""
+
 
 class PassThrough:
     """Does what another backend does, but for the methods that a subclass has of its own."""

@@ -29,13 +29,7 @@ from .backend import Accepted, Backend, Mailbox, mailbox_of
 
 
 class Outputs:
-    """Where the outputs of a call go until they are asked for. The engine holds it with the call.
-
-    Args:
-        backend: accepts the call.
-        max_buffered: from so many outputs on that wait for the consumer, its item rests.
-        fails_behind: the stream fails then instead.
-    """
+    """Where the outputs of a call go until they are asked for. The engine has it with the call."""
 
     #: What says that no more come.
     end: type[Exception]
@@ -64,11 +58,7 @@ class Outputs:
     # -- in the engine's thread
 
     def put_part(self, output: Any) -> Mailbox | None:
-        """An output has come.
-
-        Returns:
-            The mailbox into which the consumer's wake-up was put, to be delivered.
-        """
+        """An output has come; returns the mailbox that is to wake the consumer, if one is."""
         if self.is_over:  # the consumer has just gone
             return None
         size = len(self.buffer)
@@ -183,11 +173,7 @@ class Outputs:
 
 
 class ThreadOutputs(Outputs):
-    """For a thread that waits.
-
-    Attributes:
-        is_waiting: whether it does.
-    """
+    """For a thread that waits."""
 
     end = StopIteration
 
@@ -205,14 +191,9 @@ class ThreadOutputs(Outputs):
                 self._baton.release()
 
     def wait(self) -> None:
-        """Block until something has come; now and then it returns sooner.
-
-        Raises:
-            RuntimeError: another thread waits; one of the two would hang.
-            StreamerError: this thread must not block.
-        """
+        """Block until something has come; now and then it returns sooner."""
         self.backend.check_not_in_callback()
-        if not self._seat.acquire(blocking=False):
+        if not self._seat.acquire(blocking=False):  # one output would wake only one of the two
             raise RuntimeError("another thread waits for the next output of this stream")
         try:
             self.is_waiting = True
@@ -261,12 +242,7 @@ class LoopOutputs(Outputs):
         return self.mailbox
 
     async def wait(self) -> None:
-        """Wait until something has come.
-
-        Raises:
-            RuntimeError: another task waits, and one of the two would hang; or this is another
-                loop.
-        """
+        """Wait until something has come."""
         if self._waiter is not None:
             raise RuntimeError("another task waits for the next output of this stream")
         if asyncio.get_running_loop() is not self.loop:
@@ -331,11 +307,7 @@ _Kind = TypeVar("_Kind", bound=Outputs)
 
 
 class _AnyStream(Generic[_Kind]):
-    """The outputs of one item, as they are asked for. Raises what ``Backend.submit`` raises.
-
-    Args:
-        max_buffered, fails_behind: as of ``Streamer.stream``.
-    """
+    """The outputs of one item, as they are asked for. Raises what ``Backend.submit`` raises."""
 
     _kind: type[_Kind]
 

@@ -407,8 +407,7 @@ class SingleFlight(PassThrough):
     def fail(self, computation: Computation, failure: Failure | None) -> None:
         """A computation failed: fail callers as ``_failures`` says, and serve the others anew.
 
-        Args:
-            failure: None if its own caller was refused, which is no matter of the others'.
+        Without a failure its own caller was refused, which is no matter of the others'.
         """
         failing = [(computation, failure)]
         has_started = False
@@ -509,11 +508,14 @@ class SingleFlight(PassThrough):
             # A finalizer interrupts this thread, which must not wait for others that need its lock.
             start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
             return
-        self.abandon()
+        self._stop_sharing()
         self._inner.close(drain=drain, timeout=timeout)
 
     def abandon(self) -> None:
-        """The streamer was forgotten. For a finalizer, which may run under our lock."""
+        self._stop_sharing()
+        self._inner.abandon()
+
+    def _stop_sharing(self) -> None:
         self._is_closing = True
         self.timer.abandon()
 
