@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, cast
@@ -116,7 +116,7 @@ class BaseStreamer:
         """
         precedence = _precedence(timeout, priority, tenant)
         timeout = self._timeout(timeout)
-        return predict_blocking(self._backend, check_batch(batch), timeout, precedence)
+        return predict_blocking(self._backend, _items(batch), timeout, precedence)
 
     def submit(
         self,
@@ -167,7 +167,7 @@ class BaseStreamer:
         """
         precedence = _precedence(timeout, priority, tenant)
         timeout = self._timeout(timeout)
-        return await predict_in_loop(self._backend, check_batch(batch), timeout, precedence)
+        return await predict_in_loop(self._backend, _items(batch), timeout, precedence)
 
     def stream(
         self,
@@ -330,3 +330,7 @@ def _precedence(timeout: object, priority: int, tenant: str) -> Precedence:
     if not (priority or tenant or has_deadline):
         return ORDINARY
     return Precedence(check_priority(priority), check_tenant(tenant), has_deadline)
+
+
+def _items(batch: Any) -> Sequence[Any]:
+    return batch if type(batch) is list else check_batch(batch)  # nearly all are lists

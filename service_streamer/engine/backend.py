@@ -155,14 +155,16 @@ def predict_blocking(
     except BaseException:
         reply.leave()  # a KeyboardInterrupt may come when the call is accepted already
         raise
-    is_over = True
     try:
-        is_over = reply.wait(timeout)
-    finally:  # also for KeyboardInterrupt and a killed greenlet: no caller waits then
-        call = reply.call
-        if call is not None:
-            (backend.withdraw if is_over else backend.expire)(call)
-    if not is_over:
+        is_there = reply.wait(timeout)
+    except BaseException:  # as KeyboardInterrupt, or a killed greenlet: no caller waits then
+        reply.leave()
+        if reply.call is not None:
+            backend.withdraw(reply.call)
+        raise
+    if not is_there:
+        if reply.call is not None:
+            backend.expire(reply.call)
         raise backend.late(timeout)
     return backend.decode(reply.result())
 
@@ -173,6 +175,7 @@ class BlockingReply:
     __slots__ = ("_arrived", "_failure", "_outputs", "call", "has_left", "relay")
 
     def __init__(self) -> None:
+        #: None again when the outcome is there: no caller gives it up then.
         self.call: Accepted | None = None
         #: What the thread has to pass on; set before it is woken.
         self.relay: Relay | None = None
@@ -184,20 +187,15 @@ class BlockingReply:
         self._arrived.acquire()
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until the outcome is there; False when ``timeout`` seconds have passed first."""
-        is_there = False
-        try:
-            is_there = self._arrived.acquire(timeout=-1 if timeout is None else timeout)
-        finally:
-            if not is_there:
-                self.has_left = True
-            relay = self.relay
-            if relay is not None:  # first of all: others wait for it
-                try:
-                    relay.pass_on()
-                except BaseException:
-                    relay.wake_all()
-                    raise
+        """Block until the outcome is there; False when ``timeout`` seconds have passed first.
+
+        If it raises, ``leave`` is to be called.
+        """
+        is_there = self._arrived.acquire(timeout=-1 if timeout is None else timeout)
+        if not is_there:
+            self.has_left = True
+        if self.relay is not None:  # first of all: others wait for it
+            self.relay.pass_on()
         return is_there
 
     def leave(self) -> None:
