@@ -25,7 +25,7 @@ class Future(concurrent.futures.Future[list[Any]]):
     and ``result()`` from any thread and as often as one likes. Made by a streamer, not by users.
     """
 
-    # Without them each future has a dict, for a tenth of what a submission costs.
+    # Without them each future has a dict, which takes a twentieth of a submission.
     __slots__ = (
         "_backend",
         "_encoded",
@@ -41,8 +41,8 @@ class Future(concurrent.futures.Future[list[Any]]):
     _done_callbacks: Any = ()
 
     def __init__(self, backend: Backend) -> None:
-        # Not super().__init__(), which makes a Condition and two lists: they cost a fourth of all
-        # the rest of a submission, and most futures are never waited for before they are done.
+        # Not super().__init__(), which makes a Condition and two lists: they take a fifth of a
+        # submission, and most futures are never waited for before they are done.
         self._backend = backend
         self._state = "PENDING"
         #: Set by the backend before the call can end; let go of unless that has results.

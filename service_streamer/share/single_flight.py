@@ -131,7 +131,6 @@ class Computation:
 
     flight: SingleFlight  # gets the outcome
     precedence: Precedence  # as the backend has it
-    due: float  # when the time of the caller ends that it was made for
     until: float  # when the backend drops it, if it is not with a worker by then
     submitted_at: float
     items: list[Item] = field(default_factory=list)  # none when it is over
@@ -237,7 +236,7 @@ class SingleFlight(PassThrough):
             deadline, until = now + timeout, now + timeout * (1.0 if self._extend else _SLACK)
         caller = Caller(call.reply, timeout, deadline, call.precedence, now)
         call.reply.call = caller
-        own = Computation(self, call.precedence, deadline, until, now)
+        own = Computation(self, call.precedence, until, now)
         try:
             with self.lock:
                 for key, payload in zip(keys, call.payloads, strict=True):
@@ -277,23 +276,23 @@ class SingleFlight(PassThrough):
         joinable = (
             item
             for item in reversed(self._items.get(key, ()))
-            if item.computation is own or self._serves(item.computation, caller)
+            if self._serves(item.computation, own, caller.deadline)
         )
         item = next(joinable, None) or self._add(Item(key, payload, own))
         caller.items.append(item)
         item.callers[caller] += 1
 
-    def _serves(self, computation: Computation, caller: Caller) -> bool:
-        """Whether the caller fares no worse with the computation than with its own."""
-        if self._extend is None and caller.deadline > computation.until:
+    def _serves(self, computation: Computation, own: Computation, deadline: float) -> bool:
+        """Whether a caller that waits until the deadline fares as well as with its own."""
+        has, wants = computation.precedence, own.precedence
+        if self._extend is None and deadline > computation.until:
             return False
-        has, wants = computation.precedence, caller.precedence
         if (has is ORDINARY and wants is ORDINARY) or computation.is_running:
             return True
         if has.tenant != wants.tenant:
             return False
         if wants.has_deadline:
-            return has.has_deadline and computation.due <= caller.deadline
+            return has.has_deadline and computation.until <= own.until
         return has.has_deadline or has.priority >= wants.priority
 
     def _prolong(self, computation: Computation, deadline: float) -> None:
@@ -454,7 +453,7 @@ class SingleFlight(PassThrough):
         until = first.deadline
         if not first.precedence.has_deadline:
             until = max(caller.deadline for caller in item.callers)
-        again = Computation(self, first.precedence, first.deadline, until, self._clock())
+        again = Computation(self, first.precedence, until, self._clock())
         item.computation = again
         self._add(item)
         return again
