@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from ..errors import StreamerError
 from ..observe.record import ORDINARY, Call, Precedence, Timing
@@ -26,7 +26,7 @@ IN_CALLBACK = (
 )
 
 #: The outputs, encoded, or why there are none.
-_Outcome = tuple[list[Any], Failure | None]
+_Outcome: TypeAlias = list[Any] | Failure
 
 
 class Accepted(Protocol):
@@ -172,7 +172,7 @@ def predict_blocking(
 class BlockingReply:
     """Wakes the one thread that waits for it. A future can do that too, at twice the cost."""
 
-    __slots__ = ("_arrived", "_failure", "_outputs", "call", "has_left", "relay")
+    __slots__ = ("_arrived", "_outcome", "call", "has_left", "relay")
 
     def __init__(self) -> None:
         #: None again when the outcome is there: no caller gives it up then.
@@ -181,8 +181,7 @@ class BlockingReply:
         self.relay: Relay | None = None
         #: Set by the thread before it looks for a relay, if it does not wait any more.
         self.has_left = False
-        self._outputs: list[Any] = []
-        self._failure: Failure | None = None
+        self._outcome: _Outcome = []
         self._arrived = threading.Lock()  # held until the outcome is there
         self._arrived.acquire()
 
@@ -206,22 +205,21 @@ class BlockingReply:
 
     def result(self) -> list[Any]:
         """The outputs, encoded; raises what the call failed with."""
-        if self._failure is not None:
-            raise self._failure.exception()
-        return self._outputs
+        if isinstance(self._outcome, Failure):
+            raise self._outcome.exception()
+        return self._outcome
 
     def complete(self, outputs: list[Any]) -> None:
         self.put(outputs)
         self.wake()
 
     def fail(self, failure: Failure) -> None:
-        self._failure = failure
-        self.call = None
+        self.put(failure)
         self.wake()
 
-    def put(self, outputs: list[Any]) -> None:
-        """The call succeeded; ``wake`` is called next."""
-        self._outputs = outputs
+    def put(self, outcome: _Outcome) -> None:
+        """The call is over; ``wake`` is called next."""
+        self._outcome = outcome
         self.call = None
 
     def wake(self) -> None:
@@ -330,17 +328,16 @@ async def predict_in_loop(
             (backend.withdraw if is_cancelled else backend.expire)(call)
     if outcome is None:
         raise backend.late(timeout)
-    outputs, failure = outcome
-    if failure is None:
-        return backend.decode(outputs)
-    error = failure.exception()
+    if not isinstance(outcome, Failure):
+        return backend.decode(outcome)
+    error = outcome.exception()
     if isinstance(error, StopIteration):  # which no coroutine may raise
         raise RuntimeError("the model raised StopIteration") from error
     try:
         raise error
     finally:
         # Its traceback has this frame: a cycle, which would keep all of it.
-        del error, failure, outcome, reply
+        del error, outcome, reply
 
 
 def _end_wait(future: asyncio.Future[_Outcome | None]) -> None:
@@ -374,14 +371,13 @@ class LoopReply:
     def complete(self, outputs: list[Any]) -> None:
         self.put(outputs).deliver_soon()
 
-    def put(self, outputs: list[Any]) -> Mailbox:
-        """The call succeeded; the mailbox that is to deliver it, with others."""
-        self._mailbox.put(self.future, (outputs, None))
-        return self._mailbox
-
     def fail(self, failure: Failure) -> None:
-        self._mailbox.put(self.future, ([], failure))
-        self._mailbox.deliver_soon()
+        self.put(failure).deliver_soon()
+
+    def put(self, outcome: _Outcome) -> Mailbox:
+        """The call is over; returns the mailbox that is to deliver it, with others."""
+        self._mailbox.put(self.future, outcome)
+        return self._mailbox
 
 
 class Mailbox:
