@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import threading
 from typing import Any
 
@@ -56,10 +55,12 @@ class Future(concurrent.futures.Future[list[Any]]):
     @property
     def _condition(self) -> Any:  # type: ignore[override]  # an attribute of a standard one
         """The lock of a future, which the standard library takes before all else."""
-        with _creation_lock:
-            if self._own_condition is None:
-                self._waiters, self._done_callbacks = [], []
-                self._own_condition = _Condition()
+        if self._own_condition is None:
+            # Whichever thread is first, all get the same ones.
+            made = vars(self)
+            made.setdefault("_waiters", [])
+            made.setdefault("_done_callbacks", [])
+            self._own_condition = made.setdefault("_condition", _Condition())
         return self._own_condition
 
     @property
@@ -167,12 +168,12 @@ class Future(concurrent.futures.Future[list[Any]]):
 
     def complete(self, outputs: list[Any]) -> None:
         """For the backend: the call succeeded."""
-        with _creation_lock:
-            self._encoded = outputs
-            if self._own_condition is None and self._state == "PENDING":
-                self._state = "FINISHED"
-                return
-        self.set_result([])
+        self._encoded = outputs
+        # One statement without a call: within it the interpreter turns to no other thread, and to
+        # no signal handler. A lock would take a twentieth of all that a call costs.
+        self._state = "FINISHED" if self._own_condition is None else self._state
+        if self._state != "FINISHED":  # somebody waits, or has looked
+            self.set_result([])
 
     def fail(self, failure: Failure) -> None:
         """For the backend: the call failed."""
@@ -200,18 +201,3 @@ class _Condition(_RLock):  # type: ignore[misc]
         waiting, self.waiting = self.waiting, None  # they refer to each other
         if waiting is not None:
             waiting.notify_all()
-
-
-#: Held to make the lock of a future, and to finish one that has none. Most futures are asked for
-#: their results when they have them: to make a lock for each of these would be a tenth of what such
-#: a call costs. No lock is taken while this one is held, and nothing waits. Reentrant, since a
-#: signal handler may run while it is held.
-_creation_lock = threading.RLock()
-
-
-def _renew_in_forked_child() -> None:
-    global _creation_lock
-    _creation_lock = threading.RLock()  # another thread may have held it at the fork
-
-
-os.register_at_fork(after_in_child=_renew_in_forked_child)

@@ -81,6 +81,22 @@ def test_what_executors_do_to_a_standard_one_can_be_done_to_ours() -> None:
     assert concurrent.futures.wait([done, failed, over]).not_done == set()
 
 
+def test_who_begins_to_wait_while_a_future_is_answered_goes_on() -> None:
+    with (
+        ThreadedStreamer(models.echo) as streamer,
+        concurrent.futures.ThreadPoolExecutor(4) as threads,
+    ):
+        for number in range(500):
+            future = streamer.submit([number])
+            waits = [threads.submit(future.result) for _ in range(2)]
+            others = [threads.submit(concurrent.futures.wait, [future]) for _ in range(2)]
+            heard: concurrent.futures.Future[object] = concurrent.futures.Future()
+            future.add_done_callback(heard.set_result)
+            assert [each.result() for each in waits] == [[number]] * 2
+            assert all(each.result().done == {future} for each in others)
+            assert heard.result() is future
+
+
 def test_cancel_works_until_the_batch_is_sent(gate: Gate) -> None:
     with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
         sent = streamer.submit(["sent"])
