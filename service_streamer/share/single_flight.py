@@ -249,6 +249,10 @@ class SingleFlight(PassThrough):
                 self._prolong(computation, deadline)
             if not own.is_over:
                 self._start(own)
+            # A call that is flushed later must not hold up others. These may have joined, and
+            # flushed, before there was anything to flush.
+            if own.is_shared or not call.more:
+                self._inner.flush()
         except BaseException as error:  # also of a signal handler: others may have joined already
             own.call = None  # it was not accepted, or is computed for nobody
             reply = self._leave(caller, self._inner.withdraw)
@@ -256,10 +260,6 @@ class SingleFlight(PassThrough):
             if reply is None and isinstance(error, Exception):
                 return  # another computation of it has failed meanwhile, so it was answered
             raise
-        # A call that is flushed later must not hold up others. These may have joined, and flushed,
-        # before there was anything to flush.
-        if own.is_shared or not call.more:
-            self._inner.flush()
         if call.is_watched and timeout is not None:
             self.timer.watch(caller)
 
