@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, cast
 
 from .engine.backend import Backend, predict_blocking, predict_in_loop
+from .engine.engine import Lengths
 from .engine.streams import AsyncStream, Stream
+from .engine.trace_file import Recording
 from .future import Future
 from .observe.record import ORDINARY, Call, Precedence
 from .options.checks import check_batch, check_priority, check_tenant, check_timeout
@@ -52,7 +55,7 @@ class BaseStreamer:
     """The calls that every streamer has. All of them may be made from any thread at any time."""
 
     _backend: Backend
-    _finalizers: tuple[weakref.finalize[Any, Any], ...] = ()
+    _finalizer: weakref.finalize[[], Any]
     _single_flight: SingleFlight | None = None
 
     def __init__(self, worker_timeout: float | DefaultTimeout | None) -> None:
@@ -111,10 +114,9 @@ class BaseStreamer:
                 with ``isolate_errors=False`` or ``retry=False``.
             Exception: whatever the model raised, with the worker's traceback as its cause.
         """
-        precedence = ORDINARY
-        if priority or tenant or not (timeout is _WORKER_TIMEOUT or timeout is None):
-            precedence = _precedence(timeout, priority, tenant)
-        return predict_blocking(self._backend, _items(batch), self._timeout(timeout), precedence)
+        precedence = _precedence(timeout, priority, tenant)
+        timeout = self._timeout(timeout)
+        return predict_blocking(self._backend, _items(batch), timeout, precedence)
 
     def submit(
         self,
@@ -137,12 +139,13 @@ class BaseStreamer:
             TooLate: a PredictTimeout; the call cannot be computed in its time.
             StreamerClosed, StreamerBroken, StreamerForked, WorkerStartError: it was not accepted.
         """
+        # Without calls for what nearly all calls are: they would be a twentieth of a submission.
         precedence = ORDINARY
         if timeout is not None:
             check_timeout(timeout)
         if timeout is not None or priority or tenant:
             precedence = _precedence(timeout, priority, tenant)
-        items = batch if type(batch) is list else check_batch(batch)  # nearly all are lists
+        items = batch if type(batch) is list else check_batch(batch)
         backend = self._backend
         future = Future(backend)
         backend.submit(Call(items, future, timeout, precedence, True))  # is_watched
@@ -262,24 +265,40 @@ class BaseStreamer:
         """
         timeout = PATIENCE.check("timeout", timeout)
         self._backend.close(drain=drain, timeout=timeout)
-        self._forget_finalizers()  # they hold the backend, and whatever that calls back
+        self._finalizer.detach()  # it holds the backend, and whatever that calls back
 
     def destroy_workers(self) -> None:
         """The old name of ``close``: drains for at most ``worker_timeout`` seconds."""
         self.close(timeout=self._worker_timeout)
 
-    def _abandon_when_forgotten(self, backend: Any) -> None:
-        """Have a backend drain and end when this object is collected without ``close``."""
-        parts = (backend, self._single_flight)
-        self._finalizers = tuple(
-            weakref.finalize(self, each.abandon) for each in parts if each is not None
-        )
-        for each in self._finalizers:
-            each.atexit = False
+    def _use(
+        self,
+        backend: Any,
+        trace: Path | None,
+        share: Callable[..., SingleFlight] | None,
+        *,
+        lengths: Lengths | None = None,
+        **sharing: Any,
+    ) -> None:
+        """Have a backend compute the calls, recorded and shared as the options say.
 
-    def _forget_finalizers(self) -> None:
-        for each in self._finalizers:
-            each.detach()
+        Its threads hold it and not this object, so it drains and ends when this is collected
+        without ``close``.
+        """
+        self._backend = backend
+        if trace is not None:
+            self._backend = cast("Backend", Recording(backend, trace, lengths))
+        if share is not None:  # what is recorded is what is computed
+            self._single_flight = share(self._backend, **sharing)
+            self._backend = cast("Backend", self._single_flight)
+        self._finalizer = weakref.finalize(self, self._backend.abandon)
+        self._finalizer.atexit = False
+
+    @property
+    def share_counts(self) -> tuple[int, int]:
+        """``stats().deduplicated`` and ``.cached``, without asking a pool. For this package."""
+        flight = self._single_flight
+        return (0, 0) if flight is None else (flight.deduplicated, flight.cached)
 
     def clear_cache(self) -> None:
         """Forget the results that are kept for later callers, if any are: see ``cache_size``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 from .base_streamer import LIBRARY_TIMEOUT, BaseStreamer, DefaultTimeout
 from .engine.build import Length, Model, build_engine
 from .engine.engine import Engine
-from .engine.trace_file import Recording
 from .observe.explain import Finding, explain
 from .observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from .options.checks import Devices, Workers
@@ -49,8 +49,8 @@ class PoolStreamer(BaseStreamer):
 
     def stats(self) -> StreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
-        stats = self._engine.stats()
-        return stats if self._single_flight is None else self._single_flight.with_counts(stats)
+        deduplicated, cached = self.share_counts
+        return dataclasses.replace(self._engine.stats(), deduplicated=deduplicated, cached=cached)
 
     @property
     def metrics(self) -> BatchMetrics:
@@ -85,21 +85,17 @@ class PoolStreamer(BaseStreamer):
         share = make_share(options)
         self._options = options
         self._is_local = is_local
-        engine = build()
-        self._backend = self._engine = engine
-        if options.trace is not None:
-            self._backend = Recording(engine, options.trace, engine.lengths)
-        if share is not None:  # what is recorded is what is computed
-            self._backend = self._single_flight = share(
-                self._backend,
-                copies=is_local,
-                extend=engine.extend,
-                may_rerun=options.retry,
-            )
+        engine = self._engine = build()
         engine.start()
-        # The engine's thread holds the engine and not this object, so a streamer that was
-        # forgotten is collected, and then drains and ends.
-        self._abandon_when_forgotten(engine)
+        self._use(
+            engine,
+            options.trace,
+            share,
+            lengths=engine.lengths,
+            copies=is_local,
+            extend=engine.extend,
+            may_rerun=options.retry,
+        )
 
     def _wait_or_close(self) -> None:
         """``wait_ready``, for a constructor."""
@@ -238,28 +234,15 @@ class ScaledStreamer(PoolStreamer):
         """Have a client of this process; it connects with its first call."""
         options = self._options
         share = make_share(options)
-        client = self._make_client()
-        self._backend = self._engine = client
-        if options.trace is not None:
-            self._backend = Recording(client, options.trace, client.lengths)
-        if share is not None:
-            self._backend = self._single_flight = share(
-                self._backend, slack=_SLACK, may_rerun=options.retry
-            )
-        self._abandon_when_forgotten(client)
+        client = self._engine = self._make_client()
+        self._use(client, options.trace, share, lengths=client.lengths, may_rerun=options.retry)
         return client
 
     def _connect_again(self) -> None:
         """In a forked child: what the parent has is the parent's."""
-        self._forget_finalizers()
+        self._finalizer.detach()
         if self.pool_client is not None and not self.pool_client.is_closing:
             self._connect()
-
-    @property
-    def share_counts(self) -> tuple[int, int]:
-        """``stats().deduplicated`` and ``.cached``, without asking the pool. For this package."""
-        flight = self._single_flight
-        return (0, 0) if flight is None else (flight.deduplicated, flight.cached)
 
 
 @documented(StreamerOptions)
@@ -328,10 +311,6 @@ class Streamer(ScaledStreamer):
         if wait_for_worker_ready:
             self._wait_or_close()
 
-
-#: A computation of a shared pool may take this many times its caller's timeout: later callers may
-#: join it. It is withdrawn when no caller waits.
-_SLACK = 2.0
 
 #: Those that share a pool, for the fork hook below: it has to find them by itself.
 _sharing: weakref.WeakSet[ScaledStreamer] = weakref.WeakSet()

@@ -67,6 +67,24 @@ def test_a_batch_that_nobody_waits_for_any_more_is_ended(kind: Any, gate: Gate) 
         assert (stats.cancelled, stats.failed, stats.restarts) == (2, 0, 0)
 
 
+def test_a_future_is_awaited_as_one_of_asyncio(gate: Gate) -> None:
+    async def main(streamer: ThreadedStreamer) -> None:
+        good, bad, late = (asyncio.wrap_future(streamer.submit([n])) for n in (1, 0, 2))
+        late.cancel()
+        gate.let_through(9)
+        assert await good == [1.0]
+        with pytest.raises(ZeroDivisionError):
+            await bad
+        assert late.cancelled()
+
+    def predict(batch: list[int]) -> list[float]:
+        gate.go_through()
+        return [1 / item for item in batch]
+
+    with ThreadedStreamer(predict, batch_size=1) as streamer:
+        asyncio.run(main(streamer))
+
+
 def test_a_batch_s_results_cross_into_the_loop_at_once(gate: Gate) -> None:
     with Streamer(models.Gated, model_init_args=(gate,)) as streamer:
 

@@ -211,7 +211,7 @@ def test_what_could_not_be_extended_in_time_starts_again_for_all_whose_time_is_n
 
 @pytest.mark.parametrize("precedence", [ORDINARY, URGENT])
 def test_what_cannot_be_extended_is_kept_for_longer_from_the_start(precedence: Precedence) -> None:
-    flights = Flights(extend=None, slack=2.0)
+    flights = Flights(extend=None)
     flights.submit("a", 10.0, precedence)
     assert [call.deadline for call in flights.open] == [20.0]
     for now, keys, calls in ((9.0, "a", 1), (11.0, "a", 2)):
@@ -317,7 +317,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(can_extend=st.booleans(), has_cache=st.booleans(), copies=st.booleans())
     def build(self, can_extend: bool, has_cache: bool, copies: bool) -> None:
-        options = {} if can_extend else {"extend": None, "slack": 2.0}
+        options = {} if can_extend else {"extend": None}
         flights = Flights(copies=copies, cache={} if has_cache else None, **options)
         self.clock, self.backend, self.single = flights.clock, flights.backend, flights.single
         self.is_even = can_extend

@@ -42,8 +42,21 @@ class Loop:
         return count
 
 
+class Named:
+    """A future, in the place of asyncio's."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        self.name, self.seen = name, seen
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, _: Any) -> None:
+        self.seen.append(self.name)
+
+
 class World:
-    """A mailbox, and what was looked at; futures are named."""
+    """A mailbox, and the names of the futures that have got their results."""
 
     def __init__(self, at_once: int = sys.maxsize) -> None:
         self.loop = Loop()
@@ -51,45 +64,26 @@ class World:
         self.seen: list[str] = []
         self.names: list[str] = []
 
-    def look(self, name: str) -> None:
+    def put(self, name: str) -> None:
         self.names.append(name)
-        self.mailbox.add_look(lambda: self.seen.append(name))
+        self.mailbox.put(Named(name, self.seen), None)  # type: ignore[arg-type]
 
-    def looks(self, *names: str) -> None:
+    def post(self, *names: str) -> None:
         for name in names:
-            self.look(name)
-        self.mailbox.post_looks()
-
-    def post(self, name: str) -> None:
-        world = self
-
-        class Future:
-            def done(self) -> bool:
-                return False
-
-            def set_result(self, _: Any) -> None:
-                world.seen.append(name)
-
-        self.names.append(name)
-        self.mailbox.post(Future(), ([], None))  # type: ignore[arg-type]
+            self.put(name)
+        self.mailbox.deliver_soon()
 
 
 def test_what_comes_at_one_time_is_delivered_at_once() -> None:
     world = World()
-    world.looks("a", "b")
+    world.post("a", "b")
     world.post("c")
-    world.looks("d")
     assert world.loop.run() == 1
-    assert world.seen == ["a", "b", "d", "c"]
-    world.look("e")
-    world.post("f")
+    assert world.seen == ["a", "b", "c"]
+    world.put("d")
+    world.post("e")
     assert world.loop.run() == 1
-    world.mailbox.post_looks()
-    assert world.loop.run() == 0, "what was taken along needs no delivery of its own"
-    world.mailbox.add_look(lambda: world.looks("later"))
-    world.looks("first")
-    assert world.loop.run() == 2, "what comes by a delivery is delivered after it"
-    assert world.seen[4:] == ["e", "f", "first", "later"]
+    assert world.seen[3:] == ["d", "e"]
 
 
 def test_between_some_outcomes_and_the_next_the_loop_may_do_something_else() -> None:
@@ -111,11 +105,10 @@ def test_between_some_outcomes_and_the_next_the_loop_may_do_something_else() -> 
 def test_a_loop_that_is_closed_keeps_nothing() -> None:
     world = World()
     world.loop.is_closed = True
-    kept = functools.partial(print)
+    kept = Named("a", world.seen)
     forgotten = weakref.ref(kept)
-    world.mailbox.add_look(kept)
-    world.mailbox.post_looks()
-    world.post("b")
+    world.mailbox.put(kept, None)  # type: ignore[arg-type]
+    world.mailbox.deliver_soon()
     del kept
     assert forgotten() is None
     world.loop.is_closed = False
@@ -128,8 +121,9 @@ def test_a_future_that_is_done_is_left_alone() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         mailbox, cancelled, other = Mailbox(loop), loop.create_future(), loop.create_future()
-        mailbox.post(cancelled, ([1], None))
-        mailbox.post(other, ([2], None))
+        mailbox.put(cancelled, ([1], None))
+        mailbox.put(other, ([2], None))
+        mailbox.deliver_soon()
         cancelled.cancel()
         assert await other == ([2], None)
 
@@ -204,12 +198,11 @@ Doing = Callable[[World], Any]
 @pytest.mark.parametrize(
     ("has_begun", "first", "second"),
     [
-        (True, lambda w: w.looks("a"), lambda w: w.loop.run()),
         (True, lambda w: w.post("a"), lambda w: w.loop.run()),
-        (True, lambda w: w.looks("a"), lambda w: w.post("b")),
-        (False, lambda w: w.looks("a"), lambda w: w.post("b")),
+        (True, lambda w: w.post("a"), lambda w: w.post("b")),
+        (False, lambda w: w.post("a"), lambda w: w.post("b")),
     ],
-    ids=["looks, delivery", "outcome, delivery", "looks, outcome", "looks, outcome, alone"],
+    ids=["thread and delivery", "two threads", "two threads, nothing under way"],
 )
 def test_in_any_order_of_their_lines_each_is_delivered_once(
     has_begun: bool, first: Doing, second: Doing
@@ -217,7 +210,7 @@ def test_in_any_order_of_their_lines_each_is_delivered_once(
     def begun() -> World:
         world = World(at_once=1)
         if has_begun:
-            world.looks("before")
+            world.post("before")
         return world
 
     lines = run(begun(), [], first, second)

@@ -60,6 +60,7 @@ def test_a_future_goes_on_after_a_timeout(gate: Gate) -> None:
 def test_future_sets_what_a_standard_one_sets() -> None:
     standard = vars(concurrent.futures.Future())
     ours = Future(None)  # type: ignore[arg-type]
+    concurrent.futures.wait([ours], 0)  # it takes the lock first
     for name, value in standard.items():
         assert name.endswith("condition") or getattr(ours, name) == value
 
@@ -78,6 +79,22 @@ def test_what_executors_do_to_a_standard_one_can_be_done_to_ours() -> None:
     assert heard == [done]
     assert isinstance(failed.exception(), ValueError)
     assert concurrent.futures.wait([done, failed, over]).not_done == set()
+
+
+def test_who_begins_to_wait_while_a_future_is_answered_goes_on() -> None:
+    with (
+        ThreadedStreamer(models.echo) as streamer,
+        concurrent.futures.ThreadPoolExecutor(4) as threads,
+    ):
+        for number in range(500):
+            future = streamer.submit([number])
+            waits = [threads.submit(future.result) for _ in range(2)]
+            others = [threads.submit(concurrent.futures.wait, [future]) for _ in range(2)]
+            heard: concurrent.futures.Future[object] = concurrent.futures.Future()
+            future.add_done_callback(heard.set_result)
+            assert [each.result() for each in waits] == [[number]] * 2
+            assert all(each.result().done == {future} for each in others)
+            assert heard.result() is future
 
 
 def test_cancel_works_until_the_batch_is_sent(gate: Gate) -> None:
@@ -115,7 +132,7 @@ def test_who_waits_hears_of_a_cancelled_call_whatever_its_callbacks_do(gate: Gat
         with concurrent.futures.ThreadPoolExecutor(2) as threads:
             waits = threads.submit(waiting.exception)
             others = threads.submit(concurrent.futures.wait, [waiting])
-            await_that(lambda: waiting._awaited is not None and waiting._own_waiters)
+            await_that(lambda: waiting._condition.waiting and waiting._waiters)
             with pytest.raises(Rude):
                 waiting.cancel()
             assert isinstance(waits.exception(), concurrent.futures.CancelledError)

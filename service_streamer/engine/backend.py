@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from ..errors import StreamerError
 from ..observe.record import ORDINARY, Call, Precedence, Timing
@@ -26,7 +26,7 @@ IN_CALLBACK = (
 )
 
 #: The outputs, encoded, or why there are none.
-_Outcome = tuple[list[Any], Failure | None]
+_Outcome: TypeAlias = list[Any] | Failure
 
 
 class Accepted(Protocol):
@@ -49,7 +49,7 @@ class Reply(Protocol):
     """Where the outcome of a call goes: one of the methods is called, once, never under a lock.
 
     Attributes:
-        call: set by the backend when it makes the call, before it can be over. To let go of then.
+        call: set by the backend when it accepts the call, before that can be over.
     """
 
     call: Any
@@ -123,64 +123,18 @@ class Backend(Protocol):
     def close(self, *, drain: bool, timeout: float | None) -> None:
         """Refuse new calls, finish or fail the accepted ones, release everything. Idempotent."""
 
+    def abandon(self) -> None:
+        """Drain and end, soon. For a finalizer, which may run under any lock."""
+
 
 class PassThrough:
-    """A backend that passes everything on to another one. A base for those that add one thing.
-
-    Args:
-        inner: what does the work.
-    """
+    """Does what another backend does, but for the methods that a subclass has of its own."""
 
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
 
-    def submit(self, call: Call) -> None:
-        self._inner.submit(call)
-
-    def check_room(self) -> None:
-        self._inner.check_room()
-
-    def flush(self) -> None:
-        self._inner.flush()
-
-    def cancel(self, call: Any) -> bool:
-        return self._inner.cancel(call)
-
-    def withdraw(self, call: Any) -> None:
-        self._inner.withdraw(call)
-
-    def expire(self, call: Any) -> None:
-        self._inner.expire(call)
-
-    def hold(self, call: Any, *, is_held: bool) -> None:
-        self._inner.hold(call, is_held=is_held)
-
-    def decode(self, outputs: list[Any]) -> list[Any]:
-        return self._inner.decode(outputs)
-
-    def late(self, timeout: float | None) -> StreamerError:
-        return self._inner.late(timeout)
-
-    def describe(self) -> str:
-        return self._inner.describe()
-
-    def model_description(self) -> Mapping[str, Any] | None:
-        return self._inner.model_description()
-
-    def when_workers_change(self, callback: Callable[[], None]) -> None:
-        self._inner.when_workers_change(callback)
-
-    def check_process(self) -> None:
-        self._inner.check_process()
-
-    def check_not_in_callback(self) -> None:
-        self._inner.check_not_in_callback()
-
-    def wait_ready(self, timeout: float | None) -> None:
-        self._inner.wait_ready(timeout)
-
-    def close(self, *, drain: bool, timeout: float | None) -> None:
-        self._inner.close(drain=drain, timeout=timeout)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def predict_blocking(
@@ -201,14 +155,16 @@ def predict_blocking(
     except BaseException:
         reply.leave()  # a KeyboardInterrupt may come when the call is accepted already
         raise
-    is_over = True
     try:
-        is_over = reply.wait(timeout)
-    finally:  # also for KeyboardInterrupt and a killed greenlet: no caller waits then
-        call = reply.call
-        if call is not None:
-            (backend.withdraw if is_over else backend.expire)(call)
-    if not is_over:
+        is_there = reply.wait(timeout)
+    except BaseException:  # as KeyboardInterrupt, or a killed greenlet: no caller waits then
+        reply.leave()
+        if reply.call is not None:
+            backend.withdraw(reply.call)
+        raise
+    if not is_there:
+        if reply.call is not None:
+            backend.expire(reply.call)
         raise backend.late(timeout)
     return backend.decode(reply.result())
 
@@ -216,35 +172,30 @@ def predict_blocking(
 class BlockingReply:
     """Wakes the one thread that waits for it. A future can do that too, at twice the cost."""
 
-    __slots__ = ("_arrived", "_failure", "_outputs", "call", "has_left", "relay")
+    __slots__ = ("_arrived", "_outcome", "call", "has_left", "relay")
 
     def __init__(self) -> None:
+        #: None again when the outcome is there: no caller gives it up then.
         self.call: Accepted | None = None
         #: What the thread has to pass on; set before it is woken.
         self.relay: Relay | None = None
         #: Set by the thread before it looks for a relay, if it does not wait any more.
         self.has_left = False
-        self._outputs: list[Any] = []
-        self._failure: Failure | None = None
+        self._outcome: _Outcome = []
         self._arrived = threading.Lock()  # held until the outcome is there
         self._arrived.acquire()
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until the outcome is there; False when ``timeout`` seconds have passed first."""
-        is_there = False
-        try:
-            is_there = self._arrived.acquire(timeout=-1 if timeout is None else timeout)
-        finally:
-            if not is_there:
-                self.has_left = True
-            relay = self.relay
-            if relay is not None:  # first of all: others wait for it
-                try:
-                    relay.pass_on()
-                except BaseException:
-                    relay.wake_all()
-                    raise
-                self.relay = None  # a cycle, which would keep the results of the whole batch
+        """Block until the outcome is there; False when ``timeout`` seconds have passed first.
+
+        If it raises, ``leave`` is to be called.
+        """
+        is_there = self._arrived.acquire(timeout=-1 if timeout is None else timeout)
+        if not is_there:
+            self.has_left = True
+        if self.relay is not None:  # first of all: others wait for it
+            self.relay.pass_on()
+            self.relay = None  # a cycle, which would keep the results of the whole batch
         return is_there
 
     def leave(self) -> None:
@@ -255,22 +206,21 @@ class BlockingReply:
 
     def result(self) -> list[Any]:
         """The outputs, encoded; raises what the call failed with."""
-        if self._failure is not None:
-            raise self._failure.exception()
-        return self._outputs
+        if isinstance(self._outcome, Failure):
+            raise self._outcome.exception()
+        return self._outcome
 
     def complete(self, outputs: list[Any]) -> None:
         self.put(outputs)
         self.wake()
 
     def fail(self, failure: Failure) -> None:
-        self._failure = failure
-        self.call = None
+        self.put(failure)
         self.wake()
 
-    def put(self, outputs: list[Any]) -> None:
-        """The call succeeded; ``wake`` is called next."""
-        self._outputs = outputs
+    def put(self, outcome: _Outcome) -> None:
+        """The call is over; ``wake`` is called next."""
+        self._outcome = outcome
         self.call = None
 
     def wake(self) -> None:
@@ -368,7 +318,7 @@ async def predict_in_loop(
         # Neither asyncio.wait nor asyncio.timeout: the first costs as much as all the rest of a
         # call, and the TimeoutError of the second would be mistaken for one of the model's.
         if timeout is not None:
-            timer = loop.call_later(timeout, _time_has_ended, reply.future)
+            timer = loop.call_later(timeout, _end_wait, reply.future)
         outcome = await reply.future
         is_cancelled = False
     finally:
@@ -379,20 +329,19 @@ async def predict_in_loop(
             (backend.withdraw if is_cancelled else backend.expire)(call)
     if outcome is None:
         raise backend.late(timeout)
-    outputs, failure = outcome
-    if failure is None:
-        return backend.decode(outputs)
-    error = failure.exception()
+    if not isinstance(outcome, Failure):
+        return backend.decode(outcome)
+    error = outcome.exception()
     if isinstance(error, StopIteration):  # which no coroutine may raise
         raise RuntimeError("the model raised StopIteration") from error
     try:
         raise error
     finally:
         # Its traceback has this frame: a cycle, which would keep all of it.
-        del error, failure, outcome, reply
+        del error, outcome, reply
 
 
-def _time_has_ended(future: asyncio.Future[_Outcome | None]) -> None:
+def _end_wait(future: asyncio.Future[_Outcome | None]) -> None:
     if not future.done():
         future.set_result(None)
 
@@ -404,12 +353,10 @@ class LoopReply:
         mailbox: of the loop, if it is known; to find it takes a microsecond.
     """
 
-    __slots__ = ("_mailbox", "answered", "call", "future")
+    __slots__ = ("_mailbox", "call", "future")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, mailbox: Mailbox | None = None) -> None:
         self.call: Accepted | None = None
-        #: The call when it was answered with results, if the backend has it.
-        self.answered: Accepted | None = None
         #: None is for whoever ends the wait.
         self.future: asyncio.Future[_Outcome | None] = loop.create_future()
         self._mailbox = mailbox or mailbox_of(loop)
@@ -420,21 +367,18 @@ class LoopReply:
         Otherwise the first of many that are answered together, and call again, would be computed
         alone, by a worker that is free, and the others after that. For the loop's own thread.
         """
-        if self.call is not None:  # else it is answered already
-            self._mailbox.flush_soon(backend)
+        self._mailbox.flush_soon(backend)
 
     def complete(self, outputs: list[Any]) -> None:
         self.put(outputs).deliver_soon()
 
-    def put(self, outputs: list[Any]) -> Mailbox:
-        """The call succeeded; the mailbox that is to deliver it, with others."""
-        self.answered, self.call = self.call, None
-        self._mailbox.put(self.future, (outputs, None))
-        return self._mailbox
-
     def fail(self, failure: Failure) -> None:
-        self.call = None
-        self._mailbox.post(self.future, ([], failure))
+        self.put(failure).deliver_soon()
+
+    def put(self, outcome: _Outcome) -> Mailbox:
+        """The call is over; returns the mailbox that is to deliver it, with others."""
+        self._mailbox.put(self.future, outcome)
+        return self._mailbox
 
 
 class Mailbox:
@@ -444,18 +388,14 @@ class Mailbox:
     A thread puts in first, and then looks at ``_is_due``: if that is set, the delivery that will
     clear it takes what was put in.
 
-    Args:
-        at_once: how many outcomes are delivered until the loop may do something else.
-
     Attributes:
-        at_once: the same. May be set.
+        at_once: how many futures get their results until the loop may do something else.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, at_once: int = sys.maxsize) -> None:
         self._loop = loop
         self.at_once = at_once
-        self._outcomes: deque[tuple[asyncio.Future[_Outcome | None], _Outcome]] = deque()
-        self._looks: deque[Callable[[], None]] = deque()  # of streams
+        self._results: deque[tuple[asyncio.Future[Any], Any]] = deque()
         self._is_due = False  # the loop is about to deliver
         self._unflushed: list[Backend] = []  # for the loop's thread only; mostly one
 
@@ -468,48 +408,30 @@ class Mailbox:
         self._unflushed.remove(backend)
         backend.flush()
 
-    def post(self, future: asyncio.Future[_Outcome | None], outcome: _Outcome) -> None:
-        self.put(future, outcome)
-        self.deliver_soon()
-
-    def put(self, future: asyncio.Future[_Outcome | None], outcome: _Outcome) -> None:
-        """The same, before ``deliver_soon``."""
-        self._outcomes.append((future, outcome))
+    def put(self, future: asyncio.Future[Any], result: Any) -> None:
+        """Give a future its result, unless it has one by then, with the next delivery."""
+        self._results.append((future, result))
 
     def deliver_soon(self) -> None:
         """All is put that comes together."""
-        if not self._is_due:
-            self._deliver_soon()
-
-    def add_look(self, look: Callable[[], None]) -> None:
-        """Have it called in the loop, after ``post_looks``."""
-        self._looks.append(look)
-
-    def post_looks(self) -> None:
-        """No more are added at this time."""
-        if self._looks and not self._is_due:  # else another delivery takes, or has taken, them
-            self._deliver_soon()
-
-    def _deliver_soon(self) -> None:
+        if self._is_due:
+            return
         self._is_due = True  # before the call: the delivery clears it
         try:
             self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:  # the loop is closed: no task waits any more
             self._is_due = False
-            self._looks.clear()
-            self._outcomes.clear()
+            self._results.clear()
 
     def _deliver(self) -> None:
         self._is_due = False  # first: what comes from now on has a delivery of its own
-        looks, outcomes = self._looks, self._outcomes
+        results = self._results
         # Not until they are empty: others put in as fast as we take out.
-        for _ in range(len(looks)):
-            looks.popleft()()
-        for _ in range(min(len(outcomes), self.at_once)):
-            future, outcome = outcomes.popleft()
+        for _ in range(min(len(results), self.at_once)):
+            future, result = results.popleft()
             if not future.done():  # else it was cancelled, or its time has ended
-                future.set_result(outcome)
-        if outcomes and not self._is_due:
+                future.set_result(result)
+        if results and not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._deliver)
 

@@ -534,7 +534,7 @@ class Loop:
                 if mailbox is not None:
                     mailboxes.add(mailbox)
         for mailbox in mailboxes:
-            mailbox.post_looks()
+            mailbox.deliver_soon()
 
     def _answer_all(self, calls: Sequence[Call]) -> None:
         """Answer calls that are over; then wake threads and loops, once for all of their calls."""

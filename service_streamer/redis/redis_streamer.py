@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from ..base_streamer import LIBRARY_TIMEOUT, BaseStreamer, DefaultTimeout
-from ..engine.backend import Backend
-from ..engine.trace_file import Recording
 from ..options.kinds import documented
 from ..options.table import RedisStreamerOptions
 from ..share.single_flight import make_share
@@ -16,11 +15,6 @@ from .client import Client
 from .link import Address
 from .redis_stats import RedisStreamerStats
 from .wire import Secret, Serializer, make_wire
-
-#: A host may claim a deduplicated call for this many times its caller's timeout: later callers
-#: may join it. The client withdraws it when no caller waits, so only a killed process has calls
-#: computed in vain that long.
-_SLACK = 2.0
 
 
 @documented(RedisStreamerOptions)
@@ -68,18 +62,12 @@ class RedisStreamer(BaseStreamer):
             answer_timeout=options.answer_timeout,
             drain_timeout=options.drain_timeout,
         )
-        self._backend: Backend = self._client
-        if options.trace is not None:
-            self._backend = Recording(self._client, options.trace)
-        if share is not None:  # what is recorded is what is computed
-            self._backend = self._single_flight = share(self._backend, slack=_SLACK)
-        # The client's threads hold it and not this object: see PoolStreamer.
-        self._abandon_when_forgotten(self._client)
+        self._use(self._client, options.trace, share)
 
     def stats(self) -> RedisStreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""
-        stats = self._client.stats()
-        return stats if self._single_flight is None else self._single_flight.with_counts(stats)
+        deduplicated, cached = self.share_counts
+        return dataclasses.replace(self._client.stats(), deduplicated=deduplicated, cached=cached)
 
     def explain(self) -> str:
         """Where to ask what limits: the batches are those of the worker hosts.

@@ -110,7 +110,7 @@ class Deliveries:
         More may come at once than it takes before the host that computes it learns of it.
 
         Returns:
-            The mailbox that is to be posted, to wake its task.
+            The mailbox that is to deliver, to wake its task.
         """
         mailbox: Mailbox | None = None
         with self._passing_lock:
@@ -132,4 +132,4 @@ class Deliveries:
 
 def _post(mailbox: Mailbox | None) -> None:
     if mailbox is not None:
-        mailbox.post_looks()
+        mailbox.deliver_soon()

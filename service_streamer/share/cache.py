@@ -59,7 +59,7 @@ class SharedOutput:
 
 def make_cache(
     size: int, ttl: float | None, clock: Callable[[], float]
-) -> MutableMapping[bytes, Any]:
+) -> MutableMapping[Any, Any]:
     """Results by key. Beyond its size the least recently used one is dropped.
 
     Args:

@@ -29,8 +29,7 @@ does not pickle, which a thread can compute all the same, is computed for itself
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
+import collections
 import functools
 import logging
 import math
@@ -38,7 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from ..engine.backend import IN_CALLBACK, Backend, PassThrough
 from ..engine.build import of_shared_call
@@ -46,18 +45,19 @@ from ..engine.threads import Timer, is_owned, start_thread
 from ..errors import StreamerError
 from ..observe.record import ORDINARY, Call, Precedence, Timing
 from ..options.table import SharingOptions
+from ..reporting import quiet_log
 from ..workers.memory.memory_link import shareable
 from ..workers.protocol import Failure
 from .cache import SharedOutput, key_of, make_cache
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    Stats = TypeVar("Stats", bound=DataclassInstance)
-
-logger = logging.getLogger(__name__)
+_log = quiet_log(__name__)
 
 _MISSING = object()
+
+#: For so many times the first caller's timeout a backend keeps a computation that it cannot extend:
+#: later callers may join it. It is withdrawn when no caller waits, so that only a process that was
+#: killed has it computed in vain.
+_SLACK = 2.0
 
 #: Errors of ours by which only callers fail whose time ends when that of the computation does.
 _LATE = frozenset({"PredictTimeout", "TooLate"})
@@ -74,11 +74,8 @@ class Caller:
     deadline: float  # when that ends; infinity for never
     precedence: Precedence
     joined_at: float
-    outputs: list[Any]  # by position, as they come in
-    missing: int  # outputs that have not come
-    items: list[Item] = field(default_factory=list)  # that it waits for, or has waited for
-    answered_by: Any = None  # the backend's call that gave the last output, if one did
-    missed: float = 0.0  # how long that had been under way when this caller came, seconds
+    items: list[Item] = field(default_factory=list)  # by position; none when it is over
+    answered_by: Computation | None = None  # the one that gave the last output
 
     @property
     def is_over(self) -> bool:
@@ -98,33 +95,36 @@ class Caller:
     @property
     def timing(self) -> Timing | None:
         """Where its time went, with the last computation. None from the cache."""
-        timing: Timing | None = getattr(self.answered_by, "timing", None)
-        missed = self.missed
-        if timing is None or not missed:
-            return timing
-        first = timing.first_output
-        since = {} if first is None else {"first_output": max(0.0, first - missed)}
-        for stage in ("queued", "sent", "computed", "returned"):
-            seconds = getattr(timing, stage)
-            since[stage] = max(0.0, seconds - missed)
+        computation = self.answered_by
+        timing: Timing | None = getattr(computation and computation.call, "timing", None)
+        if computation is None or timing is None:
+            return None
+        missed = max(0.0, self.joined_at - computation.submitted_at)
+        *stages, first, between, longest = timing
+        if first is not None:
+            first = max(0.0, first - missed)
+        for stage, seconds in enumerate(stages):
+            stages[stage] = max(0.0, seconds - missed)
             missed = max(0.0, missed - seconds)
-        return timing._replace(**since)
+        return Timing._make([*stages, first, between, longest])
 
-    def end(self) -> tuple[Any, list[Any], list[Item]]:
-        """It is over; returns the reply, outputs and items, which it lets go of. Locked."""
-        parts = self.reply, self.outputs, self.items
-        self.reply, self.outputs, self.items = None, [], []
-        return parts
+    def end(self) -> tuple[Any, list[Item]]:
+        """It is over; returns the reply and the items, which it lets go of. Locked."""
+        ended = self.reply, self.items
+        self.reply, self.items = None, []
+        return ended
 
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """An item in flight."""
+    """An item in flight, or one that a caller found in the cache."""
 
     key: bytes | None  # None of an item that cannot be shared
     payload: Any  # as the backend gets it
     computation: Computation
-    callers: dict[Caller, list[int]] = field(default_factory=dict)  # and positions of the output
+    output: Any = _MISSING
+    #: Those that wait for it, and at how many positions.
+    callers: collections.Counter[Caller] = field(default_factory=collections.Counter)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,13 +133,10 @@ class Computation:
 
     flight: SingleFlight  # gets the outcome
     precedence: Precedence  # as the backend has it
-    due: float  # when the time of the caller ends that it was made for
     until: float  # when the backend drops it, if it is not with a worker by then
     submitted_at: float
     items: list[Item] = field(default_factory=list)  # none when it is over
     call: Any = None  # the backend's, set by the backend before it can be over
-    accepted: Any = None  # the same, when ``submit`` of the backend has returned
-    is_joined: bool = False  # by other callers
     is_stale: bool = False  # its outputs are too old for the cache
 
     @property
@@ -153,40 +150,42 @@ class Computation:
         return dict.fromkeys(caller for item in self.items for caller in item.callers)
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether a caller waits for an item of it. Any thread."""
+        return any(item.callers for item in self.items)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one waits for the same item. Any thread."""
+        return any(len(item.callers) > 1 for item in self.items)
+
+    @property
     def is_running(self) -> bool:
         """Whether a part of it is known to be with a worker."""
         return not self.is_over and self.call is not None and bool(self.call.is_running)
 
     def complete(self, outputs: list[Any]) -> None:
         """For the backend: it succeeded."""
-        self.flight.answered(self, outputs)
+        self.flight.answer(self, outputs)
 
     def fail(self, failure: Failure) -> None:
         """For the backend: it failed."""
-        self.flight.failed(self, failure)
+        self.flight.fail(self, failure)
 
 
 class SingleFlight(PassThrough):
     """A backend that computes nothing twice that is in flight, nor what is in its cache.
 
     Args:
-        copies: whether outputs are objects that are handed out as they are, so that all but one of
-            each caller must get a copy.
-        extend: keeps a call of the backend's until a deadline; False if it is over. None if that
-            cannot be done.
-        slack: then, how many times longer than its first caller waits the backend keeps a
-            computation, for callers that come later.
-        may_rerun: whether an item may be computed again for others, when the call failed that it
-            was a part of.
-        cache: of outputs by key; None keeps none.
-        clock: seconds from a monotonic clock: the one that ``extend`` goes by.
+        copies: whether outputs are objects that are handed out as they are, so that several
+            callers need copies.
+        extend: keeps a call of the backend's until a deadline; False if it is over. None if the
+            backend cannot.
+        may_rerun: whether an item may be computed again when its call failed.
 
     Attributes:
-        computations: all that are in flight; guarded by ``lock``.
-        deduplicated: items that were answered by the computation of another, so far.
-        cached: items that were answered from the cache, so far.
+        deduplicated, cached: items that another's computation, or the cache, has answered so far.
         lock: guards all records, and the cache. Nothing else is done under it.
-        timer: ends calls whose time is over before their computation is.
     """
 
     def __init__(
@@ -195,26 +194,29 @@ class SingleFlight(PassThrough):
         *,
         copies: bool = False,
         extend: Callable[[Any, float], bool] | None = None,
-        slack: float = 1.0,
         may_rerun: bool = True,
-        cache: MutableMapping[bytes, Any] | None = None,
+        cache: MutableMapping[bytes | None, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(inner)
         self._copies = copies
         self._extend = extend
-        self._slack = slack
         self._may_rerun = may_rerun
         self._cache = cache
         self._clock = clock
         # Reentrant as an engine's: a finalizer of a user's may run while it is held.
         self.lock = threading.RLock()
         self.timer: Timer[Caller] = Timer(self._time_ended, clock)
-        self.computations: set[Computation] = set()
-        # Nearly always one for each; never many: one that waits for each tenant and priority.
-        self._items: dict[bytes, list[Item]] = {}
+        # In flight. Nearly always one for each key; never many: one that waits for each tenant and
+        # priority.
+        self._items: dict[bytes | None, list[Item]] = {}
         self.deduplicated = self.cached = 0
         self._is_closing = False
+
+    @property
+    def computations(self) -> set[Computation]:
+        """All that are in flight. Locked."""
+        return {item.computation for same in self._items.values() for item in same}
 
     # -- callers
 
@@ -223,107 +225,87 @@ class SingleFlight(PassThrough):
 
     def submit(self, call: Call) -> None:
         self._inner.check_process()  # before the lock, which a fork may have copied while held
-        timeout, more = call.timeout, call.more
+        timeout = call.timeout
         is_refused = self._is_closing or (timeout is not None and timeout <= 0)
         # The outputs of a stream are handed out once.
         keys = [] if is_refused or call.is_stream else [key_of(item) for item in call.payloads]
         if not any(keys):  # it cannot be shared
             self._inner.submit(call)
             return
-        now, wants = self._clock(), call.precedence
+        now = self._clock()
         deadline = until = math.inf
         if timeout is not None:
-            deadline, until = now + timeout, now + timeout * self._slack
-        size = call.size
-        caller = Caller(call.reply, timeout, deadline, wants, now, [None] * size, size)
+            deadline, until = now + timeout, now + timeout * (1.0 if self._extend else _SLACK)
+        caller = Caller(call.reply, timeout, deadline, call.precedence, now)
         call.reply.call = caller
-        own = Computation(self, wants, deadline, until, now)
+        own = Computation(self, call.precedence, until, now)
         try:
             with self.lock:
-                outlived = self._join(caller, own, zip(keys, call.payloads, strict=True))
-                has_own, is_complete = bool(own.items), not caller.missing
-                if is_complete:  # from the cache
-                    reply, outputs, _ = caller.end()
-            if is_complete:
-                _finish(reply, outputs)
+                for key, payload in zip(keys, call.payloads, strict=True):
+                    self._join(caller, own, key, payload)
+                answers = _take_answers([caller])
+            if answers:  # all was in the cache
+                self._hand_out(answers)
                 return
-            for computation in outlived:
+            for computation in caller.computations:
                 self._prolong(computation, deadline)
-            if has_own:
-                self._start(own, more)
+            if not own.is_over:
+                self._start(own)
+            # A call that is flushed later must not hold up others. These may have joined, and
+            # flushed, before there was anything to flush.
+            if own.is_shared or not call.more:
+                self._inner.flush()
         except BaseException as error:  # also of a signal handler: others may have joined already
+            own.call = None  # it was not accepted, or is computed for nobody
             reply = self._leave(caller, self._inner.withdraw)
-            self.failed(own, None)
+            self.fail(own, None)
             if reply is None and isinstance(error, Exception):
                 return  # another computation of it has failed meanwhile, so it was answered
             raise
-        # A call that is flushed later must not hold up others. These may have joined, and flushed,
-        # before there was anything to flush.
-        if own.is_joined if more else not has_own:
-            self._inner.flush()
         if call.is_watched and timeout is not None:
             self.timer.watch(caller)
 
-    def _join(
-        self, caller: Caller, own: Computation, items: Iterable[tuple[bytes | None, Any]]
-    ) -> set[Computation]:
-        """Look each item up, or put it into the caller's own computation. Locked.
+    def _join(self, caller: Caller, own: Computation, key: bytes | None, payload: Any) -> None:
+        """Look an item up, or put it into the caller's own computation. Locked.
 
         An interrupt may end it between any lines: what it has left behind, ``_remove`` finds.
-
-        Returns:
-            The computations that the backend keeps for less long than the caller waits.
         """
-        outlived: set[Computation] = set()
-        for position, (key, payload) in enumerate(items):
-            if self._cache is not None and key is not None:
-                output = self._cache.get(key, _MISSING)
-                if output is not _MISSING:
-                    caller.outputs[position] = output
-                    caller.missing -= 1
-                    self.cached += 1
-                    continue
-            item = self._find(key, own, caller)
-            if item is None:
-                item = Item(key, payload, own)
-                caller.items.append(item)
-                self._add(item, own)
-            elif item.computation is not own:
-                caller.items.append(item)
-                computation = item.computation
-                computation.is_joined = True
-                if caller.deadline > computation.until and not computation.precedence.has_deadline:
-                    outlived.add(computation)
-            item.callers.setdefault(caller, []).append(position)
-        return outlived
+        output = _MISSING if self._cache is None else self._cache.get(key, _MISSING)
+        if output is not _MISSING:
+            self.cached += 1
+            caller.items.append(Item(key, payload, own, output))
+            return
+        joinable = (
+            item
+            for item in reversed(self._items.get(key, ()))
+            if self._serves(item.computation, own, caller.deadline)
+        )
+        item = next(joinable, None) or self._add(Item(key, payload, own))
+        caller.items.append(item)
+        item.callers[caller] += 1
 
-    def _find(self, key: bytes | None, own: Computation, caller: Caller) -> Item | None:
-        """The item in flight that the caller can wait for."""
-        if key is not None:
-            for item in reversed(self._items.get(key, ())):
-                if item.computation is own or self._serves(item.computation, caller):
-                    return item
-        return None
-
-    def _serves(self, computation: Computation, caller: Caller) -> bool:
-        """Whether the caller fares no worse with the computation than with its own."""
-        if self._extend is None and caller.deadline > computation.until:
+    def _serves(self, computation: Computation, own: Computation, deadline: float) -> bool:
+        """Whether a caller that waits until the deadline fares as well as with its own."""
+        has, wants = computation.precedence, own.precedence
+        if self._extend is None and deadline > computation.until:
             return False
-        has, wants = computation.precedence, caller.precedence
         if (has is ORDINARY and wants is ORDINARY) or computation.is_running:
             return True
         if has.tenant != wants.tenant:
             return False
         if wants.has_deadline:
-            return has.has_deadline and computation.due <= caller.deadline
+            return has.has_deadline and computation.until <= own.until
         return has.has_deadline or has.priority >= wants.priority
 
     def _prolong(self, computation: Computation, deadline: float) -> None:
         """Have the backend keep a computation for a caller that waits longer than those before.
 
-        If that comes too late, it fails of its time, and starts again for the other callers.
+        Not one that goes by its deadline. If it comes too late, the computation fails of its time,
+        and starts again for the other callers.
         """
-        extend, call = self._extend, computation.accepted
+        extend, call = self._extend, computation.call
+        if deadline <= computation.until or computation.precedence.has_deadline:
+            return
         if extend is not None and call is not None and extend(call, deadline):
             with self.lock:
                 computation.until = max(computation.until, deadline)
@@ -343,7 +325,7 @@ class SingleFlight(PassThrough):
     def _time_ended(self, caller: Caller) -> None:
         reply = self._leave(caller, self._inner.expire)
         if reply is not None:
-            _finish(reply, failure=Failure(self._inner.late(caller.timeout)))
+            self._hand_out([(reply, Failure(self._inner.late(caller.timeout)))])
 
     def _leave(self, call: Any, how: Callable[[Any], None], *, is_cancel: bool = False) -> Any:
         """A caller no longer waits; returns its reply, None if it stays or was over.
@@ -361,119 +343,93 @@ class SingleFlight(PassThrough):
             if call.is_over or (is_cancel and any(map(_serves_one, call.computations))):
                 return None
             reply, abandoned = self._remove(call)
-        self._drop(abandoned, how)
+        for each in abandoned:
+            how(each)
         return reply
 
-    def _remove(self, caller: Caller) -> tuple[Any, list[Computation]]:
-        """End a caller; returns its reply, and the computations that were only for it. Locked."""
+    def _remove(self, caller: Caller) -> tuple[Any, list[Any]]:
+        """End a caller; returns its reply, and the backend's calls only for it. Locked."""
         computations = caller.computations
-        reply, _, items = caller.end()
+        reply, items = caller.end()
         for item in items:
             item.callers.pop(caller, None)
-        abandoned = [
-            computation
-            for computation in computations
-            if not computation.is_over and not any(item.callers for item in computation.items)
-        ]
+        abandoned = [each for each in computations if not (each.is_over or each.is_wanted)]
         for computation in abandoned:
             self._end(computation)
-        return reply, abandoned
-
-    @staticmethod
-    def _drop(computations: Iterable[Computation], how: Callable[[Any], None]) -> None:
-        for computation in computations:
-            if computation.accepted is not None:  # else ``_start`` sees that it is over
-                how(computation.accepted)
+        # One that has no call yet is just being submitted: ``_start`` sees that it is over.
+        return reply, [each.call for each in abandoned if each.call is not None]
 
     # -- computations
 
-    def _add(self, item: Item, computation: Computation) -> None:
+    def _add(self, item: Item) -> Item:
         """Have an item computed, for all who come. Locked."""
-        item.computation = computation
-        computation.items.append(item)
-        self.computations.add(computation)
+        item.computation.items.append(item)
         if item.key is not None:
             self._items.setdefault(item.key, []).append(item)
+        return item
 
     def _end(self, computation: Computation) -> list[Item]:
         """The computation is over, and nobody can join it; returns its items. Locked."""
-        self.computations.discard(computation)
         items, computation.items = computation.items, []  # they refer to each other
         for item in items:
-            if item.key is not None:
-                others = [each for each in self._items.pop(item.key, ()) if each is not item]
-                if others:
-                    self._items[item.key] = others
+            others = [each for each in self._items.pop(item.key, ()) if each is not item]
+            if others:
+                self._items[item.key] = others
         return items
 
-    def _start(self, computation: Computation, more: bool) -> None:
-        """Submit it. If all callers have left by now, it has no items, or is withdrawn."""
+    def _start(self, computation: Computation) -> None:
+        """Submit it, for ``flush``. If all callers have left by now, it is withdrawn, or empty."""
         timeout = None if computation.until == math.inf else computation.until - self._clock()
         payloads = [item.payload for item in computation.items]
-        self._inner.submit(Call(payloads, computation, timeout, computation.precedence, more=more))
-        computation.accepted = computation.call  # an interrupt leaves none that can be withdrawn
+        self._inner.submit(Call(payloads, computation, timeout, computation.precedence, more=True))
         if computation.is_over and computation.call is not None:
             self._inner.withdraw(computation.call)
 
-    def answered(self, computation: Computation, outputs: list[Any]) -> None:
+    def answer(self, computation: Computation, outputs: list[Any]) -> None:
         """A computation succeeded."""
-        complete: list[tuple[Any, list[Any], list[Item]]] = []
         with self.lock:
             if computation.is_over:  # given up, just now
                 return
             cache = None if computation.is_stale else self._cache
+            callers = computation.callers
             for item, output in zip(self._end(computation), outputs, strict=True):
-                wanted = sum(map(len, item.callers.values()))
+                wanted = item.callers.total()
                 self.deduplicated += max(0, wanted - 1)
                 if cache is not None or wanted > 1:
                     output = SharedOutput(output) if self._copies else shareable(output)
                 if cache is not None and item.key is not None:
                     cache[item.key] = output
-                for caller, positions in item.callers.items():
-                    for position in positions:
-                        caller.outputs[position] = output
-                    caller.missing -= len(positions)
-                    if not caller.missing:
-                        caller.answered_by = computation.call
-                        caller.missed = max(0.0, caller.joined_at - computation.submitted_at)
-                        complete.append(caller.end())
-        for reply, results, _ in complete:
-            _finish(reply, results)
-        if self._is_closing:
-            self.timer.look()  # it ends when nothing is left
+                item.output = output
+            for caller in callers:
+                caller.answered_by = computation
+            answers = _take_answers(callers)
+        self._hand_out(answers)
 
-    def failed(self, computation: Computation, failure: Failure | None) -> None:
+    def fail(self, computation: Computation, failure: Failure | None) -> None:
         """A computation failed: fail callers as ``_failures`` says, and serve the others anew.
 
-        Args:
-            failure: None if its own caller was refused, which is no matter of the others'.
+        Without a failure its own caller was refused, which is no matter of the others'.
         """
         failing = [(computation, failure)]
         has_started = False
         for computation, failure in failing:  # which grows: what starts again may fail at once
-            ended: list[tuple[Any, Failure]] = []
-            abandoned: list[Computation] = []
             with self.lock:
                 failures = {} if failure is None else self._failures(computation, failure)
                 items = self._end(computation)
-                for caller, why in failures.items():
-                    reply, others = self._remove(caller)
-                    ended.append((reply, why))
-                    abandoned += others
+                removed = [(*self._remove(caller), why) for caller, why in failures.items()]
                 restarted = [self._for_item(item) for item in items if item.callers]
-            self._drop(abandoned, self._inner.withdraw)
-            for reply, why in ended:
-                _finish(reply, failure=why)
+            for _, abandoned, _ in removed:
+                for each in abandoned:
+                    self._inner.withdraw(each)
+            self._hand_out([(reply, why) for reply, _, why in removed])
             for again in restarted:
                 try:
-                    self._start(again, more=True)
+                    self._start(again)
                     has_started = True
                 except (Exception, SystemExit) as error:  # which may be of the user's ``length``
                     failing.append((again, Failure(error.with_traceback(None))))
         if has_started:
             self._inner.flush()
-        if self._is_closing:
-            self.timer.look()
 
     def _failures(self, computation: Computation, failure: Failure) -> dict[Caller, Failure]:
         """The callers that fail of a failed computation. Locked.
@@ -499,9 +455,21 @@ class SingleFlight(PassThrough):
         until = first.deadline
         if not first.precedence.has_deadline:
             until = max(caller.deadline for caller in item.callers)
-        again = Computation(self, first.precedence, first.deadline, until, self._clock())
-        self._add(item, again)
+        again = Computation(self, first.precedence, until, self._clock())
+        item.computation = again
+        self._add(item)
         return again
+
+    def _hand_out(self, answers: Iterable[tuple[Any, list[Any] | Failure]]) -> None:
+        """Hand out the outcomes of callers that are over. Without the lock."""
+        for reply, outcome in answers:
+            try:
+                (reply.fail if isinstance(outcome, Failure) else reply.complete)(outcome)
+            except BaseException:
+                # A callback of a user's may raise anything, and others wait for their answers.
+                _log(logging.ERROR, "a callback of a future raised", exc_info=True)
+        if self._is_closing:
+            self.timer.look()  # it ends when nothing is left
 
     # -- the rest
 
@@ -511,10 +479,6 @@ class SingleFlight(PassThrough):
                 output.copy() if type(output) is SharedOutput else output for output in outputs
             ]
         return self._inner.decode(outputs)
-
-    def with_counts(self, stats: Stats) -> Stats:
-        """The stats of the backend, with what was done here."""
-        return dataclasses.replace(stats, deduplicated=self.deduplicated, cached=self.cached)
 
     def describe(self) -> str:
         counts = (("deduplicated", self.deduplicated), ("cached", self.cached))
@@ -545,15 +509,14 @@ class SingleFlight(PassThrough):
             # A finalizer interrupts this thread, which must not wait for others that need its lock.
             start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
             return
-        self._is_closing = True
+        self._stop_sharing()
         self._inner.close(drain=drain, timeout=timeout)
-        if self.computations:  # this is a callback, and the backend closes when that returns
-            self.timer.abandon()
-        else:
-            self.timer.close()
 
     def abandon(self) -> None:
-        """The streamer was forgotten. For a finalizer, which may run under our lock."""
+        self._stop_sharing()
+        self._inner.abandon()
+
+    def _stop_sharing(self) -> None:
         self._is_closing = True
         self.timer.abandon()
 
@@ -572,6 +535,16 @@ def make_share(options: SharingOptions) -> Callable[..., SingleFlight] | None:
     return functools.partial(SingleFlight, cache=cache)
 
 
+def _take_answers(callers: Iterable[Caller]) -> list[tuple[Any, list[Any]]]:
+    """End those that have all their outputs; returns their replies, and what these get. Locked."""
+    ended = [
+        caller.end()
+        for caller in callers
+        if all(item.output is not _MISSING for item in caller.items)
+    ]
+    return [(reply, [item.output for item in items]) for reply, items in ended]
+
+
 def _serves_one(computation: Computation) -> bool:
     """Whether a worker has it, for one caller only."""
     return computation.is_running and len(computation.callers) == 1
@@ -581,16 +554,3 @@ def _urgency(caller: Caller) -> tuple[bool, float]:
     """The least is the most urgent."""
     has_deadline = caller.precedence.has_deadline
     return not has_deadline, caller.deadline if has_deadline else -caller.precedence.priority
-
-
-def _finish(reply: Any, outputs: list[Any] | None = None, failure: Failure | None = None) -> None:
-    """Hand out the outcome of a caller that is over. Without the lock."""
-    try:
-        if failure is None:
-            reply.complete(outputs)
-        else:
-            reply.fail(failure)
-    except BaseException:
-        # A callback of a user's may raise anything, and others wait for their answers.
-        with contextlib.suppress(Exception):
-            logger.exception("a callback of a future raised")

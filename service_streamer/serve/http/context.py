@@ -18,6 +18,7 @@ from ...engine.backend import LoopReply
 from ...engine.streams import AsyncStream
 from ...errors import InvalidInput
 from ...observe.record import ORDINARY, Call, Precedence, Timing
+from ...workers.protocol import Failure
 from ..v2.infer_answer import encode
 from .admission import answer_too_large
 from .api_keys import COMPUTE
@@ -289,18 +290,17 @@ class RequestContext:
             # Both hold this object.
             self._reply = exchange.on_gone = None
         assert outcome is not None  # only this request ends the wait
-        outputs, failure = outcome
-        if failure is not None:
+        if isinstance(outcome, Failure):
             try:
-                raise failure.exception()
+                raise outcome.exception()
             finally:  # they may hold the error itself, whose traceback has this frame: a cycle
-                del failure, outcome, reply, new
-        self.timing = getattr(reply.answered, "timing", None)
-        size = sum(map(_size_of, outputs))
+                del outcome, reply, new
+        self.timing = getattr(reply.call, "timing", None)
+        size = sum(map(_size_of, outcome))
         if size <= WRITTEN_AT_ONCE:
-            return backend.decode(outputs)
+            return backend.decode(outcome)
         self._count_answer(size)
-        return await asyncio.to_thread(backend.decode, outputs)
+        return await asyncio.to_thread(backend.decode, outcome)
 
     def _client_has_gone(self) -> None:
         if self._reply is not None:
