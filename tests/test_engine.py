@@ -200,26 +200,17 @@ def test_when_no_worker_can_be_started_any_more_nobody_waits(one: StubEngine) ->
 # -- supervision
 
 
-@pytest.mark.parametrize(
-    ("loading", "parts"), [(1.0, [[n] for n in range(8)]), (0.0, [[0, 1, 2, 3], [4, 5, 6, 7]])]
-)
-def test_items_run_one_by_one_after_a_death_when_the_model_loads_for_long(
-    loading: float, parts: list[list[int]]
-) -> None:
+def test_items_run_one_by_one_after_a_death() -> None:
     with StubEngine(batch_size=8) as setup:
         transport = setup.transport
         futures = [setup.submit(number) for number in range(8)]
-        transport.await_that(lambda: transport.started)
-        setup.clock.advance(loading)
         transport.ready(0)
         assert transport.sent == [(0, 0, [*range(8)])]
-        setup.clock.advance(0.01)
         transport.lose(0)
-        setup.clock.advance(loading)
         transport.ready(1)
         while not all(future.done() for future in futures):
             transport.echo()
-        assert [payloads for _, _, payloads in transport.sent[1:]] == parts
+        assert [payloads for _, _, payloads in transport.sent[1:]] == [[n] for n in range(8)]
 
 
 def test_a_start_that_fails_is_a_loss(one: StubEngine, caplog: pytest.LogCaptureFixture) -> None:

@@ -160,7 +160,7 @@ class Batcher:
     def _assemble(self) -> None:
         """Make what ``rebuild`` makes anew: the queue, and what decides what is cut of it."""
         self.policy = self._new_policy()
-        self._ledger.queue, self._ledger.cost = self._new_queue(), self.policy.cost
+        self._ledger.queue = self._new_queue()
         self._scheduler = self._new_scheduler()
 
     @property
@@ -293,9 +293,8 @@ class Batcher:
 
     # -- what workers do
 
-    def worker_ready(self, slot: int, now: float, took: float = 0.0) -> Actions:
-        """A worker has loaded its model, ``took`` seconds after its start."""
-        self._ledger.start_duration = took
+    def worker_ready(self, slot: int, now: float) -> Actions:
+        """A worker has loaded its model."""
         self.slots.add(slot)
         return self._cut(now)
 
@@ -389,7 +388,7 @@ class Batcher:
         for batch in new:
             self.figures.metrics.was_cut(batch)
         again, cut_off = scheduler.divide_lost(lost)
-        ledger.worker_lost(again, failure, now, batch_id, begun, is_outage=is_outage)
+        ledger.worker_lost(again, failure, batch_id, begun, is_outage=is_outage)
         for batch in cut_off:
             self.retries.given_up(batch, ledger.fail_spans(batch.spans, failure))
         if self.has_steps and self.on_back is not None:
@@ -460,12 +459,14 @@ class Batcher:
         condemned = ledger.judge_workers(now) if self.health.held_back else ()
         wait_until, scheduler.enough = math.inf, 0
         while True:
-            if retries.waiting and (not queue.items or retries.goes_first):
+            if retries.waiting:
+                retries.drop_unwanted()
+            if retries.waiting and not (queue.items and retries.is_turn_of_new):
                 if idle:
                     batches += self._cut_part(next(iter(idle)), now)
                 elif without_ahead and retries.may_go_ahead:
                     batches += self._cut_part(next(iter(without_ahead)), now)
-                elif not retries.drop_unwanted():
+                else:
                     break  # nothing is sent ahead, so that a worker becomes free for them
             elif not queue.items or not (idle or without_ahead):
                 break
@@ -479,7 +480,7 @@ class Batcher:
                     wait_until = decision.wait_until
                     break
         self._set_deadline(wait_until)
-        calls, searches = ledger.take_ended(), retries.take_ended() if retries.ended else ()
+        calls, searches = ledger.take_ended(), retries.take_ended() if retries.has_news else ()
         if not (batches or calls or vacant or searches or hung or condemned):
             return NOTHING
         return Actions(batches, calls, hung, vacant, searches, condemned)
@@ -516,23 +517,19 @@ class Batcher:
             return ()
         batch.id, batch.slot, batch.is_full = next(self._ids), slot, queue.items > 0
         if self.retries.waiting:
-            self.retries.gave_way()
+            self.retries.is_turn_of_new = False
         self._give(batch, now)
         return (batch,)
 
     def _cut_part(self, slot: int, now: float) -> Sequence[BatchRecord]:
         """A part of a batch that failed, to be run again; none if no caller waits for any."""
-        part = self.retries.take(now, self._ledger.expire)
+        part = self.retries.next(now, self._ledger.expire)
         if part is None:
             return ()
-        items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
-        batch = BatchRecord(
-            next(self._ids), slot, part.spans, items, part.search, part.losses, part.outages
-        )
-        batch.calls = len({call for call, _, _ in part.spans})
-        self._give(batch, now)
-        self.retries.gone()
-        return (batch,)
+        part.id, part.slot = next(self._ids), slot
+        self._give(part, now)
+        del self.retries.waiting[0]
+        return (part,)
 
     def _give(self, batch: BatchRecord, now: float) -> None:
         """The batch is its worker's from now on."""

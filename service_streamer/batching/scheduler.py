@@ -369,7 +369,6 @@ class StepScheduler(Scheduler):
         super().__init__(ledger)
         room = places + max(1, math.ceil(places * DECK_SHARE))
         ledger.slots.begin_steps(places, room, GRACE)
-        ledger.retries.grace = GRACE
         self._places = places
         self.resumes = resumes
         self.log = log

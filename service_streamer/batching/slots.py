@@ -125,11 +125,15 @@ class Slots:
             and takes
             and self._sends_ahead
             and len(held) < self.room
-            and next(iter(held.values())).losses <= self.grace  # else that is alone there
+            and not self.is_alone(next(iter(held.values())))
         ):
             self.without_ahead[number] = None
         else:
             self.without_ahead.pop(number, None)
+
+    def is_alone(self, batch: BatchRecord) -> bool:
+        """Whether the batch has a worker for itself: another one died with its items."""
+        return batch.losses > self.grace
 
     def add(self, slot: int) -> None:
         self._slots[slot] = holder = _Slot()
@@ -373,7 +377,7 @@ class Slots:
         assert {*self.idle, *self.without_ahead} <= {*self._slots}
         for number, slot in self._slots.items():
             batches = [*slot.batches.values()]
-            is_alone = any(batch.losses > self.grace for batch in batches)
+            is_alone = any(map(self.is_alone, batches))
             assert len(batches) <= (1 if is_alone else max(self.room, MOST_ROOM))
             assert (number in self.idle) == (not batches and slot.takes)
             takes_ahead = slot.takes and self._sends_ahead and not is_alone

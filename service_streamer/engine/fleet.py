@@ -153,7 +153,7 @@ class Fleet:
         self._workers_changed()
         if slot in self._dying:
             return NOTHING
-        return self.batcher.worker_ready(slot, now, self.supervisor.start_duration)
+        return self.batcher.worker_ready(slot, now)
 
     def _lost(self, event: WorkerDied, now: float) -> Actions:
         slot, failure, loss, batch_id, report, begun = event
