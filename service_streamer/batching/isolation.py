@@ -65,25 +65,20 @@ class Retries:
     def __init__(self, slots: Slots, *, max_attempts: int) -> None:
         self._slots = slots
         self._max_attempts = max_attempts
-        self._searches: list[Search] = []  # that have not ended
+        self.searches: list[Search] = []  # that have not ended
         self.waiting: list[BatchRecord] = []  # without a number and a slot, in their order
         self.is_turn_of_new = False  # the next batch is one of new items, if some wait
         self.raised: list[Raised] = []  # since ``take_ended``
         self.retried_items = 0  # that were to be run again since their worker died
         self.isolated_calls = 0  # that failed by themselves, so that others did not
 
-    @property
-    def has_news(self) -> bool:
-        """Whether to ask ``take_ended``."""
-        return bool(self.raised or self._searches)
-
     def take_ended(self) -> Sequence[Search | Raised]:
         """What is to be logged since the last time: searches of which nothing is left, too."""
         left = {part.search for part in [*self.waiting, *self._slots.in_flight()]}
         ended: list[Search | Raised] = [*self.raised]
-        ended += [search for search in self._searches if search not in left]
+        ended += [search for search in self.searches if search not in left]
         self.raised = []
-        self._searches = [search for search in self._searches if search in left]
+        self.searches = [search for search in self.searches if search in left]
         return ended
 
     @property
@@ -200,7 +195,7 @@ class Retries:
         search: Search | None = batch.search
         if search is None:
             search = Search(batch.size, failure, deaths_allowed(batch.size, self._max_attempts))
-            self._searches.append(search)
+            self.searches.append(search)
         return search
 
     def _run_again(

@@ -63,7 +63,6 @@ class Scheduler(ABC):
         self._ledger = ledger
         self._slots = ledger.slots
         self.waits_until = -math.inf  # until when the last decision was to wait
-        self.enough = 0  # with fewer items it is the same again, before that time
         self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)  # by the last batches, seconds
         self._catch_up()
 
@@ -78,10 +77,6 @@ class Scheduler(ABC):
         self._batches, self._work = 0, 0.0  # of these
 
     # -- what happens
-
-    def call_arrived(self, call: Call, now: float) -> bool:  # noqa: ARG002
-        """A call is about to wait. Whether it may go at once, since none waits or is expected."""
-        return False
 
     @abstractmethod
     def prepare(self, batch: BatchRecord) -> float:
@@ -245,12 +240,6 @@ class BatchScheduler(Scheduler):
     def __init__(self, ledger: CallLedger, policy: Policy) -> None:
         super().__init__(ledger)
         self._policy = policy
-        self._was_alone = False  # one item was computed at once, as no others were expected
-
-    def call_arrived(self, call: Call, now: float) -> bool:
-        is_first = not self._ledger.queue.items and bool(self._slots.idle)
-        is_alone = self._policy.call_arrived(call.size, now, is_first=is_first)
-        return is_alone and self._was_alone and call.size == 1
 
     def prepare(self, batch: BatchRecord) -> float:
         if batch.search is None:
@@ -280,21 +269,21 @@ class BatchScheduler(Scheduler):
         slots = self._slots
         slot = next(iter(slots.idle))
         decision = self._policy.decide(self._backlog(len(slots.idle), now))
-        self.waits_until, self.enough = decision.wait_until, decision.enough
-        self._was_alone = decision.size == 1 and decision.reason is Reason.ALONE
+        self.waits_until = decision.wait_until
         return slot, self._fit(decision)
 
     def decide_ahead(self, now: float) -> tuple[int, Decision]:
         slots, policy = self._slots, self._policy
         backlog = self._backlog(0, now)
         slot, decision = next(iter(slots.without_ahead)), policy.decide_ahead(backlog)
-        if decision.size or not slots.beside or policy.stays_together(backlog, slots.beside):
-            return slot, self._fit(decision)
-        slot, opens_at = slots.next_open()
-        if opens_at > now:
-            return slot, decision._replace(wait_until=opens_at)
-        decision = policy.decide_stage(backlog._replace(free=1))
-        self.waits_until = decision.wait_until
+        if not decision.size and slots.beside:
+            slot, opens_at = slots.next_open()
+            if opens_at > now:
+                return slot, decision._replace(wait_until=opens_at)
+            decision = policy.decide(backlog._replace(free=1))
+            self.waits_until = decision.wait_until
+            if decision.size and decision.reason not in _URGENT:
+                decision = decision._replace(reason=Reason.STAGE)
         return slot, self._fit(decision)
 
     def _backlog(self, free: int, now: float) -> Backlog:

@@ -156,8 +156,6 @@ class Loop:
                 core.begin_drain(math.inf)
             now = core.clock()
             due = min(core.batcher.deadline, fleet.supervisor.due, fleet.scaling.due)
-            if now < core.batcher.expects_until < due:
-                due = core.batcher.expects_until
             if fleet.state is EngineState.DRAINING:
                 is_answered = core.batcher.is_answered and not core.unsent
                 if is_answered or core.drain_deadline <= now:
