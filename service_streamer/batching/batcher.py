@@ -172,8 +172,8 @@ class Batcher:
 
     @property
     def is_behind(self) -> bool:
-        """Whether more waits than workers keep up with."""
-        return self._scheduler.is_behind
+        """Whether a full batch waits."""
+        return self._ledger.queue.items >= self._scheduler.full
 
     # -- what callers do
 

@@ -301,11 +301,14 @@ class Policy:
         """Seconds for a batch of so many items as they were lately; 0 while nothing is known."""
         return self.cost.duration(items * self._unit)
 
-    def finish(self, start: float, size: int, workers: int) -> Finish | None:
-        """When a batch is back with which a worker begins then; None while that is not known."""
+    @property
+    def is_exact(self) -> bool:
+        """Whether the number of its items says how long a batch takes."""
+        return self.cost.was_fitted and not self._has_lengths
+
+    def finish(self, start: float, size: int, workers: int) -> Finish:
+        """When a batch is back with which a worker begins then, if that ``is_exact``."""
         cost = self.cost
-        if not cost.was_fitted or self._has_lengths:
-            return None
         base, item = cost.base, cost.per_unit * self._unit
         begins, longer = start + self._transit, 1.0 + self.margin
         # With one worker the others wait for two batches if the first of them has one of its own.
@@ -316,7 +319,7 @@ class Policy:
     def least_duration(self, call: Call, ahead: float, workers: int) -> float:
         """Seconds that a call takes at the least, behind so much cost; 0 while it is not known."""
         cost = self.cost
-        if not cost.is_fitted or not workers:
+        if not cost.was_fitted or not workers:
             return 0.0
         lengths, most, alone = call.lengths, self._longest, 0.0
         if lengths is None:  # all are alike: nothing says that it is this call that is slow
