@@ -334,13 +334,17 @@ class LearnedCost:
         return self._d / self._w if self._w else 0.0
 
     @property
+    def is_settled(self) -> bool:
+        """Whether it says what usual batches take, though they may be too alike for a slope."""
+        return self._batches >= FITTED_BATCHES
+
+    @property
     def line(self) -> tuple[float, float] | None:
         """``base`` and ``per_unit``; None while too few batches, or too similar ones, were seen.
 
         Unlike with ``is_fitted``, the line need not explain the durations: it may be flat.
         """
-        is_known = self._batches >= FITTED_BATCHES and self._is_varied
-        return (self.base, self.per_unit) if is_known else None
+        return (self.base, self.per_unit) if self.is_settled and self._is_varied else None
 
     @property
     def padding(self) -> tuple[float, float]:

@@ -319,7 +319,7 @@ class Policy:
     def least_duration(self, call: Call, ahead: float, workers: int) -> float:
         """Seconds that a call takes at the least, behind so much cost; 0 while it is not known."""
         cost = self.cost
-        if not cost.was_fitted or not workers:
+        if not cost.is_settled or not workers:
             return 0.0
         lengths, most, alone = call.lengths, self._longest, 0.0
         if lengths is None:  # all are alike: nothing says that it is this call that is slow
