@@ -117,7 +117,7 @@ class Service:
     def _ready(self) -> None:
         slot, self._next_slot = self._next_slot, self._next_slot + 1
         self._queues[slot] = deque()
-        self._do(self.batcher.worker_ready(slot, self.now, self._restart))
+        self._do(self.batcher.worker_ready(slot, self.now))
 
     def _do(self, actions: Actions) -> None:
         for batch in actions.batches:

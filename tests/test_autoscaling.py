@@ -434,7 +434,7 @@ def test_more_workers_are_started_for_what_waits(setup: Setup) -> None:
     assert "(3 wanted, 1 to 3)" in stats.gist
 
 
-@pytest.mark.parametrize(("size", "timeout"), [(10, None), (9, 1e-3)])
+@pytest.mark.parametrize(("size", "timeout"), [(10, None), (9, 0.8)])
 def test_refused_items_are_counted_for_the_scaling(size: int, timeout: float | None) -> None:
     setup = Setup(1, 3, max_pending=None if timeout else 1_000)
     setup.overload()

@@ -165,12 +165,12 @@ def failures(calls: list[Call]) -> list[Any]:
 @pytest.mark.parametrize(
     ("items", "options", "culprit", "runs"),
     [
-        ("abcdefgh", {}, "f", "abcdefgh abcd efgh ef gh e f"),
+        ("abcdefgh", {}, "f", "abcdefgh a b c d e f g h f"),
         ("a", {"max_attempts": 3}, "a", "a a a"),
         ("abcd", {"max_attempts": 1, "isolate_errors": False}, "c", "abcd"),
     ],
 )
-def test_item_that_kills_is_found_by_halves_and_fails_alone_if_it_may_run_again(
+def test_item_that_kills_is_found_and_fails_alone_if_it_may_run_again(
     items: str, options: dict[str, Any], culprit: str, runs: str
 ) -> None:
     walk = Walk(batch_size=8, **options)
@@ -182,13 +182,13 @@ def test_item_that_kills_is_found_by_halves_and_fails_alone_if_it_may_run_again(
         "died" if item == culprit or not is_searched else None for item in items
     ]
     if len(items) == 8:
-        assert walk.batcher.retries.retried_items == 8 + 4 + 2
+        assert walk.batcher.retries.retried_items == 8 + 1
 
 
 def test_items_of_a_call_are_parted_after_a_death() -> None:
     walk = Walk(batch_size=4)
     call, [batch] = walk.submit(*"abcd")
-    assert run_out(walk, [batch], die_on="c") == ["abcd", "ab", "cd", "c"]
+    assert run_out(walk, [batch], die_on="c") == ["abcd", *"abcdc"]
     assert failures([call]) == ["died"]
 
 

@@ -14,42 +14,6 @@ from service_streamer.observe.record import BatchRecord, BatchReport, Call
 #: So often a host may be lost with an item until that counts as an attempt.
 MOST_OUTAGES = 3
 
-# -- how a batch is parted of which a worker died
-
-
-@pytest.mark.parametrize(
-    ("items", "run", "death", "parts"),
-    [
-        (64, 0.0, 0.0, 2),  # nothing is known
-        (64, 0.05, 0.0, 2),  # a thread, say: only model calls count
-        (64, 0.02, 4.0, 64),  # one by one: 1.3 s and one death more, and not six
-        (64, 0.2, 4.0, 8),
-        (64, 1.0, 1.0, 4),
-        (1, 0.02, 4.0, 1),
-        (2, 0.02, 4.0, 2),
-        (3, 0.02, 4.0, 3),
-        (40, 0.2, 4.0, 8),
-    ],
-)
-def test_the_dearer_a_death_the_more_parts(
-    items: int, run: float, death: float, parts: int
-) -> None:
-    batcher = Batcher(batch_size=64, max_latency=0.0)
-    batcher.worker_ready(0, 0.0, death)
-    now = 0.0
-    for size in [1, items] * 9:  # so that it is known what a model call takes
-        now += 1e3
-        [batch] = batcher.call_submitted(Call([None] * size, None), now).batches
-        report = BatchReport(batch.id, batch.payloads, duration=run, slot=0)
-        batcher.batch_returned(report, now + run)
-    now += 1e3
-    [batch] = batcher.call_submitted(Call([None] * items, None), now).batches
-    assert batch.size == items
-    batcher.worker_lost(0, "died", now)
-    again = [batcher.worker_ready(slot, now, death).batches for slot in range(1, 66)]
-    assert sum(map(len, again)) == parts
-
-
 # -- services with bad items
 
 
@@ -165,11 +129,10 @@ def batch_of(items: int) -> tuple[Batcher, list[Call]]:
     return batcher, calls
 
 
-@pytest.mark.parametrize("restart", [0.0, 10.0])
 @pytest.mark.parametrize("items", [8, 32])
-def test_an_item_that_ends_its_host_fails_alone(items: int, restart: float) -> None:
+def test_an_item_that_ends_its_host_fails_alone(items: int) -> None:
     batcher, calls = batch_of(items)
-    batches = [*batcher.worker_ready(0, 0.0, restart).batches]
+    batches = [*batcher.worker_ready(0, 0.0).batches]
     slot, wholes = 0, 0
     while batches:
         [batch] = batches
@@ -177,23 +140,23 @@ def test_an_item_that_ends_its_host_fails_alone(items: int, restart: float) -> N
         if 0 in batch.payloads:
             batcher.worker_lost(slot, "gone", 1.0, is_outage=True)
             slot += 1
-            batches = [*batcher.worker_ready(slot, 1.0, restart).batches]
+            batches = [*batcher.worker_ready(slot, 1.0).batches]
         else:
             report = BatchReport(batch.id, batch.payloads, duration=0.01, slot=slot)
             batches = [*batcher.batch_returned(report, 1.0).batches]
         batcher.check_invariants()
     assert wholes == MOST_OUTAGES + 1, "hosts come and go, and the batch was not to blame"
     assert [call.failure for call in calls] == ["gone"] + [None] * (items - 1)
-    assert slot <= MOST_OUTAGES + 3 + (0 if restart else (items - 1).bit_length())
+    assert slot <= MOST_OUTAGES + 3
 
 
 def test_a_host_that_is_lost_with_all_parts_counts_once_for_each() -> None:
     batcher, calls = batch_of(32)
-    batcher.worker_ready(0, 0.0, 100.0)
+    batcher.worker_ready(0, 0.0)
     batcher.worker_lost(0, "died", 1.0)
     slots = range(1, 33)
     for _ in range(MOST_OUTAGES):
-        parts = [part for slot in slots for part in batcher.worker_ready(slot, 1.0, 100.0).batches]
+        parts = [part for slot in slots for part in batcher.worker_ready(slot, 1.0).batches]
         assert [(part.size, part.losses) for part in parts] == [(1, 1)] * 32
         for slot in slots:
             batcher.worker_dying(slot)

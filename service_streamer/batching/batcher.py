@@ -21,22 +21,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..observe.recent import StepLog
-from ..observe.record import BatchRecord, BatchReport, Call, Reason, StepReport
+from ..observe.record import BatchRecord, BatchReport, Call, StepReport
 from ..options.table import StreamerOptions
 from ..supervision.autoscaling import Load
 from ..supervision.health import BatchBound
-from .call_ledger import CallLedger, run
+from .call_ledger import CallLedger
 from .call_queue import LARGE, CallQueue
 from .isolation import Raised, Search
 from .length_queue import LengthQueue
 from .policy import Decision, Policy
 from .scheduler import BatchScheduler, Scheduler, StepScheduler
 from .slots import Slots
-
-#: Most callers that call again at once have done so after this share of a batch's duration. The
-#: engine looks at the time then. Chosen by reasoning: below ``WATCH_SHARE``, and 64 threads take
-#: about 1.5 ms. If it is too short, the engine's thread wakes up once more for each batch.
-MOST_RETURNED = 0.25
 
 
 class Actions(NamedTuple):
@@ -89,9 +84,6 @@ class Batcher:
 
     Attributes:
         deadline: when to call ``time_passed``; infinity when only an event can change things.
-        expects_until: while callers who have just been answered may call again, a time before that
-            at which most of them have. An owner who looks at ``deadline`` then, and not only when
-            it was set, need not be woken by the first of their calls to come.
         on_back: called with the record of every batch that comes back, which it has to release;
             None if the batches are not watched. Of a model of steps also with those that are lost
             with their worker.
@@ -151,16 +143,16 @@ class Batcher:
             self._ledger, self.policy
         )
         self.deadline = math.inf
-        self.expects_until = -math.inf
         self.on_back: Callable[[BatchRecord], None] | None = None
         self._ids = itertools.count()  # of batches: transports rely on it that they ascend
+        self._enough = 0  # with fewer items waiting, the last decision to wait still holds
         self._may_refuse = False  # a batch came back since a call was refused when nothing waited
         self._assemble()
 
     def _assemble(self) -> None:
         """Make what ``rebuild`` makes anew: the queue, and what decides what is cut of it."""
         self.policy = self._new_policy()
-        self._ledger.queue, self._ledger.cost = self._new_queue(), self.policy.cost
+        self._ledger.queue = self._new_queue()
         self._scheduler = self._new_scheduler()
 
     @property
@@ -180,8 +172,8 @@ class Batcher:
 
     @property
     def is_behind(self) -> bool:
-        """Whether more waits than workers keep up with."""
-        return self._scheduler.is_behind
+        """Whether a full batch waits."""
+        return self._ledger.queue.items >= self._scheduler.full
 
     # -- what callers do
 
@@ -228,23 +220,11 @@ class Batcher:
         if call.is_watched and call.deadline < math.inf:
             deadlines.add(call)
             self._set_deadline(self.deadline)
-        if (
-            scheduler.call_arrived(call, now)
-            and not (call.more or self._has_suspects)
-            and slots.items < slots.taking
-        ):
-            return Actions([self._cut_alone(call, now)])
+        is_first = not queue.items and bool(slots.idle)
+        self.policy.call_arrived(call.size, now, is_first=is_first)
         queue.add(call)
         if slots.idle:
-            waits_until = scheduler.waits_until
-            if (
-                queue.items < scheduler.enough
-                and now < waits_until
-                and queue.goes_by_arrival
-                and not self._has_suspects
-            ):
-                if waits_until < self.deadline:  # all that waited before it have left
-                    self._set_deadline(waits_until)
+            if queue.items < self._enough and queue.goes_by_arrival:
                 return NOTHING
             if not call.more or queue.items >= self._batch_size * len(slots.idle):
                 return self._cut(now)
@@ -253,11 +233,6 @@ class Batcher:
         ):
             return self._cut(now)
         return NOTHING  # no worker is free: the usual case under load, so without a look
-
-    @property
-    def _has_suspects(self) -> bool:
-        """Whether parts wait to be run again, or workers are held back."""
-        return bool(self.retries.waiting or self.health.held_back)
 
     def calls_submitted(self, now: float) -> Actions:
         """All the calls have arrived that were said to come."""
@@ -273,10 +248,7 @@ class Batcher:
 
     def call_withdrawn(self, call: Call, *, has_expired: bool = False) -> bool:
         """The caller has gone. False if it was over already, or never accepted."""
-        is_withdrawn = self._ledger.withdraw(call, has_expired=has_expired)
-        if is_withdrawn and not self._ledger.queue.items:
-            self._set_deadline(math.inf)
-        return is_withdrawn
+        return self._ledger.withdraw(call, has_expired=has_expired)
 
     def take_unwanted(self) -> list[tuple[int, int]]:
         """The slots and ids of batches that no caller waits for any more, since the last time."""
@@ -293,9 +265,8 @@ class Batcher:
 
     # -- what workers do
 
-    def worker_ready(self, slot: int, now: float, took: float = 0.0) -> Actions:
-        """A worker has loaded its model, ``took`` seconds after its start."""
-        self._ledger.start_duration = took
+    def worker_ready(self, slot: int, now: float) -> Actions:
+        """A worker has loaded its model."""
         self.slots.add(slot)
         return self._cut(now)
 
@@ -352,11 +323,8 @@ class Batcher:
         else:
             if report.stages is not None and not report.runs:
                 self.slots.stages_took(report.stages)
-            over = ledger.batch_done(batch)
             # What is about to come back is known before it is decided what to cut.
-            scheduler.answered(batch, over)
-            if over > 1 and self.slots.idle and not (ledger.queue.items or self._has_suspects):
-                self.expects_until = now + MOST_RETURNED * report.pace
+            scheduler.answered(batch, ledger.batch_done(batch))
         actions = self._cut(now, vacant)
         if self.on_back is None:
             batch.release()
@@ -389,7 +357,7 @@ class Batcher:
         for batch in new:
             self.figures.metrics.was_cut(batch)
         again, cut_off = scheduler.divide_lost(lost)
-        ledger.worker_lost(again, failure, now, batch_id, begun, is_outage=is_outage)
+        ledger.worker_lost(again, failure, batch_id, begun, is_outage=is_outage)
         for batch in cut_off:
             self.retries.given_up(batch, ledger.fail_spans(batch.spans, failure))
         if self.has_steps and self.on_back is not None:
@@ -457,14 +425,16 @@ class Batcher:
         queue, idle, without_ahead = ledger.queue, self.slots.idle, self.slots.without_ahead
         batches: list[BatchRecord] = []
         condemned = ledger.judge_workers(now) if self.health.held_back else ()
-        wait_until, scheduler.enough = math.inf, 0
+        wait_until, self._enough = math.inf, 0
         while True:
-            if retries.waiting and (not queue.items or retries.goes_first):
+            if retries.waiting:
+                retries.drop_unwanted()
+            if retries.waiting and not (queue.items and retries.is_turn_of_new):
                 if idle:
                     batches += self._cut_part(next(iter(idle)), now)
                 elif without_ahead and retries.may_go_ahead:
                     batches += self._cut_part(next(iter(without_ahead)), now)
-                elif not retries.drop_unwanted():
+                else:
                     break  # nothing is sent ahead, so that a worker becomes free for them
             elif not queue.items or not (idle or without_ahead):
                 break
@@ -475,10 +445,11 @@ class Batcher:
                 elif idle and retries.waiting:
                     batches += self._cut_part(slot, now)  # something to do meanwhile
                 else:
-                    wait_until = decision.wait_until
+                    wait_until, self._enough = decision.wait_until, decision.enough
                     break
         self._set_deadline(wait_until)
-        calls, searches = ledger.take_ended(), retries.take_ended() if retries.ended else ()
+        calls = ledger.take_ended()
+        searches = retries.take_ended() if retries.searches or retries.raised else ()
         if not (batches or calls or vacant or searches or hung or condemned):
             return NOTHING
         return Actions(batches, calls, hung, vacant, searches, condemned)
@@ -490,22 +461,6 @@ class Batcher:
             deadline = min(deadline, self.health.due)
         self.deadline = deadline
 
-    def _cut_alone(self, call: Call, now: float) -> BatchRecord:
-        """A batch of a call of one item that no other waits beside: past the queue.
-
-        It is what deciding and taking it would do, at half of the cost: a caller alone waits for
-        all of it.
-        """
-        run(call)
-        slot = next(iter(self.slots.idle))
-        batch = BatchRecord(next(self._ids), slot, [(call, 0, 1)], [*call.payloads])
-        if call.lengths is not None:
-            batch.cost = float(call.lengths[0])
-        batch.reason = Reason.ALONE
-        self._give(batch, now)
-        self._set_deadline(math.inf)
-        return batch
-
     def _cut_waiting(self, slot: int, decision: Decision, now: float) -> Sequence[BatchRecord]:
         """A batch for the slot; none if all that waited came too late."""
         queue = self._ledger.queue
@@ -515,23 +470,19 @@ class Batcher:
             return ()
         batch.id, batch.slot, batch.is_full = next(self._ids), slot, queue.items > 0
         if self.retries.waiting:
-            self.retries.gave_way()
+            self.retries.is_turn_of_new = False
         self._give(batch, now)
         return (batch,)
 
     def _cut_part(self, slot: int, now: float) -> Sequence[BatchRecord]:
         """A part of a batch that failed, to be run again; none if no caller waits for any."""
-        part = self.retries.take(now, self._ledger.expire)
+        part = self.retries.next(now, self._ledger.expire)
         if part is None:
             return ()
-        items = [item for call, start, stop in part.spans for item in call.payloads[start:stop]]
-        batch = BatchRecord(
-            next(self._ids), slot, part.spans, items, part.search, part.losses, part.outages
-        )
-        batch.calls = len({call for call, _, _ in part.spans})
-        self._give(batch, now)
-        self.retries.gone()
-        return (batch,)
+        part.id, part.slot = next(self._ids), slot
+        self._give(part, now)
+        del self.retries.waiting[0]
+        return (part,)
 
     def _give(self, batch: BatchRecord, now: float) -> None:
         """The batch is its worker's from now on."""

@@ -4,7 +4,7 @@
     -------     -------                                             -----------
     PENDING     its call, in the queue                              it is cut into a batch
     IN_FLIGHT   the spans of a BatchRecord, in the slots            the batch is done, failed, lost
-    SUSPECT     the spans of Suspects, in the retries               it is cut again, in a part
+    SUSPECT     the spans of a BatchRecord, in the retries          it is cut again, in a part
     OVER        nothing (its call may still wait for other spans)   -
 
     what happened                   what follows
@@ -13,7 +13,7 @@
     the model raised                its calls fail, or those that the worker found to be at fault
     the worker may be at fault      it is held back, as ``supervision.health`` says
     the worker died                 batches that it had not begun are run again as they were; those
-                                    that it was at in parts, each alone with a worker
+                                    that it was at item by item, each alone with a worker
 
 A call that ends is over at once. Its items that wait are dropped from the queue, and its spans in
 batches and searches are ignored.
@@ -32,8 +32,7 @@ from ..observe.recent import RECENT
 from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Call, CallState, Span
 from ..supervision.health import Health
 from .call_queue import CallQueue
-from .isolation import Raised, Retries, Suspects, parts_after_death
-from .learning import LearnedCost
+from .isolation import MOST_DEVICE_FAILURES, Raised, Retries
 from .slots import Slots
 
 #: A member of an enum is looked up in Python, and every call asks for this one.
@@ -72,12 +71,10 @@ class CallLedger:
         max_attempts, expired, expired_suspect, shared: as for ``Batcher``.
 
     Attributes:
-        queue: calls with items that are not cut; made anew with the batcher's state, as ``cost``.
-        cost: what a batch costs.
+        queue: calls with items that are not cut; made anew with the batcher's state.
     """
 
     queue: CallQueue
-    cost: LearnedCost
 
     def __init__(
         self,
@@ -89,11 +86,10 @@ class CallLedger:
         shared: Callable[[Any, bool], Any],
     ) -> None:
         self.slots = slots
-        self.retries = Retries(max_attempts=max_attempts)
+        self.retries = Retries(slots, max_attempts=max_attempts)
         self.health = Health()
         self.figures = Figures()
         self.deadlines: Deadlines[Call] = Deadlines()  # of the calls that are to expire here
-        self.start_duration = 0.0  # what a worker takes to be ready, seconds
         self.abandoned: set[Call] = set()  # over, while a worker may still be at them
         self._ended: list[Call] = []  # since ``take_ended``
         self._expired = expired
@@ -121,8 +117,6 @@ class CallLedger:
         self._give_results(batch)
         over, failed = len(self._ended) - before, figures.failed_calls - failed_before
         figures.answered_calls += over - failed
-        if batch.search is not None:
-            self.retries.part_over(batch.search)
         if report.failures or report.runs:
             self.retries.some_failed(batch, failed)
         return over
@@ -226,7 +220,7 @@ class CallLedger:
         failed = self.fail_spans(batch.spans, shown)
         self.retries.given_up(batch, failed)
         if is_shared and failed:
-            self.retries.ended.append(Raised(batch.calls, failed, failure, 0))
+            self.retries.raised.append(Raised(batch.calls, failed, failure, 0))
 
     def suspect_worker(self, batch: BatchRecord, failure: Any) -> None:
         """No item of the batch has a result: its worker may be at fault, and is held back.
@@ -255,7 +249,6 @@ class CallLedger:
         self,
         lost: Sequence[BatchRecord],
         failure: Any,
-        now: float,
         batch_id: int | None,
         begun: frozenset[int] | None,
         *,
@@ -273,26 +266,18 @@ class CallLedger:
             # One that was sent ahead has probably not begun, and is run as a whole first.
             is_ahead = begun is None and position > 0
             if is_outage and is_begun and not (is_ahead and self.slots.is_one_by_one):
-                is_rerun = retries.met_outage(batch, failure, self._parts(batch, now))
+                is_rerun = retries.met_outage(batch, failure)
             elif is_outage or (batch_id is None and not is_begun):
                 is_rerun = retries.not_begun(batch, failure)
             elif batch_id is None:
-                count = 1 if is_ahead else self._parts(batch, now)
-                is_rerun = retries.lost(batch, failure, count)
+                is_rerun = retries.killed(batch, failure, as_it_was=is_ahead)
             elif batch.id == batch_id or (begun is not None and is_begun):
                 # What a device was asked to do it may say later, of another batch.
-                is_rerun = retries.device_failed(batch, failure)
+                is_rerun = retries.killed(batch, failure, attempts=MOST_DEVICE_FAILURES)
             else:
                 is_rerun = retries.not_begun(batch, failure)
             if not is_rerun:
                 self._give_up(batch, failure)
-
-    def _parts(self, batch: BatchRecord, now: float) -> int:
-        """In how many parts to run a batch again with which a worker died."""
-        died_after = max(0.0, now - batch.cut_at)
-        cost = self.cost
-        run_time = cost.duration(batch.cost / batch.size) if cost.is_known else died_after
-        return parts_after_death(batch.size, run_time, died_after + self.start_duration)
 
     def _give_up(self, batch: BatchRecord, failure: Any) -> None:
         """Fail the calls of a batch with which a worker died.
@@ -311,7 +296,7 @@ class CallLedger:
 
     # -- all of them
 
-    def parts(self) -> list[BatchRecord | Suspects]:
+    def parts(self) -> list[BatchRecord]:
         """All that has items which are not in the queue, in flight or to be run again."""
         return [*self.slots.in_flight(), *self.retries.waiting]
 
@@ -319,7 +304,7 @@ class CallLedger:
         """End every call that is not over, pending or in flight."""
         for part in self.parts():
             self.fail_spans(part.spans, failure)
-        self.retries.clear()
+        self.retries.waiting = []
         for call in list(self.queue):  # a copy, since failing one may sweep the queue
             self.fail(call, failure)
 
@@ -333,7 +318,7 @@ class CallLedger:
                 # sent stays known, for who may hand it on.
                 call.state = CallState.RUNNING
             self.fail(call, failure)
-        self.retries.clear()
+        self.retries.waiting = []
         return self.slots.let_go((report.slot, report.batch_id) for report in returned)
 
     def rebuild(self, calls: Sequence[Call], now: float) -> None:
@@ -346,7 +331,7 @@ class CallLedger:
         self.health.release()
         self.slots.recount(now)
         in_flight = self.slots.in_flight()
-        self.retries.recount(in_flight)
+        self.retries.recount()
         running = [call for batch in in_flight for call, _, _ in batch.spans]
         self.abandoned = {call for call in running if call.is_over}
         taken: defaultdict[Call, set[int]] = defaultdict(set)
@@ -373,7 +358,6 @@ class CallLedger:
         """Raise ``AssertionError`` if calls and batches contradict each other. For tests."""
         self.queue.check_invariants()
         self.slots.check_invariants()
-        self.retries.check_invariants()
         assert not self._ended
         unanswered = Counter({call: call.pending for call in self.queue})
         for part in self.parts():
@@ -383,8 +367,6 @@ class CallLedger:
                 if not call.is_over:
                     unanswered[call] += stop - start
         assert all(call.unanswered == size for call, size in unanswered.items())
-        searches = Counter(part.search for part in self.parts() if part.search is not None)
-        assert all(search.parts == count for search, count in searches.items())
 
 
 def run(call: Call) -> None:

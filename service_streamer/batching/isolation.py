@@ -1,28 +1,26 @@
-"""Which item is at fault when a worker dies: its batches are run again in parts.
+"""What is run again of the batches that workers died with.
 
-A part with which a worker dies is cut in as many parts as is fastest, within calls, too. The search
-ends when each item that kills was alone with a worker that died, ``max_attempts`` deaths in all; or
-after ``deaths_allowed``: what is left then fails.
+Which item ended its worker is not known. So each is run again, alone with a worker: if that dies,
+it is known. That takes a model call for each item, and one death more; halves would take log2(n)
+deaths, and a worker may load its model for long. The search ends when each item that kills was
+alone with a worker that died, ``max_attempts`` deaths in all; or after ``deaths_allowed``: what is
+left then fails.
 
-Parts alternate with batches of new items, so that a search delays no other call. A part has a
-worker for itself: if that dies, its items are known. What the model raises on the items of a part,
-its worker deals with as for any other batch.
-
-The oldest search goes first, and of its parts those that were cut off first, which are the largest:
-so most calls are answered early.
+What is run again takes turns with batches of new items, so a search delays no other call. What the
+model raises on it, its worker deals with as for any other batch.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..observe.record import BatchRecord, Call, Span
+from .slots import Slots
 
-#: The most failures of a device that a call may be involved in.
+#: The most failures of a device that an item may be involved in.
 #: Chosen by reasoning: each costs the start of a worker.
 MOST_DEVICE_FAILURES = 2
 #: So often a batch may be with a worker that is lost with its host, and it counts as no attempt.
@@ -31,31 +29,9 @@ MOST_DEVICE_FAILURES = 2
 MOST_OUTAGES = 3
 
 
-def parts_after_death(items: int, run: float, death: float) -> int:
-    """Into how many parts to cut items of which one kills its worker, to find it soonest.
-
-    With g parts a level of the search takes g model calls and one death, and there are
-    log(items) / log(g) levels. So where a model is loaded in a moment halves are best; where that
-    takes seconds, and a model call a few milliseconds, it is best to run the items one by one.
-    """
-    bits = max(1, (items - 1).bit_length())
-    seconds = {
-        exponent: -(-bits // exponent) * ((1 << exponent) * run + death)
-        for exponent in range(1, bits + 1)
-    }
-    return min(items, 1 << min(seconds, key=seconds.__getitem__))
-
-
 def deaths_allowed(items: int, max_attempts: int) -> int:
-    """How many deaths of workers a search may cost: by halves enough to find two items that kill.
-
-    One by one, which is what is done where deaths take long, it is enough for one item in eight.
-    """
+    """How many deaths of workers a search may cost: enough for one item in eight that kills."""
     return 2 * ((items - 1).bit_length() + max_attempts)
-
-
-#: The order of the parts that wait.
-_BY_SEARCH = attrgetter("search.number")
 
 
 @dataclass(eq=False)
@@ -65,8 +41,6 @@ class Search:
     items: int  # of the batch
     failure: Any  # what began it, opaque here
     deaths_left: int  # how many more workers may die of it
-    number: int  # of the searches so far; the oldest goes first
-    parts: int = 1  # that are not over: they wait to be run, or are being run
     runs: int = 0  # extra model calls so far
     failed: int = 0  # calls that failed so far
 
@@ -80,61 +54,44 @@ class Raised(NamedTuple):
     runs: int  # model calls that it took to find them; 0 if they were not looked for
 
 
-@dataclass(eq=False, slots=True)
-class Suspects:
-    """A part of a batch, to be run again."""
-
-    spans: list[Span]
-    search: Search
-    losses: int  # workers that died while they held its items; if any, it is to be run alone
-    #: Workers that were lost with their host while they held its items. Not a number of the search:
-    #: a host with many workers takes many parts with it at once.
-    outages: int
-
-    @property
-    def size(self) -> int:
-        return _size(self.spans)
-
-
 class Retries:
-    """The parts of batches that failed and wait to be run again, and their searches.
+    """The parts of lost batches that wait to be run again, and the searches that they belong to.
 
     Args:
+        slots: of the workers.
         max_attempts: how many deaths of workers an item may have been there for; 1 for none again.
     """
 
-    def __init__(self, *, max_attempts: int) -> None:
+    def __init__(self, slots: Slots, *, max_attempts: int) -> None:
+        self._slots = slots
         self._max_attempts = max_attempts
-        self._searches = 0  # so far
-        self._is_turn_of_new = False
-        #: How many workers may have died with a part that need not be alone with its worker.
-        self.grace = 0
-        self.waiting: list[Suspects] = []  # in their order
-        self.ended: list[Search | Raised] = []  # to be logged since ``take_ended``
+        self.searches: list[Search] = []  # that have not ended
+        self.waiting: list[BatchRecord] = []  # without a number and a slot, in their order
+        self.is_turn_of_new = False  # the next batch is one of new items, if some wait
+        self.raised: list[Raised] = []  # since ``take_ended``
         self.retried_items = 0  # that were to be run again since their worker died
         self.isolated_calls = 0  # that failed by themselves, so that others did not
 
     def take_ended(self) -> Sequence[Search | Raised]:
-        """What is to be logged since the last time."""
-        ended, self.ended = self.ended, []
+        """What is to be logged since the last time: searches of which nothing is left, too."""
+        left = {part.search for part in [*self.waiting, *self._slots.in_flight()]}
+        ended: list[Search | Raised] = [*self.raised]
+        ended += [search for search in self.searches if search not in left]
+        self.raised = []
+        self.searches = [search for search in self.searches if search in left]
         return ended
 
     @property
     def items(self) -> int:
         """That wait, of calls that are not over."""
-        return sum(_size(_unanswered(part.spans)) for part in self.waiting)
+        return sum(
+            stop - start for part in self.waiting for _, start, stop in _unanswered(part.spans)
+        )
 
     @property
     def has_waiting_alone(self) -> bool:
-        """Whether a part waits that is to be run alone."""
-        return any(part.losses > self.grace for part in self.waiting)
-
-    # -- whose turn it is
-
-    @property
-    def goes_first(self) -> bool:
-        """Whether the next batch is a part, though new items wait as well."""
-        return not self._is_turn_of_new
+        """Whether a part waits that is to be run alone with its worker."""
+        return any(self._slots.is_alone(part) for part in self.waiting)
 
     @property
     def may_go_ahead(self) -> bool:
@@ -143,104 +100,74 @@ class Retries:
         Not behind another part, also if no new items wait: when the callers have their answers,
         they come back.
         """
-        return not self.has_waiting_alone and (self.grace > 0 or not self._is_turn_of_new)
+        has_steps = self._slots.places > 0
+        return not self.has_waiting_alone and (has_steps or not self.is_turn_of_new)
 
-    def gave_way(self) -> None:
-        """The batch that was cut is one of new items."""
-        self._is_turn_of_new = False
+    def drop_unwanted(self) -> None:
+        """Drop the next parts if no caller waits for them."""
+        while self.waiting and not _unanswered(self.waiting[0].spans):
+            del self.waiting[0]
 
-    def take(self, now: float, expire: Callable[[Call], None]) -> Suspects | None:
-        """The next part that somebody waits for. It waits until ``gone`` is called with it.
+    def next(self, now: float, expire: Callable[[Call], None]) -> BatchRecord | None:
+        """The first part; None if nobody waits for it. It stays the first until ``del waiting[0]``.
 
         Args:
-            expire: ends a call on the way there whose time has ended.
+            expire: ends a call of it whose time has ended.
         """
-        self._is_turn_of_new = True
-        while self.waiting:
-            part = self.waiting[0]
-            for call, _, _ in _unanswered(part.spans):
-                if call.deadline <= now and not call.is_over:  # it may have several spans
-                    expire(call)
-            spans = _unanswered(part.spans)
-            if spans:
-                part.search.runs += 1
-                return Suspects(spans, part.search, part.losses, part.outages)
-            self.gone()
-            self.part_over(part.search)
-        return None
+        self.is_turn_of_new = True
+        part = self.waiting[0]
+        for call, _, _ in part.spans:
+            if call.deadline <= now and not call.is_over:  # it may have several spans
+                expire(call)
+        spans = _unanswered(part.spans)
+        if not spans:
+            return None
+        if len(spans) < len(part.spans):
+            part = self.waiting[0] = _part(spans, part.search, part.losses, part.outages)
+        part.search.runs += 1
+        return part
 
-    def drop_unwanted(self) -> bool:
-        """Drop the next parts if no caller waits for them; whether another is the next by that."""
-        before = len(self.waiting)
-        while self.waiting and not _unanswered(self.waiting[0].spans):
-            search = self.waiting[0].search
-            self.gone()
-            self.part_over(search)
-        return len(self.waiting) < before
+    def recount(self) -> None:
+        """Derive what waits, of which workers have some."""
+        in_flight = self._slots.in_flight()
+        self.waiting = [part for part in self.waiting if part not in in_flight]
 
-    def gone(self) -> None:
-        """The first part, which ``take`` has returned, is with a worker now."""
-        del self.waiting[0]
-
-    def recount(self, in_flight: Sequence[BatchRecord]) -> None:
-        """Derive what waits, of which these batches have some, and what is left of each search."""
-        taken = {id(span) for batch in in_flight for span in batch.spans}
-        self.waiting = [
-            part for part in self.waiting if not any(id(span) in taken for span in part.spans)
-        ]
-        parts = Counter(part.search for part in self.waiting)
-        parts.update(batch.search for batch in in_flight if batch.search is not None)
-        for search, count in parts.items():
-            search.parts = count
-
-    def clear(self) -> None:
-        """Nobody waits for anything any more."""
-        for part in self.waiting:
-            part.search.parts -= 1
-        self.waiting = []
-
-    def drop(self, search: Search) -> list[Suspects]:
+    def drop(self, search: Search) -> list[BatchRecord]:
         """Run none of its parts any more; returns those that waited."""
         dropped = [part for part in self.waiting if part.search is search]
         self.waiting = [part for part in self.waiting if part.search is not search]
-        search.parts -= len(dropped)
         return dropped
 
     # -- what became of batches: whether they are run again, or else their calls fail
 
-    def lost(self, batch: BatchRecord, failure: Any, count: int) -> bool:
-        """A worker died with the batch: it is run again in so many parts, each with its worker."""
+    def killed(
+        self,
+        batch: BatchRecord,
+        failure: Any,
+        *,
+        attempts: float = math.inf,
+        as_it_was: bool = False,
+    ) -> bool:
+        """A worker died with the batch: its items are run again one by one, or ``as_it_was``.
+
+        Args:
+            attempts: so many at most, if that is less than ``max_attempts``.
+        """
         search = self._search(batch, failure)
         if search is None:
             return False
         search.deaths_left -= 1
+        losses = batch.losses + 1
         # As it ran: if one item is left of several, it is not known to be to blame.
-        is_guilty = batch.size == 1 and batch.losses + 1 >= self._max_attempts
+        is_guilty = batch.size == 1 and losses >= min(self._max_attempts, attempts)
         if is_guilty or search.deaths_left <= 0:
             return False
-        spans = _unanswered(batch.spans)
-        size = _size(spans)
-        parts = _in_parts(spans, -(-size // min(count, size)))
-        self._run_again(batch, search, parts, losses=batch.losses + 1)
-        return True
-
-    def device_failed(self, batch: BatchRecord, failure: Any) -> bool:
-        """The device of its worker failed with the batch.
-
-        Each call is run again by itself, so that one at fault takes no other with it; and once
-        only, since another such end costs another start of a worker.
-        """
-        if batch.search is not None:
-            batch.search.deaths_left -= 1
-        if batch.losses + 1 >= min(self._max_attempts, MOST_DEVICE_FAILURES):
-            return False
-        search = self._search(batch, failure)
-        if search is None:
-            return False
-        calls: dict[Call, list[Span]] = {}
-        for span in _unanswered(batch.spans):
-            calls.setdefault(span[0], []).append(span)
-        self._run_again(batch, search, calls.values(), losses=batch.losses + 1)
+        parts = [_unanswered(batch.spans)]
+        if not as_it_was:
+            parts = [
+                [(call, at, at + 1)] for call, start, stop in parts[0] for at in range(start, stop)
+            ]
+        self._run_again(parts, search, losses, batch.outages)
         return True
 
     def not_begun(self, batch: BatchRecord, failure: Any, *, is_outage: bool = False) -> bool:
@@ -248,46 +175,35 @@ class Retries:
         search = self._search(batch, failure)
         if search is None:
             return False
-        outages = batch.outages + is_outage
         spans = _unanswered(batch.spans)
-        self._run_again(batch, search, [spans], losses=batch.losses, outages=outages)
+        self._run_again([spans], search, batch.losses, batch.outages + is_outage)
         return True
 
-    def met_outage(self, batch: BatchRecord, failure: Any, count: int) -> bool:
+    def met_outage(self, batch: BatchRecord, failure: Any) -> bool:
         """Its worker was lost with its host, whatever it computed: it is run again as it was.
 
-        After some times it counts as ``lost``: perhaps an item of it has ended these hosts.
+        After some times it counts as ``killed``: perhaps an item of it has ended these hosts.
         """
         if batch.outages >= MOST_OUTAGES:
-            return self.lost(batch, failure, count)
+            return self.killed(batch, failure)
         return self.not_begun(batch, failure, is_outage=True)
 
     def _search(self, batch: BatchRecord, failure: Any) -> Search | None:
         """The batch's, which begins if it has none; None if it is not run again."""
         if self._max_attempts == 1 or not _unanswered(batch.spans):
             return None
-        if batch.search is not None:
-            search: Search = batch.search
-            return search
-        self._searches += 1
-        deaths = deaths_allowed(batch.size, self._max_attempts)
-        return Search(batch.size, failure, deaths, self._searches)
+        search: Search | None = batch.search
+        if search is None:
+            search = Search(batch.size, failure, deaths_allowed(batch.size, self._max_attempts))
+            self.searches.append(search)
+        return search
 
     def _run_again(
-        self,
-        batch: BatchRecord,
-        search: Search,
-        parts: Iterable[list[Span]],
-        *,
-        losses: int,
-        outages: int | None = None,
+        self, parts: Sequence[Sequence[Span]], search: Search, losses: int, outages: int
     ) -> None:
-        outages = batch.outages if outages is None else outages
-        suspects = [Suspects(part, search, losses, outages) for part in parts]
-        search.parts += len(suspects) - 1
-        self.retried_items += sum(part.size for part in suspects)
-        self.waiting += suspects
-        self.waiting.sort(key=_BY_SEARCH)  # of one search they stay in order
+        again = [_part(spans, search, losses, outages) for spans in parts]
+        self.retried_items += sum(part.size for part in again)
+        self.waiting += again
 
     def given_up(self, batch: BatchRecord, failed: int) -> None:
         """So many calls of the batch have failed for good."""
@@ -295,7 +211,6 @@ class Retries:
             batch.search.failed += failed
             if failed == 1:
                 self.isolated_calls += 1
-            self.part_over(batch.search)
 
     def some_failed(self, batch: BatchRecord, failed: int) -> None:
         """So many calls of the batch have failed, each by itself."""
@@ -305,39 +220,15 @@ class Retries:
         if report.runs:
             self.isolated_calls += failed
             failure = next(iter(report.failures.values()), None)
-            self.ended.append(Raised(batch.calls, failed, failure, report.runs))
-
-    def part_over(self, search: Search) -> None:
-        """One part less to be run."""
-        search.parts -= 1
-        if not search.parts:
-            self.ended.append(search)
-
-    def check_invariants(self) -> None:
-        waiting = Counter(part.search for part in self.waiting)
-        assert all(search.parts >= count for search, count in waiting.items())
+            self.raised.append(Raised(batch.calls, failed, failure, report.runs))
 
 
-def _size(spans: Sequence[Span]) -> int:
-    return sum(stop - start for _, start, stop in spans)
+def _part(spans: Sequence[Span], search: Search, losses: int, outages: int) -> BatchRecord:
+    payloads = [item for call, start, stop in spans for item in call.payloads[start:stop]]
+    part = BatchRecord(-1, -1, spans, payloads, search, losses, outages)
+    part.calls = len({call for call, _, _ in spans})
+    return part
 
 
 def _unanswered(spans: Sequence[Span]) -> list[Span]:
     return [span for span in spans if not span[0].is_over]
-
-
-def _in_parts(spans: Sequence[Span], room: int) -> Iterator[list[Span]]:
-    """Parts of ``room`` items each, the last of the rest."""
-    part: list[Span] = []
-    left = room
-    for call, start, stop in spans:
-        while start < stop:
-            middle = min(stop, start + left)
-            part.append((call, start, middle))
-            left -= middle - start
-            start = middle
-            if not left:
-                yield part
-                part, left = [], room
-    if part:
-        yield part

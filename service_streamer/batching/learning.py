@@ -33,6 +33,9 @@ BURST_FACTOR = 4.0
 #: Chosen by reasoning, checked with ``pytest tests/test_batching.py -k by_chance``, over loads of
 #: 0.5 to 4 calls in the time of one.
 CHANCE = 0.3
+#: Fewer expected calls than this are not waited for.
+#: Chosen by reasoning: less than half a call is more likely none than one.
+LEAST_EXPECTED = 0.5
 #: Weight of the newest batch in what is learned about arrivals, lengths and the queue.
 #: Tuned with ``python benchmarks/scheduling_grid.py --quick``: high, because load changes within a
 #: second.
@@ -165,30 +168,29 @@ class ArrivalForecast:
             if watch.arrived == watch.answered:
                 self._learn(now)
 
-    def began(self, duration: float, now: float) -> float:
+    def began(self, duration: float, now: float) -> None:
         """The call that has just arrived found nothing waiting: a burst may have begun.
 
         Not while callers that were answered may be about to call again.
 
         Args:
             duration: of a batch of it, seconds.
-
-        Returns:
-            How many calls are about to come; as ``expected``.
         """
         watches = self._watches
         if watches and self.closedness > 0.0 and watches[-1].closes_at > now:
-            return self.expected(now)
+            return
         if self._burst_closes_at == _NEVER:  # else it is one of them, after a part of them was sent
             gap = self._burst_gap_limit = BURST_SHARE * duration
             self._burst_ends_at = now + WATCH_SHARE * duration
             self._burst_began_at = self._burst_last_at = now
             self._burst_closes_at = now + gap
             self._burst_arrived = 0
-        return self.expected(now)
 
     def expected(self, now: float) -> float:
-        """How many calls are about to come, after ``time_passed(now)``. Changes nothing."""
+        """How many calls are about to come; 0 for fewer than ``LEAST_EXPECTED``."""
+        self._end_watches(now)
+        if _NEVER < self._burst_closes_at < now:
+            self._learn_burst()
         expected, rate = 0.0, self._return_rate
         if self.closedness:
             for watch in self._watches:
@@ -197,8 +199,8 @@ class ArrivalForecast:
                     expected += missing
             expected *= self.closedness
         if now <= self._burst_closes_at:
-            return max(expected, self._burst_size - self._burst_arrived)
-        return expected
+            expected = max(expected, self._burst_size - self._burst_arrived)
+        return expected if expected >= LEAST_EXPECTED else 0.0
 
     def wait_until(self, missing: float, worth: float, now: float) -> float:
         """Until when to wait for some of the expected calls; ``now`` or before for not at all.
@@ -217,12 +219,6 @@ class ArrivalForecast:
         else:
             return now
         return now if missing * gap >= worth else min(closes_at, self._last_event + worth)
-
-    def time_passed(self, now: float) -> None:
-        """Learn from the watches that have ended by ``now``."""
-        self._end_watches(now)
-        if _NEVER < self._burst_closes_at < now:
-            self._learn_burst()
 
     def _end_watches(self, now: float) -> None:
         watches = self._watches
@@ -338,13 +334,17 @@ class LearnedCost:
         return self._d / self._w if self._w else 0.0
 
     @property
+    def is_settled(self) -> bool:
+        """Whether it says what usual batches take, though they may be too alike for a slope."""
+        return self._batches >= FITTED_BATCHES
+
+    @property
     def line(self) -> tuple[float, float] | None:
         """``base`` and ``per_unit``; None while too few batches, or too similar ones, were seen.
 
         Unlike with ``is_fitted``, the line need not explain the durations: it may be flat.
         """
-        is_known = self._batches >= FITTED_BATCHES and self._is_varied
-        return (self.base, self.per_unit) if is_known else None
+        return (self.base, self.per_unit) if self.is_settled and self._is_varied else None
 
     @property
     def padding(self) -> tuple[float, float]:

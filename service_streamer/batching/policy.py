@@ -27,9 +27,6 @@ from .learning import LEARNING_RATE, RATE_BATCHES, ArrivalForecast, LearnedCost,
 #: has come. To decide with each of 64 took 0.7 ms of every batch. Chosen by reasoning: the number
 #: that is expected is seldom further off. If it is, the wait ends at its time.
 SURE = 0.875
-#: Fewer expected calls than this are not waited for.
-#: Chosen by reasoning: less than half a call is more likely none than one.
-LEAST_EXPECTED = 0.5
 #: A batch is cut early when this many of its durations are left until a deadline, at first.
 #: Chosen by reasoning: what is just in time on average is late half of the time.
 URGENCY = 2.0
@@ -64,10 +61,6 @@ LEAST_SPEED = 0.8
 #: Tuned between 0.4 and 0.9 with ``python -m policies --only goodput "Azure, code, gpu, 4, 5.0"``:
 #: with more, a call that just missed a batch is late. With less, batches become tiny under load.
 LEAST_SPEED_OF_FIRST = 0.4
-#: What waits is not cut into small batches, so that the first items are sooner back, if all of it
-#: would take more than this share of the time that is left to the next deadline.
-#: Tuned between 0.3 and 0.8 with ``python -m policies --only goodput minilm-even``.
-TIGHT = 0.4
 #: With a deadline of less than so many full batches, none is sent ahead to a busy worker.
 #: Chosen by reasoning: what is sent ahead cannot be left out any more when it turns out to be late.
 AHEAD_RUNS = 8.0
@@ -81,8 +74,7 @@ GROWTH = 2.0
 #: Chosen by reasoning: as long as the line forgets the half of what it knew.
 ALONE_BATCHES = 16
 #: Then one of so many, since another one that is like them changes nothing that is decided.
-#: Chosen by measurement: with the way past the queue it is a third of what a lone call costs whose
-#: model takes no time. When others come, all is learned again.
+#: Chosen by measurement: it spares a lone call whose model takes no time a tenth of its cost.
 ALONE_INTERVAL = 8
 #: A batch takes no longer than this, seconds, if the next one is nearly as fast.
 #: Chosen by reasoning: so long whoever comes next waits for it, and for one that was sent ahead.
@@ -202,7 +194,6 @@ class Policy:
         self._arrived = 0  # items, so far
         self._cut_at = -math.inf  # when a batch was cut last
         self._rate = 0.0  # items that arrive per second for each worker, recently
-        self._later = 0.0  # items that wait when a batch comes back, recently
         self._unit = 1.0  # what an item costs, recently
         self._errors = 0  # batches of which it is known how exactly they were predicted
         self.margin = URGENCY - 1.0
@@ -214,18 +205,12 @@ class Policy:
 
     # -- what happens
 
-    def call_arrived(self, size: int, now: float, *, is_first: bool) -> bool:
-        """A call of ``size`` items arrived; the first if nothing waits and a worker is free.
-
-        Returns:
-            Whether it is the first, and no others are expected.
-        """
+    def call_arrived(self, size: int, now: float, *, is_first: bool) -> None:
+        """A call of ``size`` items arrived; the first if nothing waits and a worker is free."""
         self._arrived += size
         self._arrivals.arrived(size, now)
-        if not is_first:
-            return False
-        expected = self._arrivals.began(self.cost.duration(size * self._unit), now)
-        return expected < LEAST_EXPECTED
+        if is_first:
+            self._arrivals.began(self.cost.duration(size * self._unit), now)
 
     def batch_cut(self, batch: BatchRecord, now: float) -> None:
         """A batch was cut, as decided."""
@@ -248,12 +233,9 @@ class Policy:
             workers: that take batches.
             waiting: items that wait.
         """
-        if batch.size > 1 or waiting or failed:
-            self._alone = 0
-        else:
-            self._alone += 1
-            if self._alone > ALONE_BATCHES and self._alone % ALONE_INTERVAL:
-                return
+        self._alone = 0 if batch.size > 1 or waiting or failed else self._alone + 1
+        if self._alone > ALONE_BATCHES and self._alone % ALONE_INTERVAL:
+            return
         self._arrivals.answered(calls, duration, now)
         size = batch.size - failed
         if size:
@@ -269,7 +251,6 @@ class Policy:
         self._longest = max(self._longest, batch.cost / batch.size)
         self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * LEARNING_RATE
         self._set_bounds()
-        self._later += (waiting - self._later) * LEARNING_RATE
         # What came to this worker meanwhile; but no more than keeps the queue as long as it is,
         # since a burst is no stream. In a closed loop calls come when the batch is back.
         came = max(
@@ -320,11 +301,14 @@ class Policy:
         """Seconds for a batch of so many items as they were lately; 0 while nothing is known."""
         return self.cost.duration(items * self._unit)
 
-    def finish(self, start: float, size: int, workers: int) -> Finish | None:
-        """When a batch is back with which a worker begins then; None while that is not known."""
+    @property
+    def is_exact(self) -> bool:
+        """Whether the number of its items says how long a batch takes."""
+        return self.cost.was_fitted and not self._has_lengths
+
+    def finish(self, start: float, size: int, workers: int) -> Finish:
+        """When a batch is back with which a worker begins then, if that ``is_exact``."""
         cost = self.cost
-        if not cost.was_fitted or self._has_lengths:
-            return None
         base, item = cost.base, cost.per_unit * self._unit
         begins, longer = start + self._transit, 1.0 + self.margin
         # With one worker the others wait for two batches if the first of them has one of its own.
@@ -335,7 +319,7 @@ class Policy:
     def least_duration(self, call: Call, ahead: float, workers: int) -> float:
         """Seconds that a call takes at the least, behind so much cost; 0 while it is not known."""
         cost = self.cost
-        if not cost.is_fitted or not workers:
+        if not cost.is_settled or not workers:
             return 0.0
         lengths, most, alone = call.lengths, self._longest, 0.0
         if lengths is None:  # all are alike: nothing says that it is this call that is slow
@@ -360,16 +344,12 @@ class Policy:
     def decide(self, backlog: Backlog) -> Decision:
         """What to do with the items that wait while workers are free."""
         items, now, arrivals = backlog.items, backlog.now, self._arrivals
-        arrivals.time_passed(now)
-        calls = arrivals.expected(now)
-        if calls < LEAST_EXPECTED:
-            calls = 0.0
-        expected = calls * arrivals.call_size
+        expected = arrivals.expected(now) * arrivals.call_size
         size, reason = self._wanted_size(backlog, expected)
         missing = size - items
         if missing > 0:
-            if calls:
-                later = self._later + max(0.0, expected / backlog.workers - missing)
+            if expected:
+                later = max(0.0, expected / backlog.workers - missing)
                 worth = self._worth(items, missing, later)
                 wait_until = arrivals.wait_until(missing / arrivals.call_size, worth, now)
             else:
@@ -379,7 +359,7 @@ class Policy:
                 latest = self._latest_start(backlog, items)
                 if longest_wait > now and latest > now:
                     wait_until = min(wait_until, longest_wait, latest)
-                    is_sure = calls > 0.0 and wait_until <= self._latest_start(backlog, size)
+                    is_sure = expected > 0.0 and wait_until <= self._latest_start(backlog, size)
                     enough = items + int(missing * SURE) if is_sure else 0
                     return Decision(0, reason, wait_until, enough=enough)
                 reason = Reason.DEADLINE if latest <= now else Reason.MAX_LATENCY
@@ -410,30 +390,11 @@ class Policy:
             return _NOT_AHEAD
         return self._cut(*self._wanted_size(backlog, 0.0))
 
-    def decide_stage(self, backlog: Backlog) -> Decision:
-        """What to do with the items that wait when the slowest stage of a worker is free.
-
-        Its batches are in other stages, and not answered yet.
-        """
-        decision = self.decide(backlog)
-        if decision.size and decision.reason not in _BOUNDS:
-            decision = decision._replace(reason=Reason.STAGE)
-        return decision
-
-    def stays_together(self, backlog: Backlog, beside: float) -> bool:
-        """Whether callers are better all in one batch than in one for each stage of a worker.
-
-        If those who are answered call again at once, one more batch of them costs a base each time.
-        Without it the slowest stage is idle until they are answered, for ``beside`` seconds.
-        """
-        fits = backlog.items + backlog.in_flight <= self.full * backlog.workers
-        return fits and beside <= self._arrivals.closedness * self.cost.base
-
     def _wanted_size(self, backlog: Backlog, expected: float) -> tuple[int, Reason]:
         """How many items the next batch should have, with those that are expected, and why."""
         size, reason = self._size(backlog.items + expected, backlog.workers, backlog.in_flight)
-        if reason is Reason.PAYS and backlog.workers == 1 and self._is_tight(backlog, size):
-            size = backlog.items
+        if reason is Reason.PAYS and backlog.workers == 1 and backlog.deadline < math.inf:
+            size = backlog.items  # many small batches together would take longer
         if size >= self.full:
             size, reason = self.full, self._full_reason
         if self._has_lengths and not self._largest and size > FIRST_ITEMS:
@@ -449,12 +410,6 @@ class Policy:
         """When a batch of so many items has to begin to be in time for the next call."""
         longer = 1.0 + max(LEAST_MARGIN, self.margin)
         return backlog.deadline - self._transit - longer * self.duration(size)
-
-    def _is_tight(self, backlog: Backlog, size: int) -> bool:
-        """Whether calls may be late if all that wait are computed in batches of this size."""
-        longer, items, unit = 1.0 + self.margin, backlog.items, self._unit
-        takes = math.ceil(items / size) * self.cost.base + items * self.cost.per_unit * unit
-        return longer * takes > TIGHT * (backlog.deadline - self._transit - backlog.now)
 
     def _in_time(self, backlog: Backlog, size: int) -> int:
         """The most items of a batch of at most ``size`` that keeps the deadline of the next call.
@@ -479,7 +434,7 @@ class Policy:
         except in a closed loop, where a caller that is answered sooner waits longer the next time.
 
         Args:
-            later: items that wait or come for this worker, beside both.
+            later: items that come for this worker, beside both.
         """
         closedness = self._arrivals.closedness
         spared = (missing + later + closedness * waiting) * self.cost.base

@@ -34,9 +34,6 @@ FORECAST_OUTLIER = 2.0
 #: A new call that takes so many times its time is hopeless. In simulations all of those that are
 #: refused would have been late with this, and 95 % without it.
 SURELY_LATE = 1.2
-#: The number of batches of which the throughput under overload is measured.
-#: Chosen by reasoning: enough for several workers whose batches come back together.
-THROUGHPUT_BATCHES = 16
 #: Items that a worker holds beyond its places, as a share of them; one at least.
 #: Chosen by reasoning: more than end in one step, if items take eight steps or more.
 DECK_SHARE = 0.125
@@ -57,31 +54,13 @@ _FITTING_GAIN = 1.1
 
 
 class Scheduler(ABC):
-    """What both schedulers have: the measures that are taken while workers do not keep up."""
+    """What both schedulers have. Each decides by what it has learned of its model's time."""
 
     def __init__(self, ledger: CallLedger) -> None:
         self._ledger = ledger
         self._slots = ledger.slots
-        self.waits_until = -math.inf  # until when the last decision was to wait
-        self.enough = 0  # with fewer items it is the same again, before that time
-        self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)  # by the last batches, seconds
-        self._catch_up()
-
-    def _catch_up(self) -> None:
-        """Nothing waits: what was learned will not hold the next time."""
-        self.is_behind = False  # more waits than workers keep up with
-        #: Units of cost, or items of a model of steps, that come back per second; infinity while
-        #: that is not known.
-        self.rate = self._rate_before = math.inf
-        self._took.clear()
-        self._since = -1.0  # when the batches began that are counted for the next rate
-        self._batches, self._work = 0, 0.0  # of these
 
     # -- what happens
-
-    def call_arrived(self, call: Call, now: float) -> bool:  # noqa: ARG002
-        """A call is about to wait. Whether it may go at once, since none waits or is expected."""
-        return False
 
     @abstractmethod
     def prepare(self, batch: BatchRecord) -> float:
@@ -94,39 +73,9 @@ class Scheduler(ABC):
 
     @abstractmethod
     def came_back(self, batch: BatchRecord) -> None:
-        """A batch is back, with results or a failure: count it, and learn how fast workers are."""
-
-    def _came_back(self, batch: BatchRecord, work: float) -> None:
-        """It is counted in the metrics, and has so much work in units of ``rate``."""
-        waiting, now = self._ledger.queue.items, batch.back_at
+        """A batch is back, with results or a failure: count it."""
         self.note(batch)
         self._ledger.figures.recent.append(batch)
-        is_wasted = batch.has_failed and all(call.is_over for call, _, _ in batch.spans)
-        if is_wasted or not (waiting or self.is_behind):
-            return
-        if waiting < self.full:
-            if self.is_behind:
-                self._catch_up()
-            return
-        self.is_behind = True
-        self._took.append(now - batch.cut_at)
-        if work and batch.search is None:  # else it has been counted before
-            self._measure(work, now)
-
-    def _measure(self, work: float, now: float) -> None:
-        """So much has come back while more waits than workers keep up with."""
-        if self._since < 0:
-            self._since = now
-            return
-        self._batches += 1
-        self._work += work
-        if self._batches >= THROUGHPUT_BATCHES and now > self._since:
-            sample = self._work / (now - self._since)
-            # The better of two, so that one slow batch does not make everything look hopeless.
-            before, self._rate_before = self._rate_before, sample
-            self.rate = math.inf if before == math.inf else max(sample, before)
-            self._since = now
-            self._batches, self._work = 0, 0.0
 
     def note(self, batch: BatchRecord) -> None:
         """Note in a batch that is back, or lost, what was counted until then."""
@@ -164,21 +113,6 @@ class Scheduler(ABC):
     def finish(self, slot: int, size: int, now: float) -> Finish:  # noqa: ARG002
         """When a batch that is cut now will be back."""
         return UNKNOWN
-
-    def forecast(self) -> float:
-        """How long a batch takes from being cut: somewhat more than the slowest of late.
-
-        Without those beyond twice the median: a first batch that compiles for seconds says nothing
-        about the next, and must not make all calls look late.
-
-        Returns:
-            Seconds; 0 while little is known.
-        """
-        if len(self._took) < 3:
-            return 0.0
-        took = sorted(self._took)
-        usual = took[(len(took) - 1) // 2]
-        return FORECAST_MARGIN * max(each for each in took if each <= FORECAST_OUTLIER * usual)
 
     @abstractmethod
     def hopeless_for(self, call: Call, now: float) -> float:
@@ -245,12 +179,8 @@ class BatchScheduler(Scheduler):
     def __init__(self, ledger: CallLedger, policy: Policy) -> None:
         super().__init__(ledger)
         self._policy = policy
-        self._was_alone = False  # one item was computed at once, as no others were expected
-
-    def call_arrived(self, call: Call, now: float) -> bool:
-        is_first = not self._ledger.queue.items and bool(self._slots.idle)
-        is_alone = self._policy.call_arrived(call.size, now, is_first=is_first)
-        return is_alone and self._was_alone and call.size == 1
+        self._waits_until = -math.inf  # until when the last decision was to wait
+        self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)  # by the last batches, seconds
 
     def prepare(self, batch: BatchRecord) -> float:
         if batch.search is None:
@@ -260,7 +190,11 @@ class BatchScheduler(Scheduler):
 
     def came_back(self, batch: BatchRecord) -> None:
         self._ledger.figures.metrics.came_back(batch)
-        self._came_back(batch, batch.cost)
+        super().came_back(batch)
+        if self._ledger.queue.items >= self.full:
+            self._took.append(batch.back_at - batch.cut_at)
+        else:  # what a backlog took says nothing about the next one
+            self._took.clear()
 
     def answered(self, batch: BatchRecord, calls: int) -> None:
         report, waiting = batch.report, self._ledger.queue.items
@@ -280,21 +214,21 @@ class BatchScheduler(Scheduler):
         slots = self._slots
         slot = next(iter(slots.idle))
         decision = self._policy.decide(self._backlog(len(slots.idle), now))
-        self.waits_until, self.enough = decision.wait_until, decision.enough
-        self._was_alone = decision.size == 1 and decision.reason is Reason.ALONE
+        self._waits_until = decision.wait_until
         return slot, self._fit(decision)
 
     def decide_ahead(self, now: float) -> tuple[int, Decision]:
         slots, policy = self._slots, self._policy
         backlog = self._backlog(0, now)
         slot, decision = next(iter(slots.without_ahead)), policy.decide_ahead(backlog)
-        if decision.size or not slots.beside or policy.stays_together(backlog, slots.beside):
-            return slot, self._fit(decision)
-        slot, opens_at = slots.next_open()
-        if opens_at > now:
-            return slot, decision._replace(wait_until=opens_at)
-        decision = policy.decide_stage(backlog._replace(free=1))
-        self.waits_until = decision.wait_until
+        if not decision.size and slots.beside:
+            slot, opens_at = slots.next_open()
+            if opens_at > now:
+                return slot, decision._replace(wait_until=opens_at)
+            decision = policy.decide(backlog._replace(free=1))
+            self._waits_until = decision.wait_until
+            if decision.size and decision.reason not in _URGENT:
+                decision = decision._replace(reason=Reason.STAGE)
         return slot, self._fit(decision)
 
     def _backlog(self, free: int, now: float) -> Backlog:
@@ -303,7 +237,7 @@ class BatchScheduler(Scheduler):
         deadline = queue.first_deadline(now) - URGENCY * slots.beside
         return Backlog(
             queue.items, queue.oldest_arrival(), deadline, free, slots.taking, slots.items,
-            self.waits_until, now,
+            self._waits_until, now,
         )  # fmt: skip
 
     def _fit(self, decision: Decision) -> Decision:
@@ -317,25 +251,35 @@ class BatchScheduler(Scheduler):
         return decision
 
     def finish(self, slot: int, size: int, now: float) -> Finish:
-        slots, policy, waiting = self._slots, self._policy, self._ledger.queue.items
-        is_overloaded = waiting > policy.full
-        if not (is_overloaded or self._ledger.queue.first_deadline(now) < math.inf):
+        slots, policy, queue = self._slots, self._policy, self._ledger.queue
+        is_overloaded = queue.items > policy.full
+        if not is_overloaded and queue.first_deadline(now) == math.inf:
             return UNKNOWN
-        if slots.room == 2:  # else several stages are at several batches
+        if policy.is_exact and slots.room == 2:  # else several stages are at several batches
             start = slots.begins_at(slot, now, policy.cost.duration)
-            finish = policy.finish(start, min(size, waiting), slots.taking)
-            if finish is not None:
-                return finish
+            return policy.finish(start, min(size, queue.items), slots.taking)
         if is_overloaded:
-            return Finish(now + self.forecast())
-        return Finish(now + policy.duration(size)) if waiting > size else UNKNOWN
+            return Finish(now + self._forecast())
+        return Finish(now + policy.duration(size)) if queue.items > size else UNKNOWN
+
+    def _forecast(self) -> float:
+        """How long a batch takes from being cut: somewhat more than the slowest of late.
+
+        Returns:
+            Seconds; 0 while little is known.
+        """
+        if len(self._took) < 3:
+            return 0.0
+        took = sorted(self._took)
+        usual = took[(len(took) - 1) // 2]
+        return FORECAST_MARGIN * max(each for each in took if each <= FORECAST_OUTLIER * usual)
 
     def hopeless_for(self, call: Call, now: float) -> float:
         queue, slots, policy = self._ledger.queue, self._slots, self._policy
         lengths, left, cost = call.lengths, call.deadline - now, policy.cost
         work = queue.work + (call.size if lengths is None else sum(lengths))
         each = cost.base * (queue.items + call.size) + cost.per_unit * work
-        if 2.0 * each <= left and 2.0 * work <= left * self.rate:
+        if 2.0 * each <= left:
             return 0.0  # also if each item was computed alone, as nearly always
         takes = self._takes(call, queue.ahead(call))
         if not slots.idle and slots.room == 2:  # else several stages are at batches
@@ -344,8 +288,7 @@ class BatchScheduler(Scheduler):
         return takes if takes > SURELY_LATE * left else 0.0
 
     def _takes(self, call: Call, ahead: float = 0.0) -> float:
-        least = self._policy.least_duration(call, ahead, self._slots.taking)
-        return max(ahead / self.rate, least)
+        return self._policy.least_duration(call, ahead, self._slots.taking)
 
     def load(self, failed: int, start_duration: float) -> Load:
         policy, metrics = self._policy, self._ledger.figures.metrics
@@ -369,7 +312,6 @@ class StepScheduler(Scheduler):
         super().__init__(ledger)
         room = places + max(1, math.ceil(places * DECK_SHARE))
         ledger.slots.begin_steps(places, room, GRACE)
-        ledger.retries.grace = GRACE
         self._places = places
         self.resumes = resumes
         self.log = log
@@ -415,7 +357,7 @@ class StepScheduler(Scheduler):
         self._ledger.figures.metrics.item_over(batch)
         if batch.spans[0][0].is_stream:
             batch.report.outputs = NO_OUTPUTS  # they have been handed out
-        self._came_back(batch, 1.0)
+        super().came_back(batch)
 
     def answered(self, batch: BatchRecord, calls: int) -> None:  # noqa: ARG002
         figures = self._ledger.figures
@@ -475,15 +417,16 @@ class StepScheduler(Scheduler):
         return self._slots.emptiest(), _PLACE
 
     def hopeless_for(self, call: Call, now: float) -> float:
-        queue, left = self._ledger.queue, call.deadline - now
-        if 2.0 * queue.items <= left * self.rate:
-            return 0.0
-        takes = self._takes(call, queue.ahead(call))
-        return takes if takes > SURELY_LATE * left else 0.0
+        takes = self._takes(call, self._ledger.queue.ahead(call))
+        return takes if takes > SURELY_LATE * (call.deadline - now) else 0.0
 
     def _takes(self, call: Call, ahead: float = 0.0) -> float:  # noqa: ARG002
-        queue = self._ledger.queue  # as many items come back, whatever their lengths
-        return ahead * queue.items / (queue.work or 1.0) / self.rate
+        queue, figures = self._ledger.queue, self._ledger.figures
+        seconds = figures.batch_duration
+        if not ahead or seconds == math.inf or figures.metrics.batch.count < self._places:
+            return 0.0
+        items = ahead * queue.items / queue.work  # as many come back, whatever their lengths
+        return items * seconds / (self._places * max(1, self._slots.taking))
 
     def load(self, failed: int, start_duration: float) -> Load:
         # All places together are one batch.

@@ -26,18 +26,6 @@ MOST_ROOM = 4
 STAGE_RATE = 0.1
 
 
-def room_for(seconds: float, slowest: float) -> int:
-    """How many batches a worker may hold so that its slowest stage never waits for one.
-
-    By Little's law so many are on their way while that stage computes back to back; and one more,
-    which is there when it is done.
-    """
-    if slowest <= 0.0:
-        return 2
-    # A stage of a twentieth needs no batch of its own.
-    return max(2, min(MOST_ROOM, 1 + math.ceil(seconds / slowest - 0.05)))
-
-
 class _Slot:
     """Room for the batches of one worker, by their ids. Those of steps end in any order."""
 
@@ -55,6 +43,11 @@ class _Slot:
         """Whether the worker takes batches."""
         return not (self.is_closing or self.is_held_back)
 
+    def goes_on(self, now: float) -> None:
+        """The worker is known to go on with what it holds."""
+        self.is_hung = False
+        self.busy_since = now
+
 
 class Slots:
     """The workers that are ready, by their slots.
@@ -66,8 +59,6 @@ class Slots:
 
     def __init__(self, bound: BatchBound, *, sends_ahead: bool) -> None:
         self._bound = bound
-        self._least = bound.least
-        self._notable = bound.notable
         self._sends_ahead = sends_ahead
         self.room = 2  # the most batches that each holds
         self.places = 0  # of a model of steps, how many items a worker steps at a time
@@ -77,7 +68,6 @@ class Slots:
         self.sizes: tuple[int, ...] = ()
         self._seconds = self._slowest = 0.0  # of a batch in all stages, and in the slowest; of late
         self._slots: dict[int, _Slot] = {}
-        self._taking: set[int] = set()  # those that take batches
         #: Those that hold nothing and take a batch. A dict as an ordered set: the one that has been
         #: idle for longest is first, so that work is spread evenly over the devices.
         self.idle: dict[int, None] = {}
@@ -94,12 +84,12 @@ class Slots:
         No worker is held back any more. All begin anew with what they hold, as to its time.
         """
         self.items = sum(batch.size for batch in self.in_flight())
-        self.idle, self.without_ahead, self._taking = {}, {}, set()
+        self.idle, self.without_ahead = {}, {}
         for number, slot in self._slots.items():
             slot.is_held_back = False
             slot.busy_since = slot.free_at = now
             self._arrange(number, slot)
-        self.next_look = now + self._least if self.items else math.inf
+        self.next_look = now + self._bound.least if self.items else math.inf
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -107,29 +97,24 @@ class Slots:
     @property
     def taking(self) -> int:
         """How many workers take batches."""
-        return len(self._taking)
+        return sum(slot.takes for slot in self._slots.values())
 
     def _arrange(self, number: int, slot: _Slot) -> None:
-        """Have it among those that take batches, are idle, or are without a batch ahead, or not."""
+        """Have it among those that are idle, or without a batch ahead, or in neither."""
         held, takes = slot.batches, slot.takes
-        if takes:
-            self._taking.add(number)
-        else:
-            self._taking.discard(number)
         if takes and not held:
             self.idle[number] = None
         else:
             self.idle.pop(number, None)
-        if (
-            held
-            and takes
-            and self._sends_ahead
-            and len(held) < self.room
-            and next(iter(held.values())).losses <= self.grace  # else that is alone there
-        ):
+        takes_ahead = takes and self._sends_ahead and 0 < len(held) < self.room
+        if takes_ahead and not self.is_alone(next(iter(held.values()))):
             self.without_ahead[number] = None
         else:
             self.without_ahead.pop(number, None)
+
+    def is_alone(self, batch: BatchRecord) -> bool:
+        """Whether the batch has a worker for itself: another one died with its items."""
+        return batch.losses > self.grace
 
     def add(self, slot: int) -> None:
         self._slots[slot] = holder = _Slot()
@@ -205,26 +190,29 @@ class Slots:
         holder = self._slots.get(slot)
         if holder is None:
             return {}
-        if holder.done < WARM or now - holder.busy_since > self._notable:
-            self._observe(holder, now)
-        holder.is_hung = False
-        holder.busy_since = now
+        self._observe(holder, now)
+        holder.goes_on(now)
         return holder.batches
 
     def resumed(self, slot: int, now: float) -> None:
         """The worker is known to go on with what it holds."""
-        holder = self._slots.get(slot)
-        if holder is not None:
-            holder.is_hung = False
-            holder.busy_since = now
+        if slot in self._slots:
+            self._slots[slot].goes_on(now)
 
     def stages_took(self, stages: Sequence[float]) -> None:
-        """A batch was in the stages of its worker for so long, seconds."""
+        """A batch was in the stages of its worker for so long, seconds.
+
+        A worker holds so many batches that its slowest stage never waits for one. By Little's law
+        so many are on their way while that stage computes back to back; and one more, which is
+        there when it is done.
+        """
         if not self._seconds:
             self._seconds, self._slowest = sum(stages), max(stages)
         self._seconds += (sum(stages) - self._seconds) * STAGE_RATE
         self._slowest += (max(stages) - self._slowest) * STAGE_RATE
-        room = room_for(self._seconds, self._slowest)
+        # A stage of a twentieth needs no batch of its own.
+        stages_at_once = math.ceil(self._seconds / self._slowest - 0.05) if self._slowest else 1
+        room = max(2, min(MOST_ROOM, 1 + stages_at_once))
         if room != self.room:
             self.room = room
             for number, holder in self._slots.items():
@@ -240,8 +228,7 @@ class Slots:
             slot.busy_since = now
         self.without_ahead.pop(batch.slot, None)  # it is last among them from now on
         self._arrange(batch.slot, slot)
-        if now + self._least < self.next_look:
-            self.next_look = now + self._least
+        self.next_look = min(self.next_look, now + self._bound.least)
 
     @property
     def is_one_by_one(self) -> bool:
@@ -270,8 +257,8 @@ class Slots:
     def begins_at(self, slot: int, now: float, duration: Callable[[float], float]) -> float:
         """When the worker begins with a batch that it is given now."""
         holder = self._slots[slot]
-        ends_at = holder.busy_since + sum(duration(held.cost) for held in holder.batches.values())
-        return max(now, ends_at) if holder.batches else now
+        seconds = [duration(batch.cost) for batch in holder.batches.values()]
+        return max(now, holder.busy_since + sum(seconds)) if seconds else now
 
     def take_back(
         self, slot: int, batch_id: int, now: float, *, is_done: bool = True
@@ -287,24 +274,24 @@ class Slots:
                 f"worker {slot} answered batch {batch_id}, which it has not: our bug"
             )
         self.items -= batch.size
-        if (holder.done < WARM or now - holder.busy_since > self._notable) and is_done:
+        if is_done:
             self._observe(holder, now)
-        holder.is_hung = False
-        if holder.batches:
-            holder.busy_since = now
-        else:
+        holder.goes_on(now)
+        if not holder.batches:
             holder.free_at = -math.inf
         self._arrange(slot, holder)
         return batch, [slot] if holder.is_closing and not holder.batches else ()
 
     def _observe(self, holder: _Slot, now: float) -> None:
-        if not self._was_held_up(now):
-            self._bound.observe(now - holder.busy_since, holder.done)
-        holder.done += 1
+        took = now - holder.busy_since
+        if holder.done < WARM or took > self._bound.notable:
+            if not self._was_held_up(now):
+                self._bound.observe(took, holder.done)
+            holder.done += 1
 
     def _was_held_up(self, now: float) -> bool:
         """Whether it is much too late for a look: this process was stopped for a while."""
-        return now - self.next_look > max(0.1, self._least / 2)
+        return now - self.next_look > max(0.1, self._bound.least / 2)
 
     def hung(self, now: float) -> list[int]:
         """Slots whose batch takes too long, each reported once for it; sets when to look again.
@@ -369,11 +356,10 @@ class Slots:
 
     def check_invariants(self) -> None:
         assert self.items == sum(batch.size for batch in self.in_flight())
-        assert self._taking == {number for number, slot in self._slots.items() if slot.takes}
         assert {*self.idle, *self.without_ahead} <= {*self._slots}
         for number, slot in self._slots.items():
             batches = [*slot.batches.values()]
-            is_alone = any(batch.losses > self.grace for batch in batches)
+            is_alone = any(map(self.is_alone, batches))
             assert len(batches) <= (1 if is_alone else max(self.room, MOST_ROOM))
             assert (number in self.idle) == (not batches and slot.takes)
             takes_ahead = slot.takes and self._sends_ahead and not is_alone

@@ -141,7 +141,7 @@ class Fleet:
         self.revive()
         if slot in self._dying:
             return NOTHING
-        return self.batcher.worker_ready(slot, now, self.supervisor.start_duration)
+        return self.batcher.worker_ready(slot, now)
 
     def _lost(self, event: WorkerDied, now: float) -> Actions:
         slot, failure, loss, batch_id, report, begun = event

@@ -387,8 +387,6 @@ class Loop:
             self.settle()
             now = self.clock()
             due = min(batcher.deadline, fleet.supervisor.due, fleet.scaling.due)
-            if now < batcher.expects_until < due:
-                due = batcher.expects_until
             if fleet.state is EngineState.DRAINING:
                 is_answered = batcher.is_answered and not self.unsent
                 if is_answered or self.drain_deadline <= now:
