@@ -23,8 +23,8 @@ from service_streamer import Streamer, ThreadedStreamer
 #: what happens, the queue, whose turn it is, when to cut, what is learned, the policy, the workers,
 #: and what becomes of calls. A lone call goes the way of all others. One is the core, which puts
 #: each worker's batches in its outbox in the order in which they were cut.
-PREDICT = 18
-REQUEST = 32
+PREDICT = 23
+REQUEST = 35
 #: Until the streamer takes its worker for warm.
 WARM = 20
 

@@ -456,6 +456,7 @@ def test_items_of_a_large_call_do_not_count_as_before_a_new_call(has_lengths: bo
     line.add("large", 400, seconds=100.0)
     for _ in range(60):
         line.take()
+    assert line.batcher.worker_ready(1000, line.now).batches, "one that computes meanwhile"
     assert line.batcher.is_behind
     call = Call(["new"], None)
     call.arrived_at, call.deadline = line.now, line.now + 0.2
@@ -568,9 +569,10 @@ def saturated() -> Line:
     """A line whose workers compute 100 items a second, one by one, as is known by now."""
     line = Line(weights={"heavy": 3.0})
     line.took = lambda _: 0.01
-    line.add("before", 40)
+    line.add("before", 41)
     for _ in range(39):
         line.take()
+    assert line.batcher.worker_ready(1000, line.now).batches, "one that computes meanwhile"
     assert line.batcher.is_behind
     return line
 
@@ -581,7 +583,7 @@ def ahead(line: Line, tenant: str) -> int:
     def is_hopeless(items: int) -> bool:
         call = Call(["new"], None)
         call.precedence = Precedence(tenant=tenant)
-        call.arrived_at, call.deadline = line.now, line.now + (items / 100 + 0.005) / SURELY_LATE
+        call.arrived_at, call.deadline = line.now, line.now + (items / 100 + 0.015) / SURELY_LATE
         return line.batcher.hopeless_for(call, line.now) > 0.0
 
     return next(items for items in itertools.count() if not is_hopeless(items))

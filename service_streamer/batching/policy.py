@@ -240,7 +240,7 @@ class Policy:
         size = batch.size - failed
         if size:
             cost = batch.cost * size / batch.size
-            if self.cost.was_fitted:  # of the line before this batch
+            if self.cost.is_settled:  # of the line before this batch
                 error = abs(duration / (self.cost.duration(cost) or math.inf) - 1.0)
                 error = min(MARGIN_FACTOR * error, URGENCY - 1.0)
                 self._errors += 1
