@@ -21,8 +21,8 @@ from service_streamer import Streamer, ThreadedStreamer
 #: The most modules that one ``predict`` may cross, and one request. Three of the latter decide
 #: which of several models it is for, and check what it asks of that one. Eight are the batcher's:
 #: what happens, the queue, whose turn it is, when to cut, what is learned, the policy, the workers,
-#: and what becomes of calls. A lone call goes the way of all others. Four of a ``Streamer`` are its worker's: the
-#: process, the messages, and two that look whether anything lies in shared memory.
+#: and what becomes of calls. A lone call goes the way of all others. Four of a ``Streamer`` are its
+#: worker's: the process, the messages, and two that look whether anything lies in shared memory.
 PREDICT = 23
 REQUEST = 35
 #: Until the streamer takes its worker for warm.
