@@ -519,16 +519,28 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
     if model.moves_to_cpu or type(outputs) is OnHost:
         outputs = results_on_host(outputs)
     kind = type(outputs)
-    if kind is list and len(outputs) == expected:  # the usual case
+    if kind is list and len(outputs) == expected != model.columns:  # the usual case
         return list(outputs)
     # A NamedTuple, or what torch.max returns: its parts are no results, however many there are.
     has_fields = hasattr(kind, "_fields") or hasattr(kind, "n_fields")
     results = as_list(outputs)
-    if results is not None and len(results) == expected and not has_fields:
+    # (logits, hidden), say. For as many items as arrays, results may look the same. So these are
+    # refused only if the model has returned such arrays for another number of items. The search for
+    # a bad item, which follows then, soon comes to as many items as arrays.
+    are_columns = (
+        isinstance(outputs, (list, tuple))
+        and len(outputs) > 0
+        and all(tuple(getattr(each, "shape", ()))[:1] == (expected,) for each in outputs)
+    )
+    if are_columns and len(outputs) != expected:
+        model.columns = len(outputs)
+    are_columns = are_columns and len(outputs) == model.columns
+    if results is not None and len(results) == expected and not (has_fields or are_columns):
         return results
     raise BadModelOutput(
         f"{model.name} must return a sequence of {expected} results, one per item; "
         f"it returned {describe_outputs(outputs)}{' fields' * has_fields}"
+        f"{', each with a row for every item' * are_columns}"
     )
 
 
