@@ -169,12 +169,15 @@ def outcome_of(
     """What a model's error means; raises it again if it is no error of a batch.
 
     ``named`` items were in the call, if the model knows them by their positions. Else, as 0,
-    ``InvalidItems`` is an error of all of them.
+    ``InvalidItems`` is an error of all of them. So it is if it names an item that there is not.
     """
     if isinstance(error, InvalidItems):
-        if named:
-            return invalid_outcome(error, named)
-        error = next(iter(error.errors.values()))
+        try:
+            if named:
+                return invalid_outcome(error, named)
+            error = next(iter(error.errors.values()))
+        except BadModelOutput as wrong:
+            error = wrong
     if is_out_of_memory(error, model.out_of_memory_errors):
         return OutOfMemory(Failure.caught(error))
     if not isinstance(error, Exception):
@@ -184,11 +187,8 @@ def outcome_of(
 
 
 def invalid_outcome(error: InvalidItems, named: int) -> Invalid:
-    """What follows for the items of a call with so many."""
-    try:
-        errors = by_position(error, range(named))
-    except BadModelOutput as wrong:  # no search finds the item at fault
-        return Invalid(dict.fromkeys(range(named), Failure.caught(wrong)))
+    """What follows for the items of a call with so many. Raises BadModelOutput: it has no such."""
+    errors = by_position(error, range(named))
     return Invalid({position: Failure.caught(each) for position, each in errors.items()})
 
 
