@@ -195,9 +195,9 @@ class ProcessTransport(Transport):
             add_unwanted(worker.progress, batch_id)
 
     def _write(self, worker: _WorkerProcess, frame: bytes) -> None:
-        """Write a frame. Whoever is interrupted here kills the worker.
+        """Write a frame. If this raises, as by KeyboardInterrupt, the caller kills the worker.
 
-        By KeyboardInterrupt, say: the worker could wait for the rest of the frame for ever.
+        It could wait for the rest of the frame for ever.
         """
         if not worker.write(frame):
             self.wakeup()  # the loop watches for room in the pipe

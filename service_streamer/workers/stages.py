@@ -407,7 +407,7 @@ class Stages:
         return bool(job.calls) and not is_unwanted(self._unwanted, job.batch_id + 1)
 
     def _run(self, stage: Callable[[Job], None], job: Job, named: int = 0) -> None:
-        """Run a stage of the whole batch. If it raises, that fails, or is computed in parts."""
+        """Run a stage of the whole batch. If it raises, the batch fails, or goes on in parts."""
         try:
             if self._unwanted[0]:  # some were so far
                 self.check_wanted(job.batch_id)
