@@ -56,7 +56,7 @@ from .protocol import (
     map_progress,
 )
 from .stages import FORWARD, INTAKE
-from .starting import STACKS_SIGNAL, Placement, hold_signals, startable
+from .starting import STACKS_SIGNAL, Placement, block_signals, startable
 from .transport import KnownWorker, Transport, WorkerDied, WorkerEvent
 from .worker_main import Boot, run_worker
 
@@ -384,7 +384,7 @@ class _WorkerProcess(KnownWorker):
                 elif method == "spawn":
                     # Not within the block below: starting it lets signals through. It knows
                     # SIGTERM, but a SIGHUP would end it, if it were not held back from its start.
-                    with hold_signals():
+                    with block_signals():
                         resource_tracker.ensure_running()
                 with placement.environment(self.place, worker_num) as variables:
                     boot = Boot(
@@ -404,7 +404,7 @@ class _WorkerProcess(KnownWorker):
                         name=f"service_streamer {self._noun} {self.place}",
                         daemon=False,
                     )
-                    with hold_signals():
+                    with block_signals():
                         self._process.start()
         finally:
             # The child has its own copies; with ours open there would be no end-of-file.

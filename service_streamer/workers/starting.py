@@ -317,8 +317,8 @@ _GROUP_SIGNALS = (*_LEFT_TO_PARENT, signal.SIGINT)
 
 
 @contextlib.contextmanager
-def hold_signals() -> Iterator[None]:
-    """Hold these signals back in this thread, and in a process that is started within the block.
+def block_signals() -> Iterator[None]:
+    """Block these signals in this thread, and in a process that is started within the block.
 
     So none of them ends a worker that has just been started, before ``ignore_group_signals``. This
     thread gets them after the block, its process at once if another thread takes them.
