@@ -136,11 +136,22 @@ def test_an_item_that_is_not_there_is_an_error_of_the_model(
 ) -> None:
     worker = loaded(Wrong, position)
     worker.ceiling.limit = limit
-    (report,) = served(worker, [1, 2, 3, 4])
-    failures = [report.failure] if report.failure else [report.failures[i] for i in range(4)]
-    for failure in failures:
-        assert isinstance(failure.exception(), BadModelOutput)
-        assert f"names item {shown}," in failure.text
+    error = raised(served(worker, [1, 2, 3, 4])[0])
+    assert isinstance(error, BadModelOutput)
+    assert f"names item {shown}," in str(error)
+
+
+def test_a_call_for_whose_item_another_is_named_that_is_not_there_fails_alone() -> None:
+    def count_from_one(batch: list[int]) -> list[int]:
+        wrong = [number for number, item in enumerate(batch, 1) if item < 0]
+        if wrong:
+            raise InvalidItems(dict.fromkeys(wrong, InvalidInput("wrong")))
+        return batch
+
+    (report,) = served(count_from_one, [1, 2, 3, -4], calls=1)
+    assert report.failure is None
+    assert [*report.failures] == [3]
+    assert "names item 1, but the model was called with 1" in report.failures[3].text
 
 
 def test_invalid_items_are_an_error_of_the_batch_later_than_in_preprocess() -> None:

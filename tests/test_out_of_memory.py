@@ -326,12 +326,25 @@ def test_lengths_that_end_in_the_midst_do_not_mix_units() -> None:
     assert second.outputs == [4] * 16
 
 
+LARGE_TEXT = "x" * (1 << 20)
+
+
+class CountsBytes:
+    """A length function that drags much along."""
+
+    def __init__(self, more: str = LARGE_TEXT) -> None:
+        self.more = more
+
+    def __call__(self, item: str) -> int:
+        return len(item)
+
+
 @pytest.mark.parametrize(
     ("length", "size"),
-    [(len, 64), (lambda item: len(item), 4)],
-    ids=["by its name", "no pickle"],
+    [(len, 64), (lambda item: len(item), 4), (CountsBytes(), 4)],
+    ids=["by its name", "no pickle", "too large"],
 )
-def test_a_length_function_goes_to_the_worker_if_it_can(length: Any, size: int) -> None:
+def test_a_length_function_goes_to_the_worker_if_it_is_light(length: Any, size: int) -> None:
     with Streamer(device_models.Padding, 64, max_latency=5.0, length=length) as streamer:
         assert streamer.predict(["x" * 100] * 16) == [4] * 16
         assert streamer.predict(["x" * 5] * 64) == [size] * 64

@@ -158,6 +158,25 @@ def test_a_dead_worker_is_replaced_when_the_folder_was_removed(tmp_path: Path) -
     assert outcome(program, tmp_path)[:2] == (0, "True\n")
 
 
+def test_a_start_does_not_move_the_program_out_of_a_removed_folder(tmp_path: Path) -> None:
+    """Its other threads can still reach what is beside that folder."""
+    folder = tmp_path / "release"
+    folder.mkdir()
+    program = f"""
+        import os
+        import models
+        from service_streamer import Streamer
+
+        if __name__ == "__main__":
+            os.chdir({str(folder)!r})
+            os.rmdir({str(folder)!r})
+            os.register_at_fork(before=lambda: print(os.path.exists("../program.py"), flush=True))
+            with Streamer(models.double, mp_start_method="fork") as streamer:
+                print(streamer.predict([1]))
+        """
+    assert outcome(program, tmp_path)[:2] == (0, "True\n[2]\n")
+
+
 def test_a_frozen_program_without_freeze_support_starts_no_workers_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

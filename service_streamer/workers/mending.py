@@ -312,11 +312,16 @@ def _within(limit: float, size: int, lengths: Sequence[float] | None) -> int:
     return size
 
 
+#: Maximum bytes of a pickled length function, which may drag a whole tokenizer along. Arbitrary.
+_LARGEST = 1 << 20
+
+
 class Measure:
     """The length function of a model, for a worker's ceiling. Belongs to one thread.
 
     It is unpickled only when a batch has run out of memory: a function that the worker cannot
-    import must not keep it from starting. If it does not pickle, the worker knows no lengths.
+    import must not keep it from starting. One that does not pickle, or is too large, does not go
+    there, so the worker knows no lengths.
     """
 
     def __init__(self, function: Callable[[Any], Any] | None, pickled: bytes | None = None) -> None:
@@ -342,4 +347,6 @@ class Measure:
         if self._function is not None:
             with contextlib.suppress(Exception, SystemExit):
                 pickled = pickle.dumps(self._function, pickle.HIGHEST_PROTOCOL)
+        if pickled is not None and len(pickled) > _LARGEST:
+            pickled = None
         return Measure, (None, pickled)

@@ -72,6 +72,8 @@ class LoadedModel:
         self.moves_to_cpu = False  # whether results on another device can not be handed out
         #: Whether ``forward`` was seen to return memory that its next call may write to.
         self.keeps_outputs = False
+        #: How many arrays of a row per item it was seen to return in place of results; 0 for none.
+        self.columns = 0
 
     def lengths(self, items: Sequence[Any]) -> list[float] | None:
         """What the items cost; None where each counts one."""

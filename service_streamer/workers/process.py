@@ -56,7 +56,7 @@ from .protocol import (
     map_progress,
 )
 from .stages import FORWARD, INTAKE
-from .starting import STACKS_SIGNAL, Placement, hold_signals, startable
+from .starting import STACKS_SIGNAL, Placement, block_signals, startable
 from .transport import KnownWorker, Transport, WorkerDied, WorkerEvent
 from .worker_main import Boot, run_worker
 
@@ -195,9 +195,9 @@ class ProcessTransport(Transport):
             add_unwanted(worker.progress, batch_id)
 
     def _write(self, worker: _WorkerProcess, frame: bytes) -> None:
-        """Write a frame. Whoever is interrupted here kills the worker.
+        """Write a frame. If this raises, as by KeyboardInterrupt, the caller kills the worker.
 
-        By KeyboardInterrupt, say: the worker could wait for the rest of the frame for ever.
+        It could wait for the rest of the frame for ever.
         """
         if not worker.write(frame):
             self.wakeup()  # the loop watches for room in the pipe
@@ -384,7 +384,7 @@ class _WorkerProcess(KnownWorker):
                 elif method == "spawn":
                     # Not within the block below: starting it lets signals through. It knows
                     # SIGTERM, but a SIGHUP would end it, if it were not held back from its start.
-                    with hold_signals():
+                    with block_signals():
                         resource_tracker.ensure_running()
                 with placement.environment(self.place, worker_num) as variables:
                     boot = Boot(
@@ -404,7 +404,7 @@ class _WorkerProcess(KnownWorker):
                         name=f"service_streamer {self._noun} {self.place}",
                         daemon=False,
                     )
-                    with hold_signals():
+                    with block_signals():
                         self._process.start()
         finally:
             # The child has its own copies; with ours open there would be no end-of-file.

@@ -169,12 +169,15 @@ def outcome_of(
     """What a model's error means; raises it again if it is no error of a batch.
 
     ``named`` items were in the call, if the model knows them by their positions. Else, as 0,
-    ``InvalidItems`` is an error of all of them.
+    ``InvalidItems`` is an error of all of them. So it is if it names an item that there is not.
     """
     if isinstance(error, InvalidItems):
-        if named:
-            return invalid_outcome(error, named)
-        error = next(iter(error.errors.values()))
+        try:
+            if named:
+                return invalid_outcome(error, named)
+            error = next(iter(error.errors.values()))
+        except BadModelOutput as wrong:
+            error = wrong
     if is_out_of_memory(error, model.out_of_memory_errors):
         return OutOfMemory(Failure.caught(error))
     if not isinstance(error, Exception):
@@ -184,11 +187,8 @@ def outcome_of(
 
 
 def invalid_outcome(error: InvalidItems, named: int) -> Invalid:
-    """What follows for the items of a call with so many."""
-    try:
-        errors = by_position(error, range(named))
-    except BadModelOutput as wrong:  # no search finds the item at fault
-        return Invalid(dict.fromkeys(range(named), Failure.caught(wrong)))
+    """What follows for the items of a call with so many. Raises BadModelOutput: it has no such."""
+    errors = by_position(error, range(named))
     return Invalid({position: Failure.caught(each) for position, each in errors.items()})
 
 
@@ -407,7 +407,7 @@ class Stages:
         return bool(job.calls) and not is_unwanted(self._unwanted, job.batch_id + 1)
 
     def _run(self, stage: Callable[[Job], None], job: Job, named: int = 0) -> None:
-        """Run a stage of the whole batch. If it raises, that fails, or is computed in parts."""
+        """Run a stage of the whole batch. If it raises, the batch fails, or goes on in parts."""
         try:
             if self._unwanted[0]:  # some were so far
                 self.check_wanted(job.batch_id)
@@ -519,16 +519,28 @@ def check_outputs(model: LoadedModel, outputs: Any, expected: int) -> list[Any]:
     if model.moves_to_cpu or type(outputs) is OnHost:
         outputs = results_on_host(outputs)
     kind = type(outputs)
-    if kind is list and len(outputs) == expected:  # the usual case
+    if kind is list and len(outputs) == expected != model.columns:  # the usual case
         return list(outputs)
     # A NamedTuple, or what torch.max returns: its parts are no results, however many there are.
     has_fields = hasattr(kind, "_fields") or hasattr(kind, "n_fields")
     results = as_list(outputs)
-    if results is not None and len(results) == expected and not has_fields:
+    # (logits, hidden), say. For as many items as arrays, results may look the same. So these are
+    # refused only if the model has returned such arrays for another number of items. The search for
+    # a bad item, which follows then, soon comes to as many items as arrays.
+    are_columns = (
+        isinstance(outputs, (list, tuple))
+        and len(outputs) > 0
+        and all(tuple(getattr(each, "shape", ()))[:1] == (expected,) for each in outputs)
+    )
+    if are_columns and len(outputs) != expected:
+        model.columns = len(outputs)
+    are_columns = are_columns and len(outputs) == model.columns
+    if results is not None and len(results) == expected and not (has_fields or are_columns):
         return results
     raise BadModelOutput(
         f"{model.name} must return a sequence of {expected} results, one per item; "
         f"it returned {describe_outputs(outputs)}{' fields' * has_fields}"
+        f"{', each with a row for every item' * are_columns}"
     )
 
 

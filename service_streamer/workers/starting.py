@@ -21,6 +21,7 @@ import shutil
 import signal
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import spawn
 from pathlib import Path
@@ -43,7 +44,7 @@ preparation: Callable[[], Callable[[], None]] | None = None
 
 #: Guards what is changed during a start: the environment, in which another start's variables must
 #: not look like the user's, multiprocessing's executable, the daemon flag, the main module's file,
-#: the working directory.
+#: what multiprocessing takes for the working directory.
 _lock = threading.RLock()
 
 
@@ -80,15 +81,7 @@ def startable() -> Iterator[None]:
         if hasattr(main, "__file__") and not is_importable("__main__"):
             undo.callback(setattr, main, "__file__", main.__file__)
             del main.__file__
-        try:
-            os.getcwd()
-        except FileNotFoundError:  # it was removed, as the folder of an old release
-            # multiprocessing asks for it, and Python 3.13 finds no modules from there. All threads
-            # move along until the start is over, but relative paths are of no use to them either.
-            folder = os.open(".", os.O_RDONLY)
-            undo.callback(os.close, folder)
-            undo.callback(os.fchdir, folder)
-            os.chdir("/")
+        _leave_removed_folder(undo)
         yield
 
 
@@ -118,6 +111,30 @@ def find_interpreter() -> str | None:
         f"but sys.executable is {executable!r}, and {sys.prefix!r} has none. Set it with "
         'multiprocessing.set_executable("/path/to/python3"), or use a ThreadedStreamer'
     )
+
+
+def _leave_removed_folder(undo: contextlib.ExitStack) -> None:
+    """Have new processes run in ``/`` if the folder of this one was removed, as of an old release.
+
+    multiprocessing asks for the folder. Only its answer is changed: to change the folder itself
+    would move all threads of the program, and ``../x`` still works in a removed folder. And Python
+    3.13 cannot look for modules there (-P).
+    """
+    try:
+        os.getcwd()
+        return
+    except FileNotFoundError:
+        pass
+    command: Callable[..., list[str]] = spawn.get_command_line
+
+    def safe_command(**names: Any) -> list[str]:
+        python, *others = command(**names)
+        return [python, "-P", *others] if "-c" in others else [python, *others]
+
+    here = vars(spawn)
+    undo.callback(here.update, os=os, get_command_line=command)
+    here["os"] = types.SimpleNamespace(**{**vars(os), "getcwd": lambda: "/"})
+    here["get_command_line"] = safe_command
 
 
 # -- the main module
@@ -300,8 +317,8 @@ _GROUP_SIGNALS = (*_LEFT_TO_PARENT, signal.SIGINT)
 
 
 @contextlib.contextmanager
-def hold_signals() -> Iterator[None]:
-    """Hold these signals back in this thread, and in a process that is started within the block.
+def block_signals() -> Iterator[None]:
+    """Block these signals in this thread, and in a process that is started within the block.
 
     So none of them ends a worker that has just been started, before ``ignore_group_signals``. This
     thread gets them after the block, its process at once if another thread takes them.

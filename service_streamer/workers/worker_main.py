@@ -295,7 +295,7 @@ class _PipeChannel(CodedChannel):
     def send_raw(self, message: tuple[Any, ...]) -> None:
         self.check_owner()
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with self._write_lock:  # this thread may end the worker while another one answers
+        with self._write_lock:  # another thread may answer a batch at this time
             self.writer.write(pickled)  # the pipe blocks until it has all of it
 
 
