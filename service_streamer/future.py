@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .engine.backend import Accepted, Backend
 from .errors import ModelError, StreamerError
@@ -52,16 +52,18 @@ class Future(concurrent.futures.Future[list[Any]]):
         self._exception: BaseException | None = None
         self._own_condition: _Condition | None = None
 
-    @property
-    def _condition(self) -> Any:  # type: ignore[override]  # an attribute of a standard one
-        """The lock of a future, which the standard library takes before all else."""
-        if self._own_condition is None:
-            # Whichever thread is first, all get the same ones.
-            made = vars(self)
-            made.setdefault("_waiters", [])
-            made.setdefault("_done_callbacks", [])
-            self._own_condition = made.setdefault("_condition", _Condition())
-        return self._own_condition
+    if not TYPE_CHECKING:  # for which it is an attribute, as of a standard one
+
+        @property
+        def _condition(self) -> Any:
+            """The lock of a future, which the standard library takes before all else."""
+            if self._own_condition is None:
+                # Whichever thread is first, all get the same ones.
+                made = vars(self)
+                made.setdefault("_waiters", [])
+                made.setdefault("_done_callbacks", [])
+                self._own_condition = made.setdefault("_condition", _Condition())
+            return self._own_condition
 
     @property
     def timing(self) -> Timing | None:
