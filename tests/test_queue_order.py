@@ -377,10 +377,10 @@ def test_tenant_of_one_call_at_a_time_gets_its_share_and_no_more(
 
 def test_what_tenants_had_does_not_count_after_none_waited() -> None:
     line = Line(has_lengths=True)
-    line.add("a", tenant="a", lengths=[1])
-    line.add("b", tenant="b", lengths=[1])
     line.add("b", tenant="b", lengths=[99])
-    assert line.order() == ["a", "b", "b"]
+    line.add("a", tenant="a", lengths=[1])
+    line.add("a", tenant="a", lengths=[1])
+    assert line.order() == ["b", "a", "a"]
     for _ in range(5):
         line.add("a", tenant="a", lengths=[1])
         line.add("b", tenant="b", lengths=[1])
