@@ -375,6 +375,24 @@ def test_tenant_of_one_call_at_a_time_gets_its_share_and_no_more(
     assert work["ours"] == pytest.approx(work["b"], rel=0.05)
 
 
+@pytest.mark.parametrize("length", [10, 100])
+def test_large_calls_one_at_a_time_get_the_share_of_their_class_and_no_more(length: int) -> None:
+    line = Line(has_lengths=True)
+    for _ in range(700):
+        line.add("small", lengths=[1])
+    line.add("other", priority=-5)  # so that they take turns
+    work: Counter[str] = Counter()
+    waiting = 0
+    for _ in range(600):
+        if not waiting:
+            line.add("large", 2, lengths=[length] * 2)
+            waiting = 2
+        [name] = line.take()
+        work[name] += length if name == "large" else 1
+        waiting -= name == "large"
+    assert work["large"] == pytest.approx(work["small"], abs=length + 10)
+
+
 def test_what_tenants_had_does_not_count_after_none_waited() -> None:
     line = Line(has_lengths=True)
     line.add("b", tenant="b", lengths=[99])

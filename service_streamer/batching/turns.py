@@ -136,6 +136,7 @@ class _Line(Generic[T]):
         self.place: tuple[float, int] = (0.0, 0)  # its virtual time, and what breaks ties
         self.groups: dict[_Kind, CallGroup[T]] = {}  # those with calls
         self.kinds: list[_Kind] = []  # of these, by rank
+        self._tags: dict[_Kind, float] = {}  # of classes of size without calls
         self._turns = 0  # that it had since a small call had one for its age
         # What others cost since a large call had a turn for its age, or the first one came.
         self._credit = 0.0
@@ -157,18 +158,25 @@ class _Line(Generic[T]):
         return self.groups.get(kind) or self._begin(kind)
 
     def _begin(self, kind: _Kind) -> CallGroup[T]:
-        """A class of size starts with the one that is next, so it does not save up turns."""
+        """A class of size does not save up turns, and does not forget what it had."""
         if kind[2] and not any(size_class for _, _, size_class in self.kinds):
             self._credit = 0.0
         tags = [group.tag for other, group in self.groups.items() if other[:2] == kind[:2]]
-        group = self.groups[kind] = CallGroup(self, kind, min(tags, default=0.0))
+        least = min(tags, default=0.0)
+        tag = max(least, self._tags.pop(kind, least))
+        group = self.groups[kind] = CallGroup(self, kind, tag)
         insort(self.kinds, kind)
         return group
 
     def end(self, group: CallGroup[T]) -> None:
         """No call of the group waits any more."""
-        del self.groups[group.kind]
-        del self.kinds[bisect_left(self.kinds, group.kind)]
+        kind = group.kind
+        del self.groups[kind]
+        del self.kinds[bisect_left(self.kinds, kind)]
+        if not self.groups or len(self._tags) > 64:  # of as many priorities
+            self._tags.clear()
+        if self.groups and kind[0] == inf:
+            self._tags[kind] = group.tag
 
     def head(self, now: float) -> T:
         """Whose turn it is; there must be one."""
@@ -394,7 +402,10 @@ class TurnOrder(Generic[T]):
 
     def sole_took(self, work: float) -> None:
         """Calls of the sole group, which need no turns, had so much."""
-        if len(self._order) > 1 and self.sole is not None:
+        if self.sole is None:
+            return
+        self.sole.tag += work
+        if len(self._order) > 1:
             line = self.sole.line
             self._charge(line, work)
             self._clock = line.place[0] - self._cost / line.weight  # of the last of these calls
