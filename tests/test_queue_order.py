@@ -169,6 +169,15 @@ def test_default_time_counts_from_its_half(
     assert line.order() == expected
 
 
+def test_default_time_counts_from_its_half_behind_calls_without_any(has_lengths: bool) -> None:
+    line = Line(has_lengths=has_lengths)
+    line.add("without")
+    line.add("default", seconds=10.0)
+    line.add("high", priority=1)
+    line.now = 5.0
+    assert line.order() == ["default", "high", "without"]
+
+
 @pytest.mark.parametrize("priority", [0, 1], ids=["in order", "fairly"])
 def test_late_calls_give_way_while_others_fill_the_batch(priority: int, has_lengths: bool) -> None:
     line = Line(2, has_lengths=has_lengths)
@@ -339,6 +348,63 @@ def test_tenant_that_was_away_has_saved_up_nothing_and_lost_nothing() -> None:
     assert came <= 50 + 1
 
 
+@pytest.mark.parametrize("length", [None, 10, 100])
+@pytest.mark.parametrize("others", ["b", "bc"])
+def test_tenant_of_one_call_at_a_time_gets_its_share_and_no_more(
+    length: int | None, others: str
+) -> None:
+    """It is away while its call is computed, and comes back one batch later."""
+    line = Line(has_lengths=length is not None)
+    work: Counter[str] = Counter()
+    ours = [length or 1]
+
+    def come() -> None:
+        line.add("ours", tenant="ours", lengths=ours)
+
+    for _ in range(600):
+        for other in others:
+            line.add(other, tenant=other, lengths=[1])
+    come()
+    was_ours = False
+    for _ in range(600):
+        [name] = line.take()
+        work[name] += ours[0] if name == "ours" else 1
+        if was_ours:
+            come()
+        was_ours = name == "ours"
+    assert work["ours"] == pytest.approx(work["b"], rel=0.05)
+
+
+@pytest.mark.parametrize("length", [10, 100])
+def test_large_calls_one_at_a_time_get_the_share_of_their_class_and_no_more(length: int) -> None:
+    line = Line(has_lengths=True)
+    for _ in range(700):
+        line.add("small", lengths=[1])
+    line.add("other", priority=-5)  # so that they take turns
+    work: Counter[str] = Counter()
+    waiting = 0
+    for _ in range(600):
+        if not waiting:
+            line.add("large", 2, lengths=[length] * 2)
+            waiting = 2
+        [name] = line.take()
+        work[name] += length if name == "large" else 1
+        waiting -= name == "large"
+    assert work["large"] == pytest.approx(work["small"], abs=length + 10)
+
+
+def test_what_tenants_had_does_not_count_after_none_waited() -> None:
+    line = Line(has_lengths=True)
+    line.add("b", tenant="b", lengths=[99])
+    line.add("a", tenant="a", lengths=[1])
+    line.add("a", tenant="a", lengths=[1])
+    assert line.order() == ["b", "a", "a"]
+    for _ in range(5):
+        line.add("a", tenant="a", lengths=[1])
+        line.add("b", tenant="b", lengths=[1])
+    assert {*line.order()[:2]} == {"a", "b"}
+
+
 @pytest.mark.parametrize("length", [None, 1.0, 0.0], ids=["plain", "lengths", "no length"])
 def test_flood_of_one_tenant_does_not_starve_the_others(length: float | None) -> None:
     has_lengths = length is not None
@@ -410,6 +476,22 @@ def test_large_call_is_not_behind_a_call_of_its_class_that_was_withdrawn(has_len
     line.add("large", 400)
     served = [name for _ in range(40) for name in line.take()]
     assert served.count("large") >= 40
+
+
+def test_batches_of_a_large_call_alone_are_full_after_none_waited() -> None:
+    line = Line(64)
+    line.took = lambda size: 0.01 + 0.01 * size  # as is soon known
+    for size in range(40):
+        line.now += 10.0
+        line.add("before", 1 + size % 5)
+        line.order()
+    line.add("large", 130)
+    while line.batcher.pending_items > 9:
+        line.add("small")
+        beside = len(line.take())
+    line.order()
+    line.add("large", 200)
+    assert len(line.take()) > 1.5 * beside
 
 
 def test_small_neighbours_go_before_those_of_a_large_call() -> None:

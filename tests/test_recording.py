@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import models
+from conftest import await_that
 from service_streamer import Overloaded, RedisStreamer, Streamer, StreamerClosed, ThreadedStreamer
 from service_streamer.simulate import CostModel, Replay, read_trace, simulate
 from service_streamer.testing import Gate
@@ -187,6 +188,35 @@ def test_finalizer_may_close_while_lines_are_written(
         submit(1_000)
     monkeypatch.undo()
     assert 256 <= len(read_trace(path)) <= 258
+
+
+def test_slow_file_holds_up_one_caller_and_gets_all_lines(
+    path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(io.FileIO):
+        def write(self, data: Any) -> int:
+            gate.go_through()
+            return super().write(data)
+
+    monkeypatch.setattr(io, "FileIO", Slow)
+    streamer = ThreadedStreamer(models.echo, trace=path)
+
+    def call(count: int) -> None:
+        for _ in range(count):
+            streamer.submit([0])
+
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        held_up = threads.submit(call, 256)
+        try:
+            gate.await_arrival()
+            threads.submit(call, 600).result(timeout=30)
+            closing = threads.submit(streamer.close)
+            await_that(lambda: streamer.stats().state == "closed")
+        finally:
+            gate.let_through(10)
+        held_up.result()
+        closing.result()
+    assert len(read_trace(path)) == 856
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

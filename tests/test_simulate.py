@@ -322,6 +322,22 @@ def test_a_trace_from_the_command_line(tmp_path: Path) -> None:
     assert "capacity: 5614.0 items/s" in swept.output
 
 
+def test_the_loads_of_a_sweep_have_the_lengths_of_the_trace(tmp_path: Path) -> None:
+    def capacity(*lengths: int) -> float:
+        """Of a model that takes 100 ms, and 1 ms for each unit of length, in batches of 8."""
+        path = tmp_path / "trace"
+        calls = enumerate(lengths * 25)
+        path.write_text("".join(f'{{"at": {at}, "lengths": [{length}]}}\n' for at, length in calls))
+        model = ["--base", "100ms", "--per-item", 0, "--per-unit", "1ms", "--batch-size", 8]
+        swept = command(*model, "--trace", path, "--sweep", "--requests", 100)
+        assert swept.exit_code == 0
+        return float(swept.output.partition("capacity: ")[2].partition(" items/s")[0])
+
+    assert capacity(50) == 16.0
+    assert capacity(10) == 44.4
+    assert 20.0 < capacity(10, 10, 10, 50) < 40.0
+
+
 @pytest.mark.parametrize("more", [[], ["--items", 2], ["--lengths", "20:0"]])
 def test_a_load_that_steps_in_multiples_of_a_worker(more: list[object]) -> None:
     model = ["--base", "400ms", "--batch-size", 8, "--workers", "1:16", *more]

@@ -73,8 +73,8 @@ class CallQueue:
 
     def add(self, call: Call, positions: Sequence[int] | None = None) -> None:
         """The call waits from now on; of all its items, or of those at these positions."""
-        if not self.items:  # batches of lone calls have come back, which were never here
-            self._learn()
+        if not self.items:
+            self._begin()
         if positions is not None:  # without lengths it does not matter which: its last ones wait
             call.pending, call.group = len(positions), None
         call.state = _WAITING
@@ -89,6 +89,13 @@ class CallQueue:
         if size_class:
             self._large.add(call)
         self._turns.add(call, pending, pending, size_class)
+
+    def _begin(self) -> None:
+        """The first call is about to wait, after none did."""
+        self._learn()  # batches of lone calls have come back, which were never here
+        self._mixed = 0
+        for order in self._orders:
+            order.forget()
 
     def _size_class(self, call: Call, work: float) -> int:
         """0 if the call, which costs so much, is small.
@@ -189,6 +196,7 @@ class CallQueue:
             return None
         if sole is not None:
             timed = sum([size for call, size in taken.items() if call.deadline < math.inf])
+            turns.sole_took(count)
             turns.count_out(sole, count, timed)
         spans: list[Span] = []
         payloads: list[Any] = []

@@ -80,7 +80,7 @@ class LengthQueue(CallQueue):
 
     def add(self, call: Call, positions: Sequence[int] | None = None) -> None:
         if not self.items:
-            self._learn()
+            self._begin()
         if positions is None:
             positions = range(call.size)
         call.pending, call.group, call.state = len(positions), None, _WAITING
@@ -155,6 +155,7 @@ class LengthQueue(CallQueue):
             if sole is None:
                 turns.took(call, size, work, is_last=is_last)
             else:
+                turns.sole_took(work)
                 turns.remove(call, work, is_last=is_last)
             self._enter(call, entering, size_class)
 
@@ -326,6 +327,7 @@ class LengthQueue(CallQueue):
             if is_last:
                 del self._parts[call]
             if is_sole:
+                self._window.sole_took(work)
                 self._window.remove(part, work, is_last=is_last)
             else:
                 goes_along = call is not chosen[0][2]

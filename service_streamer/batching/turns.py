@@ -9,10 +9,11 @@
 Fairness is start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant has a virtual time,
 which each turn advances by its cost over the weight. A tenant that begins to wait starts one turn
 behind the tenant that is served, so nobody saves up turns, and tenants that come with one call each
-do not go before all others for ever. Two tenants that both have calls waiting are never further
-apart than one turn of each. The classes of size of one priority share the turns of their tenant in
-the same way: all small calls are one class, and large ones are in a class if they are within a
-factor of two.
+do not go before all others for ever. A tenant that comes back starts where it ended, unless the
+others have come as far meanwhile, or none waited. Two tenants that both have calls waiting are
+never further apart than one turn of each. The classes of size of one priority share the turns of
+their tenant in the same way: all small calls are one class, and large ones are in a class if they
+are within a factor of two.
 
 To prevent starvation, each ``AGING``-th turn of a tenant goes to the small call that has waited
 longest, whatever its kind. So a call is passed over at most ``AGING`` times for each that was there
@@ -25,6 +26,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator, Mapping
+from heapq import heappop, heappush, heapreplace
 from math import frexp, inf, isclose, ldexp
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -43,6 +45,9 @@ _Kind = tuple[float, int, int]
 
 #: The kinds without a deadline begin here.
 _NO_DEADLINE = (inf,)
+
+#: A place after those of all tenants.
+_LAST = (inf, 0)
 
 #: Deadlines are rounded by at most a sixteenth of the time until then, so that there are few
 #: groups, however many calls wait.
@@ -92,11 +97,20 @@ class CallGroup(Generic[T]):
 
     def add(self, call: T, work: float) -> None:
         """The call waits from now on. If it does already, with more items."""
-        call.group = self
-        self.calls.append(call)
+        if call.group is not self:
+            call.group = self
+            self.calls.append(call)
         self.work += work
         if call.deadline < inf:
             self.timed += work
+
+    def first_timed(self) -> T | None:
+        """The first call that has a deadline."""
+        if self.calls[0].deadline < inf:  # as nearly always
+            return self.calls[0]
+        if not self.timed:
+            return None
+        return next((call for call in self if call.deadline < inf), None)
 
     def drop_left(self) -> None:
         """Let go of calls that have left: of the first ones, and of all if they may be many."""
@@ -105,7 +119,7 @@ class CallGroup(Generic[T]):
             calls.popleft()
             self.left -= 1
         if 2 * self.left > len(calls) + 64:
-            self.calls, self.left = deque(dict.fromkeys(self)), 0
+            self.calls, self.left = deque(self), 0
 
     def check_invariants(self, works: Mapping[T, float]) -> None:
         assert not self.calls or self.calls[0].group is self
@@ -122,6 +136,7 @@ class _Line(Generic[T]):
         self.place: tuple[float, int] = (0.0, 0)  # its virtual time, and what breaks ties
         self.groups: dict[_Kind, CallGroup[T]] = {}  # those with calls
         self.kinds: list[_Kind] = []  # of these, by rank
+        self._tags: dict[_Kind, float] = {}  # of classes of size without calls
         self._turns = 0  # that it had since a small call had one for its age
         # What others cost since a large call had a turn for its age, or the first one came.
         self._credit = 0.0
@@ -143,18 +158,25 @@ class _Line(Generic[T]):
         return self.groups.get(kind) or self._begin(kind)
 
     def _begin(self, kind: _Kind) -> CallGroup[T]:
-        """A class of size starts with the one that is next, so it does not save up turns."""
+        """A class of size does not save up turns, and does not forget what it had."""
         if kind[2] and not any(size_class for _, _, size_class in self.kinds):
             self._credit = 0.0
         tags = [group.tag for other, group in self.groups.items() if other[:2] == kind[:2]]
-        group = self.groups[kind] = CallGroup(self, kind, min(tags, default=0.0))
+        least = min(tags, default=0.0)
+        tag = max(least, self._tags.pop(kind, least))
+        group = self.groups[kind] = CallGroup(self, kind, tag)
         insort(self.kinds, kind)
         return group
 
     def end(self, group: CallGroup[T]) -> None:
         """No call of the group waits any more."""
-        del self.groups[group.kind]
-        del self.kinds[bisect_left(self.kinds, group.kind)]
+        kind = group.kind
+        del self.groups[kind]
+        del self.kinds[bisect_left(self.kinds, kind)]
+        if not self.groups or len(self._tags) > 64:  # of as many priorities
+            self._tags.clear()
+        if self.groups and kind[0] == inf:
+            self._tags[kind] = group.tag
 
     def head(self, now: float) -> T:
         """Whose turn it is; there must be one."""
@@ -174,8 +196,8 @@ class _Line(Generic[T]):
             return self._aged
         urgent = groups[kinds[0]].calls[0] if kinds[0][0] < inf else None
         for group in classes:
-            if group.timed and not group.size_class:
-                call = group.calls[0]
+            call = None if group.size_class else group.first_timed()
+            if call is not None:
                 is_due = 2 * now >= call.arrived_at + call.deadline
                 if is_due and (urgent is None or call.deadline < urgent.deadline):
                     urgent = call
@@ -187,6 +209,7 @@ class _Line(Generic[T]):
     def served(self, call: T, cost: float) -> None:
         """The call that ``head`` returned had its turn."""
         size_class, is_aged = call.group.size_class, call is self._aged
+        self._aged = None
         self._turns = 0 if is_aged and not size_class else self._turns + 1
         self._credit = 0.0 if is_aged and size_class else self._credit + cost
 
@@ -240,13 +263,16 @@ class TurnOrder(Generic[T]):
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
-        self._lines: dict[str, _Line[T]] = {}  # of the tenants that wait
+        #: Of the tenants that wait, and of those that had more than others and may come back.
+        self._lines: dict[str, _Line[T]] = {}
         self._order: list[tuple[float, int, _Line[T]]] = []  # their places, sorted
-        self._number = 0  # of the last place
+        self._number = 0  # of the last place, or group
         self._shares: list[tuple[float, float, float]] = []  # see ``_served_before``
         self._shares_until = 0  # turns and queries
         self._queries = 0
         self._group_count = 0
+        # A heap of the groups, none later than its first call arrived; with some that have ended.
+        self._by_arrival: list[tuple[float, int, CallGroup[T]]] = []
         #: The group of all calls that wait, which go by arrival; None if there are several. It
         #: stays if it becomes empty, since the next call is most likely of its kind.
         self.sole: CallGroup[T] | None = None
@@ -254,6 +280,13 @@ class TurnOrder(Generic[T]):
         self.ordinary: CallGroup[T] = CallGroup(_Line("", 1.0), (inf, 0, 0), 0.0)
         self._clock = 0.0  # the virtual time of the tenant that was served last
         self._cost = 1.0  # of its turn
+
+    def forget(self) -> None:
+        """No call waits any more: what the tenants had does not count later."""
+        if len(self._order) > 1 and self.sole is not None:
+            line: _Line[T] = self.sole.line
+            virtual, number = line.place
+            self._lines, self._order = {line.tenant: line}, [(virtual, number, line)]
 
     def _groups(self) -> list[CallGroup[T]]:
         return [group for line in self._lines.values() for group in line.groups.values()]
@@ -267,11 +300,23 @@ class TurnOrder(Generic[T]):
         self.sole = None
         if self._group_count == 1:
             [self.sole] = self._groups()
+            self._by_arrival = [(-inf, 0, self.sole)]
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; infinity if none waits."""
-        groups = self._groups() if self.sole is None else (self.sole,)
-        return min([group.calls[0].arrived_at for group in groups if group.calls], default=inf)
+        heap = self._by_arrival
+        while heap:
+            known, number, group = heap[0]
+            if not group.calls:
+                if group is self.sole:
+                    break
+                heappop(heap)
+                continue
+            arrived_at = group.calls[0].arrived_at
+            if arrived_at <= known:
+                return arrived_at
+            heapreplace(heap, (arrived_at, number, group))
+        return inf
 
     def add(self, call: T, items: int, work: float, size_class: int) -> None:
         """The call waits from now on, with so many of its items. If it does already, with more."""
@@ -285,10 +330,12 @@ class TurnOrder(Generic[T]):
                 self._place(line, self._clock + self._cost / line.weight)
             group, sole = line.group_of(call, size_class), self.sole
             if not group.calls and group is not sole:
+                self._number += 1
+                heappush(self._by_arrival, (-inf, self._number, group))
                 self._change_groups(1)
                 if sole is not None and not sole.calls:
                     self._end(sole)
-            group.unit = work / items
+            group.unit = work / items or 1.0
             if is_ordinary:
                 self.ordinary = group
         group.add(call, work)
@@ -299,8 +346,18 @@ class TurnOrder(Generic[T]):
         line.place = virtual, self._number
         insort(self._order, (virtual, self._number, line))
 
-    def _remove(self, line: _Line[T]) -> None:
+    def _charge(self, line: _Line[T], cost: float) -> None:
+        """The tenant had so much."""
+        virtual, _ = line.place
         del self._order[bisect_left(self._order, line.place)]
+        self._place(line, virtual + cost / line.weight)
+
+    def _forget_before(self, place: tuple[float, int]) -> None:
+        """Tenants that do not wait, and that had less than this, are forgotten."""
+        order, line = self._order, self._order[0][2]
+        while line.place < place and not line.groups:
+            del order[0], self._lines[line.tenant]
+            line = order[0][2]
 
     def remove(self, call: T, work: float, *, is_last: bool) -> None:
         """Items of the call that cost so much, perhaps the last ones here, wait no more."""
@@ -319,32 +376,40 @@ class TurnOrder(Generic[T]):
             self._end(group)
 
     def _end(self, group: CallGroup[T]) -> None:
-        line = group.line
-        line.end(group)
-        if not line.groups:
-            self._remove(line)
-            del self._lines[line.tenant]
+        group.line.end(group)
         self._change_groups(-1)
 
     def head(self, now: float) -> T:
         """Whose turn it is; there must be one."""
-        return self._order[0][2].head(now) if self.sole is None else self.sole.calls[0]
+        if self.sole is not None:
+            return self.sole.calls[0]
+        self._forget_before(_LAST)
+        return self._order[0][2].head(now)
 
     def took(
         self, call: T, items: int, work: float, *, is_last: bool, goes_along: bool = False
     ) -> None:
         """What ``head`` said had its turn, with so many items; or others go along with those."""
         group, line = call.group, call.group.line
-        virtual, _ = line.place
         cost = work or float(items)  # else a tenant with no others would always be next
         if not goes_along:
-            self._clock, self._cost = virtual, cost
+            self._clock, self._cost = line.place[0], cost
             line.served(call, cost)
         group.unit = cost / items
         group.tag += cost
-        self._remove(line)
-        self._place(line, virtual + cost / line.weight)
+        self._charge(line, cost)
         self.remove(call, work, is_last=is_last)
+
+    def sole_took(self, work: float) -> None:
+        """Calls of the sole group, which need no turns, had so much."""
+        if self.sole is None:
+            return
+        self.sole.tag += work
+        if len(self._order) > 1:
+            line = self.sole.line
+            self._charge(line, work)
+            self._clock = line.place[0] - self._cost / line.weight  # of the last of these calls
+            self._forget_before((self._clock, 0))
 
     def ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
         """A lower estimate of what is computed before a new call with a deadline is over.

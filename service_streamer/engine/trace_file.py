@@ -102,14 +102,15 @@ class _TraceFile:
         if os.getpid() != self._pid:  # what waits in a fork's copy is the parent's to write
             self._begin()
         self._lines.append(line)
-        if len(self._lines) >= _ROOM:
+        if len(self._lines) >= _ROOM and not self._is_writing:  # else a slow file holds up others
             self._write()
 
     def close(self) -> None:
         """Write what is there, and release the file. May be called again."""
         if os.getpid() == self._pid:
-            self._is_ending = True
-            self._write()
+            with self._lock:  # another thread is to write all before it ends
+                self._is_ending = True
+                self._write()
 
     def _write(self) -> None:
         with self._lock:

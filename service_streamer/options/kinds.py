@@ -78,14 +78,14 @@ class Count(Kind):
 
     least: int | None = 1  # the bounds; None for none
     most: int | None = None
-    note: str = ""  # ends the words, such as ", in bytes"
+    unit: str = ""  # "bytes", say
 
     @property
     def words(self) -> str:
         if self.least is None:
             return "a whole number"
         bounds = f"from {self.least} to {self.most}" if self.most else f"of at least {self.least}"
-        return f"a whole number {bounds}{self.note}"
+        return f"a whole number {bounds}" + (f", in {self.unit}" if self.unit else "")
 
     def convert(self, value: Any) -> Any:
         if isinstance(value, bool):
@@ -116,6 +116,17 @@ class WorkerNumber(Kind):
         if least > most:
             raise ValueError
         return (least, most) if is_sequence(value) else least
+
+
+class FixedNumber(Count):
+    """A number of workers where the load cannot change it."""
+
+    words = "a whole number of at least 1 (a worker host does not scale: start more hosts)"
+
+    def convert(self, value: Any) -> Any:
+        if is_sequence(value):
+            raise ValueError
+        return super().convert(value)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from .kinds import (
     Devices,
     ErrorTypes,
     File,
+    FixedNumber,
     Flag,
     Function,
     Number,
@@ -198,7 +199,7 @@ class WorkerOptions(PlacementOptions, ScaleOptions):
         "imported before the worker's environment is set.",
     )  # fmt: skip
     shared_memory_limit: int | None = option(
-        None, Count(least=0, none="a quarter of the machine's memory", note=", in bytes"),
+        None, Count(least=0, none="a quarter of the machine's memory", unit="bytes"),
         "Upper bound on the shared memory for large items and results, in bytes.",
         "With 0, and beyond the bound, they go through a pipe, which is slower.",
     )  # fmt: skip
@@ -447,6 +448,5 @@ class RedisWorkerOptions(BrokerOptions, StreamerOptions):
         "Name by which the hosts of a prefix know that they serve the same model.",
     )  # fmt: skip
     worker_num: int = option(
-        1, Count(note=" (a worker host does not scale: start more hosts)"),
-        "Number of workers, which are processes that hold the model.",
-    )  # fmt: skip
+        1, FixedNumber(), "Number of workers, which are processes that hold the model."
+    )
