@@ -367,7 +367,8 @@ class LoopReply:
         Otherwise the first of many that are answered together, and call again, would be computed
         alone, by a worker that is free, and the others after that. For the loop's own thread.
         """
-        self._mailbox.flush_soon(backend)
+        if self.call is not None and not self.call.is_over:  # else it is answered already
+            self._mailbox.flush_soon(backend)
 
     def complete(self, outputs: list[Any]) -> None:
         self.put(outputs).deliver_soon()
