@@ -6,7 +6,6 @@ A backend is the engine of this process, or the client of worker hosts beyond a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import threading
 import time
@@ -224,8 +223,10 @@ class BlockingReply:
         self.call = None
 
     def wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it goes on already
+        try:
             self._arrived.release()
+        except RuntimeError:
+            return  # it goes on already
 
 
 #: So many are woken by whoever answers: one that the operating system does not run for a while does
