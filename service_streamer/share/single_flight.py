@@ -382,7 +382,7 @@ class SingleFlight(PassThrough):
         return items
 
     def _start(self, computation: Computation) -> None:
-        """Submit it, for ``flush``. If all callers have left by now, it is withdrawn, or empty."""
+        """Submit it; call ``flush`` next. If no caller waits, it is withdrawn, or empty."""
         timeout = None if computation.until == math.inf else computation.until - self._clock()
         payloads = [item.payload for item in computation.items]
         self._inner.submit(Call(payloads, computation, timeout, computation.precedence, more=True))
