@@ -35,7 +35,7 @@ class Future(concurrent.futures.Future[list[Any]]):
         "call",
     )
 
-    #: What the standard library puts in when it has taken the lock.
+    #: Until the standard library takes the lock, and adds to them: see ``_condition``.
     _waiters: Any = ()
     _done_callbacks: Any = ()
 

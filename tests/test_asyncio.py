@@ -67,6 +67,17 @@ def test_a_batch_that_nobody_waits_for_any_more_is_ended(kind: Any, gate: Gate) 
         assert (stats.cancelled, stats.failed, stats.restarts) == (2, 0, 0)
 
 
+def test_what_is_answered_from_the_cache_is_not_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wake a thread that has nothing to send."""
+    flushes: list[None] = []
+    with ThreadedStreamer(models.echo, cache_size=1) as streamer:
+        flush = streamer.backend.flush
+        monkeypatch.setattr(streamer.backend, "flush", lambda: flushes.append(flush()))
+        for _ in range(2):
+            assert asyncio.run(streamer.apredict([1])) == [1]
+        assert len(flushes) == 1
+
+
 def test_a_future_is_awaited_as_one_of_asyncio(gate: Gate) -> None:
     async def main(streamer: ThreadedStreamer) -> None:
         good, bad, late = (asyncio.wrap_future(streamer.submit([n])) for n in (1, 0, 2))

@@ -223,6 +223,28 @@ def test_what_cannot_be_extended_is_kept_for_longer_from_the_start(precedence: P
     assert len(flights.open) == 3
 
 
+def test_what_starts_again_serves_no_call_with_a_nearer_deadline() -> None:
+    flights = Flights(extend=None)
+    for items, timeout in (("ab", 10.0), ("a", 15.0)):
+        flights.submit(items, timeout, URGENT)
+    flights.end(ValueError("of one of them"))
+    assert [call.items for call in flights.open] == [["a"]]
+    for timeout, calls in ((15.0, 1), (9.0, 2)):
+        flights.submit("a", timeout, URGENT)
+        assert len(flights.open) == calls
+
+
+def test_what_would_start_again_too_late_fails() -> None:
+    flights = Flights(extend=None)
+    flights.submit("ab", 10.0)
+    late = flights.submit("a", 11.0)
+    flights.clock.advance(12.0)
+    flights.end(ValueError("of one of them"))
+    assert flights.open == []
+    assert late.failure is not None
+    assert late.failure.text == "PredictTimeout: no time left"
+
+
 def test_what_was_in_flight_when_the_cache_was_cleared_does_not_come_into_it() -> None:
     flights = Flights(cache={})
     for is_cleared in (True, False):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -276,6 +278,18 @@ def test_close_in_a_callback_lets_the_rest_be_answered(one: Shared) -> None:
         one.transport.echo()
     assert last.result() == ["b"]
     await_that(lambda: one.single.timer.thread is None or not one.single.timer.thread.is_alive())
+
+
+def test_close_ends_the_thread_that_looks_at_the_time(one: Shared) -> None:
+    withdrawn = one.submit("a", timeout=999)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        closing = threads.submit(one.single.close, drain=True, timeout=None)
+        await_that(lambda: one.engine.is_over)
+        time.sleep(0.05)  # the thread waits for the end of this call, if it has looked just now
+        assert withdrawn.cancel()
+        closing.result()
+    thread = one.single.timer.thread
+    await_that(lambda: thread is not None and not thread.is_alive())
 
 
 @pytest.mark.parametrize("where", ["call", "timer"])

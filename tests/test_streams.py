@@ -124,6 +124,31 @@ def test_a_wait_that_is_cancelled_leaves_the_stream_open(gate: Gate, how: str) -
         assert asyncio.run(consume(streamer)) == [1, 2]
 
 
+def test_a_task_keeps_nothing_of_the_streams_that_it_has_left(gate: Gate) -> None:
+    callbacks: list[Any] = []
+
+    class Task(asyncio.Task[Any]):
+        def add_done_callback(self, callback: Any, **options: Any) -> None:
+            callbacks.append(callback)
+            super().add_done_callback(callback, **options)
+
+    async def main(streamer: ThreadedStreamer) -> None:
+        asyncio.get_running_loop().set_task_factory(lambda loop, coro: Task(coro, loop=loop))
+        await asyncio.create_task(leave_some(streamer))
+
+    async def leave_some(streamer: ThreadedStreamer) -> None:
+        callbacks.clear()
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0), streamer.astream(1) as stream:
+                    await anext(stream)
+        assert len(callbacks) == 1
+
+    with ThreadedStreamer(gated(gate)) as streamer:
+        asyncio.run(main(streamer))
+        gate.let_through(9)
+
+
 @pytest.mark.parametrize("how", ["helper", "restarted"])
 def test_a_stream_whose_task_was_cancelled_does_not_look_whole_to_another(
     gate: Gate, how: str

@@ -6,7 +6,6 @@ A backend is the engine of this process, or the client of worker hosts beyond a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import threading
 import time
@@ -75,7 +74,7 @@ class Backend(Protocol):
         """Raises Overloaded, which counts, if it is known that no call would be accepted now."""
 
     def flush(self) -> None:
-        """All the calls have been submitted that were said to follow: have them sent."""
+        """The calls that were to follow (``Call.more``) have been submitted: send all of them."""
 
     def cancel(self, call: Any) -> bool:
         """Withdraw a call if that is still of use; whether it was."""
@@ -128,7 +127,7 @@ class Backend(Protocol):
 
 
 class PassThrough:
-    """Does what another backend does, but for the methods that a subclass has of its own."""
+    """Passes everything on to another backend, but for what a subclass defines itself."""
 
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
@@ -188,7 +187,7 @@ class BlockingReply:
     def wait(self, timeout: float | None) -> bool:
         """Block until the outcome is there; False when ``timeout`` seconds have passed first.
 
-        If it raises, ``leave`` is to be called.
+        If it raises, call ``leave``.
         """
         is_there = self._arrived.acquire(timeout=-1 if timeout is None else timeout)
         if not is_there:
@@ -224,8 +223,10 @@ class BlockingReply:
         self.call = None
 
     def wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it goes on already
+        try:
             self._arrived.release()
+        except RuntimeError:
+            return  # it goes on already
 
 
 #: So many are woken by whoever answers: one that the operating system does not run for a while does
@@ -367,7 +368,8 @@ class LoopReply:
         Otherwise the first of many that are answered together, and call again, would be computed
         alone, by a worker that is free, and the others after that. For the loop's own thread.
         """
-        self._mailbox.flush_soon(backend)
+        if self.call is not None and not self.call.is_over:  # else it is answered already
+            self._mailbox.flush_soon(backend)
 
     def complete(self, outputs: list[Any]) -> None:
         self.put(outputs).deliver_soon()
@@ -413,7 +415,7 @@ class Mailbox:
         self._results.append((future, result))
 
     def deliver_soon(self) -> None:
-        """All is put that comes together."""
+        """Wake the loop, unless it is about to deliver: call it when all of a batch is put."""
         if self._is_due:
             return
         self._is_due = True  # before the call: the delivery clears it

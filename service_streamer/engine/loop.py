@@ -90,7 +90,7 @@ class WorkerOutbox:
     ) -> None:
         if isinstance(message, tuple):
             transport.tell(self._slot, *message)
-        elif batcher.has_steps and message.spans and message.spans[0][0].is_stream:
+        elif message.spans and message.spans[0][0].is_stream and batcher.has_steps:
             transport.send(self._slot, message.id, message.payloads, is_stream=True)
         elif message.calls > 1 and batcher.isolates_errors:
             calls = message.items_by_call()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import threading
 import weakref
 from collections import deque
@@ -227,8 +226,6 @@ class LoopOutputs(Outputs):
         self._waiter: asyncio.Future[Any] | None = None
         #: The task in which a wait was cancelled, if no task has waited since.
         self.cancelled_in: asyncio.Task[Any] | None = None
-        #: The last task whose end the stream is told of.
-        self._watched: weakref.ref[asyncio.Task[Any]] | None = None
 
     def submit(self, item: Any, timeout: float | None, precedence: Precedence) -> None:
         super().submit(item, timeout, precedence)
@@ -279,18 +276,24 @@ class LoopOutputs(Outputs):
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
         if frame is None or frame.f_globals.get("__name__") in _HELPERS:  # anext has no frame
             return
-        if self._watched is None or self._watched() is not task:
-            self._watched = weakref.ref(task)
-            task.add_done_callback(functools.partial(_leave_stream, weakref.ref(self)))
+        if task not in _cancelled:
+            _cancelled[task] = weakref.WeakSet()
+            task.add_done_callback(_leave_streams)
+        _cancelled[task].add(self)
         self.cancelled_in = task
 
 
-def _leave_stream(reference: weakref.ref[LoopOutputs], task: asyncio.Task[Any]) -> None:
-    """A task has ended in which a wait for these outputs was cancelled."""
-    outputs = reference()
-    if outputs is not None and outputs.cancelled_in is task:  # else another one goes on
-        outputs.cancelled_in = None  # it may hold the frames that hold this stream
-        outputs.cut_off(_TASK_HAS_ENDED)
+#: Streams for which a wait was cancelled, by the task in which that was.
+_cancelled: weakref.WeakKeyDictionary[asyncio.Task[Any], weakref.WeakSet[LoopOutputs]]
+_cancelled = weakref.WeakKeyDictionary()
+
+
+def _leave_streams(task: asyncio.Task[Any]) -> None:
+    """A task has ended in which waits for outputs were cancelled."""
+    for outputs in _cancelled.pop(task, ()):
+        if outputs.cancelled_in is task:  # else another one goes on
+            outputs.cancelled_in = None  # it may hold the frames that hold this stream
+            outputs.cut_off(_TASK_HAS_ENDED)
 
 
 _TASK_HAS_ENDED = (

@@ -233,12 +233,10 @@ class SingleFlight(PassThrough):
             self._inner.submit(call)
             return
         now = self._clock()
-        deadline = until = math.inf
-        if timeout is not None:
-            deadline, until = now + timeout, now + timeout * (1.0 if self._extend else _SLACK)
+        deadline = math.inf if timeout is None else now + timeout
         caller = Caller(call.reply, timeout, deadline, call.precedence, now)
         call.reply.call = caller
-        own = Computation(self, call.precedence, until, now)
+        own = self._computation(call.precedence, deadline)
         try:
             with self.lock:
                 for key, payload in zip(keys, call.payloads, strict=True):
@@ -361,6 +359,12 @@ class SingleFlight(PassThrough):
 
     # -- computations
 
+    def _computation(self, precedence: Precedence, deadline: float) -> Computation:
+        """A new one, for callers that wait until the deadline."""
+        now = self._clock()
+        until = deadline if self._extend else max(deadline, now + (deadline - now) * _SLACK)
+        return Computation(self, precedence, until, now)
+
     def _add(self, item: Item) -> Item:
         """Have an item computed, for all who come. Locked."""
         item.computation.items.append(item)
@@ -378,7 +382,7 @@ class SingleFlight(PassThrough):
         return items
 
     def _start(self, computation: Computation) -> None:
-        """Submit it, for ``flush``. If all callers have left by now, it is withdrawn, or empty."""
+        """Submit it; call ``flush`` next. If no caller waits, it is withdrawn, or empty."""
         timeout = None if computation.until == math.inf else computation.until - self._clock()
         payloads = [item.payload for item in computation.items]
         self._inner.submit(Call(payloads, computation, timeout, computation.precedence, more=True))
@@ -455,8 +459,7 @@ class SingleFlight(PassThrough):
         until = first.deadline
         if not first.precedence.has_deadline:
             until = max(caller.deadline for caller in item.callers)
-        again = Computation(self, first.precedence, until, self._clock())
-        item.computation = again
+        again = item.computation = self._computation(first.precedence, until)
         self._add(item)
         return again
 
@@ -509,16 +512,14 @@ class SingleFlight(PassThrough):
             # A finalizer interrupts this thread, which must not wait for others that need its lock.
             start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
             return
-        self._stop_sharing()
+        self._is_closing = True
         self._inner.close(drain=drain, timeout=timeout)
+        self.timer.abandon()  # last, since calls are watched until they are over
 
     def abandon(self) -> None:
-        self._stop_sharing()
-        self._inner.abandon()
-
-    def _stop_sharing(self) -> None:
         self._is_closing = True
         self.timer.abandon()
+        self._inner.abandon()
 
 
 def make_share(options: SharingOptions) -> Callable[..., SingleFlight] | None:
