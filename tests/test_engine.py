@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +21,7 @@ from service_streamer import (
     Overloaded,
     StreamerBroken,
     StreamerForked,
+    TooLate,
     WorkerLost,
     WorkerStartError,
     WorkerStartTimeout,
@@ -70,6 +74,31 @@ def test_the_loop_wakes_when_the_wait_for_expected_arrivals_ends() -> None:
         assert one.transport.sent
         one.transport.echo()
         assert future.result(0) == ["lone"]
+
+
+@pytest.mark.parametrize(("timeout", "refusal"), [(None, Overloaded), (0.001, TooLate)])
+def test_a_call_that_is_refused_is_not_kept(
+    timeout: float | None, refusal: type[Exception]
+) -> None:
+    with StubEngine(batch_size=1, max_pending=3) as one:
+        one.transport.ready(0)
+        for _ in range(20):  # how long a batch takes is learned
+            one.submit("computed")
+            one.clock.advance(1.0)
+            one.transport.echo(duration=1.0)
+        for _ in range(4 if timeout is None else 0):  # one is computed, one is sent ahead
+            one.submit("waits")
+        gc.disable()
+        try:
+            call = Call(["refused"] * 2, Future(one.engine), timeout)
+            reference = weakref.ref(call.reply)
+            with contextlib.suppress(refusal):
+                one.engine.submit(call)
+                pytest.fail("it was accepted")
+            del call
+            assert reference() is None
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("is_torn", [False, True], ids=["callers leave", "a change was cut off"])

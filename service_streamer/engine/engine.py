@@ -172,7 +172,10 @@ class Engine(Loop):
             self._on_call(call)
         refusal = self._change(self._accept, call)
         if refusal is not None:
-            raise refusal
+            try:
+                raise refusal
+            finally:
+                del refusal  # a cycle with its traceback, which would keep the items
 
     def _change(self, change: Callable[[S], T], subject: S) -> T:
         """Let it change the state, with the lock held; then send what it has queued.
@@ -247,7 +250,10 @@ class Engine(Loop):
         self.check_process()  # before the lock, which a fork may have copied while held
         refusal = self._change(look, size)
         if refusal is not None:
-            raise refusal
+            try:
+                raise refusal
+            finally:
+                del refusal  # as in ``submit``
 
     def _overloaded(self, size: int) -> Overloaded:
         """Count a call of so many items as refused; what its caller gets. Locked."""
