@@ -185,18 +185,22 @@ class Engine(Loop):
         """
         try:
             with self.lock:
-                if self.is_torn or self.left:
-                    self.settle()
-                result = change(subject)
-                is_early = False
-                if self.waits_until is not WOKEN and (
-                    self.batcher.deadline < self.waits_until
-                    or self.undone  # callbacks of others: not in this thread
-                    # Perhaps there are too few workers.
-                    or (not self.fleet.scaling.is_watching and self.batcher.pending_items > 0)
-                ):  # the loop would look too late by itself; to wake it once is enough
-                    self.waits_until = WOKEN
-                    is_early = True
+                try:
+                    if self.is_torn or self.left:
+                        self.settle()
+                    result = change(subject)
+                    is_early = False
+                    if self.waits_until is not WOKEN and (
+                        self.batcher.deadline < self.waits_until
+                        or self.undone  # callbacks of others: not in this thread
+                        # Perhaps there are too few workers.
+                        or (not self.fleet.scaling.is_watching and self.batcher.pending_items > 0)
+                    ):  # the loop would look too late by itself; to wake it once is enough
+                        self.waits_until = WOKEN
+                        is_early = True
+                except BaseException:
+                    self.is_torn = True  # before another thread takes the lock
+                    raise
             if self.unsent:
                 self.send()
             if is_early:
