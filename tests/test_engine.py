@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +21,7 @@ from service_streamer import (
     Overloaded,
     StreamerBroken,
     StreamerForked,
+    TooLate,
     WorkerLost,
     WorkerStartError,
     WorkerStartTimeout,
@@ -26,6 +30,7 @@ from service_streamer.engine.engine import Engine, EngineState
 from service_streamer.observe.record import Call, StepReport
 from service_streamer.supervision.supervisor import Loss
 from stub_engine import StubEngine
+from walk.interrupts import interrupted_everywhere
 
 
 @pytest.fixture
@@ -69,6 +74,95 @@ def test_the_loop_wakes_when_the_wait_for_expected_arrivals_ends() -> None:
         assert one.transport.sent
         one.transport.echo()
         assert future.result(0) == ["lone"]
+
+
+@pytest.mark.parametrize(("timeout", "refusal"), [(None, Overloaded), (0.001, TooLate)])
+def test_a_call_that_is_refused_is_not_kept(
+    timeout: float | None, refusal: type[Exception]
+) -> None:
+    with StubEngine(batch_size=1, max_pending=3) as one:
+        one.transport.ready(0)
+        for _ in range(20):  # how long a batch takes is learned
+            one.submit("computed")
+            one.clock.advance(1.0)
+            one.transport.echo(duration=1.0)
+        for _ in range(4 if timeout is None else 0):  # one is computed, one is sent ahead
+            one.submit("waits")
+        gc.disable()
+        try:
+            call = Call(["refused"] * 2, Future(one.engine), timeout)
+            reference = weakref.ref(call.reply)
+            with contextlib.suppress(refusal):
+                one.engine.submit(call)
+                pytest.fail("it was accepted")
+            del call
+            assert reference() is None
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("is_torn", [False, True], ids=["callers leave", "a change was cut off"])
+def test_a_signal_handler_may_ask_for_the_stats_within_any_line_of_them(is_torn: bool) -> None:
+    with StubEngine(batch_size=1) as one:
+        engine, transport = one.engine, one.transport
+        transport.ready(0)
+
+        def look() -> None:
+            # Given calls whose callers leave, or a change that was left halfway, within the lock
+            with engine.lock:
+                calls = [Call([n], Future(engine)) for n in range(6)]
+                for call in calls:
+                    engine.submit(call)
+                engine.is_torn = is_torn
+                futures.extend(call.reply for call in calls[: 6 if is_torn else 3])
+                for call in calls[len(futures) :]:
+                    engine.withdraw(call)
+                engine.stats()
+
+        futures: list[Any] = []
+        # When a handler asks for the stats while this thread makes them
+        for _ in interrupted_everywhere(look, handler=engine.stats, step=3):
+            # Then each call is computed once, but for those whose callers have gone
+            for number, future in enumerate(futures):
+                transport.await_that(lambda n=number: len(transport.sent) > n)  # type: ignore
+                transport.echo(number)
+                assert future.result(0) == [number]
+            assert engine.stats().pending == engine.stats().in_flight == 0
+            futures.clear()
+            transport.sent.clear()
+
+
+class WatchedLock:
+    """The lock of an engine; notes whether a change that was cut off is known when it is free."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.are_known: list[bool] = []
+        self._engine, self._lock = engine, engine.lock
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.are_known.append(self._engine.is_torn)
+        self._lock.release()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+
+def test_no_thread_finds_a_change_that_was_cut_off_and_not_mended() -> None:
+    with StubEngine() as one:
+        engine, transport = one.engine, one.transport
+        transport.ready(0)
+        wakeup, transport.wakeup = transport.wakeup, lambda: None  # type: ignore[method-assign]
+        engine.lock = lock = WatchedLock(engine)  # type: ignore[assignment]
+        for _ in interrupted_everywhere(lambda: engine.submit(Call([1], Future(engine)))):
+            with lock:
+                engine.settle()
+        transport.wakeup = wakeup  # type: ignore[method-assign]
+        assert lock.are_known
+        assert all(lock.are_known)
 
 
 def test_a_refusal_does_not_keep_the_loop_from_a_call_that_waits() -> None:

@@ -276,7 +276,15 @@ def test_one_that_still_retires_is_kept_if_more_are_wanted_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "why", ["renewed", "condemned", "condemned while it retires", "winding down", "succeeded"]
+    "why",
+    [
+        "renewed",
+        "condemned",
+        "condemned while it retires",
+        "winding down",
+        "succeeded",
+        "succeeded by one that has died",
+    ],
 )
 def test_one_that_retires_for_another_reason_is_not_kept(why: str) -> None:
     walk = Walk(2)
@@ -294,6 +302,10 @@ def test_one_that_retires_for_another_reason_is_not_kept(why: str) -> None:
         case "succeeded":
             walk.do("renew")
             walk.ready(2)
+        case "succeeded by one that has died":  # the place is tried again when it has ended
+            walk.do("renew")
+            walk.ready(2)
+            walk.lose(2)
     walk.supervisor.want(1)
     walk.do("want", 2)
     assert not [line for line in walk.told() if line.startswith("keep")]

@@ -172,7 +172,10 @@ class Engine(Loop):
             self._on_call(call)
         refusal = self._change(self._accept, call)
         if refusal is not None:
-            raise refusal
+            try:
+                raise refusal
+            finally:
+                del refusal  # a cycle with its traceback, which would keep the items
 
     def _change(self, change: Callable[[S], T], subject: S) -> T:
         """Let it change the state, with the lock held; then send what it has queued.
@@ -182,18 +185,22 @@ class Engine(Loop):
         """
         try:
             with self.lock:
-                if self.is_torn or self.left:
-                    self.settle()
-                result = change(subject)
-                is_early = False
-                if self.waits_until is not WOKEN and (
-                    self.batcher.deadline < self.waits_until
-                    or self.undone  # callbacks of others: not in this thread
-                    # Perhaps there are too few workers.
-                    or (not self.fleet.scaling.is_watching and self.batcher.pending_items > 0)
-                ):  # the loop would look too late by itself; to wake it once is enough
-                    self.waits_until = WOKEN
-                    is_early = True
+                try:
+                    if self.is_torn or self.left:
+                        self.settle()
+                    result = change(subject)
+                    is_early = False
+                    if self.waits_until is not WOKEN and (
+                        self.batcher.deadline < self.waits_until
+                        or self.undone  # callbacks of others: not in this thread
+                        # Perhaps there are too few workers.
+                        or (not self.fleet.scaling.is_watching and self.batcher.pending_items > 0)
+                    ):  # the loop would look too late by itself; to wake it once is enough
+                        self.waits_until = WOKEN
+                        is_early = True
+                except BaseException:
+                    self.is_torn = True  # before another thread takes the lock
+                    raise
             if self.unsent:
                 self.send()
             if is_early:
@@ -247,7 +254,10 @@ class Engine(Loop):
         self.check_process()  # before the lock, which a fork may have copied while held
         refusal = self._change(look, size)
         if refusal is not None:
-            raise refusal
+            try:
+                raise refusal
+            finally:
+                del refusal  # as in ``submit``
 
     def _overloaded(self, size: int) -> Overloaded:
         """Count a call of so many items as refused; what its caller gets. Locked."""

@@ -129,7 +129,7 @@ class Loop:
     """
 
     # More than 30 attributes of an instance would make all of them slower.
-    is_exiting = has_ended = False
+    is_exiting = has_ended = _is_settling = False
 
     def __init__(
         self,
@@ -193,19 +193,24 @@ class Loop:
 
     def settle(self) -> None:
         """Call it first whenever the lock was taken: apply what could not be when it happened."""
-        if self.is_torn:
-            self._mend()
-        if not self.left:
+        if self._is_settling:  # a signal handler has interrupted it, which goes on afterwards
             return
-        self.is_torn = True  # until this is done: a signal handler may raise in between
-        while self.left:
-            entry = self.left[0]
-            if entry is None:
-                self.begin_drain(math.inf)
-            else:
-                self.let_go(entry)
-            self.left.popleft()
-        self.is_torn = False
+        try:
+            self._is_settling = True
+            if self.is_torn:
+                self._mend()
+            if self.left:
+                self.is_torn = True  # until this is done: a signal handler may raise in between
+                while self.left:
+                    entry = self.left[0]
+                    if entry is None:
+                        self.begin_drain(math.inf)
+                    else:
+                        self.let_go(entry)
+                    self.left.popleft()
+                self.is_torn = False
+        finally:
+            self._is_settling = False
 
     def _mend(self) -> None:
         """A change was left halfway: derive the state anew, so that nothing is lost by that."""

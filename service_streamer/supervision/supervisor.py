@@ -88,6 +88,7 @@ class _Worker:
         self.is_condemned = False
         self.is_killed = False
         self.is_waiting = False  # for a place on a cluster
+        self.is_unwanted = False  # it retires only since fewer were wanted then
         self.ready_at = math.inf
 
 
@@ -406,7 +407,7 @@ class Supervisor:
         for slot, worker in self._workers.items():
             if self._is_missed(worker):
                 # Its stream may take hours more, and there may be no room for another one beside.
-                worker.state = WorkerState.READY
+                worker.state, worker.is_unwanted = WorkerState.READY, False
                 orders.keep.append(slot)
             if worker.state is WorkerState.STARTING and worker.place >= len(self._places):
                 worker.state = WorkerState.STOPPING
@@ -420,6 +421,7 @@ class Supervisor:
         ready = [slot for slot, w in self._workers.items() if w.state is WorkerState.READY]
         unwanted = [s for s in ready if self._workers[s].place >= len(self._places)]
         for slot in unwanted[: max(0, len(ready) - len(self._places))]:
+            self._workers[slot].is_unwanted = True
             self._retire(slot, orders)
         # One at a time, so that there is never much less room nor a need for much more memory.
         if not self._is_short and all(map(self._is_settled, self._workers.values())):
@@ -438,12 +440,11 @@ class Supervisor:
 
     def _is_missed(self, worker: _Worker) -> bool:
         """Whether it retires since fewer were wanted, but its place is wanted again, and free."""
-        place = self._place_of(worker)
         return (
             worker.state is WorkerState.RETIRING
+            and worker.is_unwanted
             and not worker.is_condemned
-            and place is not None
-            and place.exchange is _Exchange.NONE
+            and self._place_of(worker) is not None
             and not self._is_winding_down
             and all(w.state is WorkerState.STOPPING for w in self._beside(worker))
         )

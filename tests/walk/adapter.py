@@ -138,7 +138,12 @@ class EngineStreamer(Streamer):
         thread.start = lambda: transport.run(thread.run)
         engine.join = transport.pump  # type: ignore[method-assign]
         self._run(options, lambda: engine)
-        self.check_invariants = engine.batcher.check_invariants
+
+        def check_invariants() -> None:
+            with engine.lock:  # or a finalizer of a stream might change what is looked at
+                engine.batcher.check_invariants()
+
+        self.check_invariants = check_invariants
 
 
 @functools.cache

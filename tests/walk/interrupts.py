@@ -1,7 +1,7 @@
 """Exceptions in the middle of the package's code, as a handler of a signal raises them.
 
 ``interrupted_at`` raises at an exact place, the same in every run, and ``interrupted_everywhere``
-at one place after the other.
+at one place after the other. A handler may also return.
 """
 
 from __future__ import annotations
@@ -89,9 +89,13 @@ def _handler_at(offset: int, entries: Any) -> int | None:
 
 @contextlib.contextmanager
 def interrupted_at(
-    place: int, raised: type[BaseException] = Interrupted
+    place: int,
+    raised: type[BaseException] = Interrupted,
+    handler: Callable[[], object] | None = None,
 ) -> Iterator[threading.Event]:
     """Raise it at the ``place``-th point, from 0, where a signal may be handled: then it is set.
+
+    If there is a handler, it is called there instead.
 
     Only code of the package and of its futures and locks is interrupted, and only in this thread.
     """
@@ -107,7 +111,9 @@ def interrupted_at(
             if left < 0 and not _is_in_finalizer(frame):
                 sys.settrace(None)
                 has_come.set()
-                raise raised
+                if handler is None:
+                    raise raised
+                handler()
         return trace
 
     before = sys.gettrace()
@@ -120,7 +126,11 @@ def interrupted_at(
 
 
 def interrupted_everywhere(
-    call: Callable[[], object], raised: type[BaseException] = Interrupted, *, step: int = 1
+    call: Callable[[], object],
+    raised: type[BaseException] = Interrupted,
+    *,
+    step: int = 1,
+    handler: Callable[[], object] | None = None,
 ) -> Iterator[int]:
     """Call it again and again, interrupted at each place in turn; after each call it yields that.
 
@@ -129,7 +139,7 @@ def interrupted_everywhere(
     """
     place, was_interrupted = 0, True
     while was_interrupted:
-        with contextlib.suppress(raised), interrupted_at(place, raised) as has_come:
+        with contextlib.suppress(raised), interrupted_at(place, raised, handler) as has_come:
             call()
         was_interrupted = has_come.is_set()
         yield place
