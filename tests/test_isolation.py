@@ -9,7 +9,7 @@ import pytest
 
 from bad_items import Service, share_of_bad
 from service_streamer.batching.batcher import Batcher
-from service_streamer.observe.record import BatchRecord, BatchReport, Call
+from service_streamer.observe.record import BatchRecord, BatchReport, Call, StepReport
 
 #: So often a host may be lost with an item until that counts as an attempt.
 MOST_OUTAGES = 3
@@ -228,3 +228,27 @@ def test_a_part_that_no_caller_waits_for_any_more_holds_up_no_batch() -> None:
     assert failed.vacant == [third.slot]
     [batch] = [*failed.batches, *batcher.worker_lost(third.slot, "ended", 0.0).batches]
     assert batch.size == 5
+
+
+def test_a_stream_goes_on_with_its_outputs_once_though_a_handler_raised_while_it_was_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batcher = Batcher(batch_size=2, max_latency=0.0)
+    batcher.begin_steps(2, resumes=True)
+    batcher.worker_ready(0, 0.0)
+    call = Call(["item"], None)
+    call.is_stream = True
+    [batch] = batcher.call_submitted(call, 0.0).batches
+    batcher.stepped(StepReport({batch.id: b"output"}, size=1, slot=0), 0.0)
+    batcher.worker_lost(0, "died", 0.0)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(batcher.slots, "give", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            batcher.worker_ready(1, 0.0)
+    batcher.rebuild([call], 0.0)
+    [again] = batcher.time_passed(0.0).batches
+    assert again.payloads == ["item", b"output"]

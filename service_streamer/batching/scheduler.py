@@ -317,9 +317,10 @@ class StepScheduler(Scheduler):
         self.log = log
 
     def prepare(self, batch: BatchRecord) -> float:
-        begun = batch.spans[0][0].handed_out
-        if begun:  # with the item go the outputs that it has had
-            batch.payloads = [*batch.payloads, *begun]
+        call, start, stop = batch.spans[0]
+        if call.handed_out:  # with the item go the outputs that it has had
+            # Not added to what is there: this may be the second try, after a signal handler raised.
+            batch.payloads = [*call.payloads[start:stop], *call.handed_out]
         return 0.0
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
