@@ -249,3 +249,23 @@ def test_large_call_counts_as_two_batches_of_those_that_may_wait() -> None:
     batcher.call_withdrawn(large)
     assert batcher.has_room_for(16)
     batcher.check_invariants()
+
+
+def test_rounding_of_very_different_lengths_refuses_no_call_with_an_error() -> None:
+    """Of items without a length nothing but an error of rounding may be left, as in this order."""
+    random, held, now = Random(7), [], 0.0
+    batcher = Batcher(batch_size=2, max_latency=0.01, has_lengths=True)
+    batcher.begin_steps(1)
+    batcher.worker_ready(0, 0.0)
+    for _ in range(400):
+        now += 0.01
+        size = random.choice((1, 1, 3))
+        call = Call([None] * size, None)
+        call.lengths = [random.choice((0.0, 0.0, 0.1, 0.7, 1e16)) for _ in range(size)]
+        call.arrived_at, call.deadline = now, now + 20.0
+        assert batcher.hopeless_for(call, now) >= 0.0
+        held += batcher.call_submitted(call, now).batches
+        while held and random.random() < 0.55:
+            batch = held.pop(0)
+            report = BatchReport(batch.id, [None], duration=0.02, slot=0)
+            held += batcher.batch_returned(report, now).batches

@@ -433,7 +433,8 @@ class StepScheduler(Scheduler):
         seconds = figures.batch_duration
         if not ahead or seconds == math.inf or figures.metrics.batch.count < self._places:
             return 0.0
-        items = ahead * queue.items / queue.work  # as many come back, whatever their lengths
+        # As many come back, whatever their lengths. Those of no length may leave no work.
+        items = ahead * queue.items / (queue.work or 1.0)
         return items * seconds / (self._places * max(1, self._workers))
 
     def load(self, failed: int, start_duration: float) -> Load:
