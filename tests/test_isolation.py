@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -272,3 +271,11 @@ def test_a_stream_goes_on_with_its_outputs_once_though_a_handler_raised_while_it
     batcher.rebuild([call], 0.0)
     [again] = batcher.time_passed(0.0).batches
     assert again.payloads == ["item", b"output"]
+
+
+def test_batches_that_all_take_the_same_time_do_not_end_the_scheduler() -> None:
+    """What an item adds becomes so little that dividing by it gives infinity."""
+    items = iter(["good"] * 5 + ["kill"] + ["good"] * 10**6)
+    service = Service(lambda _: next(items), callers=8, seconds=lambda _: 0.25, restart=4.0)
+    service.run(80.0)
+    assert service.failed("good") == 0
