@@ -53,6 +53,12 @@ class World:
         self._do(self._batcher.call_submitted(call, self.now))
         return True
 
+    def lose_worker(self, slot: int) -> None:
+        """The worker is lost with what it computes."""
+        self._back = [event for event in self._back if event[3].slot != slot]
+        heapq.heapify(self._back)
+        self._do(self._batcher.worker_lost(slot, "died", self.now))
+
     @property
     def refused_items(self) -> int:
         return self._batcher.figures.refused_items
@@ -112,7 +118,7 @@ class World:
             heapq.heappush(self._back, (begins + took, batch.id, took, batch))
 
 
-def learned(**options: bool) -> World:
+def learned(**options: int) -> World:
     """It is known what batches cost, of items of up to 1,000 units, and nothing waits."""
     world = World(**options)
     lengths = (50.0, 1000.0) if options.get("has_lengths", True) else (1.0,)
@@ -194,6 +200,21 @@ def test_text_that_is_longer_than_any_so_far_is_not_taken_for_slower() -> None:
     assert world.offer([5000.0], 0.07)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_as_many_calls_may_wait_as_before_while_all_workers_restart(workers: int) -> None:
+    world = learned(workers=workers)
+    accepted = []
+    for _ in range(2):
+        accepted.append(0)
+        while accepted[-1] < 10_000 and world.offer([100.0], 1.0):
+            accepted[-1] += 1
+        for slot in range(workers):
+            world.lose_worker(slot)
+        world.run(world.now + 2.0)
+    assert accepted[0] < 10_000
+    assert accepted[1] == pytest.approx(accepted[0], rel=0.2)
+
+
 def test_refused_call_is_tried_if_nothing_was_computed_since() -> None:
     """Else a model that became faster would be taken for a slow one for ever."""
     world = learned()
@@ -228,3 +249,23 @@ def test_large_call_counts_as_two_batches_of_those_that_may_wait() -> None:
     batcher.call_withdrawn(large)
     assert batcher.has_room_for(16)
     batcher.check_invariants()
+
+
+def test_rounding_of_very_different_lengths_refuses_no_call_with_an_error() -> None:
+    """Of items without a length nothing but an error of rounding may be left, as in this order."""
+    random, held, now = Random(7), [], 0.0
+    batcher = Batcher(batch_size=2, max_latency=0.01, has_lengths=True)
+    batcher.begin_steps(1)
+    batcher.worker_ready(0, 0.0)
+    for _ in range(400):
+        now += 0.01
+        size = random.choice((1, 1, 3))
+        call = Call([None] * size, None)
+        call.lengths = [random.choice((0.0, 0.0, 0.1, 0.7, 1e16)) for _ in range(size)]
+        call.arrived_at, call.deadline = now, now + 20.0
+        assert batcher.hopeless_for(call, now) >= 0.0
+        held += batcher.call_submitted(call, now).batches
+        while held and random.random() < 0.55:
+            batch = held.pop(0)
+            report = BatchReport(batch.id, [None], duration=0.02, slot=0)
+            held += batcher.batch_returned(report, now).batches

@@ -271,7 +271,7 @@ def test_when_no_worker_can_be_started_any_more_nobody_waits(one: StubEngine) ->
 # -- supervision
 
 
-def test_items_run_one_by_one_after_a_death() -> None:
+def test_items_run_again_in_parts_after_a_death() -> None:
     with StubEngine(batch_size=8) as setup:
         transport = setup.transport
         futures = [setup.submit(number) for number in range(8)]
@@ -281,7 +281,12 @@ def test_items_run_one_by_one_after_a_death() -> None:
         transport.ready(1)
         while not all(future.done() for future in futures):
             transport.echo()
-        assert [payloads for _, _, payloads in transport.sent[1:]] == [[n] for n in range(8)]
+        assert [payloads for _, _, payloads in transport.sent[1:]] == [
+            [0, 1],
+            [2, 3],
+            [4, 5],
+            [6, 7],
+        ]
 
 
 def test_a_start_that_fails_is_a_loss(one: StubEngine, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@
     the model raised                its calls fail, or those that the worker found to be at fault
     the worker may be at fault      it is held back, as ``supervision.health`` says
     the worker died                 batches that it had not begun are run again as they were; those
-                                    that it was at item by item, each alone with a worker
+                                    that it was at in parts, each alone with a worker
 
 A call that ends is over at once. Its items that wait are dropped from the queue, and its spans in
 batches and searches are ignored.

@@ -1,10 +1,11 @@
 """What is run again of the batches that workers died with.
 
-Which item ended its worker is not known. So each is run again, alone with a worker: if that dies,
-it is known. That takes a model call for each item, and one death more; halves would take log2(n)
-deaths, and a worker may load its model for long. The search ends when each item that kills was
-alone with a worker that died, ``max_attempts`` deaths in all; or after ``deaths_allowed``: what is
-left then fails.
+Which item ended its worker is not known. So n items are run again in about sqrt(n) parts of as many
+items, and those of a part that ends its worker, too, one by one. Each has a worker for itself. That
+takes about 2 sqrt(n) model calls and, with three attempts, no more deaths than one by one from the
+beginning; halves would take log2(n) deaths, and a worker may load its model for long. The search
+ends when each item that kills was alone with a worker that died, ``max_attempts`` deaths in all; or
+after ``deaths_allowed``: what is left then fails.
 
 What is run again takes turns with batches of new items, so a search delays no other call. What the
 model raises on it, its worker deals with as for any other batch.
@@ -148,7 +149,9 @@ class Retries:
         attempts: float = math.inf,
         as_it_was: bool = False,
     ) -> bool:
-        """A worker died with the batch: its items are run again one by one, or ``as_it_was``.
+        """A worker died with the batch: it is run again in parts, or ``as_it_was``.
+
+        If another death is the last that its items may be there for, they are run one by one.
 
         Args:
             attempts: so many at most, if that is less than ``max_attempts``.
@@ -157,16 +160,17 @@ class Retries:
         if search is None:
             return False
         search.deaths_left -= 1
-        losses = batch.losses + 1
+        losses, most = batch.losses + 1, min(self._max_attempts, attempts)
         # As it ran: if one item is left of several, it is not known to be to blame.
-        is_guilty = batch.size == 1 and losses >= min(self._max_attempts, attempts)
+        is_guilty = batch.size == 1 and losses >= most
         if is_guilty or search.deaths_left <= 0:
             return False
-        parts = [_unanswered(batch.spans)]
+        spans = _unanswered(batch.spans)
+        parts = [spans]
         if not as_it_was:
-            parts = [
-                [(call, at, at + 1)] for call, start, stop in parts[0] for at in range(start, stop)
-            ]
+            items = [(call, i, i + 1) for call, start, stop in spans for i in range(start, stop)]
+            room = 1 if losses + 1 >= most else math.isqrt(len(items))
+            parts = [items[at : at + room] for at in range(0, len(items), room)]
         self._run_again(parts, search, losses, batch.outages)
         return True
 

@@ -291,7 +291,8 @@ class Policy:
             return math.inf
         longest = max(LONGEST, FIXED_COSTS * base)
         if not self._has_lengths:
-            return math.ceil((longest - base) / per_unit)
+            items = (longest - base) / per_unit  # infinite if that is next to nothing
+            return math.ceil(items) if items < math.inf else items
         padded = max(LONGEST_PADDED, PADDED_FIXED_COSTS * base)
         return (min(longest, padded) - base) / per_unit
 

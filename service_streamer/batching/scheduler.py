@@ -59,6 +59,7 @@ class Scheduler(ABC):
     def __init__(self, ledger: CallLedger) -> None:
         self._ledger = ledger
         self._slots = ledger.slots
+        self._workers_before = 0  # that took batches when one was back last
 
     # -- what happens
 
@@ -76,6 +77,7 @@ class Scheduler(ABC):
         """A batch is back, with results or a failure: count it."""
         self.note(batch)
         self._ledger.figures.recent.append(batch)
+        self._workers_before = self._slots.taking
 
     def note(self, batch: BatchRecord) -> None:
         """Note in a batch that is back, or lost, what was counted until then."""
@@ -121,6 +123,11 @@ class Scheduler(ABC):
     def is_in_time_alone(self, call: Call, now: float) -> bool:
         """Whether a new call could be in time if nothing waited, and no worker was busy."""
         return self._takes(call) <= SURELY_LATE * (call.deadline - now)
+
+    @property
+    def _workers(self) -> int:
+        """How many take batches. While all of them restart, how many did so before."""
+        return self._slots.taking or self._workers_before
 
     @abstractmethod
     def _takes(self, call: Call, ahead: float = 0.0) -> float:
@@ -288,7 +295,7 @@ class BatchScheduler(Scheduler):
         return takes if takes > SURELY_LATE * left else 0.0
 
     def _takes(self, call: Call, ahead: float = 0.0) -> float:
-        return self._policy.least_duration(call, ahead, self._slots.taking)
+        return self._policy.least_duration(call, ahead, self._workers)
 
     def load(self, failed: int, start_duration: float) -> Load:
         policy, metrics = self._policy, self._ledger.figures.metrics
@@ -317,9 +324,10 @@ class StepScheduler(Scheduler):
         self.log = log
 
     def prepare(self, batch: BatchRecord) -> float:
-        begun = batch.spans[0][0].handed_out
-        if begun:  # with the item go the outputs that it has had
-            batch.payloads = [*batch.payloads, *begun]
+        call, start, stop = batch.spans[0]
+        if call.handed_out:  # with the item go the outputs that it has had
+            # Not added to what is there: this may be the second try, after a signal handler raised.
+            batch.payloads = [*call.payloads[start:stop], *call.handed_out]
         return 0.0
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
@@ -425,8 +433,9 @@ class StepScheduler(Scheduler):
         seconds = figures.batch_duration
         if not ahead or seconds == math.inf or figures.metrics.batch.count < self._places:
             return 0.0
-        items = ahead * queue.items / queue.work  # as many come back, whatever their lengths
-        return items * seconds / (self._places * max(1, self._slots.taking))
+        # As many come back, whatever their lengths. Those of no length may leave no work.
+        items = ahead * queue.items / (queue.work or 1.0)
+        return items * seconds / (self._places * max(1, self._workers))
 
     def load(self, failed: int, start_duration: float) -> Load:
         # All places together are one batch.

@@ -349,11 +349,6 @@ class Slots:
     def in_flight(self) -> list[BatchRecord]:
         return [batch for slot in self._slots.values() for batch in slot.batches.values()]
 
-    @property
-    def busy(self) -> int:
-        """How many hold a batch."""
-        return sum(bool(slot.batches) for slot in self._slots.values())
-
     def check_invariants(self) -> None:
         assert self.items == sum(batch.size for batch in self.in_flight())
         assert {*self.idle, *self.without_ahead} <= {*self._slots}
