@@ -305,6 +305,16 @@ class Batcher:
         """How many items the worker has that was ready."""
         return sum(batch.size for batch in self.slots.in_flight() if batch.slot == slot)
 
+    def answered_alone(self, report: BatchReport) -> Call | None:
+        """The call that has all its results by this report, if nothing else is to be done then."""
+        if self._ledger.queue.items or self.retries.waiting or self.has_steps or report.has_failed:
+            return None
+        spans = self.slots.spans(report.slot, report.batch_id)
+        if len(spans) != 1:
+            return None
+        call, start, stop = spans[0]
+        return None if call.is_over or stop - start != call.size else call
+
     def batch_returned(self, report: BatchReport, now: float) -> Actions:
         """A batch came back, with an output or a failure for each item, or one failure for all.
 

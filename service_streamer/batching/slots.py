@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..observe.record import BatchRecord
+from ..observe.record import BatchRecord, Span
 from ..supervision.health import WARM, BatchBound
 
 #: The most batches that a worker holds, but for those that it preprocesses besides.
@@ -259,6 +259,11 @@ class Slots:
         holder = self._slots[slot]
         seconds = [duration(batch.cost) for batch in holder.batches.values()]
         return max(now, holder.busy_since + sum(seconds)) if seconds else now
+
+    def spans(self, slot: int, batch_id: int) -> Sequence[Span]:
+        """Those of a batch that a worker holds."""
+        batch = self._slots[slot].batches.get(batch_id)
+        return () if batch is None else batch.spans
 
     def take_back(
         self, slot: int, batch_id: int, now: float, *, is_done: bool = True

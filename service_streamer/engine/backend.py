@@ -6,6 +6,7 @@ A backend is the engine of this process, or the client of worker hosts beyond a 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 import time
@@ -15,8 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from ..errors import StreamerError
-from ..observe.record import ORDINARY, Call, Precedence, Timing
+from ..observe.record import NO_OUTPUTS, ORDINARY, Call, Precedence, Timing
+from ..reporting import quiet_log
 from ..workers.protocol import Failure
+
+log = quiet_log(__name__)
 
 #: To a callback that would wait for its own thread.
 IN_CALLBACK = (
@@ -453,3 +457,31 @@ def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
             mailbox = Mailbox(loop)
             _mailboxes[loop] = weakref.ref(mailbox)
         return mailbox
+
+
+def answer(calls: Sequence[Call]) -> None:
+    """Answer calls that are over; then wake threads and loops, once for all of their calls."""
+    waiters: list[BlockingReply] = []
+    mailboxes: set[Mailbox] = set()
+    for call in calls:
+        # Whoever still holds the call does not hold its results.
+        reply, outputs, call.reply, call.outputs = call.reply, call.outputs, None, NO_OUTPUTS
+        kind = type(reply)
+        try:
+            if call.failure is not None:
+                if reply is not None:  # else it was answered before a bug of ours
+                    reply.fail(call.failure)
+            elif kind is BlockingReply:
+                reply.put(outputs)
+                waiters.append(reply)
+            elif kind is LoopReply:
+                mailboxes.add(reply.put(outputs))
+            elif reply is not None:
+                reply.complete(outputs)
+        except BaseException:
+            # A callback of a user's may raise anything, SystemExit too. Others wait for their
+            # answers, and the thread does not end for it.
+            log(logging.ERROR, "a callback of a future raised", exc_info=True)
+    wake(waiters)
+    for mailbox in mailboxes:
+        mailbox.deliver_soon()

@@ -24,12 +24,12 @@ from typing import Any
 
 from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
-from ..observe.record import NO_OUTPUTS, BatchRecord, BatchReport, Call, StepReport
+from ..observe.record import BatchRecord, BatchReport, Call, StepReport
 from ..reporting import counted, quiet_log, report_bug, summary
 from ..supervision.restarts import Loss, backoff
 from ..workers.protocol import DROP, RESUME, Failure, WorkerReady
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
-from .backend import BlockingReply, LoopReply, Mailbox, wake
+from .backend import BlockingReply, Mailbox, answer
 from .fleet import EngineState, Fleet, FleetEvent
 from .threads import AtExit, is_owned, rest_if_copied
 
@@ -381,7 +381,7 @@ class Loop:
                 "%s failed by that; the streamer goes on",
                 counted(len(calls), "call"),
             )
-        self._answer_all(calls)
+        self._answer(calls)
         self.on_answered()
         return news
 
@@ -419,6 +419,8 @@ class Loop:
                 now = self.clock()
                 if len(events) > 1:
                     fleet.foresee(events)
+                elif events and isinstance(events[0], BatchReport):
+                    self._answer_alone(events[0])
                 for event in events:
                     if isinstance(event, StepReport):
                         parts += batcher.stepped(event, now)
@@ -439,7 +441,7 @@ class Loop:
             timeout = None if has_more else self._time_to_wait()
         finally:  # they are over, so nothing else would answer them
             self._hand_out(parts)
-            self._answer_all(calls)
+            self._answer(calls)
             if calls or parts:
                 self.on_answered()
             self._hand_out_records()
@@ -447,6 +449,17 @@ class Loop:
             self._look_after_workers(rest)
             timeout = self._time_to_wait()
         return timeout
+
+    def _answer_alone(self, report: BatchReport) -> None:
+        """Let the thread go on whose results are all that a batch brings. Locked.
+
+        Until it runs, this thread learns from the batch. Many threads would wake up too early, and
+        wait for the interpreter lock.
+        """
+        call = self.batcher.answered_alone(report)
+        if call is not None and type(call.reply) is BlockingReply:
+            reply, call.reply = call.reply, None
+            reply.complete(report.outputs)
 
     def _look_after_workers(self, rest: Sequence[Actions]) -> None:
         """Do what happens seldom: end and start workers, and log.
@@ -513,7 +526,7 @@ class Loop:
             is_idle = batcher.is_empty and not fleet.supervisor.is_loading
             calls = self._fail_open(reason)
             self.changed.notify_all()
-        self._answer_all(calls)
+        self._answer(calls)
         self.open_calls.clear()
         self.transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
         with self.lock:
@@ -539,35 +552,10 @@ class Loop:
         for mailbox in mailboxes:
             mailbox.deliver_soon()
 
-    def _answer_all(self, calls: Sequence[Call]) -> None:
-        """Answer calls that are over; then wake threads and loops, once for all of their calls."""
-        waiters: list[BlockingReply] = []
-        mailboxes: set[Mailbox] = set()
+    def _answer(self, calls: Sequence[Call]) -> None:
+        answer(calls)
         for call in calls:
-            # Whoever still holds the call does not hold its results.
-            reply, outputs, call.reply, call.outputs = call.reply, call.outputs, None, NO_OUTPUTS
-            kind = type(reply)
-            try:
-                if call.failure is not None:
-                    if reply is not None:  # else it was answered before a bug of ours
-                        reply.fail(call.failure)
-                elif kind is BlockingReply:
-                    reply.put(outputs)
-                    waiters.append(reply)
-                elif kind is LoopReply:
-                    mailboxes.add(reply.put(outputs))
-                elif reply is not None:
-                    reply.complete(outputs)
-            except BaseException:
-                # A callback of a user's may raise anything, SystemExit too. Others wait for their
-                # answers, and this thread does not end for it.
-                log(logging.ERROR, "a callback of a future raised", exc_info=True)
-        wake(waiters)
-        for mailbox in mailboxes:
-            mailbox.deliver_soon()
-        forget = self.open_calls.pop
-        for call in calls:
-            forget(call, None)
+            self.open_calls.pop(call, None)
 
     def _hand_out_records(self) -> None:
         records, self.records = self.records, []  # only this thread adds to them
