@@ -1,7 +1,7 @@
 """Kinds of accelerators, which of them this machine has, and what a process does on its own.
 
-All that differs between kinds is in their classes. To add one, write a subclass of ``Accelerator``
-and add it to ``KINDS``.
+All that differs between kinds is in their classes, but for the words of their errors, which are in
+``device_errors``. To add one, write a subclass of ``Accelerator`` and add it to ``KINDS``.
 
 Settings of the user take precedence: torch's own variables, and torch's own functions in
 ``init_model``. Nothing here imports torch, or makes a context on a device in a process that has
@@ -82,6 +82,10 @@ class Accelerator:
     def allocator_variables(self) -> dict[str, str]:
         """Environment variables of torch's allocator that suit the GPUs of this machine."""
         return {}
+
+    def is_built_for(self, version: str) -> bool:  # noqa: ARG002
+        """Whether torch of this version is built for these devices, and for no others."""
+        return False
 
     # -- in a process that may have loaded torch
 
@@ -346,7 +350,11 @@ class Xpu(Accelerator):
     torch_name = "xpu"
 
     def find(self) -> Sequence[Gpu] | None:
-        return None if any(Path("/dev/dri").glob("renderD*")) and is_torch_for_xpu() else ()
+        has_any = any(Path("/dev/dri").glob("renderD*"))
+        return None if has_any and self.is_built_for(torch_version()) else ()
+
+    def is_built_for(self, version: str) -> bool:
+        return "+xpu" in version
 
     def is_built(self) -> bool:
         return self.torch is not None and bool(sys.modules["torch"]._C._has_xpu)
@@ -371,7 +379,8 @@ def find_gpus() -> tuple[Accelerator, Sequence[Gpu] | None]:
     """
     count = os.environ.get(GPU_COUNT, "")
     if count.isdecimal():
-        kind: Accelerator = XPU if is_torch_for_xpu() else CUDA
+        version = torch_version()
+        kind = next((each for each in KINDS if each.is_built_for(version)), CUDA)
         return kind, tuple(Gpu(str(number)) for number in range(int(count)))
     for kind in KINDS:
         gpus = kind.find()
@@ -409,11 +418,6 @@ def torch_version() -> str:
     with contextlib.suppress(Exception):
         return str(version("torch"))
     return ""
-
-
-def is_torch_for_xpu() -> bool:
-    """Whether the installed torch is built for XPU."""
-    return "+xpu" in torch_version()
 
 
 # -- of this process
