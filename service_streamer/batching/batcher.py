@@ -307,7 +307,9 @@ class Batcher:
 
     def answered_alone(self, report: BatchReport) -> Call | None:
         """The call that has all its results by this report, if nothing else is to be done then."""
-        if self._ledger.queue.items or self.retries.waiting or self.has_steps or report.has_failed:
+        if self._ledger.queue.items or self.retries.waiting or self.has_steps:
+            return None
+        if report.failure is not None or report.failures:
             return None
         spans = self.slots.spans(report.slot, report.batch_id)
         if len(spans) != 1:

@@ -160,7 +160,8 @@ class ArrivalForecast:
         elif closes_at > _NEVER:
             self._learn_burst()
         watches = self._watches
-        self._end_watches(now)
+        if watches:
+            self._end_watches(now)
         if watches:
             watch = watches[0]
             watch.arrived += 1

@@ -17,6 +17,7 @@ from ...options.kinds import (
     Count,
     Devices,
     File,
+    FixedNumber,
     Flag,
     Function,
     Kind,
@@ -129,6 +130,7 @@ _NUMBER: tuple[type, ...] = (float, int, str)
 
 _FORMS: dict[type[Kind], WrittenForm] = {
     Flag: WrittenForm("", (bool,)),
+    FixedNumber: WrittenForm("INTEGER", (int, str), _whole),
     Count: WrittenForm("INTEGER", (int, str), _whole),
     WorkerNumber: WrittenForm(
         "N|LEAST:MOST", (int, str), _workers,
