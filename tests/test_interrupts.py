@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+import service_streamer
 from service_streamer import PredictTimeout, Streamer, ThreadedStreamer
+from service_streamer.observe.record import Call
+from stub_engine import StubEngine
 from walk.interrupts import Interrupted, interrupted_everywhere
 
 #: Seconds until a call counts as lost.
@@ -113,3 +116,34 @@ def look(streamer: ThreadedStreamer) -> None:
     with contextlib.suppress(RuntimeError):  # of Condition.wait, which has released the lock
         future.exception(ALARM)
     future.done()
+
+
+@pytest.mark.parametrize("is_torn", [False, True], ids=["callers leave", "a change was cut off"])
+def test_a_signal_handler_may_ask_for_the_stats_within_any_line_of_them(is_torn: bool) -> None:
+    with StubEngine(batch_size=1) as one:
+        engine, transport = one.engine, one.transport
+        transport.ready(0)
+
+        def look() -> None:
+            # Given calls whose callers leave, or a change that was left halfway, within the lock
+            with engine.lock:
+                calls = [Call([n], service_streamer.Future(engine)) for n in range(6)]
+                for call in calls:
+                    engine.submit(call)
+                engine.is_torn = is_torn
+                futures.extend(call.reply for call in calls[: 6 if is_torn else 3])
+                for call in calls[len(futures) :]:
+                    engine.withdraw(call)
+                engine.stats()
+
+        futures: list[Any] = []
+        # When a handler asks for the stats while this thread makes them
+        for _ in interrupted_everywhere(look, handler=engine.stats, step=3):
+            # Then each call is computed once, but for those whose callers have gone
+            for number, future in enumerate(futures):
+                transport.await_that(lambda n=number: len(transport.sent) > n)  # type: ignore
+                transport.echo(number)
+                assert future.result(0) == [number]
+            assert engine.stats().pending == engine.stats().in_flight == 0
+            futures.clear()
+            transport.sent.clear()
