@@ -14,6 +14,7 @@ import pytest
 
 import service_streamer
 from service_streamer import PredictTimeout, Streamer, ThreadedStreamer
+from service_streamer.engine.engine import Engine
 from service_streamer.observe.record import Call
 from stub_engine import StubEngine
 from walk.interrupts import Interrupted, interrupted_everywhere
@@ -147,3 +148,38 @@ def test_a_signal_handler_may_ask_for_the_stats_within_any_line_of_them(is_torn:
             assert engine.stats().pending == engine.stats().in_flight == 0
             futures.clear()
             transport.sent.clear()
+
+
+class WatchedLock:
+    """The lock of an engine; notes whether a change that was cut off is known when it is free."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.are_known: list[bool] = []
+        self._engine, self._lock = engine, engine.lock
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.are_known.append(self._engine.is_torn)
+        self._lock.release()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+
+def test_no_thread_finds_a_change_that_was_cut_off_and_not_mended() -> None:
+    with StubEngine() as one:
+        engine, transport = one.engine, one.transport
+        transport.ready(0)
+        wakeup, transport.wakeup = transport.wakeup, lambda: None  # type: ignore[method-assign]
+        engine.lock = lock = WatchedLock(engine)  # type: ignore[assignment]
+        for _ in interrupted_everywhere(
+            lambda: engine.submit(Call([1], service_streamer.Future(engine)))
+        ):
+            with lock:
+                engine.settle()
+        transport.wakeup = wakeup  # type: ignore[method-assign]
+        assert lock.are_known
+        assert all(lock.are_known)
