@@ -8,7 +8,7 @@ transport.wait ◀──── BatchReport ─────── one per batch
 
 The lock guards the calls, what is on its way to workers, and how all that stands. It is held for a
 few microseconds only: no I/O, no pickling, no logging, no code of users and no completing of
-futures happens under it.
+futures happens under it. One thread that waits alone is woken under it, which releases a lock.
 """
 
 from __future__ import annotations
