@@ -87,7 +87,8 @@ class World:
                 report = BatchReport(batch.id, outputs, duration=took, slot=batch.slot)
                 self._do(self._batcher.batch_returned(report, due))
             elif self._ends and self._ends[0][0] <= due:
-                self.late += self._batcher.call_expired(heapq.heappop(self._ends)[2])
+                call = heapq.heappop(self._ends)[2]
+                self.late += self._batcher.call_withdrawn(call, has_expired=True)
             else:
                 self._do(self._batcher.time_passed(due))
         if until < math.inf:

@@ -189,10 +189,14 @@ class AnyOrder(RuleBasedStateMachine):
         self.do(self.batcher.batch_returned(report, self.now))
 
     @precondition(lambda self: self.calls)
-    @rule(data=st.data(), how=st.sampled_from(["call_withdrawn", "call_cancelled", "call_expired"]))
+    @rule(data=st.data(), how=st.sampled_from(["withdrawn", "cancelled", "expired"]))
     def give_up(self, data: st.DataObject, how: str) -> None:
-        call = data.draw(st.sampled_from(self.calls))
-        if getattr(self.batcher, how)(call):
+        call, batcher = data.draw(st.sampled_from(self.calls)), self.batcher
+        if how == "cancelled":
+            has_left = batcher.call_cancelled(call)
+        else:
+            has_left = batcher.call_withdrawn(call, has_expired=how == "expired")
+        if has_left:
             assert call not in self.ended
             self.ended[call] = how
             # Nothing is sent ahead beside a near deadline. When that has gone, a worker is busy, so
