@@ -434,7 +434,8 @@ def test_a_claimed_call_may_be_cancelled_and_its_result_is_dropped(
 def test_a_callback_may_raise_anything_and_predict_in_it_is_refused(
     host: Host, client: Client, gate: Gate
 ) -> None:
-    host(models.Gated, model_init_args=(gate,))
+    # Of one item each, or a permit would be left over from a batch of two.
+    host(models.Gated, model_init_args=(gate,), batch_size=1)
     streamer = client(worker_timeout=None)
     for error in (SystemExit, KeyboardInterrupt, asyncio.CancelledError):
         futures = [streamer.submit([i]) for i in range(4)]
