@@ -166,14 +166,6 @@ class Scheduler(ABC):
             assert not retries.waiting
             assert queue.items < batch_size
             assert deadline < math.inf
-        elif slots.without_ahead and queue.items and not retries.waiting:
-            # One that retires leaves more to the others, who are asked when something comes back.
-            # And what has a deadline may wait until a worker is free.
-            if slots.taking < len(slots) or any(call.deadline < math.inf for call in queue):
-                return
-            assert queue.items < batch_size * len(slots)
-            is_shared = slots.taking > 1 and slots.items < self.full * slots.taking
-            assert is_shared or queue.items < self.full
 
 
 class BatchScheduler(Scheduler):

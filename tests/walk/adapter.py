@@ -121,6 +121,7 @@ class EngineStreamer(Streamer):
     Attributes:
         clock, transport: of the engine.
         check_invariants: of the batcher.
+        held_back: gives the workers that get no batches since they seem to fail them.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class EngineStreamer(Streamer):
                 engine.batcher.check_invariants()
 
         self.check_invariants = check_invariants
+        self.held_back = lambda: engine.batcher.health.held_back
 
 
 @functools.cache
@@ -220,8 +222,10 @@ class Prediction:
             (self._backend.expire if has_expired else self._backend.withdraw)(call)
 
 
-def died(slot: int, loss: Loss, batch_id: int | None = None) -> WorkerDied:
+def died(
+    slot: int, loss: Loss, batch_id: int | None = None, begun: frozenset[int] | None = None
+) -> WorkerDied:
     """A worker is lost."""
     is_loading = loss in (Loss.START_FAILED, Loss.DIED_STARTING, Loss.NO_MEMORY)
     error = WorkerStartError("no") if is_loading else WorkerLost("died")
-    return WorkerDied(slot, Failure(error), loss, batch_id)
+    return WorkerDied(slot, Failure(error), loss, batch_id, begun=begun)

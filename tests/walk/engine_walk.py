@@ -8,6 +8,9 @@ from typing import Any
 
 from .world import Event, World, play, run
 
+#: Seconds of a batch in each stage: three alike, and one beside which the others matter.
+_STAGES = [(0.01, 0.01, 0.01), (0.001, 0.01, 0.004)]
+
 
 def make(seed: int) -> tuple[dict[str, Any], list[Event]]:
     """Options of a ``World``, and what happens in it."""
@@ -28,8 +31,11 @@ def make(seed: int) -> tuple[dict[str, Any], list[Event]]:
     if rng.random() < 0.4:
         options["places"] = options["batch_size"]
         options["resumes"] = rng.random() < 0.5
-    elif rng.random() < 0.4:
-        options["has_lengths"] = True
+    else:
+        options["stages"] = pick([None, None, *_STAGES])
+        if rng.random() < 0.4:
+            options["has_lengths"] = True
+            options["max_batch_cost"] = pick([None, 20.0])
     # Some walks have only a few kinds of events, which lead deeper into what those do.
     kinds = [*_KINDS]
     if rng.random() < 0.5:
@@ -75,7 +81,7 @@ def _stream(rng: random.Random) -> tuple[Any, ...]:
 
 def _worker_event(rng: random.Random) -> Event:
     name = rng.choice(["done", "done", "fail", "spoil", "ready", "lose", "step"])
-    numbers = {"lose": (rng.randrange(3),), "step": (rng.randrange(2),)}.get(name, ())
+    numbers = {"lose": (rng.randrange(4),), "step": (rng.randrange(2),)}.get(name, ())
     return (name, _which(rng), *numbers)
 
 
@@ -107,7 +113,7 @@ _KINDS: list[tuple[str, int, Any]] = [
     ("fail", 4, lambda rng: (_which(rng),)),
     ("spoil", 2, lambda rng: (_which(rng),)),
     ("step", 8, lambda rng: (_which(rng), rng.randrange(2))),
-    ("lose", 3, lambda rng: (_which(rng), rng.randrange(3))),
+    ("lose", 3, lambda rng: (_which(rng), rng.randrange(4))),
     ("together", 4, lambda rng: tuple(_worker_event(rng) for _ in range(rng.choice([2, 3])))),
     ("interrupt", 6, _interrupted),
     ("scale", 1, lambda rng: rng.choice([(1,), (2,), (3,), (1, 3)])),

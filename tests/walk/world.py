@@ -105,11 +105,19 @@ class World:
     Args:
         places: of a model of steps; 0 for another model.
         resumes: whether another worker can go on with a stream.
+        stages: seconds that a batch takes in each stage of its worker.
         options: of the adapter's ``build``.
     """
 
-    def __init__(self, *, places: int = 0, resumes: bool = False, **options: Any) -> None:
-        self.places, self.resumes = places, resumes
+    def __init__(
+        self,
+        *,
+        places: int = 0,
+        resumes: bool = False,
+        stages: tuple[float, float, float] | None = None,
+        **options: Any,
+    ) -> None:
+        self.places, self.resumes, self.stages = places, resumes, stages
         self.options = options
         self.streamer: EngineStreamer = build(**options)
         self.transport, self.clock = self.streamer.transport, self.streamer.clock
@@ -117,7 +125,10 @@ class World:
         self.workers: dict[int, str] = {}
         self.held: dict[int, dict[int, list[Item]]] = {}  # by slot and batch
         self.resting: set[tuple[int, int]] = set()
+        self.suspects: set[Item] = set()  # that were at work when their worker died
+        self.sharing: dict[str, int] = {}  # by the text of an error: calls of its batch
         self.was_interrupted = self.has_lost = self.has_failed = self.is_closing = False
+        self.is_changing = False  # workers come and go, as somebody has asked for
         self._stats = self.streamer.stats()
         self._errors = _Errors()
         logging.getLogger("service_streamer").addHandler(self._errors)
@@ -153,6 +164,7 @@ class World:
         self._see()
         self.streamer.check_invariants()
         self._check_counts()
+        self._check_waiting()
         if self._errors.texts:
             raise Fault(f"a bug is logged: {self._errors.texts[0]}")
 
@@ -295,10 +307,12 @@ class World:
     # The owner of the streamer.
 
     def _scale(self, *numbers: int) -> None:
+        self.is_changing = True
         with self._unless_closing():
             self.streamer.scale(numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1]))
 
     def _restart(self, overlap: Any) -> None:
+        self.is_changing = True
         with self._unless_closing(), contextlib.suppress(WorkerStartTimeout, WorkerError):
             self.streamer.restart_workers(0, overlap=overlap)
 
@@ -328,8 +342,9 @@ class World:
             return [self._dies(slot, _LOADING[numbers[0]]) for slot in slots[which : which + 1]]
         if name == "lose":
             slots = [slot for slot, state in self.workers.items() if state != "loading"]
-            loss = (Loss.CRASHED, Loss.DEVICE_FAILED, Loss.OUTAGE)[numbers[0]]
-            return [self._dies(slot, loss) for slot in slots[which : which + 1]]
+            loss = (Loss.CRASHED, Loss.DEVICE_FAILED, Loss.OUTAGE, Loss.CRASHED)[numbers[0]]
+            is_known = numbers[0] == 3
+            return [self._dies(slot, loss, is_known) for slot in slots[which : which + 1]]
         batches = [(slot, batch) for slot, held in self.held.items() for batch in held]
         if name == "step":
             slots = [slot for slot, held in self.held.items() if held and self.places]
@@ -346,19 +361,31 @@ class World:
         self.held.setdefault(slot, {})
         return WorkerReady(slot, None, self.places, self.resumes)
 
-    def _dies(self, slot: int, loss: Loss) -> Any:
+    def _dies(self, slot: int, loss: Loss, is_known: bool = False) -> Any:
+        """It may be known that its first batch was at work, and no other one."""
         self.has_lost = True
         del self.workers[slot]
-        batch = next(iter(self.held.pop(slot, {})), None)
+        held = self.held.pop(slot, {})
+        first = next(iter(held), None)
         self.resting = {each for each in self.resting if each[0] != slot}
-        if batch is None and loss is Loss.DEVICE_FAILED:
+        if first is None and loss is Loss.DEVICE_FAILED:
             loss = Loss.CRASHED
-        return died(slot, loss, batch if loss is Loss.DEVICE_FAILED else None)
+        is_first = is_known or loss is Loss.DEVICE_FAILED
+        if loss is not Loss.OUTAGE:
+            for batch, items in held.items():
+                if batch == first or not is_first:
+                    self.suspects |= {*items}
+        return died(
+            slot,
+            loss,
+            first if loss is Loss.DEVICE_FAILED else None,
+            frozenset({first} & held.keys()) if is_known else None,
+        )
 
     def _is_back(self, slot: int, batch: int, how: str = "done") -> Any:
         items = self.held[slot].pop(batch)
         self.resting.discard((slot, batch))
-        report = BatchReport(batch, slot=slot)
+        report = BatchReport(batch, slot=slot, duration=sum(self.stages or ()), stages=self.stages)
         if how == "done":
             report.outputs = [*items]
             if self.places and self.calls[items[0].call].kind == "stream":
@@ -371,7 +398,9 @@ class World:
             self._answered(items[:-1])
         else:
             self.has_failed = True
-            report.failure = Failure(ValueError("the model raised"))
+            text = f"the model raised in {batch}"
+            self.sharing[text] = len({item.call for item in items})
+            report.failure = Failure(ValueError(text))
         return StepReport(done=[report], slot=slot) if self.places else report
 
     def _answered(self, items: list[Item]) -> None:
@@ -418,6 +447,8 @@ class World:
             if slot in self.workers:  # else it goes down with it
                 items = payloads[:1] if self.places else payloads
                 self.held[slot][batch] = [*items]
+                if not self.places:
+                    self._check_batch(slot, items)
                 if self.places and len(payloads) > 1:
                     self._resumes(items[0], payloads[1:])
         for slot, what, batch in told:
@@ -491,10 +522,46 @@ class World:
             SharedBatchError: self.has_failed,
             ValueError: self.has_failed,
         }.get(type(outcome), isinstance(outcome, StreamerError) and self.has_lost)
+        if self.sharing.get(str(outcome), 1) > 1:
+            raise Fault(f"{known} failed with what may be the error of another call")
         if not is_right or "this is a bug" in str(outcome) or "streamer failed" in str(outcome):
             raise Fault(f"{known} failed with {outcome!r}")
 
     # -- what must hold
+
+    def _check_batch(self, slot: int, items: list[Item]) -> None:
+        """Of a batch that was sent: its cost, and whom it is with."""
+        most = self.options.get("max_batch_cost")
+        if most is not None and 1 < len(items) > most / max(item.length for item in items):
+            raise Fault(f"a batch costs more than {most}: {items}")
+        held = [*self.held[slot].values()]
+        suspects = [item for each in held for item in each if item in self.suspects]
+        if suspects and len(held) > 1:
+            raise Fault(f"beside what may have ended a worker, {suspects}, others are sent: {held}")
+
+    def _check_waiting(self) -> None:
+        """While a worker is free, less than a batch waits, and not for long."""
+        waiting, held_back = self._stats.pending, self.streamer.held_back()
+        held = [
+            len(self.held[slot]) for slot, state in self.workers.items()
+            if state == "ready" and slot not in held_back
+        ]  # fmt: skip
+        if self.places or not waiting:
+            return
+        if 0 not in held:
+            # Nothing is sent ahead that may run only once, or beside a near deadline, nor until the
+            # next batch is back if that has gone; and what runs again goes to idle workers.
+            is_plain = not (self.has_failed or self.has_lost or self.is_changing)
+            is_timed = any(known.timeout is not None for known in self.calls)
+            is_ahead = is_plain and not is_timed and self.options.get("retry", True)
+            if 1 in held and is_ahead and waiting >= self.options["batch_size"] * len(held):
+                raise Fault(f"workers have one batch each, and {waiting} items wait")
+            return
+        if waiting >= self.options["batch_size"]:
+            raise Fault(f"a worker is free, and {waiting} items wait")
+        due = self.transport.due
+        if due is None or due > self.clock() + self.options.get("max_latency", 0.1) + 1e-6:
+            raise Fault(f"a worker is free, items wait, and it is looked again at {due}")
 
     def _check_counts(self) -> None:
         """What the streamer says of itself is what there is."""
