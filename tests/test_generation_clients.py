@@ -15,7 +15,7 @@ import tiny_models
 from served_here import ServingHere
 from service_streamer.pipelines import SteppedPipeline
 
-pytestmark = pytest.mark.xdist_group("generation-clients")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 ASKED: dict[str, Any] = {"model": "any", "max_tokens": 8, "temperature": 1.5, "seed": 5}
 CHAT: Any = [{"role": "user", "content": "a"}]

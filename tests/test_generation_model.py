@@ -12,7 +12,7 @@ import train_text_generation as training
 from generation_model import DEFAULT_MODEL, ManagedGenerationModel, TextGenerationModel
 from service_streamer import InvalidInput, ThreadedStreamer
 
-pytestmark = pytest.mark.xdist_group("generation-model")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 
 @pytest.fixture(scope="module")

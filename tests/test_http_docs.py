@@ -36,7 +36,7 @@ def rounded(text: str) -> list[dict[str, object]]:
     return [{**each, "score": round(each["score"], 3)} for each in json.loads(text)]
 
 
-@pytest.mark.xdist_group("infilling")
+@pytest.mark.xdist_group("transformers")
 def test_curl_line_answers_what_the_page_says(infilling: Serving) -> None:
     [line] = [
         block
@@ -58,7 +58,7 @@ def test_stream_is_as_the_page_says(tmp_path: Path) -> None:
         assert curl(line, service) == said + "\n"
 
 
-@pytest.mark.xdist_group("infilling")
+@pytest.mark.xdist_group("transformers")
 def test_curl_line_of_the_readme_answers_what_it_says(infilling: Serving) -> None:
     [line] = [block for block in blocks(README, "bash") if "inputs" in block]
     said = next(block for block in blocks(README, "json") if "token_str" in block)
@@ -77,7 +77,7 @@ def test_program_with_openais_client_answers_what_the_page_says() -> None:
         assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
 
 
-@pytest.mark.xdist_group("infilling")
+@pytest.mark.xdist_group("transformers")
 def test_program_with_hugging_faces_client_answers_what_the_page_says(infilling: Serving) -> None:
     [program] = [block for block in blocks(TEXT, "python") if "InferenceClient" in block]
     program = program.replace("http://127.0.0.1:8000", infilling.url)

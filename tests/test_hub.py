@@ -19,6 +19,8 @@ from service_streamer.pipelines import PipelineModel
 from service_streamer.pipelines.hub import HubModel, name_and_revision, remember, resolve
 from tiny_models import DEFAULT_MODEL
 
+pytestmark = pytest.mark.xdist_group("transformers")
+
 constants: Any = pytest.importorskip("huggingface_hub.constants")
 
 NAME = "org/infilling"

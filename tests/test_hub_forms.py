@@ -17,7 +17,7 @@ from pipeline_cases import served as model_of
 from serve_process import Client
 from served_here import served
 
-pytestmark = pytest.mark.xdist_group("infilling")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 LONG = "the king " * 60
 

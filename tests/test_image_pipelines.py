@@ -35,7 +35,7 @@ from pipeline_cases import (
 from service_streamer import InvalidInput, InvalidItems
 from service_streamer.pipelines import PipelineModel
 
-pytestmark = pytest.mark.xdist_group("image-pipelines")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 SIZES = ((40, 30), (30, 40), (64, 64), (300, 200), (9, 80))
 

@@ -19,7 +19,7 @@ from tensor_clients import run_clients
 from test_serve_clients import fuzz
 from tiny_models import folder
 
-pytestmark = pytest.mark.xdist_group("open-inference")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 TWICE = "tensor_models:twice"
 INFER = f"/v2/models/{TWICE}/infer"

@@ -15,6 +15,8 @@ from service_streamer.pipelines.step_loop import GeneratedRow, StepLoop
 from test_step_loop import generated, tokens_of
 from tiny_generators import VOCABULARY, model_of
 
+pytestmark = pytest.mark.xdist_group("transformers")
+
 PAGED = ["gpt2", "llama", "mistral", "gemma3", "opt"]
 
 

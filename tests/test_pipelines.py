@@ -43,7 +43,7 @@ from serve_process import python
 from service_streamer import BadModelOutput, InvalidInput, InvalidItems, Streamer
 from service_streamer.pipelines import TASKS, CustomModel, PipelineModel, parameter_schemas
 
-pytestmark = pytest.mark.xdist_group("pipelines")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 
 # What it answers: as the pipeline does to one input, whatever else is in the batch

@@ -19,7 +19,7 @@ from service_streamer.pipelines.precision import choose_precision
 from service_streamer.serve.cli.main import ServeOptions
 from service_streamer.serve.opening import pool_options
 
-pytestmark = pytest.mark.xdist_group("precision")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 OnGpu = Callable[..., Any]
 

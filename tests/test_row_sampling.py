@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, TopPLogitsWarper
+import transformers
 
 from service_streamer.pipelines.row_sampling import (
     Sampling,
@@ -19,20 +19,20 @@ from service_streamer.pipelines.row_sampling import (
 )
 from service_streamer.pipelines.step_loop import GeneratedRow
 
-pytestmark = pytest.mark.xdist_group("row-sampling")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 VOCABULARY = 61
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=1, n_head=2,
         initializer_range=0.5, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return GPT2LMHeadModel(config).eval()
+        return transformers.GPT2LMHeadModel(config).eval()
 
 
 def new_row(prompt: list[int], *options: Any, made: Sequence[int] = ()) -> GeneratedRow:
@@ -144,7 +144,7 @@ def test_few_rows_of_a_large_vocabulary_are_sorted(monkeypatch: pytest.MonkeyPat
     shares = [0.9, 0.8, 0.999, 0.95, 0.3]
     rows = [new_row([1], Sampling(samples=True, top_p=share)) for share in shares]
     wanted = [
-        TopPLogitsWarper(share)(torch.tensor([[1]]), each[None])  # type: ignore[arg-type]
+        transformers.TopPLogitsWarper(share)(torch.tensor([[1]]), each[None])  # type: ignore[arg-type]
         for share, each in zip(shares, logits, strict=True)
     ]
     usual, sizes = torch.Tensor.sort, []

@@ -24,7 +24,7 @@ from service_streamer import InvalidItems
 from service_streamer.pipelines import PipelineModel, SteppedPipeline
 from service_streamer.workers.model_spec import ModelSpec
 
-pytestmark = pytest.mark.xdist_group("seq2seq")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 TEXTS = ["the fox", "once upon a time there was a king", "a", "it was the best of times"]
 

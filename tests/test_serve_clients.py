@@ -14,6 +14,8 @@ from served_here import ServingHere
 from service_streamer.pipelines import SteppedPipeline
 from tiny_models import DEFAULT_MODEL, folder
 
+pytestmark = pytest.mark.xdist_group("transformers")
+
 #: A service of each kind.
 SERVICES: dict[str, Any] = {
     "custom": lambda: Serving("served_models:kinds"),

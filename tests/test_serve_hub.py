@@ -19,7 +19,7 @@ from served_here import served
 from service_streamer.pipelines import SteppedPipeline
 from web_application import WebApplication
 
-pytestmark = pytest.mark.xdist_group("infilling")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 
 classifier, tagger, features = map(served, ("classifier", "tagger", "features"))

@@ -39,7 +39,7 @@ from service_streamer.serve.cli.main import ServeOptions
 from service_streamer.serve.http.admission import Admission, ServiceOptions
 from service_streamer.serve.opening import _max_large_pixels
 
-pytestmark = pytest.mark.xdist_group("sizes")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 
 def file(kind: str, width: int, height: int, mode: str = "RGB", **options: Any) -> bytes:

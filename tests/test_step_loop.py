@@ -17,6 +17,8 @@ from service_streamer.pipelines.row_sampling import choose
 from service_streamer.pipelines.step_loop import GeneratedRow, StepLoop
 from tiny_generators import EXAMPLES, MAKERS, SHIFTED, VOCABULARY, WITH_ENCODER, model_of
 
+pytestmark = pytest.mark.xdist_group("transformers")
+
 #: The fastest way that suits each model.
 WAYS: dict[str, Any] = {"mamba": "alone", **dict.fromkeys(SHIFTED, "shifted")}
 

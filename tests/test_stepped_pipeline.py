@@ -29,7 +29,7 @@ from service_streamer import InvalidInput, InvalidItems
 from service_streamer.pipelines import SteppedPipeline
 from test_text_pieces import pieces_with_spaces
 
-pytestmark = pytest.mark.xdist_group("stepped-pipeline")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 CHAT = [{"role": "user", "content": "hello"}]
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

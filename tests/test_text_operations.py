@@ -13,7 +13,7 @@ import transformers
 from pipeline_cases import assert_close, folder, item, loaded, refusal, served, variant
 from service_streamer.pipelines import PipelineModel
 
-pytestmark = pytest.mark.xdist_group("text-operations")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 PAIRS = [
     ("the king", "a tree"),

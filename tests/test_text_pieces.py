@@ -12,6 +12,8 @@ import pytest
 from service_streamer.pipelines.text_pieces import TextDecoder, TextPieces, first_of
 from tiny_models import folder
 
+pytestmark = pytest.mark.xdist_group("transformers")
+
 KINDS = [
     "WordPiece", "ByteLevel", "Metaspace", "ByteFallback", "none", "slow", "example", "Whisper",
     "suffixes", "added words", "marks",

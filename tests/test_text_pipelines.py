@@ -26,7 +26,7 @@ from pipeline_cases import (
 from test_text_pieces import pieces_with_spaces
 from tiny_models import SHARP
 
-pytestmark = pytest.mark.xdist_group("text-pipelines")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 MASKED = "the [MASK] fox jumps"
 MASKS = "once upon a [MASK] there was a [MASK]"

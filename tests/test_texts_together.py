@@ -14,7 +14,7 @@ from pipeline_cases import folder, item, loaded, noise, variant
 from service_streamer import ThreadedStreamer
 from service_streamer.pipelines import SteppedPipeline
 
-pytestmark = pytest.mark.xdist_group("texts-together")
+pytestmark = pytest.mark.xdist_group("transformers")
 
 CHAT = [{"role": "user", "content": "hello"}]
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
