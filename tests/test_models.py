@@ -15,7 +15,7 @@ import pytest
 
 import served_models
 from command_line import Launched, error_of, invoke, launched
-from http_in_process import in_event_loop
+from http_in_process import StubClient, in_event_loop, post
 from service_streamer import StreamerClosed, ThreadedStreamer, WorkerStartError
 from service_streamer.pipelines import TASKS
 from service_streamer.serve.cli.main import ServeOptions
@@ -23,7 +23,6 @@ from service_streamer.serve.hosted_model import HostedModel, OpenedModel
 from service_streamer.serve.http.app import Models, create_site
 from service_streamer.serve.http.service import ServiceOptions
 from service_streamer.serve.replacing import Replacer, restart_all
-from stub_exchange import StubExchange
 from web_application import WebApplication
 
 
@@ -241,10 +240,8 @@ async def test_nothing_holds_a_model_that_was_replaced() -> None:
         old += [weakref.ref(models.first), weakref.ref(models.first.streamer)]
         await replacer.load("m", opened)
         await replacer.finished()
-        exchange: Any = StubExchange(body=b'{"inputs": 1}')
-        exchange.method, exchange.target = b"POST", b"/predict"
-        await site(exchange)
-        assert exchange.status == 200
+        status, _ = await StubClient(site).ask(post(b'{"inputs": 1}', path=b"/predict"))
+        assert status == 200
     gc.collect()
     assert [each() for each in old] == [None] * 6
     models.first.stop()
