@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from on_gpu import served
-from on_gpu.goals import goals
 from on_gpu.notes import Batch, activity
 from on_gpu.plan import CPU, NEEDS_GPU, PARTS
 from on_gpu.served import agree, served_rows
@@ -93,31 +92,3 @@ def batch(entered: int, left: int, size: int = 1) -> Batch:
 def test_activity_within_a_window(workers: list[list[Batch]], expected: tuple[Any, ...]) -> None:
     names = ("batches", "mean_batch", "gap_p50_ms", "gap_p99_ms", "in_forward")
     assert activity(workers, 0, 100 * MS) == dict(zip(names, expected, strict=True))
-
-
-def window(workers: int, items: int, streamed: float, tokens: int = 16) -> dict[str, Any]:
-    return {
-        "kind": "window", "workers": workers, "batch_size": 64, "tokens": tokens, "round": 0,
-        "call_items": items, "by_hand_per_s": 10_000.0, "streamed_per_s": streamed,
-        "share": streamed / 10_000, "device_share": None,
-    }  # fmt: skip
-
-
-def test_goals_are_judged_by_medians_of_rounds() -> None:
-    rows = [
-        window(1, 1, 9_000),
-        window(1, 1, 9_600),
-        window(1, 1, 99_000),
-        window(1, 64, 9_400),
-        window(2, 1, 19_900),
-        window(4, 64, 15_000),
-        window(8, 1, 90_000, tokens=128),
-    ]
-    found = goals({"parts": {"workers": {"rows": [*rows, {"kind": "processes"}]}}})
-    assert [(goal.figure, goal.verdict) for goal in found[:5]] == [
-        (0.96, "met"),
-        (0.94, "missed"),
-        (1.99, "missed"),
-        (19_900, "-"),
-        (19_900 / 1400, "-"),
-    ]

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("layers")  # each process would parse the package
+
 PACKAGE = Path(__file__).parent.parent / "service_streamer"
 
 #: From the ground up. A folder, or a module at the top level, imports from lines before its own.
