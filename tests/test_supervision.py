@@ -7,16 +7,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service_streamer.supervision.supervisor import (
     Fate,
     Loss,
     RestartPolicy,
     Supervisor,
-    WorkerState,
 )
 
 
@@ -353,106 +349,3 @@ def test_pauses_begin_anew_when_it_is_known_who_was_at_fault() -> None:
         walk.lose(slot, was_busy=True, is_explained=True)
         assert walk.places == {slot + 1: 0}, "started at once"
         walk.ready(slot + 1)
-
-
-class AnyOrder(RuleBasedStateMachine):
-    """Whatever happens: in the end, with workers that work, there are as many as are wanted."""
-
-    @initialize(worker_num=st.integers(1, 3), max_restarts=st.integers(0, 3))
-    def build(self, worker_num: int, max_restarts: int) -> None:
-        self.walk = Walk(worker_num, ready=False, max_restarts=max_restarts)
-        self.were_ready: set[int] = set()
-
-    @property
-    def supervisor(self) -> Supervisor:
-        return self.walk.supervisor
-
-    def slots(self, *states: WorkerState) -> list[int]:
-        workers = self.supervisor.workers()
-        return [slot for _, slot, state in workers if slot is not None and state in states]
-
-    @property
-    def loading(self) -> list[int]:
-        """Also those of a place that has failed."""
-        return self.slots(WorkerState.STARTING, WorkerState.FAILED)
-
-    @precondition(lambda self: self.loading)
-    @rule(data=st.data())
-    def ready(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(self.loading))
-        self.were_ready.add(slot)
-        self.walk.ready(slot)
-
-    @precondition(lambda self: self.walk.places)
-    @rule(data=st.data(), has_place=st.booleans())
-    def waits(self, data: st.DataObject, has_place: bool) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.walk.places)))
-        self.walk.waits(slot, has_place=has_place)
-
-    @precondition(lambda self: self.walk.places)
-    @rule(
-        data=st.data(),
-        loss=st.sampled_from([Loss.DIED_STARTING, Loss.START_FAILED, Loss.NO_MEMORY]),
-    )
-    def lose(self, data: st.DataObject, loss: Loss) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.walk.places)))
-        self.walk.lose(slot, Loss.CRASHED if slot in self.were_ready else loss)
-
-    @precondition(lambda self: self.slots(WorkerState.RETIRING))
-    @rule(data=st.data())
-    def vacant(self, data: st.DataObject) -> None:
-        assert self.supervisor.vacant(data.draw(st.sampled_from(self.slots(WorkerState.RETIRING))))
-
-    @rule(worker_num=st.integers(1, 4))
-    def scale(self, worker_num: int) -> None:
-        self.walk.do("scale", worker_num)
-
-    @rule(overlap=st.sampled_from([True, False, "auto"]))
-    def renew(self, overlap: Any) -> None:
-        self.walk.do("renew", overlap)
-
-    @precondition(lambda self: self.supervisor.due < math.inf)
-    @rule()
-    def time_passes(self) -> None:
-        self.walk.pass_time()
-
-    @invariant()
-    def consistent(self) -> None:
-        if not hasattr(self, "walk"):
-            return
-        workers = [*self.supervisor.workers()]
-        assert {slot for _, slot, _ in workers} - {None} == {*self.walk.places}
-        at = [
-            place
-            for place, slot, state in workers
-            if slot is not None and state is not WorkerState.STOPPING
-        ]
-        assert all(at.count(place) <= 2 for place in at)
-        assert len(at) <= max(len(set(at)) + 1, 1) or self.slots(WorkerState.RETIRING)
-        if not {*range(self.supervisor.wanted)} <= {*at}:
-            assert self.supervisor.due < math.inf or self.slots(WorkerState.STOPPING)
-
-    def teardown(self) -> None:
-        if not hasattr(self, "walk"):
-            return
-        generation = self.walk.do("renew")
-        for _ in range(200):
-            for slot in self.loading:
-                self.walk.ready(slot)
-            for slot in self.slots(WorkerState.RETIRING):
-                self.supervisor.vacant(slot)
-            for slot in self.slots(WorkerState.STOPPING):
-                self.walk.lose(slot)
-            if self.supervisor.due < math.inf:
-                self.walk.pass_time()
-        assert self.supervisor.is_renewed(generation)
-        assert self.walk.states() == {"ready": self.supervisor.wanted}
-
-
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(
-    max_examples=40,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)

@@ -37,11 +37,12 @@ from service_streamer.workers.transport import (
     WorkerDied,
     WorkerEvent,
     WorkerReady,
+    WorkerWaits,
 )
 
 __all__ = [
     "DROP", "HOLD", "BatchReport", "EngineStreamer", "Failure", "InlineTransport", "Loss",
-    "Prediction", "StepReport", "WorkerDied", "WorkerReady", "build", "died",
+    "Prediction", "StepReport", "WorkerDied", "WorkerReady", "WorkerWaits", "build", "died",
 ]  # fmt: skip
 
 #: A loop that looks so often without being woken would never rest.

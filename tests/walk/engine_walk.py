@@ -108,6 +108,7 @@ _KINDS: list[tuple[str, int, Any]] = [
     ("read", 6, lambda rng: (_which(rng), rng.choice([1, 2, 9]))),
     ("advance", 8, lambda rng: (rng.choice([0.001, 0.02, 0.3, 1.0, 6.0]),)),
     ("ready", 6, lambda rng: (_which(rng),)),
+    ("waits", 1, lambda rng: (_which(rng), rng.randrange(2))),
     ("unready", 1, lambda rng: (_which(rng), rng.randrange(3))),
     ("done", 20, lambda rng: (_which(rng),)),
     ("fail", 4, lambda rng: (_which(rng),)),

@@ -35,6 +35,7 @@ from .adapter import (
     Prediction,
     StepReport,
     WorkerReady,
+    WorkerWaits,
     build,
     died,
 )
@@ -129,6 +130,8 @@ class World:
         self.sharing: dict[str, int] = {}  # by the text of an error: calls of its batch
         self.was_interrupted = self.has_lost = self.has_failed = self.is_closing = False
         self.is_changing = False  # workers come and go, as somebody has asked for
+        #: How many workers there are in the end; None if the load decides, or one does not load.
+        self.wanted: int | None = None if options.get("most") else options.get("workers", 2)
         self._stats = self.streamer.stats()
         self._errors = _Errors()
         logging.getLogger("service_streamer").addHandler(self._errors)
@@ -308,6 +311,7 @@ class World:
 
     def _scale(self, *numbers: int) -> None:
         self.is_changing = True
+        self.wanted = numbers[0] if self.wanted and len(numbers) == 1 else None
         with self._unless_closing():
             self.streamer.scale(numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1]))
 
@@ -337,7 +341,11 @@ class World:
         if name == "ready":
             slots = [slot for slot, state in self.workers.items() if state == "loading"]
             return [self._is_ready(slot) for slot in slots[which : which + 1] or slots[:1]]
+        if name == "waits":
+            slots = [slot for slot, state in self.workers.items() if state == "loading"]
+            return [WorkerWaits(slot, bool(numbers[0])) for slot in slots[which : which + 1]]
         if name == "unready":
+            self.wanted = None
             slots = [slot for slot, state in self.workers.items() if state == "loading"]
             return [self._dies(slot, _LOADING[numbers[0]]) for slot in slots[which : which + 1]]
         if name == "lose":
@@ -595,6 +603,8 @@ class World:
             self._collect()
         self.check()
         self._come_to_rest()
+        if self.wanted is not None and not self.is_closing and len(self.workers) != self.wanted:
+            raise Fault(f"{self.wanted} workers are wanted, and there are {self.workers}")
         if not self.is_closing:
             self._ask("submit", 1)
             fresh = self.calls[-1]
@@ -653,6 +663,8 @@ class World:
             return False
         if any(self.held.values()) or self._stats.pending:
             return False
+        if self.wanted not in (None, len(self.workers)):  # some start after a pause
+            return False
         return bool(self.workers) and all(state == "ready" for state in self.workers.values())
 
     def _one(self, which: int, *kinds: str) -> Iterator[Known]:
@@ -698,7 +710,7 @@ class World:
 
 _CALLS = frozenset({"submit", "quiet", "predict"})
 #: Events of workers, which may come together.
-_OF_WORKERS = frozenset({"ready", "unready", "lose", "step", "done", "fail", "spoil"})
+_OF_WORKERS = frozenset({"waits", "ready", "unready", "lose", "step", "done", "fail", "spoil"})
 
 
 def _ended(stats: Any) -> int:
