@@ -143,7 +143,7 @@ def test_progress_or_a_long_life_ends_the_row(how: str) -> None:
         walk.lose(slot)
         assert walk.places == {slot + 1: 0}, "started at once"
         walk.ready(slot + 1)
-    assert walk.supervisor.restarts == 50
+    assert walk.supervisor.restarts_at.total() == 50
 
 
 def test_one_that_dies_while_loading_is_tried_three_times() -> None:
@@ -185,7 +185,7 @@ def test_renewal_goes_one_by_one_and_the_new_is_ready_before_the_old_ends() -> N
     walk.ready(3)
     walk.retires(1)
     assert walk.supervisor.is_renewed(generation)
-    assert walk.supervisor.restarts == 0
+    assert walk.supervisor.restarts_at.total() == 0
 
 
 def test_renewal_gives_failed_places_another_chance() -> None:

@@ -20,8 +20,7 @@ from ..options.checks import IMPORT_STRING
 from ..options.table import StreamerOptions, WorkerOptions
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.health import BatchBound
-from ..supervision.restarts import RestartPolicy
-from ..supervision.supervisor import Supervisor
+from ..supervision.supervisor import RestartPolicy, Supervisor
 from ..workers.codec import Codec
 from ..workers.mending import Measure
 from ..workers.model_spec import ModelSpec, check_model, check_preprocess, describe

@@ -28,8 +28,7 @@ from ..observe.metrics import StreamerStats, WorkerStats
 from ..observe.record import BatchReport
 from ..reporting import counted
 from ..supervision.autoscaling import Autoscaling
-from ..supervision.restarts import Fate, Loss
-from ..supervision.supervisor import Supervisor, WorkerActions, WorkerState
+from ..supervision.supervisor import Fate, Loss, Supervisor, WorkerActions, WorkerState
 from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerWaits
 
@@ -393,7 +392,7 @@ class Fleet:
             in_flight=batcher.slots.items,
             batches_in_flight=len(batcher.slots.in_flight()),
             workers=workers,
-            restarts=supervisor.restarts,
+            restarts=supervisor.restarts_at.total(),
             accepted=batcher.figures.accepted_calls,
             answered=batcher.figures.answered_calls,
             failed=batcher.figures.failed_calls,

@@ -26,7 +26,7 @@ from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.record import BatchRecord, BatchReport, Call, StepReport
 from ..reporting import counted, quiet_log, report_bug, summary
-from ..supervision.restarts import Loss, backoff
+from ..supervision.supervisor import Loss, backoff
 from ..workers.protocol import DROP, RESUME, Failure, WorkerReady
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
 from .backend import BlockingReply, Mailbox, answer

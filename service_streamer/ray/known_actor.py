@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
-from ..supervision.restarts import Loss
+from ..supervision.supervisor import Loss
 from ..workers.protocol import Failure, decode
 from ..workers.transport import KnownWorker, WorkerDied, WorkerEvent
 from .apart import Frame, unframed

@@ -30,8 +30,7 @@ from ..options.checks import Workers, worker_range
 from ..options.kinds import PATIENCE, Count, Number, Seconds, WorkerNumber
 from ..options.table import StreamerOptions
 from ..supervision.autoscaling import Autoscaling
-from ..supervision.restarts import Loss, RestartPolicy
-from ..supervision.supervisor import Supervisor
+from ..supervision.supervisor import Loss, RestartPolicy, Supervisor
 from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import WorkerDied
 from .workload import Arrival, ClosedLoop, CostModel, Load, Overheads, Phases, Replay

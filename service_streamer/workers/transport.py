@@ -21,7 +21,7 @@ from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..reporting import quiet_log, summary
-from ..supervision.restarts import Loss
+from ..supervision.supervisor import Loss
 from .codec import Codec
 from .memory.memory_link import MemoryLink
 from .model_spec import ModelSpec
