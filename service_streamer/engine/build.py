@@ -29,6 +29,7 @@ from ..workers.protocol import Failure
 from ..workers.starting import refuse_unguarded_main
 from ..workers.transport import ThreadTransport, Transport
 from .engine import Engine, Lengths
+from .fleet import Fleet
 
 #: A function of an item, or where to import it: "package.module:function".
 Length = Callable[[Any], float] | str
@@ -252,9 +253,7 @@ def assemble(
     least, most = options.worker_range
     return Engine(
         transport,
-        batcher,
-        Supervisor(least, policy),
-        scaling=Autoscaling(least, most),
+        Fleet(batcher, Supervisor(least, policy), Autoscaling(least, most)),
         max_pending=options.max_pending,
         hang=_why_hung(options, is_local=is_local),
         slow_start="it had not loaded its model within start_timeout of {:g} s",

@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import enum
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -80,7 +81,7 @@ class Fleet:
         supervisor: Supervisor,
         scaling: Autoscaling | None = None,
         *,
-        jitter: Callable[[], float],
+        jitter: Callable[[], float] = random.random,
     ) -> None:
         self.batcher = batcher
         self.supervisor = supervisor
