@@ -14,7 +14,7 @@ from cases import long_cases
 from service_streamer.batching.batcher import Actions, build_batcher
 from service_streamer.observe.record import BatchReport, Call
 from service_streamer.options.table import StreamerOptions
-from service_streamer.simulate.simulator import Simulation
+from service_streamer.simulate import Simulation
 from service_streamer.workers.transport import StepReport
 
 #: What a worker takes to load its model, seconds. The first one has.
