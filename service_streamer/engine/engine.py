@@ -33,8 +33,7 @@ from ..errors import (
     TooLate,
     WorkerStartTimeout,
 )
-from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
-from ..observe.recent import Summary, summarize
+from ..observe.metrics import BatchMetrics, StreamerStats, Summary, WorkerStats, summarize
 from ..observe.record import BatchRecord, Call
 from ..options.checks import Workers, worker_range
 from ..supervision.supervisor import Overlap

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..options.table import StreamerOptions
-from .recent import StepSummary, Summary
+from .metrics import StepSummary, Summary
 from .record import Reason
 
 #: Shares, from which on something is worth a sentence. All are arbitrary.
