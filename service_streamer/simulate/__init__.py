@@ -459,8 +459,14 @@ class _Run(Simulation):
             arrived=[arrived for arrived, _ in calls],
             workers=self.wanted,
             mean_workers=worked / window,
-            changes=self.scaling.changes,
+            changes=count_turns(self.wanted),
         )
+
+
+def count_turns(numbers: Sequence[tuple[float, int]]) -> int:
+    """How often more workers were wanted after fewer, or fewer after more."""
+    has_grown = [after > before for (_, before), (_, after) in itertools.pairwise(numbers)]
+    return sum(before is not after for before, after in itertools.pairwise(has_grown))
 
 
 def _mean(values: Sequence[float]) -> float:
