@@ -117,7 +117,7 @@ def test_close_returns_in_time_in_a_signal_handler_that_interrupts_a_message(
         send(slot, batch_id, payloads)
         if payloads == ["first"]:
             monkeypatch.undo()
-            engine.tell(0, 0, batch_id)
+            engine.put(0, (0, batch_id))
             engine.close(drain=False, timeout=None)
 
     monkeypatch.setattr(transport, "send", interrupted)

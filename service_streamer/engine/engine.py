@@ -312,7 +312,7 @@ class Engine(Loop):
             if steps is None or (is_held and self.fleet.state is EngineState.DRAINING):
                 return  # the consumer may be who waits for the end of it
             for batch in steps.hold(call, self.clock(), is_held=is_held):
-                self.tell(batch.slot, HOLD if is_held else RESUME, batch.id)
+                self.put(batch.slot, (HOLD if is_held else RESUME, batch.id))
 
         self._change(hold, call)
 

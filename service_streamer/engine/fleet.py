@@ -238,19 +238,15 @@ class Fleet:
         if wanted == before:
             return
         supervisor.want(wanted)
-        if wanted > before and scaling.wait <= scaling.target:
-            text = "%s instead of %d, since calls are refused, or their time ends while they wait"
-            self._note(_INFO, text, counted(wanted, "worker"), before)
-        elif wanted > before:
-            self._note(
-                _INFO,
-                "%s instead of %d, since the queue (%s) takes %.2g s, and the target is %.2g s",
-                counted(wanted, "worker"), before, counted(load.waiting, "item"),
-                scaling.wait, scaling.target,
-            )  # fmt: skip
+        if wanted < before:
+            why = ": fewer have been enough for a while"
+        elif scaling.wait <= scaling.target:
+            why = ", since calls are refused, or their time ends while they wait"
         else:
-            text = "%s instead of %d: fewer have been enough for a while"
-            self._note(_INFO, text, counted(wanted, "worker"), before)
+            queue = counted(load.waiting, "item")
+            why = f", since the queue ({queue}) takes {scaling.wait:.2g} s, and the target is "
+            why += f"{scaling.target:.2g} s"
+        self._note(_INFO, "%s instead of %d%s", counted(wanted, "worker"), before, why)
 
     def set_bounds(self, least: int, most: int, now: float) -> None:
         """Have as many workers, within these bounds, as the load needs."""
@@ -387,6 +383,15 @@ class Fleet:
         if self.state is not EngineState.CLOSED:
             for _, state in self._states():
                 workers[state] += 1
+        scaling = self.scaling
+        scaled: dict[str, Any] = {}
+        if not scaling.is_fixed:
+            scaled = {
+                "wanted": scaling.wanted,
+                "worker_range": (scaling.least, scaling.most),
+                "target_wait": scaling.target,
+                "wait": scaling.wait_of(batcher.load(0, 0.0)),
+            }
         return StreamerStats(
             state=self.state.value,
             pending=batcher.pending_items,
@@ -404,20 +409,8 @@ class Fleet:
             isolated=batcher.retries.isolated_calls,
             ceilings={supervisor.place(slot): n for slot, n in self.ceilings.items()},
             trouble=self._trouble(now),
-            **self._scaling_stats(),
+            **scaled,
         )
-
-    def _scaling_stats(self) -> dict[str, Any]:
-        scaling = self.scaling
-        if scaling.is_fixed:
-            return {}
-        wait = scaling.wait_of(self.batcher.load(0, 0.0))
-        return {
-            "wanted": scaling.wanted,
-            "worker_range": (scaling.least, scaling.most),
-            "target_wait": scaling.target,
-            "wait": wait,
-        }
 
     def _trouble(self, now: float) -> str | None:
         """Why no worker gives answers at present; None while one does."""
