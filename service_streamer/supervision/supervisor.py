@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -128,7 +129,8 @@ class WorkerActions(NamedTuple):
 
 
 class _Worker:
-    def __init__(self, place: int, generation: int, now: float, bound: float) -> None:
+    def __init__(self, slot: int, place: int, generation: int, now: float, bound: float) -> None:
+        self.slot = slot
         self.place = place
         self.started_at = now
         self.bound = bound  # of loading, seconds
@@ -186,7 +188,7 @@ class Supervisor:
         self._policy = policy
         self._workers: dict[int, _Worker] = {}
         self._places = [_Place() for _ in range(worker_num)]
-        self._next_slot = 0
+        self._slots = itertools.count()
         self._generation = 0
         self._overlap: Overlap = "auto"  # of the renewals under way
         self.due = -math.inf
@@ -443,38 +445,37 @@ class Supervisor:
                 self._start(number, orders, now)
             else:
                 self.due = min(self.due, place.restart_at)
-        for slot, worker in self._workers.items():
+        for worker in self._workers.values():
             if self._is_missed(worker):
                 # Its stream may take hours more, and there may be no room for another one beside.
                 worker.state, worker.is_unwanted = WorkerState.READY, False
-                orders.keep.append(slot)
-            if worker.state is WorkerState.STARTING and worker.place >= len(self._places):
+                orders.keep.append(worker.slot)
+            if worker.state is WorkerState.STARTING and self._place_of(worker) is None:
                 worker.state = WorkerState.STOPPING
                 worker.is_waiting = False
-                orders.stop.append(slot)
+                orders.stop.append(worker.slot)
             elif worker.state is WorkerState.READY and (
                 worker.is_condemned or self._has_successor(worker)
             ):
-                self._retire(slot, orders)
+                self._retire(worker, orders)
         # Never fewer than are wanted, if others can stand in for them.
-        ready = [slot for slot, w in self._workers.items() if w.state is WorkerState.READY]
-        unwanted = [s for s in ready if self._workers[s].place >= len(self._places)]
-        for slot in unwanted[: max(0, len(ready) - len(self._places))]:
-            self._workers[slot].is_unwanted = True
-            self._retire(slot, orders)
+        ready = self._in(WorkerState.READY)
+        unwanted = [worker for worker in ready if self._place_of(worker) is None]
+        for worker in unwanted[: max(0, len(ready) - len(self._places))]:
+            worker.is_unwanted = True
+            self._retire(worker, orders)
         # One at a time, so that there is never much less room nor a need for much more memory.
         if not self._is_short and all(map(self._is_settled, self._workers.values())):
             self._renew_next(orders, now)
-        for slot, worker in self._workers.items():
-            if worker.state is WorkerState.STARTING:
-                if worker.ready_by + worker.bound / 2 < now:
-                    # We come much too late: this process was held up itself, and maybe all of them.
-                    worker.ready_by = now + worker.bound / 2
-                elif worker.ready_by <= now:
-                    worker.is_killed = True
-                    worker.ready_by = math.inf
-                    orders.kill.append(slot)
-                self.due = min(self.due, worker.ready_by)
+        for worker in self._in(WorkerState.STARTING):
+            if worker.ready_by + worker.bound / 2 < now:
+                # We come much too late: this process was held up itself, and maybe all of them.
+                worker.ready_by = now + worker.bound / 2
+            elif worker.ready_by <= now:
+                worker.is_killed = True
+                worker.ready_by = math.inf
+                orders.kill.append(worker.slot)
+            self.due = min(self.due, worker.ready_by)
         return orders
 
     def _is_missed(self, worker: _Worker) -> bool:
@@ -490,25 +491,23 @@ class Supervisor:
     def _renew_next(self, orders: WorkerActions, now: float) -> None:
         """Replace one of the old workers, if there are any, and time for it."""
         old = [
-            (worker.place, slot)
-            for slot, worker in self._workers.items()
-            if worker.state is WorkerState.READY
-            and self._place_of(worker) is not None
-            and worker.generation < self._generation
+            worker
+            for worker in self._in(WorkerState.READY)
+            if self._place_of(worker) is not None and worker.generation < self._generation
         ]
         if not old or self._is_winding_down:
             return
-        place, slot = min(old)
+        worker = min(old, key=lambda worker: worker.place)
         if self._overlap:
-            self._start(place, orders, now)
+            self._start(worker.place, orders, now)
         else:
-            self._places[place].exchange = _Exchange.AWAITED
-            self._retire(slot, orders)
+            self._places[worker.place].exchange = _Exchange.AWAITED
+            self._retire(worker, orders)
 
     def _start(self, place: int, orders: WorkerActions, now: float) -> None:
-        self._workers[self._next_slot] = _Worker(place, self._generation, now, self._start_bound())
-        orders.start.append((self._next_slot, place))
-        self._next_slot += 1
+        slot, bound = next(self._slots), self._start_bound()
+        self._workers[slot] = _Worker(slot, place, self._generation, now, bound)
+        orders.start.append((slot, place))
 
     def _start_bound(self) -> float:
         """How long a worker that is started now may take to be ready, seconds."""
@@ -519,9 +518,9 @@ class Supervisor:
             return _FIRST_START_TIMEOUT
         return max(_LEAST_START_TIMEOUT, _START_FACTOR * self._longest_start)
 
-    def _retire(self, slot: int, orders: WorkerActions) -> None:
-        self._workers[slot].state = WorkerState.RETIRING
-        orders.retire.append(slot)
+    def _retire(self, worker: _Worker, orders: WorkerActions) -> None:
+        worker.state = WorkerState.RETIRING
+        orders.retire.append(worker.slot)
 
     def _has_successor(self, worker: _Worker) -> bool:
         return any(
