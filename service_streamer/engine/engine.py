@@ -58,7 +58,7 @@ class Engine(Loop):
         transport: not started yet; the engine starts, owns and closes it.
         fleet: new.
         max_pending: the bound of the batcher, for messages and for a look before the encoding.
-        hang, slow_start: why workers are killed: see ``Loop``.
+        hang: why workers are killed: see ``Loop``.
         lengths: of items, as calls have them; None if each counts one.
         clock: seconds from a monotonic clock.
 
@@ -74,11 +74,10 @@ class Engine(Loop):
         *,
         max_pending: int | None = None,
         hang: str = "its batch took too long",
-        slow_start: str = "loading its model took too long",
         lengths: Lengths | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(transport, fleet, hang=hang, slow_start=slow_start, clock=clock)
+        super().__init__(transport, fleet, hang=hang, clock=clock)
         self.lengths = lengths
         self.decode = transport.decode
         self._max_pending = max_pending

@@ -107,8 +107,8 @@ class Loop:
 
     Args:
         transport: not started yet; owned, and closed at the end.
-        hang, slow_start: why a worker was killed whose batch, or start, took too long, with "{:g}"
-            for the seconds. Where workers are not killed for their batch, why not.
+        hang: why a worker was killed whose batch took too long, with "{:g}" for the seconds. Where
+            workers are not killed for their batch, why not.
 
     Attributes:
         unsent: outboxes into which something was put. Whoever comes by sends what is there, so that
@@ -137,7 +137,6 @@ class Loop:
         fleet: Fleet,
         *,
         hang: str,
-        slow_start: str,
         clock: Callable[[], float],
     ) -> None:
         self.transport = transport
@@ -145,7 +144,6 @@ class Loop:
         self.batcher = fleet.batcher
         self.clock = clock
         self._hang = hang
-        self._slow_start = slow_start
         self._pid = os.getpid()
         # Reentrant, since a signal handler that closes may run while we hold it.
         self.lock = threading.RLock()
@@ -190,8 +188,8 @@ class Loop:
 
     def settle(self) -> None:
         """Call it first whenever the lock was taken: apply what could not be when it happened."""
-        if self._is_settling:  # a signal handler has interrupted it, which goes on afterwards
-            return
+        if self._is_settling or not (self.is_torn or self.left):
+            return  # else a signal handler has interrupted it, which goes on afterwards
         try:
             self._is_settling = True
             if self.is_torn:
@@ -486,8 +484,9 @@ class Loop:
             else:
                 self._log_hang(slot, seconds)
         for slot in orders.kill:
-            allowed = fleet.supervisor.start_bound(slot)
-            self.transport.kill(slot, self._slow_start.format(allowed))
+            seconds = fleet.supervisor.start_bound(slot)
+            why = f"it had not loaded its model within start_timeout of {seconds:g} s"
+            self.transport.kill(slot, why)
         for slot, place in orders.start:
             self._start_worker(slot, place)
 
