@@ -18,7 +18,7 @@ from test_supervision import Walk
 # -- tried again for ever
 
 
-@pytest.mark.parametrize("loss", [Loss.START_FAILED, Loss.DIED_STARTING, Loss.NO_MEMORY])
+@pytest.mark.parametrize("loss", [Loss.START_FAILED, Loss.CRASHED, Loss.NO_MEMORY])
 @pytest.mark.parametrize("was_served", [False, True])
 def test_a_place_that_has_failed_is_tried_again_for_ever(loss: Loss, was_served: bool) -> None:
     walk = Walk(ready=was_served, max_restarts=0 if was_served else 10)
@@ -72,7 +72,7 @@ def test_at_the_end_nothing_is_started_while_a_worker_is_there() -> None:
     assert walk.supervisor.due == math.inf
     walk.lose(2)
     assert walk.told() == ["start 3 at 0"], "one, for what is still to be computed"
-    walk.lose(3, Loss.DIED_STARTING)
+    walk.lose(3)
     walk.pass_time()
     assert len(walk.told()) == 1
 

@@ -150,7 +150,7 @@ class Fleet:
         self.ceilings.pop(slot, None)
         self._dying.discard(slot)
         actions, held, retried = Actions(), 0, retries.retried_items
-        if loss in (Loss.CRASHED, Loss.DEVICE_FAILED, Loss.OUTAGE):
+        if slot in self.batcher.slots:
             held = self.batcher.items_held(slot)
             actions = self.batcher.worker_lost(
                 slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE

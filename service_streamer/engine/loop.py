@@ -504,7 +504,7 @@ class Loop:
             failed = WorkerStartError(f"worker {place} could not be started: {summary(error)}")
             failed.__cause__ = error.with_traceback(None)
             with self.lock:
-                self._apply(WorkerDied(slot, Failure(failed), Loss.DIED_STARTING), self.clock())
+                self._apply(WorkerDied(slot, Failure(failed), Loss.CRASHED), self.clock())
 
     def _shut_down(self, reason: Failure | None) -> None:
         """End all. With a reason of None it was closed."""

@@ -62,7 +62,7 @@ class KnownActor(KnownWorker):
             loss = Loss.OUTAGE if found.is_outage else Loss.CRASHED
         else:
             error = WorkerStartError(f"{self} was lost before it had loaded its model: {found.end}")
-            loss = Loss.START_FAILED if found.is_final else Loss.DIED_STARTING
+            loss = Loss.START_FAILED if found.is_final else Loss.CRASHED
         failure = Failure(error, cause=Failure(cause.with_traceback(None)))
         return WorkerDied(self.slot, failure, loss)
 

@@ -298,11 +298,9 @@ class Simulation(ABC):
                 self.do(actions, now)
             rest = ()
             for slot in orders.stop:
-                loss = Loss.DIED_STARTING
                 if slot in self.lives:
                     self.lives[slot] = self.lives[slot][0], now
-                    loss = Loss.CRASHED
-                self.do(fleet.apply(WorkerDied(slot, _ENDED, loss), now), now)
+                self.do(fleet.apply(WorkerDied(slot, _ENDED, Loss.CRASHED), now), now)
         fleet.notes.clear()
 
 

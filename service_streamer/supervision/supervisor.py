@@ -60,10 +60,9 @@ _LEAST_START_TIMEOUT = 600.0
 class Loss(enum.Enum):
     """How a worker was lost."""
 
-    CRASHED = "died after it had been ready"
+    CRASHED = "died"
     OUTAGE = "was lost with its host, or its connection, whatever it computed"
     DEVICE_FAILED = "ended itself, since its GPU is of no use to it any more"
-    DIED_STARTING = "died before it was ready"
     START_FAILED = "said that it cannot load its model"
     NO_MEMORY = "said that it cannot load its model for lack of memory"
     NEVER_AGAIN = "cannot be started, and no other one can"

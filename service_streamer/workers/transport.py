@@ -303,7 +303,7 @@ class KnownWorker:
         device, to follow its name.
         """
         said = self.final_report
-        loss = Loss.CRASHED if self.is_ready else Loss.DIED_STARTING
+        loss = Loss.CRASHED
         error: StreamerError
         if isinstance(said, StartFailure):
             error = WorkerStartError(f"{self} could not load the model: {said.failure.text}")

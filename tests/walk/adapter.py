@@ -222,8 +222,9 @@ class Prediction:
             (self._backend.expire if has_expired else self._backend.withdraw)(call)
 
 
-def died(slot: int, loss: Loss, batch_id: int | None = None) -> WorkerDied:
+def died(
+    slot: int, loss: Loss, batch_id: int | None = None, *, is_loading: bool = False
+) -> WorkerDied:
     """A worker is lost."""
-    is_loading = loss in (Loss.START_FAILED, Loss.DIED_STARTING, Loss.NO_MEMORY)
     error = WorkerStartError("no") if is_loading else WorkerLost("died")
     return WorkerDied(slot, Failure(error), loss, batch_id)

@@ -96,7 +96,7 @@ class _Errors(logging.Handler):
             self.texts.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
 
 
-_LOADING = (Loss.START_FAILED, Loss.DIED_STARTING, Loss.NO_MEMORY)
+_LOADING = (Loss.START_FAILED, Loss.CRASHED, Loss.NO_MEMORY)
 
 
 class World:
@@ -348,12 +348,13 @@ class World:
 
     def _dies(self, slot: int, loss: Loss) -> Any:
         self.has_lost = True
-        del self.workers[slot]
+        is_loading = self.workers.pop(slot) == "loading"
         batch = next(iter(self.held.pop(slot, {})), None)
         self.resting = {each for each in self.resting if each[0] != slot}
         if batch is None and loss is Loss.DEVICE_FAILED:
             loss = Loss.CRASHED
-        return died(slot, loss, batch if loss is Loss.DEVICE_FAILED else None)
+        failed_at = batch if loss is Loss.DEVICE_FAILED else None
+        return died(slot, loss, failed_at, is_loading=is_loading)
 
     def _is_back(self, slot: int, batch: int, how: str = "done") -> Any:
         items = self.held[slot].pop(batch)
