@@ -226,11 +226,10 @@ class Simulation(ABC):
 
     def __init__(self, batcher: Batcher, least: int, most: int, start_duration: float) -> None:
         self.batcher = batcher
-        self.scaling = Autoscaling(least, most)
         self.wanted = [(0.0, least)]  # when the number of workers changed, and to how many
         self.lives: dict[int, tuple[float, float]] = {}  # from when until when each was ready
-        supervisor = Supervisor(least, RestartPolicy())
-        self._fleet = Fleet(batcher, supervisor, self.scaling, jitter=lambda: 0.0)
+        supervisor, scaling = Supervisor(least, RestartPolicy()), Autoscaling(least, most)
+        self._fleet = Fleet(batcher, supervisor, scaling, jitter=lambda: 0.0)
         self._start_duration = start_duration
         self._events: list[_Event] = []
         self._numbers = itertools.count()
@@ -245,24 +244,23 @@ class Simulation(ABC):
 
     def run(self, until: float = math.inf) -> None:
         """Have the first workers, and let everything happen that is to happen before a time."""
-        batcher, scaling, events = self.batcher, self.scaling, self._events
+        batcher, scaling, events = self.batcher, self._fleet.scaling, self._events
         orders, _ = self._fleet.look_after_workers((), -self._start_duration)
         for slot, _ in orders.start:
             self._ready(slot, 0.0)
         while True:
-            due = batcher.deadline
-            if events and scaling.due < due:  # nothing is done for the load when it is over
-                due = scaling.due
-            if min(due, events[0][0] if events else math.inf) >= until:
+            happens_at = events[0][0] if events else math.inf
+            # Nothing is done for the load when it is over.
+            due = min(batcher.deadline, scaling.due if events else math.inf)
+            now = min(due, happens_at)
+            if now >= until:
                 break
-            if events and events[0][0] <= due:
-                now, _, happen, about = heapq.heappop(events)
+            if happens_at <= due:
+                _, _, happen, about = heapq.heappop(events)
                 happen(*about, now)
-                self._look(now)
-            else:
-                if batcher.deadline <= due:
-                    self.do(batcher.time_passed(due), due)
-                self._look(due)
+            elif batcher.deadline <= due:
+                self.do(batcher.time_passed(due), due)
+            self._look(now)
 
     def _ready(self, slot: int, now: float) -> None:
         """The worker has loaded its model."""

@@ -76,36 +76,22 @@ CERTAIN = 1.25
 
 
 class Load(NamedTuple):
-    """What an engine has to do, and what it does it with. Totals are since its start.
+    """What an engine has to do, and what it does it with. Totals are since its start."""
 
-    Attributes:
-        waiting: items that wait for a worker.
-        in_flight: items that workers hold.
-        arrived: items that have arrived, in total, also those that were refused.
-        served: items that came back, in total.
-        batches: batches that came back, in total.
-        ready: workers that take batches.
-        failed: workers that are wanted and could not be started.
-        full: items that a worker computes at once, at best.
-        speed: items that a worker computes in a second then; 0 if it is not known.
-        turn: after how many seconds it takes more: what a full batch takes; of a model of steps,
-            from one item that is over to the next.
-        start_duration: what the last worker took to start, seconds.
-        refused: items for which there was no room or no time, and calls whose time ended, in total.
-    """
-
-    waiting: int
-    in_flight: int
-    arrived: int
-    served: int
-    batches: int
-    ready: int
-    failed: int
-    full: float
-    speed: float
+    waiting: int  # items that wait for a worker
+    in_flight: int  # items that workers hold
+    arrived: int  # items in total, also those that were refused
+    served: int  # items that came back, in total
+    batches: int  # batches that came back, in total
+    ready: int  # workers that take batches
+    failed: int  # workers that are wanted and could not be started
+    full: float  # items that a worker computes at once, at best
+    speed: float  # items that a worker computes in a second then; 0 if it is not known
+    #: After how many seconds a worker takes more: what a full batch takes; of a model of steps,
+    #: from one item that is over to the next.
     turn: float
-    start_duration: float
-    refused: int = 0
+    start_duration: float  # what the last worker took to start, seconds
+    refused: int = 0  # items without room or time, and calls whose time ended, in total
 
 
 class _Point(NamedTuple):
