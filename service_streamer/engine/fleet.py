@@ -61,18 +61,8 @@ class Fleet:
     """The workers of an engine or a simulation, and their calls. Not thread-safe.
 
     Args:
-        scaling: decides how many workers there are to be; None if that is no matter of the load.
+        scaling: None if the number of workers is no matter of the load.
         jitter: random numbers from 0 to 1.
-
-    Attributes:
-        notes: to be logged by whoever tells it what happened: level, text and its arguments.
-        refusal: why new calls are refused; None accepts them.
-        description: what the model says of itself, as the last worker that became ready reported;
-            None before the first.
-        failure: the last one of a place that has failed.
-        roll_failure: the last one for which a rolling restart was broken off.
-        ceilings: by slot, see ``StreamerStats``.
-        restarted_at: when workers were lost that were started again, the last ones.
     """
 
     def __init__(
@@ -87,12 +77,15 @@ class Fleet:
         self.supervisor = supervisor
         self.scaling = scaling or Autoscaling(supervisor.wanted, supervisor.wanted)
         self.state = EngineState.STARTING
-        self.refusal: Failure | None = None
+        self.refusal: Failure | None = None  # why new calls are refused; None accepts them
+        #: To be logged by whoever reports what happened: level, text and its arguments.
         self.notes: list[tuple[int, str, tuple[object, ...]]] = []
+        #: Of the model, by the worker that became ready last; None before the first.
         self.description: Mapping[str, Any] | None = None
-        self.failure: Failure | None = None
-        self.roll_failure: Failure | None = None
-        self.ceilings: dict[int, float] = {}
+        self.failure: Failure | None = None  # the last one of a place that has failed
+        self.roll_failure: Failure | None = None  # that ended the last rolling restart
+        self.ceilings: dict[int, float] = {}  # by slot, see ``StreamerStats``
+        #: When workers were lost that were started again, the last ones.
         self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
         self._jitter = jitter
         self._last_loss = ""

@@ -90,13 +90,10 @@ class WorkerOutbox:
     ) -> None:
         if isinstance(message, tuple):
             transport.tell(self._slot, *message)
-        elif message.spans and message.spans[0][0].is_stream and batcher.has_steps:
-            transport.send(self._slot, message.id, message.payloads, is_stream=True)
-        elif message.calls > 1 and batcher.isolates_errors:
-            calls = message.items_by_call()
-            transport.send(self._slot, message.id, message.payloads, calls=calls)
-        else:
-            transport.send(self._slot, message.id, message.payloads)
+            return
+        is_stream = batcher.has_steps and any(call.is_stream for call, _, _ in message.spans)
+        calls = message.items_by_call() if message.calls > 1 and batcher.isolates_errors else 0
+        transport.send(self._slot, message.id, message.payloads, calls=calls, is_stream=is_stream)
 
 
 class Loop:
