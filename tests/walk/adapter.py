@@ -222,9 +222,7 @@ class Prediction:
             (self._backend.expire if has_expired else self._backend.withdraw)(call)
 
 
-def died(
-    slot: int, loss: Loss, batch_id: int | None = None, *, is_loading: bool = False
-) -> WorkerDied:
+def died(slot: int, loss: Loss, batch_id: int | None, *, is_loading: bool) -> WorkerDied:
     """A worker is lost."""
     error = WorkerStartError("no") if is_loading else WorkerLost("died")
     return WorkerDied(slot, Failure(error), loss, batch_id)
