@@ -219,8 +219,7 @@ class Supervisor:
 
     def renew(self, overlap: Overlap = "auto") -> int:
         """Want every worker replaced, and failed places tried again; returns the generation."""
-        is_under_way = any(w.generation < self._generation for w in self._workers.values())
-        if is_under_way:
+        if any(map(self._is_old, self._in(WorkerState.STARTING, WorkerState.READY))):
             overlap = min(overlap, self._overlap, key=_OVERLAPS.index)
         self._overlap = overlap
         self._generation += 1
@@ -489,11 +488,7 @@ class Supervisor:
 
     def _renew_next(self, orders: WorkerActions, now: float) -> None:
         """Replace one of the old workers, if there are any, and time for it."""
-        old = [
-            worker
-            for worker in self._in(WorkerState.READY)
-            if self._place_of(worker) is not None and worker.generation < self._generation
-        ]
+        old = list(filter(self._is_old, self._in(WorkerState.READY)))
         if not old or self._is_winding_down:
             return
         worker = min(old, key=lambda worker: worker.place)
@@ -520,6 +515,10 @@ class Supervisor:
     def _retire(self, worker: _Worker, orders: WorkerActions) -> None:
         worker.state = WorkerState.RETIRING
         orders.retire.append(worker.slot)
+
+    def _is_old(self, worker: _Worker) -> bool:
+        """Whether a renewal is to replace it."""
+        return worker.generation < self._generation and self._place_of(worker) is not None
 
     def _has_successor(self, worker: _Worker) -> bool:
         return any(
