@@ -58,9 +58,9 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 }
 
 
-def counted(number: int, noun: str) -> str:
-    """ "1 item", "2 items"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """ "1 item", "2 items", "3 batches"."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def missing(what: str, package: str | None, extra: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import WorkerLost
 from .observe.record import BatchReport, StepReport
-from .supervision.restarts import Loss
+from .supervision.supervisor import Loss
 from .workers.protocol import Failure, WorkerReady
 from .workers.transport import Transport, WorkerDied, WorkerEvent
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from service_streamer import Future, PredictTimeout, WorkerStartError
 from service_streamer.batching.batcher import Batcher
-from service_streamer.engine.engine import Engine
+from service_streamer.engine.engine import Engine, Fleet
 from service_streamer.observe.record import Call
 from service_streamer.supervision.autoscaling import Autoscaling
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
@@ -35,12 +35,9 @@ class StubEngine:
         self.supervisor = Supervisor(worker_num, RestartPolicy(max_restarts=1))
         self.engine = Engine(
             self.transport,
-            self.batcher,
-            self.supervisor,
-            scaling=scaling,
+            Fleet(self.batcher, self.supervisor, scaling, jitter=lambda: 0.0),
             max_pending=options.get("max_pending"),
             clock=self.clock,
-            jitter=lambda: 0.0,
         )
         self.engine.start()
 

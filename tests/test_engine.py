@@ -191,9 +191,9 @@ def test_when_no_worker_can_be_started_any_more_nobody_waits(one: StubEngine) ->
     held = one.submit("held")
     waiting = one.submit("waiting")
     one.transport.lose(0, text="killed")
-    one.transport.lose(1, loss=Loss.DIED_STARTING, text="killed again")
+    one.transport.lose(1, text="killed again")
     one.advance(0.1)
-    one.transport.lose(2, loss=Loss.DIED_STARTING, text="killed once more")
+    one.transport.lose(2, text="killed once more")
     assert one.engine.state is EngineState.BROKEN
     for refused in (lambda: held.result(0), lambda: waiting.result(0), lambda: one.submit("later")):
         with pytest.raises(StreamerBroken, match="no worker is left") as caught:

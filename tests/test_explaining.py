@@ -13,7 +13,7 @@ import models
 from service_streamer import Reason, RedisStreamer, RedisWorker, StreamerStats, ThreadedStreamer
 from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.explain import explain
-from service_streamer.observe.recent import RECENT, Summary, summarize
+from service_streamer.observe.metrics import RECENT, Summary, summarize
 from service_streamer.observe.record import BatchRecord, BatchReport, Call
 from service_streamer.options.table import StreamerOptions
 

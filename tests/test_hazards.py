@@ -95,11 +95,11 @@ def test_a_thread_that_is_stopped_while_it_sends_is_not_overtaken(
     other = threading.Thread(target=lambda: engine.submit(Call(["second"], Future(engine))))
     send = transport.send
 
-    def stopped(slot: int, batch_id: int, payloads: list[Any]) -> None:
+    def stopped(slot: int, batch_id: int, payloads: list[Any], **how: Any) -> None:
         if payloads == ["first"]:
             other.start()
             other.join()  # it does not wait for this thread, which sends its batch as well
-        send(slot, batch_id, payloads)
+        send(slot, batch_id, payloads, **how)
 
     monkeypatch.setattr(transport, "send", stopped)
     engine.submit(Call(["first"], Future(engine)))
@@ -113,11 +113,11 @@ def test_close_returns_in_time_in_a_signal_handler_that_interrupts_a_message(
     engine, transport = sending.engine, sending.transport
     send = transport.send
 
-    def interrupted(slot: int, batch_id: int, payloads: list[Any]) -> None:
-        send(slot, batch_id, payloads)
+    def interrupted(slot: int, batch_id: int, payloads: list[Any], **how: Any) -> None:
+        send(slot, batch_id, payloads, **how)
         if payloads == ["first"]:
             monkeypatch.undo()
-            engine.tell(0, 0, batch_id)
+            engine.put(0, (0, batch_id))
             engine.close(drain=False, timeout=None)
 
     monkeypatch.setattr(transport, "send", interrupted)

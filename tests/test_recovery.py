@@ -18,7 +18,7 @@ from test_supervision import Walk
 # -- tried again for ever
 
 
-@pytest.mark.parametrize("loss", [Loss.START_FAILED, Loss.DIED_STARTING, Loss.NO_MEMORY])
+@pytest.mark.parametrize("loss", [Loss.START_FAILED, Loss.CRASHED, Loss.NO_MEMORY])
 @pytest.mark.parametrize("was_served", [False, True])
 def test_a_place_that_has_failed_is_tried_again_for_ever(loss: Loss, was_served: bool) -> None:
     walk = Walk(ready=was_served, max_restarts=0 if was_served else 10)
@@ -35,11 +35,11 @@ def test_a_place_that_has_failed_is_tried_again_for_ever(loss: Loss, was_served:
             assert walk.supervisor.is_broken, "though a worker loads"
             assert walk.states() == {"failed": 1}
     assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60, 60, 60])
-    restarts = walk.supervisor.restarts
+    restarts = walk.supervisor.restarts_at.total()
     walk.ready(slot)
     assert not walk.supervisor.is_broken
     assert walk.states() == {"ready": 1}
-    assert walk.supervisor.restarts == restarts + 1
+    assert walk.supervisor.restarts_at.total() == restarts + 1
 
 
 @pytest.mark.parametrize("loss", [Loss.START_FAILED, Loss.NO_MEMORY])
@@ -72,7 +72,7 @@ def test_at_the_end_nothing_is_started_while_a_worker_is_there() -> None:
     assert walk.supervisor.due == math.inf
     walk.lose(2)
     assert walk.told() == ["start 3 at 0"], "one, for what is still to be computed"
-    walk.lose(3, Loss.DIED_STARTING)
+    walk.lose(3)
     walk.pass_time()
     assert len(walk.told()) == 1
 
@@ -93,7 +93,7 @@ def test_without_overlap_the_old_worker_ends_first() -> None:
         walk.ready(new)
         assert walk.told() == (["retire 1"] if not old else [])
     assert walk.supervisor.is_renewed(generation)
-    assert walk.supervisor.restarts == 0
+    assert walk.supervisor.restarts_at.total() == 0
 
 
 def test_auto_ends_the_old_ones_first_when_two_do_not_fit() -> None:

@@ -139,16 +139,16 @@ def test_progress_or_a_long_life_ends_the_row(how: str) -> None:
         walk.lose(slot)
         assert walk.places == {slot + 1: 0}, "started at once"
         walk.ready(slot + 1)
-    assert walk.supervisor.restarts == 50
+    assert walk.supervisor.restarts_at.total() == 50
 
 
 def test_one_that_dies_while_loading_is_tried_three_times() -> None:
     walk = Walk(ready=False)
-    walk.lose(0, Loss.DIED_STARTING)
-    walk.lose(1, Loss.DIED_STARTING)
+    walk.lose(0)
+    walk.lose(1)
     walk.pass_time()
     assert not walk.supervisor.failed
-    walk.lose(2, Loss.DIED_STARTING)
+    walk.lose(2)
     assert walk.supervisor.is_broken
     assert not walk.supervisor.was_served
 
@@ -181,7 +181,7 @@ def test_renewal_goes_one_by_one_and_the_new_is_ready_before_the_old_ends() -> N
     walk.ready(3)
     walk.retires(1)
     assert walk.supervisor.is_renewed(generation)
-    assert walk.supervisor.restarts == 0
+    assert walk.supervisor.restarts_at.total() == 0
 
 
 def test_renewal_gives_failed_places_another_chance() -> None:
@@ -243,7 +243,7 @@ def exchanged_beside_another() -> tuple[Walk, int]:
 
 def test_one_that_is_ready_elsewhere_does_not_end_an_exchange() -> None:
     walk, generation = exchanged_beside_another()
-    walk.lose(3, Loss.DIED_STARTING)
+    walk.lose(3)
     assert walk.supervisor.aborted == generation
     assert walk.told() == ["start 4 at 0"], "and nobody else retires"
     assert walk.states() == {"ready": 2, "starting": 1}
@@ -311,7 +311,7 @@ def test_scaling_down_stops_those_that_still_load() -> None:
     walk = Walk(2, ready=False)
     walk.do("scale", 1)
     assert walk.told()[2:] == ["stop 1"]
-    walk.lose(1, Loss.DIED_STARTING)
+    walk.lose(1)
     assert walk.states() == {"starting": 1}
 
 
@@ -328,7 +328,7 @@ def test_scaling_gives_failed_places_another_chance_and_keeps_who_stands_in() ->
 def test_who_only_stands_in_is_not_replaced() -> None:
     walk = Walk(2)
     walk.lose(0)
-    walk.lose(2, Loss.DIED_STARTING)
+    walk.lose(2)
     walk.supervisor.scale(1)
     walk.do("renew")
     assert walk.states() == {"ready": 1, "backing off": 1}

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from service_streamer.simulate import CostModel, Phases, Poisson, simulate
-from service_streamer.simulate.simulator import percentile
+from service_streamer.simulate import CostModel, Phases, Poisson, percentile, simulate
 from service_streamer.supervision.autoscaling import LEAST_TARGET
 
 __all__ = ["MODELS", "Stepped", "stepped"]

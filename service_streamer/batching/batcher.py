@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..observe.recent import StepLog
+from ..observe.metrics import StepLog
 from ..observe.record import BatchRecord, BatchReport, Call, StepReport
 from ..options.table import StreamerOptions
 from ..supervision.autoscaling import Load

@@ -27,8 +27,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..observe.metrics import BatchMetrics
-from ..observe.recent import RECENT
+from ..observe.metrics import RECENT, BatchMetrics
 from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Call, CallState, Span
 from ..supervision.health import Health
 from .call_queue import CallQueue

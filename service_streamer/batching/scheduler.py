@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..observe.recent import StepLog
+from ..observe.metrics import StepLog
 from ..observe.record import NO_OUTPUTS, BatchRecord, Call, Reason, StepReport
 from ..supervision.autoscaling import Load
 from .call_ledger import CallLedger

@@ -20,8 +20,7 @@ from ..options.checks import IMPORT_STRING
 from ..options.table import StreamerOptions, WorkerOptions
 from ..supervision.autoscaling import Autoscaling
 from ..supervision.health import BatchBound
-from ..supervision.restarts import RestartPolicy
-from ..supervision.supervisor import Supervisor
+from ..supervision.supervisor import RestartPolicy, Supervisor
 from ..workers.codec import Codec
 from ..workers.mending import Measure
 from ..workers.model_spec import ModelSpec, check_model, check_preprocess, describe
@@ -30,6 +29,7 @@ from ..workers.protocol import Failure
 from ..workers.starting import refuse_unguarded_main
 from ..workers.transport import ThreadTransport, Transport
 from .engine import Engine, Lengths
+from .fleet import Fleet
 
 #: A function of an item, or where to import it: "package.module:function".
 Length = Callable[[Any], float] | str
@@ -253,12 +253,9 @@ def assemble(
     least, most = options.worker_range
     return Engine(
         transport,
-        batcher,
-        Supervisor(least, policy),
-        scaling=Autoscaling(least, most),
+        Fleet(batcher, Supervisor(least, policy), Autoscaling(least, most)),
         max_pending=options.max_pending,
         hang=_why_hung(options, is_local=is_local),
-        slow_start="it had not loaded its model within start_timeout of {:g} s",
         lengths=lengths,
     )
 

@@ -19,13 +19,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ..batching.batcher import NOTHING, Batcher
+from ..batching.batcher import NOTHING
 from ..errors import (
     Overloaded,
     PredictTimeout,
@@ -34,12 +33,10 @@ from ..errors import (
     TooLate,
     WorkerStartTimeout,
 )
-from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
-from ..observe.recent import Summary, summarize
+from ..observe.metrics import BatchMetrics, StreamerStats, Summary, WorkerStats, summarize
 from ..observe.record import BatchRecord, Call
 from ..options.checks import Workers, worker_range
-from ..supervision.autoscaling import Autoscaling
-from ..supervision.supervisor import Overlap, Supervisor
+from ..supervision.supervisor import Overlap
 from ..workers.protocol import HOLD, RESUME, Failure
 from ..workers.transport import Transport
 from .backend import IN_CALLBACK
@@ -59,14 +56,11 @@ class Engine(Loop):
 
     Args:
         transport: not started yet; the engine starts, owns and closes it.
-        batcher: new.
-        supervisor: new; wants as many workers as there are to be at first.
-        scaling: decides how many there are to be later; None if that is no matter of the load.
+        fleet: new.
         max_pending: the bound of the batcher, for messages and for a look before the encoding.
-        hang, slow_start: why workers are killed: see ``Loop``.
+        hang: why workers are killed: see ``Loop``.
         lengths: of items, as calls have them; None if each counts one.
         clock: seconds from a monotonic clock.
-        jitter: random numbers from 0 to 1.
 
     Attributes:
         decode: what ``Reply.complete`` gets, as the model returned it. Raises ModelError. For any
@@ -76,19 +70,14 @@ class Engine(Loop):
     def __init__(
         self,
         transport: Transport,
-        batcher: Batcher,
-        supervisor: Supervisor,
+        fleet: Fleet,
         *,
-        scaling: Autoscaling | None = None,
         max_pending: int | None = None,
         hang: str = "its batch took too long",
-        slow_start: str = "loading its model took too long",
         lengths: Lengths | None = None,
         clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] = random.random,
     ) -> None:
-        fleet = Fleet(batcher, supervisor, scaling, jitter=jitter)
-        super().__init__(transport, fleet, hang=hang, slow_start=slow_start, clock=clock)
+        super().__init__(transport, fleet, hang=hang, clock=clock)
         self.lengths = lengths
         self.decode = transport.decode
         self._max_pending = max_pending
@@ -322,7 +311,7 @@ class Engine(Loop):
             if steps is None or (is_held and self.fleet.state is EngineState.DRAINING):
                 return  # the consumer may be who waits for the end of it
             for batch in steps.hold(call, self.clock(), is_held=is_held):
-                self.tell(batch.slot, HOLD if is_held else RESUME, batch.id)
+                self.put(batch.slot, (HOLD if is_held else RESUME, batch.id))
 
         self._change(hold, call)
 

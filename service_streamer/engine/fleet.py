@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import enum
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -28,8 +29,7 @@ from ..observe.metrics import StreamerStats, WorkerStats
 from ..observe.record import BatchReport
 from ..reporting import counted
 from ..supervision.autoscaling import Autoscaling
-from ..supervision.restarts import Fate, Loss
-from ..supervision.supervisor import Supervisor, WorkerActions, WorkerState
+from ..supervision.supervisor import Fate, Loss, Supervisor, WorkerActions, WorkerState
 from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerWaits
 
@@ -61,18 +61,8 @@ class Fleet:
     """The workers of an engine or a simulation, and their calls. Not thread-safe.
 
     Args:
-        scaling: decides how many workers there are to be; None if that is no matter of the load.
+        scaling: None if the number of workers is no matter of the load.
         jitter: random numbers from 0 to 1.
-
-    Attributes:
-        notes: to be logged by whoever tells it what happened: level, text and its arguments.
-        refusal: why new calls are refused; None accepts them.
-        description: what the model says of itself, as the last worker that became ready reported;
-            None before the first.
-        failure: the last one of a place that has failed.
-        roll_failure: the last one for which a rolling restart was broken off.
-        ceilings: by slot, see ``StreamerStats``.
-        restarted_at: when workers were lost that were started again, the last ones.
     """
 
     def __init__(
@@ -81,18 +71,21 @@ class Fleet:
         supervisor: Supervisor,
         scaling: Autoscaling | None = None,
         *,
-        jitter: Callable[[], float],
+        jitter: Callable[[], float] = random.random,
     ) -> None:
         self.batcher = batcher
         self.supervisor = supervisor
         self.scaling = scaling or Autoscaling(supervisor.wanted, supervisor.wanted)
         self.state = EngineState.STARTING
-        self.refusal: Failure | None = None
+        self.refusal: Failure | None = None  # why new calls are refused; None accepts them
+        #: To be logged by whoever reports what happened: level, text and its arguments.
         self.notes: list[tuple[int, str, tuple[object, ...]]] = []
+        #: Of the model, by the worker that became ready last; None before the first.
         self.description: Mapping[str, Any] | None = None
-        self.failure: Failure | None = None
-        self.roll_failure: Failure | None = None
-        self.ceilings: dict[int, float] = {}
+        self.failure: Failure | None = None  # the last one of a place that has failed
+        self.roll_failure: Failure | None = None  # that ended the last rolling restart
+        self.ceilings: dict[int, float] = {}  # by slot, see ``StreamerStats``
+        #: When workers were lost that were started again, the last ones.
         self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
         self._jitter = jitter
         self._last_loss = ""
@@ -150,7 +143,7 @@ class Fleet:
         self.ceilings.pop(slot, None)
         self._dying.discard(slot)
         actions, held, retried = Actions(), 0, retries.retried_items
-        if loss in (Loss.CRASHED, Loss.DEVICE_FAILED, Loss.OUTAGE):
+        if slot in self.batcher.slots:
             held = self.batcher.items_held(slot)
             actions = self.batcher.worker_lost(
                 slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
@@ -238,19 +231,15 @@ class Fleet:
         if wanted == before:
             return
         supervisor.want(wanted)
-        if wanted > before and scaling.wait <= scaling.target:
-            text = "%s instead of %d, since calls are refused, or their time ends while they wait"
-            self._note(_INFO, text, counted(wanted, "worker"), before)
-        elif wanted > before:
-            self._note(
-                _INFO,
-                "%s instead of %d, since the queue (%s) takes %.2g s, and the target is %.2g s",
-                counted(wanted, "worker"), before, counted(load.waiting, "item"),
-                scaling.wait, scaling.target,
-            )  # fmt: skip
+        if wanted < before:
+            why = ": fewer have been enough for a while"
+        elif scaling.wait <= scaling.target:
+            why = ", since calls are refused, or their time ends while they wait"
         else:
-            text = "%s instead of %d: fewer have been enough for a while"
-            self._note(_INFO, text, counted(wanted, "worker"), before)
+            queue = counted(load.waiting, "item")
+            why = f", since the queue ({queue}) takes {scaling.wait:.2g} s, and the target is "
+            why += f"{scaling.target:.2g} s"
+        self._note(_INFO, "%s instead of %d%s", counted(wanted, "worker"), before, why)
 
     def set_bounds(self, least: int, most: int, now: float) -> None:
         """Have as many workers, within these bounds, as the load needs."""
@@ -387,13 +376,22 @@ class Fleet:
         if self.state is not EngineState.CLOSED:
             for _, state in self._states():
                 workers[state] += 1
+        scaling = self.scaling
+        scaled: dict[str, Any] = {}
+        if not scaling.is_fixed:
+            scaled = {
+                "wanted": scaling.wanted,
+                "worker_range": (scaling.least, scaling.most),
+                "target_wait": scaling.target,
+                "wait": scaling.wait_of(batcher.load(0, 0.0)),
+            }
         return StreamerStats(
             state=self.state.value,
             pending=batcher.pending_items,
             in_flight=batcher.slots.items,
             batches_in_flight=len(batcher.slots.in_flight()),
             workers=workers,
-            restarts=supervisor.restarts,
+            restarts=supervisor.restarts_at.total(),
             accepted=batcher.figures.accepted_calls,
             answered=batcher.figures.answered_calls,
             failed=batcher.figures.failed_calls,
@@ -404,20 +402,8 @@ class Fleet:
             isolated=batcher.retries.isolated_calls,
             ceilings={supervisor.place(slot): n for slot, n in self.ceilings.items()},
             trouble=self._trouble(now),
-            **self._scaling_stats(),
+            **scaled,
         )
-
-    def _scaling_stats(self) -> dict[str, Any]:
-        scaling = self.scaling
-        if scaling.is_fixed:
-            return {}
-        wait = scaling.wait_of(self.batcher.load(0, 0.0))
-        return {
-            "wanted": scaling.wanted,
-            "worker_range": (scaling.least, scaling.most),
-            "target_wait": scaling.target,
-            "wait": wait,
-        }
 
     def _trouble(self, now: float) -> str | None:
         """Why no worker gives answers at present; None while one does."""

@@ -26,7 +26,7 @@ from ..batching.batcher import NOTHING, Actions, Batcher
 from ..errors import StreamerBroken, StreamerClosed, WorkerStartError
 from ..observe.record import BatchRecord, BatchReport, Call, StepReport
 from ..reporting import counted, quiet_log, report_bug, summary
-from ..supervision.restarts import Loss, backoff
+from ..supervision.supervisor import Loss, backoff
 from ..workers.protocol import DROP, RESUME, Failure, WorkerReady
 from ..workers.transport import Transport, WorkerDied, WorkerEvent
 from .backend import BlockingReply, Mailbox, answer
@@ -90,13 +90,10 @@ class WorkerOutbox:
     ) -> None:
         if isinstance(message, tuple):
             transport.tell(self._slot, *message)
-        elif message.spans and message.spans[0][0].is_stream and batcher.has_steps:
-            transport.send(self._slot, message.id, message.payloads, is_stream=True)
-        elif message.calls > 1 and batcher.isolates_errors:
-            calls = message.items_by_call()
-            transport.send(self._slot, message.id, message.payloads, calls=calls)
-        else:
-            transport.send(self._slot, message.id, message.payloads)
+            return
+        is_stream = batcher.has_steps and any(call.is_stream for call, _, _ in message.spans)
+        calls = message.items_by_call() if message.calls > 1 and batcher.isolates_errors else 0
+        transport.send(self._slot, message.id, message.payloads, calls=calls, is_stream=is_stream)
 
 
 class Loop:
@@ -107,8 +104,8 @@ class Loop:
 
     Args:
         transport: not started yet; owned, and closed at the end.
-        hang, slow_start: why a worker was killed whose batch, or start, took too long, with "{:g}"
-            for the seconds. Where workers are not killed for their batch, why not.
+        hang: why a worker was killed whose batch took too long, with "{:g}" for the seconds. Where
+            workers are not killed for their batch, why not.
 
     Attributes:
         unsent: outboxes into which something was put. Whoever comes by sends what is there, so that
@@ -137,7 +134,6 @@ class Loop:
         fleet: Fleet,
         *,
         hang: str,
-        slow_start: str,
         clock: Callable[[], float],
     ) -> None:
         self.transport = transport
@@ -145,7 +141,6 @@ class Loop:
         self.batcher = fleet.batcher
         self.clock = clock
         self._hang = hang
-        self._slow_start = slow_start
         self._pid = os.getpid()
         # Reentrant, since a signal handler that closes may run while we hold it.
         self.lock = threading.RLock()
@@ -172,11 +167,8 @@ class Loop:
 
     # -- the state: locked
 
-    def tell(self, slot: int, what: int, batch_id: int) -> None:
-        """Have a worker told something about a batch. Locked."""
-        self._put(slot, (what, batch_id))
-
-    def _put(self, slot: int, message: BatchRecord | tuple[int, int]) -> None:
+    def put(self, slot: int, message: BatchRecord | tuple[int, int]) -> None:
+        """Have a worker sent a batch, or told something about one: see ``WorkerOutbox``. Locked."""
         outbox = self.outboxes.get(slot)
         if outbox is None:
             outbox = self.outboxes[slot] = WorkerOutbox(slot)
@@ -187,18 +179,19 @@ class Loop:
         """Queue the batches, and leave the rest to the loop. Locked."""
         if actions is not NOTHING:
             for batch in actions.batches:  # of each worker in this order
-                self._put(batch.slot, batch)
+                self.put(batch.slot, batch)
             if any(actions[1:]):
                 self.undone.append(actions)
 
     def settle(self) -> None:
         """Call it first whenever the lock was taken: apply what could not be when it happened."""
-        if self._is_settling:  # a signal handler has interrupted it, which goes on afterwards
-            return
+        if self._is_settling or not (self.is_torn or self.left):
+            return  # else a signal handler has interrupted it, which goes on afterwards
         try:
             self._is_settling = True
             if self.is_torn:
-                self._mend()
+                self.undone.append(Actions(calls=self._restore()))
+                self.is_torn = False
             if self.left:
                 self.is_torn = True  # until this is done: a signal handler may raise in between
                 while self.left:
@@ -212,18 +205,32 @@ class Loop:
         finally:
             self._is_settling = False
 
-    def _mend(self) -> None:
-        """A change was left halfway: derive the state anew, so that nothing is lost by that."""
-        calls = [*self.open_calls]  # at once: the loop forgets some without the lock
-        self.batcher.rebuild([call for call in calls if not call.is_over], self.clock())
+    def _restore(
+        self, failure: Failure | None = None, events: Sequence[WorkerEvent] = ()
+    ) -> list[Call]:
+        """Derive the state anew, which is in doubt; returns the calls that are to be answered.
+
+        Args:
+            failure: ends every open call. Workers go on with what they hold, for no caller.
+            events: happened, and may have been applied or not.
+        """
+        calls = [*self.open_calls]  # at once: others forget some without the lock
+        unanswered = [call for call in calls if not call.is_over]
+        if failure is None:
+            self.batcher.rebuild(unanswered, self.clock())
+        else:
+            returned = [event for event in events if isinstance(event, BatchReport)]
+            vacant = self.batcher.end_all(unanswered, failure, self.clock(), returned)
+            self.undone.append(Actions(vacant=vacant))
         self._list_unsent()
-        ended = _to_answer(calls)
-        for call in calls:
-            if call.is_over and call not in ended:
-                self.open_calls.pop(call, None)  # its caller has withdrawn it
-        self.undone.append(Actions(calls=ended))
         self.waits_until = math.inf
-        self.is_torn = False
+        ended: list[Call] = []
+        for call in [call for call in calls if call.is_over]:
+            if call.failure or not call.unanswered:
+                ended.append(call)
+            else:
+                self.open_calls.pop(call, None)  # its caller has withdrawn it
+        return ended
 
     def let_go(self, leaving: tuple[Call, bool]) -> None:
         """The caller of a call has gone, perhaps for lack of time. Locked."""
@@ -242,24 +249,7 @@ class Loop:
     def _drop_unwanted(self) -> None:
         """Workers are told which batches have lost their callers."""
         for slot, batch_id in self.batcher.take_unwanted():
-            self.tell(slot, DROP, batch_id)
-
-    def _fail_open(self, failure: Failure, events: Sequence[WorkerEvent] = ()) -> list[Call]:
-        """End every call that is not over, when the state is in doubt; returns those to answer.
-
-        The state is derived anew. Workers go on with what they hold, for no caller.
-
-        Args:
-            events: happened, and may have been applied or not.
-        """
-        calls = [*self.open_calls]  # at once: callers whose time has ended forget theirs
-        returned = [event for event in events if isinstance(event, BatchReport)]
-        unanswered = [call for call in calls if not call.is_over]
-        vacant = self.batcher.end_all(unanswered, failure, self.clock(), returned)
-        self.undone.append(Actions(vacant=vacant))
-        self._list_unsent()
-        self.is_torn = False
-        return _to_answer(calls)
+            self.put(slot, (DROP, batch_id))
 
     def _list_unsent(self) -> None:
         """Have every batch sent that a worker is to have, and may not have been sent."""
@@ -268,7 +258,7 @@ class Loop:
         # them: the transport does not send it again.
         for batch in self.batcher.in_flight():
             if batch.payloads and batch not in listed:
-                self._put(batch.slot, batch)
+                self.put(batch.slot, batch)
         self.unsent.extend([*self.outboxes.values()])
 
     def begin_drain(self, deadline: float) -> None:
@@ -287,7 +277,7 @@ class Loop:
         steps = self.batcher.steps
         if steps is not None:
             for batch in steps.wake(now, slot):
-                self.tell(batch.slot, RESUME, batch.id)
+                self.put(batch.slot, (RESUME, batch.id))
 
     def _apply(self, event: FleetEvent, now: float) -> None:
         """Let what happened change the state."""
@@ -366,7 +356,8 @@ class Loop:
         """
         bug = report_bug("the streamer", error)
         with self.lock:
-            calls = self._fail_open(Failure(bug), events)
+            calls = self._restore(Failure(bug), events)
+            self.is_torn = False
             known, ready = self.fleet.supervisor, self.batcher.slots
             news: list[WorkerEvent] = [  # of what workers have done, the new state knows
                 event
@@ -490,8 +481,9 @@ class Loop:
             else:
                 self._log_hang(slot, seconds)
         for slot in orders.kill:
-            allowed = fleet.supervisor.start_bound(slot)
-            self.transport.kill(slot, self._slow_start.format(allowed))
+            seconds = fleet.supervisor.start_bound(slot)
+            why = f"it had not loaded its model within start_timeout of {seconds:g} s"
+            self.transport.kill(slot, why)
         for slot, place in orders.start:
             self._start_worker(slot, place)
 
@@ -509,7 +501,7 @@ class Loop:
             failed = WorkerStartError(f"worker {place} could not be started: {summary(error)}")
             failed.__cause__ = error.with_traceback(None)
             with self.lock:
-                self._apply(WorkerDied(slot, Failure(failed), Loss.DIED_STARTING), self.clock())
+                self._apply(WorkerDied(slot, Failure(failed), Loss.CRASHED), self.clock())
 
     def _shut_down(self, reason: Failure | None) -> None:
         """End all. With a reason of None it was closed."""
@@ -524,7 +516,8 @@ class Loop:
             if fleet.refusal is None:
                 fleet.refusal = refusal
             is_idle = batcher.is_empty and not fleet.supervisor.is_loading
-            calls = self._fail_open(reason)
+            calls = self._restore(reason)
+            self.is_torn = False
             self.changed.notify_all()
         self._answer(calls)
         self.open_calls.clear()
@@ -578,8 +571,3 @@ def _log_failures(events: Sequence[WorkerEvent]) -> None:
     for event in events:
         if isinstance(event, BatchReport) and event.failure is not None:
             log(logging.DEBUG, "batch %d failed: %s", event.batch_id, event.failure.text)
-
-
-def _to_answer(calls: Sequence[Call]) -> list[Call]:
-    """Those that are over and whose callers may not know it: all but those that they withdrew."""
-    return [call for call in calls if call.is_over and (call.failure or not call.unanswered)]

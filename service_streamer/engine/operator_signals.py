@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
-import math
 import os
 import signal
 import socket
@@ -114,25 +113,47 @@ def heeded() -> tuple[signal.Signals, ...]:
     return tuple(each for each in _OURS if signal.getsignal(each) is not signal.SIG_IGN)
 
 
-class EndSignals:
-    """Tells a second wish to end, which is for a faster end, from the first one that comes twice.
+class OperatorSignals:
+    """What a program does on its signals.
 
-    Two signals within ``same_signal`` seconds are one wish.
+    Args:
+        end, hurry: called on the first wish to end, and on each later one. Signals within
+            ``same_signal`` seconds after the first one are the same wish.
+        restart, report: called on SIGHUP, unless the terminal was closed, and on SIGUSR1.
+
+    Attributes:
+        ends_since: when the end began; None before. Minus infinity if it was no wish, so that the
+            first one is for a faster end.
     """
 
-    def __init__(self, same_signal: float = SAME_SIGNAL) -> None:
-        self.has_begun = False
+    def __init__(
+        self,
+        *,
+        end: Callable[[], object],
+        hurry: Callable[[], object],
+        restart: Callable[[], object],
+        report: Callable[[], object],
+        same_signal: float = SAME_SIGNAL,
+    ) -> None:
+        self.ends_since: float | None = None
+        self._end, self._hurry, self._restart, self._report = end, hurry, restart, report
         self._same_signal = same_signal
-        self._began = -math.inf  # what has ended otherwise needs no second wish
+        self._had_terminal = _has_terminal()
 
-    def begin(self) -> None:
-        """The end begins now."""
-        self.has_begun = True
-        self._began = time.monotonic()
-
-    def is_second(self) -> bool:
-        """Whether a signal that has come just now is a second wish."""
-        return time.monotonic() - self._began > self._same_signal
+    def heed(self, number: int) -> None:
+        """Do what a signal asks for: nothing on others, and no restart during the end."""
+        if number == signal.SIGUSR1:
+            self._report()
+        elif number == signal.SIGHUP and (_has_terminal() or not self._had_terminal):
+            if self.ends_since is None:
+                self._restart()
+        elif number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+            now = time.monotonic()
+            if self.ends_since is None:
+                self.ends_since = now
+                self._end()
+            elif now - self.ends_since > self._same_signal:
+                self._hurry()
 
 
 class SignalSocket:
@@ -176,17 +197,6 @@ class SignalSocket:
         Signals of other handlers come here, too.
         """
         return self.ours.recv(4096)
-
-
-class Terminal:
-    """The controlling terminal of this process, if it has one."""
-
-    def __init__(self) -> None:
-        self._was_there = _has_terminal()
-
-    def is_closed(self) -> bool:
-        """Whether there was one, and it has been closed since: then SIGHUP means the end."""
-        return self._was_there and not _has_terminal()
 
 
 def _has_terminal() -> bool:

@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..options.table import StreamerOptions
-from .recent import StepSummary, Summary
+from ..reporting import counted
+from .metrics import StepSummary, Summary
 from .record import Reason
 
 #: Shares, from which on something is worth a sentence. All are arbitrary.
@@ -78,7 +79,7 @@ def explain(of: Summary, bounds: StreamerOptions, *, is_local: bool) -> list[Fin
 
 def _nothing(of: Summary) -> Iterator[Finding]:
     now = of.now
-    waiting = f"; {_count(now.pending, 'item')} wait" if now.pending else ""
+    waiting = f"; {counted(now.pending, 'item')} wait" if now.pending else ""
     if of.ready:
         yield Finding("nothing", f"Nothing has been computed yet{waiting}.")
         return
@@ -105,7 +106,7 @@ def _summary(of: Summary) -> Finding:
     where = ", ".join(f"{_time(took)} {name}" for took, name in ways if took >= 0.01 * of.latency)
     return Finding(
         "summary",
-        f"Recently: {_count(of.batches, 'batch', 'batches')} of {_number(of.mean_size)} "
+        f"Recently: {counted(of.batches, 'batch', 'batches')} of {_number(of.mean_size)} "
         f"{_plural(round(of.mean_size, 2), 'item', 'items')} on average{rate}{ended}. "
         f"{'A part of a call' if _is_split(of) else 'A call'} took {_time(of.latency)}: {where}.",
     )
@@ -118,16 +119,16 @@ def _troubles(of: Summary, bounds: StreamerOptions) -> Iterator[Finding]:
     if of.restarts:
         yield Finding(
             "restarts",
-            f"{_count(of.restarts, 'worker was', 'workers were')} started again in place of "
+            f"{counted(of.restarts, 'worker was', 'workers were')} started again in place of "
             f"{_plural(of.restarts, 'a lost one', 'lost ones')} recently.",
             "The log says what they died of.",
         )
     if of.failed:
-        yield Finding("failed", f"{_count(of.failed, 'call')} failed recently.")
+        yield Finding("failed", f"{counted(of.failed, 'call')} failed recently.")
     if of.rejected:
         yield Finding(
             "overloaded",
-            f"{_count(of.rejected, 'call was', 'calls were')} rejected recently, since "
+            f"{counted(of.rejected, 'call was', 'calls were')} rejected recently, since "
             + (
                 ""
                 if bounds.max_pending is None
@@ -139,7 +140,7 @@ def _troubles(of: Summary, bounds: StreamerOptions) -> Iterator[Finding]:
     if of.expired:
         yield Finding(
             "expired",
-            f"{_count(of.expired, 'call')} timed out recently.",
+            f"{counted(of.expired, 'call')} timed out recently.",
             ""
             if of.rejected
             else "Either timeouts are too short for the model, or the load exceeds its capacity.",
@@ -157,7 +158,7 @@ def _troubles(of: Summary, bounds: StreamerOptions) -> Iterator[Finding]:
             yield Finding(
                 "ceiling",
                 f"Worker {number} ran out of device memory and computes at most "
-                f"{_count(ceiling, 'item')} at once, though batch_size is {bounds.batch_size}.",
+                f"{counted(ceiling, 'item')} at once, though batch_size is {bounds.batch_size}.",
                 f"Set batch_size to {ceiling}, or give the model more memory.",
             )
     if of.share(Reason.AGAIN) >= _LITTLE:
@@ -178,7 +179,7 @@ def _scaling(of: Summary) -> Iterator[Finding]:
     if now.worker_range is None or now.wanted is None:
         return
     least, most = now.worker_range
-    needs = f"The load needs {_count(now.wanted, 'worker')} ({least} to {most} are allowed)."
+    needs = f"The load needs {counted(now.wanted, 'worker')} ({least} to {most} are allowed)."
     if not ready:
         needs += " None is ready."
     elif ready < now.wanted:
@@ -195,7 +196,7 @@ def _scaling(of: Summary) -> Iterator[Finding]:
     else:
         yield Finding(
             "scaled out",
-            f"All {_count(most, 'worker')} that are allowed are ready. {why}",
+            f"All {counted(most, 'worker')} that are allowed are ready. {why}",
             "Raise the most of worker_num, or make the model faster.",
         )
 
@@ -245,7 +246,7 @@ def _throughput(of: Summary, bounds: StreamerOptions, is_local: bool) -> Iterato
         yield Finding(
             "few callers",
             f"Too few calls are under way to fill batches: {of.callers:.1f} at a time. The "
-            f"largest batch had {_count(of.largest, 'item')} of {batch_size}, and {busy}."
+            f"largest batch had {counted(of.largest, 'item')} of {batch_size}, and {busy}."
             f"{more}",
             "For more throughput have more callers at a time: raise the web server's threads or "
             "workers."
@@ -373,7 +374,7 @@ def _steps(of: StepSummary, bounds: StreamerOptions) -> Iterator[Finding]:
     )
     yield Finding(
         "steps",
-        f"Recently: {_count(of.steps, 'step')} of {_number(of.size)} of {of.places} items on "
+        f"Recently: {counted(of.steps, 'step')} of {_number(of.size)} of {of.places} items on "
         f"average, {_time(of.duration)} each.{first}",
     )
     is_full = of.size >= _SATURATED * of.places
@@ -400,7 +401,7 @@ def _steps(of: StepSummary, bounds: StreamerOptions) -> Iterator[Finding]:
     if of.evicted:
         yield Finding(
             "evicted",
-            f"{_count(of.evicted, 'item was', 'items were')} given up for lack of device memory, "
+            f"{counted(of.evicted, 'item was', 'items were')} given up for lack of device memory, "
             "and began again.",
             "Define cost, and set max_batch_cost to what fits.",
         )
@@ -473,7 +474,3 @@ def _time(seconds: float) -> str:
 
 def _plural(count: float, one: str, many: str) -> str:
     return one if count == 1 else many
-
-
-def _count(count: int, one: str, many: str = "") -> str:
-    return f"{count} {_plural(count, one, many or f'{one}s')}"

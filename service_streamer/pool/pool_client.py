@@ -36,8 +36,7 @@ from ..errors import (
     StreamerForked,
     WorkerStartTimeout,
 )
-from ..observe.metrics import BatchMetrics, StreamerStats, WorkerStats
-from ..observe.recent import Summary
+from ..observe.metrics import BatchMetrics, StreamerStats, Summary, WorkerStats
 from ..observe.record import ORDINARY, Call
 from ..options.checks import Workers
 from ..options.table import StreamerOptions

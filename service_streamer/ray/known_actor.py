@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
-from ..supervision.restarts import Loss
+from ..supervision.supervisor import Loss
 from ..workers.protocol import Failure, decode
 from ..workers.transport import KnownWorker, WorkerDied, WorkerEvent
 from .apart import Frame, unframed
@@ -62,7 +62,7 @@ class KnownActor(KnownWorker):
             loss = Loss.OUTAGE if found.is_outage else Loss.CRASHED
         else:
             error = WorkerStartError(f"{self} was lost before it had loaded its model: {found.end}")
-            loss = Loss.START_FAILED if found.is_final else Loss.DIED_STARTING
+            loss = Loss.START_FAILED if found.is_final else Loss.CRASHED
         failure = Failure(error, cause=Failure(cause.with_traceback(None)))
         return WorkerDied(self.slot, failure, loss)
 

@@ -32,7 +32,7 @@ from ..gpu.places import UNPLACED
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..reporting import quiet_log, summary
-from ..supervision.restarts import Loss
+from ..supervision.supervisor import Loss
 from ..workers.codec import ByValue, Codec, encode_spec
 from ..workers.model_spec import ModelSpec
 from ..workers.protocol import Failure, WorkerReady

@@ -17,7 +17,7 @@ from redis.retry import Retry
 from ..engine.threads import rest_if_copied
 from ..errors import BrokerError
 from ..reporting import quiet_log
-from ..supervision.restarts import backoff
+from ..supervision.supervisor import backoff
 from .scripts import Script
 
 log = quiet_log(__name__)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 import queue
 import secrets
-import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -20,10 +18,9 @@ from ..engine.build import Length, Model, build_engine
 from ..engine.fleet import EngineState
 from ..engine.operator_signals import (
     SAME_SIGNAL,
-    EndSignals,
+    OperatorSignals,
     RollingRestart,
     SignalSocket,
-    Terminal,
     log_standing,
 )
 from ..engine.threads import start_thread
@@ -388,8 +385,29 @@ def run_redis_workers_forever(
 
 def run_until_signalled(worker: RedisWorker, same_signal: float = SAME_SIGNAL) -> None:
     """``run_forever`` until SIGTERM or Ctrl-C: see ``run_redis_workers_forever``."""
-    with _signals(worker, EndSignals(same_signal)):
+    if threading.current_thread() is not threading.main_thread():
         worker.run_forever()
+        return
+    with SignalSocket() as signals:
+        listener = start_thread(lambda: _listen(worker, signals, same_signal), "signals")
+        try:
+            worker.run_forever()
+        finally:
+            signals.end()
+            listener.join()
+
+
+def _listen(worker: RedisWorker, signals: SignalSocket, same_signal: float) -> None:
+    operator = OperatorSignals(
+        end=worker.stop,
+        hurry=lambda: worker.stop(drain=False),
+        restart=RollingRestart(worker.restart_workers).begin,
+        report=lambda: _log_standing(worker),
+        same_signal=same_signal,
+    )
+    while numbers := signals.answer():
+        for number in numbers:
+            operator.heed(number)
 
 
 def _name_of(model: Model) -> str:
@@ -397,38 +415,6 @@ def _name_of(model: Model) -> str:
     if isinstance(model, str):
         return model.rpartition(":")[2]
     return str(getattr(model, "__qualname__", type(model).__qualname__))
-
-
-@contextlib.contextmanager
-def _signals(worker: RedisWorker, end: EndSignals) -> Iterator[None]:
-    """Handle signals for a worker host: see ``run_redis_workers_forever``."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    with SignalSocket() as signals:
-        listener = start_thread(lambda: _listen(worker, signals, end), "signals")
-        try:
-            yield
-        finally:
-            signals.end()
-            listener.join()
-
-
-def _listen(worker: RedisWorker, signals: SignalSocket, end: EndSignals) -> None:
-    restart, terminal = RollingRestart(worker.restart_workers), Terminal()
-    while numbers := signals.answer():
-        for number in numbers:
-            if number == signal.SIGUSR1:
-                _log_standing(worker)
-            elif number == signal.SIGHUP and not terminal.is_closed():
-                restart.begin()
-            elif number not in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                continue
-            elif not end.has_begun:
-                end.begin()
-                worker.stop()
-            elif end.is_second():
-                worker.stop(drain=False)
 
 
 def _log_standing(worker: RedisWorker) -> None:

@@ -36,7 +36,7 @@ def launch(
 
     Args:
         options: of the service; those of the models are in the configuration.
-        same_signal: see ``EndSignals``.
+        same_signal: see ``OperatorSignals``.
 
     Raises:
         CannotListen: the address is in use, or none of this machine.

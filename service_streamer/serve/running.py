@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import math
 import os
 import signal
 import socket
@@ -28,9 +29,8 @@ import uvloop
 
 from ..engine.operator_signals import (
     SAME_SIGNAL,
-    EndSignals,
+    OperatorSignals,
     RollingRestart,
-    Terminal,
     heeded,
     hold_signals,
     log_standing,
@@ -106,14 +106,13 @@ def run_service(
         rpc_address: where to answer gRPC, with whoever listens there with SO_REUSEPORT; None for
             nowhere.
         part: given if this is one of several web processes.
-        same_signal: see ``EndSignals``.
+        same_signal: see ``OperatorSignals``.
 
     Returns:
         Why no model could be loaded, or their streamers' failure; else None.
     """
     keep_freed_memory()
-    end_signals = EndSignals(same_signal)
-    running = _Running(configuration, opened, sock, on_ready, rpc_address, part, end_signals)
+    running = _Running(configuration, opened, sock, on_ready, rpc_address, part, same_signal)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(running.run())
@@ -157,7 +156,7 @@ class _Running:
         on_ready: Callable[[Models, float], None],
         rpc_address: tuple[str, int] | None,
         part: FleetPart | None,
-        end_signals: EndSignals,
+        same_signal: float,
     ) -> None:
         self._configuration = configuration
         self._opened = opened
@@ -171,7 +170,7 @@ class _Running:
         self._failure: Exception | None = None
         self._is_ready = False
         self._reports: set[asyncio.Task[None]] = set()
-        self._end_signals = end_signals
+        self._same_signal = same_signal
 
     async def run(self) -> Exception | None:
         self._began = time.monotonic()
@@ -206,10 +205,7 @@ class _Running:
         loop = asyncio.get_running_loop()
         looking = loop.create_task(_look(tls, keyring))
         self._handle_signals(loop)
-        loop.add_signal_handler(signal.SIGTERM, self._signalled)
-        if part is None:
-            loop.add_signal_handler(signal.SIGINT, self._signalled)
-        else:  # the owner gets the terminal's signals too
+        if part is not None:
             loop.add_reader(part.owner, self._owner_gone, part.owner)
         for hosted in self._hosted:
             hosted.start()
@@ -334,13 +330,14 @@ class _Running:
             if isinstance(error, ServiceFailed):
                 error = ServiceFailed("the service ends, since its streamer failed: see the log")
             if not self._ended.is_set():
-                self._failed(error)
+                self._failure = error
+                self._signals.ends_since = -math.inf
+                self._ended.set()
             return
         logger.error("model %s is not served: %s", hosted.service.model, error)
         self._settled()
 
     def _handle_signals(self, loop: asyncio.AbstractEventLoop) -> None:
-        terminal = Terminal()
         hosted = self._hosted
 
         def refresh() -> None:
@@ -355,9 +352,7 @@ class _Running:
                 loop.call_soon_threadsafe(refresh)
 
         def hang_up() -> None:
-            if terminal.is_closed():
-                self._signalled()
-            elif self._configuration.read is not None or any(each.has_workers for each in hosted):
+            if self._configuration.read is not None or any(each.has_workers for each in hosted):
                 restart.begin()
             else:
                 logger.info("SIGHUP: the model runs in another process; only the cache is emptied")
@@ -381,25 +376,22 @@ class _Running:
             repository.renew(loop)
 
         restart = RollingRestart(renew, refresh_soon)
-        for number in heeded():
-            loop.add_signal_handler(number, hang_up if number == signal.SIGHUP else begin_report)
-
-    def _signalled(self) -> None:
-        if not self._ended.is_set():
-            self._end_signals.begin()
-            self._ended.set()
-        elif self._end_signals.is_second():
-            self._hurried.set()
+        self._signals = OperatorSignals(
+            end=self._ended.set,
+            hurry=self._hurried.set,
+            restart=hang_up,
+            report=begin_report,
+            same_signal=self._same_signal,
+        )
+        # With an owner, that gets the terminal's signals.
+        ends = [signal.SIGTERM] if self._part is not None else [signal.SIGTERM, signal.SIGINT]
+        for number in (*ends, *heeded()):
+            loop.add_signal_handler(number, self._signals.heed, number)
 
     def _owner_gone(self, owner: int) -> None:
         asyncio.get_running_loop().remove_reader(owner)
-        if not self._ended.is_set():
-            self._end_signals.begin()
-            self._ended.set()
-
-    def _failed(self, error: Exception) -> None:
-        self._failure = error
-        self._ended.set()
+        if self._signals.ends_since is None:
+            self._signals.heed(signal.SIGTERM)
 
 
 #: Names of glibc's <malloc.h>.

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.operator_signals import (
-    EndSignals,
+    OperatorSignals,
     RollingRestart,
     SignalSocket,
-    Terminal,
     hold_signals,
     log_standing,
     passed_on_later,
@@ -89,9 +88,6 @@ def launch_fleet(configuration: Configuration, options: ServeOptions) -> Excepti
         return models.failure or fleet.failure
 
 
-_ENDS = frozenset((signal.SIGINT, signal.SIGTERM))
-
-
 class _Fleet:
     """The web processes. For the main thread.
 
@@ -124,8 +120,11 @@ class _Fleet:
         self._processes: dict[int, BaseProcess] = {}
         self._given_up: set[int] = set()  # numbers that are not restarted
         self.failure: Exception | None = None
-        self._terminal = Terminal()
+        self._is_hurried = False
         self._restart = RollingRestart(models.renew, lambda: self._pass_on(signal.SIGHUP))
+        self._signals = OperatorSignals(
+            end=lambda: None, hurry=self._hurry, restart=self._hang_up, report=self._begin_report
+        )
 
     def run(self) -> None:
         """Until a signal, or until no pool can be started."""
@@ -202,22 +201,25 @@ class _Fleet:
     def _is_to_end(self) -> bool:
         """Handle the signals that have come; true if one of them asks to end."""
         numbers = {*self._wakeup.answer()}
-        if signal.SIGHUP in numbers and not self._terminal.is_closed():
-            numbers.discard(signal.SIGHUP)
-            if self._models.may_change:
-                self._restart.begin()
-            else:
-                self._pass_on(signal.SIGHUP)
-        if signal.SIGUSR1 in numbers:
-            numbers.discard(signal.SIGUSR1)
-            if self._models.has_pools:
-                # Not in this thread, which has to see to signals and deaths: the pool may hang.
-                threading.Thread(target=self._report, name="report", daemon=True).start()
-            self._pass_on(signal.SIGUSR1)
-        # Other handlers' signals come here too, such as SIGUSR2.
-        if 0 in numbers and self._models.failure is not None:
-            return True
-        return not numbers.isdisjoint({signal.SIGHUP, *_ENDS})
+        for number in numbers:
+            self._signals.heed(number)
+        has_failed = 0 in numbers and self._models.failure is not None
+        return has_failed or self._signals.ends_since is not None
+
+    def _hurry(self) -> None:
+        self._is_hurried = True
+
+    def _hang_up(self) -> None:
+        if self._models.may_change:
+            self._restart.begin()
+        else:
+            self._pass_on(signal.SIGHUP)
+
+    def _begin_report(self) -> None:
+        if self._models.has_pools:
+            # Not in this thread, which has to see to signals and deaths: the pool may hang.
+            threading.Thread(target=self._report, name="report", daemon=True).start()
+        self._pass_on(signal.SIGUSR1)
 
     def _report(self) -> None:
         try:
@@ -233,8 +235,7 @@ class _Fleet:
                     os.kill(process.pid, number)
 
     def _end(self) -> None:
-        signals = EndSignals()
-        signals.begin()
+        self._signals.ends_since = time.monotonic()
         deadline = time.monotonic() + self._options.timeout + GRACE
         self._sock.close()
         self._ours.close()  # asks them to end
@@ -242,12 +243,9 @@ class _Fleet:
             sentinels = [each.sentinel for each in alive]
             left = min(max(0.0, deadline - time.monotonic()), _LONGEST_WAIT)
             ready = multiprocessing.connection.wait([self._wakeup.ours, *sentinels], left)
-            is_wished = False
             if self._wakeup.ours in ready:
-                is_wished = not _ENDS.isdisjoint(self._wakeup.answer())
-                if not is_wished or not signals.is_second():
-                    continue
-            if is_wished or time.monotonic() >= deadline:
+                self._is_to_end()
+            if self._is_hurried or time.monotonic() >= deadline:
                 for process in alive:
                     process.kill()
                 deadline = math.inf

@@ -76,45 +76,29 @@ CERTAIN = 1.25
 
 
 class Load(NamedTuple):
-    """What an engine has to do, and what it does it with. Totals are since its start.
+    """What an engine has to do, and what it does it with. Totals are since its start."""
 
-    Attributes:
-        waiting: items that wait for a worker.
-        in_flight: items that workers hold.
-        arrived: items that have arrived, in total, also those that were refused.
-        served: items that came back, in total.
-        batches: batches that came back, in total.
-        ready: workers that take batches.
-        failed: workers that are wanted and could not be started.
-        full: items that a worker computes at once, at best.
-        speed: items that a worker computes in a second then; 0 if it is not known.
-        turn: after how many seconds it takes more: what a full batch takes; of a model of steps,
-            from one item that is over to the next.
-        start_duration: what the last worker took to start, seconds.
-        refused: items for which there was no room or no time, and calls whose time ended, in total.
-    """
-
-    waiting: int
-    in_flight: int
-    arrived: int
-    served: int
-    batches: int
-    ready: int
-    failed: int
-    full: float
-    speed: float
+    waiting: int  # items that wait for a worker
+    in_flight: int  # items that workers hold
+    arrived: int  # items in total, also those that were refused
+    served: int  # items that came back, in total
+    batches: int  # batches that came back, in total
+    ready: int  # workers that take batches
+    failed: int  # workers that are wanted and could not be started
+    full: float  # items that a worker computes at once, at best
+    speed: float  # items that a worker computes in a second then; 0 if it is not known
+    #: After how many seconds a worker takes more: what a full batch takes; of a model of steps,
+    #: from one item that is over to the next.
     turn: float
-    start_duration: float
-    refused: int = 0
+    start_duration: float  # what the last worker took to start, seconds
+    refused: int = 0  # items without room or time, and calls whose time ended, in total
 
 
 class _Point(NamedTuple):
-    """Totals at a time while items wait; ``worked`` is seconds of workers."""
+    """The load at a time while items wait, and how long workers have computed, seconds in total."""
 
     at: float
-    arrived: int
-    served: int
-    batches: int
+    load: Load
     worked: float
 
 
@@ -134,7 +118,6 @@ class Autoscaling:
         due: when to call ``decide`` at the latest; infinity while the load is nothing to look at.
         wait: how long a new item would have waited with the last decision, seconds.
         target: as given, or as derived with the last decision; 0 before that.
-        changes: how often more were wanted after fewer, or fewer after more.
         share: what workers compute, measured while items wait, as a share of ``Load.speed``.
     """
 
@@ -142,9 +125,7 @@ class Autoscaling:
         self._given_target = target
         self.target = target or 0.0
         self.wait = 0.0
-        self.changes = 0
         self.wanted = least
-        self._has_grown: bool | None = None  # the last time that the number changed
         self._grown_at = -math.inf
         self._refused = 0  # with the last decision
         self._refused_at = -math.inf  # when that was last seen to rise
@@ -165,7 +146,6 @@ class Autoscaling:
         self.is_watching = self.is_fixed
         self._points: deque[_Point] = deque()  # while items wait longer than the target
         self._waits_since = math.inf
-        self._ready = 0
         self._needs: deque[tuple[float, int]] = deque()  # when, and workers that were needed then
         self._part: tuple[float, int] | None = None  # when the current part began, and ``arrived``
         self._full_since = math.inf  # when it began to be looked for too many workers
@@ -220,17 +200,16 @@ class Autoscaling:
         worked = 0.0
         if points:
             last = points[-1]
-            worked = last.worked + self._ready * (now - last.at)
+            worked = last.worked + last.load.ready * (now - last.at)
         else:
             self._waits_since = now
-        self._ready = load.ready
-        points.append(_Point(now, load.arrived, load.served, load.batches, worked))
+        points.append(_Point(now, load, worked))
         while len(points) > 2 and points[1].at <= now - 2 * patience:
             points.popleft()
         if now - self._waits_since < patience:
             return
-        first = points[0]
-        took, worked = now - first.at, worked - first.worked
+        began_at, first, worked_before = points[0]
+        took, worked = now - began_at, worked - worked_before
         served = load.served - first.served
         if load.batches - first.batches >= ENOUGH_BATCHES * load.ready:
             # No worker was idle, so what they computed is what they can.
@@ -309,15 +288,11 @@ class Autoscaling:
             self._set(need, now, load)
 
     def _set(self, wanted: int, now: float, load: Load) -> None:
-        has_grown = wanted > self.wanted
-        if self._has_grown is not None and has_grown is not self._has_grown:
-            self.changes += 1
-        if has_grown:
+        if wanted > self.wanted:
             # They were missed, and so ended too soon; or not, and what was learned fades.
             was_early = now - self._shrunk_at < self._delay(load)
             self._factor = min(MOST_FACTOR, max(1.0, self._factor * (2 if was_early else 0.5)))
             self._grown_at = now
         else:
             self._shrunk_at = now
-        self._has_grown = has_grown
         self.wanted = wanted

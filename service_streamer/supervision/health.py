@@ -87,8 +87,7 @@ class Health:
     def lost(self, slot: int, now: float, *, had_new_items: bool) -> None:
         """The worker has died."""
         if had_new_items:
-            self.row += 1
-            self._failed_at = now
+            self.failed(slot, now)
         self.rows.pop(slot, None)
         if slot in self.held_back:
             self.held_back.remove(slot)

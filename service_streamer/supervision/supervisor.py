@@ -23,21 +23,21 @@ of what it computes is no reason to give up its place: else some bad requests in
 service for everybody.
 
 A renewal replaces every worker by a new one, one at a time. With overlap the new one is ready
-before the old one ends, which takes memory for both; without it the old one ends first. Of two
-renewals that are to replace a worker, the one decides that takes less memory. A worker that still
-waits for a place on a cluster is not waited for. If it has said so before the renewal it is
-replaced when it is ready: it may have begun to load before that, unheard.
+before the old one ends, which takes memory for both; without it the old one ends first. A renewal
+that comes while another one is under way joins it, with whichever overlap takes less memory. A
+worker that still waits for a place on a cluster is not waited for. If it has said so before the
+renewal it is replaced when it is ready: it may have begun to load before that, unheard.
 """
 
 from __future__ import annotations
 
 import collections
 import enum
+import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
-
-from .restarts import Fate, Loss, RestartPolicy
 
 #: Whether a renewal starts the new worker before the old one ends; "auto" does if both fit.
 Overlap = bool | Literal["auto"]
@@ -55,6 +55,57 @@ _FIRST_STARTS = 3
 _FIRST_START_TIMEOUT = 3600.0
 _START_FACTOR = 10.0
 _LEAST_START_TIMEOUT = 600.0
+
+
+class Loss(enum.Enum):
+    """How a worker was lost."""
+
+    CRASHED = "died"
+    OUTAGE = "was lost with its host, or its connection, whatever it computed"
+    DEVICE_FAILED = "ended itself, since its GPU is of no use to it any more"
+    START_FAILED = "said that it cannot load its model"
+    NO_MEMORY = "said that it cannot load its model for lack of memory"
+    NEVER_AGAIN = "cannot be started, and no other one can"
+
+
+class Fate(enum.Enum):
+    """What becomes of a lost worker, for the log."""
+
+    EXPECTED = "not replaced, since it was about to end"
+    GONE = "gone"
+    RESTARTED = "started again"
+    OLD_FIRST = "tried again when the old worker has ended: there is no memory for both"
+    ABORTED = "gone, and the old worker stays"
+    FAILED = "tried again, but seldom"
+
+
+def backoff(tries: int, first: float, longest: float, jitter: float) -> float:
+    """Seconds to wait before the next try, after so many: they double, up to the longest.
+
+    The jitter is random, 0 to 1: what failed together does not try again together.
+    """
+    return min(longest, first * 2.0 ** min(tries, 60)) * (1.0 - jitter / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When lost workers are started again. Times are in seconds."""
+
+    max_restarts: int = 10  # in a row, of one place, after deaths that no batch had a part in
+    window: float = 60.0  # so long a life ends a row
+    backoff: float = 0.1  # before the second restart of a row; the first is at once. It doubles
+    max_backoff: float = 5.0
+    retry: float = 1.0  # before a place that has failed is tried again. It doubles
+    max_retry: float = 60.0
+    start_timeout: float | Literal["auto"] | None = None  # "auto" is learned; None sets no bound
+
+    def delay(self, restarts: int, jitter: float) -> float:
+        """Seconds to wait after so many restarts in a row."""
+        return backoff(restarts - 1, self.backoff, self.max_backoff, jitter) if restarts else 0.0
+
+    def retry_delay(self, tries: int, jitter: float) -> float:
+        """Seconds until a place that has failed is tried again, after so many such tries."""
+        return backoff(tries, self.retry, self.max_retry, jitter)
 
 
 class WorkerState(enum.Enum):
@@ -77,16 +128,15 @@ class WorkerActions(NamedTuple):
 
 
 class _Worker:
-    def __init__(self, place: int, generation: int, now: float, bound: float) -> None:
+    def __init__(self, slot: int, place: int, generation: int, now: float, bound: float) -> None:
+        self.slot = slot
         self.place = place
         self.started_at = now
         self.bound = bound  # of loading, seconds
         self.ready_by = now + bound
         self.generation = generation
-        self.overlap: Overlap = "auto"  # of the renewals that are to replace it
         self.state = WorkerState.STARTING
-        self.is_condemned = False
-        self.is_killed = False
+        self.is_condemned = self.is_killed = False
         self.is_waiting = False  # for a place on a cluster
         self.is_unwanted = False  # it retires only since fewer were wanted then
         self.ready_at = math.inf
@@ -121,7 +171,7 @@ class _Place:
 class Supervisor:
     """Reconciles the workers that there are with those that there should be. Not thread-safe.
 
-    Tell it what happened, then do what ``orders`` says, whenever ``due`` is reached.
+    Report what happened to it, and do what ``orders`` says whenever ``due`` is reached.
 
     Attributes:
         due: when to call ``orders``; minus infinity when something has changed.
@@ -137,8 +187,9 @@ class Supervisor:
         self._policy = policy
         self._workers: dict[int, _Worker] = {}
         self._places = [_Place() for _ in range(worker_num)]
-        self._next_slot = 0
+        self._slots = itertools.count()
         self._generation = 0
+        self._overlap: Overlap = "auto"  # of the renewals under way
         self.due = -math.inf
         self.restarts_at: collections.Counter[int] = collections.Counter()
         self.aborted = -1
@@ -167,14 +218,10 @@ class Supervisor:
         self.due = -math.inf
 
     def renew(self, overlap: Overlap = "auto") -> int:
-        """Want every worker replaced by a new one, one at a time; returns their generation.
-
-        Places that have failed get another chance.
-        """
-        for worker in self._workers.values():
-            is_old = worker.generation < self._generation  # another renewal is to replace it, too
-            wanted = [overlap, worker.overlap] if is_old else [overlap]
-            worker.overlap = min(wanted, key=_OVERLAPS.index)
+        """Want every worker replaced, and failed places tried again; returns the generation."""
+        if any(map(self._is_old, self._in(WorkerState.STARTING, WorkerState.READY))):
+            overlap = min(overlap, self._overlap, key=_OVERLAPS.index)
+        self._overlap = overlap
         self._generation += 1
         self._retry_failed()
         self.due = -math.inf
@@ -193,8 +240,8 @@ class Supervisor:
     def is_renewed(self, generation: int) -> bool:
         """Whether every worker is of this generation or a later one, and ready.
 
-        One that waits for a place on a cluster is new when it comes. But one must be ready: nobody
-        knows otherwise whether the new model can be loaded.
+        One that waits for a place on a cluster is new when it comes. But one must be ready, or
+        nobody knows whether the new model can be loaded.
         """
         workers = self._workers.values()
         served = {worker.place for worker in workers if self._is_settled(worker)}
@@ -260,16 +307,16 @@ class Supervisor:
     def condemn(self, slot: int, now: float, jitter: float) -> bool:
         """Replace the worker, which fails everything; whether that is news.
 
-        One that retires already is not kept any more, if it is wanted again.
         It ends first: a device may not have the memory for two. Its successor waits as after a
         death, so that a place whose workers all end like that does not load one after the other.
         """
         worker = self._workers.get(slot)
         if worker is None or worker.is_condemned:
             return False
-        worker.is_condemned = worker.state in (WorkerState.READY, WorkerState.RETIRING)
+        worker.is_unwanted = False  # if it retires it is not kept, though it may be wanted again
         if worker.state is not WorkerState.READY:
             return False
+        worker.is_condemned = True
         self.due = -math.inf
         place = self._place_of(worker)
         if place is not None:
@@ -296,28 +343,22 @@ class Supervisor:
         was_busy: bool = False,
         is_explained: bool = False,
     ) -> Fate:
-        """The worker is gone; what follows.
-
-        Args:
-            was_busy: whether it held a batch, which may have been the cause.
-            is_explained: whether it is known now that it was.
-        """
-        overlap = self.overlap(slot)
+        """The worker is gone, maybe of the batch that it was at, or is known to: what follows."""
         worker = self._workers.pop(slot)
         has_progressed = slot in self.progressed
         self.progressed.discard(slot)
         self.due = -math.inf
         if worker.state in (WorkerState.RETIRING, WorkerState.STOPPING):
             return Fate.EXPECTED
-        if overlap is not None:  # one of a pair of which one was to replace the other
+        if self._beside(worker):  # one of a pair of which one was to replace the other
             if worker.state is not WorkerState.STARTING:
                 return Fate.GONE
-            may_end = overlap is False or (overlap == "auto" and self._has_stand_in())
+            can_spare = len(self._in(WorkerState.READY)) > 1
+            may_end = self._overlap is False or (self._overlap == "auto" and can_spare)
             if loss is not Loss.NO_MEMORY or not may_end:
                 self._abort()
                 return Fate.ABORTED
-            for other in self._workers.values():
-                other.overlap = other.overlap is True
+            self._overlap = False
             return Fate.OLD_FIRST
         place = self._place_of(worker)
         if place is None:
@@ -347,10 +388,6 @@ class Supervisor:
         place.restart_at = now + self._policy.delay(place.restarts, jitter)
         place.restarts += 1
         self.restarts_at[number] += 1
-
-    def _has_stand_in(self) -> bool:
-        """Whether one of the workers can be spared for a while."""
-        return len(self._in(WorkerState.READY)) > 1
 
     def _in(self, *states: WorkerState) -> list[_Worker]:
         return [worker for worker in self._workers.values() if worker.state in states]
@@ -398,44 +435,45 @@ class Supervisor:
         served = {worker.place for worker in self._workers.values()}
         self.due = math.inf
         for number, place in enumerate(self._places):
-            if number in served or (self._is_winding_down and self._is_manned(orders)):
+            if number in served:
                 continue
+            if self._is_winding_down and self._in(WorkerState.STARTING, WorkerState.READY):
+                continue  # there is a worker for what is still to be computed, or will be
             if place.restart_at <= now:
                 self._start(number, orders, now)
             else:
                 self.due = min(self.due, place.restart_at)
-        for slot, worker in self._workers.items():
+        for worker in self._workers.values():
             if self._is_missed(worker):
                 # Its stream may take hours more, and there may be no room for another one beside.
                 worker.state, worker.is_unwanted = WorkerState.READY, False
-                orders.keep.append(slot)
-            if worker.state is WorkerState.STARTING and worker.place >= len(self._places):
+                orders.keep.append(worker.slot)
+            if worker.state is WorkerState.STARTING and self._place_of(worker) is None:
                 worker.state = WorkerState.STOPPING
                 worker.is_waiting = False
-                orders.stop.append(slot)
+                orders.stop.append(worker.slot)
             elif worker.state is WorkerState.READY and (
                 worker.is_condemned or self._has_successor(worker)
             ):
-                self._retire(slot, orders)
+                self._retire(worker, orders)
         # Never fewer than are wanted, if others can stand in for them.
-        ready = [slot for slot, w in self._workers.items() if w.state is WorkerState.READY]
-        unwanted = [s for s in ready if self._workers[s].place >= len(self._places)]
-        for slot in unwanted[: max(0, len(ready) - len(self._places))]:
-            self._workers[slot].is_unwanted = True
-            self._retire(slot, orders)
+        ready = self._in(WorkerState.READY)
+        unwanted = [worker for worker in ready if self._place_of(worker) is None]
+        for worker in unwanted[: max(0, len(ready) - len(self._places))]:
+            worker.is_unwanted = True
+            self._retire(worker, orders)
         # One at a time, so that there is never much less room nor a need for much more memory.
         if not self._is_short and all(map(self._is_settled, self._workers.values())):
             self._renew_next(orders, now)
-        for slot, worker in self._workers.items():
-            if worker.state is WorkerState.STARTING:
-                if worker.ready_by + worker.bound / 2 < now:
-                    # We come much too late: this process was held up itself, and maybe all of them.
-                    worker.ready_by = now + worker.bound / 2
-                elif worker.ready_by <= now:
-                    worker.is_killed = True
-                    worker.ready_by = math.inf
-                    orders.kill.append(slot)
-                self.due = min(self.due, worker.ready_by)
+        for worker in self._in(WorkerState.STARTING):
+            if worker.ready_by + worker.bound / 2 < now:
+                # We come much too late: this process was held up itself, and maybe all of them.
+                worker.ready_by = now + worker.bound / 2
+            elif worker.ready_by <= now:
+                worker.is_killed = True
+                worker.ready_by = math.inf
+                orders.kill.append(worker.slot)
+            self.due = min(self.due, worker.ready_by)
         return orders
 
     def _is_missed(self, worker: _Worker) -> bool:
@@ -443,7 +481,6 @@ class Supervisor:
         return (
             worker.state is WorkerState.RETIRING
             and worker.is_unwanted
-            and not worker.is_condemned
             and self._place_of(worker) is not None
             and not self._is_winding_down
             and all(w.state is WorkerState.STOPPING for w in self._beside(worker))
@@ -451,45 +488,37 @@ class Supervisor:
 
     def _renew_next(self, orders: WorkerActions, now: float) -> None:
         """Replace one of the old workers, if there are any, and time for it."""
-        old = [
-            (worker.place, slot)
-            for slot, worker in self._workers.items()
-            if worker.state is WorkerState.READY
-            and self._place_of(worker) is not None
-            and worker.generation < self._generation
-        ]
+        old = list(filter(self._is_old, self._in(WorkerState.READY)))
         if not old or self._is_winding_down:
             return
-        place, slot = min(old)
-        if self._workers[slot].overlap:
-            self._start(place, orders, now)
+        worker = min(old, key=lambda worker: worker.place)
+        if self._overlap:
+            self._start(worker.place, orders, now)
         else:
-            self._places[place].exchange = _Exchange.AWAITED
-            self._retire(slot, orders)
-
-    def _is_manned(self, orders: WorkerActions) -> bool:
-        """Whether there is a worker for what is still to be computed, or will be."""
-        return bool(orders.start or self._in(WorkerState.STARTING, WorkerState.READY))
+            self._places[worker.place].exchange = _Exchange.AWAITED
+            self._retire(worker, orders)
 
     def _start(self, place: int, orders: WorkerActions, now: float) -> None:
-        self._workers[self._next_slot] = _Worker(place, self._generation, now, self._start_bound())
-        orders.start.append((self._next_slot, place))
-        self._next_slot += 1
+        slot, bound = next(self._slots), self._start_bound()
+        self._workers[slot] = _Worker(slot, place, self._generation, now, bound)
+        orders.start.append((slot, place))
 
     def _start_bound(self) -> float:
         """How long a worker that is started now may take to be ready, seconds."""
         timeout = self._policy.start_timeout
-        if timeout is None:
-            return math.inf
         if timeout != "auto":
-            return timeout
+            return math.inf if timeout is None else timeout
         if self._longest_start is None:
             return _FIRST_START_TIMEOUT
         return max(_LEAST_START_TIMEOUT, _START_FACTOR * self._longest_start)
 
-    def _retire(self, slot: int, orders: WorkerActions) -> None:
-        self._workers[slot].state = WorkerState.RETIRING
-        orders.retire.append(slot)
+    def _retire(self, worker: _Worker, orders: WorkerActions) -> None:
+        worker.state = WorkerState.RETIRING
+        orders.retire.append(worker.slot)
+
+    def _is_old(self, worker: _Worker) -> bool:
+        """Whether a renewal is to replace it."""
+        return worker.generation < self._generation and self._place_of(worker) is not None
 
     def _has_successor(self, worker: _Worker) -> bool:
         return any(
@@ -507,28 +536,15 @@ class Supervisor:
         """The place of a worker that there is: what messages call its number."""
         return self._workers[slot].place
 
-    def overlap(self, slot: int) -> Overlap | None:
-        """How the other worker of its place is to be replaced; None if there is no other."""
-        beside = self._beside(self._workers[slot])
-        return min((w.overlap for w in beside), key=_OVERLAPS.index, default=None)
-
     def start_bound(self, slot: int) -> float:
         """How long the worker was allowed to take to be ready, seconds."""
         return self._workers[slot].bound
 
     def retry_at(self, place: int) -> float | None:
-        """When the place is tried again, which has failed; None if it has not, or is not wanted.
-
-        Infinity if it waits for a worker of another place (see ``tries_once``).
-        """
+        """When a failed place is tried again, infinite with ``tries_once``; None for another."""
         if place >= len(self._places) or not self._places[place].has_failed:
             return None
         return self._places[place].restart_at
-
-    @property
-    def restarts(self) -> int:
-        """Of lost workers, so far."""
-        return self.restarts_at.total()
 
     @property
     def is_loading(self) -> bool:

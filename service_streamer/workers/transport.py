@@ -21,7 +21,7 @@ from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import Device
 from ..reporting import quiet_log, summary
-from ..supervision.restarts import Loss
+from ..supervision.supervisor import Loss
 from .codec import Codec
 from .memory.memory_link import MemoryLink
 from .model_spec import ModelSpec
@@ -303,7 +303,7 @@ class KnownWorker:
         device, to follow its name.
         """
         said = self.final_report
-        loss = Loss.CRASHED if self.is_ready else Loss.DIED_STARTING
+        loss = Loss.CRASHED
         error: StreamerError
         if isinstance(said, StartFailure):
             error = WorkerStartError(f"{self} could not load the model: {said.failure.text}")

@@ -24,7 +24,7 @@ from service_streamer import (
 )
 from service_streamer.batching.batcher import build_batcher
 from service_streamer.engine.backend import BlockingReply
-from service_streamer.engine.engine import Engine
+from service_streamer.engine.engine import Engine, Fleet
 from service_streamer.observe.record import ORDINARY, Call, Precedence
 from service_streamer.options.table import StreamerOptions
 from service_streamer.supervision.autoscaling import Autoscaling
@@ -177,13 +177,15 @@ def build(
     )
     engine = Engine(
         transport,
-        batcher,
-        Supervisor(workers, RestartPolicy()),
-        scaling=None if most is None else Autoscaling(workers, most, None),
+        Fleet(
+            batcher,
+            Supervisor(workers, RestartPolicy()),
+            None if most is None else Autoscaling(workers, most),
+            jitter=lambda: 0.5,
+        ),
         max_pending=chosen.max_pending,
         lengths=(lambda items: [item.length for item in items]) if has_lengths else None,
         clock=clock,
-        jitter=lambda: 0.5,
     )
     return EngineStreamer(chosen, clock, transport, engine)
 
@@ -224,9 +226,13 @@ class Prediction:
 
 
 def died(
-    slot: int, loss: Loss, batch_id: int | None = None, begun: frozenset[int] | None = None
+    slot: int,
+    loss: Loss,
+    batch_id: int | None = None,
+    begun: frozenset[int] | None = None,
+    *,
+    is_loading: bool,
 ) -> WorkerDied:
     """A worker is lost."""
-    is_loading = loss in (Loss.START_FAILED, Loss.DIED_STARTING, Loss.NO_MEMORY)
     error = WorkerStartError("no") if is_loading else WorkerLost("died")
     return WorkerDied(slot, Failure(error), loss, batch_id, begun=begun)

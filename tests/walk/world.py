@@ -97,7 +97,7 @@ class _Errors(logging.Handler):
             self.texts.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
 
 
-_LOADING = (Loss.START_FAILED, Loss.DIED_STARTING, Loss.NO_MEMORY)
+_LOADING = (Loss.START_FAILED, Loss.CRASHED, Loss.NO_MEMORY)
 
 
 class World:
@@ -372,7 +372,7 @@ class World:
     def _dies(self, slot: int, loss: Loss, is_known: bool = False) -> Any:
         """It may be known that its first batch was at work, and no other one."""
         self.has_lost = True
-        del self.workers[slot]
+        is_loading = self.workers.pop(slot) == "loading"
         held = self.held.pop(slot, {})
         first = next(iter(held), None)
         self.resting = {each for each in self.resting if each[0] != slot}
@@ -388,6 +388,7 @@ class World:
             loss,
             first if loss is Loss.DEVICE_FAILED else None,
             frozenset({first} & held.keys()) if is_known else None,
+            is_loading=is_loading,
         )
 
     def _is_back(self, slot: int, batch: int, how: str = "done") -> Any:

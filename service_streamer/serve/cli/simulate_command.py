@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ...simulate.simulator import Report, simulate
+from ...simulate import Report, simulate
 from ...simulate.workload import (
     Arrival,
     Bursts,
