@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import PoolMismatch, StreamerError
-from ..workers.memory.arena import Memory
-from ..workers.memory.memory_link import Windows
+from ..workers.arena import Memory
+from ..workers.memory_link import Windows
 from ..workers.protocol import FrameReader
 from .directory import PoolPaths, elect, listen, make_private
 from .pool_memory import results_of_workers

@@ -8,26 +8,25 @@ pool's own, or the worker has the memory of too many clients.
 from __future__ import annotations
 
 import collections
-import pickle
 import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..workers.memory.arena import Arena, Memory, Placed, Wire
-from ..workers.memory.memory_link import (
+from ..workers.arena import Arena, Memory, Placed, Wire
+from ..workers.codec import Parts
+from ..workers.memory_link import (
     Block,
     Memories,
     MemoryLink,
     MemorySender,
     MemorySocket,
+    Received,
     SharedMemory,
     Windows,
     memory_sockets,
 )
-from ..workers.memory.payload import Parts
-from ..workers.memory.window import Received
 
 
 class PoolMemory(SharedMemory):
@@ -125,11 +124,11 @@ class ClientItems:
                 self._windows = Windows(self.memory)
             received: list[Any] = [(*wire[:5], 0)]
             self._windows.receive(received)
-            stream, *buffers = received.pop().parts()
-            buffers = [memoryview(each) for each in buffers]  # copies, if it could not be mapped
-            placed = None if arena is None else arena.put(Parts([stream], buffers))
-            payload = whole(stream, buffers) if placed is None else placed
-            del buffers
+            parts: Parts = received.pop().parts()
+            payload: Any = None if arena is None else arena.put(parts)
+            if payload is None:
+                payload = parts.copy()
+            del parts
             self._windows.pop_ended()  # which the client is not told: the lease holds the block
             return payload
 
@@ -152,32 +151,6 @@ def in_message(payload: Any) -> Any:
     if type(payload) is Placed and type(payload.lease) is _ItemLease:
         return payload.lease.items.copy(payload.wire, None)
     return payload
-
-
-def inline_result(received: Received) -> bytes:
-    """A result that goes with the message."""
-    stream, *buffers = received.parts()
-    return whole(stream, buffers)
-
-
-def whole(stream: Any, buffers: list[Any]) -> bytes:
-    """The parts of a pickle as one that goes with the message."""
-    return pickle.dumps(_Whole(stream, buffers), 5)
-
-
-class _Whole:
-    """Pickles to what the parts of a pickle make."""
-
-    def __init__(self, stream: Any, buffers: list[Any]) -> None:
-        self._parts = bytes(stream), [bytes(each) for each in buffers]
-
-    def __reduce__(self) -> Any:
-        return restore, self._parts
-
-
-def restore(stream: bytes, buffers: list[bytes]) -> Any:
-    """Where it is unpickled: what was pickled in parts, in memory that may be written to."""
-    return pickle.loads(stream, buffers=map(bytearray, buffers))
 
 
 class ClientMemory:
@@ -231,7 +204,7 @@ class ClientMemory:
                         self._sizes[output.memory.number] += output.nbytes
                     given.append((*output.wire[:5], output.memory.number))
                 else:
-                    given.append(inline_result(output))
+                    given.append(output.parts().copy())
         return given
 
     def _has_room(self, output: Received) -> bool:
@@ -277,4 +250,4 @@ def results_of_workers(descriptor: int) -> Windows:
 
 def inline_results(outputs: list[Any]) -> list[Any]:
     """What a client without shared memory can read."""
-    return [inline_result(each) if type(each) is Received else each for each in outputs]
+    return [each.parts().copy() if type(each) is Received else each for each in outputs]

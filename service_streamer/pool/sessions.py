@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..engine.engine import Engine
 from ..errors import RemoteTraceback, StreamerError, WorkerStartTimeout
 from ..observe.record import ORDINARY, Call, Precedence
-from ..workers.memory.arena import Memory
+from ..workers.arena import Memory
 from ..workers.protocol import Failure, FrameReader
 from .pool_memory import ClientMemory, PoolMemory, inline_results
 from .pool_protocol import (

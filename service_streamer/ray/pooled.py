@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..observe.record import BatchReport, StepReport
 from ..options.table import RayStreamerOptions
-from ..pool.pool_memory import PoolMemory, in_message, whole
-from ..workers.transport import WorkerEvent
-from .apart import Apart
+from ..pool.pool_memory import PoolMemory, in_message
 from .cluster import Cluster, WorkerResources
 from .ray_transport import RayTransport
 
@@ -43,14 +40,3 @@ class PooledRayTransport(RayTransport):
     ) -> None:
         payloads = [in_message(each) for each in payloads]
         super().send(slot, batch_id, payloads, calls=calls, is_stream=is_stream)
-
-    def _tell_of(self, event: WorkerEvent) -> WorkerEvent:
-        if isinstance(event, BatchReport):
-            event.outputs = [_in_answer(each) for each in event.outputs]
-        elif isinstance(event, StepReport):
-            event.outputs = {key: _in_answer(each) for key, each in event.outputs.items()}
-        return event
-
-
-def _in_answer(output: Any) -> Any:
-    return whole(*output.parts()) if type(output) is Apart else output

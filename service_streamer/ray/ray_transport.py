@@ -38,8 +38,8 @@ from ..workers.model_spec import ModelSpec
 from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerWaits
 from ..workers.worker_main import Boot
-from .apart import ApartStore, frame
 from .cluster import Actor, Cluster, LeftCluster, WorkerResources, verdict
+from .frames import RayStore, frame
 from .known_actor import KnownActor
 from .losses import Verdict
 from .placing import Unplaced, why_not_placed
@@ -77,7 +77,7 @@ class RayTransport(Transport):
         else:
             by_value = RayByValue()
             self._spec = cluster.put(encode_spec(spec, by_value))
-            self.codec = Codec(ApartStore(), by_value)
+            self.codec = Codec(RayStore(), by_value)
         sharers = (math.floor(1 / request.num_gpus + 1e-9),) if 0 < request.num_gpus < 1 else ()
         place = UNPLACED._replace(gpu_id=0 if request.num_gpus else None)
         # Ray leaves a worker without a GPU all those of its node.
@@ -333,13 +333,9 @@ class RayTransport(Transport):
         worker.has_ended = True
 
     def _tell(self, worker: KnownActor, event: WorkerEvent) -> None:
-        self._events.append(self._tell_of(event))
+        self._events.append(event)
         if type(event) is WorkerDied:
             self._forget(worker)
-
-    def _tell_of(self, event: WorkerEvent) -> WorkerEvent:
-        """What the engine is told."""
-        return event
 
     # -- the end of a worker
 

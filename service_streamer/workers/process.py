@@ -17,7 +17,7 @@ How ends are noticed: the parent sees a worker die through its process descripto
 response pipe to its end before it says so; a worker sees its parent die by end-of-file on the
 request pipe, also in the midst of a batch (see ``worker_main.py``).
 
-Large payloads lie outside of the messages, in shared memory (see ``memory/memory_link.py``).
+Large payloads lie outside of the messages, in shared memory (see ``memory_link.py``).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from ..options.checks import Device
 from ..options.table import WorkerOptions
 from ..reporting import quiet_log
 from . import starting
+from .arena import Memory
 from .codec import ByValue, Codec, encode_spec
-from .memory.arena import Memory
-from .memory.memory_link import Memories, MemoryLink, SharedMemory
+from .memory_link import Memories, MemoryLink, SharedMemory
 from .model_spec import ModelSpec
 from .protocol import (
     PROGRESS_BYTES,
@@ -175,7 +175,8 @@ class ProcessTransport(Transport):
             link, arena = worker.link, self.memory.arena
             released = None
             if link is not None and arena is not None:
-                arena.expect(len(payloads), as_rows=worker.wants_rows)
+                if worker.wants_rows:
+                    arena.expect_rows(len(payloads))
                 released = link.lend(payloads) or None
             message = batch_id, payloads, released, is_stream or calls
             self._write(worker, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))

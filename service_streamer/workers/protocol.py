@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, cast
 from ..errors import BadMessage, InvalidInput, ModelError, RemoteTraceback, UnpicklableItem
 from ..observe.record import BatchReport, StepReport
 from ..reporting import MAX_TEXT, summary
-from .memory.arena import Memory
+from .arena import Memory
 
 #: Of the messages from workers: to be raised with every change of them. A worker that starts after
 #: an upgrade of the package has another one than a web process that has been running since before.

@@ -23,7 +23,7 @@ from ..options.checks import Device
 from ..reporting import quiet_log, summary
 from ..supervision.restarts import Loss
 from .codec import Codec
-from .memory.memory_link import MemoryLink
+from .memory_link import MemoryLink
 from .model_spec import ModelSpec
 from .protocol import (
     UNWANTED,

@@ -33,9 +33,9 @@ from ..gpu.places import Place, check_torch, missing_gpu, set_environment, visib
 from ..managed_model import set_shown_device
 from ..observe.record import BatchReport, StepReport
 from ..reporting import summary
+from .arena import Memory
 from .codec import Codec
-from .memory.arena import Memory
-from .memory.memory_link import Memories, MemoryLink, Windows, link_in_worker
+from .memory_link import Memories, MemoryLink, Windows, link_in_worker
 from .model_spec import LoadedModel, ModelSpec, Wrapper
 from .protocol import (
     EXIT_DEVICE_FAILED,
@@ -116,8 +116,6 @@ class CodedChannel(Channel):
     def decode(self, received: Any) -> DecodedBatch:
         batch_id, payloads, released, _ = received
         if self.link is not None:
-            if self.link.arena is not None:
-                self.link.arena.expect(len(payloads))  # as many results
             if released:
                 self.link.release(released)
             if tuple in map(type, payloads):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from service_streamer.workers.codec import Codec
-from service_streamer.workers.memory.memory_link import SharedMemory, link_in_worker
+from service_streamer.workers.memory_link import SharedMemory, link_in_worker
 
 
 class Later:
@@ -26,7 +26,7 @@ class Later:
 
 MB = 1 << 20
 #: An item of so many bytes is shared.
-LARGE = 32 << 10
+LARGE = 16 << 10
 #: What is shared begins on a page, or some.
 PAGE = max(4096, mmap.PAGESIZE)
 #: Of an item that is shared, bytes: no multiple of a page, so that rows share some.

@@ -17,7 +17,7 @@ import pytest
 from ends import MB, SIZE, Link, decode, filled, is_shared, read_only
 
 from service_streamer.workers.codec import Codec
-from service_streamer.workers.memory.memory_link import (
+from service_streamer.workers.memory_link import (
     Memories,
     MemorySender,
     MemorySocket,

@@ -30,8 +30,8 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ...reporting import quiet_log
-from .payload import LARGE, LARGE_IN_BATCH, Parts
+from ..reporting import quiet_log
+from .codec import Parts
 
 #: Unit of allocation in bytes: a page of the processor, at least 4096.
 PAGE = max(4096, mmap.PAGESIZE)
@@ -41,9 +41,6 @@ PAGE = max(4096, mmap.PAGESIZE)
 _REVIEW_INTERVAL = 512
 
 _MB = 1_000_000
-
-#: From so many payloads in a batch on, ``LARGE_IN_BATCH`` counts.
-_MANY = 4
 
 #: Maximum bytes of a stream inside the message.
 _SMALL_STREAM = 4096
@@ -190,7 +187,6 @@ class Arena:
     def __init__(self, memory: Memory, contents: str) -> None:
         self.memory = memory
         self.rows = 0
-        self._batch = 1  # number of payloads in the latest batch, as far as it is known
         self._contents = contents
         self._log_once = quiet_log(__name__, once=True)
         self._map = memory.map()
@@ -206,16 +202,9 @@ class Arena:
         self._lock = threading.RLock()  # reentrant: a user's finalizer may call us
         self._is_busy = False
 
-    @property
-    def large(self) -> float:
-        """Payloads of this many bytes or more are worth putting here."""
-        return LARGE if self._batch < _MANY else LARGE_IN_BATCH
-
-    def expect(self, count: int, *, as_rows: bool = False) -> None:
-        """The next batch has so many payloads, which should lie side by side if ``as_rows``."""
-        self._batch = count
-        if as_rows:
-            self.rows = max(count, self.rows - 1)  # one large batch is soon forgotten
+    def expect_rows(self, count: int) -> None:
+        """The next batch has so many payloads, which should lie side by side."""
+        self.rows = max(count, self.rows - 1)  # one large batch is soon forgotten
 
     def reclaim(self) -> int:
         """Free the blocks that have ended; returns the number of allocated bytes."""
@@ -232,7 +221,8 @@ class Arena:
         stream: bytes | None = None
         chunks = parts.stream
         length = sum(map(len, chunks))
-        lengths = [buffer.nbytes for buffer in parts.buffers]
+        buffers = [memoryview(each) for each in parts.buffers]
+        lengths = [buffer.nbytes for buffer in buffers]
         if length <= _SMALL_STREAM:
             stream, chunks = b"".join(chunks), []
         else:
@@ -246,7 +236,7 @@ class Arena:
                 "%.1f MB do not fit into the shared memory for %s, of which %.1f of %.1f MB are in "
                 "use: it goes through a pipe, which is slower. This is said once; "
                 "shared_memory_limit sets how much there is",
-                parts.size / _MB, self._contents, self._extents.used / _MB, self.memory.size / _MB,
+                size / _MB, self._contents, self._extents.used / _MB, self.memory.size / _MB,
             )  # fmt: skip
             return None
         lease, start = room
@@ -256,7 +246,7 @@ class Arena:
             at += len(chunk)
         if chunks:
             del starts[0]
-        for position, buffer in zip(starts, parts.buffers, strict=True):
+        for position, buffer in zip(starts, buffers, strict=True):
             self._copy(start + position, buffer)
         return Placed((stream, lease.block, lease.size, start, (*lengths,), 0), lease)
 
