@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from ..reporting import quiet_log
-from .accelerators import fault_in_use
+from .accelerators import KINDS, fault_in_use
 
 _log_once = quiet_log(__name__, once=True)
 
@@ -42,20 +42,23 @@ _LIBRARIES = frozenset(
      "tensorflow", "tensorrt", "torch", "tritonclient", "pycuda")
 )  # fmt: skip
 
+
+def _of_kinds(name: str) -> str:
+    """An attribute of all kinds, as one regular expression."""
+    return "|".join(part for kind in KINDS if (part := getattr(kind, name)))
+
+
+_CODES = _of_kinds("error_codes")
 _TEXTS = re.compile(
-    r"""^\s*(?:
+    rf"""^\s*(?:
         # "RuntimeError: " stands first in the text of an error from TorchScript or from a thread.
         (?:[\w.]*(?:RuntimeError|AcceleratorError):\s*)?
         (?:
-            (?:CUDA|HIP|XPU|MPS\ backend)\ out\ of\ memory
-          | (?:CUDA|HIP|CUDA\ driver|CUDA\ runtime|XPU)\ (?:error|failure)\b[\s\d:]*
-            (?:out\ of\ memory|(?:CU|HIP)\w+_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED
-               |CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)
-          | (?:cuDNN|cuBLAS|cuBLASLt|cuSPARSE|cuSOLVER|cuFFT|cuRAND|MIOpen|hipBLAS|rocBLAS)\s
-            (?:error|failure)[\s\d:]*\w*ALLOC\w*FAILED
-          | (?:CUDNN|CUBLAS|CUSPARSE|CUSOLVER|HIPBLAS)_STATUS_ALLOC_FAILED
-          | (?:cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory)\b
-          | \[\d+\]\ Call\ to\ \w+\ results\ in\ (?:UNKNOWN_)?CUDA_ERROR_OUT_OF_MEMORY
+            (?:{_of_kinds("error_names")}|MPS\ backend)\ out\ of\ memory
+          | (?:{_of_kinds("error_names")})\ (?:error|failure)\b[\s\d:]*(?:out\ of\ memory|{_CODES})
+          | (?:{_of_kinds("libraries")})\ (?:error|failure)[\s\d:]*\w*ALLOC\w*FAILED
+          | (?:{_CODES})\b
+          | \[\d+\]\ Call\ to\ \w+\ results\ in\ (?:UNKNOWN_)?(?:{_CODES})
           | RESOURCE_EXHAUSTED:
           | Out\ of\ memory\ (?:allocating|while\ trying\ to\ allocate|error\ on\ GPU)
           | (?:Graph\ execution\ error:\s)?OOM\ when\ allocating\ tensor
@@ -68,11 +71,11 @@ _TEXTS = re.compile(
     re.VERBOSE | re.MULTILINE | re.IGNORECASE,
 )
 
-#: Words of errors that may be about a GPU, also as the cause of the model's error.
+#: Words of errors that may be about a device, also as the cause of the model's error.
 _SUSPICIOUS = re.compile(
-    "cuda|hip ?error|gpu|cublas|cudnn|cufft|cusolver|cusparse|nccl|rocm|xpu|sycl|level.zero"
-    "|accelerator|memory access|device-side assert|launch failure|launch timed out|uncorrectable"
-    "|misaligned address|illegal instruction|program counter|hardware stack|shared address space",
+    f"{_of_kinds('words')}|gpu|accelerator|memory access|device-side assert|launch failure"
+    "|launch timed out|uncorrectable|misaligned address|illegal instruction|program counter"
+    "|hardware stack|shared address space",
     re.IGNORECASE,
 )
 
