@@ -142,7 +142,7 @@ class _Stepper:
         self._report = StepReport()
         self._sent_at = now
         report.waiting = len(self.batch.deck)
-        self.channel.encode_step(report)
+        self.channel.encode(report)
         if report.done:  # also a stream of which an output cannot travel
             self.end(self.batch.find({each.batch_id for each in report.done}))
         self.channel.send(report)

@@ -22,7 +22,7 @@ import sys
 import threading
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -141,37 +141,40 @@ class CodedChannel(Channel):
         payloads.clear()  # or blocks would be kept until the next batch
         return batch_id, items, failures, decode_again
 
-    def encode(self, report: BatchReport) -> None:
+    def encode(self, report: BatchReport | StepReport) -> None:
         self.check_owner()  # before anything is written to memory that is shared
-        encode, payloads = self.codec.encode, []
-        for position, output in enumerate(report.outputs):
-            try:
-                payloads.append(encode(output))
-            except (Exception, SystemExit) as error:
-                report.failures[position] = self._unsendable(output, error, report.batch_id)
-                payloads.append(None)
-        report.outputs.clear()
-        output = None  # or the blocks that the results look at would not be released
-        report.outputs = payloads
-        if self.link is not None:
-            report.released = self.link.lend(payloads)
-
-    def encode_step(self, report: StepReport) -> None:
-        self.check_owner()
+        if isinstance(report, BatchReport):
+            ids = dict.fromkeys(range(len(report.outputs)), report.batch_id)
+            report.failures |= self._encode(report.outputs, ids)
+            if self.link is not None:
+                report.released = self.link.lend(report.outputs)
+            return
         for done in report.done:
             self.encode(done)
-        encode, outputs, payloads = self.codec.encode, report.outputs, []
-        for batch_id, output in [*outputs.items()]:
-            try:
-                payloads.append(encode(output))
-            except (Exception, SystemExit) as error:
-                failure = self._unsendable(output, error, batch_id)
-                del outputs[batch_id]
-                report.done = [each for each in report.done if each.batch_id != batch_id]
-                report.done.append(BatchReport(batch_id, failure=failure))
+        for batch_id, failure in self._encode(
+            report.outputs, {i: i for i in report.outputs}
+        ).items():
+            del report.outputs[batch_id]
+            report.done = [each for each in report.done if each.batch_id != batch_id]
+            report.done.append(BatchReport(batch_id, failure=failure))
         if self.link is not None:
+            payloads = [*report.outputs.values()]
             report.released = self.link.lend(payloads)
-        report.outputs = dict(zip(outputs, payloads, strict=True))
+            report.outputs = dict(zip(report.outputs, payloads, strict=True))
+
+    def _encode(self, outputs: Any, ids: Mapping[int, int]) -> dict[int, Failure]:
+        """Encode in place, so that nothing holds what is encoded, or its blocks were not released.
+
+        Returns why some cannot be; ``ids`` has the batch of each.
+        """
+        encode, failures = self.codec.encode, {}
+        for key, batch_id in ids.items():
+            try:
+                outputs[key] = encode(outputs[key])
+            except (Exception, SystemExit) as error:
+                failures[key] = self._unsendable(outputs[key], error, batch_id)
+                outputs[key] = None
+        return failures
 
     def _unsendable(self, output: Any, error: BaseException, batch_id: int) -> Failure:
         self.guard.look(error, batch_id)
