@@ -7,6 +7,7 @@ from typing import Any
 from ..options.table import RayStreamerOptions
 from ..pool.pool_memory import PoolMemory, in_message
 from .cluster import Cluster, WorkerResources
+from .known_actor import KnownActor
 from .ray_transport import RayTransport
 
 
@@ -29,14 +30,7 @@ def pool_transport(
 class PooledRayTransport(RayTransport):
     """Items and results travel between the pool and Ray; clients pickle and unpickle them."""
 
-    def send(
-        self,
-        slot: int,
-        batch_id: int,
-        payloads: list[Any],
-        *,
-        calls: int | list[int] = 0,
-        is_stream: bool = False,
+    def _send_batch(
+        self, worker: KnownActor, batch_id: int, payloads: list[Any], calls: int | list[int]
     ) -> None:
-        payloads = [in_message(each) for each in payloads]
-        super().send(slot, batch_id, payloads, calls=calls, is_stream=is_stream)
+        super()._send_batch(worker, batch_id, [in_message(each) for each in payloads], calls)

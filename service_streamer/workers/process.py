@@ -47,17 +47,15 @@ from .memory_link import Memories, MemoryLink, SharedMemory
 from .model_spec import ModelSpec
 from .protocol import (
     PROGRESS_BYTES,
-    UNWANTED,
     FrameReader,
     FrameWriter,
-    add_unwanted,
     batches_in_progress,
     decode,
     map_progress,
 )
 from .stages import FORWARD, INTAKE
 from .starting import STACKS_SIGNAL, Placement, block_signals, startable
-from .transport import KnownWorker, Transport, WorkerDied, WorkerEvent
+from .transport import KnownWorker, WorkerDied, WorkerEvent, WorkerTransport
 from .worker_main import Boot, run_worker
 
 _log = quiet_log(__name__)
@@ -81,7 +79,7 @@ _PIPE_SIZE = 1 << 18
 _STACKS_SIZE = 65_536
 
 
-class ProcessTransport(Transport):
+class ProcessTransport(WorkerTransport["_WorkerProcess"]):
     """One process per slot, reached over a private pair of pipes.
 
     This process encodes no items and decodes no outputs if the spec has a codec, or if another
@@ -101,6 +99,7 @@ class ProcessTransport(Transport):
         *,
         noun: str = "worker",
     ) -> None:
+        super().__init__()
         self._noun = noun
         self._method = options.mp_start_method
         is_forked = self._method == "fork"
@@ -121,7 +120,6 @@ class ProcessTransport(Transport):
         self.memory = memory or SharedMemory(0 if is_encoded else options.shared_memory_limit)
         if not (is_encoded or isinstance(spec, bytes)):
             self.codec = Codec(self.memory.arena, by_value, spec.cannot_load)
-        self._workers: dict[int, _WorkerProcess] = {}
         #: Each descriptor with its worker, and what to call with that when it is ready.
         self._selector = selectors.DefaultSelector()
         ends = Pipe(duplex=False)
@@ -156,52 +154,38 @@ class ProcessTransport(Transport):
             # reads it, after it has imported the main module, or for ever if it dies before.
             self._write(worker, self._spec)
 
-    def send(
-        self,
-        slot: int,
-        batch_id: int,
-        payloads: list[Any],
-        *,
-        calls: int | list[int] = 0,
-        is_stream: bool = False,
+    def _send_batch(
+        self, worker: _WorkerProcess, batch_id: int, payloads: list[Any], calls: int | list[int]
     ) -> None:
-        worker = self._workers.get(slot)
-        if worker is None or batch_id <= worker.last_sent:
-            return  # it was lost, and the batch with it, between its cutting and now; or it has it
         try:
             worker.last_sent = batch_id
-            # Before the worker can answer. After the item of a stream come outputs that it has had.
-            worker.unanswered[batch_id] = 1 if is_stream else len(payloads)
+            worker.expect_answer(batch_id, payloads, calls)  # before it can answer
             link, arena = worker.link, self.memory.arena
             released = None
             if link is not None and arena is not None:
                 if worker.wants_rows:
                     arena.expect_rows(len(payloads))
                 released = link.lend(payloads) or None
-            message = batch_id, payloads, released, is_stream or calls
+            message = batch_id, payloads, released, calls
             self._write(worker, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         except BaseException:
             worker.kill()
             raise
 
-    def tell(self, slot: int, what: int, batch_id: int) -> None:
-        worker = self._workers.get(slot)
-        if worker is not None and worker.has_steps:
-            try:
-                self._write(worker, pickle.dumps((what, [batch_id]), pickle.HIGHEST_PROTOCOL))
-            except BaseException:
-                worker.kill()
-                raise
-        elif worker is not None:
-            add_unwanted(worker.progress, batch_id)
+    def _send_order(self, worker: _WorkerProcess, order: tuple[int, list[int]]) -> None:
+        self._write(worker, pickle.dumps(order, pickle.HIGHEST_PROTOCOL))
 
     def _write(self, worker: _WorkerProcess, frame: bytes) -> None:
-        """Write a frame. If this raises, as by KeyboardInterrupt, the caller kills the worker.
+        """Write a frame. If this raises, as by KeyboardInterrupt, the worker is killed.
 
         It could wait for the rest of the frame for ever.
         """
-        if not worker.write(frame):
-            self.wakeup()  # the loop watches for room in the pipe
+        try:
+            if not worker.write(frame):
+                self.wakeup()  # the loop watches for room in the pipe
+        except BaseException:
+            worker.kill()
+            raise
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         for worker in self._workers.values():
@@ -227,14 +211,12 @@ class ProcessTransport(Transport):
                 os.write(ends[1].fileno(), b"\0")
 
     def stop(self, slot: int) -> None:
-        worker = self._workers.get(slot)
-        if worker is not None:
-            worker.end_gently(_STOP_GRACE)
+        if slot in self._workers:
+            self._workers[slot].end_gently(_STOP_GRACE)
 
     def kill(self, slot: int, why: str) -> None:
-        worker = self._workers.get(slot)
-        if worker is not None:
-            worker.end_by_force(why)
+        if slot in self._workers:
+            self._workers[slot].end_by_force(why)
 
     def close(self, grace: float) -> None:
         if self._wakeup is None:
@@ -340,7 +322,6 @@ class _WorkerProcess(KnownWorker):
         if memory is not None:
             self._memories, self.link = memory
         self._progress_memory: Memory | None = None
-        self.progress: Any = [0] * UNWANTED
         with contextlib.suppress(OSError):  # without it, all that the worker holds is suspect
             self._progress_memory = Memory(PROGRESS_BYTES)
             self.progress = map_progress(self._progress_memory)
