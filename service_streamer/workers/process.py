@@ -49,9 +49,8 @@ from .protocol import (
     PROGRESS_BYTES,
     FrameReader,
     FrameWriter,
-    batches_in_progress,
+    Progress,
     decode,
-    map_progress,
 )
 from .stages import FORWARD, INTAKE
 from .starting import STACKS_SIGNAL, Placement, block_signals, startable
@@ -324,7 +323,7 @@ class _WorkerProcess(KnownWorker):
         self._progress_memory: Memory | None = None
         with contextlib.suppress(OSError):  # without it, all that the worker holds is suspect
             self._progress_memory = Memory(PROGRESS_BYTES)
-            self.progress = map_progress(self._progress_memory)
+            self.progress = Progress(self._progress_memory)
         self._kill_at: float | None = None  # unless it has ended, on the monotonic clock
         self._grace = 0.0
         self._process: Any = None
@@ -459,7 +458,7 @@ class _WorkerProcess(KnownWorker):
         """Collect the dead process; how it ended, for the engine."""
         # If its device failed, batches that had not come to the device do not count.
         first = INTAKE if self.final_report is None else FORWARD
-        at = batches_in_progress(self.progress, first) or None
+        at = self.progress.batches(first) or None
         self._process.join()
         stacks = ""
         with contextlib.suppress(OSError):  # it wrote none, and another process has the pipe

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ from ..observe.record import BatchReport, StepReport
 from ..options.checks import is_sequence
 from .mending import Bisection, Invalid, Outcome, OutOfMemory, Returned, at_positions, by_position
 from .model_spec import LoadedModel, Predict
-from .protocol import SIGN_OF_LIFE, Failure, is_unwanted
+from .protocol import SIGN_OF_LIFE, Failure, Progress
 from .stacking import stacks
 
 INTAKE, FORWARD, OUTLET = range(3)
@@ -193,23 +193,14 @@ class Stages:
 
     None of them raises what a model raises: that becomes the failure of the batch, or of the calls
     at fault. They raise DeviceFailed, and what ends a worker.
-
-    Args:
-        progress: where each stage writes which batch it is at: its id plus 1, or 0.
-        unwanted: batches that nobody waits for any more: see ``is_unwanted``. They go no further.
+    Batches that nobody waits for any more go no further.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        model: LoadedModel,
-        progress: MutableSequence[int] | None = None,
-        unwanted: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, channel: Channel, model: LoadedModel, progress: Progress) -> None:
         self.channel = channel
         self.model = model
-        self.progress = [0, 0, 0] if progress is None else progress
-        self._unwanted = unwanted or (0,)
+        self.progress = progress.stages
+        self._is_unwanted = progress.is_unwanted
         managed: Any = model.managed
         if hasattr(managed, "raise_if_unwanted"):
             managed.raise_if_unwanted = lambda: self.check_wanted(self.progress[FORWARD] - 1)
@@ -392,18 +383,17 @@ class Stages:
 
     def check_wanted(self, batch_id: int) -> None:
         """Raises InvalidInput, of which nobody learns: nobody waits for the batch."""
-        if is_unwanted(self._unwanted, batch_id + 1):
+        if self._is_unwanted(batch_id):
             raise InvalidInput("nobody waits for the results any more")
 
     def is_searched(self, job: Job) -> bool:
         """Whether calls at fault are to be found: several share the batch, and are waited for."""
-        return bool(job.calls) and not is_unwanted(self._unwanted, job.batch_id + 1)
+        return bool(job.calls) and not self._is_unwanted(job.batch_id)
 
     def _run(self, stage: Callable[[Job], None], job: Job, named: int = 0) -> None:
         """Run a stage of the whole batch. If it raises, the batch fails, or goes on in parts."""
         try:
-            if self._unwanted[0]:  # some were so far
-                self.check_wanted(job.batch_id)
+            self.check_wanted(job.batch_id)
             stage(job)
         except BaseException as error:
             outcome = outcome_of(error, self.model, job.batch_id, named)

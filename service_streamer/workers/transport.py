@@ -26,14 +26,13 @@ from .codec import Codec
 from .memory_link import MemoryLink
 from .model_spec import ModelSpec
 from .protocol import (
-    UNWANTED,
     Breach,
     DeviceFailure,
     Failure,
     FromWorker,
+    Progress,
     StartFailure,
     WorkerReady,
-    add_unwanted,
 )
 from .runner import serve
 from .stages import Channel
@@ -208,7 +207,7 @@ class Worker:
         self.slot = slot  # its name for the engine
         self.last_sent = -1  # the id of the last batch that it was sent, or may have been
         self.has_steps = False
-        self.progress: Any = [0] * UNWANTED  # see ``map_progress``
+        self.progress = Progress()
 
 
 W = TypeVar("W", bound=Worker)
@@ -241,7 +240,7 @@ class WorkerTransport(Transport, Generic[W]):
         if worker.has_steps:
             self._send_order(worker, (what, [batch_id]))
         else:
-            add_unwanted(worker.progress, batch_id)
+            worker.progress.add_unwanted(batch_id)
 
     @abstractmethod
     def _send_batch(
@@ -527,7 +526,7 @@ class _WorkerThread(Worker, Channel):
             self.has_steps = model.places > 0
             self._events.put(WorkerReady(self.slot, model.description, model.places))
             loss = Loss.CRASHED
-            serve(self, model, unwanted=self.progress)
+            serve(self, model, self.progress)
         except BaseException as error:
             if loss is Loss.CRASHED:
                 code = error.code if isinstance(error, SystemExit) else None

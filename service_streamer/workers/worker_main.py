@@ -41,17 +41,16 @@ from .protocol import (
     EXIT_DEVICE_FAILED,
     EXIT_FORK_RETURNED,
     EXIT_START_FAILED,
-    UNWANTED,
     DeviceFailure,
     Failure,
     Frame,
     FrameReader,
     FrameWriter,
     FromWorker,
+    Progress,
     StartFailure,
     WorkerReady,
     encode,
-    map_progress,
 )
 from .runner import serve
 from .stages import FORWARD, Channel, DecodedBatch
@@ -318,12 +317,11 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
     del pickled  # it may have many megabytes
     gc.freeze()  # or each full collection would go through all that the model has loaded
     channel.send(WorkerReady(-1, model.description, model.places, model.resumes, model.wants_rows))
-    numbers = None if boot.progress is None else map_progress(boot.progress)
+    progress = Progress(boot.progress)
+    if len(progress.stages) < FORWARD + model.places:
+        progress = Progress()  # of its own: then the parent takes all batches for begun
     try:
-        if numbers is None or len(numbers) < UNWANTED + FORWARD + model.places:
-            serve(channel, model)
-        else:
-            serve(channel, model, numbers[UNWANTED:], numbers[:UNWANTED])
+        serve(channel, model, progress)
     except DeviceFailed as end:
         channel.send(DeviceFailure(frozenset(end.batch_ids), end.fault, end.error))
         sys.exit(EXIT_DEVICE_FAILED)
