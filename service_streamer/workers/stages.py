@@ -32,9 +32,8 @@ from ..gpu.transfers import PLAIN, OnHost, StageTimer, first_value, results_on_h
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import is_sequence
 from .mending import Bisection, Invalid, Outcome, OutOfMemory, Returned, at_positions, by_position
-from .model_spec import LoadedModel, Predict
+from .model_spec import LoadedModel, Predict, stacks
 from .protocol import SIGN_OF_LIFE, Failure, Progress
-from .stacking import stacks
 
 INTAKE, FORWARD, OUTLET = range(3)
 
