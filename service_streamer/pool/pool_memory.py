@@ -24,7 +24,6 @@ from ..workers.memory_link import (
     MemorySocket,
     Received,
     SharedMemory,
-    Windows,
     memory_sockets,
 )
 
@@ -44,7 +43,7 @@ class PoolMemory(SharedMemory):
 
     def _share(self, arena: Arena, responses: Memory) -> tuple[Memories, MemoryLink]:
         sender, receiver = memory_sockets()
-        link = _WorkerLink(arena, Windows(responses), sender)
+        link = _WorkerLink(arena, responses, sender)
         with self._lock:
             self._links.add(link)
         return Memories(arena.memory, responses, receiver), link
@@ -61,8 +60,8 @@ class PoolMemory(SharedMemory):
 class _WorkerLink(MemoryLink):
     """The pool's end of what it shares with one worker. Any thread."""
 
-    def __init__(self, arena: Arena, windows: Windows, sender: MemorySender) -> None:
-        super().__init__(arena, windows)
+    def __init__(self, arena: Arena, responses: Memory, sender: MemorySender) -> None:
+        super().__init__(arena, responses)
         self._sender = sender
 
     def _lend(self, payloads: list[Any]) -> None:
@@ -98,7 +97,7 @@ class ClientItems:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._windows: Windows | None = None
+        self._link: MemoryLink | None = None
         self._lock = threading.RLock()
 
     def place(self, payloads: Sequence[Any], on_end: Callable[[], None]) -> list[Any]:
@@ -120,16 +119,16 @@ class ClientItems:
     def copy(self, wire: Wire, arena: Arena | None) -> Any:
         """A payload in the pool's memory, or in the message if there is no room."""
         with self._lock:
-            if self._windows is None:
-                self._windows = Windows(self.memory)
+            if self._link is None:
+                self._link = MemoryLink(None, self.memory)
             received: list[Any] = [(*wire[:5], 0)]
-            self._windows.receive(received)
+            self._link.receive(received)
             parts: Parts = received.pop().parts()
             payload: Any = None if arena is None else arena.put(parts)
             if payload is None:
                 payload = parts.copy()
             del parts
-            self._windows.pop_ended()  # which the client is not told: the lease holds the block
+            self._link.pop_ended()  # which the client is not told: the lease holds the block
             return payload
 
 
@@ -243,9 +242,9 @@ class ClientMemory:
         self._pool.forget_client(self._items.memory)
 
 
-def results_of_workers(descriptor: int) -> Windows:
+def results_of_workers(descriptor: int) -> MemoryLink:
     """The client's end: reads results in the memory of workers, whose descriptors come there."""
-    return Windows(None, MemorySocket(socket.socket(fileno=descriptor)))
+    return MemoryLink(None, None, MemorySocket(socket.socket(fileno=descriptor)))
 
 
 def inline_results(outputs: list[Any]) -> list[Any]:

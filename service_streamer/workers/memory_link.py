@@ -9,8 +9,8 @@ dropped with the last view.
 
 A worker of a pool also reads memory of third processes, which came after the worker had started:
 
-     MemorySender                                        Windows
-     ------------                                        -------
+     MemorySender                                        MemoryLink
+     ------------                                        ----------
      send(memory) ── its number and descriptor ────────▶ take_in(): mapped
      message with a wire of that number ───────────────▶ payloads: views of the pages, no copy
      ◀── message: blocks without views, with the number  pop_ended()
@@ -314,19 +314,39 @@ def shareable(payload: Any) -> Any:
 
 
 class MemoryLink:
-    """One side's end of the memory that the web process shares with one worker. Any thread.
+    """One process's end of the memory that it shares with others. Any thread.
 
     Args:
         arena: what the other side reads; None sends everything with the messages.
-        windows: reads what the other side writes, and third processes.
+        memory: what the other side writes to; None if all comes from ``more``.
+        more: from where memory of third processes comes, if there is any.
+        private: see ``Window``.
     """
 
-    def __init__(self, arena: Arena | None, windows: Windows) -> None:
+    def __init__(
+        self,
+        arena: Arena | None,
+        memory: Memory | None,
+        more: MemorySocket | None = None,
+        *,
+        private: bool = False,
+    ) -> None:
         self.arena = arena
-        self.windows = windows
-        #: What the other side may be reading, by the number of the memory and the block.
+        self.memory = memory
+        self.more = more
+        self._private = private
+        #: What the other side may be reading.
         self._lent: dict[Block, list[Any]] = {}
-        self._lock = threading.RLock()  # a finalizer of a user's may call us while it is held
+        self._windows: dict[int, Window] = {}  # by the number of the memory
+        self._ended: Ended = collections.deque()
+        self._unread: list[Block] = []
+        if memory is not None:
+            self._windows[0] = Window(memory, self._ended, private=private)
+        # A block that ends while another thread receives would be given back with pages that are
+        # about to be read. Reentrant: a finalizer of a user's may interrupt us.
+        self._lock = threading.RLock()
+
+    # -- what the other side reads
 
     def lend(self, payloads: list[Any]) -> list[Block]:
         """Let the other side read these payloads, which go there now: as wires, in place.
@@ -337,7 +357,7 @@ class MemoryLink:
         if Placed in map(type, payloads):
             with self._lock:
                 self._lend(payloads)
-        return self.windows.pop_ended()
+        return self.pop_ended()
 
     def _lend(self, payloads: list[Any]) -> None:
         leases: dict[Block, Any] = {}
@@ -357,10 +377,93 @@ class MemoryLink:
                 if not leases:
                     del self._lent[block]
 
+    # -- what this side reads
+
+    def receive(self, payloads: list[Any]) -> None:
+        """Replace wires by payloads that keep their memory, in place."""
+        leases: dict[Block, ReadLease] = {}  # one for each block of a message
+        with self._lock:
+            for position, wire in enumerate(payloads):
+                if type(wire) is not tuple:
+                    continue
+                block = wire[5], wire[1]
+                window = self._window(wire[5])
+                if window is None:
+                    self._unread.append(block)
+                    payloads[position] = _Unreadable()
+                    continue
+                lease = leases.get(block)
+                if lease is None:
+                    lease = leases[block] = window.lease(wire)
+                payloads[position] = Received(window, wire, lease)
+
+    def pop_ended(self) -> list[Block]:
+        """The blocks that are no longer in use, each as often as it was sent."""
+        if not (self._ended or self._unread):  # as for most messages
+            return []
+        with self._lock:
+            blocks, self._unread = self._unread, []
+            for lease in pop_ended(self._ended):
+                window = self._windows.get(lease.number)
+                if window is not None:
+                    window.end(lease)
+                    blocks.append((lease.number, lease.block))
+            return blocks
+
+    def view(self, address: int, size: int) -> memoryview | None:
+        """See ``Window.view``."""
+        with self._lock:
+            views = (window.view(address, size) for window in self._windows.values())
+            return next((view for view in views if view is not None), None)
+
+    def _window(self, number: int) -> Window | None:
+        if number not in self._windows:
+            self.take_in()
+        return self._windows.get(number)
+
+    # -- memory of third processes
+
+    def fileno(self) -> int:
+        """Readable when ``take_in`` has something to do."""
+        return -1 if self.more is None else self.more.connection.fileno()
+
+    def take_in(self) -> bool:
+        """Take in what was passed on or is to be forgotten; whether more may come."""
+        with self._lock:
+            try:
+                while self.more is not None:
+                    data, descriptors, _, _ = socket.recv_fds(
+                        self.more.connection, _NUMBER_SIZE, 1, socket.MSG_CMSG_CLOEXEC
+                    )
+                    if not data:
+                        return False
+                    number = int.from_bytes(data, "little", signed=True)
+                    if number < 0:
+                        self._windows.pop(-number, None)
+                    elif descriptors:  # else this process may not have more
+                        memory = Memory.from_descriptor(descriptors[0])
+                        self._windows[number] = Window(memory, self._ended, private=self._private)
+            except BlockingIOError:
+                return True
+            except OSError:  # the other end is gone
+                pass
+            return False
+
     def close(self) -> None:
-        """The other side is gone."""
-        if self.windows.memory is not None:
-            self.windows.memory.is_left = True
+        """The other side is gone. What was received can still be read."""
+        with self._lock:
+            if self.memory is not None:
+                self.memory.is_left = True
+            if self.more is not None:
+                self.more.connection.close()
+            self._windows.clear()
+
+    def abandon(self) -> None:
+        """Close this process's copies, in a forked child: another thread may hold the lock."""
+        if self.more is not None:
+            with contextlib.suppress(OSError):  # without gevent's hub, which is the parent's
+                os.close(self.more.connection.detach())
+        self._windows = {}
 
 
 class SharedMemory:
@@ -399,7 +502,7 @@ class SharedMemory:
         return self._share(self.arena, Memory(max(PAGE, self.size // worker_num)))
 
     def _share(self, arena: Arena, responses: Memory) -> tuple[Memories, MemoryLink]:
-        return Memories(arena.memory, responses), MemoryLink(arena, Windows(responses))
+        return Memories(arena.memory, responses), MemoryLink(arena, responses)
 
     def close(self) -> None:
         """Let go of it. What still looks at it, or writes there, can."""
@@ -413,7 +516,7 @@ def link_in_worker(memories: Memories | None) -> MemoryLink | None:
     arena = None
     with contextlib.suppress(OSError):  # results go through the pipe, then
         arena = Arena(memories.responses, "results")
-    return MemoryLink(arena, Windows(memories.requests, memories.more, private=True))
+    return MemoryLink(arena, memories.requests, memories.more, private=True)
 
 
 # -- memory of third processes
@@ -488,112 +591,3 @@ class MemorySender:
         """The reader is gone."""
         self._passed.clear()
         self._connection.close()
-
-
-class Windows:
-    """Reads payloads in the memory of other processes. Any thread.
-
-    Args:
-        memory: of the other side of a link; None if all comes from ``more``.
-        more: from where memory of third processes comes, if there is any.
-        private: see ``Window``.
-    """
-
-    def __init__(
-        self, memory: Memory | None, more: MemorySocket | None = None, *, private: bool = False
-    ) -> None:
-        self.memory = memory
-        self.more = more
-        self._private = private
-        self._windows: dict[int, Window] = {}  # by the number of the memory
-        self._ended: Ended = collections.deque()
-        self._unread: list[Block] = []
-        if memory is not None:
-            self._windows[0] = Window(memory, self._ended, private=private)
-        # A block that ends while another thread receives would be given back with pages that are
-        # about to be read. Reentrant: a finalizer of a user's may interrupt us.
-        self._lock = threading.RLock()
-
-    def receive(self, payloads: list[Any]) -> None:
-        """Replace wires by payloads that keep their memory, in place."""
-        leases: dict[Block, ReadLease] = {}  # one for each block of a message
-        with self._lock:
-            for position, wire in enumerate(payloads):
-                if type(wire) is not tuple:
-                    continue
-                block = wire[5], wire[1]
-                window = self._window(wire[5])
-                if window is None:
-                    self._unread.append(block)
-                    payloads[position] = _Unreadable()
-                    continue
-                lease = leases.get(block)
-                if lease is None:
-                    lease = leases[block] = window.lease(wire)
-                payloads[position] = Received(window, wire, lease)
-
-    def pop_ended(self) -> list[Block]:
-        """The blocks that are no longer in use, each as often as it was sent."""
-        if not (self._ended or self._unread):  # as for most messages
-            return []
-        with self._lock:
-            blocks, self._unread = self._unread, []
-            for lease in pop_ended(self._ended):
-                window = self._windows.get(lease.number)
-                if window is not None:
-                    window.end(lease)
-                    blocks.append((lease.number, lease.block))
-            return blocks
-
-    def view(self, address: int, size: int) -> memoryview | None:
-        """See ``Window.view``."""
-        with self._lock:
-            views = (window.view(address, size) for window in self._windows.values())
-            return next((view for view in views if view is not None), None)
-
-    def _window(self, number: int) -> Window | None:
-        if number not in self._windows:
-            self.take_in()
-        return self._windows.get(number)
-
-    # -- memory of third processes
-
-    def fileno(self) -> int:
-        """Readable when ``take_in`` has something to do."""
-        return -1 if self.more is None else self.more.connection.fileno()
-
-    def take_in(self) -> bool:
-        """Take in what was passed on or is to be forgotten; whether more may come."""
-        with self._lock:
-            try:
-                while self.more is not None:
-                    data, descriptors, _, _ = socket.recv_fds(
-                        self.more.connection, _NUMBER_SIZE, 1, socket.MSG_CMSG_CLOEXEC
-                    )
-                    if not data:
-                        return False
-                    number = int.from_bytes(data, "little", signed=True)
-                    if number < 0:
-                        self._windows.pop(-number, None)
-                    elif descriptors:  # else this process may not have more
-                        memory = Memory.from_descriptor(descriptors[0])
-                        self._windows[number] = Window(memory, self._ended, private=self._private)
-            except BlockingIOError:
-                return True
-            except OSError:  # the other end is gone
-                pass
-            return False
-
-    def close(self) -> None:
-        """Nothing more is to come. What was loaded can still be read."""
-        with self._lock:
-            if self.more is not None:
-                self.more.connection.close()
-            self._windows.clear()
-
-    def abandon(self) -> None:
-        """Close this process's copies, in a forked child: another thread may hold the lock."""
-        if self.more is not None:
-            with contextlib.suppress(OSError):  # without gevent's hub, which is the parent's
-                os.close(self.more.connection.detach())
-        self._windows = {}

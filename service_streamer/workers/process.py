@@ -475,8 +475,8 @@ class _WorkerProcess(KnownWorker):
     def abandon_in_forked_child(self) -> None:
         """Let go of a process that is not this one's child."""
         self._write_lock = threading.RLock()  # another thread may have held it at the fork
+        self.link = None  # nor is it to be closed, whose lock may be held
         self._release()
-        self.link = None
         # multiprocessing does not notice a plain fork, and would fail to join it at the exit.
         _forget(self._process)
 

@@ -346,7 +346,7 @@ class KnownWorker(Worker):
             if report.released:
                 link.release(report.released)
             if tuple in map(type, payloads):
-                link.windows.receive(payloads)
+                link.receive(payloads)
 
     def obituary(
         self,

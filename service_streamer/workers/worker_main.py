@@ -35,7 +35,7 @@ from ..observe.record import BatchReport, StepReport
 from ..reporting import summary
 from .arena import Memory
 from .codec import Codec
-from .memory_link import Memories, MemoryLink, Windows, link_in_worker
+from .memory_link import Memories, MemoryLink, link_in_worker
 from .model_spec import LoadedModel, ModelSpec, Wrapper
 from .protocol import (
     EXIT_DEVICE_FAILED,
@@ -118,7 +118,7 @@ class CodedChannel(Channel):
             if released:
                 self.link.release(released)
             if tuple in map(type, payloads):
-                self.link.windows.receive(payloads)
+                self.link.receive(payloads)
         decode = self.codec.decode
         items: list[Any] = []
         failures: dict[int, Failure] = {}
@@ -219,10 +219,9 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     faulthandler.register(STACKS_SIGNAL, stacks.fileno())
     set_environment(boot.variables)  # a fork server has an environment of its own
     channel = _PipeChannel(requests, responses, boot.memories)
-    windows = None if channel.link is None else channel.link.windows
     threading.Thread(
         target=_exit_with_parent,
-        args=(requests.fileno(), windows),
+        args=(requests.fileno(), channel.link),
         name="parent watch",
         daemon=True,
     ).start()
@@ -230,7 +229,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         serve_model(channel, boot, b"" if boot.spec else channel.next_frame())
 
 
-def _exit_with_parent(descriptor: int, windows: Windows | None) -> None:
+def _exit_with_parent(descriptor: int, link: MemoryLink | None) -> None:
     """End this process when the parent dies, even in the midst of a batch.
 
     The parent closes the request pipe only after our end, so its hanging up means that it is dead.
@@ -240,7 +239,7 @@ def _exit_with_parent(descriptor: int, windows: Windows | None) -> None:
     """
     poll = select.poll()
     poll.register(descriptor, 0)
-    more = windows if windows is not None and windows.more is not None else None
+    more = link if link is not None and link.more is not None else None
     if more is not None:
         poll.register(more, select.POLLIN)
     while descriptor not in dict(poll.poll()):
@@ -364,7 +363,7 @@ def _load(
     model.moves_to_cpu = True
     model.guard = channel.guard = Guard(may_end=True)
     if channel.link is not None:
-        model.view = channel.link.windows.view
+        model.view = channel.link.view
         if isinstance(model.managed, Wrapper):
             model.managed.view = model.view
     return model, pool

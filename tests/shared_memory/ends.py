@@ -78,7 +78,7 @@ class Link:
         """The items of a batch, as the reader has them."""
         batch = [*payloads]
         assert self.writers[to].lend(batch) == []
-        self.readers[to].windows.receive(batch)
+        self.readers[to].receive(batch)
         return [decode(payload) for payload in batch]
 
     def share(self, *items: Any) -> list[Any]:
@@ -88,7 +88,7 @@ class Link:
         """The payloads of an answer, held by their reader but not loaded."""
         batch = [*payloads]
         self.writers[0].lend(batch)
-        self.readers[0].windows.receive(batch)
+        self.readers[0].receive(batch)
         return batch
 
     def settle(self) -> None:
