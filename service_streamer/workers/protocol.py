@@ -359,8 +359,7 @@ class FrameWriter:
 # -- progress
 
 
-#: Numbers for the batches that nobody waits for: how many those were so far, and the last of them.
-#: A worker has fewer at a time.
+#: Numbers for the batches that nobody waits for. A worker has fewer at a time.
 _UNWANTED = 8
 
 #: After so many seconds without news a worker says that it has not hung: between two steps, or two
@@ -382,6 +381,7 @@ class Progress:
         memory: of both processes, if they are two. Raises OSError: it cannot be mapped.
 
     Attributes:
+        unwanted: how many batches nobody waited for so far, and the last of them.
         stages: of each stage the id of its batch plus 1, or 0. A model of steps has one from
             FORWARD on for each batch in its current call.
     """
@@ -390,18 +390,17 @@ class Progress:
         numbers: Any = [0] * (_UNWANTED + 3)
         if memory is not None:
             numbers = memoryview(memory.map()).cast("q")
-        self._unwanted, self.stages = numbers[:_UNWANTED], numbers[_UNWANTED:]
+        self.unwanted, self.stages = numbers[:_UNWANTED], numbers[_UNWANTED:]
 
     def add_unwanted(self, batch_id: int) -> None:
         """In the parent: nobody waits for the batch any more."""
-        count = self._unwanted[0]
-        self._unwanted[1 + count % (_UNWANTED - 1)] = batch_id + 1
-        self._unwanted[0] = count + 1
+        count = self.unwanted[0]
+        self.unwanted[1 + count % (_UNWANTED - 1)] = batch_id + 1
+        self.unwanted[0] = count + 1
 
     def is_unwanted(self, batch_id: int) -> bool:
         """Whether the batch is among those. False for -1, which is none."""
-        unwanted = self._unwanted
-        return unwanted[0] > 0 and batch_id >= 0 and batch_id + 1 in unwanted[1:]
+        return batch_id >= 0 and batch_id + 1 in self.unwanted[1:]
 
     def batches(self, first: int = 0) -> frozenset[int]:
         """Those that are in a stage from ``first`` on, or were when the worker ended."""

@@ -199,7 +199,7 @@ class Stages:
         self.channel = channel
         self.model = model
         self.progress = progress.stages
-        self._is_unwanted = progress.is_unwanted
+        self._unwanted, self._is_unwanted = progress.unwanted, progress.is_unwanted
         managed: Any = model.managed
         if hasattr(managed, "raise_if_unwanted"):
             managed.raise_if_unwanted = lambda: self.check_wanted(self.progress[FORWARD] - 1)
@@ -392,7 +392,8 @@ class Stages:
     def _run(self, stage: Callable[[Job], None], job: Job, named: int = 0) -> None:
         """Run a stage of the whole batch. If it raises, the batch fails, or goes on in parts."""
         try:
-            self.check_wanted(job.batch_id)
+            if self._unwanted[0]:  # some were so far
+                self.check_wanted(job.batch_id)
             stage(job)
         except BaseException as error:
             outcome = outcome_of(error, self.model, job.batch_id, named)
