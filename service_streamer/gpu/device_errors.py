@@ -107,7 +107,10 @@ def is_out_of_memory(error: BaseException, named: Named = ()) -> bool:
 
 def check_named(named: object, owner: str) -> Named:
     """Raises TypeError: it is not a tuple of exception classes and texts."""
-    if isinstance(named, tuple) and all(map(_may_be_named, named)):
+    # Every text contains the empty one.
+    if isinstance(named, tuple) and all(
+        bool(each.strip()) if isinstance(each, str) else is_exception_class(each) for each in named
+    ):
         return named
     raise TypeError(
         f"{owner} must be a tuple of exception classes and texts, such as (MemoryError,) or "
@@ -117,11 +120,6 @@ def check_named(named: object, owner: str) -> Named:
 
 def is_exception_class(value: object) -> TypeGuard[type[BaseException]]:
     return isinstance(value, type) and issubclass(value, BaseException)
-
-
-def _may_be_named(value: object) -> bool:
-    # Every text contains the empty one.
-    return bool(value.strip()) if isinstance(value, str) else is_exception_class(value)
 
 
 def _torch_classes() -> tuple[type[BaseException], ...]:
@@ -154,17 +152,13 @@ class DeviceFailed(BaseException):
 
     Not an ``Exception``, so that no handler takes it for an error of one batch.
 
-    Attributes:
-        fault: what the GPU said, without anything of the model's or its inputs.
-        error: what the model raised, with its traceback, for the log.
-        batch_ids: the batches that the GPU may have failed at, as far as is known.
     """
 
     def __init__(self, fault: str, error: str, batch_id: int) -> None:
         super().__init__(fault)
-        self.fault = fault
-        self.error = error
-        self.batch_ids = {batch_id}
+        self.fault = fault  # what the GPU said, without anything of the model's or its inputs
+        self.error = error  # what the model raised, with its traceback, for the log
+        self.batch_ids = {batch_id}  # that the GPU may have failed at, as far as is known
 
 
 def _report(error: BaseException, frames: int | None = None) -> str:
@@ -175,16 +169,12 @@ def _report(error: BaseException, frames: int | None = None) -> str:
 class Guard:
     """Looks at what a model raises. Belongs to the thread that runs the model.
 
-    Args:
-        may_end: whether this process may end for it: a worker process may. In a thread the fault
-            can only be logged, once for each process.
-
-    Attributes:
-        row: batches in a row that failed; the code that computes a batch sets it to 0.
+    With ``may_end`` it ends this process for it, as in a worker process. In a thread the fault can
+    only be logged, once for each process.
     """
 
     def __init__(self, *, may_end: bool = False) -> None:
-        self.row = 0
+        self.row = 0  # batches in a row that failed; the code that computes a batch sets it to 0
         self.may_end = may_end
         self.probe: Callable[[], str | None] = fault_in_use
 

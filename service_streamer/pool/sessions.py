@@ -236,7 +236,7 @@ class Session:
         descriptor = take_first(self.connection)
         self.has_begun = True
         if descriptor is not None:
-            self.memory = ClientMemory(Memory.from_descriptor(descriptor), pool)
+            self.memory = ClientMemory(Memory(descriptor), pool)
         # If it is gone again, what it has said is still to be read: how long to stay after it.
         with contextlib.suppress(OSError):
             if self.memory is None:

@@ -72,31 +72,23 @@ class Memory:
     """Anonymous memory that can be passed to new processes: a descriptor, closed after use.
 
     Its pages exist once they have been written to.
-
-    Attributes:
-        number: what this process calls it; never used again.
-        is_left: whether the process is gone that writes to it.
-
-    Raises:
-        OSError: the system has no such memory.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.size = os.fstat(descriptor).st_size
+        self.number = next(_numbers)  # what this process calls it; never used again
+        self.is_left = False  # the process that writes to it is gone
+
+    @classmethod
+    def new(cls, size: int) -> Memory:
+        """Raises OSError: the system has no such memory."""
         # Elsewhere the second is missing even where the first is there: no page is given back.
         if not (hasattr(os, "memfd_create") and hasattr(mmap, "MADV_REMOVE")):
             raise OSError(errno.ENOSYS, "it needs Linux")
-        self._own(os.memfd_create("service_streamer", os.MFD_CLOEXEC), size)
-        os.truncate(self.descriptor, size)
-
-    def _own(self, descriptor: int, size: int) -> None:
-        self.descriptor, self.size = descriptor, size
-        self.number, self.is_left = next(_numbers), False
-
-    @classmethod
-    def from_descriptor(cls, descriptor: int) -> Memory:
-        """Memory of another process, which this one owns a descriptor of from now on."""
-        memory = cls.__new__(cls)
-        memory._own(descriptor, os.fstat(descriptor).st_size)
+        memory = cls(os.memfd_create("service_streamer", os.MFD_CLOEXEC))
+        os.truncate(memory.descriptor, size)
+        memory.size = size
         return memory
 
     def __reduce__(self) -> Any:
@@ -104,9 +96,7 @@ class Memory:
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         # Bound early: at interpreter exit, the module may be gone before its objects.
-        descriptor, self.descriptor = getattr(self, "descriptor", -1), -1
-        if descriptor >= 0:
-            close(descriptor)
+        close(self.descriptor)
 
     def map(self, *, private: bool = False) -> mmap.mmap:
         """Map all of it for reading and writing. Raises OSError: there are no addresses left."""
@@ -117,7 +107,7 @@ class Memory:
 
 
 def _from_pickle(descriptor: Any) -> Memory:
-    return Memory.from_descriptor(descriptor.detach())
+    return Memory(descriptor.detach())
 
 
 class Lease:
@@ -172,20 +162,13 @@ def default_limit() -> int:
 class Arena:
     """Allocates blocks of shared memory and writes to them. Any thread.
 
-    Args:
-        memory: memory that no one else writes to.
-        contents: what lies there, in words.
-
-    Attributes:
-        rows: number of payloads of one size and one buffer to place side by side; at most 1 gives
-            each its own pages.
-
-    Raises:
-        OSError: the memory cannot be mapped.
+    No one else writes to its memory. Raises OSError: that cannot be mapped.
     """
 
     def __init__(self, memory: Memory, contents: str) -> None:
         self.memory = memory
+        #: How many payloads of one size and one buffer to place side by side; at most 1 gives each
+        #: its own pages.
         self.rows = 0
         self._contents = contents
         self._log_once = quiet_log(__name__, once=True)
@@ -329,14 +312,11 @@ class Extents:
 
     Allocation from the bottom reuses recent pages, which exist and may be cached, and leaves the
     top free to be given back.
-
-    Attributes:
-        used: allocated bytes.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.used = 0
+        self.used = 0  # bytes
         self._free = [(0, size)] if size else []  # (start, stop), sorted, not adjacent
 
     @property

@@ -119,8 +119,7 @@ class Codec:
     ) -> None:
         self._store = store
         self._cannot_decode = cannot_decode
-        is_by_value = by_value is not None and by_value.is_needed
-        self._make_pickler = by_value.pickler if by_value is not None and is_by_value else None
+        self._make_pickler = by_value.pickler if by_value and by_value.is_needed else None
 
     def encode(self, value: Any) -> Any:
         """Returns the payload. Raises whatever pickling raises."""
@@ -317,27 +316,22 @@ def _learn_reducers() -> None:
     global _known_to
     known_to = len(copyreg.dispatch_table), len(sys.modules)
     found: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_memoryview}
-    for name, reducers in _PACKAGES.items():
-        if name in sys.modules:
+    for package, kind, reduce in _REDUCERS:
+        if package in sys.modules:
             try:
-                found |= reducers(sys.modules[name])
+                found[getattr(sys.modules[package], kind)] = reduce
             except AttributeError:  # half loaded
                 return
     found |= copyreg.dispatch_table  # the user's take precedence
     _reducers.update(found)
-    for kind in _reducers.keys() - found.keys():
-        _reducers.pop(kind, None)
+    for gone in _reducers.keys() - found.keys():
+        _reducers.pop(gone, None)
     _known_to = known_to
 
 
 #: Kinds of dtype that their names describe completely. numpy pickles arrays of objects, dates,
 #: structures, of other orders than C's, and of subclasses.
 _PLAIN = frozenset("biufc")
-
-
-def _numpy_reducers(numpy: Any) -> dict[type, Callable[[Any], Any]]:
-    """Reducers for a pickler's ``dispatch_table``. AttributeError: numpy is half loaded."""
-    return {numpy.ndarray: _reduce_array}
 
 
 def _reduce_array(array: Any) -> Any:
@@ -352,11 +346,6 @@ def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     import numpy
 
     return numpy.frombuffer(data, dtype).reshape(shape)
-
-
-def _torch_reducers(torch: Any) -> dict[type, Callable[[Any], Any]]:
-    """Reducers for a pickler's ``dispatch_table``. AttributeError: torch is half loaded."""
-    return {torch.Tensor: _reduce_tensor}
 
 
 def _reduce_tensor(tensor: Any) -> Any:
@@ -391,8 +380,8 @@ def _tensor(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     return torch.frombuffer(data, dtype=torch.uint8).view(kind).reshape(shape)
 
 
-#: Functions that return the reducers of a package, once it is loaded.
-_PACKAGES = {"numpy": _numpy_reducers, "torch": _torch_reducers}
+#: Packages, and how a class of theirs is reduced once they are loaded.
+_REDUCERS = (("numpy", "ndarray", _reduce_array), ("torch", "Tensor", _reduce_tensor))
 
 
 # -- classes and functions that go by value

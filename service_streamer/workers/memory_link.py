@@ -64,20 +64,11 @@ _CLEAN = bytes(
 _region_types: dict[int, Any] = {}
 
 
-#: Leases that have ended, or have seemed to.
-Ended: TypeAlias = "collections.deque[ReadLease]"
-
-
 class ReadLease(Lease):
     """Referenced by all views of a block; its end means that there are no more views.
 
     A finalizer may come too early: the garbage collector calls all finalizers of a cycle before it
     knows whether one revives a part of it. So ``pop_ended`` counts the references of what it kept.
-
-    Attributes:
-        number: that of the memory.
-        start, stop: the viewed part of the memory; empty at first.
-        is_copied: whether readers get copies instead of views.
     """
 
     __slots__ = ("__weakref__", "is_copied", "number", "start", "stop")
@@ -86,9 +77,13 @@ class ReadLease(Lease):
         self, ended: Ended, number: int, block: int, size: int, *, is_copied: bool
     ) -> None:
         super().__init__(ended, block, size)
-        self.number = number
-        self.start, self.stop = block + size, block
-        self.is_copied = is_copied
+        self.number = number  # of the memory
+        self.start, self.stop = block + size, block  # the viewed part of the memory
+        self.is_copied = is_copied  # readers get copies instead of views
+
+
+#: Leases that have ended, or have seemed to.
+Ended = collections.deque[ReadLease]
 
 
 def _references(lease: ReadLease) -> int:
@@ -104,30 +99,12 @@ def _fewest_references() -> int:
 _FEWEST_REFERENCES = _fewest_references()
 
 
-def pop_ended(ended: Ended) -> list[ReadLease]:
-    """Take out the leases that have ended."""
-    leases = []
-    for _ in range(len(ended)):
-        try:
-            lease = ended.popleft()
-        except IndexError:  # a finalizer in between emptied it
-            break
-        if _references(lease) > _FEWEST_REFERENCES:  # a finalizer has revived a view
-            ended.append(lease)
-        else:
-            leases.append(lease)
-    return leases
-
-
 class Window:
     """Reads payloads from another process's arena.
 
-    ``parts`` and ``copies`` are for any thread, the other methods for one thread at a time.
-
-    Args:
-        memory: that of the arena.
-        ended: where leases report their end; see ``pop_ended``.
-        private: whether readers' writes are hidden from later readers; also enables ``view``.
+    ``parts`` and ``copies`` are for any thread, the other methods for one thread at a time. Leases
+    report their end to ``ended``. ``private`` hides readers' writes from later readers, and enables
+    ``view``.
     """
 
     def __init__(self, memory: Memory, ended: Ended, *, private: bool) -> None:
@@ -403,10 +380,15 @@ class MemoryLink:
             return []
         with self._lock:
             blocks, self._unread = self._unread, []
-            for lease in pop_ended(self._ended):
-                window = self._windows.get(lease.number)
-                if window is not None:
-                    window.end(lease)
+            for _ in range(len(self._ended)):
+                try:
+                    lease = self._ended.popleft()
+                except IndexError:  # a finalizer in between emptied it
+                    break
+                if _references(lease) > _FEWEST_REFERENCES:  # a finalizer has revived a view
+                    self._ended.append(lease)
+                elif lease.number in self._windows:
+                    self._windows[lease.number].end(lease)
                     blocks.append((lease.number, lease.block))
             return blocks
 
@@ -441,7 +423,7 @@ class MemoryLink:
                     if number < 0:
                         self._windows.pop(-number, None)
                     elif descriptors:  # else this process may not have more
-                        memory = Memory.from_descriptor(descriptors[0])
+                        memory = Memory(descriptors[0])
                         self._windows[number] = Window(memory, self._ended, private=self._private)
             except BlockingIOError:
                 return True
@@ -469,12 +451,8 @@ class MemoryLink:
 class SharedMemory:
     """The web process's: an arena for what all workers read, and a link to each of them.
 
-    Args:
-        limit: maximum bytes: half of it for items, half for results. None for a quarter of the
-            machine's memory, 0 for none.
-
-    Attributes:
-        size: of each half, bytes.
+    ``limit`` is for both: half of it for items, half for results, bytes. None for a quarter of the
+    machine's memory, 0 for none.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -482,7 +460,7 @@ class SharedMemory:
         self.arena: Arena | None = None
         if self.size >= PAGE:
             try:
-                self.arena = Arena(Memory(self.size), "items")
+                self.arena = Arena(Memory.new(self.size), "items")
             except OSError as error:
                 _log(
                     logging.WARNING,
@@ -499,7 +477,7 @@ class SharedMemory:
         """
         if self.arena is None:
             return None
-        return self._share(self.arena, Memory(max(PAGE, self.size // worker_num)))
+        return self._share(self.arena, Memory.new(max(PAGE, self.size // worker_num)))
 
     def _share(self, arena: Arena, responses: Memory) -> tuple[Memories, MemoryLink]:
         return Memories(arena.memory, responses), MemoryLink(arena, responses)

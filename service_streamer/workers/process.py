@@ -83,11 +83,6 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
 
     This process encodes no items and decodes no outputs if the spec has a codec, or if another
     process has pickled the spec: it does so itself then.
-
-    Args:
-        spec: what the workers load.
-        noun: what a worker is called in messages.
-        memory: for what is large; None for some of its own.
     """
 
     def __init__(
@@ -136,11 +131,11 @@ class ProcessTransport(WorkerTransport["_WorkerProcess"]):
 
     def start(self, slot: int, place: int, worker_num: int) -> None:
         # Known before the fork, whose hook in the child closes the copies of our ends.
-        memory = self.memory.for_worker(worker_num)
-        worker = self._workers[slot] = _WorkerProcess(slot, place, memory, self._noun)
+        memories, link = self.memory.for_worker(worker_num) or (None, None)
+        worker = self._workers[slot] = _WorkerProcess(slot, place, link, self._noun)
         spec = None if isinstance(self._spec, bytes) else self._spec
         try:
-            worker.start(self._method, self._placement, worker_num, spec)
+            worker.start(self._method, self._placement, worker_num, spec, memories)
             self._selector.register(worker.responses, _READ, (worker, self._read))
             self._selector.register(worker.death, _READ, (worker, self._on_death))
         except BaseException:
@@ -312,18 +307,9 @@ os.register_at_fork(after_in_child=_abandon_all)
 class _WorkerProcess(KnownWorker):
     """One process and the parent's ends of its pipes. ``write`` and ``kill`` are for any thread."""
 
-    def __init__(
-        self, slot: int, place: int, memory: tuple[Memories, MemoryLink] | None, noun: str
-    ) -> None:
-        super().__init__(slot, place)
+    def __init__(self, slot: int, place: int, link: MemoryLink | None, noun: str) -> None:
+        super().__init__(slot, place, link)
         self._noun = noun
-        self._memories: Memories | None = None
-        if memory is not None:
-            self._memories, self.link = memory
-        self._progress_memory: Memory | None = None
-        with contextlib.suppress(OSError):  # without it, all that the worker holds is suspect
-            self._progress_memory = Memory(PROGRESS_BYTES)
-            self.progress = Progress(self._progress_memory)
         self._kill_at: float | None = None  # unless it has ended, on the monotonic clock
         self._grace = 0.0
         self._process: Any = None
@@ -351,13 +337,22 @@ class _WorkerProcess(KnownWorker):
         return f"{self._noun} {self.place} (pid {self._process.pid})"
 
     def start(
-        self, method: str, placement: Placement, worker_num: int, spec: ModelSpec | None
+        self,
+        method: str,
+        placement: Placement,
+        worker_num: int,
+        spec: ModelSpec | None,
+        memories: Memories | None,
     ) -> None:
         """Start the process. After an error ``discard`` it.
 
         ``spec`` is for a forked child, which has it in its memory; None if it comes as a frame.
         """
         context: Any = multiprocessing.get_context(method)
+        progress: Memory | None = None
+        with contextlib.suppress(OSError):  # without it, all that the worker holds is suspect
+            progress = Memory.new(PROGRESS_BYTES)
+            self.progress = Progress(progress)
         try:
             with startable():
                 if method == "forkserver":
@@ -372,9 +367,9 @@ class _WorkerProcess(KnownWorker):
                         spec,
                         placement.at(self.place),
                         variables,
-                        self._memories,
+                        memories,
                         placement.sharers(self.place, worker_num),
-                        self._progress_memory,
+                        progress,
                         starting.preparation and starting.preparation(),
                     )
                     # Not a daemon in multiprocessing's sense: those may not have children, which a
@@ -391,7 +386,6 @@ class _WorkerProcess(KnownWorker):
             # The child has its own copies; with ours open there would be no end-of-file.
             for end in self._ends_of_child:
                 end.close()
-            self._memories = self._progress_memory = None
         if hasattr(os, "pidfd_open"):
             # Unlike multiprocessing's sentinel, a pipe whose other end a model's own child
             # processes may inherit, this tells the end of the worker itself.

@@ -282,10 +282,10 @@ def _diagnose(exit_code: int | None) -> str:
 class KnownWorker(Worker):
     """What is known of a worker by what it was sent and what it has said. Its ``str`` names it."""
 
-    def __init__(self, slot: int, place: int) -> None:
+    def __init__(self, slot: int, place: int, link: MemoryLink | None = None) -> None:
         super().__init__(slot)
         self.place = place  # its number in messages; decides about its device
-        self.link: MemoryLink | None = None  # for what is too large for a message
+        self.link = link  # for what is too large for a message
         #: How many items each batch has that it was sent and has not answered, by the batch's id.
         #: Any thread adds, the loop's removes.
         self.unanswered: dict[int, int] = {}
