@@ -103,9 +103,7 @@ class Store(Protocol):
 class Codec:
     """Pickles values; subclasses may encode them in another way. Any thread.
 
-    Args:
-        by_value: has sent the model, and sends what else workers cannot import.
-        cannot_decode: what is said of results that cannot be decoded.
+    ``by_value`` has sent the model, and sends what else workers cannot import.
     """
 
     #: Values of so many bytes go to the store, and so do buffers in them.

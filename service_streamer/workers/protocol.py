@@ -79,10 +79,7 @@ class Failure:
     Sharing one instance would let the traceback grow with every caller that raises it and keep the
     frames of all of them alive. What the model raised stays pickled until a caller asks for it:
     unpickling imports modules and runs code of users, which must not hold up the engine's thread.
-
-    Args:
-        remote_traceback: where it was raised, if that was in a worker; becomes the cause.
-        cause: otherwise, what becomes the cause.
+    Its cause is ``remote_traceback``, if it was raised in a worker; otherwise ``cause``.
     """
 
     __slots__ = ("_cause", "_error", "_pickled", "blames_input", "remote_traceback", "text")
@@ -375,22 +372,18 @@ PROGRESS_BYTES = 1 << 16
 class Progress:
     """Numbers that a worker shares with its parent: which batches it is at, and which it may drop.
 
-    Each is written by one store, so none is torn.
-
-    Args:
-        memory: of both processes, if they are two. Raises OSError: it cannot be mapped.
-
-    Attributes:
-        unwanted: how many batches nobody waited for so far, and the last of them.
-        stages: of each stage the id of its batch plus 1, or 0. A model of steps has one from
-            FORWARD on for each batch in its current call.
+    Each is written by one store, so none is torn. Two processes need memory of both. Raises
+    OSError: it cannot be mapped.
     """
 
     def __init__(self, memory: Memory | None = None) -> None:
         numbers: Any = [0] * (_UNWANTED + 3)
         if memory is not None:
             numbers = memoryview(memory.map()).cast("q")
-        self.unwanted, self.stages = numbers[:_UNWANTED], numbers[_UNWANTED:]
+        self.unwanted = numbers[:_UNWANTED]  # how many batches those were so far, and the last ones
+        #: Of each stage the id of its batch plus 1, or 0. A model of steps has one from FORWARD on
+        #: for each batch in its current call.
+        self.stages = numbers[_UNWANTED:]
 
     def add_unwanted(self, batch_id: int) -> None:
         """In the parent: nobody waits for the batch any more."""

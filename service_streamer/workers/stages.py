@@ -283,7 +283,7 @@ class Stages:
             job.seconds[FORWARD] += timer.seconds()
         started = time.monotonic()
         if job.failure is None and job.results is None and job.items:
-            self._run(self._follow if is_overlapped else self._make_results, job)
+            self._run(self._make_results_apart if is_overlapped else self._make_results, job)
         job.seconds[OUTLET] += time.monotonic() - started
         self.launched.discard(job.batch_id)
         job.timer = None
@@ -293,7 +293,7 @@ class Stages:
         self.progress[OUTLET] = 0
         return is_finished
 
-    def _follow(self, job: Job) -> None:
+    def _make_results_apart(self, job: Job) -> None:
         timer = job.timer if self.model.moves_to_cpu else None
         with contextlib.nullcontext() if timer is None else timer.following():
             self._make_results(job)

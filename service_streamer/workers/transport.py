@@ -49,22 +49,17 @@ class WorkerWaits(NamedTuple):
 
 
 class WorkerDied(NamedTuple):
-    """The worker is gone, with every batch sent to it. The last event of its slot.
-
-    Attributes:
-        failure: a ``WorkerStartError`` if it never was ready, else an ``errors.WorkerLost``.
-        batch_id: with ``Loss.DEVICE_FAILED``, one of the batches that it may have failed at.
-        report: what the model raised to end the worker, where it is known. For the log only: it may
-            quote items of any of the callers whose calls fail.
-        begun: the batches that it was at; others it had not begun, or between two stages. None if
-            that is not known.
-    """
+    """The worker is gone, with every batch sent to it. The last event of its slot."""
 
     slot: int
-    failure: Failure
+    failure: Failure  # a ``WorkerStartError`` if it never was ready, else an ``errors.WorkerLost``
     loss: Loss
-    batch_id: int | None = None
+    batch_id: int | None = None  # with ``Loss.DEVICE_FAILED``, one that it may have failed at
+    #: What the model raised to end the worker, where it is known. For the log only: it may quote
+    #: items of any of the callers whose calls fail.
     report: str | None = None
+    #: The batches that it was at; others it had not begun, or between two stages. None if that is
+    #: not known.
     begun: frozenset[int] | None = None
 
 
