@@ -74,6 +74,10 @@ class Parts:
     def nbytes(self) -> int:
         return sum(memoryview(each).nbytes for each in (*self.stream, *self.buffers))
 
+    def __len__(self) -> int:
+        """As of a payload that is bytes."""
+        return self.nbytes
+
     def copy(self) -> Parts:
         """The same in memory of its own: to travel in a message, or to be loaded."""
         return Parts([b"".join(self.stream)], [bytes(each) for each in self.buffers])
@@ -257,7 +261,7 @@ class _Pickling:
                 chunk.raw() if type(chunk) is PickleBuffer else chunk for chunk in self._chunks
             ]
             parts = Parts([*chunks, last], self._buffers[:])
-            return parts if parts.nbytes >= large else b"".join(parts.stream)
+            return parts if len(parts) >= large else b"".join(parts.stream)
         finally:
             self._pickler.clear_memo()  # which holds references to all objects
             self._chunks.clear()
