@@ -14,6 +14,7 @@ import collections
 import contextlib
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -22,7 +23,7 @@ import sys
 import threading
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -143,16 +144,15 @@ class CodedChannel(Channel):
     def encode(self, report: BatchReport | StepReport) -> None:
         self.check_owner()  # before anything is written to memory that is shared
         if isinstance(report, BatchReport):
-            ids = dict.fromkeys(range(len(report.outputs)), report.batch_id)
-            report.failures |= self._encode(report.outputs, ids)
+            ids = itertools.repeat(report.batch_id, len(report.outputs))
+            report.failures |= self._encode(report.outputs, enumerate(ids))
             if self.link is not None:
                 report.released = self.link.lend(report.outputs)
             return
         for done in report.done:
             self.encode(done)
-        for batch_id, failure in self._encode(
-            report.outputs, {i: i for i in report.outputs}
-        ).items():
+        failures = self._encode(report.outputs, [(i, i) for i in report.outputs])
+        for batch_id, failure in failures.items():
             del report.outputs[batch_id]
             report.done = [each for each in report.done if each.batch_id != batch_id]
             report.done.append(BatchReport(batch_id, failure=failure))
@@ -161,13 +161,13 @@ class CodedChannel(Channel):
             report.released = self.link.lend(payloads)
             report.outputs = dict(zip(report.outputs, payloads, strict=True))
 
-    def _encode(self, outputs: Any, ids: Mapping[int, int]) -> dict[int, Failure]:
+    def _encode(self, outputs: Any, keys: Iterable[tuple[int, int]]) -> dict[int, Failure]:
         """Encode in place, so that nothing holds what is encoded, or its blocks were not released.
 
-        Returns why some cannot be; ``ids`` has the batch of each.
+        ``keys`` are those of the outputs, each with its batch. Returns why some cannot be encoded.
         """
         encode, failures = self.codec.encode, {}
-        for key, batch_id in ids.items():
+        for key, batch_id in keys:
             try:
                 outputs[key] = encode(outputs[key])
             except (Exception, SystemExit) as error:
