@@ -140,7 +140,7 @@ class Turns(Channel):
             return batch_id, [], {0: Failure(TypeError("it cannot be unpickled"))}, None
         return batch_id, items, {}, None
 
-    def encode_step(self, report: StepReport) -> None:
+    def encode(self, report: Any) -> None:
         for batch_id in [i for i, each in self.unsendable.items() if report.outputs.get(i) == each]:
             del report.outputs[batch_id]
             failure = Failure(TypeError("it cannot travel"))

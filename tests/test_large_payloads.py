@@ -21,8 +21,8 @@ from service_streamer.testing import Gate
 
 Build = Callable[..., Streamer]
 
-#: An item of so many bytes is shared; and one of a batch of several.
-LARGE, LARGE_IN_BATCH = 32 << 10, 16 << 10
+#: An item of so many bytes is shared.
+LARGE = 16 << 10
 
 
 @pytest.fixture
@@ -49,17 +49,12 @@ def held_by(streamer: Streamer) -> int:
 # -- what arrives
 
 
-def test_a_payload_uses_shared_memory_by_its_size_and_those_of_its_batch(
-    streamer: Build,
-) -> None:
+def test_a_payload_uses_shared_memory_by_its_size(streamer: Build) -> None:
     made = streamer(large_models.are_mapped)
     for size, count, expected in [
-        (LARGE, 1, True), (LARGE - 1000, 1, False), (LARGE_IN_BATCH, 8, True),
-        (LARGE_IN_BATCH - 1000, 8, False), (LARGE_IN_BATCH, 2, False),
+        (LARGE, 1, True), (LARGE - 1000, 1, False), (LARGE, 8, True), (LARGE - 1000, 8, False),
     ]:  # fmt: skip
-        items = [np.zeros(size, "u1") for _ in range(count)]
-        made.predict(items)  # a batch is known to its senders when it is sent
-        results = made.predict(items)
+        results = made.predict([np.zeros(size, "u1") for _ in range(count)])
         assert [bool(each[0]) for each in results] == [expected] * count
         assert [is_mapped(each) for each in results] == [expected] * count
 

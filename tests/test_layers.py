@@ -29,7 +29,6 @@ LAYERS = [
     ["managed_model"],
     ["observe", "supervision"],
     ["batching"],
-    ["workers.memory"],
     ["workers"],
     ["testing", "engine"],
     ["simulate"],
@@ -54,7 +53,7 @@ IMPURE = {"threading", "time", "multiprocessing", "logging", "queue", "selectors
 #: Optional packages, and the rooms that may need them.
 OPTIONAL = {
     "gpu": {"pynvml"},
-    "workers.memory": {"numpy", "torch"},
+    "workers": {"numpy", "torch"},
     "share": {"cachetools"},
     "tracing": {"opentelemetry"},
     "simulate": {"matplotlib"},

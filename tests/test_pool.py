@@ -251,7 +251,7 @@ def test_options_of_the_application_s_own_types_are_plain_in_the_pool(shared: Sh
 
 
 def test_large_items_and_results_are_right_and_may_be_kept(shared: Shared) -> None:
-    one, other = (shared(models.shapes, shared="a") for _ in range(2))
+    one, other = (shared(models.shapes, shared="a", shared_memory_limit=8 << 20) for _ in "ab")
     kept = []
     for n in range(1, 30):
         items = [numpy.full(20_000 + each, n + each, dtype="f4") for each in range(3)]

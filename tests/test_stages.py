@@ -19,6 +19,7 @@ from service_streamer.batching.batcher import Batcher
 from service_streamer.observe.record import Call
 from service_streamer.testing import Gate
 from service_streamer.workers.model_spec import ModelSpec
+from service_streamer.workers.protocol import Progress
 from service_streamer.workers.transport import BatchReport, ThreadTransport, WorkerDied
 from stage_models import (
     STAGES,
@@ -41,7 +42,9 @@ def test_a_batch_that_nobody_waits_for_goes_through_no_more_stages() -> None:
         worker = loaded(model)
         worker.preprocess = worker.preprocess and _noting(seen, worker.preprocess)
         worker.forward = _noting(seen, worker.forward)
-        reports = Batches([1, 2], [3], [4]).serve(worker, unwanted=[1, 2])
+        progress = Progress()
+        progress.add_unwanted(1)
+        reports = Batches([1, 2], [3], [4]).serve(worker, progress=progress)
         assert [report.failure is None for report in reports] == [True, False, True]
         assert reports[1].failure is not None
         assert reports[1].failure.blames_input, "the worker is not at fault"

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from cuda_stub import Event, Gpu
 from service_streamer import InvalidItems, ManagedModel, ThreadedStreamer
 from service_streamer.workers.model_spec import check_model
+from service_streamer.workers.protocol import Progress
 from service_streamer.workers.runner import DeviceFailed
 from stage_models import ForwardOnly
 from step_models import Counting, NoRoomError, Turns, item, loaded, served
@@ -621,31 +622,31 @@ def test_an_item_that_grows_beyond_the_cost_starts_again_when_one_is_over() -> N
 
 def test_a_device_that_fails_ends_the_worker_and_names_who_ran() -> None:
     model = with_guard(loaded(), FAULT)
-    progress = [0] * 8
+    progress = Progress()
     bad = item(5, step={2: "raise"})
     with pytest.raises(DeviceFailed) as caught:
         served(model, [item(1), bad, bad, bad, bad], progress=progress)
     assert caught.value.batch_ids == {1}
-    assert set(progress[1:]) - {0} <= {2, 3, 4, 5}
+    assert progress.batches() <= {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize(("where", "ids"), [("start", {2, 3}), ("step", {0, 1, 2, 3})])
 def test_the_parent_sees_which_batches_a_call_was_of_that_ends_the_worker(
     where: str, ids: set[int]
 ) -> None:
-    progress = [0] * 8
+    progress = Progress()
     bad = item(3, start="exit") if where == "start" else item(3, step={1: "exit"})
     with pytest.raises(SystemExit):
         served(loaded(), [item(9)], [item(9)], [bad, item(3)], progress=progress)
-    assert set(progress) - {0} == {batch_id + 1 for batch_id in ids}
+    assert progress.batches() == ids
 
 
-@pytest.mark.parametrize(("room", "items"), [(8, [item(9), item(2)]), (3, [item(2)] * 4)])
-def test_between_two_calls_the_parent_sees_no_batch(room: int, items: list[Any]) -> None:
-    progress = [0] * room
+@pytest.mark.parametrize("items", [[item(9), item(2)], [item(2)] * 4])
+def test_between_two_calls_the_parent_sees_no_batch(items: list[Any]) -> None:
+    progress = Progress()
     channel = served(loaded(), items, progress=progress)
     assert len(channel.ends) == len(items)
-    assert set(progress) == {0}
+    assert not progress.batches()
 
 
 def test_the_owner_is_checked_after_each_call_of_the_model() -> None:

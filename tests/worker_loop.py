@@ -15,6 +15,7 @@ from unittest import mock
 
 from service_streamer import ManagedModel
 from service_streamer.workers.model_spec import LoadedModel, ModelSpec
+from service_streamer.workers.protocol import Progress
 from service_streamer.workers.runner import Channel, serve
 from service_streamer.workers.transport import BatchReport, StepReport
 
@@ -92,13 +93,16 @@ class Batches(Channel):
 
 
 def run(
-    channel: Channel, model: LoadedModel, clock: Callable[[], float] | None = None, **options: Any
+    channel: Channel,
+    model: LoadedModel,
+    clock: Callable[[], float] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Have a worker serve the channel until that is empty."""
     clocked = mock.patch.object(time, "monotonic", clock or time.monotonic)
     # A worker freezes what it has loaded. Here that would be the garbage of the tests as well.
     with clocked, mock.patch.object(gc, "freeze"):
-        serve(channel, model, **options)
+        serve(channel, model, progress or Progress())
 
 
 def loaded(model: Any, *args: Any, **options: Any) -> LoadedModel:

@@ -1,7 +1,7 @@
 """Kinds of accelerators, which of them this machine has, and what a process does on its own.
 
-All that differs between kinds is in their classes, but for the words of their errors, which are in
-``device_errors``. To add one, write a subclass of ``Accelerator`` and add it to ``KINDS``.
+All that differs between kinds is in their classes. To add one, write a subclass of ``Accelerator``
+and add it to ``KINDS``.
 
 Settings of the user take precedence: torch's own variables, and torch's own functions in
 ``init_model``. Nothing here imports torch, or makes a context on a device in a process that has
@@ -52,11 +52,20 @@ class Accelerator:
         variables: environment variables that each show a process a part of the devices.
         hidden: environment variables that hide all of them.
         torch_name: name of torch's module for the kind, and of its devices in torch.
+        error_names: how the texts of its errors begin. This and the rest are regular expressions
+            that ignore case, and spaces that are not escaped, for ``device_errors``.
+        error_codes: its codes for lack of memory.
+        libraries: those whose errors begin with their own name.
+        words: words of errors that may be about a device.
     """
 
     variables: ClassVar[tuple[str, ...]] = ()
     hidden: ClassVar[Mapping[str, str]] = {}
     torch_name: ClassVar[str] = ""
+    error_names: ClassVar[str]
+    error_codes: ClassVar[str] = ""
+    libraries: ClassVar[str] = ""
+    words: ClassVar[str]
 
     # -- in any process, without torch
 
@@ -175,6 +184,13 @@ class Cuda(Accelerator):
     variables: ClassVar[tuple[str, ...]] = (_CUDA,)
     hidden: ClassVar[Mapping[str, str]] = {_CUDA: ""}
     torch_name = "cuda"
+    error_names = r"CUDA(?:\ driver|\ runtime)?"
+    error_codes = (
+        r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|CU\w+_STATUS_ALLOC_FAILED"
+        "|CUFFT_ALLOC_FAILED"
+    )
+    libraries = "cuDNN|cuBLAS|cuBLASLt|cuSPARSE|cuSOLVER|cuFFT|cuRAND"
+    words = "cuda|cublas|cudnn|cufft|cusolver|cusparse|nccl"
 
     #: Files of the driver for Linux, which has a folder for each GPU; WSL has none.
     driver = Path("/proc/driver/nvidia")
@@ -309,6 +325,10 @@ class Rocm(Cuda):
 
     variables: ClassVar[tuple[str, ...]] = (_ROCR, _HIP, _CUDA)
     hidden: ClassVar[Mapping[str, str]] = {_HIP: "-1"}  # ROCm ignores an empty list
+    error_names = "HIP"
+    error_codes = r"hipErrorOutOfMemory|HIP\w+_STATUS_ALLOC_FAILED"
+    libraries = "MIOpen|hipBLAS|rocBLAS"
+    words = r"hip\ ?error|rocm"
 
     #: Files of the kernel, which has a folder for each GPU and processor.
     nodes = Path("/sys/class/kfd/kfd/topology/nodes")
@@ -348,6 +368,8 @@ class Xpu(Accelerator):
 
     variables: ClassVar[tuple[str, ...]] = ("ZE_AFFINITY_MASK",)
     torch_name = "xpu"
+    error_names = "XPU"
+    words = r"xpu|sycl|level.zero"
 
     def find(self) -> Sequence[Gpu] | None:
         has_any = any(Path("/dev/dri").glob("renderD*"))

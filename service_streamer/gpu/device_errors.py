@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from ..reporting import quiet_log
-from .accelerators import fault_in_use
+from .accelerators import KINDS, fault_in_use
 
 _log_once = quiet_log(__name__, once=True)
 
@@ -42,20 +42,23 @@ _LIBRARIES = frozenset(
      "tensorflow", "tensorrt", "torch", "tritonclient", "pycuda")
 )  # fmt: skip
 
+
+def _of_kinds(name: str) -> str:
+    """An attribute of all kinds, as one regular expression."""
+    return "|".join(part for kind in KINDS if (part := getattr(kind, name)))
+
+
+_CODES = _of_kinds("error_codes")
 _TEXTS = re.compile(
-    r"""^\s*(?:
+    rf"""^\s*(?:
         # "RuntimeError: " stands first in the text of an error from TorchScript or from a thread.
         (?:[\w.]*(?:RuntimeError|AcceleratorError):\s*)?
         (?:
-            (?:CUDA|HIP|XPU|MPS\ backend)\ out\ of\ memory
-          | (?:CUDA|HIP|CUDA\ driver|CUDA\ runtime|XPU)\ (?:error|failure)\b[\s\d:]*
-            (?:out\ of\ memory|(?:CU|HIP)\w+_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED
-               |CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)
-          | (?:cuDNN|cuBLAS|cuBLASLt|cuSPARSE|cuSOLVER|cuFFT|cuRAND|MIOpen|hipBLAS|rocBLAS)\s
-            (?:error|failure)[\s\d:]*\w*ALLOC\w*FAILED
-          | (?:CUDNN|CUBLAS|CUSPARSE|CUSOLVER|HIPBLAS)_STATUS_ALLOC_FAILED
-          | (?:cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory)\b
-          | \[\d+\]\ Call\ to\ \w+\ results\ in\ (?:UNKNOWN_)?CUDA_ERROR_OUT_OF_MEMORY
+            (?:{_of_kinds("error_names")}|MPS\ backend)\ out\ of\ memory
+          | (?:{_of_kinds("error_names")})\ (?:error|failure)\b[\s\d:]*(?:out\ of\ memory|{_CODES})
+          | (?:{_of_kinds("libraries")})\ (?:error|failure)[\s\d:]*\w*ALLOC\w*FAILED
+          | (?:{_CODES})\b
+          | \[\d+\]\ Call\ to\ \w+\ results\ in\ (?:UNKNOWN_)?(?:{_CODES})
           | RESOURCE_EXHAUSTED:
           | Out\ of\ memory\ (?:allocating|while\ trying\ to\ allocate|error\ on\ GPU)
           | (?:Graph\ execution\ error:\s)?OOM\ when\ allocating\ tensor
@@ -68,11 +71,11 @@ _TEXTS = re.compile(
     re.VERBOSE | re.MULTILINE | re.IGNORECASE,
 )
 
-#: Words of errors that may be about a GPU, also as the cause of the model's error.
+#: Words of errors that may be about a device, also as the cause of the model's error.
 _SUSPICIOUS = re.compile(
-    "cuda|hip ?error|gpu|cublas|cudnn|cufft|cusolver|cusparse|nccl|rocm|xpu|sycl|level.zero"
-    "|accelerator|memory access|device-side assert|launch failure|launch timed out|uncorrectable"
-    "|misaligned address|illegal instruction|program counter|hardware stack|shared address space",
+    f"{_of_kinds('words')}|gpu|accelerator|memory access|device-side assert|launch failure"
+    "|launch timed out|uncorrectable|misaligned address|illegal instruction|program counter"
+    "|hardware stack|shared address space",
     re.IGNORECASE,
 )
 
@@ -104,7 +107,10 @@ def is_out_of_memory(error: BaseException, named: Named = ()) -> bool:
 
 def check_named(named: object, owner: str) -> Named:
     """Raises TypeError: it is not a tuple of exception classes and texts."""
-    if isinstance(named, tuple) and all(map(_may_be_named, named)):
+    # Every text contains the empty one.
+    if isinstance(named, tuple) and all(
+        bool(each.strip()) if isinstance(each, str) else is_exception_class(each) for each in named
+    ):
         return named
     raise TypeError(
         f"{owner} must be a tuple of exception classes and texts, such as (MemoryError,) or "
@@ -114,11 +120,6 @@ def check_named(named: object, owner: str) -> Named:
 
 def is_exception_class(value: object) -> TypeGuard[type[BaseException]]:
     return isinstance(value, type) and issubclass(value, BaseException)
-
-
-def _may_be_named(value: object) -> bool:
-    # Every text contains the empty one.
-    return bool(value.strip()) if isinstance(value, str) else is_exception_class(value)
 
 
 def _torch_classes() -> tuple[type[BaseException], ...]:
@@ -151,17 +152,13 @@ class DeviceFailed(BaseException):
 
     Not an ``Exception``, so that no handler takes it for an error of one batch.
 
-    Attributes:
-        fault: what the GPU said, without anything of the model's or its inputs.
-        error: what the model raised, with its traceback, for the log.
-        batch_ids: the batches that the GPU may have failed at, as far as is known.
     """
 
     def __init__(self, fault: str, error: str, batch_id: int) -> None:
         super().__init__(fault)
-        self.fault = fault
-        self.error = error
-        self.batch_ids = {batch_id}
+        self.fault = fault  # what the GPU said, without anything of the model's or its inputs
+        self.error = error  # what the model raised, with its traceback, for the log
+        self.batch_ids = {batch_id}  # that the GPU may have failed at, as far as is known
 
 
 def _report(error: BaseException, frames: int | None = None) -> str:
@@ -172,16 +169,12 @@ def _report(error: BaseException, frames: int | None = None) -> str:
 class Guard:
     """Looks at what a model raises. Belongs to the thread that runs the model.
 
-    Args:
-        may_end: whether this process may end for it: a worker process may. In a thread the fault
-            can only be logged, once for each process.
-
-    Attributes:
-        row: batches in a row that failed; the code that computes a batch sets it to 0.
+    With ``may_end`` it ends this process for it, as in a worker process. In a thread the fault can
+    only be logged, once for each process.
     """
 
     def __init__(self, *, may_end: bool = False) -> None:
-        self.row = 0
+        self.row = 0  # batches in a row that failed; the code that computes a batch sets it to 0
         self.may_end = may_end
         self.probe: Callable[[], str | None] = fault_in_use
 

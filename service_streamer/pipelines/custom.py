@@ -8,8 +8,14 @@ from typing import Any, TypedDict
 from ..errors import InvalidInput
 from ..managed_model import ManagedModel, has_stages, has_steps
 from ..workers.mending import at_positions
-from ..workers.model_spec import ModelSpec, Wrapper, check_preprocess, import_model
-from ..workers.stacking import View, stacks
+from ..workers.model_spec import (
+    ModelSpec,
+    View,
+    Wrapper,
+    check_preprocess,
+    import_model,
+    stacks,
+)
 from ..workers.stages import check_outputs
 from .requests import has_arrays, plain, with_arrays
 from .tasks import parse_item

@@ -45,9 +45,9 @@ from ..remote.open_calls import RemoteCall
 from ..remote.remote_client import RemoteClient
 from ..reporting import counted, quiet_log
 from ..supervision.supervisor import Overlap
+from ..workers.arena import Placed
 from ..workers.codec import ByValue, Codec, encode_spec
-from ..workers.memory.arena import Placed
-from ..workers.memory.memory_link import SharedMemory
+from ..workers.memory_link import SharedMemory
 from ..workers.process import ProcessTransport
 from ..workers.protocol import Failure
 from ..workers.starting import refuse_unguarded_main

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import PoolMismatch, StreamerError
-from ..workers.memory.arena import Memory
-from ..workers.memory.memory_link import Windows
+from ..workers.arena import Memory
+from ..workers.memory_link import MemoryLink
 from ..workers.protocol import FrameReader
 from .directory import PoolPaths, elect, listen, make_private
 from .pool_memory import results_of_workers
@@ -229,7 +229,7 @@ class PoolLink:
         self._is_closed = self._has_begun = self.has_failed = False
         self.pid: int | None = None
         #: Where large results for this client are; None if these come with the messages.
-        self.results: Windows | None = None
+        self.results: MemoryLink | None = None
         connector.selector.register(connection, selectors.EVENT_READ, self)
 
     def put(

@@ -8,26 +8,24 @@ pool's own, or the worker has the memory of too many clients.
 from __future__ import annotations
 
 import collections
-import pickle
 import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..workers.memory.arena import Arena, Memory, Placed, Wire
-from ..workers.memory.memory_link import (
+from ..workers.arena import Arena, Memory, Placed, Wire
+from ..workers.codec import Parts
+from ..workers.memory_link import (
     Block,
     Memories,
     MemoryLink,
     MemorySender,
     MemorySocket,
+    Received,
     SharedMemory,
-    Windows,
     memory_sockets,
 )
-from ..workers.memory.payload import Parts
-from ..workers.memory.window import Received
 
 
 class PoolMemory(SharedMemory):
@@ -45,7 +43,7 @@ class PoolMemory(SharedMemory):
 
     def _share(self, arena: Arena, responses: Memory) -> tuple[Memories, MemoryLink]:
         sender, receiver = memory_sockets()
-        link = _WorkerLink(arena, Windows(responses), sender)
+        link = _WorkerLink(arena, responses, sender)
         with self._lock:
             self._links.add(link)
         return Memories(arena.memory, responses, receiver), link
@@ -62,8 +60,8 @@ class PoolMemory(SharedMemory):
 class _WorkerLink(MemoryLink):
     """The pool's end of what it shares with one worker. Any thread."""
 
-    def __init__(self, arena: Arena, windows: Windows, sender: MemorySender) -> None:
-        super().__init__(arena, windows)
+    def __init__(self, arena: Arena, responses: Memory, sender: MemorySender) -> None:
+        super().__init__(arena, responses)
         self._sender = sender
 
     def _lend(self, payloads: list[Any]) -> None:
@@ -99,7 +97,7 @@ class ClientItems:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._windows: Windows | None = None
+        self._link: MemoryLink | None = None
         self._lock = threading.RLock()
 
     def place(self, payloads: Sequence[Any], on_end: Callable[[], None]) -> list[Any]:
@@ -121,16 +119,16 @@ class ClientItems:
     def copy(self, wire: Wire, arena: Arena | None) -> Any:
         """A payload in the pool's memory, or in the message if there is no room."""
         with self._lock:
-            if self._windows is None:
-                self._windows = Windows(self.memory)
+            if self._link is None:
+                self._link = MemoryLink(None, self.memory)
             received: list[Any] = [(*wire[:5], 0)]
-            self._windows.receive(received)
-            stream, *buffers = received.pop().parts()
-            buffers = [memoryview(each) for each in buffers]  # copies, if it could not be mapped
-            placed = None if arena is None else arena.put(Parts([stream], buffers))
-            payload = whole(stream, buffers) if placed is None else placed
-            del buffers
-            self._windows.pop_ended()  # which the client is not told: the lease holds the block
+            self._link.receive(received)
+            parts: Parts = received.pop().parts()
+            payload: Any = None if arena is None else arena.put(parts)
+            if payload is None:
+                payload = parts.copy()
+            del parts
+            self._link.pop_ended()  # which the client is not told: the lease holds the block
             return payload
 
 
@@ -152,32 +150,6 @@ def in_message(payload: Any) -> Any:
     if type(payload) is Placed and type(payload.lease) is _ItemLease:
         return payload.lease.items.copy(payload.wire, None)
     return payload
-
-
-def inline_result(received: Received) -> bytes:
-    """A result that goes with the message."""
-    stream, *buffers = received.parts()
-    return whole(stream, buffers)
-
-
-def whole(stream: Any, buffers: list[Any]) -> bytes:
-    """The parts of a pickle as one that goes with the message."""
-    return pickle.dumps(_Whole(stream, buffers), 5)
-
-
-class _Whole:
-    """Pickles to what the parts of a pickle make."""
-
-    def __init__(self, stream: Any, buffers: list[Any]) -> None:
-        self._parts = bytes(stream), [bytes(each) for each in buffers]
-
-    def __reduce__(self) -> Any:
-        return restore, self._parts
-
-
-def restore(stream: bytes, buffers: list[bytes]) -> Any:
-    """Where it is unpickled: what was pickled in parts, in memory that may be written to."""
-    return pickle.loads(stream, buffers=map(bytearray, buffers))
 
 
 class ClientMemory:
@@ -231,7 +203,7 @@ class ClientMemory:
                         self._sizes[output.memory.number] += output.nbytes
                     given.append((*output.wire[:5], output.memory.number))
                 else:
-                    given.append(inline_result(output))
+                    given.append(output.parts().copy())
         return given
 
     def _has_room(self, output: Received) -> bool:
@@ -270,11 +242,11 @@ class ClientMemory:
         self._pool.forget_client(self._items.memory)
 
 
-def results_of_workers(descriptor: int) -> Windows:
+def results_of_workers(descriptor: int) -> MemoryLink:
     """The client's end: reads results in the memory of workers, whose descriptors come there."""
-    return Windows(None, MemorySocket(socket.socket(fileno=descriptor)))
+    return MemoryLink(None, None, MemorySocket(socket.socket(fileno=descriptor)))
 
 
 def inline_results(outputs: list[Any]) -> list[Any]:
     """What a client without shared memory can read."""
-    return [inline_result(each) if type(each) is Received else each for each in outputs]
+    return [each.parts().copy() if type(each) is Received else each for each in outputs]

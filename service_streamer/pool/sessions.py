@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from ..engine.engine import Engine
 from ..errors import RemoteTraceback, StreamerError, WorkerStartTimeout
 from ..observe.record import ORDINARY, Call, Precedence
-from ..workers.memory.arena import Memory
+from ..workers.arena import Memory
+from ..workers.codec import Parts
 from ..workers.protocol import Failure, FrameReader
 from .pool_memory import ClientMemory, PoolMemory, inline_results
 from .pool_protocol import (
@@ -195,7 +196,7 @@ class Session:
         while noted and len(answers) < FRAME_MESSAGES and size < FRAME_SIZE:
             answer = noted.popleft()
             outcome = answer[1]
-            if type(outcome) is bytes:
+            if type(outcome) in (bytes, Parts):
                 size += len(outcome)
             elif answer[0] > 0 and type(outcome) is list:
                 size += sum(map(len, outcome))
@@ -236,7 +237,7 @@ class Session:
         descriptor = take_first(self.connection)
         self.has_begun = True
         if descriptor is not None:
-            self.memory = ClientMemory(Memory.from_descriptor(descriptor), pool)
+            self.memory = ClientMemory(Memory(descriptor), pool)
         # If it is gone again, what it has said is still to be read: how long to stay after it.
         with contextlib.suppress(OSError):
             if self.memory is None:

@@ -25,9 +25,9 @@ import traceback
 from typing import Any
 
 from ..gpu.places import set_environment
-from ..workers.codec import Codec
+from ..workers.codec import Codec, Parts
 from ..workers.worker_main import Boot, CodedChannel, serve_model
-from .apart import Apart, ApartStore, Frame, frame, unframed
+from .frames import Frame, RayStore, frame, unframed
 
 #: The host, the process id, and the GPUs that it sees, as a variable lists them.
 Whereabouts = tuple[str, int, str]
@@ -118,7 +118,7 @@ class _ActorCodec(Codec):
     """Items are views of Ray's memory."""
 
     def decode(self, payload: Any) -> Any:
-        return payload.view() if type(payload) is Apart else super().decode(payload)
+        return payload.view() if type(payload) is Parts else super().decode(payload)
 
 
 class _ActorChannel(CodedChannel):
@@ -130,7 +130,7 @@ class _ActorChannel(CodedChannel):
     )
 
     def __init__(self) -> None:
-        super().__init__(_ActorCodec(ApartStore()))
+        super().__init__(_ActorCodec(RayStore()))
         self._batches: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # None comes after the last one, and stays.
         self._answers: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()

@@ -11,9 +11,9 @@ from ..observe.record import BatchReport, StepReport
 from ..supervision.supervisor import Loss
 from ..workers.protocol import Failure, decode
 from ..workers.transport import KnownWorker, WorkerDied, WorkerEvent
-from .apart import Frame, unframed
 from .clock import RemoteClock
 from .cluster import Actor
+from .frames import Frame, unframed
 from .losses import Verdict
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..observe.record import BatchReport, StepReport
 from ..options.table import RayStreamerOptions
-from ..pool.pool_memory import PoolMemory, in_message, whole
-from ..workers.transport import WorkerEvent
-from .apart import Apart
+from ..pool.pool_memory import PoolMemory, in_message
 from .cluster import Cluster, WorkerResources
+from .known_actor import KnownActor
 from .ray_transport import RayTransport
 
 
@@ -32,25 +30,7 @@ def pool_transport(
 class PooledRayTransport(RayTransport):
     """Items and results travel between the pool and Ray; clients pickle and unpickle them."""
 
-    def send(
-        self,
-        slot: int,
-        batch_id: int,
-        payloads: list[Any],
-        *,
-        calls: int | list[int] = 0,
-        is_stream: bool = False,
+    def _send_batch(
+        self, worker: KnownActor, batch_id: int, payloads: list[Any], calls: int | list[int]
     ) -> None:
-        payloads = [in_message(each) for each in payloads]
-        super().send(slot, batch_id, payloads, calls=calls, is_stream=is_stream)
-
-    def _tell_of(self, event: WorkerEvent) -> WorkerEvent:
-        if isinstance(event, BatchReport):
-            event.outputs = [_in_answer(each) for each in event.outputs]
-        elif isinstance(event, StepReport):
-            event.outputs = {key: _in_answer(each) for key, each in event.outputs.items()}
-        return event
-
-
-def _in_answer(output: Any) -> Any:
-    return whole(*output.parts()) if type(output) is Apart else output
+        super()._send_batch(worker, batch_id, [in_message(each) for each in payloads], calls)

@@ -36,10 +36,10 @@ from ..supervision.supervisor import Loss
 from ..workers.codec import ByValue, Codec, encode_spec
 from ..workers.model_spec import ModelSpec
 from ..workers.protocol import Failure, WorkerReady
-from ..workers.transport import Transport, WorkerDied, WorkerEvent, WorkerWaits
+from ..workers.transport import WorkerDied, WorkerEvent, WorkerTransport, WorkerWaits
 from ..workers.worker_main import Boot
-from .apart import ApartStore, frame
 from .cluster import Actor, Cluster, LeftCluster, WorkerResources, verdict
+from .frames import RayStore, frame
 from .known_actor import KnownActor
 from .losses import Verdict
 from .placing import Unplaced, why_not_placed
@@ -52,7 +52,7 @@ _log = quiet_log(__name__)
 _LOOKS = 6
 
 
-class RayTransport(Transport):
+class RayTransport(WorkerTransport[KnownActor]):
     """One actor per slot.
 
     Args:
@@ -69,6 +69,7 @@ class RayTransport(Transport):
         spec: ModelSpec | bytes,
         request: WorkerResources,
     ) -> None:
+        super().__init__()
         self._cluster = cluster
         self._request = request
         self._start_actor = cluster.workers(request)
@@ -77,14 +78,13 @@ class RayTransport(Transport):
         else:
             by_value = RayByValue()
             self._spec = cluster.put(encode_spec(spec, by_value))
-            self.codec = Codec(ApartStore(), by_value)
+            self.codec = Codec(RayStore(), by_value)
         sharers = (math.floor(1 / request.num_gpus + 1e-9),) if 0 < request.num_gpus < 1 else ()
         place = UNPLACED._replace(gpu_id=0 if request.num_gpus else None)
         # Ray leaves a worker without a GPU all those of its node.
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
         variables = allocator_variables({}) if request.num_gpus else hidden
         self._boot = Boot(None, place, {**variables}, sharers=sharers)
-        self._workers: dict[int, KnownActor] = {}
         self._happened: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events: list[WorkerEvent] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -115,20 +115,11 @@ class RayTransport(Transport):
         self._aside(start, functools.partial(self._asked, worker))
         self._at(times.placing, functools.partial(self._ask_for_place, worker, _LOOKS))
 
-    def send(
-        self,
-        slot: int,
-        batch_id: int,
-        payloads: list[Any],
-        *,
-        calls: int | list[int] = 0,
-        is_stream: bool = False,
+    def _send_batch(
+        self, worker: KnownActor, batch_id: int, payloads: list[Any], calls: int | list[int]
     ) -> None:
-        worker = self._workers.get(slot)
-        if worker is None or batch_id <= worker.last_sent:
-            return  # it was lost, and the batch with it, between its cutting and now; or it has it
-        worker.unanswered[batch_id] = 1 if is_stream else len(payloads)
-        message = (batch_id, payloads, None, is_stream or calls)
+        worker.expect_answer(batch_id, payloads, calls)
+        message = (batch_id, payloads, None, calls)
         if worker.has_steps:
             self._take(worker, message)
         else:
@@ -136,10 +127,8 @@ class RayTransport(Transport):
             self._call(worker, done, "compute", frame(message))
         worker.last_sent = batch_id
 
-    def tell(self, slot: int, what: int, batch_id: int) -> None:
-        worker = self._workers.get(slot)
-        if worker is not None and worker.has_steps:
-            self._take(worker, (what, [batch_id]))
+    def _send_order(self, worker: KnownActor, order: tuple[int, list[int]]) -> None:
+        self._take(worker, order)
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         if self._timers:
@@ -163,9 +152,8 @@ class RayTransport(Transport):
         self._happened.put(None)
 
     def stop(self, slot: int) -> None:
-        worker = self._workers.get(slot)
-        if worker is not None:
-            self._end(worker, times.stop)
+        if slot in self._workers:
+            self._end(self._workers[slot], times.stop)
 
     def kill(self, slot: int, why: str) -> None:
         worker = self._workers.get(slot)
@@ -333,13 +321,9 @@ class RayTransport(Transport):
         worker.has_ended = True
 
     def _tell(self, worker: KnownActor, event: WorkerEvent) -> None:
-        self._events.append(self._tell_of(event))
+        self._events.append(event)
         if type(event) is WorkerDied:
             self._forget(worker)
-
-    def _tell_of(self, event: WorkerEvent) -> WorkerEvent:
-        """What the engine is told."""
-        return event
 
     # -- the end of a worker
 

@@ -11,7 +11,7 @@ from ..base_streamer import BaseStreamer
 from ..engine.build import find_function
 from ..options.table import RayStreamerOptions, RedisStreamerOptions, StreamerOptions
 from ..streamer import ScaledStreamer, Streamer
-from ..workers.memory.arena import default_limit
+from ..workers.arena import default_limit
 from .command_options import ANY_CLUSTER, ModelCommandOptions, ServeOptions
 from .configuration import NamedModel
 from .fitting import check_task, gpus_of_worker, unused_gpus

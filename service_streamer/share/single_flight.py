@@ -46,7 +46,7 @@ from ..errors import StreamerError
 from ..observe.record import ORDINARY, Call, Precedence, Timing
 from ..options.table import SharingOptions
 from ..reporting import quiet_log
-from ..workers.memory.memory_link import shareable
+from ..workers.memory_link import shareable
 from ..workers.protocol import Failure
 from .cache import SharedOutput, key_of, make_cache
 

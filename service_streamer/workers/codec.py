@@ -3,6 +3,11 @@
 A payload is bytes, or stands for memory outside of the message and has a method ``load``. Each item
 and each result is a payload of its own, so one that cannot travel fails alone.
 
+Small values become one byte string. The data of large arrays and tensors is copied only once, to
+where a store puts it (pickle protocol 5, PEP 574). Large objects without buffers, such as ``bytes``
+in a tuple, pass through the pickle's stream without a copy. Plain numpy arrays are pickled in half
+of numpy's time, and torch tensors as plain data on the CPU.
+
 pickle sends a class or function as the names of its module and its own. Workers cannot import the
 main module of a notebook or of ``python -c``. cloudpickle, an optional package, sends the code
 instead. Only this module imports it. A worker keeps what it receives, under its name. Results of
@@ -11,6 +16,7 @@ such a class are pickled by name, and become the web process's own class.
 
 from __future__ import annotations
 
+import copyreg
 import importlib
 import importlib.util
 import io
@@ -23,38 +29,89 @@ import types
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
+from pickle import PickleBuffer
 from typing import Any, Protocol
 
 from ..errors import ModelError, UnpicklableItem
 from ..reporting import PACKAGES, summary
-from .memory.payload import ATOMS, LARGE_IN_BATCH, PROTOCOL, Parts, dump
 from .starting import MAIN, has_main, is_importable
 
 logger = logging.getLogger(__name__)
+
+PROTOCOL = 5
+
+#: Values of this many bytes or more use shared memory, whose overhead is constant. Smaller ones are
+#: faster through a pipe. Measured, see docs/payloads.md.
+LARGE = 16 << 10
+
+#: A pickler is not reused after a longer stream: clearing its grown memo table would be slow.
+_SHORT_STREAM = 4096
+
+#: Longer texts may be large: a character has up to four bytes.
+_SHORT_TEXT = LARGE // 4
+
+#: Types without buffers and parts.
+_ATOMS = frozenset({str, int, float, bool, type(None)})
 
 #: A pickled model beyond this is worth a warning: it is copied to every worker, and the web process
 #: holds it as well.
 _LARGE_SPEC_BYTES = 64 << 20
 
 
+class Parts:
+    """A pickled value with its large buffers beside the pickle's stream.
+
+    As a codec makes it, it refers to the value's memory, which may change: for ``copy`` only.
+    """
+
+    __slots__ = ("buffers", "stream")
+
+    def __init__(self, stream: Sequence[Any], buffers: Sequence[Any]) -> None:
+        self.stream = stream  # chunks of bytes
+        self.buffers = buffers
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memoryview(each).nbytes for each in (*self.stream, *self.buffers))
+
+    def __len__(self) -> int:
+        """As of a payload that is bytes."""
+        return self.nbytes
+
+    def copy(self) -> Parts:
+        """The same in memory of its own: to travel in a message, or to be loaded."""
+        return Parts([b"".join(self.stream)], [bytes(each) for each in self.buffers])
+
+    def load(self) -> Any:
+        """The value, in memory of its own that may be written to. Any thread."""
+        (stream,) = self.stream
+        return pickle.loads(stream, buffers=map(bytearray, self.buffers))
+
+    def view(self) -> Any:
+        """The value, whose arrays are views of the buffers."""
+        (stream,) = self.stream
+        return pickle.loads(stream, buffers=self.buffers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        stream, *buffers = map(PickleBuffer, (b"".join(self.stream), *self.buffers))
+        return Parts, ([stream], buffers)
+
+
 class Store(Protocol):
     """Memory outside of messages, for large values."""
 
-    @property
-    def large(self) -> float:
-        """Values of this many bytes or more are put here."""
-
     def put(self, parts: Parts) -> Any:
-        """Copy a pickled value; returns its payload, or None if there is no room."""
+        """Copy a value there; returns its payload, or None if there is no room."""
 
 
 class Codec:
     """Pickles values; subclasses may encode them in another way. Any thread.
 
-    Args:
-        by_value: has sent the model, and sends what else workers cannot import.
-        cannot_decode: what is said of results that cannot be decoded.
+    ``by_value`` has sent the model, and sends what else workers cannot import.
     """
+
+    #: Values of so many bytes go to the store, and so do buffers in them.
+    large = LARGE
 
     def __init__(
         self,
@@ -64,21 +121,20 @@ class Codec:
     ) -> None:
         self._store = store
         self._cannot_decode = cannot_decode
-        is_by_value = by_value is not None and by_value.is_needed
-        self._make_pickler = by_value.pickler if by_value is not None and is_by_value else None
+        self._make_pickler = by_value.pickler if by_value and by_value.is_needed else None
 
     def encode(self, value: Any) -> Any:
         """Returns the payload. Raises whatever pickling raises."""
         kind = type(value)
-        if kind in ATOMS and (kind is not str or len(value) < LARGE_IN_BATCH):  # as most are
+        if kind in _ATOMS and (kind is not str or len(value) < _SHORT_TEXT):  # as most are
             return pickle.dumps(value, PROTOCOL)
         store = self._store
         if store is not None:
-            pickled = dump(value, store.large, self._make_pickler)
+            pickled = _dump(value, self.large, self._make_pickler)
             payload = pickled if isinstance(pickled, bytes) else store.put(pickled)
             if payload is not None:
                 return payload
-        return dump(value, math.inf, self._make_pickler)
+        return _dump(value, math.inf, self._make_pickler)
 
     def decode(self, payload: Any) -> Any:
         """Returns the value. Raises whatever unpickling raises."""
@@ -149,6 +205,185 @@ def encode_spec(spec: object, by_value: ByValue) -> bytes:
             len(pickled) >> 20,
         )
     return pickled
+
+
+# -- pickling into parts
+
+
+def _dump(value: Any, large: float, make: Callable[..., pickle.Pickler] | None) -> bytes | Parts:
+    """Pickle into bytes, or into parts if it has at least ``large`` bytes.
+
+    With ``make`` the value gets a pickler of its own, which is slower.
+    """
+    if _known_to != (len(copyreg.dispatch_table), len(sys.modules)):
+        _learn_reducers()
+    try:
+        pickling = _idle.pop() if make is None else _Pickling(make)
+    except IndexError:
+        pickling = _Pickling()
+    try:
+        return pickling.dump(value, large)
+    finally:
+        if pickling.is_reusable and make is None:
+            _idle.append(pickling)
+        else:
+            pickling.end()
+
+
+class _Pickling:
+    """A reusable pickler: making one costs more than pickling a number."""
+
+    def __init__(self, make: Callable[..., pickle.Pickler] = pickle.Pickler) -> None:
+        self.is_reusable = False  # after the latest value
+        self._chunks: list[Any] = []
+        self._buffers: list[memoryview] = []
+        self._large: float = LARGE
+        self._pickler = make(self, PROTOCOL, buffer_callback=self._stays)
+        self._pickler.dispatch_table = _reducers
+
+    def write(self, chunk: Any) -> None:
+        """As the pickler's file. Large objects arrive without a copy.
+
+        Not ``append`` itself: between two chunks of a large value other threads run.
+        """
+        self._chunks.append(chunk)
+
+    def dump(self, value: Any, large: float) -> bytes | Parts:
+        self._large = large
+        self.is_reusable = False
+        try:
+            self._pickler.dump(value)
+            last: bytes = self._chunks.pop()
+            self.is_reusable = not self._chunks and len(last) <= _SHORT_STREAM
+            if not self._chunks and not self._buffers and len(last) < large:
+                return last
+            chunks = [
+                chunk.raw() if type(chunk) is PickleBuffer else chunk for chunk in self._chunks
+            ]
+            parts = Parts([*chunks, last], self._buffers[:])
+            return parts if len(parts) >= large else b"".join(parts.stream)
+        finally:
+            self._pickler.clear_memo()  # which holds references to all objects
+            self._chunks.clear()
+            self._buffers.clear()
+
+    def end(self) -> None:
+        """Break the reference cycle with the pickler."""
+        del self._pickler
+
+    def _stays(self, buffer: PickleBuffer) -> bool:
+        """Whether a buffer stays in the stream."""
+        view = buffer.raw()
+        if view.nbytes < self._large:
+            return True
+        self._buffers.append(view)
+        return False
+
+
+#: Idle picklers. A list: its ``pop`` and ``append`` are safe in any thread and in finalizers.
+_idle: list[_Pickling] = []
+
+
+def _reduce_memoryview(view: memoryview) -> tuple[Callable[..., memoryview], tuple[Any, ...]]:
+    """Reduce a memoryview, which pickle refuses."""
+    shape: Any = view.shape
+    if view.format.removeprefix("@") not in _FORMATS or (0 in shape and view.ndim > 1):
+        raise TypeError(
+            f"a memoryview of format {view.format!r} and shape {shape} cannot be restored; "
+            "send the object behind it, such as the array"
+        )
+    data: Any = view
+    if not view.c_contiguous:
+        data = view.tobytes() if view.readonly else bytearray(view.tobytes())
+    shape = None if view.ndim == 1 else shape
+    return _memoryview, (PickleBuffer(data), view.format, shape)
+
+
+def _memoryview(data: Any, kind: Any, shape: tuple[int, ...] | None) -> memoryview:
+    view = memoryview(data).cast("B")
+    return view.cast(kind) if shape is None else view.cast(kind, shape)
+
+
+#: Formats that ``memoryview.cast`` supports.
+_FORMATS = frozenset("cbB?hHiIlLqQnNfdP")
+
+#: Reducers of this module, of the packages, and of ``copyreg``.
+_reducers: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_memoryview}
+#: How many reducers and modules there were when ``_reducers`` was made.
+_known_to = (0, 0)
+
+
+def _learn_reducers() -> None:
+    """Renew the reducers after a registration or an import, perhaps in progress in a thread."""
+    global _known_to
+    known_to = len(copyreg.dispatch_table), len(sys.modules)
+    found: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_memoryview}
+    for package, kind, reduce in _REDUCERS:
+        if package in sys.modules:
+            try:
+                found[getattr(sys.modules[package], kind)] = reduce
+            except AttributeError:  # half loaded
+                return
+    found |= copyreg.dispatch_table  # the user's take precedence
+    _reducers.update(found)
+    for gone in _reducers.keys() - found.keys():
+        _reducers.pop(gone, None)
+    _known_to = known_to
+
+
+#: Kinds of dtype that their names describe completely. numpy pickles arrays of objects, dates,
+#: structures, of other orders than C's, and of subclasses.
+_PLAIN = frozenset("biufc")
+
+
+def _reduce_array(array: Any) -> Any:
+    dtype = array.dtype
+    is_plain = dtype.kind in _PLAIN and dtype.isbuiltin == 1 and dtype.metadata is None
+    if is_plain and array.size and array.flags.c_contiguous:
+        return _array, (PickleBuffer(array), dtype.str, array.shape)
+    return array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    import numpy
+
+    return numpy.frombuffer(data, dtype).reshape(shape)
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    """Reduce a tensor to its data, dtype and shape.
+
+    torch's own pickling sends the whole storage, even for one row. Here a tensor of any size
+    arrives on the CPU, contiguous, without graph and attributes. torch pickles sparse, quantized
+    and nested tensors, moved to the CPU, and subclasses: of a ``Parameter`` its data come here.
+    """
+    import torch
+
+    if tensor.is_meta:  # without data
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    tensor = tensor.detach().cpu()
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    try:
+        data = tensor.reshape(-1).view(torch.uint8).numpy()
+    except RuntimeError:  # there is no numpy
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    name = str(tensor.dtype).removeprefix("torch.")
+    return _tensor, (PickleBuffer(data), name, tuple(tensor.shape))
+
+
+def _tensor(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    kind = getattr(torch, dtype)
+    if 0 in shape:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(data, dtype=torch.uint8).view(kind).reshape(shape)
+
+
+#: Packages, and how a class of theirs is reduced once they are loaded.
+_REDUCERS = (("numpy", "ndarray", _reduce_array), ("torch", "Tensor", _reduce_tensor))
 
 
 # -- classes and functions that go by value

@@ -75,22 +75,13 @@ def at_positions(positions: Sequence[int]) -> Iterator[None]:
 
 
 class Bisection(ABC, Generic[T]):
-    """Items, of which those of a call are adjacent. ``run_all`` runs them until none is left.
+    """Items, of which those of a call are adjacent. ``run_all`` runs them until none is left."""
 
-    Args:
-        call_of: which call an item is of; None if each is a call of its own.
-
-    Attributes:
-        items: that are left: they have no result, and have not failed.
-        results: of the others, in the order in which they came.
-        failures: likewise.
-    """
-
-    def __init__(self, items: Iterable[T], call_of: Callable[[T], object] | None = None) -> None:
-        self.items = list(items)
-        self.results: dict[T, Any] = {}
+    def __init__(self, items: Iterable[T], call_of: Callable[[T], object] = id) -> None:
+        self.items = list(items)  # that are left: they have no result, and have not failed
+        self.results: dict[T, Any] = {}  # of the others, in the order in which they came
         self.failures: dict[T, Failure] = {}
-        self._call_of: Callable[[T], object] = id if call_of is None else call_of
+        self._call_of = call_of
         self._suspects: list[T] = []  # the first items, if a call of them is known to be at fault
         self._most_calls = self._most_items = 0  # in a part; 0 for no bound
 
@@ -229,16 +220,12 @@ class Ceiling:
     batch run out, plus one per ``FIRST_INTERVAL`` runs that fitted. Later only probes run out, as
     long as the device's memory stays the same.
 
-    Args:
-        growth: by which share of the limit a probe exceeds it, and by one item at the least.
-
-    Attributes:
-        limit: maximum cost of a part that is no probe; 0 for no limit. An int without lengths.
     """
 
     def __init__(self, growth: float = GROWTH, asked: float = 0) -> None:
+        #: Maximum cost of a part that is no probe; 0 for no limit. An int without lengths.
         self.limit: float = 0
-        self._growth = growth
+        self._growth = growth  # by which share of it a probe exceeds it, and by one item at least
         self._asked = asked  # cost of the largest batch since the limit was set
         self._before: float | None = None  # the limit before a batch ran out
         self._interval = FIRST_INTERVAL

@@ -59,12 +59,6 @@ class PreprocessPool:
 
     The kernel ends the processes with the thread that started them. So ``start`` is for the main
     thread, and those that die later are started again by a thread of this pool's own.
-
-    Args:
-        spec: the worker's; as it was pickled, if the worker was not forked.
-
-    Attributes:
-        may_start_at: when the next may start, after a start that failed; on the monotonic clock.
     """
 
     def __init__(self, spec: ModelSpec | bytes, options: WorkerOptions) -> None:
@@ -76,7 +70,7 @@ class PreprocessPool:
         self._places: dict[int, int] = {}  # of the living, by slot
         self._ready: set[int] = set()  # slots
         self._starter: ThreadPoolExecutor | None = None
-        self.may_start_at = -math.inf
+        self.may_start_at = -math.inf  # after a start that failed; on the monotonic clock
         self._collate: Callable[[list[Any]], Any] = list
 
     def start(self) -> None:
@@ -214,7 +208,7 @@ def _split(items: Any, count: int) -> tuple[list[int], list[Any]]:
 
 
 class PreprocessSpec(ModelSpec):
-    """What a preprocess process loads. See ``PreprocessPool`` for ``spec``."""
+    """What a preprocess process loads: of the worker's spec, pickled if that was not forked."""
 
     cannot_send = "what preprocess returned, of type {kind}, cannot be sent to the worker"
     cannot_load = "what preprocess returned cannot be unpickled in the worker"

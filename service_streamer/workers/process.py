@@ -17,7 +17,7 @@ How ends are noticed: the parent sees a worker die through its process descripto
 response pipe to its end before it says so; a worker sees its parent die by end-of-file on the
 request pipe, also in the midst of a batch (see ``worker_main.py``).
 
-Large payloads lie outside of the messages, in shared memory (see ``memory/memory_link.py``).
+Large payloads lie outside of the messages, in shared memory (see ``memory_link.py``).
 """
 
 from __future__ import annotations
@@ -41,23 +41,20 @@ from ..options.checks import Device
 from ..options.table import WorkerOptions
 from ..reporting import quiet_log
 from . import starting
+from .arena import Memory
 from .codec import ByValue, Codec, encode_spec
-from .memory.arena import Memory
-from .memory.memory_link import Memories, MemoryLink, SharedMemory
+from .memory_link import Memories, MemoryLink, SharedMemory
 from .model_spec import ModelSpec
 from .protocol import (
     PROGRESS_BYTES,
-    UNWANTED,
     FrameReader,
     FrameWriter,
-    add_unwanted,
-    batches_in_progress,
+    Progress,
     decode,
-    map_progress,
 )
 from .stages import FORWARD, INTAKE
 from .starting import STACKS_SIGNAL, Placement, block_signals, startable
-from .transport import KnownWorker, Transport, WorkerDied, WorkerEvent
+from .transport import KnownWorker, WorkerDied, WorkerEvent, WorkerTransport
 from .worker_main import Boot, run_worker
 
 _log = quiet_log(__name__)
@@ -81,16 +78,11 @@ _PIPE_SIZE = 1 << 18
 _STACKS_SIZE = 65_536
 
 
-class ProcessTransport(Transport):
+class ProcessTransport(WorkerTransport["_WorkerProcess"]):
     """One process per slot, reached over a private pair of pipes.
 
     This process encodes no items and decodes no outputs if the spec has a codec, or if another
     process has pickled the spec: it does so itself then.
-
-    Args:
-        spec: what the workers load.
-        noun: what a worker is called in messages.
-        memory: for what is large; None for some of its own.
     """
 
     def __init__(
@@ -101,6 +93,7 @@ class ProcessTransport(Transport):
         *,
         noun: str = "worker",
     ) -> None:
+        super().__init__()
         self._noun = noun
         self._method = options.mp_start_method
         is_forked = self._method == "fork"
@@ -121,7 +114,6 @@ class ProcessTransport(Transport):
         self.memory = memory or SharedMemory(0 if is_encoded else options.shared_memory_limit)
         if not (is_encoded or isinstance(spec, bytes)):
             self.codec = Codec(self.memory.arena, by_value, spec.cannot_load)
-        self._workers: dict[int, _WorkerProcess] = {}
         #: Each descriptor with its worker, and what to call with that when it is ready.
         self._selector = selectors.DefaultSelector()
         ends = Pipe(duplex=False)
@@ -139,11 +131,11 @@ class ProcessTransport(Transport):
 
     def start(self, slot: int, place: int, worker_num: int) -> None:
         # Known before the fork, whose hook in the child closes the copies of our ends.
-        memory = self.memory.for_worker(worker_num)
-        worker = self._workers[slot] = _WorkerProcess(slot, place, memory, self._noun)
+        memories, link = self.memory.for_worker(worker_num) or (None, None)
+        worker = self._workers[slot] = _WorkerProcess(slot, place, link, self._noun)
         spec = None if isinstance(self._spec, bytes) else self._spec
         try:
-            worker.start(self._method, self._placement, worker_num, spec)
+            worker.start(self._method, self._placement, worker_num, spec, memories)
             self._selector.register(worker.responses, _READ, (worker, self._read))
             self._selector.register(worker.death, _READ, (worker, self._on_death))
         except BaseException:
@@ -156,51 +148,38 @@ class ProcessTransport(Transport):
             # reads it, after it has imported the main module, or for ever if it dies before.
             self._write(worker, self._spec)
 
-    def send(
-        self,
-        slot: int,
-        batch_id: int,
-        payloads: list[Any],
-        *,
-        calls: int | list[int] = 0,
-        is_stream: bool = False,
+    def _send_batch(
+        self, worker: _WorkerProcess, batch_id: int, payloads: list[Any], calls: int | list[int]
     ) -> None:
-        worker = self._workers.get(slot)
-        if worker is None or batch_id <= worker.last_sent:
-            return  # it was lost, and the batch with it, between its cutting and now; or it has it
         try:
             worker.last_sent = batch_id
-            # Before the worker can answer. After the item of a stream come outputs that it has had.
-            worker.unanswered[batch_id] = 1 if is_stream else len(payloads)
+            worker.expect_answer(batch_id, payloads, calls)  # before it can answer
             link, arena = worker.link, self.memory.arena
             released = None
             if link is not None and arena is not None:
-                arena.expect(len(payloads), as_rows=worker.wants_rows)
+                if worker.wants_rows:
+                    arena.expect_rows(len(payloads))
                 released = link.lend(payloads) or None
-            message = batch_id, payloads, released, is_stream or calls
+            message = batch_id, payloads, released, calls
             self._write(worker, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         except BaseException:
             worker.kill()
             raise
 
-    def tell(self, slot: int, what: int, batch_id: int) -> None:
-        worker = self._workers.get(slot)
-        if worker is not None and worker.has_steps:
-            try:
-                self._write(worker, pickle.dumps((what, [batch_id]), pickle.HIGHEST_PROTOCOL))
-            except BaseException:
-                worker.kill()
-                raise
-        elif worker is not None:
-            add_unwanted(worker.progress, batch_id)
+    def _send_order(self, worker: _WorkerProcess, order: tuple[int, list[int]]) -> None:
+        self._write(worker, pickle.dumps(order, pickle.HIGHEST_PROTOCOL))
 
     def _write(self, worker: _WorkerProcess, frame: bytes) -> None:
-        """Write a frame. If this raises, as by KeyboardInterrupt, the caller kills the worker.
+        """Write a frame. If this raises, as by KeyboardInterrupt, the worker is killed.
 
         It could wait for the rest of the frame for ever.
         """
-        if not worker.write(frame):
-            self.wakeup()  # the loop watches for room in the pipe
+        try:
+            if not worker.write(frame):
+                self.wakeup()  # the loop watches for room in the pipe
+        except BaseException:
+            worker.kill()
+            raise
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         for worker in self._workers.values():
@@ -226,14 +205,12 @@ class ProcessTransport(Transport):
                 os.write(ends[1].fileno(), b"\0")
 
     def stop(self, slot: int) -> None:
-        worker = self._workers.get(slot)
-        if worker is not None:
-            worker.end_gently(_STOP_GRACE)
+        if slot in self._workers:
+            self._workers[slot].end_gently(_STOP_GRACE)
 
     def kill(self, slot: int, why: str) -> None:
-        worker = self._workers.get(slot)
-        if worker is not None:
-            worker.end_by_force(why)
+        if slot in self._workers:
+            self._workers[slot].end_by_force(why)
 
     def close(self, grace: float) -> None:
         if self._wakeup is None:
@@ -330,19 +307,9 @@ os.register_at_fork(after_in_child=_abandon_all)
 class _WorkerProcess(KnownWorker):
     """One process and the parent's ends of its pipes. ``write`` and ``kill`` are for any thread."""
 
-    def __init__(
-        self, slot: int, place: int, memory: tuple[Memories, MemoryLink] | None, noun: str
-    ) -> None:
-        super().__init__(slot, place)
+    def __init__(self, slot: int, place: int, link: MemoryLink | None, noun: str) -> None:
+        super().__init__(slot, place, link)
         self._noun = noun
-        self._memories: Memories | None = None
-        if memory is not None:
-            self._memories, self.link = memory
-        self._progress_memory: Memory | None = None
-        self.progress: Any = [0] * UNWANTED
-        with contextlib.suppress(OSError):  # without it, all that the worker holds is suspect
-            self._progress_memory = Memory(PROGRESS_BYTES)
-            self.progress = map_progress(self._progress_memory)
         self._kill_at: float | None = None  # unless it has ended, on the monotonic clock
         self._grace = 0.0
         self._process: Any = None
@@ -370,13 +337,22 @@ class _WorkerProcess(KnownWorker):
         return f"{self._noun} {self.place} (pid {self._process.pid})"
 
     def start(
-        self, method: str, placement: Placement, worker_num: int, spec: ModelSpec | None
+        self,
+        method: str,
+        placement: Placement,
+        worker_num: int,
+        spec: ModelSpec | None,
+        memories: Memories | None,
     ) -> None:
         """Start the process. After an error ``discard`` it.
 
         ``spec`` is for a forked child, which has it in its memory; None if it comes as a frame.
         """
         context: Any = multiprocessing.get_context(method)
+        progress: Memory | None = None
+        with contextlib.suppress(OSError):  # without it, all that the worker holds is suspect
+            progress = Memory.new(PROGRESS_BYTES)
+            self.progress = Progress(progress)
         try:
             with startable():
                 if method == "forkserver":
@@ -391,9 +367,9 @@ class _WorkerProcess(KnownWorker):
                         spec,
                         placement.at(self.place),
                         variables,
-                        self._memories,
+                        memories,
                         placement.sharers(self.place, worker_num),
-                        self._progress_memory,
+                        progress,
                         starting.preparation and starting.preparation(),
                     )
                     # Not a daemon in multiprocessing's sense: those may not have children, which a
@@ -410,7 +386,6 @@ class _WorkerProcess(KnownWorker):
             # The child has its own copies; with ours open there would be no end-of-file.
             for end in self._ends_of_child:
                 end.close()
-            self._memories = self._progress_memory = None
         if hasattr(os, "pidfd_open"):
             # Unlike multiprocessing's sentinel, a pipe whose other end a model's own child
             # processes may inherit, this tells the end of the worker itself.
@@ -477,7 +452,7 @@ class _WorkerProcess(KnownWorker):
         """Collect the dead process; how it ended, for the engine."""
         # If its device failed, batches that had not come to the device do not count.
         first = INTAKE if self.final_report is None else FORWARD
-        at = batches_in_progress(self.progress, first) or None
+        at = self.progress.batches(first) or None
         self._process.join()
         stacks = ""
         with contextlib.suppress(OSError):  # it wrote none, and another process has the pipe
@@ -494,8 +469,8 @@ class _WorkerProcess(KnownWorker):
     def abandon_in_forked_child(self) -> None:
         """Let go of a process that is not this one's child."""
         self._write_lock = threading.RLock()  # another thread may have held it at the fork
+        self.link = None  # nor is it to be closed, whose lock may be held
         self._release()
-        self.link = None
         # multiprocessing does not notice a plain fork, and would fail to join it at the exit.
         _forget(self._process)
 

@@ -33,13 +33,12 @@ import os
 import pickle
 import traceback
 from collections import deque
-from collections.abc import MutableSequence, Sequence
 from typing import Any, NamedTuple, cast
 
 from ..errors import BadMessage, InvalidInput, ModelError, RemoteTraceback, UnpicklableItem
 from ..observe.record import BatchReport, StepReport
 from ..reporting import MAX_TEXT, summary
-from .memory.arena import Memory
+from .arena import Memory
 
 #: Of the messages from workers: to be raised with every change of them. A worker that starts after
 #: an upgrade of the package has another one than a web process that has been running since before.
@@ -80,10 +79,7 @@ class Failure:
     Sharing one instance would let the traceback grow with every caller that raises it and keep the
     frames of all of them alive. What the model raised stays pickled until a caller asks for it:
     unpickling imports modules and runs code of users, which must not hold up the engine's thread.
-
-    Args:
-        remote_traceback: where it was raised, if that was in a worker; becomes the cause.
-        cause: otherwise, what becomes the cause.
+    Its cause is ``remote_traceback``, if it was raised in a worker; otherwise ``cause``.
     """
 
     __slots__ = ("_cause", "_error", "_pickled", "blames_input", "remote_traceback", "text")
@@ -357,49 +353,48 @@ class FrameWriter:
         return True
 
 
-# -- the page of numbers
+# -- progress
 
 
-#: Numbers for the batches that nobody waits for: how many those were so far, and the last of them.
-#: A worker has fewer at a time.
-UNWANTED = 8
+#: Numbers for the batches that nobody waits for. A worker has fewer at a time.
+_UNWANTED = 8
 
 #: After so many seconds without news a worker says that it has not hung: between two steps, or two
 #: runs of parts of one batch. For the engine takes it for hung that is silent for batch_timeout,
 #: which may be short.
 SIGN_OF_LIFE = 0.1
 
-
-def add_unwanted(numbers: MutableSequence[int], batch_id: int) -> None:
-    """In the parent: nobody waits for the batch any more."""
-    count = numbers[0]
-    numbers[1 + count % (UNWANTED - 1)] = batch_id + 1
-    numbers[0] = count + 1
-
-
-def is_unwanted(numbers: Sequence[int], number: int) -> bool:
-    """Whether the batch, of this id plus 1, is among those. False for 0, which is none."""
-    return number > 0 and number in numbers[1:]
-
-
 #: Bytes of the page: room for 8 thousand items in one call of a model of steps. Memory is used for
 #: what is written only.
 PROGRESS_BYTES = 1 << 16
 
 
-def map_progress(memory: Memory) -> Any:
-    """The numbers in memory of both processes. Each is written by one store, so none is torn.
+class Progress:
+    """Numbers that a worker shares with its parent: which batches it is at, and which it may drop.
 
-    First come those that the parent writes, for ``is_unwanted``. Then a number for each stage: a
-    batch's id plus 1, or 0. A model of steps has one from FORWARD on for each batch in its current
-    call.
-
-    Raises:
-        OSError: this process has no free descriptor, or no address space.
+    Each is written by one store, so none is torn. Two processes need memory of both. Raises
+    OSError: it cannot be mapped.
     """
-    return memoryview(memory.map()).cast("q")
 
+    def __init__(self, memory: Memory | None = None) -> None:
+        numbers: Any = [0] * (_UNWANTED + 3)
+        if memory is not None:
+            numbers = memoryview(memory.map()).cast("q")
+        self.unwanted = numbers[:_UNWANTED]  # how many batches those were so far, and the last ones
+        #: Of each stage the id of its batch plus 1, or 0. A model of steps has one from FORWARD on
+        #: for each batch in its current call.
+        self.stages = numbers[_UNWANTED:]
 
-def batches_in_progress(numbers: Any, first: int = 0) -> frozenset[int]:
-    """Ids of the batches that are in a stage from ``first`` on, or were when the worker ended."""
-    return frozenset(number - 1 for number in numbers[UNWANTED + first :] if number)
+    def add_unwanted(self, batch_id: int) -> None:
+        """In the parent: nobody waits for the batch any more."""
+        count = self.unwanted[0]
+        self.unwanted[1 + count % (_UNWANTED - 1)] = batch_id + 1
+        self.unwanted[0] = count + 1
+
+    def is_unwanted(self, batch_id: int) -> bool:
+        """Whether the batch is among those. False for -1, which is none."""
+        return batch_id >= 0 and batch_id + 1 in self.unwanted[1:]
+
+    def batches(self, first: int = 0) -> frozenset[int]:
+        """Those that are in a stage from ``first`` on, or were when the worker ended."""
+        return frozenset(number - 1 for number in self.stages[first:] if number)

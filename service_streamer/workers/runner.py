@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..gpu.accelerators import copy_thread_modes
 from ..gpu.device_errors import DeviceFailed
 from ..reporting import quiet_log, summary
 from .model_spec import LoadedModel
+from .protocol import Progress
 from .stages import Channel, Job, Stages
 
 #: Batches do not overlap if that saves less than so many seconds of each: handing a batch on to
@@ -48,20 +49,19 @@ _LAST_RESULTS = 5.0
 def serve(
     channel: Channel,
     model: LoadedModel,
-    progress: MutableSequence[int] | None = None,
-    unwanted: Sequence[int] = (),
+    progress: Progress,
 ) -> None:
     """Answer batches until the channel says to end. Nothing that a model raises ends it.
 
     ``SystemExit`` and the like are no errors of a batch: they end the worker, as they say. So does
-    ``DeviceFailed`` of the model's guard. See ``Stages``, or ``serve_steps``, for the arguments.
+    ``DeviceFailed`` of the model's guard.
     """
     if model.places:
         from .stepper import serve_steps  # other models' workers need not import it
 
         serve_steps(channel, model, progress)
         return
-    stages = Stages(channel, model, progress, unwanted)
+    stages = Stages(channel, model, progress)
     try:
         _serve(stages)
     except DeviceFailed as end:

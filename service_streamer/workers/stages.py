@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +32,8 @@ from ..gpu.transfers import PLAIN, OnHost, StageTimer, first_value, results_on_h
 from ..observe.record import BatchReport, StepReport
 from ..options.checks import is_sequence
 from .mending import Bisection, Invalid, Outcome, OutOfMemory, Returned, at_positions, by_position
-from .model_spec import LoadedModel, Predict
-from .protocol import SIGN_OF_LIFE, Failure, is_unwanted
-from .stacking import stacks
+from .model_spec import LoadedModel, Predict, stacks
+from .protocol import SIGN_OF_LIFE, Failure, Progress
 
 INTAKE, FORWARD, OUTLET = range(3)
 
@@ -61,12 +60,6 @@ class Channel(ABC):
     def send(self, report: BatchReport | StepReport) -> None:
         """Answer a batch, or report a step; it is encoded."""
 
-    def encode_step(self, report: StepReport) -> None:  # noqa: B027 - optional
-        """Make the outputs of a step, and of the batches that are over, ready to travel.
-
-        A stream of which an output cannot travel is then among those that are over.
-        """
-
     def is_waiting(self) -> bool:
         """Whether ``receive`` would return at once."""
         return False
@@ -75,8 +68,12 @@ class Channel(ABC):
         """The batch's id, its items, by position why an item is missing, and ``decode_again``."""
         return *received[:3], None
 
-    def encode(self, report: BatchReport) -> None:  # noqa: B027 - optional
-        """Make the outputs ready to travel; one that cannot becomes a failure of its position."""
+    def encode(self, report: BatchReport | StepReport) -> None:  # noqa: B027 - optional
+        """Make the outputs ready to travel.
+
+        One of a batch that cannot becomes a failure of its position. A stream of which an output
+        cannot is then among those that are over.
+        """
 
     def check_owner(self) -> None:  # noqa: B027
         """End a process that the model has forked and that came back from the model."""
@@ -105,11 +102,10 @@ class Job:
     #: Of the item at a position; without it the model gets what it has written to.
     decode_again: Callable[[int], Any] | None
     calls: int | Sequence[int]  # as in ``Transport.send``
-    #: What the last stage made of all items: at first these themselves.
-    data: Any = None
-    #: In place of that, what ``preprocess`` made of the parts in which the batch is probably
-    #: computed, by their positions.
-    prepared: dict[tuple[int, ...], Any] | None = None
+    #: What ``preprocess`` made of the parts in which the batch is probably computed, mostly of one
+    #: that has all, by their positions.
+    prepared: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    data: Any = None  # what ``forward`` made of all items
     #: In order, of the items that have no failure; None before the end.
     results: list[Any] | None = None
     failure: Failure | None = None  # why the batch failed
@@ -127,7 +123,6 @@ class Job:
 
     def __post_init__(self) -> None:
         self.size = len(self.items) + len(self.failures)
-        self.data = self.items
 
     @property
     def positions(self) -> list[int]:
@@ -197,23 +192,14 @@ class Stages:
 
     None of them raises what a model raises: that becomes the failure of the batch, or of the calls
     at fault. They raise DeviceFailed, and what ends a worker.
-
-    Args:
-        progress: where each stage writes which batch it is at: its id plus 1, or 0.
-        unwanted: batches that nobody waits for any more: see ``is_unwanted``. They go no further.
+    Batches that nobody waits for any more go no further.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        model: LoadedModel,
-        progress: MutableSequence[int] | None = None,
-        unwanted: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, channel: Channel, model: LoadedModel, progress: Progress) -> None:
         self.channel = channel
         self.model = model
-        self.progress = [0, 0, 0] if progress is None else progress
-        self._unwanted = unwanted or (0,)
+        self.progress = progress.stages
+        self._unwanted, self._is_unwanted = progress.unwanted, progress.is_unwanted
         managed: Any = model.managed
         if hasattr(managed, "raise_if_unwanted"):
             managed.raise_if_unwanted = lambda: self.check_wanted(self.progress[FORWARD] - 1)
@@ -232,7 +218,6 @@ class Stages:
         job.decoding = time.monotonic() - began
         if job.items and (self.model.preprocess is not None or self.model.stack):
             job.started_at = time.monotonic()
-            job.data = None
             self._run(self._prepare, job, len(job.items))
             job.seconds[INTAKE] = time.monotonic() - job.started_at
             self.channel.check_owner()  # in a fork this thread may be the only one
@@ -240,19 +225,14 @@ class Stages:
         return job
 
     def _prepare(self, job: Job) -> None:
-        if self.model.ceiling.limit:
-            self._prepare_parts(job)
-        else:
-            job.data = self.prepare(job.items)
-
-    def _prepare_parts(self, job: Job) -> None:
         """Preprocess those parts of the batch that probably fit into memory."""
-        items, positions = job.items, job.positions
-        lengths = self.model.lengths(items)  # first: where it knows none, the ceiling is a new one
-        job.prepared, start = {}, 0
+        model, items, positions = self.model, job.items, job.positions
+        # First: where it knows none, the ceiling is a new one.
+        lengths = model.lengths(items) if model.ceiling.limit else None
+        start = 0
         while start < len(items):
             left = lengths and lengths[start:]
-            stop = start + self.model.ceiling.room(len(items) - start, left)
+            stop = start + model.ceiling.room(len(items) - start, left)
             with at_positions(range(start, stop)):
                 part = self.prepare(items[start:stop])
             job.prepared[tuple(positions[start:stop])] = part
@@ -275,7 +255,9 @@ class Stages:
         if "torch" in sys.modules and kind_in_use() is not None:
             job.timer = StageTimer()
             self.launched.add(job.batch_id)
-        in_parts = job.outcome is not None or bool(job.prepared or self.model.ceiling.limit)
+        in_parts = (
+            job.outcome is not None or len(job.prepared) > 1 or bool(self.model.ceiling.limit)
+        )
         if not in_parts:
             # Of a batch that preprocess has made the positions are not known.
             self._run(self._forward, job, 0 if self.has_stages else len(job.items))
@@ -290,7 +272,8 @@ class Stages:
         self.progress[FORWARD] = 0
 
     def _forward(self, job: Job) -> None:
-        job.data = self.through(self.model.forward, job.data)
+        data = job.prepared.popitem()[1] if job.prepared else job.items
+        job.data = self.through(self.model.forward, data)
 
     def finish(self, job: Job, *, is_overlapped: bool = False) -> bool:
         """OUTLET. False: the batch goes back to ``compute``, in parts."""
@@ -300,7 +283,7 @@ class Stages:
             job.seconds[FORWARD] += timer.seconds()
         started = time.monotonic()
         if job.failure is None and job.results is None and job.items:
-            self._run(self._follow if is_overlapped else self._make_results, job)
+            self._run(self._make_results_apart if is_overlapped else self._make_results, job)
         job.seconds[OUTLET] += time.monotonic() - started
         self.launched.discard(job.batch_id)
         job.timer = None
@@ -310,7 +293,7 @@ class Stages:
         self.progress[OUTLET] = 0
         return is_finished
 
-    def _follow(self, job: Job) -> None:
+    def _make_results_apart(self, job: Job) -> None:
         timer = job.timer if self.model.moves_to_cpu else None
         with contextlib.nullcontext() if timer is None else timer.following():
             self._make_results(job)
@@ -399,12 +382,12 @@ class Stages:
 
     def check_wanted(self, batch_id: int) -> None:
         """Raises InvalidInput, of which nobody learns: nobody waits for the batch."""
-        if is_unwanted(self._unwanted, batch_id + 1):
+        if self._is_unwanted(batch_id):
             raise InvalidInput("nobody waits for the results any more")
 
     def is_searched(self, job: Job) -> bool:
         """Whether calls at fault are to be found: several share the batch, and are waited for."""
-        return bool(job.calls) and not is_unwanted(self._unwanted, job.batch_id + 1)
+        return bool(job.calls) and not self._is_unwanted(job.batch_id)
 
     def _run(self, stage: Callable[[Job], None], job: Job, named: int = 0) -> None:
         """Run a stage of the whole batch. If it raises, the batch fails, or goes on in parts."""
@@ -418,7 +401,7 @@ class Stages:
                 job.fail(outcome)
             else:
                 job.data, job.outcome = None, outcome
-            job.prepared = None
+            job.prepared.clear()
 
 
 class _BatchParts(Bisection[int]):
@@ -435,9 +418,7 @@ class _BatchParts(Bisection[int]):
         self._model = model = stages.model
         self._job = job
         self._items = dict(zip(positions, job.items, strict=True))
-        self._prepared = job.prepared or {}
-        if job.data is not None:
-            self._prepared = {tuple(positions): job.data}
+        self._prepared, job.prepared = job.prepared, {}
         # Those that the model has had, and may have written to.
         self._touched = set(() if job.outcome is None else positions)
         stages.channel.last_sign_at = job.started_at  # the run before this took its time, too
@@ -448,7 +429,7 @@ class _BatchParts(Bisection[int]):
     def compute(self) -> None:
         """Compute the batch in as many runs as it takes."""
         job, known = self._job, self._job.outcome
-        job.data = job.outcome = job.prepared = None
+        job.outcome = None
         part = self.next_part()
         if isinstance(known, OutOfMemory) and not self._model.may_rerun:
             self.ran_out(part, known.failure)

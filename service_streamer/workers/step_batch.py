@@ -88,18 +88,6 @@ class StepBatch:
     start many at once would make a long pause between two outputs of all who run. So as many start
     as take about one step, and always one, so that each gets its turn.
 
-    Args:
-        places: how many run at most.
-        max_cost: what they may cost together.
-        may_rerun: whether an item may start again.
-        has_costs: whether the model says what a state costs; else each costs 1.
-
-    Attributes:
-        deck: those that wait, in order.
-        running: in the order in which they began.
-        memory: how many may run, learned from lack of memory.
-        starts: how many may start in one call, learned from it, too.
-        evicted: states that were given up; whoever reports them sets it to 0.
     """
 
     def __init__(
@@ -110,14 +98,15 @@ class StepBatch:
         may_rerun: bool = True,
         has_costs: bool = False,
     ) -> None:
-        self.has_costs = has_costs
+        self.has_costs = has_costs  # the model says what a state costs; else each costs 1
         self.deck: deque[StepRequest] = deque()
-        self.running: list[StepRequest] = []
-        # One more at a time: of too many, each is given up after a step that ran out.
+        self.running: list[StepRequest] = []  # in the order in which they began
+        # How many may run, and how many may start in one call, learned from lack of memory. One
+        # more at a time: of too many, each is given up after a step that ran out.
         self.memory = Ceiling(growth=0.0, asked=places)
         self.starts = Ceiling(growth=0.0, asked=places)
         self._awaits_end = False  # nothing starts before an item is over: they cost too much
-        self.evicted = 0
+        self.evicted = 0  # states that were given up; whoever reports them sets it to 0
         self._places = places
         self._max_cost = max_cost
         self._may_rerun = may_rerun
@@ -243,9 +232,7 @@ def _peak(costs: Sequence[tuple[float, float]]) -> float:
     """The most that states cost together, if all grow alike until each is done.
 
     So tokens do. The peak is where one of them is done, with all that grow as long or longer.
-
-    Args:
-        costs: what each has left to grow, and its cost, ascending.
+    ``costs`` are what each has left to grow, and its cost, ascending.
     """
     total = peak = 0.0
     for number, (left, cost) in enumerate(reversed(costs), 1):

@@ -25,7 +25,7 @@ import logging
 import time
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import BadModelOutput, InvalidItems, SharedBatchError, WorkerLost
@@ -36,7 +36,7 @@ from ..observe.record import BatchReport, StepReport
 from ..reporting import quiet_log
 from .mending import Bisection, Invalid, Outcome, Returned
 from .model_spec import LoadedModel, describe
-from .protocol import DROP, HOLD, RESUME, SIGN_OF_LIFE, Failure
+from .protocol import DROP, HOLD, RESUME, SIGN_OF_LIFE, Failure, Progress
 from .stages import FORWARD, Channel, as_list, describe_outputs, outcome_of
 from .step_batch import NO_STATE, StepBatch, StepRequest
 
@@ -46,16 +46,10 @@ _log = quiet_log(__name__)
 StepPair = tuple[Any, bool] | Failure
 
 
-def serve_steps(
-    channel: Channel, model: LoadedModel, progress: MutableSequence[int] | None = None
-) -> None:
+def serve_steps(channel: Channel, model: LoadedModel, progress: Progress) -> None:
     """Take steps until the channel says to end; see ``serve``.
 
     Then what runs is released, and nothing more is sent.
-
-    Args:
-        progress: where the ids of the batches in the model's current call are written, plus 1, from
-            FORWARD on; 0 for none.
     """
     stepper = _Stepper(channel, model, progress)
     while stepper.drain():
@@ -72,9 +66,7 @@ class _Stepper:
     ``failure``.
     """
 
-    def __init__(
-        self, channel: Channel, model: LoadedModel, progress: MutableSequence[int] | None
-    ) -> None:
+    def __init__(self, channel: Channel, model: LoadedModel, progress: Progress) -> None:
         assert model.managed is not None
         self.model = model
         self.managed = managed = model.managed
@@ -85,7 +77,7 @@ class _Stepper:
             has_costs=type(managed).cost is not ManagedModel.cost,
         )
         self.channel = channel
-        self._progress = progress
+        self._progress = progress.stages
         self._report = StepReport()
         self._sent_at = time.monotonic()
         self._has_worked = False  # in the last round, or something has come since
@@ -142,7 +134,7 @@ class _Stepper:
         self._report = StepReport()
         self._sent_at = now
         report.waiting = len(self.batch.deck)
-        self.channel.encode_step(report)
+        self.channel.encode(report)
         if report.done:  # also a stream of which an output cannot travel
             self.end(self.batch.find({each.batch_id for each in report.done}))
         self.channel.send(report)
@@ -294,9 +286,7 @@ class _Stepper:
         return outcome
 
     def _write_progress(self, numbers: list[int]) -> None:
-        progress = self._progress
-        if progress is not None:
-            progress[FORWARD : FORWARD + len(numbers)] = array("q", numbers)
+        self._progress[FORWARD : FORWARD + len(numbers)] = array("q", numbers)
 
     # -- the end of a state
 

@@ -15,7 +15,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from multiprocessing import util
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..errors import StreamerError, WorkerLost, WorkerStartError
 from ..observe.record import BatchReport, StepReport
@@ -23,17 +23,16 @@ from ..options.checks import Device
 from ..reporting import quiet_log, summary
 from ..supervision.supervisor import Loss
 from .codec import Codec
-from .memory.memory_link import MemoryLink
+from .memory_link import MemoryLink
 from .model_spec import ModelSpec
 from .protocol import (
-    UNWANTED,
     Breach,
     DeviceFailure,
     Failure,
     FromWorker,
+    Progress,
     StartFailure,
     WorkerReady,
-    add_unwanted,
 )
 from .runner import serve
 from .stages import Channel
@@ -50,22 +49,17 @@ class WorkerWaits(NamedTuple):
 
 
 class WorkerDied(NamedTuple):
-    """The worker is gone, with every batch sent to it. The last event of its slot.
-
-    Attributes:
-        failure: a ``WorkerStartError`` if it never was ready, else an ``errors.WorkerLost``.
-        batch_id: with ``Loss.DEVICE_FAILED``, one of the batches that it may have failed at.
-        report: what the model raised to end the worker, where it is known. For the log only: it may
-            quote items of any of the callers whose calls fail.
-        begun: the batches that it was at; others it had not begun, or between two stages. None if
-            that is not known.
-    """
+    """The worker is gone, with every batch sent to it. The last event of its slot."""
 
     slot: int
-    failure: Failure
+    failure: Failure  # a ``WorkerStartError`` if it never was ready, else an ``errors.WorkerLost``
     loss: Loss
-    batch_id: int | None = None
+    batch_id: int | None = None  # with ``Loss.DEVICE_FAILED``, one that it may have failed at
+    #: What the model raised to end the worker, where it is known. For the log only: it may quote
+    #: items of any of the callers whose calls fail.
     report: str | None = None
+    #: The batches that it was at; others it had not begun, or between two stages. None if that is
+    #: not known.
     begun: frozenset[int] | None = None
 
 
@@ -198,6 +192,62 @@ class Transport(ABC):
         """
 
 
+# -- workers by their slots, whatever they are
+
+
+class Worker:
+    """A worker as its transport sees it."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot  # its name for the engine
+        self.last_sent = -1  # the id of the last batch that it was sent, or may have been
+        self.has_steps = False
+        self.progress = Progress()
+
+
+W = TypeVar("W", bound=Worker)
+
+
+class WorkerTransport(Transport, Generic[W]):
+    """Finds the worker of a slot. To one that was lost nothing is sent any more."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, W] = {}
+
+    def send(
+        self,
+        slot: int,
+        batch_id: int,
+        payloads: list[Any],
+        *,
+        calls: int | list[int] = 0,
+        is_stream: bool = False,
+    ) -> None:
+        worker = self._workers.get(slot)
+        if worker is None or batch_id <= worker.last_sent:
+            return  # it was lost, and the batch with it, between its cutting and now; or it has it
+        self._send_batch(worker, batch_id, payloads, is_stream or calls)
+
+    def tell(self, slot: int, what: int, batch_id: int) -> None:
+        worker = self._workers.get(slot)
+        if worker is None:
+            return
+        if worker.has_steps:
+            self._send_order(worker, (what, [batch_id]))
+        else:
+            worker.progress.add_unwanted(batch_id)
+
+    @abstractmethod
+    def _send_batch(
+        self, worker: W, batch_id: int, payloads: list[Any], calls: int | list[int]
+    ) -> None:
+        """Send the batch and set ``last_sent``; ``calls`` is True for a stream."""
+
+    @abstractmethod
+    def _send_order(self, worker: W, order: tuple[int, list[int]]) -> None:
+        """Send an order to a worker of a model of steps."""
+
+
 # -- what is known of a worker that is elsewhere
 
 
@@ -224,20 +274,23 @@ def _diagnose(exit_code: int | None) -> str:
     return f"killed by {name}{_LIKELY_CAUSES.get(-exit_code, '')}"
 
 
-class KnownWorker:
+class KnownWorker(Worker):
     """What is known of a worker by what it was sent and what it has said. Its ``str`` names it."""
 
-    def __init__(self, slot: int, place: int) -> None:
-        self.slot = slot  # its name for the engine
+    def __init__(self, slot: int, place: int, link: MemoryLink | None = None) -> None:
+        super().__init__(slot)
         self.place = place  # its number in messages; decides about its device
-        self.link: MemoryLink | None = None  # for what is too large for a message
+        self.link = link  # for what is too large for a message
         #: How many items each batch has that it was sent and has not answered, by the batch's id.
         #: Any thread adds, the loop's removes.
         self.unanswered: dict[int, int] = {}
-        self.last_sent = -1  # the id of the last batch that it was sent, or may have been
         self.final_report: StartFailure | DeviceFailure | None = None  # then it ends by itself
         self.killed_for: str | None = None  # why it was ended by force, in words
-        self.is_ready = self.wants_rows = self.has_steps = False
+        self.is_ready = self.wants_rows = False
+
+    def expect_answer(self, batch_id: int, payloads: list[Any], calls: int | list[int]) -> None:
+        """It gets a batch. After the item of a stream come outputs that it has had."""
+        self.unanswered[batch_id] = 1 if calls is True else len(payloads)
 
     def events(self, message: FromWorker) -> Sequence[WorkerEvent]:
         """What it has said, for the engine; nothing if it says why it is about to end.
@@ -288,7 +341,7 @@ class KnownWorker:
             if report.released:
                 link.release(report.released)
             if tuple in map(type, payloads):
-                link.windows.receive(payloads)
+                link.receive(payloads)
 
     def obituary(
         self,
@@ -350,44 +403,31 @@ _Events = queue.SimpleQueue[WorkerEvent | None]
 _MOST_REPORTS = 16
 
 
-class ThreadTransport(Transport):
+class ThreadTransport(WorkerTransport["_WorkerThread"]):
     """One thread per slot, each with a queue of its own; items travel as they are."""
 
     def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
         self._spec = spec
         self._events: _Events = queue.SimpleQueue()
-        self._workers: dict[int, _WorkerThread] = {}
 
     def start(self, slot: int, place: int, worker_num: int) -> None:  # noqa: ARG002 - no devices here
         worker = _WorkerThread(slot, self._spec, self._events)
         worker.thread.start()
         self._workers[slot] = worker
 
-    def send(
-        self,
-        slot: int,
-        batch_id: int,
-        payloads: list[Any],
-        *,
-        calls: int | list[int] = 0,
-        is_stream: bool = False,
+    def _send_batch(
+        self, worker: _WorkerThread, batch_id: int, payloads: list[Any], calls: int | list[int]
     ) -> None:
-        worker = self._workers.get(slot)
-        if worker is None or batch_id <= worker.last_sent:
-            return  # it was lost, and the batch with it; or it has the batch
         no_failures: dict[int, Failure] = {}
-        message = (batch_id, payloads, no_failures, is_stream or calls)
+        message = (batch_id, payloads, no_failures, calls)
         put = worker.batches.put
         # A signal handler can raise after a call only, so not between these two lines.
         worker.last_sent = batch_id
         put(message)
 
-    def tell(self, slot: int, what: int, batch_id: int) -> None:
-        worker = self._workers.get(slot)
-        if worker is not None and worker.has_steps:
-            worker.batches.put((what, [batch_id]))
-        elif worker is not None:
-            add_unwanted(worker.unwanted, batch_id)
+    def _send_order(self, worker: _WorkerThread, order: tuple[int, list[int]]) -> None:
+        worker.batches.put(order)
 
     def wait(self, timeout: float | None) -> list[WorkerEvent]:
         events: list[WorkerEvent] = []
@@ -414,9 +454,8 @@ class ThreadTransport(Transport):
         self._events.put(None)
 
     def stop(self, slot: int) -> None:
-        worker = self._workers.get(slot)
-        if worker is not None:
-            worker.batches.put(None)
+        if slot in self._workers:
+            self._workers[slot].batches.put(None)
 
     def kill(self, slot: int, why: str) -> None:
         """Only say so: a thread cannot be ended by force."""
@@ -445,21 +484,18 @@ class ThreadTransport(Transport):
         self._workers.clear()
 
 
-class _WorkerThread(Channel):
+class _WorkerThread(Worker, Channel):
     """A worker, and its end: a queue of batches in, the engine's queue of events out."""
 
     def __init__(self, slot: int, spec: ModelSpec, events: _Events) -> None:
-        self.slot = slot
+        super().__init__(slot)
         self.thread = threading.Thread(
             target=self._run, args=(spec,), name=f"service_streamer worker {slot}", daemon=True
         )
         self._events = events
         self.batches: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self.last_sent = -1  # the id of a batch
         self.room = threading.Semaphore(_MOST_REPORTS)
         self.is_closing = False  # nobody reads its reports any more
-        self.has_steps = False
-        self.unwanted = [0] * UNWANTED
 
     def receive(self) -> tuple[Any, ...] | None:
         return self.batches.get()
@@ -485,7 +521,7 @@ class _WorkerThread(Channel):
             self.has_steps = model.places > 0
             self._events.put(WorkerReady(self.slot, model.description, model.places))
             loss = Loss.CRASHED
-            serve(self, model, unwanted=self.unwanted)
+            serve(self, model, self.progress)
         except BaseException as error:
             if loss is Loss.CRASHED:
                 code = error.code if isinstance(error, SystemExit) else None

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -22,7 +23,7 @@ import sys
 import threading
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,25 +34,24 @@ from ..gpu.places import Place, check_torch, missing_gpu, set_environment, visib
 from ..managed_model import set_shown_device
 from ..observe.record import BatchReport, StepReport
 from ..reporting import summary
+from .arena import Memory
 from .codec import Codec
-from .memory.arena import Memory
-from .memory.memory_link import Memories, MemoryLink, Windows, link_in_worker
+from .memory_link import Memories, MemoryLink, link_in_worker
 from .model_spec import LoadedModel, ModelSpec, Wrapper
 from .protocol import (
     EXIT_DEVICE_FAILED,
     EXIT_FORK_RETURNED,
     EXIT_START_FAILED,
-    UNWANTED,
     DeviceFailure,
     Failure,
     Frame,
     FrameReader,
     FrameWriter,
     FromWorker,
+    Progress,
     StartFailure,
     WorkerReady,
     encode,
-    map_progress,
 )
 from .runner import serve
 from .stages import FORWARD, Channel, DecodedBatch
@@ -116,12 +116,10 @@ class CodedChannel(Channel):
     def decode(self, received: Any) -> DecodedBatch:
         batch_id, payloads, released, _ = received
         if self.link is not None:
-            if self.link.arena is not None:
-                self.link.arena.expect(len(payloads))  # as many results
             if released:
                 self.link.release(released)
             if tuple in map(type, payloads):
-                self.link.windows.receive(payloads)
+                self.link.receive(payloads)
         decode = self.codec.decode
         items: list[Any] = []
         failures: dict[int, Failure] = {}
@@ -143,37 +141,39 @@ class CodedChannel(Channel):
         payloads.clear()  # or blocks would be kept until the next batch
         return batch_id, items, failures, decode_again
 
-    def encode(self, report: BatchReport) -> None:
+    def encode(self, report: BatchReport | StepReport) -> None:
         self.check_owner()  # before anything is written to memory that is shared
-        encode, payloads = self.codec.encode, []
-        for position, output in enumerate(report.outputs):
-            try:
-                payloads.append(encode(output))
-            except (Exception, SystemExit) as error:
-                report.failures[position] = self._unsendable(output, error, report.batch_id)
-                payloads.append(None)
-        report.outputs.clear()
-        output = None  # or the blocks that the results look at would not be released
-        report.outputs = payloads
-        if self.link is not None:
-            report.released = self.link.lend(payloads)
-
-    def encode_step(self, report: StepReport) -> None:
-        self.check_owner()
+        if isinstance(report, BatchReport):
+            ids = itertools.repeat(report.batch_id, len(report.outputs))
+            report.failures |= self._encode(report.outputs, enumerate(ids))
+            if self.link is not None:
+                report.released = self.link.lend(report.outputs)
+            return
         for done in report.done:
             self.encode(done)
-        encode, outputs, payloads = self.codec.encode, report.outputs, []
-        for batch_id, output in [*outputs.items()]:
-            try:
-                payloads.append(encode(output))
-            except (Exception, SystemExit) as error:
-                failure = self._unsendable(output, error, batch_id)
-                del outputs[batch_id]
-                report.done = [each for each in report.done if each.batch_id != batch_id]
-                report.done.append(BatchReport(batch_id, failure=failure))
+        failures = self._encode(report.outputs, [(i, i) for i in report.outputs])
+        for batch_id, failure in failures.items():
+            del report.outputs[batch_id]
+            report.done = [each for each in report.done if each.batch_id != batch_id]
+            report.done.append(BatchReport(batch_id, failure=failure))
         if self.link is not None:
+            payloads = [*report.outputs.values()]
             report.released = self.link.lend(payloads)
-        report.outputs = dict(zip(outputs, payloads, strict=True))
+            report.outputs = dict(zip(report.outputs, payloads, strict=True))
+
+    def _encode(self, outputs: Any, keys: Iterable[tuple[int, int]]) -> dict[int, Failure]:
+        """Encode in place, so that nothing holds what is encoded, or its blocks were not released.
+
+        ``keys`` are those of the outputs, each with its batch. Returns why some cannot be encoded.
+        """
+        encode, failures = self.codec.encode, {}
+        for key, batch_id in keys:
+            try:
+                outputs[key] = encode(outputs[key])
+            except (Exception, SystemExit) as error:
+                failures[key] = self._unsendable(outputs[key], error, batch_id)
+                outputs[key] = None
+        return failures
 
     def _unsendable(self, output: Any, error: BaseException, batch_id: int) -> Failure:
         self.guard.look(error, batch_id)
@@ -219,10 +219,9 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
     faulthandler.register(STACKS_SIGNAL, stacks.fileno())
     set_environment(boot.variables)  # a fork server has an environment of its own
     channel = _PipeChannel(requests, responses, boot.memories)
-    windows = None if channel.link is None else channel.link.windows
     threading.Thread(
         target=_exit_with_parent,
-        args=(requests.fileno(), windows),
+        args=(requests.fileno(), channel.link),
         name="parent watch",
         daemon=True,
     ).start()
@@ -230,7 +229,7 @@ def _run(boot: Boot, requests: Connection, responses: Connection, stacks: Connec
         serve_model(channel, boot, b"" if boot.spec else channel.next_frame())
 
 
-def _exit_with_parent(descriptor: int, windows: Windows | None) -> None:
+def _exit_with_parent(descriptor: int, link: MemoryLink | None) -> None:
     """End this process when the parent dies, even in the midst of a batch.
 
     The parent closes the request pipe only after our end, so its hanging up means that it is dead.
@@ -240,7 +239,7 @@ def _exit_with_parent(descriptor: int, windows: Windows | None) -> None:
     """
     poll = select.poll()
     poll.register(descriptor, 0)
-    more = windows if windows is not None and windows.more is not None else None
+    more = link if link is not None and link.more is not None else None
     if more is not None:
         poll.register(more, select.POLLIN)
     while descriptor not in dict(poll.poll()):
@@ -317,12 +316,11 @@ def serve_model(channel: CodedChannel, boot: Boot, pickled: Frame) -> None:
     del pickled  # it may have many megabytes
     gc.freeze()  # or each full collection would go through all that the model has loaded
     channel.send(WorkerReady(-1, model.description, model.places, model.resumes, model.wants_rows))
-    numbers = None if boot.progress is None else map_progress(boot.progress)
+    progress = Progress(boot.progress)
+    if len(progress.stages) < FORWARD + model.places:
+        progress = Progress()  # of its own: then the parent takes all batches for begun
     try:
-        if numbers is None or len(numbers) < UNWANTED + FORWARD + model.places:
-            serve(channel, model)
-        else:
-            serve(channel, model, numbers[UNWANTED:], numbers[:UNWANTED])
+        serve(channel, model, progress)
     except DeviceFailed as end:
         channel.send(DeviceFailure(frozenset(end.batch_ids), end.fault, end.error))
         sys.exit(EXIT_DEVICE_FAILED)
@@ -365,7 +363,7 @@ def _load(
     model.moves_to_cpu = True
     model.guard = channel.guard = Guard(may_end=True)
     if channel.link is not None:
-        model.view = channel.link.windows.view
+        model.view = channel.link.view
         if isinstance(model.managed, Wrapper):
             model.managed.view = model.view
     return model, pool

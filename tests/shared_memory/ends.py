@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from service_streamer.workers.codec import Codec
-from service_streamer.workers.memory.memory_link import SharedMemory, link_in_worker
+from service_streamer.workers.memory_link import SharedMemory, link_in_worker
 
 
 class Later:
@@ -26,7 +26,7 @@ class Later:
 
 MB = 1 << 20
 #: An item of so many bytes is shared.
-LARGE = 32 << 10
+LARGE = 16 << 10
 #: What is shared begins on a page, or some.
 PAGE = max(4096, mmap.PAGESIZE)
 #: Of an item that is shared, bytes: no multiple of a page, so that rows share some.
@@ -78,7 +78,7 @@ class Link:
         """The items of a batch, as the reader has them."""
         batch = [*payloads]
         assert self.writers[to].lend(batch) == []
-        self.readers[to].windows.receive(batch)
+        self.readers[to].receive(batch)
         return [decode(payload) for payload in batch]
 
     def share(self, *items: Any) -> list[Any]:
@@ -88,7 +88,7 @@ class Link:
         """The payloads of an answer, held by their reader but not loaded."""
         batch = [*payloads]
         self.writers[0].lend(batch)
-        self.readers[0].windows.receive(batch)
+        self.readers[0].receive(batch)
         return batch
 
     def settle(self) -> None:

@@ -17,12 +17,12 @@ import pytest
 from ends import MB, SIZE, Link, decode, filled, is_shared, read_only
 
 from service_streamer.workers.codec import Codec
-from service_streamer.workers.memory.memory_link import (
+from service_streamer.workers.memory_link import (
     Memories,
+    MemoryLink,
     MemorySender,
     MemorySocket,
     SharedMemory,
-    Windows,
     link_in_worker,
     memory_sockets,
     shareable,
@@ -91,7 +91,7 @@ def test_descriptors_are_closed_with_the_last_use() -> None:
         payload = codec.encode(filled(7))
         batch = [payload]
         ends[1].lend(batch)
-        there.windows.receive(batch)
+        there.receive(batch)
         got = decode(batch.pop())
         assert memory_descriptors() > before
         del payload, there, ends
@@ -154,9 +154,9 @@ def test_payloads_go_through_pipes_where_there_is_no_room_to_map_memory(
 # -- memory that is passed on
 
 
-def passing(*, private: bool = False) -> tuple[MemorySender, Windows]:
+def passing(*, private: bool = False) -> tuple[MemorySender, MemoryLink]:
     sender, receiver = memory_sockets()
-    return sender, Windows(None, receiver, private=private)
+    return sender, MemoryLink(None, None, receiver, private=private)
 
 
 def mapped() -> int:
@@ -173,9 +173,7 @@ def new_memory() -> Any:
 
 
 def test_a_payload_is_read_in_memory_that_came_later() -> None:
-    sender, windows = passing(private=True)
-    reader = Link().readers[0]
-    reader.windows = windows
+    sender, reader = passing(private=True)
     links = [Link(MB) for _ in range(2)]
     payloads = [link.encode(filled(n)) for n, link in enumerate(links)]
     for link in links:
@@ -184,7 +182,7 @@ def test_a_payload_is_read_in_memory_that_came_later() -> None:
     numbers = [link.arena.memory.number for link in links]
     wires = [(*each.wire[:5], number) for each, number in zip(payloads, numbers, strict=True)]
     batch: list[Any] = [*wires]
-    reader.windows.receive(batch)
+    reader.receive(batch)
     items = [decode(payload) for payload in batch]
     batch.clear()
     for n, item in enumerate(items):
@@ -200,44 +198,44 @@ def test_a_payload_is_read_in_memory_that_came_later() -> None:
 
 
 def test_forgotten_memory_is_unmapped_and_closed() -> None:
-    sender, windows = passing()
+    sender, link = passing()
     before = mapped(), descriptors()
     memories = [new_memory() for _ in range(3)]
     for memory in memories:
         assert sender.send(memory)
-    assert windows.take_in()
+    assert link.take_in()
     assert mapped() == before[0] + 3
     for memory in memories:
         sender.forget(memory.number)
         sender.forget(memory.number)  # once is enough
-    assert windows.take_in()
+    assert link.take_in()
     del memory, memories
     gc.collect()
     assert (mapped(), descriptors()) == before
 
 
 def test_a_reader_that_takes_nothing_gets_no_more_and_blocks_nobody() -> None:
-    sender, windows = passing()
+    sender, link = passing()
     memory = new_memory()
     rounds = 0
     while sender.send(memory):  # until the socket is full
         sender.forget(memory.number)
         rounds += 1
     assert rounds > 1
-    assert windows.take_in()
+    assert link.take_in()
     assert sender.send(memory)
     payloads: list[Any] = [(b"N.", 0, 0, 0, (), memory.number)]
-    windows.receive(payloads)
+    link.receive(payloads)
     assert payloads[0].load() is None
 
 
 def test_a_reader_has_so_many_memories_at_most() -> None:
-    sender, windows = passing()
+    sender, link = passing()
     memories = [new_memory() for _ in range(129)]
     sent = []
     for memory in memories:
         sent.append(sender.send(memory))
-        assert windows.take_in()
+        assert link.take_in()
     assert sent == [True] * 128 + [False]
     sender.forget(memories[0].number)
     assert sender.send(memories[128])
@@ -246,21 +244,21 @@ def test_a_reader_has_so_many_memories_at_most() -> None:
 
 def test_a_block_that_could_not_be_read_is_reported() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    windows = Windows(None, MemorySocket(theirs))
+    link = MemoryLink(None, None, MemorySocket(theirs))
     # As the kernel delivers it to a process that may not open more files: without a descriptor.
     ours.send((7).to_bytes(8, "little", signed=True))
     payloads: list[Any] = [(b"", 4096, 4096, 4096, (), 7)]
-    windows.receive(payloads)
+    link.receive(payloads)
     with pytest.raises(OSError, match="too many files open"):
         payloads[0].load()
-    assert windows.pop_ended() == [(7, 4096)]
-    assert windows.pop_ended() == []
+    assert link.pop_ended() == [(7, 4096)]
+    assert link.pop_ended() == []
     ours.close()
 
 
 def test_the_end_of_the_sender_is_seen() -> None:
-    sender, windows = passing()
-    assert windows.take_in()
+    sender, link = passing()
+    assert link.take_in()
     sender.close()
     assert not sender.send(new_memory())
-    assert not windows.take_in()
+    assert not link.take_in()

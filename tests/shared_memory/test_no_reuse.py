@@ -167,7 +167,7 @@ def test_many_threads_put_down_and_read_at_once() -> None:
             shared += is_shared(payloads[0])
             writer.lend(payloads)
             received = payloads
-            reader.windows.receive(received)
+            reader.receive(received)
             held.append((decode(received.pop()), value))
             if len(held) > 2:
                 got, value = held.pop(chance.randrange(3))

@@ -316,7 +316,7 @@ def test_rows_in_shared_memory_are_a_batch_already(dtype: str) -> None:
     link = Link(8 * MB, rows=4)
     sent = rows_of(dtype, 4)
     items = link.share(*sent)
-    [stack] = stacks(items, link.readers[0].windows.view)
+    [stack] = stacks(items, link.readers[0].view)
     assert stack.positions == [0, 1, 2, 3]
     assert address(stack.batch) == address(items[0])
     assert stack.batch.dtype == sent[0].dtype
@@ -372,7 +372,7 @@ def test_a_batch_is_found_in_memory_while_another_thread_reads() -> None:
                 threads.append(in_another_thread(lambda: others.append(link.share(*items[:1]))))
             return other + int(self)
 
-    assert link.readers[0].windows.view(address(others[0][0]), Size(SIZE)) is not None
+    assert link.readers[0].view(address(others[0][0]), Size(SIZE)) is not None
     threads[0].join()
     assert len(others) == 2
 
@@ -380,9 +380,9 @@ def test_a_batch_is_found_in_memory_while_another_thread_reads() -> None:
 def test_payloads_in_blocks_of_their_own_are_copied() -> None:
     link = Link(8 * MB, rows=0)
     items = link.share(*rows_of("u1", 3))
-    stack = single(items, link.readers[0].windows.view)
+    stack = single(items, link.readers[0].view)
     assert address(stack.batch) not in map(address, items)
     [alone] = link.share(*rows_of("u1", 1))
-    assert address(single([alone], link.readers[0].windows.view).batch) == address(alone), (
+    assert address(single([alone], link.readers[0].view).batch) == address(alone), (
         "one is a row, too"
     )

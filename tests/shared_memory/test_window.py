@@ -157,7 +157,7 @@ def test_the_memory_at_an_address_is_told_only_while_it_is_looked_at() -> None:
     link = Link(rows=4)
     [first, second, third] = link.share(filled(1), filled(2), filled(3))
     start: int = first.ctypes.data
-    see = link.readers[0].windows.view
+    see = link.readers[0].view
     assert see(start, 3 * SIZE + 1) is None
     assert see(start - 1, 5) is None
     assert see(0, 1) is None
@@ -182,4 +182,4 @@ def test_a_window_tells_of_no_memory_without_a_mapping_of_its_own(
         request.getfixturevalue("without_mapping")
     link = Link(private=lacks == "a mapping")
     [got] = link.share(filled(1))
-    assert link.readers[0].windows.view(got.ctypes.data, SIZE) is None
+    assert link.readers[0].view(got.ctypes.data, SIZE) is None

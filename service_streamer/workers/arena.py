@@ -30,8 +30,8 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ...reporting import quiet_log
-from .payload import LARGE, LARGE_IN_BATCH, Parts
+from ..reporting import quiet_log
+from .codec import Parts
 
 #: Unit of allocation in bytes: a page of the processor, at least 4096.
 PAGE = max(4096, mmap.PAGESIZE)
@@ -41,9 +41,6 @@ PAGE = max(4096, mmap.PAGESIZE)
 _REVIEW_INTERVAL = 512
 
 _MB = 1_000_000
-
-#: From so many payloads in a batch on, ``LARGE_IN_BATCH`` counts.
-_MANY = 4
 
 #: Maximum bytes of a stream inside the message.
 _SMALL_STREAM = 4096
@@ -75,31 +72,23 @@ class Memory:
     """Anonymous memory that can be passed to new processes: a descriptor, closed after use.
 
     Its pages exist once they have been written to.
-
-    Attributes:
-        number: what this process calls it; never used again.
-        is_left: whether the process is gone that writes to it.
-
-    Raises:
-        OSError: the system has no such memory.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.size = os.fstat(descriptor).st_size
+        self.number = next(_numbers)  # what this process calls it; never used again
+        self.is_left = False  # the process that writes to it is gone
+
+    @classmethod
+    def new(cls, size: int) -> Memory:
+        """Raises OSError: the system has no such memory."""
         # Elsewhere the second is missing even where the first is there: no page is given back.
         if not (hasattr(os, "memfd_create") and hasattr(mmap, "MADV_REMOVE")):
             raise OSError(errno.ENOSYS, "it needs Linux")
-        self._own(os.memfd_create("service_streamer", os.MFD_CLOEXEC), size)
-        os.truncate(self.descriptor, size)
-
-    def _own(self, descriptor: int, size: int) -> None:
-        self.descriptor, self.size = descriptor, size
-        self.number, self.is_left = next(_numbers), False
-
-    @classmethod
-    def from_descriptor(cls, descriptor: int) -> Memory:
-        """Memory of another process, which this one owns a descriptor of from now on."""
-        memory = cls.__new__(cls)
-        memory._own(descriptor, os.fstat(descriptor).st_size)
+        memory = cls(os.memfd_create("service_streamer", os.MFD_CLOEXEC))
+        os.truncate(memory.descriptor, size)
+        memory.size = size
         return memory
 
     def __reduce__(self) -> Any:
@@ -107,9 +96,7 @@ class Memory:
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         # Bound early: at interpreter exit, the module may be gone before its objects.
-        descriptor, self.descriptor = getattr(self, "descriptor", -1), -1
-        if descriptor >= 0:
-            close(descriptor)
+        close(self.descriptor)
 
     def map(self, *, private: bool = False) -> mmap.mmap:
         """Map all of it for reading and writing. Raises OSError: there are no addresses left."""
@@ -120,7 +107,7 @@ class Memory:
 
 
 def _from_pickle(descriptor: Any) -> Memory:
-    return Memory.from_descriptor(descriptor.detach())
+    return Memory(descriptor.detach())
 
 
 class Lease:
@@ -175,22 +162,14 @@ def default_limit() -> int:
 class Arena:
     """Allocates blocks of shared memory and writes to them. Any thread.
 
-    Args:
-        memory: memory that no one else writes to.
-        contents: what lies there, in words.
-
-    Attributes:
-        rows: number of payloads of one size and one buffer to place side by side; at most 1 gives
-            each its own pages.
-
-    Raises:
-        OSError: the memory cannot be mapped.
+    No one else writes to its memory. Raises OSError: that cannot be mapped.
     """
 
     def __init__(self, memory: Memory, contents: str) -> None:
         self.memory = memory
+        #: How many payloads of one size and one buffer to place side by side; at most 1 gives each
+        #: its own pages.
         self.rows = 0
-        self._batch = 1  # number of payloads in the latest batch, as far as it is known
         self._contents = contents
         self._log_once = quiet_log(__name__, once=True)
         self._map = memory.map()
@@ -206,16 +185,9 @@ class Arena:
         self._lock = threading.RLock()  # reentrant: a user's finalizer may call us
         self._is_busy = False
 
-    @property
-    def large(self) -> float:
-        """Payloads of this many bytes or more are worth putting here."""
-        return LARGE if self._batch < _MANY else LARGE_IN_BATCH
-
-    def expect(self, count: int, *, as_rows: bool = False) -> None:
-        """The next batch has so many payloads, which should lie side by side if ``as_rows``."""
-        self._batch = count
-        if as_rows:
-            self.rows = max(count, self.rows - 1)  # one large batch is soon forgotten
+    def expect_rows(self, count: int) -> None:
+        """The next batch has so many payloads, which should lie side by side."""
+        self.rows = max(count, self.rows - 1)  # one large batch is soon forgotten
 
     def reclaim(self) -> int:
         """Free the blocks that have ended; returns the number of allocated bytes."""
@@ -232,7 +204,8 @@ class Arena:
         stream: bytes | None = None
         chunks = parts.stream
         length = sum(map(len, chunks))
-        lengths = [buffer.nbytes for buffer in parts.buffers]
+        buffers = [memoryview(each) for each in parts.buffers]
+        lengths = [buffer.nbytes for buffer in buffers]
         if length <= _SMALL_STREAM:
             stream, chunks = b"".join(chunks), []
         else:
@@ -246,7 +219,7 @@ class Arena:
                 "%.1f MB do not fit into the shared memory for %s, of which %.1f of %.1f MB are in "
                 "use: it goes through a pipe, which is slower. This is said once; "
                 "shared_memory_limit sets how much there is",
-                parts.size / _MB, self._contents, self._extents.used / _MB, self.memory.size / _MB,
+                size / _MB, self._contents, self._extents.used / _MB, self.memory.size / _MB,
             )  # fmt: skip
             return None
         lease, start = room
@@ -256,7 +229,7 @@ class Arena:
             at += len(chunk)
         if chunks:
             del starts[0]
-        for position, buffer in zip(starts, parts.buffers, strict=True):
+        for position, buffer in zip(starts, buffers, strict=True):
             self._copy(start + position, buffer)
         return Placed((stream, lease.block, lease.size, start, (*lengths,), 0), lease)
 
@@ -339,14 +312,11 @@ class Extents:
 
     Allocation from the bottom reuses recent pages, which exist and may be cached, and leaves the
     top free to be given back.
-
-    Attributes:
-        used: allocated bytes.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.used = 0
+        self.used = 0  # bytes
         self._free = [(0, size)] if size else []  # (start, stop), sorted, not adjacent
 
     @property

@@ -1,1 +1,0 @@
-"""Payloads: pickled, or in memory shared by the web process and a worker."""

@@ -1,0 +1,571 @@
+"""Links between the web process and its workers: what of their messages lies in shared memory.
+
+Each side writes large payloads to an arena of its own, and reads those of the other side through a
+window. Its messages also say which blocks it no longer reads, so that takes no message of its own.
+
+A reader may write to what it gets. If another reader may need the same data later (an item that is
+computed again after a crash), the mapping is private: a write copies the page, and the copy is
+dropped with the last view.
+
+A worker of a pool also reads memory of third processes, which came after the worker had started:
+
+     MemorySender                                        MemoryLink
+     ------------                                        ----------
+     send(memory) ── its number and descriptor ────────▶ take_in(): mapped
+     message with a wire of that number ───────────────▶ payloads: views of the pages, no copy
+     ◀── message: blocks without views, with the number  pop_ended()
+     forget(number) ───────────────────────────────────▶ unmapped
+
+Descriptors go through a socket of their own, so they need no ``/proc``, which may be hidden or
+missing, and the other messages need no ``recvmsg``. A descriptor is sent before the message that
+needs it. So it is there when that message is read.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import socket
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+from ..reporting import quiet_log, summary
+from .arena import PAGE, Arena, Lease, Memory, Placed, Wire, default_limit, positions
+from .codec import Parts
+
+_log = quiet_log(__name__)
+
+#: Most memories that a reader has at a time: each costs it a mapping and two descriptors. Far below
+#: the usual limit of 1024 descriptors; arbitrary.
+_MOST = 128
+
+_NUMBER_SIZE = 8
+
+#: A block by the number of its memory, which is 0 for that of a link, and its start.
+Block: TypeAlias = tuple[int, int]
+
+# -- the reader's side
+
+#: Highest bytes of /proc/self/pagemap for pages that are no copies: absent, or present (bit 63) and
+#: of a file or shared (61), and not swapped out (62).
+#: https://docs.kernel.org/admin-guide/mm/pagemap.html
+_CLEAN = bytes(
+    byte for byte in range(256) if not byte & 0xC0 or (byte & 0xA0 == 0xA0 and not byte & 0x40)
+)
+
+#: One ctypes type per block size: making one is expensive.
+_region_types: dict[int, Any] = {}
+
+
+class ReadLease(Lease):
+    """Referenced by all views of a block; its end means that there are no more views.
+
+    A finalizer may come too early: the garbage collector calls all finalizers of a cycle before it
+    knows whether one revives a part of it. So ``pop_ended`` counts the references of what it kept.
+    """
+
+    __slots__ = ("__weakref__", "is_copied", "number", "start", "stop")
+
+    def __init__(
+        self, ended: Ended, number: int, block: int, size: int, *, is_copied: bool
+    ) -> None:
+        super().__init__(ended, block, size)
+        self.number = number  # of the memory
+        self.start, self.stop = block + size, block  # the viewed part of the memory
+        self.is_copied = is_copied  # readers get copies instead of views
+
+
+#: Leases that have ended, or have seemed to.
+Ended = collections.deque[ReadLease]
+
+
+def _references(lease: ReadLease) -> int:
+    return sys.getrefcount(lease)
+
+
+def _fewest_references() -> int:
+    """Reference count of a lease in one variable, which depends on Python's version."""
+    lease = ReadLease(collections.deque(), 0, 0, 0, is_copied=True)
+    return _references(lease)
+
+
+_FEWEST_REFERENCES = _fewest_references()
+
+
+class Window:
+    """Reads payloads from another process's arena.
+
+    ``parts`` and ``copies`` are for any thread, the other methods for one thread at a time. Leases
+    report their end to ``ended``. ``private`` hides readers' writes from later readers, and enables
+    ``view``.
+    """
+
+    def __init__(self, memory: Memory, ended: Ended, *, private: bool) -> None:
+        self.memory = memory
+        self._ended = ended
+        self._viewed: dict[int, weakref.ref[ReadLease]] = {}  # by block, if its views are private
+        self._map: mmap.mmap | None = None
+        self._address = 0  # of a private mapping; 0 if there is none
+        self._pagemap = -1  # tells which of its pages were written to
+        with contextlib.suppress(OSError):  # then everything is copied
+            self._map = memory.map(private=private)
+            if private:
+                self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+                self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if self._pagemap >= 0:
+            close(self._pagemap)
+
+    def lease(self, wire: Wire) -> ReadLease:
+        """Count a block as in use until the returned lease is dropped.
+
+        One lease per block and message; payloads of a batch in one block share it.
+        """
+        _, block, size, _, _, number = wire
+        # A reader of an earlier batch's rows may have written to the page that its last row shares
+        # with our first.
+        is_copied = self._map is None or block in self._viewed
+        lease = ReadLease(self._ended, number, block, size, is_copied=is_copied)
+        if self._address and not is_copied:
+            self._viewed[block] = weakref.ref(lease)
+        return lease
+
+    def parts(self, wire: Wire, lease: ReadLease) -> Parts:
+        """A payload, as views that keep the lease alive."""
+        if lease.is_copied:
+            return self.copies(wire)
+        stream, block, _, start, lengths, *_ = wire
+        *starts, end = positions(lengths)
+        lease.start, lease.stop = min(lease.start, start), max(lease.stop, start + end)
+        region, start = self._region(lease), start - block
+        views = [region[start + at : start + at + n] for at, n in zip(starts, lengths, strict=True)]
+        return _parts(stream, views)
+
+    def copies(self, wire: Wire) -> Parts:
+        """The same as it was sent, whatever readers have written to it since."""
+        stream, _, _, start, lengths, *_ = wire
+        starts = positions(lengths)[:-1]
+        copies = [self._copy(start + at, n) for at, n in zip(starts, lengths, strict=True)]
+        return _parts(stream, copies)
+
+    def view(self, address: int, size: int) -> memoryview | None:
+        """The memory at an address, if all of it is in use in one block."""
+        start = address - self._address
+        for reference in [*self._viewed.values()]:
+            lease = reference()
+            if lease is None or lease in self._ended:
+                continue
+            if lease.start <= start and start + size <= lease.stop:
+                return self._region(lease)[start - lease.block : start - lease.block + size]
+        return None
+
+    def end(self, lease: ReadLease) -> None:
+        """There are no more views of a lease."""
+        if not lease.is_copied:
+            self._viewed.pop(lease.block, None)
+        if self._address and lease.start < lease.stop:
+            try:
+                self._drop_written(lease.start, lease.stop)
+            except OSError:  # such as locked pages
+                self._map = None  # copy everything from now on
+
+    def _drop_written(self, start: int, stop: int) -> None:
+        """Drop the copies of pages that a reader has written to, if there are any.
+
+        Not otherwise: dropping other pages would map them again.
+        """
+        size = mmap.PAGESIZE
+        first, last = start // size, -(-stop // size)
+        with contextlib.suppress(OSError):  # there is no /proc: all pages count as copies
+            length = (last - first) * 8
+            entries = os.pread(self._pagemap, length, (self._address // size + first) * 8)
+            highest = entries[7::8] if sys.byteorder == "little" else entries[::8]
+            if len(entries) == length and not highest.translate(None, _CLEAN):
+                return
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED, first * size, (last - first) * size)
+
+    def _region(self, lease: ReadLease) -> memoryview:
+        """A lease's block. Views of it reference the ctypes object, which references the lease."""
+        kind: Any = _region_types.get(lease.size)
+        if kind is None:
+            kind = _region_types[lease.size] = ctypes.c_char * lease.size
+        region: Any = kind.from_buffer(self._map, lease.block)
+        region.lease = lease
+        return memoryview(region).cast("B")
+
+    def _copy(self, start: int, length: int) -> bytearray:
+        copy = bytearray(length)
+        done = 0
+        while done < length:
+            rest = memoryview(copy)[done:]
+            count = os.preadv(self.memory.descriptor, [rest], start + done)
+            if not count:
+                raise EOFError("shared memory is shorter than expected")
+            done += count
+        return copy
+
+
+def _parts(stream: bytes | None, rest: list[Any]) -> Parts:
+    return Parts(rest[:1], rest[1:]) if stream is None else Parts([stream], rest)
+
+
+class Received:
+    """A payload in the other side's memory, which keeps it until there are no views of it."""
+
+    __slots__ = ("_lease", "_window", "wire")
+
+    def __init__(self, window: Window, wire: Wire, lease: ReadLease) -> None:
+        self._window = window
+        self._lease = lease
+        self.wire = wire
+
+    def load(self) -> Any:
+        """The value, whose arrays are views of that memory. Any thread."""
+        return self.parts().view()
+
+    def load_again(self) -> Any:
+        """The value as it was sent, in memory of its own."""
+        return self._window.copies(self.wire).view()
+
+    @property
+    def memory(self) -> Memory:
+        return self._window.memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that it keeps."""
+        return self._lease.size
+
+    def parts(self) -> Parts:
+        """The payload, as views of that memory."""
+        return self._window.parts(self.wire, self._lease)
+
+
+# -- both ends
+
+
+class Memories(NamedTuple):
+    """The shared memory that a new worker is given."""
+
+    requests: Memory  # what it reads
+    responses: Memory  # what it writes to
+    more: MemorySocket | None = None  # where it gets memory of third processes, if there are any
+
+
+class _Unreadable:
+    """In place of a payload in memory that this process could not take in."""
+
+    def load(self) -> Any:
+        raise OSError("this process has too many files open to read shared memory")
+
+
+class _Shared:
+    """A result for several callers, each of which gets memory of its own."""
+
+    __slots__ = ("_payload", "nbytes")
+
+    def __init__(self, received: Received) -> None:
+        self.nbytes = received.nbytes
+        self._payload: Received | Parts = received
+
+    def load(self) -> Any:
+        """The value. Any thread; the first call takes it out of the shared memory."""
+        payload = self._payload
+        if isinstance(payload, Received):
+            payload = self._payload = payload.parts().copy()  # any thread makes the same
+        return payload.load()
+
+
+def shareable(payload: Any) -> Any:
+    """A worker's payload for several callers: each that decodes it gets a copy of its own."""
+    return _Shared(payload) if type(payload) is Received else payload
+
+
+class MemoryLink:
+    """One process's end of the memory that it shares with others. Any thread.
+
+    Args:
+        arena: what the other side reads; None sends everything with the messages.
+        memory: what the other side writes to; None if all comes from ``more``.
+        more: from where memory of third processes comes, if there is any.
+        private: see ``Window``.
+    """
+
+    def __init__(
+        self,
+        arena: Arena | None,
+        memory: Memory | None,
+        more: MemorySocket | None = None,
+        *,
+        private: bool = False,
+    ) -> None:
+        self.arena = arena
+        self.memory = memory
+        self.more = more
+        self._private = private
+        #: What the other side may be reading.
+        self._lent: dict[Block, list[Any]] = {}
+        self._windows: dict[int, Window] = {}  # by the number of the memory
+        self._ended: Ended = collections.deque()
+        self._unread: list[Block] = []
+        if memory is not None:
+            self._windows[0] = Window(memory, self._ended, private=private)
+        # A block that ends while another thread receives would be given back with pages that are
+        # about to be read. Reentrant: a finalizer of a user's may interrupt us.
+        self._lock = threading.RLock()
+
+    # -- what the other side reads
+
+    def lend(self, payloads: list[Any]) -> list[Block]:
+        """Let the other side read these payloads, which go there now: as wires, in place.
+
+        Returns:
+            The blocks that this side no longer reads.
+        """
+        if Placed in map(type, payloads):
+            with self._lock:
+                self._lend(payloads)
+        return self.pop_ended()
+
+    def _lend(self, payloads: list[Any]) -> None:
+        leases: dict[Block, Any] = {}
+        for position, payload in enumerate(payloads):
+            if type(payload) is Placed:
+                payloads[position] = wire = payload.wire
+                leases[wire[5], wire[1]] = payload.lease
+        for block, lease in leases.items():
+            self._lent.setdefault(block, []).append(lease)
+
+    def release(self, blocks: list[Block]) -> None:
+        """The other side no longer reads these blocks, each as often as it was lent."""
+        with self._lock:
+            for block in blocks:
+                leases = self._lent[block]
+                leases.pop()
+                if not leases:
+                    del self._lent[block]
+
+    # -- what this side reads
+
+    def receive(self, payloads: list[Any]) -> None:
+        """Replace wires by payloads that keep their memory, in place."""
+        leases: dict[Block, ReadLease] = {}  # one for each block of a message
+        with self._lock:
+            for position, wire in enumerate(payloads):
+                if type(wire) is not tuple:
+                    continue
+                block = wire[5], wire[1]
+                window = self._window(wire[5])
+                if window is None:
+                    self._unread.append(block)
+                    payloads[position] = _Unreadable()
+                    continue
+                lease = leases.get(block)
+                if lease is None:
+                    lease = leases[block] = window.lease(wire)
+                payloads[position] = Received(window, wire, lease)
+
+    def pop_ended(self) -> list[Block]:
+        """The blocks that are no longer in use, each as often as it was sent."""
+        if not (self._ended or self._unread):  # as for most messages
+            return []
+        with self._lock:
+            blocks, self._unread = self._unread, []
+            for _ in range(len(self._ended)):
+                try:
+                    lease = self._ended.popleft()
+                except IndexError:  # a finalizer in between emptied it
+                    break
+                if _references(lease) > _FEWEST_REFERENCES:  # a finalizer has revived a view
+                    self._ended.append(lease)
+                elif lease.number in self._windows:
+                    self._windows[lease.number].end(lease)
+                    blocks.append((lease.number, lease.block))
+            return blocks
+
+    def view(self, address: int, size: int) -> memoryview | None:
+        """See ``Window.view``."""
+        with self._lock:
+            views = (window.view(address, size) for window in self._windows.values())
+            return next((view for view in views if view is not None), None)
+
+    def _window(self, number: int) -> Window | None:
+        if number not in self._windows:
+            self.take_in()
+        return self._windows.get(number)
+
+    # -- memory of third processes
+
+    def fileno(self) -> int:
+        """Readable when ``take_in`` has something to do."""
+        return -1 if self.more is None else self.more.connection.fileno()
+
+    def take_in(self) -> bool:
+        """Take in what was passed on or is to be forgotten; whether more may come."""
+        with self._lock:
+            try:
+                while self.more is not None:
+                    data, descriptors, _, _ = socket.recv_fds(
+                        self.more.connection, _NUMBER_SIZE, 1, socket.MSG_CMSG_CLOEXEC
+                    )
+                    if not data:
+                        return False
+                    number = int.from_bytes(data, "little", signed=True)
+                    if number < 0:
+                        self._windows.pop(-number, None)
+                    elif descriptors:  # else this process may not have more
+                        memory = Memory(descriptors[0])
+                        self._windows[number] = Window(memory, self._ended, private=self._private)
+            except BlockingIOError:
+                return True
+            except OSError:  # the other end is gone
+                pass
+            return False
+
+    def close(self) -> None:
+        """The other side is gone. What was received can still be read."""
+        with self._lock:
+            if self.memory is not None:
+                self.memory.is_left = True
+            if self.more is not None:
+                self.more.connection.close()
+            self._windows.clear()
+
+    def abandon(self) -> None:
+        """Close this process's copies, in a forked child: another thread may hold the lock."""
+        if self.more is not None:
+            with contextlib.suppress(OSError):  # without gevent's hub, which is the parent's
+                os.close(self.more.connection.detach())
+        self._windows = {}
+
+
+class SharedMemory:
+    """The web process's: an arena for what all workers read, and a link to each of them.
+
+    ``limit`` is for both: half of it for items, half for results, bytes. None for a quarter of the
+    machine's memory, 0 for none.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.size = (default_limit() if limit is None else limit) // 2
+        self.arena: Arena | None = None
+        if self.size >= PAGE:
+            try:
+                self.arena = Arena(Memory.new(self.size), "items")
+            except OSError as error:
+                _log(
+                    logging.WARNING,
+                    "no shared memory can be had here (%s): large items and results go through "
+                    "pipes, which is slower",
+                    summary(error),
+                )
+
+    def for_worker(self, worker_num: int) -> tuple[Memories, MemoryLink] | None:
+        """For one of ``worker_num`` workers, and this process's end; None if there is none.
+
+        Raises:
+            OSError: there are no descriptors left.
+        """
+        if self.arena is None:
+            return None
+        return self._share(self.arena, Memory.new(max(PAGE, self.size // worker_num)))
+
+    def _share(self, arena: Arena, responses: Memory) -> tuple[Memories, MemoryLink]:
+        return Memories(arena.memory, responses), MemoryLink(arena, responses)
+
+    def close(self) -> None:
+        """Let go of it. What still looks at it, or writes there, can."""
+        self.arena = None
+
+
+def link_in_worker(memories: Memories | None) -> MemoryLink | None:
+    """The worker's end."""
+    if memories is None:
+        return None
+    arena = None
+    with contextlib.suppress(OSError):  # results go through the pipe, then
+        arena = Arena(memories.responses, "results")
+    return MemoryLink(arena, memories.requests, memories.more, private=True)
+
+
+# -- memory of third processes
+
+
+def _pack(number: int) -> bytes:
+    return number.to_bytes(_NUMBER_SIZE, "little", signed=True)
+
+
+class MemorySocket:
+    """The receiving end; closed when it is collected. It can be passed to a new process."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+
+    def __reduce__(self) -> Any:
+        return MemorySocket, (self.connection,)
+
+    def __del__(self) -> None:
+        self.connection.close()
+
+
+def memory_sockets() -> tuple[MemorySender, MemorySocket]:
+    """Both ends. Raises OSError: there are no descriptors left."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return MemorySender(ours), MemorySocket(theirs)
+
+
+class MemorySender:
+    """Passes memory on to one reader. Not thread-safe. Never blocks."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._passed: dict[int, Memory] = {}
+        self._forgotten: collections.deque[int] = collections.deque()  # the reader is not told yet
+
+    def __del__(self) -> None:
+        self._connection.close()
+
+    def send(self, memory: Memory) -> bool:
+        """Pass memory on if that was not done; whether the reader has it."""
+        if memory.number in self._passed:
+            return True
+        self._say_forgotten()
+        if self._forgotten or len(self._passed) >= _MOST:
+            return False
+        with contextlib.suppress(OSError):  # the reader takes nothing more, or is gone
+            socket.send_fds(self._connection, [_pack(memory.number)], [memory.descriptor])
+            self._passed[memory.number] = memory
+            return True
+        return False
+
+    def memories(self) -> list[Memory]:
+        """What the reader has."""
+        return [*self._passed.values()]
+
+    def forget(self, number: int) -> None:
+        """The reader reads nothing of this memory, and will not: let it unmap that."""
+        if self._passed.pop(number, None) is not None:
+            self._forgotten.append(number)
+            self._say_forgotten()
+
+    def _say_forgotten(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._forgotten:
+                self._connection.send(_pack(-self._forgotten[0]))
+                self._forgotten.popleft()
+
+    def close(self) -> None:
+        """The reader is gone."""
+        self._passed.clear()
+        self._connection.close()
