@@ -49,7 +49,7 @@ def test_a_lone_call_is_cut_past_the_queue_as_it_would_be_from_it(
             batcher.check_invariants()
             names = "id slot size cost reason calls is_full arrived cut_at queued answered pending"
             said.append(tuple(getattr(batch, name) for name in names.split()))
-            said.append((batcher.deadline, batcher.policy.cost.line))
+            said.append((batcher.deadline, batcher.queue.cost.line))
         metrics = batcher.figures.metrics
         said.append((metrics.reasons, metrics.sizes.counts, metrics.queued.counts))
         said.append(

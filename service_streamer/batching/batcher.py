@@ -25,12 +25,12 @@ from ..observe.record import BatchRecord, BatchReport, Call, StepReport
 from ..options.table import StreamerOptions
 from ..supervision.autoscaling import Load
 from ..supervision.health import BatchBound
+from .batch_scheduler import BatchScheduler
 from .call_ledger import CallLedger
-from .call_queue import LARGE, CallQueue
+from .call_queue import LARGE, CallQueue, Decision
 from .isolation import Raised, Search
 from .length_queue import LengthQueue
-from .policy import Decision, Policy
-from .scheduler import BatchScheduler, Scheduler, StepScheduler
+from .scheduler import Scheduler, StepScheduler
 from .slots import Slots
 
 
@@ -80,7 +80,7 @@ class Batcher:
         max_batch_cost: upper bound on items times longest item; None sets no bound.
         tenant_weights: relative weight per tenant (default 1).
         round_trip: how long results take to callers, and their next calls back, seconds.
-        policy: decides when to cut and how much; by default it learns to.
+        decides: makes what decides when to cut and how much; by default it learns to.
 
     Attributes:
         deadline: when to call ``time_passed``; infinity when only an event can change things.
@@ -106,7 +106,7 @@ class Batcher:
         max_batch_cost: float | None = None,
         tenant_weights: Mapping[str, float] | None = None,
         round_trip: float = 0.0,
-        policy: Policy | None = None,
+        decides: type[BatchScheduler] = BatchScheduler,
     ) -> None:
         self._batch_size = batch_size
         self._max_pending = math.inf if max_pending is None else max_pending
@@ -126,21 +126,15 @@ class Batcher:
         self.figures = self._ledger.figures
         self.retries = self._ledger.retries
         self.health = self._ledger.health
-        self._new_policy: Callable[[], Policy] = lambda: (
-            policy
-            or Policy(
-                batch_size,
-                max_latency,
-                has_lengths=has_lengths,
-                max_batch_cost=math.inf if max_batch_cost is None else max_batch_cost,
-                round_trip=round_trip,
-            )
-        )
         self._new_queue: Callable[[], CallQueue] = lambda: (
             LengthQueue if has_lengths else CallQueue
-        )(self.policy.cost, batch_size, tenant_weights or {})
-        self._new_scheduler: Callable[[], Scheduler] = lambda: BatchScheduler(
-            self._ledger, self.policy
+        )(batch_size, tenant_weights or {})
+        self._new_scheduler: Callable[[], Scheduler] = lambda: decides(
+            self._ledger,
+            batch_size,
+            max_latency,
+            max_batch_cost=math.inf if max_batch_cost is None else max_batch_cost,
+            round_trip=round_trip,
         )
         self.deadline = math.inf
         self.on_back: Callable[[BatchRecord], None] | None = None
@@ -151,9 +145,8 @@ class Batcher:
 
     def _assemble(self) -> None:
         """Make what ``rebuild`` makes anew: the queue, and what decides what is cut of it."""
-        self.policy = self._new_policy()
         self._ledger.queue = self._new_queue()
-        self._scheduler = self._new_scheduler()
+        self.scheduler = self._new_scheduler()
 
     @property
     def queue(self) -> CallQueue:
@@ -163,7 +156,7 @@ class Batcher:
     @property
     def steps(self) -> StepScheduler | None:
         """What is known of the items of a model of steps; None of another one, or before."""
-        return self._scheduler if isinstance(self._scheduler, StepScheduler) else None
+        return self.scheduler if isinstance(self.scheduler, StepScheduler) else None
 
     @property
     def has_steps(self) -> bool:
@@ -173,7 +166,7 @@ class Batcher:
     @property
     def is_behind(self) -> bool:
         """Whether a full batch waits."""
-        return self._ledger.queue.items >= self._scheduler.full
+        return self._ledger.queue.items >= self.scheduler.full
 
     # -- what callers do
 
@@ -193,14 +186,14 @@ class Batcher:
         To say so at once spares its caller the waiting, and everybody else a queue full of calls
         that come to nothing. It counts as refused then.
         """
-        takes = self._scheduler.hopeless_for(call, now)
+        takes = self.scheduler.hopeless_for(call, now)
         if not takes:
             return 0.0
         if self.is_empty and not self._may_refuse:
             return 0.0  # if none was computed, it would never be known that they are faster now
         self._may_refuse = False
         self.figures.rejected_calls += 1
-        if self._scheduler.is_in_time_alone(call, now):
+        if self.scheduler.is_in_time_alone(call, now):
             # More workers would have computed it in time. They do not help one who gives no time.
             self.figures.refused_items += call.size
         return takes
@@ -213,15 +206,14 @@ class Batcher:
         follows could change them.
         """
         call.arrived_at = now
-        figures, slots, scheduler = self.figures, self.slots, self._scheduler
+        figures, slots, scheduler = self.figures, self.slots, self.scheduler
         queue, deadlines = self._ledger.queue, self._ledger.deadlines
         figures.accepted_calls += 1
         figures.accepted_items += call.size
         if call.is_watched and call.deadline < math.inf:
             deadlines.add(call)
             self._set_deadline(self.deadline)
-        is_first = not queue.items and bool(slots.idle)
-        self.policy.call_arrived(call.size, now, is_first=is_first)
+        scheduler.call_arrived(call.size, now)
         queue.add(call)
         if slots.idle:
             if queue.items < self._enough and queue.goes_by_arrival:
@@ -270,14 +262,14 @@ class Batcher:
         """The first worker is about to be ready, and its model is one of steps."""
         log = StepLog(places)
         self._new_scheduler = lambda: StepScheduler(self._ledger, places, log, resumes=resumes)
-        self._scheduler = self._new_scheduler()
+        self.scheduler = self._new_scheduler()
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
         """A worker has taken a step; the calls of streams, each with an output to be handed out.
 
         What is over by that comes back as batches do: ``batch_returned`` is called with it next.
         """
-        return self._scheduler.stepped(report, now)
+        return self.scheduler.stepped(report, now)
 
     def worker_retiring(self, slot: int, now: float) -> Actions:
         """A worker that is ready is to end when it has finished what it holds."""
@@ -324,7 +316,7 @@ class Batcher:
         )
         batch.report, batch.back_at, batch.has_failed = report, now, has_failed
         self._may_refuse = True
-        ledger, scheduler = self._ledger, self._scheduler
+        ledger, scheduler = self._ledger, self.scheduler
         scheduler.came_back(batch)
         if report.failure is not None:
             ledger.batch_failed(batch)
@@ -358,7 +350,7 @@ class Batcher:
                 None if that is not known.
             is_outage: whether it was lost with its host, whatever it computed.
         """
-        ledger, scheduler = self._ledger, self._scheduler
+        ledger, scheduler = self._ledger, self.scheduler
         lost = self.slots.remove(slot)
         new = [batch for batch in lost if batch.search is None]
         self.health.lost(slot, now, had_new_items=bool(new))
@@ -391,7 +383,7 @@ class Batcher:
 
         That is: which calls are open, in the order of their arrival, what they lack, which batches
         the workers hold, and what was counted so far. What was learned of the model is learned
-        anew, except by a policy that was given. Call ``time_passed`` next.
+        anew. Call ``time_passed`` next.
         """
         self._assemble()
         self._ledger.rebuild(calls, now)
@@ -429,7 +421,7 @@ class Batcher:
 
         What else is to be done goes with it.
         """
-        ledger, retries, scheduler = self._ledger, self.retries, self._scheduler
+        ledger, retries, scheduler = self._ledger, self.retries, self.scheduler
         queue, idle, without_ahead = ledger.queue, self.slots.idle, self.slots.without_ahead
         batches: list[BatchRecord] = []
         condemned = ledger.judge_workers(now) if self.health.held_back else ()
@@ -472,8 +464,7 @@ class Batcher:
     def _cut_waiting(self, slot: int, decision: Decision, now: float) -> Sequence[BatchRecord]:
         """A batch for the slot; none if all that waited came too late."""
         queue = self._ledger.queue
-        finish = self._scheduler.finish(slot, decision.size, now)
-        batch = queue.take(decision, now, finish, self._ledger.expire)
+        batch = queue.take(decision, now, self._ledger.expire)
         if batch is None:
             return ()
         batch.id, batch.slot, batch.is_full = next(self._ids), slot, queue.items > 0
@@ -495,7 +486,7 @@ class Batcher:
     def _give(self, batch: BatchRecord, now: float) -> None:
         """The batch is its worker's from now on."""
         batch.cut_at = now
-        self.slots.give(batch, now, self._scheduler.prepare(batch))
+        self.slots.give(batch, now, self.scheduler.prepare(batch))
 
     # -- what it says of itself
 
@@ -522,13 +513,13 @@ class Batcher:
 
     def load(self, failed: int, start_duration: float) -> Load:
         """What there is to do, for ``Autoscaling``."""
-        return self._scheduler.load(failed, start_duration)
+        return self.scheduler.load(failed, start_duration)
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
         self._ledger.check_invariants(self._batch_size)
         assert self._ledger.queue.counted <= self._max_pending
-        self._scheduler.check_invariants(self._batch_size, self.deadline)
+        self.scheduler.check_invariants(self._batch_size, self.deadline)
 
 
 def build_batcher(
@@ -536,7 +527,6 @@ def build_batcher(
     *,
     has_lengths: bool,
     round_trip: float = 0.0,
-    policy: Policy | None = None,
     **hooks: Any,
 ) -> Batcher:
     """The batcher of a streamer with these options; ``hooks`` are arguments of ``Batcher``, too."""
@@ -550,6 +540,5 @@ def build_batcher(
         tenant_weights=options.tenant_weights,
         has_lengths=has_lengths,
         round_trip=round_trip,
-        policy=policy,
         **hooks,
     )

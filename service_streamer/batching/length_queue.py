@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..observe.record import BatchRecord, Call, CallState, Reason, Span
-from .call_queue import CallQueue, work_of
-from .learning import LearnedCost
-from .policy import Decision, Finish
+from .call_queue import CallQueue, Decision, Finish, work_of
+from .learning import PaddedCost
 from .turns import TurnOrder, WindowPart
 
 #: Neighbours in length are chosen among this many batches' worth of items.
@@ -55,8 +54,11 @@ class _Neighbours:
 class LengthQueue(CallQueue):
     """The queue of calls whose items have lengths. It has the arguments of ``CallQueue``."""
 
-    def __init__(self, cost: LearnedCost, batch_size: int, weights: Mapping[str, float]) -> None:
-        super().__init__(cost, batch_size, weights)
+    has_lengths = True
+
+    def __init__(self, batch_size: int, weights: Mapping[str, float]) -> None:
+        super().__init__(batch_size, weights)
+        self.cost = PaddedCost()
         self._outside: dict[Call, Sequence[int]] = {}  # items that are not in the window, by place
         self._window: TurnOrder[WindowPart] = TurnOrder(weights)
         self._orders = self._turns, self._window
@@ -112,10 +114,6 @@ class LengthQueue(CallQueue):
             if len(self._sorted) + len(self._new) > 2 * self._inside + 64:
                 self._sort()
 
-    @property
-    def goes_by_arrival(self) -> bool:
-        return False
-
     def first_deadline(self, now: float) -> float:
         call = self._window.head(now).call if self._parts else self._turns.head(now)
         return call.deadline
@@ -162,12 +160,12 @@ class LengthQueue(CallQueue):
     # -- what goes into a batch
 
     def take(
-        self, decision: Decision, now: float, finish: Finish, expire: Callable[[Call], None]
+        self, decision: Decision, now: float, expire: Callable[[Call], None]
     ) -> BatchRecord | None:
         """Cut the first item in turn, and its neighbours in length; see ``CallQueue``."""
         self._learn()
         room = decision.size
-        self._expire_late(room, now, finish, expire)
+        self._expire_late(room, now, decision.finish, expire)
         if not self.items:
             return None
         group = self._group(room, decision.max_cost, now)
@@ -262,8 +260,8 @@ class LengthQueue(CallQueue):
             near: those that there are, sorted.
         """
         chosen, length, padding = group.entries, group.length, group.padding
-        base, per_unit = self._cost.padding
-        base = max(base, LEAST_BASE * self._cost.mean)
+        base, per_unit = self.cost.padding
+        base = max(base, LEAST_BASE * self.cost.mean)
         right = bisect_left(near, chosen[0])
         left, last = right - 1, len(near)
         before = size = len(chosen)
@@ -297,7 +295,7 @@ class LengthQueue(CallQueue):
             overhead = (base + per_unit * padding) / size
             if overhead <= least:
                 least, best = overhead, (size, left, length, padding)
-        if best[0] < size and self._cost.is_fitted:
+        if best[0] < size and self.cost.is_fitted:
             size, left, length, padding = best
             del chosen[size:]
             reason = Reason.PADDING

@@ -375,7 +375,7 @@ class Engine(Loop):
             now, stats = self.clock(), self.stats()
             figures, steps = self.batcher.figures, self.batcher.steps
             recent, restarted_at = [*figures.recent], [*self.fleet.restarted_at]
-            line = self.batcher.policy.cost.line
+            line = self.batcher.queue.cost.line
             of_steps = None if steps is None else steps.log.summary(len(self.batcher.slots))
         return summarize(
             recent,
