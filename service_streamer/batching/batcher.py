@@ -295,7 +295,7 @@ class Batcher:
 
     def answered_alone(self, report: BatchReport) -> Call | None:
         """The call that has all its results by this report, if nothing else is to be done then."""
-        if self._ledger.queue.items or self.retries.waiting or self.has_steps:
+        if self._ledger.queue.items or self.retries.waiting or self.slots.places:
             return None
         if report.failure is not None or report.failures:
             return None

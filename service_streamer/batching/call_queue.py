@@ -95,7 +95,6 @@ class CallQueue:
         self.cost = LearnedCost()
         self._batch_size = batch_size
         self._turns: TurnOrder[Call] = TurnOrder(weights)
-        self._orders: tuple[TurnOrder[Any], ...] = (self._turns,)
         self._large: set[Call] = set()  # those that wait
         self._large_items = LARGE * batch_size  # from so many on a call is large
         self._large_work = math.inf  # and if its items cost so much
@@ -128,21 +127,21 @@ class CallQueue:
         call.state = _WAITING
         pending = call.pending
         self.items += pending
-        group = self._turns.ordinary
+        turns = self._turns
+        group = turns.ordinary
         is_small = pending < self._large_items and pending < self._large_work
-        if is_small and call.precedence is ORDINARY and group.calls:
+        if is_small and call.precedence is ORDINARY and (group.calls or group is turns.sole):
             group.add(call, pending)  # as the rest would, in less time
             return
         size_class = self._size_class(call, pending)
         if size_class:
             self._large.add(call)
-        self._turns.add(call, pending, pending, size_class)
+        turns.add(call, pending, pending, size_class)
 
     def _begin(self) -> None:
         """The first call is about to wait, after none did."""
         self._mixed = 0
-        for order in self._orders:
-            order.forget()
+        self._turns.forget()
 
     def _size_class(self, call: Call, work: float) -> int:
         """0 if the call, which costs so much, is small.
@@ -164,7 +163,10 @@ class CallQueue:
             return 0.0
         work, unit = work_of(call, range(call.size)), self.work / self.items
         size_class = self._size_class(call, work)
-        return sum([order.ahead(call, size_class, work, unit) for order in self._orders])
+        return self._ahead(call, size_class, work, unit)
+
+    def _ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
+        return self._turns.ahead(call, size_class, work, unit)
 
     @property
     def goes_by_arrival(self) -> bool:
@@ -173,7 +175,7 @@ class CallQueue:
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; there must be one."""
-        return min([order.oldest_arrival() for order in self._orders])
+        return self._turns.oldest_arrival()
 
     def first_deadline(self, now: float) -> float:
         """When the time of the call ends whose turn it is; there must be one."""
@@ -200,8 +202,8 @@ class CallQueue:
         if is_bounded:  # each costs one
             room = max(1, int(decision.max_cost))
         surely = finish.last(now, min(room, self.items))
-        large = int(max(1.0, min(self._large_cost_now(), self._batch_size)))
         turns, sole, large_calls = self._turns, self._turns.sole, self._large
+        large = int(max(1.0, min(self._large_cost_now(), self._batch_size))) if large_calls else 0
         taken: dict[Call, int] = {}  # how many of each call, which may have several turns
         count = 0
         while count < room and self.items > count:
@@ -224,7 +226,7 @@ class CallQueue:
                 if not count:
                     room = finish.room(call.deadline, room)
                     size = min(size, room)
-            if large_calls and call in large_calls:
+            if call in large_calls:
                 if not large:
                     reason, is_bounded = Reason.TURN, False
                     break
@@ -240,9 +242,8 @@ class CallQueue:
         if not taken:
             return None
         if sole is not None:
-            timed = sum([size for call, size in taken.items() if call.deadline < math.inf])
-            turns.sole_took(count)
-            turns.count_out(sole, count, timed)
+            timed = sum([n for call, n in taken.items() if call.deadline < math.inf])
+            turns.sole_took(count, timed)
         spans: list[Span] = []
         payloads: list[Any] = []
         for call, size in taken.items():
@@ -312,7 +313,7 @@ class CallQueue:
         assert self.items == sum(call.pending for call in waiting)
         assert all(call.state is _WAITING for call in waiting)
         assert self._large <= waiting
-        if len(self._orders) == 1:
+        if not self.has_lengths:
             self._turns.check_invariants({call: call.pending for call in waiting})
 
 

@@ -61,7 +61,6 @@ class LengthQueue(CallQueue):
         self.cost = PaddedCost()
         self._outside: dict[Call, Sequence[int]] = {}  # items that are not in the window, by place
         self._window: TurnOrder[WindowPart] = TurnOrder(weights)
-        self._orders = self._turns, self._window
         self._window_size = WINDOW_BATCHES * batch_size  # up to which it is filled
         self._parts: dict[Call, WindowPart] = {}  # what is in the window
         self._sorted: list[Entry] = []  # with entries of calls that are over
@@ -114,6 +113,17 @@ class LengthQueue(CallQueue):
             if len(self._sorted) + len(self._new) > 2 * self._inside + 64:
                 self._sort()
 
+    def _begin(self) -> None:
+        super()._begin()
+        self._window.forget()
+
+    def _ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
+        inside = self._window.ahead(call, size_class, work, unit)
+        return inside + super()._ahead(call, size_class, work, unit)
+
+    def oldest_arrival(self) -> float:
+        return min(self._turns.oldest_arrival(), self._window.oldest_arrival())
+
     def first_deadline(self, now: float) -> float:
         call = self._window.head(now).call if self._parts else self._turns.head(now)
         return call.deadline
@@ -150,11 +160,7 @@ class LengthQueue(CallQueue):
                 if left:
                     self._outside[call] = left
             work, is_last = work_of(call, entering), call not in self._outside
-            if sole is None:
-                turns.took(call, size, work, is_last=is_last)
-            else:
-                turns.sole_took(work)
-                turns.remove(call, work, is_last=is_last)
+            turns.took(call, size, work, is_last=is_last)
             self._enter(call, entering, size_class)
 
     # -- what goes into a batch
@@ -316,7 +322,6 @@ class LengthQueue(CallQueue):
             stop = bisect_left(entries, max(rest)) + 1
             gone = {number for _, number, _, _ in rest}
             entries[start:stop] = [e for e in entries[start:stop] if e[1] not in gone]
-        is_sole = self._window.sole is not None
         for call, indices in positions.items():
             part = self._parts[call]
             work = sum([part.entries.pop(index)[0] for index in indices])
@@ -324,12 +329,8 @@ class LengthQueue(CallQueue):
             is_last = not part.entries
             if is_last:
                 del self._parts[call]
-            if is_sole:
-                self._window.sole_took(work)
-                self._window.remove(part, work, is_last=is_last)
-            else:
-                goes_along = call is not chosen[0][2]
-                self._window.took(part, len(indices), work, is_last=is_last, goes_along=goes_along)
+            goes_along = call is not chosen[0][2]
+            self._window.took(part, len(indices), work, is_last=is_last, goes_along=goes_along)
 
     def check_invariants(self) -> None:
         super().check_invariants()

@@ -67,7 +67,10 @@ class Slots:
         #: Those that the model pads batches to, ascending; none if it computes any size.
         self.sizes: tuple[int, ...] = ()
         self._seconds = self._slowest = 0.0  # of a batch in all stages, and in the slowest; of late
+        #: What a batch takes in other stages than the slowest, seconds; 0 if that is little.
+        self.beside = 0.0
         self._slots: dict[int, _Slot] = {}
+        self.taking = 0  # how many workers take batches
         #: Those that hold nothing and take a batch. A dict as an ordered set: the one that has been
         #: idle for longest is first, so that work is spread evenly over the devices.
         self.idle: dict[int, None] = {}
@@ -88,16 +91,16 @@ class Slots:
         for number, slot in self._slots.items():
             slot.is_held_back = False
             slot.busy_since = slot.free_at = now
-            self._arrange(number, slot)
+            self._changed(number, slot)
         self.next_look = now + self._bound.least if self.items else math.inf
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    @property
-    def taking(self) -> int:
-        """How many workers take batches."""
-        return sum(slot.takes for slot in self._slots.values())
+    def _changed(self, number: int, slot: _Slot) -> None:
+        """The worker is new, or may take batches now, or not any more."""
+        self.taking = sum(slot.takes for slot in self._slots.values())
+        self._arrange(number, slot)
 
     def _arrange(self, number: int, slot: _Slot) -> None:
         """Have it among those that are idle, or without a batch ahead, or in neither."""
@@ -107,7 +110,7 @@ class Slots:
         else:
             self.idle.pop(number, None)
         takes_ahead = takes and self._sends_ahead and 0 < len(held) < self.room
-        if takes_ahead and not self.is_alone(next(iter(held.values()))):
+        if takes_ahead and next(iter(held.values())).losses <= self.grace:  # see ``is_alone``
             self.without_ahead[number] = None
         else:
             self.without_ahead.pop(number, None)
@@ -118,7 +121,7 @@ class Slots:
 
     def add(self, slot: int) -> None:
         self._slots[slot] = holder = _Slot()
-        self._arrange(slot, holder)
+        self._changed(slot, holder)
 
     def remove(self, slot: int) -> list[BatchRecord]:
         """The worker is gone, if it ever took part; the batches that it held."""
@@ -148,7 +151,7 @@ class Slots:
         """Let the worker take no more; whether it is vacant already."""
         holder = self._slots[slot]
         holder.is_closing = True
-        self._arrange(slot, holder)
+        self._changed(slot, holder)
         return not holder.batches
 
     def reopen(self, slot: int) -> None:
@@ -156,7 +159,7 @@ class Slots:
         holder = self._slots[slot]
         if not holder.is_ending:
             holder.is_closing = False
-            self._arrange(slot, holder)
+            self._changed(slot, holder)
 
     def is_closing(self, slot: int) -> bool:
         """Whether the worker is to end when it has finished what it holds."""
@@ -169,12 +172,12 @@ class Slots:
     def hold_back(self, slot: int) -> None:
         """Let the worker take no more until ``release``."""
         self._slots[slot].is_held_back = True
-        self._arrange(slot, self._slots[slot])
+        self._changed(slot, self._slots[slot])
 
     def release(self, slot: int) -> None:
         """Let the worker take batches again, unless it is closing."""
         self._slots[slot].is_held_back = False
-        self._arrange(slot, self._slots[slot])
+        self._changed(slot, self._slots[slot])
 
     def begin_steps(self, places: int, room: int, grace: int) -> None:
         """The model has steps: each batch is one item, and workers hold so many."""
@@ -213,6 +216,7 @@ class Slots:
         # A stage of a twentieth needs no batch of its own.
         stages_at_once = math.ceil(self._seconds / self._slowest - 0.05) if self._slowest else 1
         room = max(2, min(MOST_ROOM, 1 + stages_at_once))
+        self.beside = self._seconds - self._slowest if room > 2 else 0.0
         if room != self.room:
             self.room = room
             for number, holder in self._slots.items():
@@ -234,11 +238,6 @@ class Slots:
     def is_one_by_one(self) -> bool:
         """Whether a worker is at one batch at a time: its model has neither steps nor stages."""
         return not self.places and not self.beside
-
-    @property
-    def beside(self) -> float:
-        """What a batch takes in other stages than the slowest, seconds; 0 if that is little."""
-        return self._seconds - self._slowest if self.room > 2 else 0.0
 
     def next_open(self) -> tuple[int, float]:
         """Which worker's slowest stage is free first, and when; infinity if no worker takes more.
@@ -356,6 +355,7 @@ class Slots:
 
     def check_invariants(self) -> None:
         assert self.items == sum(batch.size for batch in self.in_flight())
+        assert self.taking == sum(slot.takes for slot in self._slots.values())
         assert {*self.idle, *self.without_ahead} <= {*self._slots}
         for number, slot in self._slots.items():
             batches = [*slot.batches.values()]

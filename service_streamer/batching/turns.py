@@ -304,12 +304,12 @@ class TurnOrder(Generic[T]):
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; infinity if none waits."""
-        heap = self._by_arrival
+        sole, heap = self.sole, self._by_arrival
+        if sole is not None:
+            return sole.calls[0].arrived_at if sole.calls else inf
         while heap:
             known, number, group = heap[0]
             if not group.calls:
-                if group is self.sole:
-                    break
                 heappop(heap)
                 continue
             arrived_at = group.calls[0].arrived_at
@@ -365,13 +365,13 @@ class TurnOrder(Generic[T]):
         if is_last:
             call.group = None
             group.left += 1
-        self.count_out(group, work, work if call.deadline < inf else 0.0)
+        self._count_out(group, work, work if call.deadline < inf else 0.0)
 
-    def count_out(self, group: CallGroup[T], work: float, timed: float) -> None:
-        """Items of a group that cost so much wait no more; see ``CallGroup``."""
+    def _count_out(self, group: CallGroup[T], work: float, timed: float) -> None:
         group.work -= work
         group.timed -= timed
-        group.drop_left()
+        if group.left:
+            group.drop_left()
         if not group.calls and group is not self.sole:
             self._end(group)
 
@@ -390,7 +390,14 @@ class TurnOrder(Generic[T]):
         self, call: T, items: int, work: float, *, is_last: bool, goes_along: bool = False
     ) -> None:
         """What ``head`` said had its turn, with so many items; or others go along with those."""
-        group, line = call.group, call.group.line
+        group: CallGroup[T] = call.group
+        line = group.line
+        if group is self.sole:
+            if is_last:
+                call.group = None
+                group.left += 1
+            self.sole_took(work, work if call.deadline < inf else 0.0)
+            return
         cost = work or float(items)  # else a tenant with no others would always be next
         if not goes_along:
             self._clock, self._cost = line.place[0], cost
@@ -400,16 +407,17 @@ class TurnOrder(Generic[T]):
         self._charge(line, cost)
         self.remove(call, work, is_last=is_last)
 
-    def sole_took(self, work: float) -> None:
-        """Calls of the sole group, which need no turns, had so much."""
-        if self.sole is None:
-            return
-        self.sole.tag += work
+    def sole_took(self, work: float, timed: float) -> None:
+        """Calls of the sole group, which need no turns, had so much; see ``CallGroup``."""
+        group = self.sole
+        assert group is not None
+        group.tag += work
         if len(self._order) > 1:
-            line = self.sole.line
+            line = group.line
             self._charge(line, work)
             self._clock = line.place[0] - self._cost / line.weight  # of the last of these calls
             self._forget_before((self._clock, 0))
+        self._count_out(group, work, timed)
 
     def ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
         """A lower estimate of what is computed before a new call with a deadline is over.
