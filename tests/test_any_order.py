@@ -195,7 +195,7 @@ class AnyOrder(RuleBasedStateMachine):
         if how == "cancelled":
             has_left = batcher.call_cancelled(call)
         else:
-            has_left = batcher.call_withdrawn(call, has_expired=how == "expired")
+            has_left = batcher.withdraw(call, has_expired=how == "expired")
         if has_left:
             assert call not in self.ended
             self.ended[call] = how

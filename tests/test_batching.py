@@ -208,7 +208,7 @@ def test_what_is_not_as_expected_is_decided_on(what: str) -> None:
         assert batcher.deadline < due
     elif what == "all have left":
         for call in calls:
-            batcher.call_withdrawn(call)
+            batcher.withdraw(call)
         come()
         assert batcher.deadline <= due
     else:

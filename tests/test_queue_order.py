@@ -83,7 +83,7 @@ class Line:
         return call
 
     def drop(self, call: Call) -> None:
-        assert self.batcher.call_withdrawn(call)
+        assert self.batcher.withdraw(call)
 
     def cut(self) -> BatchRecord | None:
         """The next batch, if anything waits; it has been computed."""

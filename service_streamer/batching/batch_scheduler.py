@@ -22,7 +22,6 @@ from bisect import bisect_right
 from collections import deque
 
 from ..observe.record import BatchRecord, Call, Reason
-from ..supervision.autoscaling import Load
 from .call_ledger import CallLedger
 from .call_queue import FIXED_COSTS, UNKNOWN, Decision, Finish
 from .learning import LEARNING_RATE, RATE_BATCHES, ArrivalForecast
@@ -323,12 +322,9 @@ class BatchScheduler(Scheduler):
             together = (1.0 - margin) * (work * cost.per_unit + batches * cost.base) / workers
         return max(0.0, alone, together)
 
-    def load(self, failed: int, start_duration: float) -> Load:
+    def _throughput(self) -> tuple[int, int, int, float, float]:
         metrics, seconds = self._figures.metrics, self._duration(self.full)
-        return self._load(
-            failed, start_duration, served=int(metrics.sizes.total), batches=metrics.batch.count,
-            full=self.full, seconds=seconds, turn=seconds,
-        )  # fmt: skip
+        return int(metrics.sizes.total), metrics.batch.count, self.full, seconds, seconds
 
     # -- decisions
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..observe.metrics import BatchMetrics
@@ -91,15 +91,51 @@ class CallLedger:
         self.figures = Figures()
         self.deadlines: Deadlines[Call] = Deadlines()  # of the calls that are to expire here
         self.abandoned: set[Call] = set()  # over, while a worker may still be at them
-        self._ended: list[Call] = []  # since ``take_ended``
+        self.ended: list[Call] = []  # to be answered; see ``take_ended``
         self._expired = expired
         self._expired_suspect = expired_suspect
         self._shared = shared
 
     def take_ended(self) -> Sequence[Call]:
         """The calls that are over since the last time, and are to be answered."""
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         return ended
+
+    # -- what there is
+
+    def waiting(self) -> Iterator[tuple[Call, int]]:
+        """What waits for a worker, be it yet or again: calls, perhaps in parts, and their items."""
+        for call in self.queue:
+            yield call, call.pending
+        for part in self.retries.waiting:
+            for call, start, stop in part.spans:
+                if not call.is_over:
+                    yield call, stop - start
+
+    def in_flight(self) -> list[BatchRecord]:
+        """The batches that workers hold, or are about to be sent, in the order of their ids."""
+        return sorted(self.slots.in_flight(), key=lambda batch: batch.id)
+
+    def parts(self) -> list[BatchRecord]:
+        """All that has items which are not in the queue, in flight or to be run again."""
+        return [*self.slots.in_flight(), *self.retries.waiting]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no call waits and no batch is in flight."""
+        return not (self.queue.items or self.retries.waiting or self.slots.items)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether no call is waiting, though a worker may still be computing."""
+        return not self.queue.items and all(
+            call.is_over for part in self.parts() for call, _, _ in part.spans
+        )
+
+    @property
+    def pending_items(self) -> int:
+        """Items that are not with a worker, be it yet or any more."""
+        return self.queue.items + self.retries.items
 
     # -- calls
 
@@ -113,16 +149,16 @@ class CallLedger:
             self.suspect_worker(batch, next(iter(report.failures.values())))
         else:
             self.health.computed(batch.slot)
-        before, failed_before = len(self._ended), figures.failed_calls
+        before, failed_before = len(self.ended), figures.failed_calls
         self._give_results(batch)
-        over, failed = len(self._ended) - before, figures.failed_calls - failed_before
+        over, failed = len(self.ended) - before, figures.failed_calls - failed_before
         figures.answered_calls += over - failed
         if report.failures or report.runs:
             self.retries.some_failed(batch, failed)
         return over
 
     def _give_results(self, batch: BatchRecord) -> None:
-        outputs, failures, ended = batch.report.outputs, batch.report.failures, self._ended
+        outputs, failures, ended = batch.report.outputs, batch.report.failures, self.ended
         start = 0
         for call, first, last in batch.spans:
             size = last - first
@@ -161,7 +197,7 @@ class CallLedger:
         """The call, which is not over, fails."""
         self._leave(call, failure)
         self.figures.failed_calls += 1
-        self._ended.append(call)
+        self.ended.append(call)
 
     def fail_spans(self, spans: Sequence[Span], failure: Any) -> int:
         """Fail the calls of the spans that are not over; returns how many these are."""
@@ -179,14 +215,10 @@ class CallLedger:
         )
         self._leave(call, self._expired_suspect if is_suspect else self._expired)
         self.figures.expired_calls += 1
-        self._ended.append(call)
+        self.ended.append(call)
 
-    def withdraw(self, call: Call, *, has_expired: bool) -> bool:
-        """The caller has gone, since its time has ended or for another reason.
-
-        Returns:
-            False if the call was over already, or never accepted.
-        """
+    def withdraw(self, call: Call, *, has_expired: bool = False) -> bool:
+        """The caller has gone. False if the call was over already, or never accepted."""
         if call.state is CallState.NEW or call.is_over:
             return False
         self._leave(call)
@@ -195,6 +227,19 @@ class CallLedger:
         else:
             self.figures.cancelled_calls += 1
         return True
+
+    def take_unwanted(self) -> list[tuple[int, int]]:
+        """The slots and ids of batches that no caller waits for any more, since the last time."""
+        gone = self.abandoned
+        if not gone:
+            return []
+        self.abandoned = set()
+        return [
+            (batch.slot, batch.id)
+            for batch in self.slots.in_flight()
+            if all(call.is_over for call, _, _ in batch.spans)
+            and any(call in gone for call, _, _ in batch.spans)
+        ]
 
     def _leave(self, call: Call, failure: Any = None) -> None:
         """The call is over. Whoever counts it does so next.
@@ -245,7 +290,7 @@ class CallLedger:
             self.slots.release(slot)
         return condemned
 
-    def worker_lost(
+    def run_lost_again(
         self,
         lost: Sequence[BatchRecord],
         failure: Any,
@@ -296,22 +341,25 @@ class CallLedger:
 
     # -- all of them
 
-    def parts(self) -> list[BatchRecord]:
-        """All that has items which are not in the queue, in flight or to be run again."""
-        return [*self.slots.in_flight(), *self.retries.waiting]
-
-    def fail_all(self, failure: Any) -> None:
-        """End every call that is not over, pending or in flight."""
+    def fail_all(self, failure: Any) -> Sequence[Call]:
+        """End every call that is not over, pending or in flight; returns those to be answered."""
         for part in self.parts():
             self.fail_spans(part.spans, failure)
         self.retries.waiting = []
         for call in list(self.queue):  # a copy, since failing one may sweep the queue
             self.fail(call, failure)
+        return self.take_ended()
 
     def end_all(
-        self, calls: Sequence[Call], failure: Any, returned: Sequence[BatchReport]
+        self, calls: Sequence[Call], failure: Any, now: float, returned: Sequence[BatchReport] = ()
     ) -> list[int]:
-        """Fail the calls, whatever the queue says; the closing slots that hold nothing now."""
+        """Fail all calls that are not over, when the state is in doubt, and ``rebuild`` it.
+
+        Workers do not hold any more what they have ``returned``, applied or not.
+
+        Returns:
+            Retiring slots that have nothing left to do.
+        """
         for call in calls:
             if call.state is CallState.WAITING:
                 # The queue may not be what it should be: nothing is removed from it. What was not
@@ -319,7 +367,9 @@ class CallLedger:
                 call.state = CallState.RUNNING
             self.fail(call, failure)
         self.retries.waiting = []
-        return self.slots.let_go((report.slot, report.batch_id) for report in returned)
+        vacant = self.slots.let_go((report.slot, report.batch_id) for report in returned)
+        self.rebuild((), now)
+        return vacant
 
     def rebuild(self, calls: Sequence[Call], now: float) -> None:
         """Derive the rest from the batches that workers hold, and the calls that are not over.
@@ -327,7 +377,7 @@ class CallLedger:
         Args:
             calls: in the order of their arrival. They wait in the queue, which is new.
         """
-        self._ended, self.deadlines = [], Deadlines()
+        self.ended, self.deadlines = [], Deadlines()
         self.health.release()
         self.slots.recount(now)
         in_flight = self.slots.in_flight()
@@ -354,16 +404,18 @@ class CallLedger:
         over += figures.expired_calls + figures.cancelled_calls
         figures.accepted_calls = over + len(calls)
 
-    def check_invariants(self, batch_size: int) -> None:
-        """Raise ``AssertionError`` if calls and batches contradict each other. For tests."""
+    def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
         self.queue.check_invariants()
         self.slots.check_invariants()
-        assert not self._ended
-        unanswered = Counter({call: call.pending for call in self.queue})
-        for part in self.parts():
-            assert part.size == sum(stop - start for _, start, stop in part.spans)
-            assert 1 <= part.size <= batch_size
-            for call, start, stop in part.spans:
+        assert not self.ended
+        unanswered: Counter[Call] = Counter()
+        for call, items in self.waiting():
+            unanswered[call] += items
+        assert self.pending_items == sum(unanswered.values())
+        for batch in self.slots.in_flight():
+            assert batch.size == sum(stop - start for _, start, stop in batch.spans)
+            for call, start, stop in batch.spans:
                 if not call.is_over:
                     unanswered[call] += stop - start
         assert all(call.unanswered == size for call, size in unanswered.items())

@@ -117,18 +117,18 @@ class Scheduler(ABC):
         """How long a new call takes at the least, behind so much work, seconds."""
 
     @abstractmethod
+    def _throughput(self) -> tuple[int, int, int, float, float]:
+        """Items and batches that came back, and the items of a full batch; then, in seconds, what
+        that takes, and after how long a worker takes more.
+        """
+
     def load(self, failed: int, start_duration: float) -> Load:
         """What there is to do, for ``Autoscaling``."""
-
-    def _load(
-        self, failed: int, start_duration: float, *, served: int, batches: int, full: int,
-        seconds: float, turn: float,
-    ) -> Load:  # fmt: skip
-        """What there is to do where a full batch takes so many seconds."""
-        ledger, figures = self._ledger, self._figures
+        figures = self._figures
+        served, batches, full, seconds, turn = self._throughput()
         is_known = 0 < seconds < math.inf
         return Load(
-            waiting=ledger.queue.items + ledger.retries.items,
+            waiting=self._ledger.pending_items,
             in_flight=self._slots.items,
             arrived=figures.accepted_items + figures.refused_items,
             served=served,
@@ -289,11 +289,8 @@ class StepScheduler(Scheduler):
         items = ahead * queue.items / (queue.work or 1.0)
         return items * seconds / (self._places * max(1, self._workers))
 
-    def load(self, failed: int, start_duration: float) -> Load:
+    def _throughput(self) -> tuple[int, int, int, float, float]:
         # All places together are one batch.
         over, places = self._figures.metrics.batch.count, self._places
         seconds = self._figures.batch_duration
-        return self._load(
-            failed, start_duration, served=over, batches=over // places,
-            full=places, seconds=seconds, turn=seconds / places,
-        )  # fmt: skip
+        return over, over // places, places, seconds, seconds / places

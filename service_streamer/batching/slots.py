@@ -141,8 +141,18 @@ class Slots:
             number for number, slot in self._slots.items() if slot.is_closing and not slot.batches
         ]
 
+    def clear(self) -> None:
+        """All workers are gone, with what they held."""
+        for slot in self.numbers():
+            self.remove(slot)
+
     def numbers(self) -> list[int]:
         return [*self._slots]
+
+    @property
+    def busy(self) -> set[int]:
+        """The slots of workers that hold a batch."""
+        return {number for number, slot in self._slots.items() if slot.batches}
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._slots
