@@ -8,7 +8,7 @@ however many wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..observe.record import ORDINARY, BatchRecord, Call, CallState, Reason, Span
@@ -244,26 +244,27 @@ class CallQueue:
         if sole is not None:
             timed = sum([n for call, n in taken.items() if call.deadline < math.inf])
             turns.sole_took(count, timed)
-        spans: list[Span] = []
-        payloads: list[Any] = []
+        spans = []
         for call, size in taken.items():
-            pending = call.pending
-            start = call.size - pending
+            start = call.size - call.pending
             spans.append((call, start, start + size))
-            payloads += call.payloads[start : start + size]
-            call.pending = pending - size
-            if size == pending:
-                call.state = _RUNNING
-        self._cut(taken, count)
-        batch = BatchRecord(-1, -1, spans, payloads)
+        batch = self._cut(taken, spans)
         batch.reason = decision.cost_reason if is_bounded and self.items else reason
         return batch
 
-    def _cut(self, calls: Iterable[Call], items: int) -> None:
-        """So many items of these calls, perhaps their last ones, are in a batch now."""
-        self.items -= items
+    def _cut(self, taken: Mapping[Call, int], spans: list[Span]) -> BatchRecord:
+        """A batch of these spans, in which so many items of each call are now."""
+        payloads: list[Any] = []
+        for call, start, stop in spans:
+            payloads += call.payloads[start:stop]
+        for call, size in taken.items():
+            call.pending -= size
+            if not call.pending:
+                call.state = _RUNNING
+        self.items -= len(payloads)
         if self._large:
-            self._large.difference_update([call for call in calls if not call.pending])
+            self._large.difference_update([call for call in taken if not call.pending])
+        return BatchRecord(-1, -1, spans, payloads)
 
     def _learn(self) -> None:
         """What is large, now that more batches are back."""

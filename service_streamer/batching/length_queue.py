@@ -18,7 +18,6 @@ import math
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from ..observe.record import BatchRecord, Call, CallState, Reason, Span
 from .call_queue import CallQueue, Decision, Finish, work_of
@@ -37,8 +36,8 @@ LEAST_BASE = 0.02
 #: An item in the window: its length, a number that no other has, and which item of which call.
 Entry = tuple[float, int, Call, int]
 
-#: Members of an enum are looked up in Python, and every item asks for these.
-_WAITING, _RUNNING = CallState.WAITING, CallState.RUNNING
+#: A member of an enum is looked up in Python, and every item asks for this one.
+_WAITING = CallState.WAITING
 
 
 class _Neighbours:
@@ -179,21 +178,16 @@ class LengthQueue(CallQueue):
         for _, _, call, index in group.entries:
             positions.setdefault(call, []).append(index)
         spans: list[Span] = []
-        payloads: list[Any] = []
         for call, indices in positions.items():
             indices.sort()
-            payloads += [call.payloads[index] for index in indices]
             if indices[-1] - indices[0] == len(indices) - 1:  # as nearly always
                 spans.append((call, indices[0], indices[-1] + 1))
             else:
                 spans += [(call, index, index + 1) for index in indices]
-            call.pending -= len(indices)
-            if not call.pending:
-                call.state = _RUNNING
         self._leave(positions, group.entries)
-        self._cut(positions, len(group.entries))
-        batch, reason = BatchRecord(-1, -1, spans, payloads), group.reason
-        batch.cost, batch.calls = batch.size * group.length, len(positions)
+        batch = self._cut({call: len(indices) for call, indices in positions.items()}, spans)
+        reason, batch.calls = group.reason, len(positions)
+        batch.cost = batch.size * group.length
         if reason is None or batch.size == room or not self.items:
             reason = decision.reason
         batch.reason = decision.cost_reason if reason is Reason.COST else reason
