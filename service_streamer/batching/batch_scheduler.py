@@ -24,7 +24,7 @@ from collections import deque
 from ..observe.record import BatchRecord, Call, Reason
 from .call_ledger import CallLedger
 from .call_queue import FIXED_COSTS, UNKNOWN, Decision, Finish
-from .learning import LEARNING_RATE, RATE_BATCHES, ArrivalForecast
+from .learning import LEARNING_RATE, RATE_BATCHES
 from .scheduler import SURELY_LATE, Scheduler
 
 #: While the scheduler waits for callers, it decides again when this share of those who are missing
@@ -121,7 +121,6 @@ class BatchScheduler(Scheduler):
         batch_size: the most items of a batch.
         max_latency: the longest that an item waits while a worker is free, seconds.
         max_batch_cost: the most that a batch may cost.
-        round_trip: how long results take to callers, and their next calls back, seconds.
     """
 
     def __init__(
@@ -131,14 +130,13 @@ class BatchScheduler(Scheduler):
         max_latency: float,
         *,
         max_batch_cost: float = math.inf,
-        round_trip: float = 0.0,
     ) -> None:
         super().__init__(ledger)
         self._batch_size = batch_size
         self._max_latency = max_latency
         self._max_batch_cost = max_batch_cost
         self._cost, self._has_lengths = ledger.queue.cost, ledger.queue.has_lengths
-        self._arrivals = ArrivalForecast(round_trip)
+        self._arrivals = ledger.arrivals
         self._waits_until = -math.inf  # until when the last decision was to wait
         self._alone = 0  # batches in a row of one item, behind which none waited
         self._cut_at = -math.inf  # when a batch was cut last
@@ -155,10 +153,8 @@ class BatchScheduler(Scheduler):
 
     # -- what happens
 
-    def call_arrived(self, size: int, now: float) -> None:
-        self._arrivals.arrived(size, now)
-        if not self._queue.items and self._slots.idle:
-            self._arrivals.began(self._duration(size), now)
+    def first_arrived(self, size: int, now: float) -> None:
+        self._arrivals.began(self._duration(size), now)
 
     def prepare(self, batch: BatchRecord) -> float:
         if batch.search is None:

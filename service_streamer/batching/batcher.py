@@ -27,6 +27,7 @@ from .batch_scheduler import BatchScheduler
 from .call_ledger import CallLedger
 from .call_queue import LARGE, CallQueue, Decision
 from .isolation import Raised, Search
+from .learning import ArrivalForecast
 from .length_queue import LengthQueue
 from .scheduler import Scheduler, StepScheduler
 from .slots import Slots
@@ -60,23 +61,16 @@ class Batcher(CallLedger):
     """Groups the items of calls into batches for the workers that there are.
 
     Args:
-        batch_size: the most items of a batch.
-        max_latency: the longest that an item waits while a worker is free, seconds.
-        max_pending: the most items that may wait, of which a call counts at most as two full
-            batches; None sets no bound.
-        max_attempts: worker crashes that an item may be involved in before it fails; 1 for models
-            that must not run twice.
-        isolate_errors: whether a worker is to find the calls on which the model raises.
+        batch_size, max_latency, max_pending, max_attempts, isolate_errors, max_batch_cost,
+            tenant_weights: as of ``StreamerOptions``; with ``max_attempts`` of 1 nothing runs twice.
         shared: makes of a failure what calls fail with that shared a batch with the one at fault,
             when it is not known which that is: without anything of the other's. Gets the failure
             and whether it is the loss of a worker.
         batch_timeout: how long a worker may compute one batch, seconds, or an object that learns
             it; None sets no bound.
-        expired: what calls whose time ends fail with, opaque here.
-        expired_suspect: the same for those that a worker died with.
+        expired, expired_suspect: what calls fail with whose time ends, and those of them that a
+            worker died with; opaque here.
         has_lengths: whether the items of calls have lengths.
-        max_batch_cost: upper bound on items times longest item; None sets no bound.
-        tenant_weights: relative weight per tenant (default 1).
         round_trip: how long results take to callers, and their next calls back, seconds.
         decides: makes what decides when to cut and how much; by default it learns to.
 
@@ -124,12 +118,9 @@ class Batcher(CallLedger):
             LengthQueue if has_lengths else CallQueue
         )(batch_size, tenant_weights or {})
         self._new_scheduler: Callable[[], Scheduler] = lambda: decides(
-            self,
-            batch_size,
-            max_latency,
-            max_batch_cost=math.inf if max_batch_cost is None else max_batch_cost,
-            round_trip=round_trip,
+            self, batch_size, max_latency, max_batch_cost=max_batch_cost or math.inf
         )
+        self._round_trip = round_trip
         self.deadline = math.inf
         self.on_back: Callable[[BatchRecord], None] | None = None
         self._ids = itertools.count()  # of batches: transports rely on it that they ascend
@@ -139,7 +130,7 @@ class Batcher(CallLedger):
 
     def _assemble(self) -> None:
         """Make what ``rebuild`` makes anew: the queue, and what decides what is cut of it."""
-        self.queue = self._new_queue()
+        self.queue, self.arrivals = self._new_queue(), ArrivalForecast(self._round_trip)
         self.scheduler = self._new_scheduler()
 
     @property
@@ -201,7 +192,9 @@ class Batcher(CallLedger):
         if call.is_watched and call.deadline < math.inf:
             self.deadlines.add(call)
             self._set_deadline(self.deadline)
-        scheduler.call_arrived(call.size, now)
+        self.arrivals.arrived(call.size, now)
+        if slots.idle and not queue.items:
+            scheduler.first_arrived(call.size, now)
         queue.add(call)
         if slots.idle:
             if queue.items < self._enough and queue.goes_by_arrival:
@@ -261,10 +254,10 @@ class Batcher(CallLedger):
             return None
         if report.failure is not None or report.failures:
             return None
-        spans = self.slots.spans(report.slot, report.batch_id)
-        if len(spans) != 1:
+        batch = self.slots[report.slot].batches.get(report.batch_id)
+        if batch is None or len(batch.spans) != 1:
             return None
-        call, start, stop = spans[0]
+        call, start, stop = batch.spans[0]
         return None if call.is_over or stop - start != call.size else call
 
     def batch_returned(self, report: BatchReport, now: float) -> Actions:

@@ -33,6 +33,7 @@ from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Ca
 from ..supervision.health import Health
 from .call_queue import CallQueue
 from .isolation import MOST_DEVICE_FAILURES, Raised, Retries
+from .learning import ArrivalForecast
 from .slots import Slots
 
 #: A member of an enum is looked up in Python, and every call asks for this one.
@@ -72,9 +73,11 @@ class CallLedger:
 
     Attributes:
         queue: calls with items that are not cut; made anew with the batcher's state.
+        arrivals: of calls, and which are about to come; made anew as well.
     """
 
     queue: CallQueue
+    arrivals: ArrivalForecast
 
     def __init__(
         self,
@@ -276,7 +279,7 @@ class CallLedger:
             return
         health = self.health
         health.failed(batch.slot, batch.back_at)
-        if health.is_suspect(batch.slot) and self.slots.takes(batch.slot):
+        if health.is_suspect(batch.slot) and self.slots[batch.slot].takes:
             health.held_back.append(batch.slot)
             self.slots.hold_back(batch.slot)
 

@@ -131,7 +131,11 @@ class CallQueue:
         group = turns.ordinary
         is_small = pending < self._large_items and pending < self._large_work
         if is_small and call.precedence is ORDINARY and (group.calls or group is turns.sole):
-            group.add(call, pending)  # as the rest would, in less time
+            call.group = group  # as the rest would, in less time
+            group.calls.append(call)
+            group.work += pending
+            if call.deadline < math.inf:
+                group.timed += pending
             return
         size_class = self._size_class(call, pending)
         if size_class:

@@ -52,8 +52,8 @@ class Scheduler(ABC):
     # -- what happens
 
     @abstractmethod
-    def call_arrived(self, size: int, now: float) -> None:
-        """A call of so many items is about to wait."""
+    def first_arrived(self, size: int, now: float) -> None:
+        """A call of so many items has just arrived: none waits, and a worker is idle."""
 
     @abstractmethod
     def prepare(self, batch: BatchRecord) -> float:
@@ -61,7 +61,8 @@ class Scheduler(ABC):
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
         """A worker has reported a step. One whose model has none only says that it has not hung."""
-        self._slots.resumed(report.slot, now)
+        if report.slot in self._slots:
+            self._slots[report.slot].goes_on(now)
         return []
 
     @abstractmethod
@@ -176,8 +177,8 @@ class StepScheduler(Scheduler):
         self.resumes = resumes
         self.log = log
 
-    def call_arrived(self, size: int, now: float) -> None:
-        """Arrivals are not learned: a free place takes the next item."""
+    def first_arrived(self, size: int, now: float) -> None:
+        """A free place takes the next item, whatever may follow."""
 
     def prepare(self, batch: BatchRecord) -> float:
         call, start, stop = batch.spans[0]
@@ -236,7 +237,7 @@ class StepScheduler(Scheduler):
         slots = self._slots
         found = [batch for batch in slots.in_flight() if batch.spans[0][0] is call]
         if is_held:
-            found = [batch for batch in found if not slots.is_closing(batch.slot)]
+            found = [batch for batch in found if not slots[batch.slot].is_closing]
             call.is_held = bool(found)
         else:
             self._go_on(found, now)
@@ -255,7 +256,7 @@ class StepScheduler(Scheduler):
     def _go_on(self, batches: Sequence[BatchRecord], now: float) -> None:
         for batch in batches:
             batch.spans[0][0].is_held = False
-            self._slots.resumed(batch.slot, now)
+            self._slots[batch.slot].goes_on(now)
 
     def divide_lost(
         self, lost: Sequence[BatchRecord]

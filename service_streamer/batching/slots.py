@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..observe.record import BatchRecord, Span
+from ..observe.record import BatchRecord
 from ..supervision.health import WARM, BatchBound
 
 #: The most batches that a worker holds, but for those that it preprocesses besides.
@@ -26,8 +26,11 @@ MOST_ROOM = 4
 STAGE_RATE = 0.1
 
 
-class _Slot:
-    """Room for the batches of one worker, by their ids. Those of steps end in any order."""
+class Slot:
+    """Room for the batches of one worker, by their ids. Those of steps end in any order.
+
+    Who changes whether it takes batches does so by ``Slots``.
+    """
 
     def __init__(self) -> None:
         self.batches: dict[int, BatchRecord] = {}
@@ -69,7 +72,7 @@ class Slots:
         self._seconds = self._slowest = 0.0  # of a batch in all stages, and in the slowest; of late
         #: What a batch takes in other stages than the slowest, seconds; 0 if that is little.
         self.beside = 0.0
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
         self.taking = 0  # how many workers take batches
         #: Those that hold nothing and take a batch. A dict as an ordered set: the one that has been
         #: idle for longest is first, so that work is spread evenly over the devices.
@@ -97,12 +100,12 @@ class Slots:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def _changed(self, number: int, slot: _Slot) -> None:
+    def _changed(self, number: int, slot: Slot) -> None:
         """The worker is new, or may take batches now, or not any more."""
         self.taking = sum(slot.takes for slot in self._slots.values())
         self._arrange(number, slot)
 
-    def _arrange(self, number: int, slot: _Slot) -> None:
+    def _arrange(self, number: int, slot: Slot) -> None:
         """Have it among those that are idle, or without a batch ahead, or in neither."""
         held, takes = slot.batches, slot.takes
         if takes and not held:
@@ -120,7 +123,7 @@ class Slots:
         return batch.losses > self.grace
 
     def add(self, slot: int) -> None:
-        self._slots[slot] = holder = _Slot()
+        self._slots[slot] = holder = Slot()
         self._changed(slot, holder)
 
     def remove(self, slot: int) -> list[BatchRecord]:
@@ -157,6 +160,9 @@ class Slots:
     def __contains__(self, slot: int) -> bool:
         return slot in self._slots
 
+    def __getitem__(self, slot: int) -> Slot:
+        return self._slots[slot]
+
     def close(self, slot: int) -> bool:
         """Let the worker take no more; whether it is vacant already."""
         holder = self._slots[slot]
@@ -171,23 +177,17 @@ class Slots:
             holder.is_closing = False
             self._changed(slot, holder)
 
-    def is_closing(self, slot: int) -> bool:
-        """Whether the worker is to end when it has finished what it holds."""
-        return self._slots[slot].is_closing
-
-    def takes(self, slot: int) -> bool:
-        """Whether the worker is neither closing nor held back."""
-        return self._slots[slot].takes
-
     def hold_back(self, slot: int) -> None:
         """Let the worker take no more until ``release``."""
-        self._slots[slot].is_held_back = True
-        self._changed(slot, self._slots[slot])
+        holder = self._slots[slot]
+        holder.is_held_back = True
+        self._changed(slot, holder)
 
     def release(self, slot: int) -> None:
         """Let the worker take batches again, unless it is closing."""
-        self._slots[slot].is_held_back = False
-        self._changed(slot, self._slots[slot])
+        holder = self._slots[slot]
+        holder.is_held_back = False
+        self._changed(slot, holder)
 
     def begin_steps(self, places: int, room: int, grace: int) -> None:
         """The model has steps: each batch is one item, and workers hold so many."""
@@ -206,11 +206,6 @@ class Slots:
         self._observe(holder, now)
         holder.goes_on(now)
         return holder.batches
-
-    def resumed(self, slot: int, now: float) -> None:
-        """The worker is known to go on with what it holds."""
-        if slot in self._slots:
-            self._slots[slot].goes_on(now)
 
     def stages_took(self, stages: Sequence[float]) -> None:
         """A batch was in the stages of its worker for so long, seconds.
@@ -269,11 +264,6 @@ class Slots:
         seconds = [duration(batch.cost) for batch in holder.batches.values()]
         return max(now, holder.busy_since + sum(seconds)) if seconds else now
 
-    def spans(self, slot: int, batch_id: int) -> Sequence[Span]:
-        """Those of a batch that a worker holds."""
-        batch = self._slots[slot].batches.get(batch_id)
-        return () if batch is None else batch.spans
-
     def take_back(
         self, slot: int, batch_id: int, now: float, *, is_done: bool = True
     ) -> tuple[BatchRecord, Sequence[int]]:
@@ -296,7 +286,7 @@ class Slots:
         self._arrange(slot, holder)
         return batch, [slot] if holder.is_closing and not holder.batches else ()
 
-    def _observe(self, holder: _Slot, now: float) -> None:
+    def _observe(self, holder: Slot, now: float) -> None:
         took = now - holder.busy_since
         if holder.done < WARM or took > self._bound.notable:
             if not self._was_held_up(now):
@@ -333,7 +323,7 @@ class Slots:
                     self.next_look = min(self.next_look, ends_at)
         return hung
 
-    def _rests(self, slot: _Slot) -> bool:
+    def _rests(self, slot: Slot) -> bool:
         """Whether all that it could step are held: what is on deck has no place then."""
         held = sum(batch.spans[0][0].is_held for batch in slot.batches.values())
         return held >= min(len(slot.batches), self.places)

@@ -297,8 +297,10 @@ class TurnOrder(Generic[T]):
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; infinity if none waits."""
-        groups = self._groups() if self.sole is None else [self.sole]
-        return min([group.calls[0].arrived_at for group in groups if group.calls], default=inf)
+        sole = self.sole
+        if sole is not None:
+            return sole.calls[0].arrived_at if sole.calls else inf
+        return min([group.calls[0].arrived_at for group in self._groups()], default=inf)
 
     def add(self, call: T, items: int, work: float, size_class: int) -> None:
         """The call waits from now on, with so many of its items. If it does already, with more."""
@@ -345,13 +347,9 @@ class TurnOrder(Generic[T]):
         if is_last:
             call.group = None
             group.left += 1
-        self._count_out(group, work, work if call.deadline < inf else 0.0)
-
-    def _count_out(self, group: CallGroup[T], work: float, timed: float) -> None:
         group.work -= work
-        group.timed -= timed
-        if group.left:
-            group.drop_left()
+        group.timed -= work if call.deadline < inf else 0.0
+        group.drop_left()
         if not group.calls and group is not self.sole:
             self._end(group)
 
@@ -397,7 +395,10 @@ class TurnOrder(Generic[T]):
             self._charge(line, work)
             self._clock = line.place[0] - self._cost / line.weight  # of the last of these calls
             self._forget_before((self._clock, 0))
-        self._count_out(group, work, timed)
+        group.work -= work
+        group.timed -= timed
+        if group.left:
+            group.drop_left()
 
     def ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
         """A lower estimate of what is computed before a new call with a deadline is over.
