@@ -62,7 +62,7 @@ class Batcher(CallLedger):
 
     Args:
         batch_size, max_latency, max_pending, max_attempts, isolate_errors, max_batch_cost,
-            tenant_weights: as of ``StreamerOptions``; with ``max_attempts`` of 1 nothing runs twice.
+            tenant_weights: as of ``StreamerOptions``.
         shared: makes of a failure what calls fail with that shared a batch with the one at fault,
             when it is not known which that is: without anything of the other's. Gets the failure
             and whether it is the loss of a worker.

@@ -32,7 +32,7 @@ from ..observe.recent import RECENT
 from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Call, CallState, Span
 from ..supervision.health import Health
 from .call_queue import CallQueue
-from .isolation import MOST_DEVICE_FAILURES, Raised, Retries
+from .isolation import MOST_DEVICE_FAILURES, MOST_OUTAGES, Raised, Retries
 from .learning import ArrivalForecast
 from .slots import Slots
 
@@ -308,22 +308,25 @@ class CallLedger:
             lost: the batches, in the order in which they were sent.
             failure, batch_id, begun, is_outage: as for ``Batcher.worker_lost``.
         """
-        retries = self.retries
         for position, batch in enumerate(lost):
             is_begun = begun is None or batch.id in begun
             # One that was sent ahead has probably not begun, and is run as a whole first.
             is_ahead = begun is None and position > 0
-            if is_outage and is_begun and not (is_ahead and self.slots.is_one_by_one):
-                is_rerun = retries.met_outage(batch, failure)
-            elif is_outage or (batch_id is None and not is_begun):
-                is_rerun = retries.not_begun(batch, failure)
-            elif batch_id is None:
-                is_rerun = retries.killed(batch, failure, as_it_was=is_ahead)
-            elif batch.id == batch_id or (begun is not None and is_begun):
+            is_counted, attempts = False, math.inf
+            if is_outage:  # whatever it computed; but an item may end one host after the other
+                is_met = is_begun and not (is_ahead and self.slots.is_one_by_one)
+                is_counted = is_met and batch.outages < MOST_OUTAGES
+                is_to_blame, is_ahead = is_met and not is_counted, False
+            elif batch_id is not None:
                 # What a device was asked to do it may say later, of another batch.
-                is_rerun = retries.killed(batch, failure, attempts=MOST_DEVICE_FAILURES)
+                is_to_blame = batch.id == batch_id or (begun is not None and is_begun)
+                attempts, is_ahead = MOST_DEVICE_FAILURES, False
             else:
-                is_rerun = retries.not_begun(batch, failure)
+                is_to_blame = is_begun
+            is_rerun = self.retries.run_again(
+                batch, failure, is_to_blame=is_to_blame, as_it_was=is_ahead, attempts=attempts,
+                outages=int(is_counted),
+            )  # fmt: skip
             if not is_rerun:
                 self._give_up(batch, failure)
 
