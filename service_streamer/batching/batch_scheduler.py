@@ -116,11 +116,6 @@ class BatchScheduler(Scheduler):
 
     Where items have lengths the first batch has few items, and others cost at most twice what the
     largest so far did: until it is known what padding costs, a large one may take very long.
-
-    Args:
-        batch_size: the most items of a batch.
-        max_latency: the longest that an item waits while a worker is free, seconds.
-        max_batch_cost: the most that a batch may cost.
     """
 
     def __init__(
@@ -272,11 +267,7 @@ class BatchScheduler(Scheduler):
         return Finish(begins + base, item, least, begins + longer * base, longer * item)
 
     def _forecast(self) -> float:
-        """How long a batch takes from being cut: somewhat more than the slowest of late.
-
-        Returns:
-            Seconds; 0 while little is known.
-        """
+        """Seconds from a cut until a batch is back, with a margin; 0 while little is known."""
         if len(self._took) < 3:
             return 0.0
         took = sorted(self._took)

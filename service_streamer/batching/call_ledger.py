@@ -67,10 +67,6 @@ class Figures:
 class CallLedger:
     """The state of a batcher: every change of a call's or a batch's state is made here.
 
-    Args:
-        slots: of the workers.
-        max_attempts, expired, expired_suspect, shared: as for ``Batcher``.
-
     Attributes:
         queue: calls with items that are not cut; made anew with the batcher's state.
         arrivals: of calls, and which are about to come; made anew as well.
@@ -302,11 +298,9 @@ class CallLedger:
         *,
         is_outage: bool,
     ) -> None:
-        """A worker has died with these batches: they are run again, or their calls fail.
+        """A worker has died with these batches, in the order in which they were sent.
 
-        Args:
-            lost: the batches, in the order in which they were sent.
-            failure, batch_id, begun, is_outage: as for ``Batcher.worker_lost``.
+        They are run again, or their calls fail; see ``Batcher.worker_lost``.
         """
         for position, batch in enumerate(lost):
             is_begun = begun is None or batch.id in begun

@@ -56,12 +56,7 @@ class Raised(NamedTuple):
 
 
 class Retries:
-    """The parts of lost batches that wait to be run again, and the searches that they belong to.
-
-    Args:
-        slots: of the workers.
-        max_attempts: how many deaths of workers an item may have been there for; 1 for none again.
-    """
+    """The parts of lost batches that wait to be run again, and the searches that they belong to."""
 
     def __init__(self, slots: Slots, *, max_attempts: int) -> None:
         self._slots = slots

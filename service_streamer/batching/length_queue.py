@@ -213,10 +213,6 @@ class LengthQueue(CallQueue):
         """The first item of the call whose turn it is, and its neighbours.
 
         Items of large calls only fill up what the others leave, unless it is their turn.
-
-        Args:
-            room: the most items.
-            max_cost: the most that they may cost, unless one item does.
         """
         self._sort()
         large, part = self._large, self._window.head(now)
@@ -254,11 +250,7 @@ class LengthQueue(CallQueue):
         new.clear()
 
     def _grow(self, group: _Neighbours, near: list[Entry], room: int, max_cost: float) -> None:
-        """Add neighbours in length of the first one, as long as that pays.
-
-        Args:
-            near: those that there are, sorted.
-        """
+        """Add neighbours in length of the first one, of these sorted ones, as long as that pays."""
         chosen, length, padding = group.entries, group.length, group.padding
         base, per_unit = self.cost.padding
         base = max(base, LEAST_BASE * self.cost.mean)

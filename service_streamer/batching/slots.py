@@ -53,12 +53,7 @@ class Slot:
 
 
 class Slots:
-    """The workers that are ready, by their slots.
-
-    Args:
-        bound: how long one may compute a batch.
-        sends_ahead: whether busy ones may be sent further batches.
-    """
+    """The workers that are ready, by their slots."""
 
     def __init__(self, bound: BatchBound, *, sends_ahead: bool) -> None:
         self._bound = bound
@@ -136,7 +131,10 @@ class Slots:
         return lost
 
     def let_go(self, returned: Iterable[tuple[int, int]]) -> list[int]:
-        """Workers have answered these batches; the closing ones that hold none. See ``recount``."""
+        """Workers have answered these batches; the closing ones that hold none.
+
+        ``recount`` has to follow.
+        """
         for number, batch_id in returned:
             if number in self._slots:
                 self._slots[number].batches.pop(batch_id, None)
