@@ -193,7 +193,7 @@ class AnyOrder(RuleBasedStateMachine):
     def give_up(self, data: st.DataObject, how: str) -> None:
         call, batcher = data.draw(st.sampled_from(self.calls)), self.batcher
         if how == "cancelled":
-            has_left = batcher.call_cancelled(call)
+            has_left = not call.is_running and batcher.withdraw(call)
         else:
             has_left = batcher.withdraw(call, has_expired=how == "expired")
         if has_left:

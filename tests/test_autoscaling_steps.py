@@ -94,7 +94,7 @@ class Stepped(Simulation):
 
     def step(self, slot: int, held: dict[int, Item], now: float) -> None:
         took = self.duration(len(held))
-        self.batcher.stepped(StepReport(size=len(held), duration=took, slot=slot), now)
+        self.batcher.scheduler.stepped(StepReport(size=len(held), duration=took, slot=slot), now)
         for batch, item in held.items():
             item.steps -= 1
             if not item.steps:

@@ -258,7 +258,7 @@ def test_a_stream_goes_on_with_its_outputs_once_though_a_handler_raised_while_it
     call = Call(["item"], None)
     call.is_stream = True
     [batch] = batcher.call_submitted(call, 0.0).batches
-    batcher.stepped(StepReport({batch.id: b"output"}, size=1, slot=0), 0.0)
+    batcher.scheduler.stepped(StepReport({batch.id: b"output"}, size=1, slot=0), 0.0)
     batcher.worker_lost(0, "died", 0.0)
 
     def interrupted(*_: object) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..observe.recent import StepLog
-from ..observe.record import BatchRecord, BatchReport, Call, StepReport
+from ..observe.record import BatchRecord, BatchReport, Call
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound
 from .batch_scheduler import BatchScheduler
@@ -211,10 +211,6 @@ class Batcher(CallLedger):
         """All the calls have arrived that were said to come."""
         return self._cut(now) if self.slots.idle or self.slots.beside else NOTHING
 
-    def call_cancelled(self, call: Call) -> bool:
-        """Withdraw the call unless a part of it has been sent; returns whether it was withdrawn."""
-        return not call.is_running and self.withdraw(call)
-
     # -- what workers do
 
     def worker_ready(self, slot: int, now: float) -> Actions:
@@ -227,13 +223,6 @@ class Batcher(CallLedger):
         log = StepLog(places)
         self._new_scheduler = lambda: StepScheduler(self, places, log, resumes=resumes)
         self.scheduler = self._new_scheduler()
-
-    def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
-        """A worker has taken a step; the calls of streams, each with an output to be handed out.
-
-        What is over by that comes back as batches do: ``batch_returned`` is called with it next.
-        """
-        return self.scheduler.stepped(report, now)
 
     def worker_retiring(self, slot: int, now: float) -> Actions:
         """A worker that is ready is to end when it has finished what it holds."""
@@ -396,26 +385,25 @@ class Batcher(CallLedger):
         batch = self.queue.take(decision, now, self.expire)
         if batch is None:
             return ()
-        batch.id, batch.slot, batch.is_full = next(self._ids), slot, self.queue.items > 0
+        batch.is_full = self.queue.items > 0
         if self.retries.waiting:
             self.retries.is_turn_of_new = False
-        self._give(batch, now)
-        return (batch,)
+        return self._give(batch, slot, now)
 
     def _cut_part(self, slot: int, now: float) -> Sequence[BatchRecord]:
         """A part of a batch that failed, to be run again; none if no caller waits for any."""
         part = self.retries.next(now, self.expire)
         if part is None:
             return ()
-        part.id, part.slot = next(self._ids), slot
-        self._give(part, now)
+        given = self._give(part, slot, now)
         del self.retries.waiting[0]
-        return (part,)
+        return given
 
-    def _give(self, batch: BatchRecord, now: float) -> None:
+    def _give(self, batch: BatchRecord, slot: int, now: float) -> Sequence[BatchRecord]:
         """The batch is its worker's from now on."""
-        batch.cut_at = now
+        batch.id, batch.slot, batch.cut_at = next(self._ids), slot, now
         self.slots.give(batch, now, self.scheduler.prepare(batch))
+        return (batch,)
 
     # -- what it says of itself
 

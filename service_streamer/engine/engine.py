@@ -285,7 +285,7 @@ class Engine(Loop):
         self.check_process()
 
         def cancel(call: Call) -> bool:
-            is_cancelled = self.batcher.call_cancelled(call)
+            is_cancelled = not call.is_running and self.batcher.withdraw(call)
             if is_cancelled:
                 self.forget(call)
             return is_cancelled

@@ -423,7 +423,7 @@ class Loop:
                     self._answer_alone(events[0])
                 for event in events:
                     if isinstance(event, StepReport):
-                        parts += batcher.stepped(event, now)
+                        parts += batcher.scheduler.stepped(event, now)
                     else:
                         self._apply(event, now)
                 # While draining no caller may be left to flush what was submitted.
