@@ -249,16 +249,15 @@ class BatchScheduler(Scheduler):
         """Seconds for a batch of so many items as they were lately; 0 while nothing is known."""
         return self._cost.duration(items * self._unit)
 
-    def _finish(self, slot: int, decision: Decision, now: float) -> Finish:
+    def _finish(self, slot: int, size: int, now: float) -> Finish:
         """When the batch is back that is cut now, if there are deadlines or too much waits."""
         cost, slots, waiting = self._cost, self._slots, self._queue.items
         if self._has_lengths or slots.room > 2 or not cost.was_fitted:
             # It differs with the lengths. And with several stages a worker is at several batches.
             if waiting > self.full:
                 return Finish(now + self._forecast())
-            size = decision.size
             return Finish(now + self._duration(size)) if waiting > size else UNKNOWN
-        size = min(decision.size, waiting)
+        size = min(size, waiting)
         base, item = cost.base, cost.per_unit * self._unit
         begins = slots.begins_at(slot, now, cost.duration) + self._transit
         longer = 1.0 + self._margin
@@ -327,10 +326,10 @@ class BatchScheduler(Scheduler):
         if not decision.size and slots.beside:
             slot, opens_at = slots.next_open()
             if opens_at > now:
-                return slot, decision._replace(wait_until=opens_at)
+                return slot, Decision(0, Reason.ALONE, opens_at)
             decision = self._decide(1, deadline, now)
             if decision.size and decision.reason not in _URGENT:
-                decision = decision._replace(reason=Reason.STAGE)
+                decision.reason = Reason.STAGE
         return slot, self._foresee(slot, decision, deadline, now)
 
     def _first_deadline(self, now: float) -> float:
@@ -340,7 +339,7 @@ class BatchScheduler(Scheduler):
     def _foresee(self, slot: int, decision: Decision, deadline: float, now: float) -> Decision:
         """The decision, and when the batch is back; only if that matters."""
         if decision.size and (deadline < math.inf or self._queue.items > self.full):
-            return decision._replace(finish=self._finish(slot, decision, now))
+            decision.finish = self._finish(slot, decision.size, now)
         return decision
 
     def _decide(self, free: int, deadline: float, now: float) -> Decision:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..observe.record import ORDINARY, BatchRecord, Call, CallState, Reason, Span
@@ -62,7 +63,8 @@ class Finish(NamedTuple):
 UNKNOWN = Finish(-math.inf)
 
 
-class Decision(NamedTuple):
+@dataclass(slots=True)
+class Decision:
     """What to do with the items that wait."""
 
     size: int  # the most items to cut into a batch now; 0 to wait
