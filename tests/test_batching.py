@@ -261,7 +261,7 @@ def submit(batcher: Batcher, timeouts: Sequence[float]) -> Sequence[BatchRecord]
         call = Call([None], None, more=True)
         call.deadline = timeout
         batches += batcher.call_submitted(call, 0.0).batches
-    return batches + [*batcher.calls_submitted(0.0).batches]
+    return [*batches, *batcher.calls_submitted(0.0).batches]
 
 
 @pytest.mark.parametrize(("noise", "waits_until"), [(0.0, 0.0048), (0.05, 0.0036)])
@@ -283,8 +283,8 @@ def test_a_batch_that_is_mostly_base_is_not_cut_smaller_for_a_deadline(
 ) -> None:
     batcher = learned(base, 0.001)
     submit(batcher, [0.0065, *[math.inf] * 7])
-    [batch] = batcher.worker_ready(0, 0.001).batches
-    assert batch.size == size, "the first call gives way, or the others wait"
+    # The first call gives way, or the others wait.
+    assert [batch.size for batch in batcher.worker_ready(0, 0.001).batches] == [size]
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,6 @@ def test_nothing_is_sent_ahead_with_a_near_deadline(deadline: float, size: int) 
     ("deadline", "size"),
     [
         (30.0, 8),  # all are back in time
-        (18.01, 8),
         (16.5, 6),
         (13.01, 3),
         (12.9, 7),  # two are too few, so the first call gives way
@@ -327,8 +326,7 @@ def test_a_batch_shrinks_for_its_first_call_if_that_is_worth_it(deadline: float,
     batcher.worker_ready(0, 0.0)
     submit(batcher, [math.inf] * 8)
     submit(batcher, [deadline, *[math.inf] * 7])
-    [batch] = batcher.worker_ready(1, 0.0).batches
-    assert batch.size == size
+    assert [batch.size for batch in batcher.worker_ready(1, 0.0).batches] == [size]
 
 
 def test_an_idle_worker_learns_from_a_call_that_seems_to_be_late() -> None:

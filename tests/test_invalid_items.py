@@ -231,8 +231,7 @@ def test_nothing_is_learned_from_items_that_were_not_computed() -> None:
                 (0, 8, 0.012),
                 (invalid, invalid + computed, 0.0001 if not computed else 0.004 + 0.001 * computed),
             ]:
-                batch = BatchRecord(0, 0, [], [None] * size)
-                failures = dict.fromkeys(range(failed), "invalid")
+                batch, failures = BatchRecord(0, 0, [], [None] * size), dict.fromkeys(range(failed))
                 batch.report = BatchReport(0, failures=failures, duration=took)
                 batch.back_at = 1.0
                 learned.scheduler.answered(batch, size)
