@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import sys
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..observe.record import BatchRecord, Call, CallState, Reason, Span
@@ -241,12 +241,8 @@ class LengthQueue(CallQueue):
         if len(entries) + len(new) > self._inside:
             entries[:] = [entry for entry in entries if entry[2].state is _WAITING]
             new[:] = [entry for entry in new if entry[2].state is _WAITING]
-        if len(new) < 16:
-            for entry in new:
-                insort(entries, entry)
-        else:  # as many are faster to sort than to insert one by one
-            entries += new
-            entries.sort()
+        entries += new
+        entries.sort()  # which is fast, since most of them are
         new.clear()
 
     def _grow(self, group: _Neighbours, near: list[Entry], room: int, max_cost: float) -> None:
