@@ -72,7 +72,7 @@ class Batcher(CallLedger):
             worker died with; opaque here.
         has_lengths: whether the items of calls have lengths.
         round_trip: how long results take to callers, and their next calls back, seconds.
-        decides: makes what decides when to cut and how much; by default it learns to.
+        scheduler_class: of what decides when to cut and how much, unless the model has steps.
 
     Attributes:
         deadline: when to call ``time_passed``; infinity when only an event can change things.
@@ -98,7 +98,7 @@ class Batcher(CallLedger):
         max_batch_cost: float | None = None,
         tenant_weights: Mapping[str, float] | None = None,
         round_trip: float = 0.0,
-        decides: type[BatchScheduler] = BatchScheduler,
+        scheduler_class: type[BatchScheduler] = BatchScheduler,
     ) -> None:
         self._batch_size = batch_size
         self._max_pending = math.inf if max_pending is None else max_pending
@@ -117,7 +117,7 @@ class Batcher(CallLedger):
         self._new_queue: Callable[[], CallQueue] = lambda: (
             LengthQueue if has_lengths else CallQueue
         )(batch_size, tenant_weights or {})
-        self._new_scheduler: Callable[[], Scheduler] = lambda: decides(
+        self._new_scheduler: Callable[[], Scheduler] = lambda: scheduler_class(
             self, batch_size, max_latency, max_batch_cost=max_batch_cost or math.inf
         )
         self._round_trip = round_trip

@@ -155,13 +155,17 @@ def simulate(
     if fixed_wait is None:
         batcher = build_batcher(options, has_lengths=has_lengths)
     else:
-        batcher = build_batcher(options, has_lengths=False, decides=FixedWait)
+        batcher = build_batcher(options, has_lengths=False, scheduler_class=FixedWait)
     run = _Run(
         batcher, bounds, start_duration, model, overheads or Overheads(), lengths, Random(seed),
         math.inf if requests is None else requests,
     )  # fmt: skip
     run.run_load(phases, math.inf if seconds is None else seconds)
     return run.report(warm_up)
+
+
+#: Nothing is sent ahead that is not full.
+_NOT_YET = Decision(0, Reason.ALONE, math.inf)
 
 
 class FixedWait(BatchScheduler):
@@ -187,8 +191,6 @@ class FixedWait(BatchScheduler):
             return None
         return Decision(self._batch_size, Reason.FULL, max_cost=self._max_batch_cost)
 
-
-_NOT_YET = Decision(0, Reason.ALONE, math.inf)
 
 #: When it is, a number that keeps the rest from being compared, what happens, and what it is about.
 _Event: TypeAlias = tuple[float, int, Callable[..., None], tuple[Any, ...]]
