@@ -88,7 +88,7 @@ class World:
                 self._do(self._batcher.batch_returned(report, due))
             elif self._ends and self._ends[0][0] <= due:
                 call = heapq.heappop(self._ends)[2]
-                self.late += self._batcher.call_withdrawn(call, has_expired=True)
+                self.late += self._batcher.withdraw(call, has_expired=True)
             else:
                 self._do(self._batcher.time_passed(due))
         if until < math.inf:
@@ -247,7 +247,7 @@ def test_large_call_counts_as_two_batches_of_those_that_may_wait() -> None:
     for _ in range(84):
         batcher.call_submitted(Call([None], None), 0.0)
     assert not batcher.has_room_for(1)
-    batcher.call_withdrawn(large)
+    batcher.withdraw(large)
     assert batcher.has_room_for(16)
     batcher.check_invariants()
 

@@ -94,7 +94,7 @@ class Stepped(Simulation):
 
     def step(self, slot: int, held: dict[int, Item], now: float) -> None:
         took = self.duration(len(held))
-        self.batcher.stepped(StepReport(size=len(held), duration=took, slot=slot), now)
+        self.batcher.scheduler.stepped(StepReport(size=len(held), duration=took, slot=slot), now)
         for batch, item in held.items():
             item.steps -= 1
             if not item.steps:
@@ -132,7 +132,7 @@ def test_what_a_worker_computes_is_learned_from_many_items() -> None:
         (batch,) = batcher.call_submitted(Call([number], None), float(number)).batches
         took = 9.0 if number % 4 == 0 else 1.0  # 3 s on average
         batcher.batch_returned(BatchReport(batch.id, [None], duration=took, slot=0), number + 0.5)
-    load = batcher.load(0, 1.0)
+    load = batcher.scheduler.load(0, 1.0)
     assert load.speed == pytest.approx(8 / 3, rel=0.1)
     assert load.turn == pytest.approx(3 / 8, rel=0.1)
     assert (load.served, load.batches) == (80, 10)  # as many as all places compute at once

@@ -49,7 +49,7 @@ def test_a_lone_call_is_cut_past_the_queue_as_it_would_be_from_it(
             batcher.check_invariants()
             names = "id slot size cost reason calls is_full arrived cut_at queued answered pending"
             said.append(tuple(getattr(batch, name) for name in names.split()))
-            said.append((batcher.deadline, batcher.policy.cost.line))
+            said.append((batcher.deadline, batcher.queue.cost.line))
         metrics = batcher.figures.metrics
         said.append((metrics.reasons, metrics.sizes.counts, metrics.queued.counts))
         said.append(
@@ -119,8 +119,8 @@ def test_work_goes_round_the_workers() -> None:
 def test_a_call_that_is_partly_sent_cannot_be_cancelled_but_withdrawn() -> None:
     walk = Walk(batch_size=2)
     call, [first, _] = walk.submit(*"abcde")
-    assert not walk.batcher.call_cancelled(call)
-    assert walk.batcher.call_withdrawn(call)
+    assert call.is_running, "so the engine cancels it not"
+    assert walk.batcher.withdraw(call)
     assert not walk.done(first).calls
 
 
@@ -219,7 +219,7 @@ def test_neighbour_of_a_call_that_is_over_is_not_blamed_for_it() -> None:
     walk.lost(batch.slot)
     [batch] = walk.checked(walk.batcher.worker_ready(1, 0.0)).batches
     assert batch.payloads == ["a"]
-    walk.batcher.call_withdrawn(bad)
+    walk.batcher.withdraw(bad)
     [again] = walk.done(batch).batches
     assert again.payloads == ["b"]
     walk.done(again)
@@ -245,7 +245,7 @@ def test_what_a_backlog_took_says_nothing_about_the_next() -> None:
     for _ in range(7):
         walk.now += 1.0
         walk.done(walk.batcher.in_flight()[0])
-    walk.batcher.call_withdrawn(filler)
+    walk.batcher.withdraw(filler)
     for batch in walk.batcher.in_flight():
         walk.done(batch)
     calls = [walk.submit(i, timeout=0.5)[0] for i in range(60)]

@@ -10,15 +10,16 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from service_streamer import Reason
+from service_streamer.batching.batch_scheduler import least_in_time, size_in_time
 from service_streamer.batching.batcher import Batcher
-from service_streamer.batching.policy import (
-    Backlog,
-    Finish,
-    Policy,
-    least_in_time,
-    size_in_time,
-)
 from service_streamer.observe.record import ORDINARY, BatchRecord, BatchReport, Call, Precedence
+
+
+def teach(batcher: Batcher, size: int, duration: float, now: float) -> None:
+    """Have it learn from a batch that it has not cut."""
+    batch = BatchRecord(0, 0, [], [None] * size)
+    batch.report, batch.back_at = BatchReport(0, duration=duration), now
+    batcher.scheduler.answered(batch, 0)
 
 
 class Workers:
@@ -38,24 +39,16 @@ class Workers:
         is_known: bool = True,
     ) -> None:
         self.base, self.per_unit = base, per_unit
-        self.policy = Policy(
-            batch_size,
-            max_latency,
-            has_lengths=has_lengths,
-            max_batch_cost=math.inf if max_batch_cost is None else max_batch_cost,
-            round_trip=round_trip,
-        )
         self.batcher = Batcher(
             batch_size=batch_size,
             max_latency=max_latency,
             has_lengths=has_lengths,
             max_batch_cost=max_batch_cost,
-            policy=self.policy,
+            round_trip=round_trip,
         )
         if is_known:
             for cost in [1, 64, 8, 32] * 10:
-                batch = BatchRecord(0, 0, [], [None] * cost)
-                self.policy.batch_returned(batch, 0, self.duration(cost), slots, 0, 0.0)
+                teach(self.batcher, cost, self.duration(cost), 0.0)
         self.now = 0.0
         self.cut: list[BatchRecord] = []  # so far
         self.running: list[tuple[float, BatchRecord]] = []
@@ -215,7 +208,7 @@ def test_what_is_not_as_expected_is_decided_on(what: str) -> None:
         assert batcher.deadline < due
     elif what == "all have left":
         for call in calls:
-            batcher.call_withdrawn(call)
+            batcher.withdraw(call)
         come()
         assert batcher.deadline <= due
     else:
@@ -251,46 +244,47 @@ def test_items_that_come_together_are_cut_as_it_pays(
     assert (first.size, first.reason) == (size, reason)
 
 
-def learned(base: float, per_unit: float, noise: float = 0.0) -> Policy:
-    """A policy that has seen many batches, of which each other one took longer by the noise."""
-    policy = Policy(8, 1.0)
+def learned(base: float, per_unit: float, noise: float = 0.0) -> Batcher:
+    """A batcher that has seen many batches, of which each other one took longer by the noise."""
+    batcher = Batcher(batch_size=8, max_latency=1.0)
     for number in range(600):
-        cost = (1, 8, 4)[number % 3]
-        duration = (base + per_unit * cost) * (1.0 + noise * (-1) ** number)
-        batch = BatchRecord(0, 0, [], [None] * cost)
-        batch.cost = float(cost)
-        policy.batch_returned(batch, 0, duration, 2, 0, duration)
-    return policy
+        size = (1, 8, 4)[number % 3]
+        duration = (base + per_unit * size) * (1.0 + noise * (-1) ** number)
+        teach(batcher, size, duration, duration)
+    return batcher
 
 
-def backlog(items: int, *, workers: int, in_flight: int, deadline: float, now: float) -> Backlog:
-    """One worker is free, and the oldest item arrived at 0."""
-    return Backlog(
-        items, oldest=0.0, deadline=deadline, free=1, workers=workers, in_flight=in_flight,
-        waited_until=-math.inf, now=now,
-    )  # fmt: skip
+def submit(batcher: Batcher, timeouts: Sequence[float]) -> Sequence[BatchRecord]:
+    """Calls of one item each arrive together at 0, and with these timeouts."""
+    batches: list[BatchRecord] = []
+    for timeout in timeouts:
+        call = Call([None], None, more=True)
+        call.deadline = timeout
+        batches += batcher.call_submitted(call, 0.0).batches
+    return [*batches, *batcher.calls_submitted(0.0).batches]
 
 
-@pytest.mark.parametrize(("noise", "waits_until"), [(0.0, 0.0868), (0.05, 0.0856)])
+@pytest.mark.parametrize(("noise", "waits_until"), [(0.0, 0.0048), (0.05, 0.0036)])
 def test_waiting_ends_as_long_before_a_deadline_as_batches_differ(
     noise: float, waits_until: float
 ) -> None:
-    policy = learned(0.01, 0.001, noise)
-    batch = BatchRecord(0, 0, [], [None] * 8)
-    policy.batch_cut(batch, 1.0)
-    # Two of 12 ms wait for the next turn of two workers, which is after the deadline.
-    decision = policy.decide(backlog(2, workers=2, in_flight=8, deadline=0.1, now=0.05))
-    assert decision.size == 0
-    assert decision.wait_until == pytest.approx(waits_until, abs=4e-4)
+    batcher = learned(0.01, 0.001, noise)
+    batcher.worker_ready(0, 0.0)
+    submit(batcher, [math.inf] * 8)
+    submit(batcher, [0.018] * 2)
+    # Two of 12 ms wait for the next turn of two workers, which is 7.5 ms after the first one.
+    assert not batcher.worker_ready(1, 0.0).batches
+    assert batcher.deadline == pytest.approx(waits_until, abs=4e-4)
 
 
-@pytest.mark.parametrize(("base", "size"), [(0.01, 8), (0.001, 2)])
+@pytest.mark.parametrize(("base", "size"), [(0.01, 7), (0.001, 2)])
 def test_a_batch_that_is_mostly_base_is_not_cut_smaller_for_a_deadline(
     base: float, size: int
 ) -> None:
-    policy = learned(base, 0.001)
-    waiting = backlog(8, workers=1, in_flight=0, deadline=0.0065, now=0.001)
-    assert policy.decide(waiting).size == size
+    batcher = learned(base, 0.001)
+    submit(batcher, [0.0065, *[math.inf] * 7])
+    # The first call gives way, or the others wait.
+    assert [batch.size for batch in batcher.worker_ready(0, 0.001).batches] == [size]
 
 
 @pytest.mark.parametrize(
@@ -309,27 +303,30 @@ def test_a_batch_is_bounded_by_deadlines(size: int, left: float, expected: int) 
 
 @pytest.mark.parametrize(("deadline", "size"), [(math.inf, 8), (0.2, 8), (0.1, 0)])
 def test_nothing_is_sent_ahead_with_a_near_deadline(deadline: float, size: int) -> None:
-    policy = learned(0.01, 0.001)  # eight items take 18 ms
-    waiting = backlog(8, workers=1, in_flight=8, deadline=deadline, now=0.0)
-    assert policy.decide_ahead(waiting).size == size
+    batcher = learned(0.01, 0.001)  # eight items take 18 ms
+    batcher.worker_ready(0, 0.0)
+    submit(batcher, [math.inf] * 8)
+    assert sum(batch.size for batch in submit(batcher, [deadline] * 8)) == size
 
 
 @pytest.mark.parametrize(
-    ("deadline", "room"),
+    ("deadline", "size"),
     [
         (30.0, 8),  # all are back in time
-        (18.0, 8),
         (16.5, 6),
-        (13.0, 3),
-        (12.9, 8),  # two are too few, so the first call gives way
+        (13.01, 3),
+        (12.9, 7),  # two are too few, so the first call gives way
     ],
 )
-def test_a_batch_shrinks_for_its_first_call_if_that_is_worth_it(deadline: float, room: int) -> None:
+def test_a_batch_shrinks_for_its_first_call_if_that_is_worth_it(deadline: float, size: int) -> None:
     least = least_in_time(8, 10.0, 1.0)
     assert least == 3, "three compute more than 0.4 times as much a second as eight"
     assert least_in_time(8, 2.0, 1.0) == 1, "where items are most of it any size is worth it"
-    finish = Finish(10.0, 10.0, 1.0, least, 10.0, 1.0)
-    assert finish.room(deadline, 8) == room
+    batcher = learned(10.0, 1.0)
+    batcher.worker_ready(0, 0.0)
+    submit(batcher, [math.inf] * 8)
+    submit(batcher, [deadline, *[math.inf] * 7])
+    assert [batch.size for batch in batcher.worker_ready(1, 0.0).batches] == [size]
 
 
 def test_an_idle_worker_learns_from_a_call_that_seems_to_be_late() -> None:

@@ -33,7 +33,7 @@ class Learning(Line):
 
     @property
     def line(self) -> tuple[float, float] | None:
-        return self.batcher.policy.cost.line
+        return self.batcher.queue.cost.line
 
     def duration(self, cost: float) -> float:
         assert self.line is not None

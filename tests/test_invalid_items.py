@@ -19,8 +19,8 @@ from service_streamer import (
     Streamer,
     ThreadedStreamer,
 )
-from service_streamer.batching.policy import Policy
-from service_streamer.observe.record import BatchRecord
+from service_streamer.batching.batcher import Batcher
+from service_streamer.observe.record import BatchRecord, BatchReport
 from service_streamer.testing import Gate
 from worker_loop import Batches, loaded, model_of, raised, served, texts
 
@@ -223,19 +223,22 @@ def test_invalid_items_are_copied_and_pickled_with_their_errors() -> None:
 
 
 def test_nothing_is_learned_from_items_that_were_not_computed() -> None:
-    def policy(*, invalid: int, computed: int) -> Policy:
-        learned = Policy(64, 0.1)
+    def batcher(*, invalid: int, computed: int) -> Batcher:
+        learned = Batcher(batch_size=64, max_latency=0.1)
         for _ in range(20):
             for failed, size, took in [
                 (0, 64, 0.068),
                 (0, 8, 0.012),
                 (invalid, invalid + computed, 0.0001 if not computed else 0.004 + 0.001 * computed),
             ]:
-                batch = BatchRecord(0, 0, [], [None] * size)
-                learned.batch_returned(batch, size, took, 1, 0, 1.0, failed)
+                batch, failures = BatchRecord(0, 0, [], [None] * size), dict.fromkeys(range(failed))
+                batch.report = BatchReport(0, failures=failures, duration=took)
+                batch.back_at = 1.0
+                learned.scheduler.answered(batch, size)
         return learned
 
-    expected = policy(invalid=0, computed=32).cost
-    for learned in (policy(invalid=32, computed=0).cost, policy(invalid=32, computed=32).cost):
+    expected = batcher(invalid=0, computed=32).queue.cost
+    for each in (batcher(invalid=32, computed=0), batcher(invalid=32, computed=32)):
+        learned = each.queue.cost
         assert learned.base == pytest.approx(expected.base, rel=0.05)
         assert learned.per_unit == pytest.approx(expected.per_unit, rel=0.05)

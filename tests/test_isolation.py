@@ -178,7 +178,7 @@ def test_a_host_that_is_lost_with_all_parts_counts_once_for_each() -> None:
         parts = [part for slot in slots for part in batcher.worker_ready(slot, 1.0).batches]
         assert [(part.size, part.losses) for part in parts] == [(5, 1)] * 6 + [(2, 1)]
         for slot in slots:
-            batcher.worker_dying(slot)
+            batcher.slots.close(slot)
         for slot in slots:
             assert not batcher.worker_lost(slot, "gone", 1.0, is_outage=True).calls
         slots = range(slots.stop, slots.stop + 7)
@@ -221,7 +221,7 @@ def test_a_batch_that_is_given_up_since_its_callers_have_gone_says_nothing_of_ot
         [batch] = [batch for actions in told for batch in actions.batches]
         assert batch.size == 8
         for call in calls:
-            assert batcher.call_withdrawn(call)
+            assert batcher.withdraw(call)
         assert batcher.take_unwanted() == [(0, batch.id)]
         assert not batcher.take_unwanted()
         batcher.batch_returned(BatchReport(batch.id, failure="given up", slot=0), 0.0)
@@ -229,7 +229,7 @@ def test_a_batch_that_is_given_up_since_its_callers_have_gone_says_nothing_of_ot
     batcher.call_submitted(shared, 0.0)
     batcher.call_submitted(alone, 0.0)
     assert len(batcher.calls_submitted(0.0).batches) == 1
-    assert batcher.call_withdrawn(alone)
+    assert batcher.withdraw(alone)
     assert not batcher.take_unwanted(), "the other one waits"
 
 
@@ -258,7 +258,7 @@ def test_a_stream_goes_on_with_its_outputs_once_though_a_handler_raised_while_it
     call = Call(["item"], None)
     call.is_stream = True
     [batch] = batcher.call_submitted(call, 0.0).batches
-    batcher.stepped(StepReport({batch.id: b"output"}, size=1, slot=0), 0.0)
+    batcher.scheduler.stepped(StepReport({batch.id: b"output"}, size=1, slot=0), 0.0)
     batcher.worker_lost(0, "died", 0.0)
 
     def interrupted(*_: object) -> None:

@@ -197,8 +197,8 @@ def test_every_call_is_counted_once_by_how_it_ended() -> None:
     walk.submit("late", timeout=0.5)
     gone = Call(["gone"], None)
     walk.batcher.call_submitted(gone, walk.now)
-    walk.batcher.call_withdrawn(gone)
-    walk.batcher.call_withdrawn(gone)
+    walk.batcher.withdraw(gone)
+    walk.batcher.withdraw(gone)
     walk.now = 1.0
     walk.batcher.time_passed(walk.now)
     assert ended(walk) == (5, 0, 0, 1, 1)

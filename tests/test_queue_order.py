@@ -83,7 +83,7 @@ class Line:
         return call
 
     def drop(self, call: Call) -> None:
-        assert self.batcher.call_withdrawn(call)
+        assert self.batcher.withdraw(call)
 
     def cut(self) -> BatchRecord | None:
         """The next batch, if anything waits; it has been computed."""
@@ -225,7 +225,7 @@ def test_calls_whose_time_has_ended_are_never_computed(has_lengths: bool) -> Non
 
 
 @pytest.mark.parametrize("priority", [0, 1], ids=["in order", "fairly"])
-def test_calls_that_are_late_at_the_earliest_are_left_out_but_the_last(priority: int) -> None:
+def test_calls_that_will_be_late_are_left_out_but_the_last(priority: int) -> None:
     line = Line(8, max_attempts=2)
     line.took = lambda size: 2.0 + size  # as is soon known exactly
     for size in [1, 8, 2, 4] * 15:

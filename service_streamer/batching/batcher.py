@@ -7,10 +7,9 @@ themselves. Nothing here does I/O, reads a clock, locks or logs; the engine call
 time and does what the returned ``Actions`` say, in order: first send the batches, so that workers
 are busy again, then answer the calls.
 
-``Batcher`` says what follows from what, and makes the batches:
-
-    ledger      which calls and batches there are, how they end, and the counts of both
-    scheduler   which worker gets how many items, and when; which new calls could not be in time
+``Batcher`` says what follows from what, and makes the batches. As a ``CallLedger`` it has the calls
+and batches, how they end, and the counts of both. Its scheduler says which worker gets how many
+items, and when, and which new calls could not be in time.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..observe.metrics import StepLog
-from ..observe.record import BatchRecord, BatchReport, Call, StepReport
+from ..observe.record import BatchRecord, BatchReport, Call
 from ..options.table import StreamerOptions
-from ..supervision.autoscaling import Load
 from ..supervision.health import BatchBound
+from .batch_scheduler import BatchScheduler
 from .call_ledger import CallLedger
-from .call_queue import LARGE, CallQueue
+from .call_queue import LARGE, CallQueue, Decision
 from .isolation import Raised, Search
+from .learning import ArrivalForecast
 from .length_queue import LengthQueue
-from .policy import Decision, Policy
-from .scheduler import BatchScheduler, Scheduler, StepScheduler
+from .scheduler import Scheduler, StepScheduler
 from .slots import Slots
 
 
@@ -58,29 +57,22 @@ class Actions(NamedTuple):
 NOTHING = Actions()
 
 
-class Batcher:
+class Batcher(CallLedger):
     """Groups the items of calls into batches for the workers that there are.
 
     Args:
-        batch_size: the most items of a batch.
-        max_latency: the longest that an item waits while a worker is free, seconds.
-        max_pending: the most items that may wait, of which a call counts at most as two full
-            batches; None sets no bound.
-        max_attempts: worker crashes that an item may be involved in before it fails; 1 for models
-            that must not run twice.
-        isolate_errors: whether a worker is to find the calls on which the model raises.
+        batch_size, max_latency, max_pending, max_attempts, isolate_errors, max_batch_cost,
+            tenant_weights: as of ``StreamerOptions``.
         shared: makes of a failure what calls fail with that shared a batch with the one at fault,
             when it is not known which that is: without anything of the other's. Gets the failure
             and whether it is the loss of a worker.
         batch_timeout: how long a worker may compute one batch, seconds, or an object that learns
             it; None sets no bound.
-        expired: what calls whose time ends fail with, opaque here.
-        expired_suspect: the same for those that a worker died with.
+        expired, expired_suspect: what calls fail with whose time ends, and those of them that a
+            worker died with; opaque here.
         has_lengths: whether the items of calls have lengths.
-        max_batch_cost: upper bound on items times longest item; None sets no bound.
-        tenant_weights: relative weight per tenant (default 1).
         round_trip: how long results take to callers, and their next calls back, seconds.
-        policy: decides when to cut and how much; by default it learns to.
+        scheduler_class: of what decides when to cut and how much, unless the model has steps.
 
     Attributes:
         deadline: when to call ``time_passed``; infinity when only an event can change things.
@@ -106,7 +98,7 @@ class Batcher:
         max_batch_cost: float | None = None,
         tenant_weights: Mapping[str, float] | None = None,
         round_trip: float = 0.0,
-        policy: Policy | None = None,
+        scheduler_class: type[BatchScheduler] = BatchScheduler,
     ) -> None:
         self._batch_size = batch_size
         self._max_pending = math.inf if max_pending is None else max_pending
@@ -114,34 +106,21 @@ class Batcher:
         if not isinstance(batch_timeout, BatchBound):
             fixed = math.inf if batch_timeout is None else batch_timeout
             batch_timeout = BatchBound(fixed=fixed)
-        # What is never run twice should not go down with a batch that it only waited behind.
-        self.slots = Slots(batch_timeout, sends_ahead=max_attempts > 1)
-        self._ledger = CallLedger(
-            self.slots,
+        super().__init__(
+            # What is never run twice should not go down with a batch that it only waited behind.
+            Slots(batch_timeout, sends_ahead=max_attempts > 1),
             max_attempts=max_attempts,
             expired=expired,
             expired_suspect=expired if expired_suspect is None else expired_suspect,
             shared=shared,
         )
-        self.figures = self._ledger.figures
-        self.retries = self._ledger.retries
-        self.health = self._ledger.health
-        self._new_policy: Callable[[], Policy] = lambda: (
-            policy
-            or Policy(
-                batch_size,
-                max_latency,
-                has_lengths=has_lengths,
-                max_batch_cost=math.inf if max_batch_cost is None else max_batch_cost,
-                round_trip=round_trip,
-            )
-        )
         self._new_queue: Callable[[], CallQueue] = lambda: (
             LengthQueue if has_lengths else CallQueue
-        )(self.policy.cost, batch_size, tenant_weights or {})
-        self._new_scheduler: Callable[[], Scheduler] = lambda: BatchScheduler(
-            self._ledger, self.policy
+        )(batch_size, tenant_weights or {})
+        self._new_scheduler: Callable[[], Scheduler] = lambda: scheduler_class(
+            self, batch_size, max_latency, max_batch_cost=max_batch_cost or math.inf
         )
+        self._round_trip = round_trip
         self.deadline = math.inf
         self.on_back: Callable[[BatchRecord], None] | None = None
         self._ids = itertools.count()  # of batches: transports rely on it that they ascend
@@ -151,19 +130,13 @@ class Batcher:
 
     def _assemble(self) -> None:
         """Make what ``rebuild`` makes anew: the queue, and what decides what is cut of it."""
-        self.policy = self._new_policy()
-        self._ledger.queue = self._new_queue()
-        self._scheduler = self._new_scheduler()
-
-    @property
-    def queue(self) -> CallQueue:
-        """The calls that wait. For reading."""
-        return self._ledger.queue
+        self.queue, self.arrivals = self._new_queue(), ArrivalForecast(self._round_trip)
+        self.scheduler = self._new_scheduler()
 
     @property
     def steps(self) -> StepScheduler | None:
         """What is known of the items of a model of steps; None of another one, or before."""
-        return self._scheduler if isinstance(self._scheduler, StepScheduler) else None
+        return self.scheduler if isinstance(self.scheduler, StepScheduler) else None
 
     @property
     def has_steps(self) -> bool:
@@ -173,7 +146,7 @@ class Batcher:
     @property
     def is_behind(self) -> bool:
         """Whether a full batch waits."""
-        return self._ledger.queue.items >= self._scheduler.full
+        return self.queue.items >= self.scheduler.full
 
     # -- what callers do
 
@@ -182,7 +155,7 @@ class Batcher:
 
         One counts at most as the smallest of the large ones, since others overtake the rest of it.
         """
-        most, queue = self._max_pending, self._ledger.queue
+        most, queue = self._max_pending, self.queue
         if queue.items + size <= most:
             return True
         return size <= most and queue.counted + min(size, LARGE * self._batch_size) <= most
@@ -193,14 +166,14 @@ class Batcher:
         To say so at once spares its caller the waiting, and everybody else a queue full of calls
         that come to nothing. It counts as refused then.
         """
-        takes = self._scheduler.hopeless_for(call, now)
+        takes = self.scheduler.hopeless_for(call, now)
         if not takes:
             return 0.0
         if self.is_empty and not self._may_refuse:
             return 0.0  # if none was computed, it would never be known that they are faster now
         self._may_refuse = False
         self.figures.rejected_calls += 1
-        if self._scheduler.is_in_time_alone(call, now):
+        if self.scheduler.is_in_time_alone(call, now):
             # More workers would have computed it in time. They do not help one who gives no time.
             self.figures.refused_items += call.size
         return takes
@@ -213,15 +186,15 @@ class Batcher:
         follows could change them.
         """
         call.arrived_at = now
-        figures, slots, scheduler = self.figures, self.slots, self._scheduler
-        queue, deadlines = self._ledger.queue, self._ledger.deadlines
+        figures, slots, scheduler, queue = self.figures, self.slots, self.scheduler, self.queue
         figures.accepted_calls += 1
         figures.accepted_items += call.size
         if call.is_watched and call.deadline < math.inf:
-            deadlines.add(call)
+            self.deadlines.add(call)
             self._set_deadline(self.deadline)
-        is_first = not queue.items and bool(slots.idle)
-        self.policy.call_arrived(call.size, now, is_first=is_first)
+        self.arrivals.arrived(call.size, now)
+        if slots.idle and not queue.items:
+            scheduler.first_arrived(call.size, now)
         queue.add(call)
         if slots.idle:
             if queue.items < self._enough and queue.goes_by_arrival:
@@ -238,27 +211,6 @@ class Batcher:
         """All the calls have arrived that were said to come."""
         return self._cut(now) if self.slots.idle or self.slots.beside else NOTHING
 
-    def call_cancelled(self, call: Call) -> bool:
-        """Withdraw the call unless a part of it has been sent; returns whether it was withdrawn."""
-        return not call.is_running and self.call_withdrawn(call)
-
-    def call_withdrawn(self, call: Call, *, has_expired: bool = False) -> bool:
-        """The caller has gone. False if it was over already, or never accepted."""
-        return self._ledger.withdraw(call, has_expired=has_expired)
-
-    def take_unwanted(self) -> list[tuple[int, int]]:
-        """The slots and ids of batches that no caller waits for any more, since the last time."""
-        gone = self._ledger.abandoned
-        if not gone:
-            return []
-        self._ledger.abandoned = set()
-        return [
-            (batch.slot, batch.id)
-            for batch in self.slots.in_flight()
-            if all(call.is_over for call, _, _ in batch.spans)
-            and any(call in gone for call, _, _ in batch.spans)
-        ]
-
     # -- what workers do
 
     def worker_ready(self, slot: int, now: float) -> Actions:
@@ -269,15 +221,8 @@ class Batcher:
     def begin_steps(self, places: int, *, resumes: bool = False) -> None:
         """The first worker is about to be ready, and its model is one of steps."""
         log = StepLog(places)
-        self._new_scheduler = lambda: StepScheduler(self._ledger, places, log, resumes=resumes)
-        self._scheduler = self._new_scheduler()
-
-    def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
-        """A worker has taken a step; the calls of streams, each with an output to be handed out.
-
-        What is over by that comes back as batches do: ``batch_returned`` is called with it next.
-        """
-        return self._scheduler.stepped(report, now)
+        self._new_scheduler = lambda: StepScheduler(self, places, log, resumes=resumes)
+        self.scheduler = self._new_scheduler()
 
     def worker_retiring(self, slot: int, now: float) -> Actions:
         """A worker that is ready is to end when it has finished what it holds."""
@@ -292,25 +237,16 @@ class Batcher:
             self.slots.release(slot)  # it was to be replaced
         return self._cut(now)
 
-    def worker_dying(self, slot: int) -> None:
-        """A worker will be said to be lost, after what it still answered: it gets no more."""
-        if slot in self.slots:
-            self.slots.close(slot)
-
-    def items_held(self, slot: int) -> int:
-        """How many items the worker has that was ready."""
-        return sum(batch.size for batch in self.slots.in_flight() if batch.slot == slot)
-
     def answered_alone(self, report: BatchReport) -> Call | None:
         """The call that has all its results by this report, if nothing else is to be done then."""
-        if self._ledger.queue.items or self.retries.waiting or self.has_steps:
+        if self.queue.items or self.retries.waiting or self.slots.places:
             return None
         if report.failure is not None or report.failures:
             return None
-        spans = self.slots.spans(report.slot, report.batch_id)
-        if len(spans) != 1:
+        batch = self.slots[report.slot].batches.get(report.batch_id)
+        if batch is None or len(batch.spans) != 1:
             return None
-        call, start, stop = spans[0]
+        call, start, stop = batch.spans[0]
         return None if call.is_over or stop - start != call.size else call
 
     def batch_returned(self, report: BatchReport, now: float) -> Actions:
@@ -324,15 +260,15 @@ class Batcher:
         )
         batch.report, batch.back_at, batch.has_failed = report, now, has_failed
         self._may_refuse = True
-        ledger, scheduler = self._ledger, self._scheduler
+        scheduler = self.scheduler
         scheduler.came_back(batch)
         if report.failure is not None:
-            ledger.batch_failed(batch)
+            self.batch_failed(batch)
         else:
             if report.stages is not None and not report.runs:
                 self.slots.stages_took(report.stages)
             # What is about to come back is known before it is decided what to cut.
-            scheduler.answered(batch, ledger.batch_done(batch))
+            scheduler.answered(batch, self.batch_done(batch))
         actions = self._cut(now, vacant)
         if self.on_back is None:
             batch.release()
@@ -358,16 +294,16 @@ class Batcher:
                 None if that is not known.
             is_outage: whether it was lost with its host, whatever it computed.
         """
-        ledger, scheduler = self._ledger, self._scheduler
+        scheduler = self.scheduler
         lost = self.slots.remove(slot)
         new = [batch for batch in lost if batch.search is None]
         self.health.lost(slot, now, had_new_items=bool(new))
         for batch in new:
             self.figures.metrics.was_cut(batch)
         again, cut_off = scheduler.divide_lost(lost)
-        ledger.worker_lost(again, failure, batch_id, begun, is_outage=is_outage)
+        self.run_lost_again(again, failure, batch_id, begun, is_outage=is_outage)
         for batch in cut_off:
-            self.retries.given_up(batch, ledger.fail_spans(batch.spans, failure))
+            self.retries.given_up(batch, self.fail_spans(batch.spans, failure))
         if self.has_steps and self.on_back is not None:
             for batch in lost:  # perhaps after hours, so the recorder learns of its end
                 batch.report = BatchReport(batch.id, failure=failure, slot=slot)
@@ -380,9 +316,9 @@ class Batcher:
 
     def time_passed(self, now: float) -> Actions:
         """The deadline is reached."""
-        if self._ledger.deadlines.next <= now:
-            for call in self._ledger.deadlines.ended(now):
-                self._ledger.expire(call)
+        if self.deadlines.next <= now:
+            for call in self.deadlines.ended(now):
+                self.expire(call)
         hung = self.slots.hung(now) if self.slots.next_look <= now else []
         return self._cut(now, hung=hung)
 
@@ -391,36 +327,11 @@ class Batcher:
 
         That is: which calls are open, in the order of their arrival, what they lack, which batches
         the workers hold, and what was counted so far. What was learned of the model is learned
-        anew, except by a policy that was given. Call ``time_passed`` next.
+        anew. Call ``time_passed`` next.
         """
         self._assemble()
-        self._ledger.rebuild(calls, now)
+        super().rebuild(calls, now)
         self.deadline = now
-
-    def end_all(
-        self, calls: Sequence[Call], failure: Any, now: float, returned: Sequence[BatchReport] = ()
-    ) -> list[int]:
-        """Fail all calls that are not over, when the state is in doubt, and ``rebuild`` it.
-
-        Workers do not hold any more what they have ``returned``, applied or not.
-
-        Returns:
-            Retiring slots that have nothing left to do.
-        """
-        vacant = self._ledger.end_all(calls, failure, returned)
-        self.rebuild((), now)
-        return vacant
-
-    def forget_workers(self) -> None:
-        """All workers are gone, with what they held."""
-        for slot in self.slots.numbers():
-            self.slots.remove(slot)
-
-    def fail_all(self, failure: Any) -> Sequence[Call]:
-        """End every call that is not over, pending or in flight."""
-        self._ledger.fail_all(failure)
-        self._set_deadline(math.inf)
-        return self._ledger.take_ended()
 
     # -- what is cut
 
@@ -429,10 +340,10 @@ class Batcher:
 
         What else is to be done goes with it.
         """
-        ledger, retries, scheduler = self._ledger, self.retries, self._scheduler
-        queue, idle, without_ahead = ledger.queue, self.slots.idle, self.slots.without_ahead
+        queue, retries, scheduler = self.queue, self.retries, self.scheduler
+        idle, without_ahead = self.slots.idle, self.slots.without_ahead
         batches: list[BatchRecord] = []
-        condemned = ledger.judge_workers(now) if self.health.held_back else ()
+        condemned = self.judge_workers(now) if self.health.held_back else ()
         wait_until, self._enough = math.inf, 0
         while True:
             if retries.waiting:
@@ -456,7 +367,7 @@ class Batcher:
                     wait_until, self._enough = decision.wait_until, decision.enough
                     break
         self._set_deadline(wait_until)
-        calls = ledger.take_ended()
+        calls = self.take_ended() if self.ended else ()
         searches = retries.take_ended() if retries.searches or retries.raised else ()
         if not (batches or calls or vacant or searches or hung or condemned):
             return NOTHING
@@ -464,71 +375,43 @@ class Batcher:
 
     def _set_deadline(self, wait_until: float) -> None:
         """Set ``deadline``: of what waits the one that is given, or an earlier one."""
-        deadline = min(wait_until, self.slots.next_look, self._ledger.deadlines.next)
+        deadline = min(wait_until, self.slots.next_look, self.deadlines.next)
         if self.health.held_back:
             deadline = min(deadline, self.health.due)
         self.deadline = deadline
 
     def _cut_waiting(self, slot: int, decision: Decision, now: float) -> Sequence[BatchRecord]:
         """A batch for the slot; none if all that waited came too late."""
-        queue = self._ledger.queue
-        finish = self._scheduler.finish(slot, decision.size, now)
-        batch = queue.take(decision, now, finish, self._ledger.expire)
+        batch = self.queue.take(decision, now, self.expire)
         if batch is None:
             return ()
-        batch.id, batch.slot, batch.is_full = next(self._ids), slot, queue.items > 0
+        batch.is_full = self.queue.items > 0
         if self.retries.waiting:
             self.retries.is_turn_of_new = False
-        self._give(batch, now)
-        return (batch,)
+        return self._give(batch, slot, now)
 
     def _cut_part(self, slot: int, now: float) -> Sequence[BatchRecord]:
         """A part of a batch that failed, to be run again; none if no caller waits for any."""
-        part = self.retries.next(now, self._ledger.expire)
+        part = self.retries.next(now, self.expire)
         if part is None:
             return ()
-        part.id, part.slot = next(self._ids), slot
-        self._give(part, now)
+        given = self._give(part, slot, now)
         del self.retries.waiting[0]
-        return (part,)
+        return given
 
-    def _give(self, batch: BatchRecord, now: float) -> None:
+    def _give(self, batch: BatchRecord, slot: int, now: float) -> Sequence[BatchRecord]:
         """The batch is its worker's from now on."""
-        batch.cut_at = now
-        self.slots.give(batch, now, self._scheduler.prepare(batch))
+        batch.id, batch.slot, batch.cut_at = next(self._ids), slot, now
+        self.slots.give(batch, now, self.scheduler.prepare(batch))
+        return (batch,)
 
     # -- what it says of itself
 
-    def in_flight(self) -> list[BatchRecord]:
-        """The batches that workers hold, or are about to be sent, in the order of their ids."""
-        return sorted(self.slots.in_flight(), key=lambda batch: batch.id)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no call waits and no batch is in flight."""
-        return not (self._ledger.queue.items or self.retries.waiting or self.slots.items)
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether no call is waiting, though a worker may still be computing."""
-        return not self._ledger.queue.items and all(
-            call.is_over for part in self._ledger.parts() for call, _, _ in part.spans
-        )
-
-    @property
-    def pending_items(self) -> int:
-        """Items that are not with a worker, be it yet or any more."""
-        return self._ledger.queue.items + self.retries.items
-
-    def load(self, failed: int, start_duration: float) -> Load:
-        """What there is to do, for ``Autoscaling``."""
-        return self._scheduler.load(failed, start_duration)
-
     def check_invariants(self) -> None:
-        """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
-        self._ledger.check_invariants(self._batch_size)
-        assert self._ledger.queue.counted <= self._max_pending
-        self._scheduler.check_invariants(self._batch_size, self.deadline)
+        super().check_invariants()
+        assert self.queue.counted <= self._max_pending
+        assert all(1 <= part.size <= self._batch_size for part in self.parts())
+        self.scheduler.check_invariants(self._batch_size, self.deadline)
 
 
 def build_batcher(
@@ -536,7 +419,6 @@ def build_batcher(
     *,
     has_lengths: bool,
     round_trip: float = 0.0,
-    policy: Policy | None = None,
     **hooks: Any,
 ) -> Batcher:
     """The batcher of a streamer with these options; ``hooks`` are arguments of ``Batcher``, too."""
@@ -550,6 +432,5 @@ def build_batcher(
         tenant_weights=options.tenant_weights,
         has_lengths=has_lengths,
         round_trip=round_trip,
-        policy=policy,
         **hooks,
     )

@@ -24,14 +24,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..observe.metrics import RECENT, BatchMetrics
 from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Call, CallState, Span
 from ..supervision.health import Health
 from .call_queue import CallQueue
-from .isolation import MOST_DEVICE_FAILURES, Raised, Retries
+from .isolation import MOST_DEVICE_FAILURES, MOST_OUTAGES, Raised, Retries
+from .learning import ArrivalForecast
 from .slots import Slots
 
 #: A member of an enum is looked up in Python, and every call asks for this one.
@@ -65,15 +66,13 @@ class Figures:
 class CallLedger:
     """The state of a batcher: every change of a call's or a batch's state is made here.
 
-    Args:
-        slots: of the workers.
-        max_attempts, expired, expired_suspect, shared: as for ``Batcher``.
-
     Attributes:
         queue: calls with items that are not cut; made anew with the batcher's state.
+        arrivals: of calls, and which are about to come; made anew as well.
     """
 
     queue: CallQueue
+    arrivals: ArrivalForecast
 
     def __init__(
         self,
@@ -90,15 +89,51 @@ class CallLedger:
         self.figures = Figures()
         self.deadlines: Deadlines[Call] = Deadlines()  # of the calls that are to expire here
         self.abandoned: set[Call] = set()  # over, while a worker may still be at them
-        self._ended: list[Call] = []  # since ``take_ended``
+        self.ended: list[Call] = []  # to be answered; see ``take_ended``
         self._expired = expired
         self._expired_suspect = expired_suspect
         self._shared = shared
 
     def take_ended(self) -> Sequence[Call]:
         """The calls that are over since the last time, and are to be answered."""
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         return ended
+
+    # -- what there is
+
+    def waiting(self) -> Iterator[tuple[Call, int]]:
+        """What waits for a worker, be it yet or again: calls, perhaps in parts, and their items."""
+        for call in self.queue:
+            yield call, call.pending
+        for part in self.retries.waiting:
+            for call, start, stop in part.spans:
+                if not call.is_over:
+                    yield call, stop - start
+
+    def in_flight(self) -> list[BatchRecord]:
+        """The batches that workers hold, or are about to be sent, in the order of their ids."""
+        return sorted(self.slots.in_flight(), key=lambda batch: batch.id)
+
+    def parts(self) -> list[BatchRecord]:
+        """All that has items which are not in the queue, in flight or to be run again."""
+        return [*self.slots.in_flight(), *self.retries.waiting]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no call waits and no batch is in flight."""
+        return not (self.queue.items or self.retries.waiting or self.slots.items)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether no call is waiting, though a worker may still be computing."""
+        return not self.queue.items and all(
+            call.is_over for part in self.parts() for call, _, _ in part.spans
+        )
+
+    @property
+    def pending_items(self) -> int:
+        """Items that are not with a worker, be it yet or any more."""
+        return self.queue.items + self.retries.items
 
     # -- calls
 
@@ -112,16 +147,16 @@ class CallLedger:
             self.suspect_worker(batch, next(iter(report.failures.values())))
         else:
             self.health.computed(batch.slot)
-        before, failed_before = len(self._ended), figures.failed_calls
+        before, failed_before = len(self.ended), figures.failed_calls
         self._give_results(batch)
-        over, failed = len(self._ended) - before, figures.failed_calls - failed_before
+        over, failed = len(self.ended) - before, figures.failed_calls - failed_before
         figures.answered_calls += over - failed
         if report.failures or report.runs:
             self.retries.some_failed(batch, failed)
         return over
 
     def _give_results(self, batch: BatchRecord) -> None:
-        outputs, failures, ended = batch.report.outputs, batch.report.failures, self._ended
+        outputs, failures, ended = batch.report.outputs, batch.report.failures, self.ended
         start = 0
         for call, first, last in batch.spans:
             size = last - first
@@ -160,7 +195,7 @@ class CallLedger:
         """The call, which is not over, fails."""
         self._leave(call, failure)
         self.figures.failed_calls += 1
-        self._ended.append(call)
+        self.ended.append(call)
 
     def fail_spans(self, spans: Sequence[Span], failure: Any) -> int:
         """Fail the calls of the spans that are not over; returns how many these are."""
@@ -178,14 +213,10 @@ class CallLedger:
         )
         self._leave(call, self._expired_suspect if is_suspect else self._expired)
         self.figures.expired_calls += 1
-        self._ended.append(call)
+        self.ended.append(call)
 
-    def withdraw(self, call: Call, *, has_expired: bool) -> bool:
-        """The caller has gone, since its time has ended or for another reason.
-
-        Returns:
-            False if the call was over already, or never accepted.
-        """
+    def withdraw(self, call: Call, *, has_expired: bool = False) -> bool:
+        """The caller has gone. False if the call was over already, or never accepted."""
         if call.state is CallState.NEW or call.is_over:
             return False
         self._leave(call)
@@ -194,6 +225,19 @@ class CallLedger:
         else:
             self.figures.cancelled_calls += 1
         return True
+
+    def take_unwanted(self) -> list[tuple[int, int]]:
+        """The slots and ids of batches that no caller waits for any more, since the last time."""
+        gone = self.abandoned
+        if not gone:
+            return []
+        self.abandoned = set()
+        return [
+            (batch.slot, batch.id)
+            for batch in self.slots.in_flight()
+            if all(call.is_over for call, _, _ in batch.spans)
+            and any(call in gone for call, _, _ in batch.spans)
+        ]
 
     def _leave(self, call: Call, failure: Any = None) -> None:
         """The call is over. Whoever counts it does so next.
@@ -230,7 +274,7 @@ class CallLedger:
             return
         health = self.health
         health.failed(batch.slot, batch.back_at)
-        if health.is_suspect(batch.slot) and self.slots.takes(batch.slot):
+        if health.is_suspect(batch.slot) and self.slots[batch.slot].takes:
             health.held_back.append(batch.slot)
             self.slots.hold_back(batch.slot)
 
@@ -244,7 +288,7 @@ class CallLedger:
             self.slots.release(slot)
         return condemned
 
-    def worker_lost(
+    def run_lost_again(
         self,
         lost: Sequence[BatchRecord],
         failure: Any,
@@ -253,28 +297,29 @@ class CallLedger:
         *,
         is_outage: bool,
     ) -> None:
-        """A worker has died with these batches: they are run again, or their calls fail.
+        """A worker has died with these batches, in the order in which they were sent.
 
-        Args:
-            lost: the batches, in the order in which they were sent.
-            failure, batch_id, begun, is_outage: as for ``Batcher.worker_lost``.
+        They are run again, or their calls fail; see ``Batcher.worker_lost``.
         """
-        retries = self.retries
         for position, batch in enumerate(lost):
             is_begun = begun is None or batch.id in begun
             # One that was sent ahead has probably not begun, and is run as a whole first.
             is_ahead = begun is None and position > 0
-            if is_outage and is_begun and not (is_ahead and self.slots.is_one_by_one):
-                is_rerun = retries.met_outage(batch, failure)
-            elif is_outage or (batch_id is None and not is_begun):
-                is_rerun = retries.not_begun(batch, failure)
-            elif batch_id is None:
-                is_rerun = retries.killed(batch, failure, as_it_was=is_ahead)
-            elif batch.id == batch_id or (begun is not None and is_begun):
+            is_counted, attempts = False, math.inf
+            if is_outage:  # whatever it computed; but an item may end one host after the other
+                is_met = is_begun and not (is_ahead and self.slots.is_one_by_one)
+                is_counted = is_met and batch.outages < MOST_OUTAGES
+                is_to_blame, is_ahead = is_met and not is_counted, False
+            elif batch_id is not None:
                 # What a device was asked to do it may say later, of another batch.
-                is_rerun = retries.killed(batch, failure, attempts=MOST_DEVICE_FAILURES)
+                is_to_blame = batch.id == batch_id or (begun is not None and is_begun)
+                attempts, is_ahead = MOST_DEVICE_FAILURES, False
             else:
-                is_rerun = retries.not_begun(batch, failure)
+                is_to_blame = is_begun
+            is_rerun = self.retries.run_again(
+                batch, failure, is_to_blame=is_to_blame, as_it_was=is_ahead, attempts=attempts,
+                outages=int(is_counted),
+            )  # fmt: skip
             if not is_rerun:
                 self._give_up(batch, failure)
 
@@ -295,22 +340,25 @@ class CallLedger:
 
     # -- all of them
 
-    def parts(self) -> list[BatchRecord]:
-        """All that has items which are not in the queue, in flight or to be run again."""
-        return [*self.slots.in_flight(), *self.retries.waiting]
-
-    def fail_all(self, failure: Any) -> None:
-        """End every call that is not over, pending or in flight."""
+    def fail_all(self, failure: Any) -> Sequence[Call]:
+        """End every call that is not over, pending or in flight; returns those to be answered."""
         for part in self.parts():
             self.fail_spans(part.spans, failure)
         self.retries.waiting = []
         for call in list(self.queue):  # a copy, since failing one may sweep the queue
             self.fail(call, failure)
+        return self.take_ended()
 
     def end_all(
-        self, calls: Sequence[Call], failure: Any, returned: Sequence[BatchReport]
+        self, calls: Sequence[Call], failure: Any, now: float, returned: Sequence[BatchReport] = ()
     ) -> list[int]:
-        """Fail the calls, whatever the queue says; the closing slots that hold nothing now."""
+        """Fail all calls that are not over, when the state is in doubt, and ``rebuild`` it.
+
+        Workers do not hold any more what they have ``returned``, applied or not.
+
+        Returns:
+            Retiring slots that have nothing left to do.
+        """
         for call in calls:
             if call.state is CallState.WAITING:
                 # The queue may not be what it should be: nothing is removed from it. What was not
@@ -318,7 +366,9 @@ class CallLedger:
                 call.state = CallState.RUNNING
             self.fail(call, failure)
         self.retries.waiting = []
-        return self.slots.let_go((report.slot, report.batch_id) for report in returned)
+        vacant = self.slots.let_go((report.slot, report.batch_id) for report in returned)
+        self.rebuild((), now)
+        return vacant
 
     def rebuild(self, calls: Sequence[Call], now: float) -> None:
         """Derive the rest from the batches that workers hold, and the calls that are not over.
@@ -326,7 +376,7 @@ class CallLedger:
         Args:
             calls: in the order of their arrival. They wait in the queue, which is new.
         """
-        self._ended, self.deadlines = [], Deadlines()
+        self.ended, self.deadlines = [], Deadlines()
         self.health.release()
         self.slots.recount(now)
         in_flight = self.slots.in_flight()
@@ -353,16 +403,18 @@ class CallLedger:
         over += figures.expired_calls + figures.cancelled_calls
         figures.accepted_calls = over + len(calls)
 
-    def check_invariants(self, batch_size: int) -> None:
-        """Raise ``AssertionError`` if calls and batches contradict each other. For tests."""
+    def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if the state contradicts itself: a bug here. For tests."""
         self.queue.check_invariants()
         self.slots.check_invariants()
-        assert not self._ended
-        unanswered = Counter({call: call.pending for call in self.queue})
-        for part in self.parts():
-            assert part.size == sum(stop - start for _, start, stop in part.spans)
-            assert 1 <= part.size <= batch_size
-            for call, start, stop in part.spans:
+        assert not self.ended
+        unanswered: Counter[Call] = Counter()
+        for call, items in self.waiting():
+            unanswered[call] += items
+        assert self.pending_items == sum(unanswered.values())
+        for batch in self.slots.in_flight():
+            assert batch.size == sum(stop - start for _, start, stop in batch.spans)
+            for call, start, stop in batch.spans:
                 if not call.is_over:
                     unanswered[call] += stop - start
         assert all(call.unanswered == size for call, size in unanswered.items())

@@ -8,14 +8,17 @@ however many wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from ..observe.record import ORDINARY, BatchRecord, Call, CallState, Reason, Span
 from .learning import LearnedCost
-from .policy import FIXED_COSTS, Decision, Finish
 from .turns import TurnOrder
 
+#: A batch is nearly as fast as a larger one if it takes so many times its cost beside the items.
+#: Chosen by reasoning: then about a tenth of the throughput is lost.
+FIXED_COSTS = 9.0
 #: What a batch has of large calls, where small ones come beside them, takes at least this time,
 #: seconds. Chosen by reasoning: nobody feels it, and no hand-over costs as much.
 LARGE_SECONDS = 0.05
@@ -29,25 +32,71 @@ MIXED_BATCHES = 16
 #: Members of an enum are looked up in Python, and every call asks for these.
 _WAITING, _RUNNING = CallState.WAITING, CallState.RUNNING
 
+#: Of items, so that a batch which is back just in time is not one item smaller.
+_ROUNDING = 1e-9
+
+
+class Finish(NamedTuple):
+    """When a batch is back, by its size; as far as that is known."""
+
+    likely: float  # a batch without items, as predicted
+    each: float = 0.0  # what each item adds, seconds
+    #: The smallest batch that is worth it for the sake of its first call. The others have to wait
+    #: for another batch. Infinity for none.
+    least: float = math.inf
+    safely: float = math.inf  # a batch without items, if it is as slow as it hardly ever is
+    safely_each: float = 0.0  # what each item adds then, seconds
+
+    def last(self, now: float, size: int) -> float:
+        """When a batch of that size is likely back: a call with a later deadline is in time."""
+        return max(now, self.likely + self.each * size)
+
+    def room(self, deadline: float, most: int) -> int:
+        """The most items of a batch that is surely back by then, if a smaller one is worth it."""
+        if self.least >= most or not self.safely_each:
+            return most
+        fits = int((deadline - self.safely) / self.safely_each + _ROUNDING)
+        return min(most, fits) if fits >= self.least else most
+
+
+#: Nothing is known, so no call is late before its time has ended.
+UNKNOWN = Finish(-math.inf)
+
+
+@dataclass(slots=True)
+class Decision:
+    """What to do with the items that wait."""
+
+    size: int  # the most items to cut into a batch now; 0 to wait
+    reason: Reason  # why the batch gets no more items
+    wait_until: float = -math.inf  # when to decide again if nothing happens before
+    max_cost: float = math.inf  # the most that the batch may cost, unless one item costs more
+    cost_reason: Reason = Reason.COST  # why it gets no more items, if ``max_cost`` ends it
+    #: With fewer items it is still best to wait: each call that comes until then is one that was
+    #: expected. 0 where that is not known.
+    enough: int = 0
+    finish: Finish = UNKNOWN  # when the batch will be back
+
 
 class CallQueue:
     """The queue of calls with items that are not cut yet.
 
     Args:
-        cost: what batches cost; learned elsewhere.
         batch_size: the most items of a batch.
         weights: of the tenants whose weight is not 1.
 
     Attributes:
         items: how many wait.
+        cost: what batches cost; learned elsewhere.
     """
 
-    def __init__(self, cost: LearnedCost, batch_size: int, weights: Mapping[str, float]) -> None:
+    has_lengths = False
+
+    def __init__(self, batch_size: int, weights: Mapping[str, float]) -> None:
         self.items = 0
-        self._cost = cost
+        self.cost = LearnedCost()
         self._batch_size = batch_size
         self._turns: TurnOrder[Call] = TurnOrder(weights)
-        self._orders: tuple[TurnOrder[Any], ...] = (self._turns,)
         self._large: set[Call] = set()  # those that wait
         self._large_items = LARGE * batch_size  # from so many on a call is large
         self._large_work = math.inf  # and if its items cost so much
@@ -80,22 +129,25 @@ class CallQueue:
         call.state = _WAITING
         pending = call.pending
         self.items += pending
-        group = self._turns.ordinary
+        turns = self._turns
+        group = turns.ordinary
         is_small = pending < self._large_items and pending < self._large_work
-        if is_small and call.precedence is ORDINARY and group.calls:
-            group.add(call, pending)  # as the rest would, in less time
+        if is_small and call.precedence is ORDINARY and (group.calls or group is turns.sole):
+            call.group = group  # as the rest would, in less time
+            group.calls.append(call)
+            group.work += pending
+            if call.deadline < math.inf:
+                group.timed += pending
             return
         size_class = self._size_class(call, pending)
         if size_class:
             self._large.add(call)
-        self._turns.add(call, pending, pending, size_class)
+        turns.add(call, pending, pending, size_class)
 
     def _begin(self) -> None:
         """The first call is about to wait, after none did."""
-        self._learn()  # batches of lone calls have come back, which were never here
         self._mixed = 0
-        for order in self._orders:
-            order.forget()
+        self._turns.forget()
 
     def _size_class(self, call: Call, work: float) -> int:
         """0 if the call, which costs so much, is small.
@@ -117,31 +169,32 @@ class CallQueue:
             return 0.0
         work, unit = work_of(call, range(call.size)), self.work / self.items
         size_class = self._size_class(call, work)
-        return sum([order.ahead(call, size_class, work, unit) for order in self._orders])
+        return self._ahead(call, size_class, work, unit)
+
+    def _ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
+        return self._turns.ahead(call, size_class, work, unit)
 
     @property
     def goes_by_arrival(self) -> bool:
         """Whether all calls that wait are alike, and items have no lengths."""
-        return self._turns.sole is not None
+        return self._turns.sole is not None and not self.has_lengths
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; there must be one."""
-        return min([order.oldest_arrival() for order in self._orders])
+        return self._turns.oldest_arrival()
 
     def first_deadline(self, now: float) -> float:
         """When the time of the call ends whose turn it is; there must be one."""
         return self._turns.head(now).deadline
 
     def take(
-        self, decision: Decision, now: float, finish: Finish, expire: Callable[[Call], None]
+        self, decision: Decision, now: float, expire: Callable[[Call], None]
     ) -> BatchRecord | None:
         """Cut what was decided: the first items in order, but nothing that comes too late.
 
-        A call whose time ends before the batch is likely back gives way as long as there are others
-        to fill the batch. Under overload the oldest calls are always those whose time is about to
-        end: to compute them would waste every batch. Without that need such a call is computed,
-        since the expectation may be wrong. But one that is late at the earliest is left out, too,
-        so that the others are sooner back; except the last one.
+        A call whose time ends before the batch is likely back is left out, except the last one.
+        Under overload the oldest calls are always those whose time is about to end: to compute them
+        would waste every batch.
 
         Args:
             expire: ends a call that is left out.
@@ -150,13 +203,13 @@ class CallQueue:
             The batch, which has no number and no slot yet; None if all came too late.
         """
         self._learn()
-        room, reason = decision.size, decision.reason
+        room, reason, finish = decision.size, decision.reason, decision.finish
         is_bounded = decision.max_cost < room
         if is_bounded:  # each costs one
             room = max(1, int(decision.max_cost))
         surely = finish.last(now, min(room, self.items))
-        large = int(max(1.0, min(self._large_cost_now(), self._batch_size)))
         turns, sole, large_calls = self._turns, self._turns.sole, self._large
+        large = int(max(1.0, min(self._large_cost_now(), self._batch_size))) if large_calls else 0
         taken: dict[Call, int] = {}  # how many of each call, which may have several turns
         count = 0
         while count < room and self.items > count:
@@ -179,7 +232,7 @@ class CallQueue:
                 if not count:
                     room = finish.room(call.deadline, room)
                     size = min(size, room)
-            if large_calls and call in large_calls:
+            if call in large_calls:
                 if not large:
                     reason, is_bounded = Reason.TURN, False
                     break
@@ -195,38 +248,38 @@ class CallQueue:
         if not taken:
             return None
         if sole is not None:
-            timed = sum([size for call, size in taken.items() if call.deadline < math.inf])
-            turns.sole_took(count)
-            turns.count_out(sole, count, timed)
-        spans: list[Span] = []
-        payloads: list[Any] = []
+            timed = sum([n for call, n in taken.items() if call.deadline < math.inf])
+            turns.sole_took(count, timed)
+        spans = []
         for call, size in taken.items():
-            pending = call.pending
-            start = call.size - pending
+            start = call.size - call.pending
             spans.append((call, start, start + size))
-            payloads += call.payloads[start : start + size]
-            call.pending = pending - size
-            if size == pending:
-                call.state = _RUNNING
-        self._cut(taken, count)
-        batch = BatchRecord(-1, -1, spans, payloads)
+        batch = self._cut(taken, spans)
         batch.reason = decision.cost_reason if is_bounded and self.items else reason
         return batch
 
-    def _cut(self, calls: Iterable[Call], items: int) -> None:
-        """So many items of these calls, perhaps their last ones, are in a batch now."""
-        self.items -= items
+    def _cut(self, taken: Mapping[Call, int], spans: list[Span]) -> BatchRecord:
+        """A batch of these spans, in which so many items of each call are now."""
+        payloads: list[Any] = []
+        for call, start, stop in spans:
+            payloads += call.payloads[start:stop]
+        for call, size in taken.items():
+            call.pending -= size
+            if not call.pending:
+                call.state = _RUNNING
+        self.items -= len(payloads)
         if self._large:
-            self._large.difference_update([call for call in calls if not call.pending])
+            self._large.difference_update([call for call in taken if not call.pending])
+        return BatchRecord(-1, -1, spans, payloads)
 
     def _learn(self) -> None:
         """What is large, now that more batches are back."""
-        if self._cost.is_fitted:
+        if self.cost.is_fitted:
             self._learn_share(2.0)
 
     def _learn_share(self, least: float) -> None:
         """What a batch may cost of large calls; one that costs less than ``least`` is small."""
-        base, per_unit = self._cost.padding
+        base, per_unit = self.cost.padding
         if per_unit:
             self._share = max(LARGE_SECONDS, FIXED_COSTS * base) / per_unit
             self._large_work = max(least, LARGE * self._share)
@@ -255,14 +308,11 @@ class CallQueue:
         waiting = self.items - taken
         size = taken + min(room, waiting)
         judged = size if taken or size < finish.least else finish.least
-        deadline, added = call.deadline, finish.each * judged
-        if deadline <= now:
+        if call.deadline <= now:
             return True
         if waiting == call.pending and not taken:
             return False  # if none was computed, it would never be known that they are not late
-        if deadline < finish.earliest + added:
-            return True
-        return deadline < finish.likely + added and waiting > room
+        return call.deadline < finish.likely + finish.each * judged
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if what waits and the counts differ. For tests."""
@@ -270,7 +320,7 @@ class CallQueue:
         assert self.items == sum(call.pending for call in waiting)
         assert all(call.state is _WAITING for call in waiting)
         assert self._large <= waiting
-        if len(self._orders) == 1:
+        if not self.has_lengths:
             self._turns.check_invariants({call: call.pending for call in waiting})
 
 

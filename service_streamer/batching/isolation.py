@@ -56,12 +56,7 @@ class Raised(NamedTuple):
 
 
 class Retries:
-    """The parts of lost batches that wait to be run again, and the searches that they belong to.
-
-    Args:
-        slots: of the workers.
-        max_attempts: how many deaths of workers an item may have been there for; 1 for none again.
-    """
+    """The parts of lost batches that wait to be run again, and the searches that they belong to."""
 
     def __init__(self, slots: Slots, *, max_attempts: int) -> None:
         self._slots = slots
@@ -139,75 +134,50 @@ class Retries:
         self.waiting = [part for part in self.waiting if part.search is not search]
         return dropped
 
-    # -- what became of batches: whether they are run again, or else their calls fail
+    # -- what became of batches
 
-    def killed(
+    def run_again(
         self,
         batch: BatchRecord,
         failure: Any,
         *,
+        is_to_blame: bool,
+        as_it_was: bool,
         attempts: float = math.inf,
-        as_it_was: bool = False,
+        outages: int = 0,
     ) -> bool:
-        """A worker died with the batch: it is run again in parts, or ``as_it_was``.
+        """A worker was lost with the batch: it is run again, or else its calls fail.
 
-        If another death is the last that its items may be there for, they are run one by one.
+        If its items may have killed the worker it is run in parts, or once more ``as_it_was``. If
+        another death is the last that they may be there for, they are run one by one.
 
         Args:
             attempts: so many at most, if that is less than ``max_attempts``.
+            outages: of its host, that count as such.
         """
-        search = self._search(batch, failure)
-        if search is None:
-            return False
-        search.deaths_left -= 1
-        losses, most = batch.losses + 1, min(self._max_attempts, attempts)
-        # As it ran: if one item is left of several, it is not known to be to blame.
-        is_guilty = batch.size == 1 and losses >= most
-        if is_guilty or search.deaths_left <= 0:
-            return False
         spans = _unanswered(batch.spans)
-        parts = [spans]
-        if not as_it_was:
-            items = [(call, i, i + 1) for call, start, stop in spans for i in range(start, stop)]
-            room = 1 if losses + 1 >= most else math.isqrt(len(items))
-            parts = [items[at : at + room] for at in range(0, len(items), room)]
-        self._run_again(parts, search, losses, batch.outages)
-        return True
-
-    def not_begun(self, batch: BatchRecord, failure: Any, *, is_outage: bool = False) -> bool:
-        """Its worker was lost before it began with the batch: that is run again as it was."""
-        search = self._search(batch, failure)
-        if search is None:
+        if self._max_attempts == 1 or not spans:
             return False
-        spans = _unanswered(batch.spans)
-        self._run_again([spans], search, batch.losses, batch.outages + is_outage)
-        return True
-
-    def met_outage(self, batch: BatchRecord, failure: Any) -> bool:
-        """Its worker was lost with its host, whatever it computed: it is run again as it was.
-
-        After some times it counts as ``killed``: perhaps an item of it has ended these hosts.
-        """
-        if batch.outages >= MOST_OUTAGES:
-            return self.killed(batch, failure)
-        return self.not_begun(batch, failure, is_outage=True)
-
-    def _search(self, batch: BatchRecord, failure: Any) -> Search | None:
-        """The batch's, which begins if it has none; None if it is not run again."""
-        if self._max_attempts == 1 or not _unanswered(batch.spans):
-            return None
         search: Search | None = batch.search
         if search is None:
             search = Search(batch.size, failure, deaths_allowed(batch.size, self._max_attempts))
             self.searches.append(search)
-        return search
-
-    def _run_again(
-        self, parts: Sequence[Sequence[Span]], search: Search, losses: int, outages: int
-    ) -> None:
-        again = [_part(spans, search, losses, outages) for spans in parts]
+        losses, parts = batch.losses, [spans]
+        if is_to_blame:
+            search.deaths_left -= 1
+            losses, most = losses + 1, min(self._max_attempts, attempts)
+            # As it ran: if one item is left of several, it is not known to be to blame.
+            is_guilty = batch.size == 1 and losses >= most
+            if is_guilty or search.deaths_left <= 0:
+                return False
+            if not as_it_was:
+                items = [(call, i, i + 1) for call, start, end in spans for i in range(start, end)]
+                room = 1 if losses + 1 >= most else math.isqrt(len(items))
+                parts = [items[at : at + room] for at in range(0, len(items), room)]
+        again = [_part(spans, search, losses, batch.outages + outages) for spans in parts]
         self.retried_items += sum(part.size for part in again)
         self.waiting += again
+        return True
 
     def given_up(self, batch: BatchRecord, failed: int) -> None:
         """So many calls of the batch have failed for good."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: How long callers are watched for after their answers, as a share of the batch's duration.
@@ -257,13 +258,20 @@ class ArrivalForecast:
         self._burst_gap += (lasted / arrived - self._burst_gap) * LEARNING_RATE
 
 
+def _means(
+    sums: list[float], products: Sequence[float], weight: float, keep: float
+) -> tuple[list[float], list[float]]:
+    """The sums with one more batch, the first of which is that of the weights; and their means."""
+    sums = [so_far * keep + weight * new for so_far, new in zip(sums, products, strict=True)]
+    return sums, [each / sums[0] for each in sums[1:]]
+
+
 class LearnedCost:
     """The line of durations over costs. Not thread-safe.
 
     Attributes:
         base: what a batch costs however small it is, seconds; 0 at least.
         per_unit: what each unit of cost adds, seconds; 0 at least.
-        is_known: whether there was a batch.
         is_fitted: whether the line is more than a guess: there were some batches, not all alike.
         was_fitted: whether it ever was. The slope is kept while all batches are alike.
     """
@@ -273,11 +281,11 @@ class LearnedCost:
 
     def _forget(self) -> None:
         self.base = self.per_unit = 0.0
-        self.is_known = self.is_fitted = self.was_fitted = False
+        self.is_fitted = self.was_fitted = False
         self._batches = 0
         self._is_varied = False  # their costs are not all alike
         # Weighted sums over the batches so far: of 1, cost, duration and their products.
-        self._w = self._c = self._d = self._cc = self._cd = self._dd = 0.0
+        self._sums = [0.0] * 6
 
     def observe(self, cost: float, duration: float, size: int = 1) -> float:  # noqa: ARG002
         """A batch of this cost took so many seconds.
@@ -298,41 +306,36 @@ class LearnedCost:
         # Nor does one that had nothing to do, and was over at once, outweigh all others.
         bounded = max(duration, LEAST_DURATION * self.duration(cost))
         weight = 1.0 / (bounded * bounded)
-        keep = FORGETTING
-        w = self._w = self._w * keep + weight
-        c = self._c = self._c * keep + weight * cost
-        d = self._d = self._d * keep + weight * duration
-        cc = self._cc = self._cc * keep + weight * cost * cost
-        cd = self._cd = self._cd * keep + weight * cost * duration
-        dd = self._dd = self._dd * keep + weight * duration * duration
-        mean_cost, mean_duration = c / w, d / w
-        if not self.is_known:
+        products = 1.0, cost, duration, cost * cost, cost * duration, duration * duration
+        self._sums, (c, d, cc, cd, dd) = _means(self._sums, products, weight, FORGETTING)
+        if not self._batches:
             # One batch does not show how much of it is base; half is as wrong as all or nothing.
-            self.is_known = True
-            self.per_unit = 0.5 * mean_duration / mean_cost if mean_cost else 0.0
-        ridge = RIDGE * mean_cost * mean_cost
-        spread = cc / w - mean_cost * mean_cost
+            self.per_unit = 0.5 * d / c if c else 0.0
+        ridge = RIDGE * c * c
+        spread, together = cc - c * c, cd - c * d
         self._batches += 1
-        together = cd / w - mean_cost * mean_duration
-        self._is_varied = spread > LEAST_SPREAD * mean_cost * mean_cost
+        self._is_varied = spread > LEAST_SPREAD * c * c
         self.is_fitted = (
             self._batches >= FITTED_BATCHES
             and self._is_varied
-            and together * together >= EXPLAINED * spread * (dd / w - mean_duration**2)
+            and together * together >= EXPLAINED * spread * (dd - d * d)
         )
-        if self.is_fitted:
-            self.was_fitted = True
+        self.was_fitted |= self.is_fitted
         if ridge:
-            slope = together + ridge * self.per_unit
-            slope /= max(0.0, spread) + ridge
-            self.per_unit = min(max(0.0, slope), mean_duration / mean_cost)
-        self.base = max(0.0, mean_duration - self.per_unit * mean_cost)
+            slope = (together + ridge * self.per_unit) / (max(0.0, spread) + ridge)
+            self.per_unit = min(max(0.0, slope), d / c)
+        self.base = max(0.0, d - self.per_unit * c)
         return weight
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there was a batch."""
+        return self._batches > 0
 
     @property
     def mean(self) -> float:
         """What a batch took of late, seconds; 0 while nothing is known."""
-        return self._d / self._w if self._w else 0.0
+        return self._sums[2] / self._sums[0] if self._batches else 0.0
 
     @property
     def is_settled(self) -> bool:
@@ -385,12 +388,9 @@ class PaddedCost(LearnedCost):
             1.0, size, cost, duration,
             size * size, size * cost, cost * cost, size * duration, cost * duration,
         )  # fmt: skip
-        self._moments = moments = [
-            so_far * PADDING_FORGETTING + weight * product
-            for so_far, product in zip(self._moments, products, strict=True)
-        ]
-        w = moments[0]
-        s, c, took, ss, sc, cc, sd, cd = (moment / w for moment in moments[1:])
+        self._moments, (s, c, took, ss, sc, cc, sd, cd) = _means(
+            self._moments, products, weight, PADDING_FORGETTING
+        )
         ss, sc, cc = ss - s * s, sc - s * c, cc - c * c  # variances, and covariances
         sd, cd = sd - s * took, cd - c * took
         if cc > LEAST_SPREAD * c * c:

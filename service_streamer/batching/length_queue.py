@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import math
 import sys
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from ..observe.record import BatchRecord, Call, CallState, Reason, Span
-from .call_queue import CallQueue, work_of
-from .learning import LearnedCost
-from .policy import Decision, Finish
+from .call_queue import CallQueue, Decision, Finish, work_of
+from .learning import PaddedCost
 from .turns import TurnOrder, WindowPart
 
 #: Neighbours in length are chosen among this many batches' worth of items.
@@ -38,8 +36,8 @@ LEAST_BASE = 0.02
 #: An item in the window: its length, a number that no other has, and which item of which call.
 Entry = tuple[float, int, Call, int]
 
-#: Members of an enum are looked up in Python, and every item asks for these.
-_WAITING, _RUNNING = CallState.WAITING, CallState.RUNNING
+#: A member of an enum is looked up in Python, and every item asks for this one.
+_WAITING = CallState.WAITING
 
 
 class _Neighbours:
@@ -55,11 +53,13 @@ class _Neighbours:
 class LengthQueue(CallQueue):
     """The queue of calls whose items have lengths. It has the arguments of ``CallQueue``."""
 
-    def __init__(self, cost: LearnedCost, batch_size: int, weights: Mapping[str, float]) -> None:
-        super().__init__(cost, batch_size, weights)
+    has_lengths = True
+
+    def __init__(self, batch_size: int, weights: Mapping[str, float]) -> None:
+        super().__init__(batch_size, weights)
+        self.cost = PaddedCost()
         self._outside: dict[Call, Sequence[int]] = {}  # items that are not in the window, by place
         self._window: TurnOrder[WindowPart] = TurnOrder(weights)
-        self._orders = self._turns, self._window
         self._window_size = WINDOW_BATCHES * batch_size  # up to which it is filled
         self._parts: dict[Call, WindowPart] = {}  # what is in the window
         self._sorted: list[Entry] = []  # with entries of calls that are over
@@ -112,9 +112,16 @@ class LengthQueue(CallQueue):
             if len(self._sorted) + len(self._new) > 2 * self._inside + 64:
                 self._sort()
 
-    @property
-    def goes_by_arrival(self) -> bool:
-        return False
+    def _begin(self) -> None:
+        super()._begin()
+        self._window.forget()
+
+    def _ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
+        inside = self._window.ahead(call, size_class, work, unit)
+        return inside + super()._ahead(call, size_class, work, unit)
+
+    def oldest_arrival(self) -> float:
+        return min(self._turns.oldest_arrival(), self._window.oldest_arrival())
 
     def first_deadline(self, now: float) -> float:
         call = self._window.head(now).call if self._parts else self._turns.head(now)
@@ -152,22 +159,18 @@ class LengthQueue(CallQueue):
                 if left:
                     self._outside[call] = left
             work, is_last = work_of(call, entering), call not in self._outside
-            if sole is None:
-                turns.took(call, size, work, is_last=is_last)
-            else:
-                turns.sole_took(work)
-                turns.remove(call, work, is_last=is_last)
+            turns.took(call, size, work, is_last=is_last)
             self._enter(call, entering, size_class)
 
     # -- what goes into a batch
 
     def take(
-        self, decision: Decision, now: float, finish: Finish, expire: Callable[[Call], None]
+        self, decision: Decision, now: float, expire: Callable[[Call], None]
     ) -> BatchRecord | None:
         """Cut the first item in turn, and its neighbours in length; see ``CallQueue``."""
         self._learn()
         room = decision.size
-        self._expire_late(room, now, finish, expire)
+        self._expire_late(room, now, decision.finish, expire)
         if not self.items:
             return None
         group = self._group(room, decision.max_cost, now)
@@ -175,21 +178,16 @@ class LengthQueue(CallQueue):
         for _, _, call, index in group.entries:
             positions.setdefault(call, []).append(index)
         spans: list[Span] = []
-        payloads: list[Any] = []
         for call, indices in positions.items():
             indices.sort()
-            payloads += [call.payloads[index] for index in indices]
             if indices[-1] - indices[0] == len(indices) - 1:  # as nearly always
                 spans.append((call, indices[0], indices[-1] + 1))
             else:
                 spans += [(call, index, index + 1) for index in indices]
-            call.pending -= len(indices)
-            if not call.pending:
-                call.state = _RUNNING
         self._leave(positions, group.entries)
-        self._cut(positions, len(group.entries))
-        batch, reason = BatchRecord(-1, -1, spans, payloads), group.reason
-        batch.cost, batch.calls = batch.size * group.length, len(positions)
+        batch = self._cut({call: len(indices) for call, indices in positions.items()}, spans)
+        reason, batch.calls = group.reason, len(positions)
+        batch.cost = batch.size * group.length
         if reason is None or batch.size == room or not self.items:
             reason = decision.reason
         batch.reason = decision.cost_reason if reason is Reason.COST else reason
@@ -215,10 +213,6 @@ class LengthQueue(CallQueue):
         """The first item of the call whose turn it is, and its neighbours.
 
         Items of large calls only fill up what the others leave, unless it is their turn.
-
-        Args:
-            room: the most items.
-            max_cost: the most that they may cost, unless one item does.
         """
         self._sort()
         large, part = self._large, self._window.head(now)
@@ -247,23 +241,15 @@ class LengthQueue(CallQueue):
         if len(entries) + len(new) > self._inside:
             entries[:] = [entry for entry in entries if entry[2].state is _WAITING]
             new[:] = [entry for entry in new if entry[2].state is _WAITING]
-        if len(new) < 16:
-            for entry in new:
-                insort(entries, entry)
-        else:  # as many are faster to sort than to insert one by one
-            entries += new
-            entries.sort()
+        entries += new
+        entries.sort()  # which is fast, since most of them are
         new.clear()
 
     def _grow(self, group: _Neighbours, near: list[Entry], room: int, max_cost: float) -> None:
-        """Add neighbours in length of the first one, as long as that pays.
-
-        Args:
-            near: those that there are, sorted.
-        """
+        """Add neighbours in length of the first one, of these sorted ones, as long as that pays."""
         chosen, length, padding = group.entries, group.length, group.padding
-        base, per_unit = self._cost.padding
-        base = max(base, LEAST_BASE * self._cost.mean)
+        base, per_unit = self.cost.padding
+        base = max(base, LEAST_BASE * self.cost.mean)
         right = bisect_left(near, chosen[0])
         left, last = right - 1, len(near)
         before = size = len(chosen)
@@ -297,7 +283,7 @@ class LengthQueue(CallQueue):
             overhead = (base + per_unit * padding) / size
             if overhead <= least:
                 least, best = overhead, (size, left, length, padding)
-        if best[0] < size and self._cost.is_fitted:
+        if best[0] < size and self.cost.is_fitted:
             size, left, length, padding = best
             del chosen[size:]
             reason = Reason.PADDING
@@ -318,7 +304,6 @@ class LengthQueue(CallQueue):
             stop = bisect_left(entries, max(rest)) + 1
             gone = {number for _, number, _, _ in rest}
             entries[start:stop] = [e for e in entries[start:stop] if e[1] not in gone]
-        is_sole = self._window.sole is not None
         for call, indices in positions.items():
             part = self._parts[call]
             work = sum([part.entries.pop(index)[0] for index in indices])
@@ -326,12 +311,8 @@ class LengthQueue(CallQueue):
             is_last = not part.entries
             if is_last:
                 del self._parts[call]
-            if is_sole:
-                self._window.sole_took(work)
-                self._window.remove(part, work, is_last=is_last)
-            else:
-                goes_along = call is not chosen[0][2]
-                self._window.took(part, len(indices), work, is_last=is_last, goes_along=goes_along)
+            goes_along = call is not chosen[0][2]
+            self._window.took(part, len(indices), work, is_last=is_last, goes_along=goes_along)
 
     def check_invariants(self) -> None:
         super().check_invariants()

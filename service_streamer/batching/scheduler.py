@@ -11,26 +11,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..observe.metrics import StepLog
 from ..observe.record import NO_OUTPUTS, BatchRecord, Call, Reason, StepReport
 from ..supervision.autoscaling import Load
 from .call_ledger import CallLedger
-from .policy import UNKNOWN, URGENCY, Backlog, Decision, Finish, Policy
+from .call_queue import Decision
 
-#: The number of recent batches whose slowest one says how long the next one takes.
-#: Chosen by reasoning: odd, for a median.
-FORECAST_BATCHES = 7
-#: The margin on that.
-#: Chosen by reasoning: a quarter, so that a call that is just in time is rarely late.
-FORECAST_MARGIN = 1.25
-#: Batches beyond this many times the median are not counted.
-#: Chosen by reasoning: a first batch that compiles says nothing about the next one.
-FORECAST_OUTLIER = 2.0
 #: A new call that takes so many times its time is hopeless. In simulations all of those that are
 #: refused would have been late with this, and 95 % without it.
 SURELY_LATE = 1.2
@@ -45,23 +34,26 @@ GRACE = 1
 #: Of a model of steps, a free place takes the next item.
 _PLACE = Decision(1, Reason.PLACE)
 
-#: Items of such batches should not wait for the next one.
-_URGENT = (Reason.DEADLINE, Reason.MAX_LATENCY)
-
-#: Least ratio of the rates for which items are left to the next batch. Arbitrary: costs are learned
-#: with some noise, and every further batch takes time in the scheduler and in the worker.
-_FITTING_GAIN = 1.1
-
 
 class Scheduler(ABC):
-    """What both schedulers have. Each decides by what it has learned of its model's time."""
+    """What both schedulers have. Each decides by what it has learned of its model's time.
+
+    Attributes:
+        full: items of a full batch.
+    """
+
+    full = 1
 
     def __init__(self, ledger: CallLedger) -> None:
         self._ledger = ledger
-        self._slots = ledger.slots
+        self._slots, self._queue, self._figures = ledger.slots, ledger.queue, ledger.figures
         self._workers_before = 0  # that took batches when one was back last
 
     # -- what happens
+
+    @abstractmethod
+    def first_arrived(self, size: int, now: float) -> None:
+        """A call of so many items has just arrived: none waits, and a worker is idle."""
 
     @abstractmethod
     def prepare(self, batch: BatchRecord) -> float:
@@ -69,21 +61,22 @@ class Scheduler(ABC):
 
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
         """A worker has reported a step. One whose model has none only says that it has not hung."""
-        self._slots.resumed(report.slot, now)
+        if report.slot in self._slots:
+            self._slots[report.slot].goes_on(now)
         return []
 
     @abstractmethod
     def came_back(self, batch: BatchRecord) -> None:
         """A batch is back, with results or a failure: count it."""
         self.note(batch)
-        self._ledger.figures.recent.append(batch)
+        self._figures.recent.append(batch)
         self._workers_before = self._slots.taking
 
     def note(self, batch: BatchRecord) -> None:
         """Note in a batch that is back, or lost, what was counted until then."""
-        figures = self._ledger.figures
+        figures = self._figures
         batch.queued = figures.metrics.queued.total
-        batch.pending = self._ledger.queue.items
+        batch.pending = self._queue.items
         batch.answered, batch.failed = figures.answered_calls, figures.failed_calls
         batch.expired, batch.rejected = figures.expired_calls, figures.rejected_calls
 
@@ -99,11 +92,6 @@ class Scheduler(ABC):
 
     # -- what is decided
 
-    @property
-    @abstractmethod
-    def full(self) -> int:
-        """Items of a full batch."""
-
     @abstractmethod
     def decide(self, now: float) -> tuple[int, Decision]:
         """The idle worker that is next, and what to do with the items that wait."""
@@ -111,10 +99,6 @@ class Scheduler(ABC):
     @abstractmethod
     def decide_ahead(self, now: float) -> tuple[int, Decision]:
         """The busy worker that is next, and what to do with the items that wait."""
-
-    def finish(self, slot: int, size: int, now: float) -> Finish:  # noqa: ARG002
-        """When a batch that is cut now will be back."""
-        return UNKNOWN
 
     @abstractmethod
     def hopeless_for(self, call: Call, now: float) -> float:
@@ -134,18 +118,18 @@ class Scheduler(ABC):
         """How long a new call takes at the least, behind so much work, seconds."""
 
     @abstractmethod
+    def _throughput(self) -> tuple[int, int, int, float, float]:
+        """Items and batches that came back, and the items of a full batch; then, in seconds, what
+        that takes, and after how long a worker takes more.
+        """
+
     def load(self, failed: int, start_duration: float) -> Load:
         """What there is to do, for ``Autoscaling``."""
-
-    def _load(
-        self, failed: int, start_duration: float, *, served: int, batches: int, full: int,
-        seconds: float, turn: float,
-    ) -> Load:  # fmt: skip
-        """What there is to do where a full batch takes so many seconds."""
-        ledger, figures = self._ledger, self._ledger.figures
+        figures = self._figures
+        served, batches, full, seconds, turn = self._throughput()
         is_known = 0 < seconds < math.inf
         return Load(
-            waiting=ledger.queue.items + ledger.retries.items,
+            waiting=self._ledger.pending_items,
             in_flight=self._slots.items,
             arrived=figures.accepted_items + figures.refused_items,
             served=served,
@@ -161,141 +145,11 @@ class Scheduler(ABC):
 
     def check_invariants(self, batch_size: int, deadline: float) -> None:
         """Raise ``AssertionError`` if something waits that should have been cut. For tests."""
-        slots, queue, retries = self._slots, self._ledger.queue, self._ledger.retries
+        slots, queue, retries = self._slots, self._queue, self._ledger.retries
         if slots.idle and (retries.waiting or queue.items):
             assert not retries.waiting
             assert queue.items < batch_size
             assert deadline < math.inf
-
-
-class BatchScheduler(Scheduler):
-    """Batches, as a policy decides.
-
-    Args:
-        policy: decides when to cut and how much.
-    """
-
-    def __init__(self, ledger: CallLedger, policy: Policy) -> None:
-        super().__init__(ledger)
-        self._policy = policy
-        self._waits_until = -math.inf  # until when the last decision was to wait
-        self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)  # by the last batches, seconds
-
-    def prepare(self, batch: BatchRecord) -> float:
-        if batch.search is None:
-            self._policy.batch_cut(batch, batch.cut_at)
-        # With one stage a worker is free when its batch is back.
-        return 0.0 if self._slots.room == 2 else self._policy.cost.duration(batch.cost)
-
-    def came_back(self, batch: BatchRecord) -> None:
-        self._ledger.figures.metrics.came_back(batch)
-        super().came_back(batch)
-        if self._ledger.queue.items >= self.full:
-            self._took.append(batch.back_at - batch.cut_at)
-        else:  # what a backlog took says nothing about the next one
-            self._took.clear()
-
-    def answered(self, batch: BatchRecord, calls: int) -> None:
-        report, waiting = batch.report, self._ledger.queue.items
-        self._ledger.figures.took(report.pace, 4)
-        if batch.search is None:  # else it says nothing of what batches are like
-            # What it took to find who is at fault says nothing of what items cost.
-            failed = batch.size if report.runs else len(report.failures)
-            self._policy.batch_returned(
-                batch, calls, report.pace, self._slots.taking, waiting, batch.back_at, failed
-            )
-
-    @property
-    def full(self) -> int:
-        return self._policy.full
-
-    def decide(self, now: float) -> tuple[int, Decision]:
-        slots = self._slots
-        slot = next(iter(slots.idle))
-        decision = self._policy.decide(self._backlog(len(slots.idle), now))
-        self._waits_until = decision.wait_until
-        return slot, self._fit(decision)
-
-    def decide_ahead(self, now: float) -> tuple[int, Decision]:
-        slots, policy = self._slots, self._policy
-        backlog = self._backlog(0, now)
-        slot, decision = next(iter(slots.without_ahead)), policy.decide_ahead(backlog)
-        if not decision.size and slots.beside:
-            slot, opens_at = slots.next_open()
-            if opens_at > now:
-                return slot, decision._replace(wait_until=opens_at)
-            decision = policy.decide(backlog._replace(free=1))
-            self._waits_until = decision.wait_until
-            if decision.size and decision.reason not in _URGENT:
-                decision = decision._replace(reason=Reason.STAGE)
-        return slot, self._fit(decision)
-
-    def _backlog(self, free: int, now: float) -> Backlog:
-        """What waits, of which so many workers could begin a part now."""
-        queue, slots = self._ledger.queue, self._slots
-        deadline = queue.first_deadline(now) - URGENCY * slots.beside
-        return Backlog(
-            queue.items, queue.oldest_arrival(), deadline, free, slots.taking, slots.items,
-            self._waits_until, now,
-        )  # fmt: skip
-
-    def _fit(self, decision: Decision) -> Decision:
-        """The decision for as many items as need no padding, if the model pads batches."""
-        sizes = self._slots.sizes
-        if sizes and decision.size and decision.reason not in _URGENT:
-            size = min(decision.size, self._ledger.queue.items)
-            fitted = _fit_size(size, sizes, self._policy.duration)
-            if fitted < size:
-                return decision._replace(size=fitted, reason=Reason.PAYS)
-        return decision
-
-    def finish(self, slot: int, size: int, now: float) -> Finish:
-        slots, policy, queue = self._slots, self._policy, self._ledger.queue
-        is_overloaded = queue.items > policy.full
-        if not is_overloaded and queue.first_deadline(now) == math.inf:
-            return UNKNOWN
-        if policy.is_exact and slots.room == 2:  # else several stages are at several batches
-            start = slots.begins_at(slot, now, policy.cost.duration)
-            return policy.finish(start, min(size, queue.items), slots.taking)
-        if is_overloaded:
-            return Finish(now + self._forecast())
-        return Finish(now + policy.duration(size)) if queue.items > size else UNKNOWN
-
-    def _forecast(self) -> float:
-        """How long a batch takes from being cut: somewhat more than the slowest of late.
-
-        Returns:
-            Seconds; 0 while little is known.
-        """
-        if len(self._took) < 3:
-            return 0.0
-        took = sorted(self._took)
-        usual = took[(len(took) - 1) // 2]
-        return FORECAST_MARGIN * max(each for each in took if each <= FORECAST_OUTLIER * usual)
-
-    def hopeless_for(self, call: Call, now: float) -> float:
-        queue, slots, policy = self._ledger.queue, self._slots, self._policy
-        lengths, left, cost = call.lengths, call.deadline - now, policy.cost
-        work = queue.work + (call.size if lengths is None else sum(lengths))
-        each = cost.base * (queue.items + call.size) + cost.per_unit * work
-        if 2.0 * each <= left:
-            return 0.0  # also if each item was computed alone, as nearly always
-        takes = self._takes(call, queue.ahead(call))
-        if not slots.idle and slots.room == 2:  # else several stages are at batches
-            begins = [slots.begins_at(n, now, cost.duration) for n in slots.numbers()]
-            takes += max(0.0, 1.0 - policy.margin) * (min(begins, default=now) - now)
-        return takes if takes > SURELY_LATE * left else 0.0
-
-    def _takes(self, call: Call, ahead: float = 0.0) -> float:
-        return self._policy.least_duration(call, ahead, self._workers)
-
-    def load(self, failed: int, start_duration: float) -> Load:
-        policy, metrics = self._policy, self._ledger.figures.metrics
-        seconds = policy.duration(policy.full)
-        return self._load(
-            failed, start_duration, served=int(metrics.sizes.total), batches=metrics.batch.count,
-            full=policy.full, seconds=seconds, turn=seconds,
-        )  # fmt: skip
 
 
 class StepScheduler(Scheduler):
@@ -315,6 +169,9 @@ class StepScheduler(Scheduler):
         self.resumes = resumes
         self.log = log
 
+    def first_arrived(self, size: int, now: float) -> None:
+        """A free place takes the next item, whatever may follow."""
+
     def prepare(self, batch: BatchRecord) -> float:
         call, start, stop = batch.spans[0]
         if call.handed_out:  # with the item go the outputs that it has had
@@ -325,10 +182,10 @@ class StepScheduler(Scheduler):
     def stepped(self, report: StepReport, now: float) -> list[tuple[Call, Any]]:
         if report.is_sign_of_life:
             return super().stepped(report, now)
-        metrics, log = self._ledger.figures.metrics, self.log
+        metrics, log = self._figures.metrics, self.log
         held = self._slots.stepped(report.slot, now)
         metrics.stepped(report.size, report.duration)
-        log.add(report, self._ledger.queue.items, now)
+        log.add(report, self._queue.items, now)
         parts: list[tuple[Call, Any]] = []
         for batch_id, output in report.outputs.items():
             batch = held.get(batch_id)
@@ -354,13 +211,13 @@ class StepScheduler(Scheduler):
         return parts
 
     def came_back(self, batch: BatchRecord) -> None:
-        self._ledger.figures.metrics.item_over(batch)
+        self._figures.metrics.item_over(batch)
         if batch.spans[0][0].is_stream:
             batch.report.outputs = NO_OUTPUTS  # they have been handed out
         super().came_back(batch)
 
     def answered(self, batch: BatchRecord, calls: int) -> None:  # noqa: ARG002
-        figures = self._ledger.figures
+        figures = self._figures
         # Items differ far more than batches do.
         figures.took(batch.report.pace, min(4 * self._places, figures.metrics.batch.count))
 
@@ -372,7 +229,7 @@ class StepScheduler(Scheduler):
         slots = self._slots
         found = [batch for batch in slots.in_flight() if batch.spans[0][0] is call]
         if is_held:
-            found = [batch for batch in found if not slots.is_closing(batch.slot)]
+            found = [batch for batch in found if not slots[batch.slot].is_closing]
             call.is_held = bool(found)
         else:
             self._go_on(found, now)
@@ -391,7 +248,7 @@ class StepScheduler(Scheduler):
     def _go_on(self, batches: Sequence[BatchRecord], now: float) -> None:
         for batch in batches:
             batch.spans[0][0].is_held = False
-            self._slots.resumed(batch.slot, now)
+            self._slots[batch.slot].goes_on(now)
 
     def divide_lost(
         self, lost: Sequence[BatchRecord]
@@ -406,10 +263,6 @@ class StepScheduler(Scheduler):
             (cut_off if is_cut_off else again).append(batch)
         return again, cut_off
 
-    @property
-    def full(self) -> int:
-        return 1
-
     def decide(self, now: float) -> tuple[int, Decision]:  # noqa: ARG002
         return next(iter(self._slots.idle)), _PLACE
 
@@ -417,11 +270,11 @@ class StepScheduler(Scheduler):
         return self._slots.emptiest(), _PLACE
 
     def hopeless_for(self, call: Call, now: float) -> float:
-        takes = self._takes(call, self._ledger.queue.ahead(call))
+        takes = self._takes(call, self._queue.ahead(call))
         return takes if takes > SURELY_LATE * (call.deadline - now) else 0.0
 
     def _takes(self, call: Call, ahead: float = 0.0) -> float:  # noqa: ARG002
-        queue, figures = self._ledger.queue, self._ledger.figures
+        queue, figures = self._queue, self._figures
         seconds = figures.batch_duration
         if not ahead or seconds == math.inf or figures.metrics.batch.count < self._places:
             return 0.0
@@ -429,30 +282,8 @@ class StepScheduler(Scheduler):
         items = ahead * queue.items / (queue.work or 1.0)
         return items * seconds / (self._places * max(1, self._workers))
 
-    def load(self, failed: int, start_duration: float) -> Load:
+    def _throughput(self) -> tuple[int, int, int, float, float]:
         # All places together are one batch.
-        over, places = self._ledger.figures.metrics.batch.count, self._places
-        seconds = self._ledger.figures.batch_duration
-        return self._load(
-            failed, start_duration, served=over, batches=over // places,
-            full=places, seconds=seconds, turn=seconds / places,
-        )  # fmt: skip
-
-
-def _fit_size(size: int, sizes: Sequence[int], duration: Callable[[float], float]) -> int:
-    """How many of ``size`` items to cut now: all of them, or as many as need no padding.
-
-    33 items that are padded to 64 take as long as 64. If a batch of 32 computes more items per
-    second, the last item is better left to the next batch.
-
-    Args:
-        size: items that would be cut; at least 1.
-        sizes: those that batches are padded to, ascending.
-        duration: seconds for a batch of so many items.
-    """
-    at = bisect_right(sizes, size)
-    if at in (0, len(sizes)) or sizes[at - 1] == size:
-        return size
-    below, above = sizes[at - 1], sizes[at]
-    is_faster = below * duration(above) > _FITTING_GAIN * size * duration(below)
-    return below if is_faster else size
+        over, places = self._figures.metrics.batch.count, self._places
+        seconds = self._figures.batch_duration
+        return over, over // places, places, seconds, seconds / places

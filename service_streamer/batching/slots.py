@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..observe.record import BatchRecord, Span
+from ..observe.record import BatchRecord
 from ..supervision.health import WARM, BatchBound
 
 #: The most batches that a worker holds, but for those that it preprocesses besides.
@@ -26,8 +26,11 @@ MOST_ROOM = 4
 STAGE_RATE = 0.1
 
 
-class _Slot:
-    """Room for the batches of one worker, by their ids. Those of steps end in any order."""
+class Slot:
+    """Room for the batches of one worker, by their ids. Those of steps end in any order.
+
+    Who changes whether it takes batches does so by ``Slots``.
+    """
 
     def __init__(self) -> None:
         self.batches: dict[int, BatchRecord] = {}
@@ -50,12 +53,7 @@ class _Slot:
 
 
 class Slots:
-    """The workers that are ready, by their slots.
-
-    Args:
-        bound: how long one may compute a batch.
-        sends_ahead: whether busy ones may be sent further batches.
-    """
+    """The workers that are ready, by their slots."""
 
     def __init__(self, bound: BatchBound, *, sends_ahead: bool) -> None:
         self._bound = bound
@@ -67,7 +65,10 @@ class Slots:
         #: Those that the model pads batches to, ascending; none if it computes any size.
         self.sizes: tuple[int, ...] = ()
         self._seconds = self._slowest = 0.0  # of a batch in all stages, and in the slowest; of late
-        self._slots: dict[int, _Slot] = {}
+        #: What a batch takes in other stages than the slowest, seconds; 0 if that is little.
+        self.beside = 0.0
+        self._slots: dict[int, Slot] = {}
+        self.taking = 0  # how many workers take batches
         #: Those that hold nothing and take a batch. A dict as an ordered set: the one that has been
         #: idle for longest is first, so that work is spread evenly over the devices.
         self.idle: dict[int, None] = {}
@@ -88,18 +89,18 @@ class Slots:
         for number, slot in self._slots.items():
             slot.is_held_back = False
             slot.busy_since = slot.free_at = now
-            self._arrange(number, slot)
+            self._changed(number, slot)
         self.next_look = now + self._bound.least if self.items else math.inf
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    @property
-    def taking(self) -> int:
-        """How many workers take batches."""
-        return sum(slot.takes for slot in self._slots.values())
+    def _changed(self, number: int, slot: Slot) -> None:
+        """The worker is new, or may take batches now, or not any more."""
+        self.taking = sum(slot.takes for slot in self._slots.values())
+        self._arrange(number, slot)
 
-    def _arrange(self, number: int, slot: _Slot) -> None:
+    def _arrange(self, number: int, slot: Slot) -> None:
         """Have it among those that are idle, or without a batch ahead, or in neither."""
         held, takes = slot.batches, slot.takes
         if takes and not held:
@@ -107,7 +108,7 @@ class Slots:
         else:
             self.idle.pop(number, None)
         takes_ahead = takes and self._sends_ahead and 0 < len(held) < self.room
-        if takes_ahead and not self.is_alone(next(iter(held.values()))):
+        if takes_ahead and next(iter(held.values())).losses <= self.grace:  # see ``is_alone``
             self.without_ahead[number] = None
         else:
             self.without_ahead.pop(number, None)
@@ -117,8 +118,8 @@ class Slots:
         return batch.losses > self.grace
 
     def add(self, slot: int) -> None:
-        self._slots[slot] = holder = _Slot()
-        self._arrange(slot, holder)
+        self._slots[slot] = holder = Slot()
+        self._changed(slot, holder)
 
     def remove(self, slot: int) -> list[BatchRecord]:
         """The worker is gone, if it ever took part; the batches that it held."""
@@ -130,7 +131,10 @@ class Slots:
         return lost
 
     def let_go(self, returned: Iterable[tuple[int, int]]) -> list[int]:
-        """Workers have answered these batches; the closing ones that hold none. See ``recount``."""
+        """Workers have answered these batches; the closing ones that hold none.
+
+        ``recount`` has to follow.
+        """
         for number, batch_id in returned:
             if number in self._slots:
                 self._slots[number].batches.pop(batch_id, None)
@@ -138,17 +142,30 @@ class Slots:
             number for number, slot in self._slots.items() if slot.is_closing and not slot.batches
         ]
 
+    def clear(self) -> None:
+        """All workers are gone, with what they held."""
+        for slot in self.numbers():
+            self.remove(slot)
+
     def numbers(self) -> list[int]:
         return [*self._slots]
 
+    @property
+    def busy(self) -> set[int]:
+        """The slots of workers that hold a batch."""
+        return {number for number, slot in self._slots.items() if slot.batches}
+
     def __contains__(self, slot: int) -> bool:
         return slot in self._slots
+
+    def __getitem__(self, slot: int) -> Slot:
+        return self._slots[slot]
 
     def close(self, slot: int) -> bool:
         """Let the worker take no more; whether it is vacant already."""
         holder = self._slots[slot]
         holder.is_closing = True
-        self._arrange(slot, holder)
+        self._changed(slot, holder)
         return not holder.batches
 
     def reopen(self, slot: int) -> None:
@@ -156,25 +173,19 @@ class Slots:
         holder = self._slots[slot]
         if not holder.is_ending:
             holder.is_closing = False
-            self._arrange(slot, holder)
-
-    def is_closing(self, slot: int) -> bool:
-        """Whether the worker is to end when it has finished what it holds."""
-        return self._slots[slot].is_closing
-
-    def takes(self, slot: int) -> bool:
-        """Whether the worker is neither closing nor held back."""
-        return self._slots[slot].takes
+            self._changed(slot, holder)
 
     def hold_back(self, slot: int) -> None:
         """Let the worker take no more until ``release``."""
-        self._slots[slot].is_held_back = True
-        self._arrange(slot, self._slots[slot])
+        holder = self._slots[slot]
+        holder.is_held_back = True
+        self._changed(slot, holder)
 
     def release(self, slot: int) -> None:
         """Let the worker take batches again, unless it is closing."""
-        self._slots[slot].is_held_back = False
-        self._arrange(slot, self._slots[slot])
+        holder = self._slots[slot]
+        holder.is_held_back = False
+        self._changed(slot, holder)
 
     def begin_steps(self, places: int, room: int, grace: int) -> None:
         """The model has steps: each batch is one item, and workers hold so many."""
@@ -194,11 +205,6 @@ class Slots:
         holder.goes_on(now)
         return holder.batches
 
-    def resumed(self, slot: int, now: float) -> None:
-        """The worker is known to go on with what it holds."""
-        if slot in self._slots:
-            self._slots[slot].goes_on(now)
-
     def stages_took(self, stages: Sequence[float]) -> None:
         """A batch was in the stages of its worker for so long, seconds.
 
@@ -213,6 +219,7 @@ class Slots:
         # A stage of a twentieth needs no batch of its own.
         stages_at_once = math.ceil(self._seconds / self._slowest - 0.05) if self._slowest else 1
         room = max(2, min(MOST_ROOM, 1 + stages_at_once))
+        self.beside = self._seconds - self._slowest if room > 2 else 0.0
         if room != self.room:
             self.room = room
             for number, holder in self._slots.items():
@@ -235,11 +242,6 @@ class Slots:
         """Whether a worker is at one batch at a time: its model has neither steps nor stages."""
         return not self.places and not self.beside
 
-    @property
-    def beside(self) -> float:
-        """What a batch takes in other stages than the slowest, seconds; 0 if that is little."""
-        return self._seconds - self._slowest if self.room > 2 else 0.0
-
     def next_open(self) -> tuple[int, float]:
         """Which worker's slowest stage is free first, and when; infinity if no worker takes more.
 
@@ -259,11 +261,6 @@ class Slots:
         holder = self._slots[slot]
         seconds = [duration(batch.cost) for batch in holder.batches.values()]
         return max(now, holder.busy_since + sum(seconds)) if seconds else now
-
-    def spans(self, slot: int, batch_id: int) -> Sequence[Span]:
-        """Those of a batch that a worker holds."""
-        batch = self._slots[slot].batches.get(batch_id)
-        return () if batch is None else batch.spans
 
     def take_back(
         self, slot: int, batch_id: int, now: float, *, is_done: bool = True
@@ -287,7 +284,7 @@ class Slots:
         self._arrange(slot, holder)
         return batch, [slot] if holder.is_closing and not holder.batches else ()
 
-    def _observe(self, holder: _Slot, now: float) -> None:
+    def _observe(self, holder: Slot, now: float) -> None:
         took = now - holder.busy_since
         if holder.done < WARM or took > self._bound.notable:
             if not self._was_held_up(now):
@@ -324,7 +321,7 @@ class Slots:
                     self.next_look = min(self.next_look, ends_at)
         return hung
 
-    def _rests(self, slot: _Slot) -> bool:
+    def _rests(self, slot: Slot) -> bool:
         """Whether all that it could step are held: what is on deck has no place then."""
         held = sum(batch.spans[0][0].is_held for batch in slot.batches.values())
         return held >= min(len(slot.batches), self.places)
@@ -356,6 +353,7 @@ class Slots:
 
     def check_invariants(self) -> None:
         assert self.items == sum(batch.size for batch in self.in_flight())
+        assert self.taking == sum(slot.takes for slot in self._slots.values())
         assert {*self.idle, *self.without_ahead} <= {*self._slots}
         for number, slot in self._slots.items():
             batches = [*slot.batches.values()]

@@ -26,7 +26,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator, Mapping
-from heapq import heappop, heappush, heapreplace
 from math import frexp, inf, isclose, ldexp
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -266,13 +265,8 @@ class TurnOrder(Generic[T]):
         #: Of the tenants that wait, and of those that had more than others and may come back.
         self._lines: dict[str, _Line[T]] = {}
         self._order: list[tuple[float, int, _Line[T]]] = []  # their places, sorted
-        self._number = 0  # of the last place, or group
-        self._shares: list[tuple[float, float, float]] = []  # see ``_served_before``
-        self._shares_until = 0  # turns and queries
-        self._queries = 0
+        self._number = 0  # of the last place
         self._group_count = 0
-        # A heap of the groups, none later than its first call arrived; with some that have ended.
-        self._by_arrival: list[tuple[float, int, CallGroup[T]]] = []
         #: The group of all calls that wait, which go by arrival; None if there are several. It
         #: stays if it becomes empty, since the next call is most likely of its kind.
         self.sole: CallGroup[T] | None = None
@@ -300,23 +294,13 @@ class TurnOrder(Generic[T]):
         self.sole = None
         if self._group_count == 1:
             [self.sole] = self._groups()
-            self._by_arrival = [(-inf, 0, self.sole)]
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; infinity if none waits."""
-        heap = self._by_arrival
-        while heap:
-            known, number, group = heap[0]
-            if not group.calls:
-                if group is self.sole:
-                    break
-                heappop(heap)
-                continue
-            arrived_at = group.calls[0].arrived_at
-            if arrived_at <= known:
-                return arrived_at
-            heapreplace(heap, (arrived_at, number, group))
-        return inf
+        sole = self.sole
+        if sole is not None:
+            return sole.calls[0].arrived_at if sole.calls else inf
+        return min([group.calls[0].arrived_at for group in self._groups()], default=inf)
 
     def add(self, call: T, items: int, work: float, size_class: int) -> None:
         """The call waits from now on, with so many of its items. If it does already, with more."""
@@ -330,8 +314,6 @@ class TurnOrder(Generic[T]):
                 self._place(line, self._clock + self._cost / line.weight)
             group, sole = line.group_of(call, size_class), self.sole
             if not group.calls and group is not sole:
-                self._number += 1
-                heappush(self._by_arrival, (-inf, self._number, group))
                 self._change_groups(1)
                 if sole is not None and not sole.calls:
                     self._end(sole)
@@ -365,12 +347,8 @@ class TurnOrder(Generic[T]):
         if is_last:
             call.group = None
             group.left += 1
-        self.count_out(group, work, work if call.deadline < inf else 0.0)
-
-    def count_out(self, group: CallGroup[T], work: float, timed: float) -> None:
-        """Items of a group that cost so much wait no more; see ``CallGroup``."""
         group.work -= work
-        group.timed -= timed
+        group.timed -= work if call.deadline < inf else 0.0
         group.drop_left()
         if not group.calls and group is not self.sole:
             self._end(group)
@@ -390,7 +368,14 @@ class TurnOrder(Generic[T]):
         self, call: T, items: int, work: float, *, is_last: bool, goes_along: bool = False
     ) -> None:
         """What ``head`` said had its turn, with so many items; or others go along with those."""
-        group, line = call.group, call.group.line
+        group: CallGroup[T] = call.group
+        line = group.line
+        if group is self.sole:
+            if is_last:
+                call.group = None
+                group.left += 1
+            self.sole_took(work, work if call.deadline < inf else 0.0)
+            return
         cost = work or float(items)  # else a tenant with no others would always be next
         if not goes_along:
             self._clock, self._cost = line.place[0], cost
@@ -400,16 +385,20 @@ class TurnOrder(Generic[T]):
         self._charge(line, cost)
         self.remove(call, work, is_last=is_last)
 
-    def sole_took(self, work: float) -> None:
-        """Calls of the sole group, which need no turns, had so much."""
-        if self.sole is None:
-            return
-        self.sole.tag += work
+    def sole_took(self, work: float, timed: float) -> None:
+        """Calls of the sole group, which need no turns, had so much; see ``CallGroup``."""
+        group = self.sole
+        assert group is not None
+        group.tag += work
         if len(self._order) > 1:
-            line = self.sole.line
+            line = group.line
             self._charge(line, work)
             self._clock = line.place[0] - self._cost / line.weight  # of the last of these calls
             self._forget_before((self._clock, 0))
+        group.work -= work
+        group.timed -= timed
+        if group.left:
+            group.drop_left()
 
     def ahead(self, call: Call, size_class: int, work: float, unit: float) -> float:
         """A lower estimate of what is computed before a new call with a deadline is over.
@@ -424,29 +413,10 @@ class TurnOrder(Generic[T]):
         if not self._lines or (line is not None and len(self._lines) == 1):
             return own
         # It has turns with the other tenants until its end if it is large, and else until its
-        # turn.
-        share = own + work if size_class else max(own, unit)
-        turns = self._served_before(share / self._weights.get(tenant, 1.0))
+        # turn: each has had so much for its weight by then, or all that it has.
+        share = (own + work if size_class else max(own, unit)) / self._weights.get(tenant, 1.0)
+        turns = sum([min(line.work, share * line.weight) for line in self._lines.values()])
         return max(own, turns - work) if size_class else turns
-
-    def _served_before(self, share: float) -> float:
-        """The work of all tenants until each has had so much for its weight.
-
-        As of some turns ago, at most as many as there are tenants: to look at all takes time.
-        """
-        self._queries += 1
-        if self._queries + self._number >= self._shares_until:
-            self._shares_until = self._queries + self._number + len(self._lines)
-            lines = [(line.work, line.weight) for line in self._lines.values()]
-            lines.sort(key=lambda line: line[0] / line[1])
-            before, weights = 0.0, sum(weight for _, weight in lines)
-            self._shares = []
-            for work, weight in lines:
-                self._shares.append((work / weight, before, weights))
-                before, weights = before + work, weights - weight
-            self._shares.append((inf, before, 0.0))
-        _, before, weights = self._shares[bisect_left(self._shares, (share, 0.0, 0.0))]
-        return before + share * weights
 
     def check_invariants(self, works: Mapping[T, float]) -> None:
         """Raise ``AssertionError`` if it differs from what all that wait cost. For tests."""

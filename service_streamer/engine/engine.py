@@ -274,7 +274,7 @@ class Engine(Loop):
         self.check_process()
 
         def cancel(call: Call) -> bool:
-            is_cancelled = self.batcher.call_cancelled(call)
+            is_cancelled = not call.is_running and self.batcher.withdraw(call)
             if is_cancelled:
                 self.forget(call)
             return is_cancelled
@@ -364,7 +364,7 @@ class Engine(Loop):
             now, stats = self.clock(), self.stats()
             figures, steps = self.batcher.figures, self.batcher.steps
             recent, restarted_at = [*figures.recent], [*self.fleet.restarted_at]
-            line = self.batcher.policy.cost.line
+            line = self.batcher.queue.cost.line
             of_steps = None if steps is None else steps.log.summary(len(self.batcher.slots))
         return summarize(
             recent,

@@ -95,8 +95,10 @@ class Fleet:
     def foresee(self, events: list[WorkerEvent]) -> None:
         """Have no batch cut for a worker of which a later one of these events says it is lost."""
         self._dying = {event.slot for event in events if type(event) is WorkerDied}
+        slots = self.batcher.slots
         for slot in self._dying:
-            self.batcher.worker_dying(slot)
+            if slot in slots:
+                slots.close(slot)  # after what it still answered it is lost
 
     def apply(self, event: FleetEvent, now: float) -> Actions:
         """Apply an event."""
@@ -142,9 +144,9 @@ class Fleet:
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
         self._dying.discard(slot)
-        actions, held, retried = Actions(), 0, retries.retried_items
+        actions, was_busy, retried = Actions(), False, retries.retried_items
         if slot in self.batcher.slots:
-            held = self.batcher.items_held(slot)
+            was_busy = slot in self.batcher.slots.busy
             actions = self.batcher.worker_lost(
                 slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
             )
@@ -155,7 +157,7 @@ class Fleet:
             loss,
             now,
             self._jitter(),
-            was_busy=held > 0,
+            was_busy=was_busy,
             is_explained=any(call.failure is failure for call in actions.calls),
         )
         if supervisor.aborted != aborted:
@@ -170,7 +172,7 @@ class Fleet:
             self._note_failed(
                 failure, (supervisor.retry_at(place) or 0.0) - now, is_news=not was_failing
             )
-        elif fate is not Fate.EXPECTED or held:
+        elif fate is not Fate.EXPECTED or was_busy:
             self._note_loss(failure, retried, fate)
         else:
             self._note(_INFO, "worker %d has ended", place)
@@ -226,7 +228,7 @@ class Fleet:
         scaling, batcher, supervisor = self.scaling, self.batcher, self.supervisor
         if not scaling.is_due(batcher.pending_items, now):
             return
-        load = batcher.load(supervisor.failed, supervisor.start_duration)
+        load = batcher.scheduler.load(supervisor.failed, supervisor.start_duration)
         wanted, before = scaling.decide(load, now), supervisor.wanted
         if wanted == before:
             return
@@ -352,7 +354,7 @@ class Fleet:
 
     def _states(self) -> Iterator[tuple[int, str]]:
         """Place and state of each worker, and of each place that waits for one or has failed."""
-        busy = {batch.slot for batch in self.batcher.slots.in_flight()}
+        busy = self.batcher.slots.busy
         for place, slot, state in self.supervisor.workers():
             if state is WorkerState.READY:
                 yield place, "busy" if slot in busy else "idle"
@@ -383,7 +385,7 @@ class Fleet:
                 "wanted": scaling.wanted,
                 "worker_range": (scaling.least, scaling.most),
                 "target_wait": scaling.target,
-                "wait": scaling.wait_of(batcher.load(0, 0.0)),
+                "wait": scaling.wait_of(batcher.scheduler.load(0, 0.0)),
             }
         return StreamerStats(
             state=self.state.value,

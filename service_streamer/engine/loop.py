@@ -235,7 +235,7 @@ class Loop:
     def let_go(self, leaving: tuple[Call, bool]) -> None:
         """The caller of a call has gone, perhaps for lack of time. Locked."""
         call, has_expired = leaving
-        if self.batcher.call_withdrawn(call, has_expired=has_expired):
+        if self.batcher.withdraw(call, has_expired=has_expired):
             self.forget(call)
 
     def forget(self, call: Call) -> None:
@@ -414,7 +414,7 @@ class Loop:
                     self._answer_alone(events[0])
                 for event in events:
                     if isinstance(event, StepReport):
-                        parts += batcher.stepped(event, now)
+                        parts += batcher.scheduler.stepped(event, now)
                     else:
                         self._apply(event, now)
                 # While draining no caller may be left to flush what was submitted.
@@ -523,7 +523,7 @@ class Loop:
         self.open_calls.clear()
         self.transport.close(_STOP_GRACE if is_idle else ABORT_GRACE)
         with self.lock:
-            batcher.forget_workers()
+            batcher.slots.clear()
         self.has_ended = True  # first: code that sets ``on_end`` and then looks misses nothing
         self.on_workers()
         self.cancel_exit()

@@ -60,6 +60,8 @@ ORDINARY = Precedence()
 class Reason(enum.Enum):
     """Why a batch was cut when it was, and with no more items than it has."""
 
+    __hash__ = object.__hash__  # that of ``Enum`` is in Python, and each batch is counted by it
+
     FULL = "it had batch_size items"
     PLACE = "a place was free"
     COST = "one more item would have exceeded max_batch_cost"

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, TypeAlias
 
+from ..batching.batch_scheduler import BatchScheduler
 from ..batching.batcher import Actions, Batcher, build_batcher
-from ..batching.policy import Backlog, Decision, Policy
+from ..batching.call_queue import Decision
 from ..engine.fleet import Fleet
 from ..errors import WorkerLost
 from ..observe.record import BatchRecord, BatchReport, Call, Reason
@@ -162,18 +163,17 @@ def simulate(
     PATIENCE.check("fixed_wait", fixed_wait)
     options = StreamerOptions(
         batch_size=batch_size,
-        max_latency=max_latency,
+        max_latency=max_latency if fixed_wait is None else fixed_wait,
         max_batch_cost=max_batch_cost,
         tenant_weights=tenant_weights or {},
     )
-    policy = None
     has_lengths = lengths is not None or any(
         isinstance(part, Replay) and part.has_lengths for _, part in phases
     )
-    if fixed_wait is not None:
-        policy = FixedWait(batch_size, fixed_wait, max_batch_cost or math.inf)
-        has_lengths = False
-    batcher = build_batcher(options, has_lengths=has_lengths, policy=policy)
+    if fixed_wait is None:
+        batcher = build_batcher(options, has_lengths=has_lengths)
+    else:
+        batcher = build_batcher(options, has_lengths=False, scheduler_class=FixedWait)
     run = _Run(
         batcher, bounds, start_duration, model, overheads or Overheads(), lengths, Random(seed),
         math.inf if requests is None else requests,
@@ -182,28 +182,32 @@ def simulate(
     return run.report(warm_up)
 
 
-class FixedWait(Policy):
-    """Waits until there is a full batch, or the oldest item has waited for so long."""
+#: Nothing is sent ahead that is not full.
+_NOT_YET = Decision(0, Reason.ALONE, math.inf)
 
-    def __init__(self, batch_size: int, wait: float, max_batch_cost: float = math.inf) -> None:
-        super().__init__(batch_size, wait, max_batch_cost=max_batch_cost)
-        self._wait = wait
-        self._full_batch = Decision(batch_size, Reason.FULL, max_cost=max_batch_cost)
 
-    def batch_returned(self, *_: object, **__: object) -> None:
+class FixedWait(BatchScheduler):
+    """Waits until there is a full batch, or the oldest item has waited for ``max_latency``."""
+
+    def answered(self, batch: BatchRecord, calls: int) -> None:
         """Learn nothing."""
 
-    def decide_ahead(self, backlog: Backlog) -> Decision:
-        is_full = backlog.items >= self._full_batch.size
-        return self._full_batch if is_full else Decision(0, Reason.ALONE, math.inf)
+    def decide_ahead(self, now: float) -> tuple[int, Decision]:  # noqa: ARG002
+        return next(iter(self._slots.without_ahead)), self._full_batch or _NOT_YET
 
-    def decide(self, backlog: Backlog) -> Decision:
-        if backlog.items >= self._full_batch.size:
-            return self._full_batch
-        wait_until = backlog.oldest + self._wait
-        if wait_until > backlog.now:
-            return Decision(0, Reason.MAX_LATENCY, wait_until)
-        return self._full_batch._replace(size=backlog.items, reason=Reason.MAX_LATENCY)
+    def decide(self, now: float) -> tuple[int, Decision]:
+        slot, decision = next(iter(self._slots.idle)), self._full_batch
+        if decision is None:
+            wait_until = self._queue.oldest_arrival() + self._max_latency
+            size = 0 if wait_until > now else self._queue.items
+            decision = Decision(size, Reason.MAX_LATENCY, wait_until, self._max_batch_cost)
+        return slot, decision
+
+    @property
+    def _full_batch(self) -> Decision | None:
+        if self._queue.items < self._batch_size:
+            return None
+        return Decision(self._batch_size, Reason.FULL, max_cost=self._max_batch_cost)
 
 
 #: When it is, a number that keeps the rest from being compared, what happens, and what it is about.

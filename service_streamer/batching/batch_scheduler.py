@@ -18,10 +18,14 @@ for: the command beside it only shows that it holds.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from bisect import bisect_right
+from collections import deque
 
 from ..observe.record import BatchRecord, Call, Reason
-from .learning import LEARNING_RATE, RATE_BATCHES, ArrivalForecast, LearnedCost, PaddedCost
+from .call_ledger import CallLedger
+from .call_queue import FIXED_COSTS, UNKNOWN, Decision, Finish
+from .learning import LEARNING_RATE, RATE_BATCHES
+from .scheduler import SURELY_LATE, Scheduler
 
 #: While the scheduler waits for callers, it decides again when this share of those who are missing
 #: has come. To decide with each of 64 took 0.7 ms of every batch. Chosen by reasoning: the number
@@ -79,9 +83,6 @@ ALONE_INTERVAL = 8
 #: A batch takes no longer than this, seconds, if the next one is nearly as fast.
 #: Chosen by reasoning: so long whoever comes next waits for it, and for one that was sent ahead.
 LONGEST = 1.0
-#: It is as fast if it takes so many times what a batch costs beside its items.
-#: Chosen by reasoning: then about a tenth of the throughput is lost.
-FIXED_COSTS = 9.0
 #: Where items have lengths, it takes no longer than this, seconds, if the next one is nearly as
 #: fast. Chosen by reasoning: no hand-over of a batch costs much beside it.
 LONGEST_PADDED = 0.01
@@ -90,174 +91,120 @@ LONGEST_PADDED = 0.01
 #: a load of 0.9 is up to a fifth higher, since batches have fewer neighbours in length.
 PADDED_FIXED_COSTS = 17.0
 
-#: Of items, so that a batch which is back just in time is not one item smaller.
-_ROUNDING = 1e-9
+#: The number of recent batches whose slowest one says how long the next one takes.
+#: Chosen by reasoning: odd, for a median.
+FORECAST_BATCHES = 7
+#: The margin on that.
+#: Chosen by reasoning: a quarter, so that a call that is just in time is rarely late.
+FORECAST_MARGIN = 1.25
+#: Batches beyond this many times the median are not counted.
+#: Chosen by reasoning: a first batch that compiles says nothing about the next one.
+FORECAST_OUTLIER = 2.0
+#: Least ratio of the rates for which items are left to the next batch. Arbitrary: costs are learned
+#: with some noise, and every further batch takes time in the scheduler and in the worker.
+_FITTING_GAIN = 1.1
 
-#: Why expected arrivals are not waited for any longer.
-_BOUNDS = (Reason.MAX_LATENCY, Reason.DEADLINE)
-
-
-class Decision(NamedTuple):
-    """What to do with the items that wait."""
-
-    size: int  # the most items to cut into a batch now; 0 to wait
-    reason: Reason  # why the batch gets no more items
-    wait_until: float = -math.inf  # when to decide again if nothing happens before
-    max_cost: float = math.inf  # the most that the batch may cost, unless one item costs more
-    cost_reason: Reason = Reason.COST  # why it gets no more items, if ``max_cost`` ends it
-    #: With fewer items it is still best to wait: each call that comes until then is one that was
-    #: expected. 0 where that is not known.
-    enough: int = 0
-
+#: Items of such batches should not wait any longer.
+_URGENT = (Reason.MAX_LATENCY, Reason.DEADLINE)
 
 #: Nothing is sent ahead: what waits may still grow until a worker is free.
 _NOT_AHEAD = Decision(0, Reason.ALONE, math.inf)
 
 
-class Backlog(NamedTuple):
-    """The items that wait, and the workers for them: what a decision depends on."""
-
-    items: int  # that wait; at least one
-    oldest: float  # when the oldest of them arrived
-    deadline: float  # of the call that is next, for the slowest stage of a worker
-    free: int  # workers that could begin with a batch now
-    workers: int  # that take batches
-    in_flight: int  # items that workers hold
-    waited_until: float  # when the last decision was to wait for; in the past if it was to cut
-    now: float
-
-
-class Finish(NamedTuple):
-    """When a batch is back, by its size; as far as that is known."""
-
-    likely: float  # a batch without items, as predicted
-    earliest: float = -math.inf  # the same, if it is as fast as it hardly ever is
-    each: float = 0.0  # what each item adds, seconds
-    #: The smallest batch that is worth it for the sake of its first call. The others have to wait
-    #: for another batch. Infinity for none.
-    least: float = math.inf
-    safely: float = math.inf  # a batch without items, if it is as slow as it hardly ever is
-    safely_each: float = 0.0  # what each item adds then, seconds
-
-    def last(self, now: float, size: int) -> float:
-        """When a batch of that size is likely back: a call with a later deadline is in time."""
-        return max(now, self.likely + self.each * size)
-
-    def room(self, deadline: float, most: int) -> int:
-        """The most items of a batch that is surely back by then, if a smaller one is worth it."""
-        if self.least >= most or not self.safely_each:
-            return most
-        fits = int((deadline - self.safely) / self.safely_each + _ROUNDING)
-        return min(most, fits) if fits >= self.least else most
-
-
-#: Nothing is known, so no call is late before its time has ended.
-UNKNOWN = Finish(-math.inf)
-
-
-class Policy:
+class BatchScheduler(Scheduler):
     """Waits for arrivals that are expected soon enough to pay, and shares out what waits.
 
-    Times are of one monotonic clock, in seconds. Events say what happened; the other methods ask,
-    and may be asked any number of times.
-
-    Args:
-        batch_size: the most items of a batch.
-        max_latency: the longest that an item waits while a worker is free, seconds.
-        has_lengths: whether items have lengths. Then the first batch has few items, and others cost
-            at most twice what the largest so far did: until it is known what padding costs, a large
-            one may take very long.
-        max_batch_cost: the most that a batch may cost.
-        round_trip: how long results take to callers, and their next calls back, seconds.
-
-    Attributes:
-        cost: what a batch costs.
-        full: how many items are a full batch.
-        margin: by which share of its time a batch may take longer than is predicted, or less long.
+    Where items have lengths the first batch has few items, and others cost at most twice what the
+    largest so far did: until it is known what padding costs, a large one may take very long.
     """
 
     def __init__(
         self,
+        ledger: CallLedger,
         batch_size: int,
         max_latency: float,
         *,
-        has_lengths: bool = False,
         max_batch_cost: float = math.inf,
-        round_trip: float = 0.0,
     ) -> None:
+        super().__init__(ledger)
         self._batch_size = batch_size
         self._max_latency = max_latency
-        self._has_lengths = has_lengths
         self._max_batch_cost = max_batch_cost
-        self._arrivals = ArrivalForecast(round_trip)
+        self._cost, self._has_lengths = ledger.queue.cost, ledger.queue.has_lengths
+        self._arrivals = ledger.arrivals
+        self._waits_until = -math.inf  # until when the last decision was to wait
         self._alone = 0  # batches in a row of one item, behind which none waited
-        self._arrived = 0  # items, so far
         self._cut_at = -math.inf  # when a batch was cut last
         self._rate = 0.0  # items that arrive per second for each worker, recently
         self._unit = 1.0  # what an item costs, recently
         self._errors = 0  # batches of which it is known how exactly they were predicted
-        self.margin = URGENCY - 1.0
+        #: By which share of its time a batch may take longer than is predicted, or less long.
+        self._margin = URGENCY - 1.0
         self._transit = 0.0  # seconds of a batch beside its duration, where none was before it
         self._largest = 0.0  # cost of a batch so far
         self._longest = 0.0  # item so far
-        self.cost = PaddedCost() if has_lengths else LearnedCost()
+        self._took: deque[float] = deque(maxlen=FORECAST_BATCHES)  # by the last batches, seconds
         self._set_bounds()
 
     # -- what happens
 
-    def call_arrived(self, size: int, now: float, *, is_first: bool) -> None:
-        """A call of ``size`` items arrived; the first if nothing waits and a worker is free."""
-        self._arrived += size
-        self._arrivals.arrived(size, now)
-        if is_first:
-            self._arrivals.began(self.cost.duration(size * self._unit), now)
+    def first_arrived(self, size: int, now: float) -> None:
+        self._arrivals.began(self._duration(size), now)
 
-    def batch_cut(self, batch: BatchRecord, now: float) -> None:
-        """A batch was cut, as decided."""
-        batch.arrived = self._arrived
-        self._cut_at = now
+    def prepare(self, batch: BatchRecord) -> float:
+        if batch.search is None:
+            batch.arrived = self._figures.accepted_items
+            self._cut_at = batch.cut_at
+        # With one stage a worker is free when its batch is back.
+        return 0.0 if self._slots.room == 2 else self._cost.duration(batch.cost)
 
-    def batch_returned(
-        self,
-        batch: BatchRecord,
-        calls: int,
-        duration: float,
-        workers: int,
-        waiting: int,
-        now: float,
-        failed: int = 0,
-    ) -> None:
-        """A batch is back: so many calls are answered, and ``failed`` items were not computed.
+    def came_back(self, batch: BatchRecord) -> None:
+        self._figures.metrics.came_back(batch)
+        super().came_back(batch)
+        if self._queue.items >= self.full:
+            self._took.append(batch.back_at - batch.cut_at)
+        else:  # what a backlog took says nothing about the next one
+            self._took.clear()
 
-        Args:
-            workers: that take batches.
-            waiting: items that wait.
-        """
-        self._alone = 0 if batch.size > 1 or waiting or failed else self._alone + 1
+    def answered(self, batch: BatchRecord, calls: int) -> None:
+        report = batch.report
+        duration = report.pace
+        self._figures.took(duration, 4)
+        if batch.search is not None:  # it says nothing of what batches are like
+            return
+        # What it took to find who is at fault says nothing of what items cost.
+        size = 0 if report.runs else batch.size - len(report.failures)
+        is_alone = batch.size == size == 1 and not self._queue.items
+        self._alone = self._alone + 1 if is_alone else 0
         if self._alone > ALONE_BATCHES and self._alone % ALONE_INTERVAL:
             return
-        self._arrivals.answered(calls, duration, now)
-        size = batch.size - failed
+        self._arrivals.answered(calls, duration, batch.back_at)
         if size:
-            cost = batch.cost * size / batch.size
-            if self.cost.is_settled:  # of the line before this batch
-                error = abs(duration / (self.cost.duration(cost) or math.inf) - 1.0)
-                error = min(MARGIN_FACTOR * error, URGENCY - 1.0)
-                self._errors += 1
-                weight = max(NOISE_LEARNING_RATE, 1.0 / self._errors)
-                self.margin += (error - self.margin) * weight
-            self.cost.observe(cost, duration, size)
-        self._largest = max(self._largest, batch.cost, 1e-9)  # items of no length are known, too
-        self._longest = max(self._longest, batch.cost / batch.size)
-        self._unit += (max(batch.cost, 1e-9) / batch.size - self._unit) * LEARNING_RATE
+            self._learn_cost(batch.cost * size / batch.size, duration, size)
+        item = max(batch.cost, 1e-9) / batch.size  # items of no length are known, too
+        self._largest = max(self._largest, item * batch.size)
+        self._longest = max(self._longest, item)
+        self._unit += (item - self._unit) * LEARNING_RATE
         self._set_bounds()
+        self._learn_rate(batch, duration)
+
+    def _learn_cost(self, cost: float, duration: float, size: int) -> None:
+        if self._cost.is_settled:  # of the line before this batch
+            error = abs(duration / (self._cost.duration(cost) or math.inf) - 1.0)
+            error = min(MARGIN_FACTOR * error, URGENCY - 1.0)
+            self._errors += 1
+            weight = max(NOISE_LEARNING_RATE, 1.0 / self._errors)
+            self._margin += (error - self._margin) * weight
+        self._cost.observe(cost, duration, size)
+
+    def _learn_rate(self, batch: BatchRecord, duration: float) -> None:
         # What came to this worker meanwhile; but no more than keeps the queue as long as it is,
         # since a burst is no stream. In a closed loop calls come when the batch is back.
         came = max(
-            (self._arrived - batch.arrived) / max(1, workers),
+            (self._figures.accepted_items - batch.arrived) / max(1, self._slots.taking),
             self._arrivals.closedness * batch.size,
         )
-        flight = now - batch.cut_at
+        flight = batch.back_at - batch.cut_at
         # Of a batch that was sent ahead it has the wait for the one before, which counts little.
         beside = max(0.0, flight - duration)
         weight = LEARNING_RATE if beside < self._transit else TRANSIT_RATE
@@ -285,9 +232,9 @@ class Policy:
 
     def _longest_cost(self) -> float:
         """From which cost on a batch takes longer, and hardly less for each item."""
-        base, per_unit = self.cost.base, self.cost.per_unit
+        base, per_unit = self._cost.base, self._cost.per_unit
         # Without lengths all items are alike, so nothing has to be bounded before it is known.
-        if not per_unit or not (self._has_lengths or self.cost.is_fitted):
+        if not per_unit or not (self._has_lengths or self._cost.is_fitted):
             return math.inf
         longest = max(LONGEST, FIXED_COSTS * base)
         if not self._has_lengths:
@@ -298,28 +245,49 @@ class Policy:
 
     # -- what is known
 
-    def duration(self, items: float) -> float:
+    def _duration(self, items: float) -> float:
         """Seconds for a batch of so many items as they were lately; 0 while nothing is known."""
-        return self.cost.duration(items * self._unit)
+        return self._cost.duration(items * self._unit)
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether the number of its items says how long a batch takes."""
-        return self.cost.was_fitted and not self._has_lengths
-
-    def finish(self, start: float, size: int, workers: int) -> Finish:
-        """When a batch is back with which a worker begins then, if that ``is_exact``."""
-        cost = self.cost
+    def _finish(self, slot: int, size: int, now: float) -> Finish:
+        """When the batch is back that is cut now, if there are deadlines or too much waits."""
+        cost, slots, waiting = self._cost, self._slots, self._queue.items
+        if self._has_lengths or slots.room > 2 or not cost.was_fitted:
+            # It differs with the lengths. And with several stages a worker is at several batches.
+            if waiting > self.full:
+                return Finish(now + self._forecast())
+            return Finish(now + self._duration(size)) if waiting > size else UNKNOWN
+        size = min(size, waiting)
         base, item = cost.base, cost.per_unit * self._unit
-        begins, longer = start + self._transit, 1.0 + self.margin
+        begins = slots.begins_at(slot, now, cost.duration) + self._transit
+        longer = 1.0 + self._margin
         # With one worker the others wait for two batches if the first of them has one of its own.
-        least = least_in_time(size, base, item) if workers > 1 else math.inf
-        earliest = begins + base - self.margin * (base + size * item)
-        return Finish(begins + base, earliest, item, least, begins + longer * base, longer * item)
+        least = least_in_time(size, base, item) if slots.taking > 1 else math.inf
+        return Finish(begins + base, item, least, begins + longer * base, longer * item)
 
-    def least_duration(self, call: Call, ahead: float, workers: int) -> float:
-        """Seconds that a call takes at the least, behind so much cost; 0 while it is not known."""
-        cost = self.cost
+    def _forecast(self) -> float:
+        """Seconds from a cut until a batch is back, with a margin; 0 while little is known."""
+        if len(self._took) < 3:
+            return 0.0
+        took = sorted(self._took)
+        usual = took[(len(took) - 1) // 2]
+        return FORECAST_MARGIN * max(each for each in took if each <= FORECAST_OUTLIER * usual)
+
+    def hopeless_for(self, call: Call, now: float) -> float:
+        queue, slots, cost = self._queue, self._slots, self._cost
+        lengths, left = call.lengths, call.deadline - now
+        work = queue.work + (call.size if lengths is None else sum(lengths))
+        each = cost.base * (queue.items + call.size) + cost.per_unit * work
+        if 2.0 * each <= left:
+            return 0.0  # also if each item was computed alone, as nearly always
+        takes = self._takes(call, queue.ahead(call))
+        if not slots.idle and slots.room == 2:  # else several stages are at batches
+            begins = [slots.begins_at(n, now, cost.duration) for n in slots.numbers()]
+            takes += max(0.0, 1.0 - self._margin) * (min(begins, default=now) - now)
+        return takes if takes > SURELY_LATE * left else 0.0
+
+    def _takes(self, call: Call, ahead: float = 0.0) -> float:
+        cost, workers = self._cost, self._workers
         if not cost.is_settled or not workers:
             return 0.0
         lengths, most, alone = call.lengths, self._longest, 0.0
@@ -329,102 +297,152 @@ class Policy:
             longest, own = max(lengths), sum(lengths)
             if longest > most:
                 longest, own = most, sum([min(length, most) for length in lengths])
-            alone = (1.0 - self.margin) * cost.duration(longest)
+            alone = (1.0 - self._margin) * cost.duration(longest)
         work, together = ahead + own, 0.0
         batches = (ahead / self._unit + call.size) / self._batch_size
         # What a full batch costs, of items as they were lately.
         full = min(self._batch_size * self._unit, self._most_cost)
         if GROWTH * self._largest >= min(work, full):
             # Of batches that are much larger than all so far only trying tells.
-            margin = self.margin / math.sqrt(max(1.0, batches))
+            margin = self._margin / math.sqrt(max(1.0, batches))
             together = (1.0 - margin) * (work * cost.per_unit + batches * cost.base) / workers
         return max(0.0, alone, together)
 
+    def _throughput(self) -> tuple[int, int, int, float, float]:
+        metrics, seconds = self._figures.metrics, self._duration(self.full)
+        return int(metrics.sizes.total), metrics.batch.count, self.full, seconds, seconds
+
     # -- decisions
 
-    def decide(self, backlog: Backlog) -> Decision:
-        """What to do with the items that wait while workers are free."""
-        items, now, arrivals = backlog.items, backlog.now, self._arrivals
+    def decide(self, now: float) -> tuple[int, Decision]:
+        slots = self._slots
+        slot, deadline = next(iter(slots.idle)), self._first_deadline(now)
+        decision = self._decide(len(slots.idle), deadline, now)
+        return slot, self._foresee(slot, decision, deadline, now)
+
+    def decide_ahead(self, now: float) -> tuple[int, Decision]:
+        slots, deadline = self._slots, self._first_deadline(now)
+        slot, decision = next(iter(slots.without_ahead)), self._decide_full(deadline, now)
+        if not decision.size and slots.beside:
+            slot, opens_at = slots.next_open()
+            if opens_at > now:
+                return slot, Decision(0, Reason.ALONE, opens_at)
+            decision = self._decide(1, deadline, now)
+            if decision.size and decision.reason not in _URGENT:
+                decision.reason = Reason.STAGE
+        return slot, self._foresee(slot, decision, deadline, now)
+
+    def _first_deadline(self, now: float) -> float:
+        """Of the call that is next, for the slowest stage of a worker."""
+        return self._queue.first_deadline(now) - URGENCY * self._slots.beside
+
+    def _foresee(self, slot: int, decision: Decision, deadline: float, now: float) -> Decision:
+        """The decision, and when the batch is back; only if that matters."""
+        if decision.size and (deadline < math.inf or self._queue.items > self.full):
+            decision.finish = self._finish(slot, decision.size, now)
+        return decision
+
+    def _decide(self, free: int, deadline: float, now: float) -> Decision:
+        """What to do with the items that wait while so many workers could begin with some."""
+        items, workers, arrivals = self._queue.items, self._slots.taking, self._arrivals
+        oldest = self._queue.oldest_arrival()
+        waited_until, self._waits_until = self._waits_until, -math.inf
         expected = arrivals.expected(now) * arrivals.call_size
-        size, reason = self._wanted_size(backlog, expected)
+        size, reason = self._wanted_size(expected, oldest, deadline, now)
         missing = size - items
         if missing > 0:
             if expected:
-                later = max(0.0, expected / backlog.workers - missing)
+                later = max(0.0, expected / workers - missing)
                 worth = self._worth(items, missing, later)
                 wait_until = arrivals.wait_until(missing / arrivals.call_size, worth, now)
             else:
-                wait_until = self._cut_at + self._pause(size, backlog.workers)
+                wait_until = self._cut_at + self._pause(size, workers)
             if wait_until > now:
-                longest_wait = backlog.oldest + self._max_latency
-                latest = self._latest_start(backlog, items)
+                longest_wait = oldest + self._max_latency
+                latest = self._latest_start(deadline, items)
                 if longest_wait > now and latest > now:
                     wait_until = min(wait_until, longest_wait, latest)
-                    is_sure = expected > 0.0 and wait_until <= self._latest_start(backlog, size)
+                    is_sure = expected > 0.0 and wait_until <= self._latest_start(deadline, size)
                     enough = items + int(missing * SURE) if is_sure else 0
+                    self._waits_until = wait_until
                     return Decision(0, reason, wait_until, enough=enough)
                 reason = Reason.DEADLINE if latest <= now else Reason.MAX_LATENCY
-            if backlog.free > 1:  # each of them takes some
-                size = min(size, max(1, math.ceil((items + expected) / backlog.free - 1e-9)))
+            if free > 1:  # each of them takes some
+                size = min(size, max(1, math.ceil((items + expected) / free - 1e-9)))
         is_all = items <= size and (items < size or size < self.full)
-        if is_all and reason not in _BOUNDS:
+        if is_all and reason not in _URGENT:
             reason = Reason.ALONE
-            if backlog.waited_until > backlog.oldest:
-                is_late = missing > 0 or now >= backlog.waited_until
+            if waited_until > oldest:
+                is_late = missing > 0 or now >= waited_until
                 reason = Reason.LATE if is_late else Reason.COMPANY
         return self._cut(min(items, size), reason)
 
     def _cut(self, size: int, reason: Reason) -> Decision:
+        """A batch of so many items, or of as many as need no padding, if the model pads batches.
+
+        33 items that are padded to 64 take as long as 64. If a batch of 32 computes more items per
+        second, the last item is better left to the next batch.
+        """
+        sizes = self._slots.sizes  # those that batches are padded to, ascending
+        at = bisect_right(sizes, size)
+        if 0 < at < len(sizes) and sizes[at - 1] < size and reason not in _URGENT:
+            below, above = sizes[at - 1], sizes[at]
+            if below * self._duration(above) > _FITTING_GAIN * size * self._duration(below):
+                size, reason = below, Reason.PAYS
         return Decision(size, reason, -math.inf, self._max_cost, self._cost_reason)
 
-    def decide_ahead(self, backlog: Backlog) -> Decision:
+    def _decide_full(self, deadline: float, now: float) -> Decision:
         """What to do with the items that wait while a busy worker may be sent a batch ahead.
 
         What is not full may still grow until a worker can take it. And where another worker has
         less than a full batch, it is the first to be free, and takes its share.
         """
-        full, all_full = self.full, self.full * backlog.workers
-        if backlog.items < full or max(backlog.items, backlog.in_flight) < all_full:
+        items, full, in_flight = self._queue.items, self.full, self._slots.items
+        if items < full or max(items, in_flight) < full * self._slots.taking:
             return _NOT_AHEAD
+        oldest = self._queue.oldest_arrival()
         # Whether a call is late is known best when a worker is free.
-        if backlog.deadline - backlog.oldest < AHEAD_RUNS * self.duration(full):
+        if deadline - oldest < AHEAD_RUNS * self._duration(full):
             return _NOT_AHEAD
-        return self._cut(*self._wanted_size(backlog, 0.0))
+        return self._cut(*self._wanted_size(0.0, oldest, deadline, now))
 
-    def _wanted_size(self, backlog: Backlog, expected: float) -> tuple[int, Reason]:
+    def _wanted_size(
+        self, expected: float, oldest: float, deadline: float, now: float
+    ) -> tuple[int, Reason]:
         """How many items the next batch should have, with those that are expected, and why."""
-        size, reason = self._size(backlog.items + expected, backlog.workers, backlog.in_flight)
-        if reason is Reason.PAYS and backlog.workers == 1 and backlog.deadline < math.inf:
-            size = backlog.items  # many small batches together would take longer
+        items, workers = self._queue.items, self._slots.taking
+        size, reason = self._size(items + expected, workers, self._slots.items)
+        if reason is Reason.PAYS and workers == 1 and deadline < math.inf:
+            size = items  # many small batches together would take longer
         if size >= self.full:
             size, reason = self.full, self._full_reason
         if self._has_lengths and not self._largest and size > FIRST_ITEMS:
             size, reason = FIRST_ITEMS, Reason.TRIED
-        if backlog.deadline < math.inf:
-            most = min(size, backlog.items)
-            in_time = self._in_time(backlog, most)
+        if deadline < math.inf:
+            most = min(size, items)
+            in_time = self._in_time(most, oldest, deadline, now)
             if in_time < most:
                 size, reason = in_time, Reason.DEADLINE
         return size, reason
 
-    def _latest_start(self, backlog: Backlog, size: float) -> float:
-        """When a batch of so many items has to begin to be in time for the next call."""
-        longer = 1.0 + max(LEAST_MARGIN, self.margin)
-        return backlog.deadline - self._transit - longer * self.duration(size)
+    def _latest_start(self, deadline: float, size: float) -> float:
+        """When a batch of so many items has to begin to be back by then."""
+        longer = 1.0 + max(LEAST_MARGIN, self._margin)
+        return deadline - self._transit - longer * self._duration(size)
 
-    def _in_time(self, backlog: Backlog, size: int) -> int:
+    def _in_time(self, size: int, oldest: float, deadline: float, now: float) -> int:
         """The most items of a batch of at most ``size`` that keeps the deadline of the next call.
 
         Only where a smaller batch is back much sooner. Elsewhere it would only cost throughput.
         """
-        longer = 1.0 + self.margin
-        base, item = self.cost.base * longer, self.cost.per_unit * self._unit * longer
+        longer = 1.0 + self._margin
+        base, item = self._cost.base * longer, self._cost.per_unit * self._unit * longer
         if size * item <= FLAT * base:
             return size
-        first = backlog.deadline - self._transit
-        fits = size_in_time(size, base, item, first - backlog.oldest, first - backlog.now)
+        last = deadline - self._transit
+        fits = size_in_time(size, base, item, last - oldest, last - now)
         # By a guess at what items cost only if no more wait than can be computed at the same time.
-        is_sure = self.cost.was_fitted or backlog.items <= backlog.workers * fits
+        is_sure = self._cost.was_fitted or self._queue.items <= self._slots.taking * fits
         return fits if is_sure else size
 
     def _worth(self, waiting: int, missing: float, later: float) -> float:
@@ -438,15 +456,15 @@ class Policy:
             later: items that come for this worker, beside both.
         """
         closedness = self._arrivals.closedness
-        spared = (missing + later + closedness * waiting) * self.cost.base
-        spared -= (1.0 - closedness) * waiting * missing * self.cost.per_unit * self._unit
+        spared = (missing + later + closedness * waiting) * self._cost.base
+        spared -= (1.0 - closedness) * waiting * missing * self._cost.per_unit * self._unit
         return spared / (waiting + later)
 
     def _steepness(self, size: float) -> float:
         """From 0, where each item costs as much as a batch does, to 1, where a batch does."""
-        items = self.cost.per_unit * self._unit * size
-        base = self.cost.base
-        return 1.0 if base >= items or not self.cost.is_fitted else (base / items) ** 2
+        items = self._cost.per_unit * self._unit * size
+        base = self._cost.base
+        return 1.0 if base >= items or not self._cost.is_fitted else (base / items) ** 2
 
     def _pause(self, size: float, slots: int) -> float:
         """How long after the last batch the next one is best cut, if it is not full, seconds.
@@ -456,7 +474,7 @@ class Policy:
         """
         if slots == 1:
             return 0.0
-        pause = self.cost.duration(size * self._unit) / slots
+        pause = self._cost.duration(size * self._unit) / slots
         return pause * self._steepness(size) * (1.0 - self._arrivals.closedness)
 
     def _size(self, items: float, slots: int, in_flight: int) -> tuple[int, Reason]:
@@ -467,10 +485,10 @@ class Policy:
             # the items cost more than the batch, one too few is better than one too many.
             share = (items + in_flight) / slots
             size, reason = max(1.0, share - 1.0 + self._steepness(share)), Reason.SHARE
-        base, per_unit = self.cost.base, self.cost.per_unit * self._unit
+        base, per_unit = self._cost.base, self._cost.per_unit * self._unit
         rate = self._rate
         growth = 1.0 - rate * per_unit
-        if growth > 0.0 and per_unit > 0.0 and self.cost.is_fitted:
+        if growth > 0.0 and per_unit > 0.0 and self._cost.is_fitted:
             # P items wait, batches of B take a + b * B one after the other, and others arrive at a
             # rate r. P falls at B / (a + b * B) - r, and all items wait meanwhile. The B for which
             # (P + B) / (B / (a + b * B) - r) is least follows from the derivative:
