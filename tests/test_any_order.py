@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service_streamer.batching.batcher import Actions, Batcher
-from service_streamer.observe.record import BatchRecord, BatchReport, Call, Precedence
+from service_streamer.observe.record import BatchRecord, BatchReport, Call, CallOptions
 
 BATCH_SIZE = 5
 MAX_LATENCY = 0.05
@@ -121,12 +121,12 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(
         lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12),
         timeout=st.sampled_from([math.inf, 0.02, 2.0]),
-        precedence=st.just(None)
-        | st.builds(Precedence, st.integers(-1, 1), st.sampled_from(["", "a"]), st.booleans()),
+        options=st.just(None)
+        | st.builds(CallOptions, st.integers(-1, 1), st.sampled_from(["", "a"]), st.booleans()),
         more=st.booleans(),
     )
     def submit(
-        self, lengths: list[int], timeout: float, precedence: Precedence | None, more: bool
+        self, lengths: list[int], timeout: float, options: CallOptions | None, more: bool
     ) -> None:
         size = len(lengths)
         if not self.batcher.has_room_for(size):
@@ -136,8 +136,8 @@ class AnyOrder(RuleBasedStateMachine):
         call.deadline = self.now + timeout
         if self.has_lengths:
             call.lengths = lengths
-        if precedence is not None:
-            call.precedence = precedence
+        if options is not None:
+            call.options = options
         self.calls.append(call)
         self.do(self.batcher.call_submitted(call, self.now))
         if more:

@@ -30,7 +30,7 @@ from service_streamer import (
     WorkerStartError,
 )
 from service_streamer.observe.record import Call
-from service_streamer.share.single_flight import SingleFlight
+from service_streamer.single_flight import SingleFlight
 from service_streamer.testing import Gate
 from service_streamer.workers.protocol import Failure
 from stub_engine import StubEngine
@@ -191,9 +191,7 @@ class Shared(StubEngine):
 
     def __init__(self, *, may_rerun: bool = True, **options: Any) -> None:
         super().__init__(**options)
-        self.single = SingleFlight(
-            self.engine, extend=self.engine.extend, may_rerun=may_rerun, clock=self.clock
-        )
+        self.single = SingleFlight(self.engine, may_rerun=may_rerun, clock=self.clock)
         self.clock.listen(self.single.timer.look)
 
     def __exit__(self, *_: object) -> None:

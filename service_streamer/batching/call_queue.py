@@ -82,7 +82,7 @@ class CallQueue:
         self.items += pending
         group = self._turns.ordinary
         is_small = pending < self._large_items and pending < self._large_work
-        if is_small and call.precedence is ORDINARY and group.calls:
+        if is_small and call.options is ORDINARY and group.calls:
             group.add(call, pending)  # as the rest would, in less time
             return
         size_class = self._size_class(call, pending)

@@ -292,15 +292,8 @@ class Engine(Loop):
 
         return self._change(cancel, call)
 
-    def withdraw(self, call: Call) -> None:
-        """The caller has gone: drop what has not been sent, forget the rest."""
-        self._leave(call, has_expired=False)
-
-    def expire(self, call: Call) -> None:
-        """The call's time has ended: what ``withdraw`` does, but it counts as expired."""
-        self._leave(call, has_expired=True)
-
-    def _leave(self, call: Call, *, has_expired: bool) -> None:
+    def withdraw(self, call: Call, *, has_expired: bool = False) -> None:
+        """The caller has gone, perhaps for lack of time: drop what has not been sent."""
         self.check_process()
         if is_owned(self.lock):  # a finalizer interrupts this thread in the middle of a change
             self.left.append((call, has_expired))

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from ..errors import Overloaded, StreamerError
-from ..observe.record import Call, Precedence, Timing
+from ..observe.record import Call, Timing
 from ..workers.protocol import Failure
 from .backend import Accepted, Backend, Mailbox, mailbox_of
 
@@ -48,10 +48,11 @@ class Outputs:
         self._failure: Failure | None = None
         self._why_cut_off = ""
 
-    def submit(self, item: Any, timeout: float | None, precedence: Precedence) -> None:
+    def submit(self, call: Call) -> None:
         """Raises what ``Backend.submit`` raises."""
-        # Watched, since a consumer that is busy elsewhere does not look at the time.
-        call = Call([item], self, timeout, precedence, True, self._more, is_stream=True)
+        call.reply = self
+        call.is_watched = True  # a consumer that is busy elsewhere does not look at the time
+        call.more = self._more
         self.backend.submit(call)
 
     # -- in the engine's thread
@@ -227,8 +228,8 @@ class LoopOutputs(Outputs):
         #: The task in which a wait was cancelled, if no task has waited since.
         self.cancelled_in: asyncio.Task[Any] | None = None
 
-    def submit(self, item: Any, timeout: float | None, precedence: Precedence) -> None:
-        super().submit(item, timeout, precedence)
+    def submit(self, call: Call) -> None:
+        super().submit(call)
         self.mailbox.flush_soon(self.backend)
 
     def wake(self) -> Mailbox | None:
@@ -315,16 +316,10 @@ class _AnyStream(Generic[_Kind]):
     _kind: type[_Kind]
 
     def __init__(
-        self,
-        backend: Backend,
-        item: Any,
-        timeout: float | None,
-        precedence: Precedence,
-        max_buffered: int,
-        fails_behind: bool,
+        self, backend: Backend, call: Call, max_buffered: int, *, fails_behind: bool = False
     ) -> None:
         self._outputs = self._kind(backend, max_buffered, fails_behind=fails_behind)
-        self._outputs.submit(item, timeout, precedence)
+        self._outputs.submit(call)
 
     @property
     def timing(self) -> Timing | None:

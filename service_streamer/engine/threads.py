@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import operator
 import os
 import threading
 import time
@@ -54,9 +55,8 @@ def rest_if_copied(pid: int) -> None:
         _copies[-1].wait()
 
 
-def is_owned(lock: Any) -> bool:
-    """Whether this thread holds a ``threading.RLock``."""
-    return bool(lock._is_owned())
+#: Whether this thread holds a ``threading.RLock``. For any thread, also in a signal handler.
+is_owned: Callable[[Any], bool] = operator.methodcaller("_is_owned")
 
 
 class Timer(Generic[TimedCall]):

@@ -28,6 +28,7 @@ from multiprocessing import util
 from typing import Any, Generic, TypeVar
 
 from ..engine.backend import IN_CALLBACK
+from ..engine.engine import Lengths
 from ..engine.threads import AtExit, Timer, is_owned, start_thread
 from ..errors import (
     ModelError,
@@ -89,6 +90,9 @@ class RemoteClient(ABC, Generic[Calls]):
         self._threads: dict[str, threading.Thread] = {}  # those that send and receive, by role
 
     # -- of a subclass
+
+    lengths: Lengths | None = None
+    extend: None = None
 
     @abstractmethod
     def _encode_call(
@@ -191,12 +195,9 @@ class RemoteClient(ABC, Generic[Calls]):
         self.check_process()
         return self._calls.give_up(call, "cancelled")
 
-    def withdraw(self, call: RemoteCall) -> None:
-        self.cancel(call)
-
-    def expire(self, call: RemoteCall) -> None:
+    def withdraw(self, call: RemoteCall, *, has_expired: bool = False) -> None:
         self.check_process()
-        self._calls.give_up(call, "expired")
+        self._calls.give_up(call, "expired" if has_expired else "cancelled")
 
     def hold(self, call: RemoteCall, *, is_held: bool) -> None:
         """Have the item of a stream rest where it is computed, or go on."""
