@@ -31,6 +31,9 @@ class DefaultTimeout(enum.Enum):
 _WORKER_TIMEOUT: Literal[DefaultTimeout.WORKER_TIMEOUT] = DefaultTimeout.WORKER_TIMEOUT
 LIBRARY_TIMEOUT: Literal[DefaultTimeout.LIBRARY_TIMEOUT] = DefaultTimeout.LIBRARY_TIMEOUT
 
+#: Of nearly all streams.
+_STREAM = CallOptions(stream=True)
+
 
 class Defaults:
     """What an application may set for all streamers of its process, at any time.
@@ -227,8 +230,10 @@ class BaseStreamer:
             timeout = self._worker_timeout
         elif timeout is not None:
             timeout, has_deadline = check_timeout(timeout), True
-        if has_deadline or priority or tenant or stream:
+        if has_deadline or priority or tenant:
             options = CallOptions.checked(priority, tenant, has_deadline, stream)
+        elif stream:
+            options = _STREAM
         items = batch if type(batch) is list else check_batch(batch)  # nearly all are lists
         return Call(items, None, timeout, options)
 

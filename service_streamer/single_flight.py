@@ -257,7 +257,7 @@ class SingleFlight(PassThrough):
         self._clock = clock
         # Reentrant as an engine's: a finalizer of a user's may run while it is held.
         self.lock = threading.RLock()
-        self.timer: Timer[Caller] = Timer(self._time_ended, clock)
+        self.timer: Timer[Caller] = Timer(self._time_ended, self.lock, clock)
         # In flight. Nearly always one for each key; never many: one that waits for each tenant and
         # priority.
         self._items: dict[bytes | None, list[Item]] = {}
@@ -556,7 +556,7 @@ class SingleFlight(PassThrough):
             self._inner.check_process()
         except StreamerError:
             return  # a fork's copy
-        if is_owned(self.lock) or self.timer.is_held:
+        if is_owned(self.lock):
             # A finalizer interrupts this thread, which must not wait for others that need its lock.
             start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
             return

@@ -290,11 +290,10 @@ def test_close_ends_the_thread_that_looks_at_the_time(one: Shared) -> None:
     await_that(lambda: thread is not None and not thread.is_alive())
 
 
-@pytest.mark.parametrize("where", ["call", "timer"])
-def test_a_finalizer_may_close_in_the_middle_of_a_call(one: Shared, where: str) -> None:
+def test_a_finalizer_may_close_in_the_middle_of_a_call(one: Shared) -> None:
     future = one.submit("a", timeout=9)
     # As where the garbage collector interrupts a call
-    with one.single.lock if where == "call" else one.single.timer.lock:
+    with one.single.lock:
         one.single.close(drain=False, timeout=None)
     with pytest.raises(StreamerClosed):
         future.result()

@@ -238,10 +238,6 @@ class Batcher:
         """All the calls have arrived that were said to come."""
         return self._cut(now) if self.slots.idle or self.slots.beside else NOTHING
 
-    def call_cancelled(self, call: Call) -> bool:
-        """Withdraw the call unless a part of it has been sent; returns whether it was withdrawn."""
-        return not call.is_running and self.call_withdrawn(call)
-
     def call_withdrawn(self, call: Call, *, has_expired: bool = False) -> bool:
         """The caller has gone. False if it was over already, or never accepted."""
         return self._ledger.withdraw(call, has_expired=has_expired)

@@ -249,7 +249,6 @@ def assemble(
         scaling=Autoscaling(least, most),
         max_pending=options.max_pending,
         hang=_why_hung(options, is_local=is_local),
-        slow_start="it had not loaded its model within start_timeout of {:g} s",
         lengths=lengths,
     )
 

@@ -59,13 +59,9 @@ class Engine(Loop):
 
     Args:
         transport: not started yet; the engine starts, owns and closes it.
-        batcher: new.
-        supervisor: new; wants as many workers as there are to be at first.
-        scaling: decides how many there are to be later; None if that is no matter of the load.
+        scaling: decides how many workers there are; None if that is no matter of the load.
         max_pending: the bound of the batcher, for messages and for a look before the encoding.
-        hang, slow_start: why workers are killed: see ``Loop``.
-        lengths: of items, as calls have them; None if each counts one.
-        clock: seconds from a monotonic clock.
+        hang: why a worker is killed whose batch took too long: see ``Loop``.
         jitter: random numbers from 0 to 1.
 
     Attributes:
@@ -82,13 +78,12 @@ class Engine(Loop):
         scaling: Autoscaling | None = None,
         max_pending: int | None = None,
         hang: str = "its batch took too long",
-        slow_start: str = "loading its model took too long",
         lengths: Lengths | None = None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         fleet = Fleet(batcher, supervisor, scaling, jitter=jitter)
-        super().__init__(transport, fleet, hang=hang, slow_start=slow_start, clock=clock)
+        super().__init__(transport, fleet, hang=hang, clock=clock)
         self.lengths = lengths
         self.decode = transport.decode
         self._max_pending = max_pending
@@ -132,8 +127,7 @@ class Engine(Loop):
             on_call: called with each call in the thread that submits it, to note in its
                 ``context`` what is to be known when its record comes.
         """
-        self.check_process()  # before the lock, which a fork may have copied while held
-        with self.lock:
+        with self._guarded():
             self.on_batch = on_batch
             self._on_call = on_call
             self.batcher.on_back = self.keep_record
@@ -283,14 +277,7 @@ class Engine(Loop):
     def cancel(self, call: Call) -> bool:
         """Withdraw a call of which nothing has been sent; whether that was so."""
         self.check_process()
-
-        def cancel(call: Call) -> bool:
-            is_cancelled = self.batcher.call_cancelled(call)
-            if is_cancelled:
-                self.forget(call)
-            return is_cancelled
-
-        return self._change(cancel, call)
+        return self._change(lambda call: not call.is_running and self.let_go((call, False)), call)
 
     def withdraw(self, call: Call, *, has_expired: bool = False) -> None:
         """The caller has gone, perhaps for lack of time: drop what has not been sent."""
@@ -335,8 +322,7 @@ class Engine(Loop):
             WorkerStartError, StreamerBroken, StreamerClosed: no worker will load it.
             StreamerForked: in a forked child.
         """
-        self.check_process()  # before the lock, as in ``watch``
-        with self.lock:
+        with self._guarded():
             if self.fleet.description is None:
                 self._check_accepting()
             return self.fleet.description
@@ -350,21 +336,18 @@ class Engine(Loop):
         return self.fleet.state in (EngineState.DRAINING, EngineState.CLOSED)
 
     def stats(self) -> StreamerStats:
-        self.check_process()
-        with self.lock:
+        with self._guarded():
             self.settle()
             return self.fleet.stats(self.clock())
 
     def metrics(self) -> BatchMetrics:
         """A copy of them as they are now."""
-        self.check_process()
-        with self.lock:
+        with self._guarded():
             return self.batcher.figures.metrics.copy()
 
     def summary(self) -> Summary:
         """The recent batches and the state of the engine, for ``explain``."""
-        self.check_process()
-        with self.lock:
+        with self._guarded():
             now, stats = self.clock(), self.stats()
             figures, steps = self.batcher.figures, self.batcher.steps
             recent, restarted_at = [*figures.recent], [*self.fleet.restarted_at]
@@ -382,8 +365,7 @@ class Engine(Loop):
 
     def workers(self) -> list[WorkerStats]:
         """Each worker, by number."""
-        self.check_process()
-        with self.lock:
+        with self._guarded():
             return self.fleet.workers(self.transport.device)
 
     def describe(self) -> str:
@@ -495,8 +477,7 @@ class Engine(Loop):
 
     def _change_workers(self, change: Callable[[], T]) -> T:
         """Let it change which workers there are to be. Raises StreamerClosed."""
-        self.check_process()
-        with self.lock:
+        with self._guarded():
             if self.is_over:
                 self._check_accepting()
             self.fleet.revive()
@@ -538,6 +519,11 @@ class Engine(Loop):
             self.close(drain=False, timeout=None)
 
     # -- refusals
+
+    def _guarded(self) -> threading.RLock:
+        """The lock; raises in a forked child, which may have a copy of it that is held."""
+        self.check_process()
+        return self.lock
 
     def check_process(self) -> None:
         """Refuse use in a forked child."""

@@ -107,8 +107,8 @@ class Loop:
 
     Args:
         transport: not started yet; owned, and closed at the end.
-        hang, slow_start: why a worker was killed whose batch, or start, took too long, with "{:g}"
-            for the seconds. Where workers are not killed for their batch, why not.
+        hang: why a worker was killed whose batch took too long, with "{:g}" for the seconds. Where
+            workers are not killed for their batch, why not.
 
     Attributes:
         unsent: outboxes into which something was put. Whoever comes by sends what is there, so that
@@ -137,7 +137,6 @@ class Loop:
         fleet: Fleet,
         *,
         hang: str,
-        slow_start: str,
         clock: Callable[[], float],
     ) -> None:
         self.transport = transport
@@ -145,7 +144,6 @@ class Loop:
         self.batcher = fleet.batcher
         self.clock = clock
         self._hang = hang
-        self._slow_start = slow_start
         self._pid = os.getpid()
         # Reentrant, since a signal handler that closes may run while we hold it.
         self.lock = threading.RLock()
@@ -225,11 +223,13 @@ class Loop:
         self.waits_until = math.inf
         self.is_torn = False
 
-    def let_go(self, leaving: tuple[Call, bool]) -> None:
-        """The caller of a call has gone, perhaps for lack of time. Locked."""
+    def let_go(self, leaving: tuple[Call, bool]) -> bool:
+        """The caller of a call has gone, perhaps for lack of time; whether it was open. Locked."""
         call, has_expired = leaving
-        if self.batcher.call_withdrawn(call, has_expired=has_expired):
+        is_withdrawn = self.batcher.call_withdrawn(call, has_expired=has_expired)
+        if is_withdrawn:
             self.forget(call)
+        return is_withdrawn
 
     def forget(self, call: Call) -> None:
         """No caller waits for the call any more, which is over. Locked."""
@@ -491,7 +491,8 @@ class Loop:
                 self._log_hang(slot, seconds)
         for slot in orders.kill:
             allowed = fleet.supervisor.start_bound(slot)
-            self.transport.kill(slot, self._slow_start.format(allowed))
+            why = f"it had not loaded its model within start_timeout of {allowed:g} s"
+            self.transport.kill(slot, why)
         for slot, place in orders.start:
             self._start_worker(slot, place)
 

@@ -25,6 +25,7 @@ from ..errors import Overloaded, StreamerError
 from ..observe.record import Call, Timing
 from ..workers.protocol import Failure
 from .backend import Accepted, Backend, Mailbox, mailbox_of
+from .threads import Doorbell
 
 
 class Outputs:
@@ -179,16 +180,16 @@ class ThreadOutputs(Outputs):
 
     def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
         super().__init__(backend, max_buffered, fails_behind=fails_behind)
-        self.is_waiting = False
-        self._baton = threading.Lock()  # released to wake the consumer
-        self._baton.acquire()
+        self._doorbell = Doorbell()
         self._seat = threading.Lock()  # of the consumer, while it waits
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a thread waits for an output."""
+        return self._seat.locked()
+
     def wake(self) -> None:
-        if self.is_waiting:
-            self.is_waiting = False
-            with contextlib.suppress(RuntimeError):  # it has been released already
-                self._baton.release()
+        self._doorbell.ring()
 
     def wait(self) -> None:
         """Block until something has come; now and then it returns sooner."""
@@ -196,10 +197,8 @@ class ThreadOutputs(Outputs):
         if not self._seat.acquire(blocking=False):  # one output would wake only one of the two
             raise RuntimeError("another thread waits for the next output of this stream")
         try:
-            self.is_waiting = True
-            # What comes from now on wakes us; what came just before is seen here.
             if not self.is_ready:
-                self._baton.acquire()
+                self._doorbell.wait(None)
         except BaseException as error:
             # The end of a time does not end the stream: gevent.Timeout, or a handler of a signal.
             is_killed = type(error).__name__ == "GreenletExit"
@@ -210,7 +209,6 @@ class ThreadOutputs(Outputs):
                 )
             raise
         finally:
-            self.is_waiting = False
             self._seat.release()
 
 

@@ -111,7 +111,10 @@ class Wire:
         """The message of a call. Raises ValueError: it would exceed ``max_bytes``."""
         headers: dict[str, Any] = {}
         if options is not ORDINARY:
-            headers = {name: value for name, value in options._asdict().items() if value}
+            usual = CallOptions._field_defaults
+            headers = {
+                name: value for name, value in options._asdict().items() if value != usual[name]
+            }
         content = payloads, headers
         body = msgpack.packb(
             (_FORMAT, self.codec.name, client, number, content), unicode_errors=_ANY

@@ -78,7 +78,7 @@ class RemoteClient(ABC, Generic[Calls]):
         self._deliveries = deliveries
         self._drain_timeout = math.inf if drain_timeout is None else drain_timeout
         self._numbers = itertools.count(1)
-        self._timer = Timer(self._time_ended)
+        self._timer = Timer(self._time_ended, calls.lock)
         self._pid = 0  # the process that started it
         self._at_exit: Any = None  # once it was started
         self._is_exiting = False
@@ -274,7 +274,7 @@ class RemoteClient(ABC, Generic[Calls]):
         if self.is_forked:
             return  # a copy by fork has no threads to end
         open_calls = self._calls
-        if is_owned(open_calls.lock) or self._timer.is_held:
+        if is_owned(open_calls.lock):
             # A finalizer interrupts this thread, which must not wait for others that need its lock.
             start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
             return
