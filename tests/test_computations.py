@@ -328,7 +328,7 @@ def test_an_item_that_cannot_be_sent_is_no_failure_of_a_call_without_it() -> Non
 # -- in any order
 
 BAD = {"x"}
-PRECEDENCES = st.sampled_from(
+OPTIONS = st.sampled_from(
     [ORDINARY, ORDINARY, ORDINARY, URGENT, URGENT, CallOptions(1), CallOptions(0, "tenant")]
 )
 
@@ -370,7 +370,7 @@ class AnyOrder(RuleBasedStateMachine):
             st.tuples(
                 st.lists(st.sampled_from("abcx"), min_size=1, max_size=3),
                 st.sampled_from([None, 1.0, 5.0]),
-                PRECEDENCES,
+                OPTIONS,
                 st.sampled_from(["", "", "", "", "refuses", "fails_at_once"]),
             ),
             min_size=1,
