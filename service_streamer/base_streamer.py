@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, Self, cast
 
 from .engine.backend import Backend, predict_blocking, predict_in_loop
-from .engine.engine import Lengths
 from .engine.streams import AsyncStream, Stream
 from .engine.trace_file import Recording
 from .future import Future
-from .observe.record import ORDINARY, Call, Precedence
-from .options.checks import check_batch, check_priority, check_tenant, check_timeout
+from .observe.record import ORDINARY, Call, CallOptions
+from .options.checks import check_batch, check_timeout
 from .options.kinds import PATIENCE, Count, Seconds
-from .share.single_flight import SingleFlight
-
-_StreamKind = TypeVar("_StreamKind", Stream, AsyncStream)
+from .single_flight import Cache, SingleFlight
 
 
 class DefaultTimeout(enum.Enum):
@@ -34,6 +30,9 @@ class DefaultTimeout(enum.Enum):
 
 _WORKER_TIMEOUT: Literal[DefaultTimeout.WORKER_TIMEOUT] = DefaultTimeout.WORKER_TIMEOUT
 LIBRARY_TIMEOUT: Literal[DefaultTimeout.LIBRARY_TIMEOUT] = DefaultTimeout.LIBRARY_TIMEOUT
+
+#: Of nearly all streams.
+_STREAM = CallOptions(stream=True)
 
 
 class Defaults:
@@ -70,7 +69,8 @@ class BaseStreamer:
 
     @property
     def _worker_timeout(self) -> float | None:
-        return self._timeout(_WORKER_TIMEOUT)
+        given = self._given_timeout
+        return defaults.worker_timeout if isinstance(given, DefaultTimeout) else given
 
     def predict(
         self,
@@ -114,9 +114,8 @@ class BaseStreamer:
                 with ``isolate_errors=False`` or ``retry=False``.
             Exception: whatever the model raised, with the worker's traceback as its cause.
         """
-        precedence = _precedence(timeout, priority, tenant)
-        timeout = self._timeout(timeout)
-        return predict_blocking(self._backend, _items(batch), timeout, precedence)
+        call = self._new_call(batch, timeout, priority, tenant)
+        return predict_blocking(self._backend, call)
 
     def submit(
         self,
@@ -139,16 +138,11 @@ class BaseStreamer:
             TooLate: a PredictTimeout; the call cannot be computed in its time.
             StreamerClosed, StreamerBroken, StreamerForked, WorkerStartError: it was not accepted.
         """
-        # Without calls for what nearly all calls are: they would be a twentieth of a submission.
-        precedence = ORDINARY
-        if timeout is not None:
-            check_timeout(timeout)
-        if timeout is not None or priority or tenant:
-            precedence = _precedence(timeout, priority, tenant)
-        items = batch if type(batch) is list else check_batch(batch)
+        call = self._new_call(batch, timeout, priority, tenant)
+        call.is_watched = True
         backend = self._backend
-        future = Future(backend)
-        backend.submit(Call(items, future, timeout, precedence, True))  # is_watched
+        future = call.reply = Future(backend)
+        backend.submit(call)
         return future
 
     async def apredict(
@@ -165,9 +159,8 @@ class BaseStreamer:
         batches: what goes on in the same pass without awaiting anything delays them, and
         ``max_latency`` counts from its end.
         """
-        precedence = _precedence(timeout, priority, tenant)
-        timeout = self._timeout(timeout)
-        return await predict_in_loop(self._backend, _items(batch), timeout, precedence)
+        call = self._new_call(batch, timeout, priority, tenant)
+        return await predict_in_loop(self._backend, call)
 
     def stream(
         self,
@@ -199,7 +192,9 @@ class BaseStreamer:
                 the iterator, after the outputs that had come by then: see ``Stream``.
             UnpicklableItem: the item cannot be sent to a worker process; by the iterator.
         """
-        return self._open(Stream, item, timeout, priority, tenant, max_buffered, fails_behind)
+        Count().check("max_buffered", max_buffered)
+        call = self._new_call([item], timeout, priority, tenant, True)
+        return Stream(self._backend, call, max_buffered, fails_behind=fails_behind)
 
     def astream(
         self,
@@ -217,29 +212,30 @@ class BaseStreamer:
         task that then asks for an output gets a StreamerError. If only the wait for an output is
         cancelled, as by ``asyncio.wait_for(anext(stream), ...)``, the stream goes on.
         """
-        return self._open(AsyncStream, item, timeout, priority, tenant, max_buffered, fails_behind)
+        Count().check("max_buffered", max_buffered)
+        call = self._new_call([item], timeout, priority, tenant, True)
+        return AsyncStream(self._backend, call, max_buffered, fails_behind=fails_behind)
 
-    def _open(
+    def _new_call(
         self,
-        kind: type[_StreamKind],
-        item: Any,
+        batch: Iterable[Any],
         timeout: float | DefaultTimeout | None,
         priority: int,
         tenant: str,
-        max_buffered: int,
-        fails_behind: bool,
-    ) -> _StreamKind:
-        Count().check("max_buffered", max_buffered)
-        precedence = _precedence(timeout, priority, tenant)
-        return kind(
-            self._backend, item, self._timeout(timeout), precedence, max_buffered, fails_behind
-        )
-
-    def _timeout(self, timeout: float | DefaultTimeout | None) -> float | None:
-        if timeout is not _WORKER_TIMEOUT:
-            return check_timeout(timeout)
-        given = self._given_timeout
-        return defaults.worker_timeout if isinstance(given, DefaultTimeout) else given
+        stream: bool = False,
+    ) -> Call:
+        """A call with all that its caller wants, checked, for whoever waits for its outcome."""
+        options, has_deadline = ORDINARY, False
+        if timeout is _WORKER_TIMEOUT:
+            timeout = self._worker_timeout
+        elif timeout is not None:
+            timeout, has_deadline = check_timeout(timeout), True
+        if has_deadline or priority or tenant:
+            options = CallOptions.checked(priority, tenant, has_deadline, stream)
+        elif stream:
+            options = _STREAM
+        items = batch if type(batch) is list else check_batch(batch)  # nearly all are lists
+        return Call(items, None, timeout, options)
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Block until every worker has loaded its model.
@@ -272,13 +268,7 @@ class BaseStreamer:
         self.close(timeout=self._worker_timeout)
 
     def _use(
-        self,
-        backend: Any,
-        trace: Path | None,
-        share: Callable[..., SingleFlight] | None,
-        *,
-        lengths: Lengths | None = None,
-        **sharing: Any,
+        self, backend: Backend, options: Any, cache: Cache | None, *, copies: bool = False
     ) -> None:
         """Have a backend compute the calls, recorded and shared as the options say.
 
@@ -286,10 +276,15 @@ class BaseStreamer:
         without ``close``.
         """
         self._backend = backend
-        if trace is not None:
-            self._backend = cast("Backend", Recording(backend, trace, lengths))
-        if share is not None:  # what is recorded is what is computed
-            self._single_flight = share(self._backend, **sharing)
+        if options.trace is not None:
+            self._backend = cast("Backend", Recording(backend, options.trace))
+        if options.deduplicates:  # what is recorded is what is computed
+            self._single_flight = SingleFlight(
+                self._backend,
+                copies=copies,
+                may_rerun=getattr(options, "retry", True),
+                cache=cache,
+            )
             self._backend = cast("Backend", self._single_flight)
         self._finalizer = weakref.finalize(self, self._backend.abandon)
         self._finalizer.atexit = False
@@ -323,14 +318,3 @@ class BaseStreamer:
     def _wait_for_worker_ready(self, timeout: float | None = None) -> None:
         """The old name of ``wait_ready``, private but called in the original's examples."""
         self.wait_ready(timeout)
-
-
-def _precedence(timeout: object, priority: int, tenant: str) -> Precedence:
-    has_deadline = timeout is not None and timeout is not _WORKER_TIMEOUT
-    if not (priority or tenant or has_deadline):
-        return ORDINARY
-    return Precedence(check_priority(priority), check_tenant(tenant), has_deadline)
-
-
-def _items(batch: Any) -> Sequence[Any]:
-    return batch if type(batch) is list else check_batch(batch)  # nearly all are lists

@@ -19,9 +19,10 @@ from .observe.metrics import BatchMetrics, StreamerStats, WorkerStats
 from .options.checks import Devices, Workers
 from .options.kinds import PATIENCE, Flag, WorkerNumber, documented, options_of
 from .options.table import StreamerOptions
-from .share.single_flight import make_share
+from .single_flight import make_cache
 from .supervision.health import Timeout
 from .supervision.supervisor import Overlap
+from .workers.transport import ThreadTransport
 
 if TYPE_CHECKING:  # where it is used: most streamers share no pool
     from .pool.pool_client import PoolClient
@@ -34,7 +35,7 @@ class PoolStreamer(BaseStreamer):
 
     _engine: Engine | PoolClient
     _options: StreamerOptions
-    _is_local: bool
+    _is_local = False  # whether the model runs in a thread of this process
 
     @property
     def engine(self) -> Engine:
@@ -73,37 +74,36 @@ class PoolStreamer(BaseStreamer):
         """What each worker is doing, by number; none when the streamer is closed."""
         return self._engine.workers()
 
-    def _run(
-        self, options: StreamerOptions, build: Callable[[], Engine], *, is_local: bool = False
-    ) -> None:
-        """Have an engine of its own, and start that.
+    def _run(self, options: StreamerOptions, make: Callable[[], Engine | PoolClient]) -> None:
+        """Have an engine of its own, or a client of a pool, and start that.
 
         Args:
-            build: makes it.
-            is_local: whether the model runs in a thread of this process.
+            make: makes it; a client of the pool also after each fork.
         """
-        share = make_share(options)
-        self._options = options
-        self._is_local = is_local
-        engine = self._engine = build()
-        engine.start()
-        self._use(
-            engine,
-            options.trace,
-            share,
-            lengths=engine.lengths,
-            copies=is_local,
-            extend=engine.extend,
-            may_rerun=options.retry,
-        )
+        self._options, self._make = options, make
+        self._connect()
+        if self.pool_client is not None:
+            _sharing.add(self)
+        if options.wait_for_worker_ready:
+            try:
+                self.wait_ready()
+            except BaseException:
+                self.close(drain=False)
+                raise
 
-    def _wait_or_close(self) -> None:
-        """``wait_ready``, for a constructor."""
-        try:
-            self.wait_ready()
-        except BaseException:
-            self.close(drain=False)
-            raise
+    def _connect(self, *, starts: bool = True) -> None:
+        """Have a new one; a client that is not started connects with its first call."""
+        cache = make_cache(self._options)  # first, since it may raise
+        engine = self._engine = self._make()
+        if starts:
+            engine.start()
+        self._use(engine, self._options, cache, copies=self._is_local)
+
+    def _connect_again(self) -> None:
+        """In a forked child: what the parent has is the parent's."""
+        self._finalizer.detach()
+        if self.pool_client is not None and not self.pool_client.is_closing:
+            self._connect(starts=False)
 
 
 _P = ParamSpec("_P")
@@ -141,6 +141,8 @@ class ThreadedStreamer(PoolStreamer):
         ImportError: ``cache_size`` needs a package that is not installed.
     """
 
+    _is_local = True
+
     @_without_processes
     def __init__(
         self,
@@ -164,7 +166,8 @@ class ThreadedStreamer(PoolStreamer):
         super().__init__(worker_timeout)
         options = StreamerOptions.select(given, worker_timeout=self._worker_timeout)
         self._run(
-            options, lambda: build_engine(predict_function, options, is_local=True), is_local=True
+            options,
+            lambda: build_engine(predict_function, options, lambda spec, _: ThreadTransport(spec)),
         )
 
 
@@ -216,33 +219,6 @@ class ScaledStreamer(PoolStreamer):
             TypeError, ValueError: it is no such number or pair.
         """
         self._engine.scale(WorkerNumber().check("worker_num", worker_num))
-
-    def _join(self, options: StreamerOptions, make_client: Callable[[], PoolClient]) -> None:
-        """Share the workers of a pool with other processes.
-
-        Args:
-            make_client: makes a client of the pool; one for each process after a fork.
-        """
-        self._options = options
-        self._is_local = False
-        self._make_client = make_client
-        client = self._connect()
-        _sharing.add(self)
-        client.start()
-
-    def _connect(self) -> PoolClient:
-        """Have a client of this process; it connects with its first call."""
-        options = self._options
-        share = make_share(options)
-        client = self._engine = self._make_client()
-        self._use(client, options.trace, share, lengths=client.lengths, may_rerun=options.retry)
-        return client
-
-    def _connect_again(self) -> None:
-        """In a forked child: what the parent has is the parent's."""
-        self._finalizer.detach()
-        if self.pool_client is not None and not self.pool_client.is_closing:
-            self._connect()
 
 
 @documented(StreamerOptions)
@@ -307,13 +283,11 @@ class Streamer(ScaledStreamer):
             from .pool.pool_client import pool_clients  # most streamers share no pool
 
             name = options.shared
-            self._join(options, pool_clients(name, predict_function_or_model, options))
-        if wait_for_worker_ready:
-            self._wait_or_close()
+            self._run(options, pool_clients(name, predict_function_or_model, options))
 
 
 #: Those that share a pool, for the fork hook below: it has to find them by itself.
-_sharing: weakref.WeakSet[ScaledStreamer] = weakref.WeakSet()
+_sharing: weakref.WeakSet[PoolStreamer] = weakref.WeakSet()
 
 
 def _connect_all_again() -> None:

@@ -13,6 +13,7 @@ import redis
 from redis.connection import AbstractConnection
 
 from conftest import await_that
+from service_streamer.observe.record import CallOptions
 from service_streamer.options.table import BrokerOptions
 from service_streamer.redis.wire import RemoteAnswer, Wire, make_wire
 
@@ -80,7 +81,9 @@ class RawClient:
     def stream(self, item: Any) -> bytes:
         """Ask for the outputs of an item; returns the id of the call."""
         payload = self._wire.codec.encode(item)
-        message = self._wire.call(self.name, next(self._numbers), [payload], is_stream=True)
+        message = self._wire.call(
+            self.name, next(self._numbers), [payload], CallOptions(stream=True)
+        )
         id_: bytes = self._ask.xadd(self._keys.calls, {"d": 0, "m": message})
         return id_
 

@@ -12,7 +12,7 @@ import pytest
 from service_streamer import Reason
 from service_streamer.batching.batch_scheduler import least_in_time, size_in_time
 from service_streamer.batching.batcher import Batcher
-from service_streamer.observe.record import ORDINARY, BatchRecord, BatchReport, Call, Precedence
+from service_streamer.observe.record import ORDINARY, BatchRecord, BatchReport, Call, CallOptions
 
 
 def teach(batcher: Batcher, size: int, duration: float, now: float) -> None:
@@ -195,7 +195,7 @@ def test_what_is_not_as_expected_is_decided_on(what: str) -> None:
     def come(deadline: float = math.inf) -> Call:
         workers.now += 0.0001
         call = Call([None], None)
-        call.precedence = Precedence(has_deadline=True) if deadline < math.inf else ORDINARY
+        call.options = CallOptions(has_deadline=True) if deadline < math.inf else ORDINARY
         call.deadline = deadline
         workers.begin(batcher.call_submitted(call, workers.now).batches)
         return call

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service_streamer import Overloaded, PredictTimeout, StreamerError, Timing, UnpicklableItem
-from service_streamer.observe.record import ORDINARY, Call, Precedence
-from service_streamer.share.single_flight import SingleFlight
+from service_streamer.observe.record import ORDINARY, Call, CallOptions
+from service_streamer.single_flight import SingleFlight
 from service_streamer.testing import ManualClock
 from service_streamer.workers.protocol import Failure
 
-URGENT = Precedence(has_deadline=True)
+URGENT = CallOptions(has_deadline=True)
 
 
 class AcceptedCall:
@@ -101,10 +101,8 @@ class StubBackend:
     def cancel(self, call: AcceptedCall) -> bool:
         return not call.is_running and self.over(call)
 
-    def withdraw(self, call: AcceptedCall) -> None:
+    def withdraw(self, call: AcceptedCall, *, has_expired: bool = False) -> None:
         self.over(call)
-
-    expire = withdraw
 
     def decode(self, outputs: list[Any]) -> list[Any]:
         return outputs
@@ -127,15 +125,16 @@ class Flights:
         self.clock = ManualClock()
         self.backend: Any = StubBackend(self.clock)
         self.open = self.backend.open
-        options = {"extend": self.backend.extend, **options}
+        if "extend" in options:
+            self.backend.extend = options.pop("extend")
         self.single = SingleFlight(self.backend, clock=self.clock, **options)
 
     def submit(
-        self, items: str, timeout: float | None = None, precedence: Precedence = ORDINARY
+        self, items: str, timeout: float | None = None, options: CallOptions = ORDINARY
     ) -> Outcome:
         """A call for items that are letters."""
         outcome = Outcome()
-        self.single.submit(Call(items, outcome, timeout, precedence))
+        self.single.submit(Call(items, outcome, timeout, options))
         return outcome
 
     def end(self, what: list[Any] | Exception) -> None:
@@ -151,23 +150,23 @@ class Flights:
 #: What has, what wants, and whether it joins; both have a second, or what is said.
 TABLE = [
     (ORDINARY, ORDINARY, True),
-    (Precedence(1), ORDINARY, True),
-    (ORDINARY, Precedence(1), False),
-    (Precedence(1), Precedence(1), True),
-    (Precedence(0, "a"), Precedence(0, "a"), True),
-    (Precedence(0, "a"), ORDINARY, False),
-    (ORDINARY, Precedence(0, "a"), False),
+    (CallOptions(1), ORDINARY, True),
+    (ORDINARY, CallOptions(1), False),
+    (CallOptions(1), CallOptions(1), True),
+    (CallOptions(0, "a"), CallOptions(0, "a"), True),
+    (CallOptions(0, "a"), ORDINARY, False),
+    (ORDINARY, CallOptions(0, "a"), False),
     (URGENT, ORDINARY, True),
-    (URGENT, Precedence(5), True),
+    (URGENT, CallOptions(5), True),
     (URGENT, URGENT, True),
     (ORDINARY, URGENT, False),
-    (Precedence(5), URGENT, False),
+    (CallOptions(5), URGENT, False),
 ]
 
 
 @pytest.mark.parametrize(("has", "wants", "joins"), TABLE)
 def test_a_caller_joins_what_serves_as_well_as_its_own(
-    has: Precedence, wants: Precedence, joins: bool
+    has: CallOptions, wants: CallOptions, joins: bool
 ) -> None:
     flights = Flights()
     flights.submit("a", 1.0, has)
@@ -176,8 +175,8 @@ def test_a_caller_joins_what_serves_as_well_as_its_own(
     flights.submit("a", 1.0, wants)
     assert len(flights.open) == 2 - joins, "it joins what came before for such a one"
     flights.open[0].is_running = True
-    for precedence in (has, wants, Precedence(9, "other", has_deadline=True)):
-        flights.submit("a", 1.0, precedence)
+    for options in (has, wants, CallOptions(9, "other", has_deadline=True)):
+        flights.submit("a", 1.0, options)
     assert len(flights.open) == 2 - joins, "what is with a worker serves everybody"
 
 
@@ -190,13 +189,13 @@ def test_a_nearer_deadline_does_not_board_a_later_one() -> None:
     assert len(flights.open) == 2
 
 
-@pytest.mark.parametrize(("precedence", "until"), [(ORDINARY, 2.0), (URGENT, 1.0)])
+@pytest.mark.parametrize(("options", "until"), [(ORDINARY, 2.0), (URGENT, 1.0)])
 def test_only_a_flight_whose_order_is_not_its_time_is_extended(
-    precedence: Precedence, until: float
+    options: CallOptions, until: float
 ) -> None:
     flights = Flights()
-    flights.submit("a", 1.0, precedence)
-    flights.submit("a", 2.0, precedence)
+    flights.submit("a", 1.0, options)
+    flights.submit("a", 2.0, options)
     assert [call.deadline for call in flights.open] == [until]
 
 
@@ -209,14 +208,14 @@ def test_what_could_not_be_extended_in_time_starts_again_for_all_whose_time_is_n
     assert [call.deadline for call in flights.open] == [3.0]
 
 
-@pytest.mark.parametrize("precedence", [ORDINARY, URGENT])
-def test_what_cannot_be_extended_is_kept_for_longer_from_the_start(precedence: Precedence) -> None:
+@pytest.mark.parametrize("options", [ORDINARY, URGENT])
+def test_what_cannot_be_extended_is_kept_for_longer_from_the_start(options: CallOptions) -> None:
     flights = Flights(extend=None)
-    flights.submit("a", 10.0, precedence)
+    flights.submit("a", 10.0, options)
     assert [call.deadline for call in flights.open] == [20.0]
     for now, keys, calls in ((9.0, "a", 1), (11.0, "a", 2)):
         flights.clock.advance(now - flights.clock())
-        flights.submit(keys, 10.0, precedence)
+        flights.submit(keys, 10.0, options)
         assert len(flights.open) == calls
     flights.submit("b")
     flights.submit("b", 10.0)
@@ -329,8 +328,8 @@ def test_an_item_that_cannot_be_sent_is_no_failure_of_a_call_without_it() -> Non
 # -- in any order
 
 BAD = {"x"}
-PRECEDENCES = st.sampled_from(
-    [ORDINARY, ORDINARY, ORDINARY, URGENT, URGENT, Precedence(1), Precedence(0, "tenant")]
+OPTIONS = st.sampled_from(
+    [ORDINARY, ORDINARY, ORDINARY, URGENT, URGENT, CallOptions(1), CallOptions(0, "tenant")]
 )
 
 
@@ -371,7 +370,7 @@ class AnyOrder(RuleBasedStateMachine):
             st.tuples(
                 st.lists(st.sampled_from("abcx"), min_size=1, max_size=3),
                 st.sampled_from([None, 1.0, 5.0]),
-                PRECEDENCES,
+                OPTIONS,
                 st.sampled_from(["", "", "", "", "refuses", "fails_at_once"]),
             ),
             min_size=1,
@@ -380,16 +379,16 @@ class AnyOrder(RuleBasedStateMachine):
         more=st.booleans(),
     )
     def submit(
-        self, calls: list[tuple[list[str], float | None, Precedence, str]], more: bool
+        self, calls: list[tuple[list[str], float | None, CallOptions, str]], more: bool
     ) -> None:
-        for items, timeout, precedence, trouble in calls:
+        for items, timeout, options, trouble in calls:
             outcome = Outcome()
             if trouble:
                 setattr(self.backend, trouble, True)
-            if precedence is not ORDINARY:
+            if options is not ORDINARY:
                 self.is_even = False
             try:
-                self.single.submit(Call(items, outcome, timeout, precedence, more=more))
+                self.single.submit(Call(items, outcome, timeout, options, more=more))
             except Overloaded:
                 assert not outcome.times
             else:
@@ -430,7 +429,7 @@ class AnyOrder(RuleBasedStateMachine):
         for items, outcome, deadline in [*self.waiting]:
             # Some are slow to: then the backend is first.
             if deadline <= self.clock() and not outcome.times and is_prompt:
-                self.single.expire(outcome.call)
+                self.single.withdraw(outcome.call, has_expired=True)
                 assert not outcome.times
                 self.waiting.remove((items, outcome, deadline))
         for call in [*self.backend.open]:
@@ -439,7 +438,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.settle()
 
     @precondition(lambda self: self.waiting)
-    @rule(data=st.data(), how=st.sampled_from(["withdraw", "expire", "cancel"]))
+    @rule(data=st.data(), how=st.sampled_from(["withdraw", "cancel"]))
     def give_up(self, data: st.DataObject, how: str) -> None:
         entry = data.draw(st.sampled_from(self.waiting))
         gone = getattr(self.single, how)(entry[1].call)

@@ -167,7 +167,7 @@ def test_ended_request_leaves_no_cycle(ending: str, gate: Gate) -> None:
 # -- who goes first
 
 #: Priority, tenant, and whether the call has a deadline of its own.
-Precedence = tuple[int, str, bool]
+Order = tuple[int, str, bool]
 
 ORDINARY = (0, "", False)
 KEYS = ("one", "two")
@@ -175,10 +175,8 @@ LATE = (b"x-request-timeout", b"5")
 HEADERS: dict[str, Any] = {"priority_header": b"x-rank", "tenant_header": b"x-user"}
 
 
-def exchanged(
-    headers: list[tuple[bytes, bytes]], **options: Any
-) -> tuple[int, bytes, list[Precedence]]:
-    """Status and body of a request with these headers, and the precedence of its call."""
+def exchanged(headers: list[tuple[bytes, bytes]], **options: Any) -> tuple[int, bytes, list[Order]]:
+    """Status and body of a request with these headers, and the order of its call."""
     streamer = StubStreamer()
 
     async def main() -> tuple[int, bytes]:
@@ -188,11 +186,11 @@ def exchanged(
             client.leave()
             return answer
 
-    return *run(main()), [call.precedence for call in streamer.calls]
+    return *run(main()), [call.options[:3] for call in streamer.calls]
 
 
 @pytest.mark.parametrize(
-    ("headers", "options", "precedence"),
+    ("headers", "options", "order"),
     [
         ([], {}, ORDINARY),
         ([LATE, (b"x-rank", b"9"), (b"x-user", b"a")], {}, ORDINARY),  # a stranger's
@@ -208,13 +206,13 @@ def exchanged(
          (0, "key 1", False)),
     ],
 )  # fmt: skip
-def test_precedence_comes_from_headers_of_clients_that_may_say_it(
-    headers: list[tuple[bytes, bytes]], options: dict[str, Any], precedence: Precedence
+def test_order_comes_from_headers_of_clients_that_may_say_it(
+    headers: list[tuple[bytes, bytes]], options: dict[str, Any], order: Order
 ) -> None:
-    assert exchanged(headers, **options) == (200, b"1", [precedence])
+    assert exchanged(headers, **options) == (200, b"1", [order])
 
 
-def test_bad_header_of_precedence_is_refused_and_a_long_value_is_not_repeated() -> None:
+def test_bad_header_of_order_is_refused_and_a_long_value_is_not_repeated() -> None:
     ranks = [b"high", b"1.5", b"", b"1000000001", b"9" * 5000]
     for name, value in (*((b"x-rank", rank) for rank in ranks), (b"x-user", b"x" * 257)):
         status, body, calls = exchanged([(name, value)], **HEADERS)

@@ -32,7 +32,7 @@ LAYERS = [
     ["workers"],
     ["testing", "engine"],
     ["simulate"],
-    ["share", "future", "remote"],
+    ["single_flight", "future", "remote"],
     ["pool", "base_streamer"],
     ["streamer"],
     ["tracing", "service_streamer"],
@@ -54,7 +54,7 @@ IMPURE = {"threading", "time", "multiprocessing", "logging", "queue", "selectors
 OPTIONAL = {
     "gpu": {"pynvml"},
     "workers": {"numpy", "torch"},
-    "share": {"cachetools"},
+    "single_flight": {"cachetools"},
     "tracing": {"opentelemetry"},
     "simulate": {"matplotlib"},
     "ray": {"ray"},
@@ -206,7 +206,7 @@ def test_a_worker_does_not_load_the_web_process_s_half(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(WORKER)
     loaded = loaded_by(str(program))
-    rooms = ("engine", "streamer", "share", "redis", "serve", "simulate")
+    rooms = ("engine", "streamer", "single_flight", "redis", "serve", "simulate")
     assert any(name.startswith(f"{PACKAGE.name}.workers") for name in loaded)
     assert not {f"service_streamer.{name}" for name in rooms} & loaded
     assert "asyncio" not in loaded

@@ -20,6 +20,7 @@ import pools
 import service_streamer.pool.pool_protocol as protocol
 from pools import FakePool, Peer, fake_pool
 from service_streamer import Overloaded, Streamer, StreamerBroken, StreamerError, WorkerLost
+from service_streamer.observe.record import CallOptions
 from service_streamer.pool.pool_protocol import WITHDRAW, pack
 from stream_models import Countdown
 
@@ -108,9 +109,9 @@ def test_a_stream_is_sent_again_until_outputs_of_it_were_handed_out(
     deadlines = set()
     for n in range(3):
         with pool.accepted() as peer:
-            number, payloads, deadline, *_, is_stream = peer.receive()
+            number, payloads, deadline, options, _ = peer.receive()
             assert [*map(pickle.loads, payloads)] == ["item"]
-            assert is_stream
+            assert CallOptions(*options).stream
             deadlines.add(deadline)
             if n == 2:
                 peer.send((number, pack("x")))

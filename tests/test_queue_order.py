@@ -23,7 +23,7 @@ from service_streamer.observe.record import (
     BatchRecord,
     BatchReport,
     Call,
-    Precedence,
+    CallOptions,
     Reason,
 )
 
@@ -74,8 +74,8 @@ class Line:
     ) -> Call:
         """A call comes; ``seconds`` are what it has, given with it or by a default."""
         call = Call([*payloads] or [name] * size, name)
-        precedence = Precedence(priority, tenant, has_deadline)
-        call.precedence = ORDINARY if precedence == ORDINARY else precedence
+        options = CallOptions(priority, tenant, has_deadline)
+        call.options = ORDINARY if options == ORDINARY else options
         call.deadline = self.now + seconds
         if self._has_lengths:
             call.lengths = [*lengths] or [1.0] * call.size
@@ -265,7 +265,7 @@ def test_order_is_priority_then_arrival_and_every_eighth_by_arrival(
             [(call, _, _)] = batch.spans
             passed_over = 0 if call is waiting[0] else passed_over + 1
             assert passed_over < AGING
-            if call is max(waiting, key=lambda made: made.precedence.priority):
+            if call is max(waiting, key=lambda made: made.options.priority):
                 in_order += 1
             else:
                 assert call is waiting[0]
@@ -664,7 +664,7 @@ def ahead(line: Line, tenant: str) -> int:
 
     def is_hopeless(items: int) -> bool:
         call = Call(["new"], None)
-        call.precedence = Precedence(tenant=tenant)
+        call.options = CallOptions(tenant=tenant)
         call.arrived_at, call.deadline = line.now, line.now + (items / 100 + 0.015) / SURELY_LATE
         return line.batcher.hopeless_for(call, line.now) > 0.0
 
@@ -718,7 +718,7 @@ def test_call_is_hopeless_if_what_goes_before_it_takes_too_long(
     if is_fair:
         line.add(priority=9)
     call = Call(["new"], None)
-    call.precedence = Precedence(**new)
+    call.options = CallOptions(**new)
     call.arrived_at, call.deadline = line.now, line.now + seconds
     assert (line.batcher.hopeless_for(call, line.now) > 0.0) == expected
     assert line.batcher.figures.rejected_calls == expected

@@ -44,7 +44,7 @@ def test_of_threads(path: Path) -> None:
     first, second = read_trace(path)
     assert (first.items, second.items) == (2, 1)
     assert 0 <= first.at <= second.at
-    assert second.precedence[:2] == (2, '"a"')
+    assert second.options[:2] == (2, '"a"')
     assert first.lengths is None
     assert json.loads(path.read_text().splitlines()[0]) == {"at": first.at, "items": 2}
     assert simulate(Replay([first, second]), CostModel(1e-3), warm_up=0).calls == 2

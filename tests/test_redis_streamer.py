@@ -88,7 +88,7 @@ def test_the_order_of_a_call_travels_in_its_message(
     submit = Engine.submit
 
     def watched_submit(engine: Engine, call: Any) -> None:
-        told.append(call.precedence)
+        told.append(call.options[:3])
         submit(engine, call)
 
     monkeypatch.setattr(Engine, "submit", watched_submit)

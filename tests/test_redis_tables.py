@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from service_streamer.observe.record import Call, CallOptions
 from service_streamer.redis.claims import Claim, Claims
 from service_streamer.redis.sent_calls import RemoteCall, SentCalls
 
@@ -126,7 +127,8 @@ class Queue:
 
     def send(self, *, deadline: float = math.inf, is_stream: bool = False) -> RemoteCall:
         number = next(self.ids)
-        call = RemoteCall(number, b"", None, deadline, None, is_stream=is_stream)
+        made = Call([], None, None, CallOptions(stream=is_stream))
+        call = RemoteCall(made, number, b"", deadline)
         self.calls.add(call)
         assert self.calls.batch(9, 9) == [call]
         self.calls.put_in([b"%d-0" % number])

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from serve_process import ROOT, run
 from service_streamer import Reason
-from service_streamer.observe.record import ORDINARY, Precedence
+from service_streamer.observe.record import ORDINARY, CallOptions
 from service_streamer.serve.cli.main import main
 from service_streamer.simulate import (
     Arrival,
@@ -143,7 +143,7 @@ def test_the_calls_of_a_burst_come_after_each_other_and_those_beside_it_in_order
 
 def test_a_replay_has_the_calls_of_the_trace() -> None:
     recorded = [
-        Arrival(0.3, 2, [5.0, 6.0]), Arrival(0.1), Arrival(0.2, 1, None, Precedence(1, "a")),
+        Arrival(0.3, 2, [5.0, 6.0]), Arrival(0.1), Arrival(0.2, 1, None, CallOptions(1, "a")),
     ]  # fmt: skip
     arrivals = [*Replay(recorded).arrivals(Random(0))]
     assert arrivals == [recorded[1], recorded[2], recorded[0]]
@@ -233,7 +233,7 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
     )
     assert read_trace(path) == [
         Arrival(0.5, 1, None, ORDINARY),
-        Arrival(1.0, 2, [3.0, 4.5], Precedence(-1, "ä")),
+        Arrival(1.0, 2, [3.0, 4.5], CallOptions(-1, "ä")),
     ]
 
 

@@ -30,7 +30,7 @@ from service_streamer import (
     WorkerStartError,
 )
 from service_streamer.observe.record import Call
-from service_streamer.share.single_flight import SingleFlight
+from service_streamer.single_flight import SingleFlight
 from service_streamer.testing import Gate
 from service_streamer.workers.protocol import Failure
 from stub_engine import StubEngine
@@ -191,9 +191,7 @@ class Shared(StubEngine):
 
     def __init__(self, *, may_rerun: bool = True, **options: Any) -> None:
         super().__init__(**options)
-        self.single = SingleFlight(
-            self.engine, extend=self.engine.extend, may_rerun=may_rerun, clock=self.clock
-        )
+        self.single = SingleFlight(self.engine, may_rerun=may_rerun, clock=self.clock)
         self.clock.listen(self.single.timer.look)
 
     def __exit__(self, *_: object) -> None:
@@ -292,11 +290,10 @@ def test_close_ends_the_thread_that_looks_at_the_time(one: Shared) -> None:
     await_that(lambda: thread is not None and not thread.is_alive())
 
 
-@pytest.mark.parametrize("where", ["call", "timer"])
-def test_a_finalizer_may_close_in_the_middle_of_a_call(one: Shared, where: str) -> None:
+def test_a_finalizer_may_close_in_the_middle_of_a_call(one: Shared) -> None:
     future = one.submit("a", timeout=9)
     # As where the garbage collector interrupts a call
-    with one.single.lock if where == "call" else one.single.timer.lock:
+    with one.single.lock:
         one.single.close(drain=False, timeout=None)
     with pytest.raises(StreamerClosed):
         future.result()

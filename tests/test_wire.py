@@ -25,7 +25,7 @@ from service_streamer import (
     PredictTimeout,
     WorkerLost,
 )
-from service_streamer.redis.wire import OutputRun, Precedence, RemoteAnswer, Wire
+from service_streamer.redis.wire import CallOptions, OutputRun, RemoteAnswer, Wire
 from test_codec import CHANGES, FUZZ, Changes, changed
 
 SECRET = b"sixteen bytes or more"
@@ -48,22 +48,23 @@ def test_a_message_of_another_format_says_what_to_install() -> None:
 @pytest.mark.parametrize("secret", [None, SECRET])
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
-    "precedence",
+    "options",
     [
-        Precedence(10**9), Precedence(-(10**9), "Zoë", True), Precedence(0, "\ud83d" * 256),
-        Precedence(has_deadline=True),
+        CallOptions(10**9), CallOptions(-(10**9), "Zoë", True), CallOptions(0, "\ud83d" * 256),
+        CallOptions(has_deadline=True),
     ],
 )  # fmt: skip
 def test_the_headers_of_a_call_come_as_they_were_sent(
-    secret: bytes | None, precedence: Precedence, is_stream: bool
+    secret: bytes | None, options: CallOptions, is_stream: bool
 ) -> None:
     both = wire(secret)
-    message = both.call("web", 7, [b"a", b""], precedence, is_stream=is_stream)
-    assert both.read_call(message) == ("web", 7, [b"a", b""], precedence, is_stream)
+    options = CallOptions(*options[:3], is_stream)
+    message = both.call("web", 7, [b"a", b""], options)
+    assert both.read_call(message) == ("web", 7, [b"a", b""], options)
 
 
 MESSAGES = [
-    wire().call("web", 7, [b"a", b"bc"], Precedence(-3, "Zoë", True), is_stream=True),
+    wire().call("web", 7, [b"a", b"bc"], CallOptions(-3, "Zoë", True, True)),
     wire().results("web", 7, [b"x"]),
     wire().failure("web", 7, FileNotFoundError(2, "No such file", "x")),
     wire().stream_end("web", 7, 5, [b"x"], WorkerLost("died")),

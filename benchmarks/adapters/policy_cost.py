@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from service_streamer.batching.batcher import Actions, Batcher
-from service_streamer.observe.record import BatchRecord, BatchReport, Call, Precedence
+from service_streamer.observe.record import BatchRecord, BatchReport, Call, CallOptions
 
 __all__ = ["CASES", "Case", "cost"]
 
@@ -59,22 +59,22 @@ def _lengths() -> Callable[[Call, int], None]:
 
 
 def _priority(call: Call, number: int) -> None:
-    call.precedence = _PRIORITIES[number % len(_PRIORITIES)]
+    call.options = _PRIORITIES[number % len(_PRIORITIES)]
 
 
 def _deadline(call: Call, number: int) -> None:
     # Farther away than anything takes here, so that none is missed, and in no order.
     call.deadline = 1e6 + number * 7919 % 1000
-    call.precedence = _WITH_DEADLINE
+    call.options = _WITH_DEADLINE
 
 
 def _tenant(call: Call, number: int) -> None:
-    call.precedence = _TENANTS[number % len(_TENANTS)]
+    call.options = _TENANTS[number % len(_TENANTS)]
 
 
-_PRIORITIES = [Precedence(priority=priority) for priority in range(4)]
-_WITH_DEADLINE = Precedence(has_deadline=True)
-_TENANTS = [Precedence(tenant=f"tenant {number}") for number in range(16)]
+_PRIORITIES = [CallOptions(priority=priority) for priority in range(4)]
+_WITH_DEADLINE = CallOptions(has_deadline=True)
+_TENANTS = [CallOptions(tenant=f"tenant {number}") for number in range(16)]
 
 CASES = (
     Case("batches of one, one caller", 1),

@@ -429,7 +429,9 @@ def run(call: Call) -> None:
 class Timed(Protocol):
     """Something that ends at its deadline, if it is not over before."""
 
-    deadline: float
+    @property
+    def deadline(self) -> float:
+        """When its time ends; infinity for never."""
 
     @property
     def is_over(self) -> bool:

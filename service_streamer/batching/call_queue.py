@@ -132,7 +132,7 @@ class CallQueue:
         turns = self._turns
         group = turns.ordinary
         is_small = pending < self._large_items and pending < self._large_work
-        if is_small and call.precedence is ORDINARY and (group.calls or group is turns.sole):
+        if is_small and call.options is ORDINARY and (group.calls or group is turns.sole):
             call.group = group  # as the rest would, in less time
             group.calls.append(call)
             group.work += pending

@@ -59,11 +59,11 @@ _ARRIVED_AT, _TAG = attrgetter("arrived_at"), attrgetter("tag")
 class WindowPart:
     """Some items of a call, which have turns of their own."""
 
-    __slots__ = ("arrived_at", "call", "deadline", "entries", "group", "precedence")
+    __slots__ = ("arrived_at", "call", "deadline", "entries", "group", "options")
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.precedence = call.precedence
+        self.options = call.options
         self.arrived_at = call.arrived_at
         self.deadline = call.deadline
         self.group: Any = None  # as of a call
@@ -148,12 +148,12 @@ class _Line(Generic[T]):
 
     def group_of(self, call: T, size_class: int) -> CallGroup[T]:
         """The group that a new call belongs to."""
-        soon, precedence = inf, call.precedence
-        if precedence.has_deadline and not size_class and call.deadline < inf:
+        soon, options = inf, call.options
+        if options.has_deadline and not size_class and call.deadline < inf:
             soon = call.deadline
             exponent = frexp(soon - call.arrived_at)[1]
             soon -= soon % ldexp(1.0, exponent - _PRECISION)
-        kind = soon, -precedence.priority, size_class
+        kind = soon, -options.priority, size_class
         return self.groups.get(kind) or self._begin(kind)
 
     def _begin(self, kind: _Kind) -> CallGroup[T]:
@@ -218,7 +218,7 @@ class _Line(Generic[T]):
         Args:
             work: of the call itself, which is not counted.
         """
-        rank = -call.precedence.priority
+        rank = -call.options.priority
         if size_class:
             return self._ahead_of_large((inf, rank, size_class), work)
         sooner = timed = later = higher = 0.0
@@ -229,7 +229,7 @@ class _Line(Generic[T]):
             elif not other_class:  # the large ones have turns as well
                 timed += group.timed
                 higher += group.work if other_rank <= rank else 0.0
-        if call.precedence.has_deadline:
+        if call.options.has_deadline:
             return sooner
         # It goes before those of a lower priority, and when it is due before those that are not.
         return sooner + min(timed, later + higher)
@@ -304,10 +304,10 @@ class TurnOrder(Generic[T]):
 
     def add(self, call: T, items: int, work: float, size_class: int) -> None:
         """The call waits from now on, with so many of its items. If it does already, with more."""
-        is_ordinary = call.precedence is ORDINARY and not size_class
+        is_ordinary = call.options is ORDINARY and not size_class
         group: CallGroup[T] | None = self.ordinary if is_ordinary else call.group
         if group is None or not group.calls:
-            tenant = call.precedence.tenant
+            tenant = call.options.tenant
             line = self._lines.get(tenant)
             if line is None:
                 line = self._lines[tenant] = _Line(tenant, self._weights.get(tenant, 1.0))
@@ -407,7 +407,7 @@ class TurnOrder(Generic[T]):
             work: of the call itself, which is not counted.
             unit: what an item costs, on average.
         """
-        tenant = call.precedence.tenant
+        tenant = call.options.tenant
         line = self._lines.get(tenant)
         own = 0.0 if line is None else line.ahead(call, size_class, work)
         if not self._lines or (line is not None and len(self._lines) == 1):

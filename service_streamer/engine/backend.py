@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from ..errors import StreamerError
-from ..observe.record import NO_OUTPUTS, ORDINARY, Call, Precedence, Timing
+from ..observe.record import NO_OUTPUTS, Call, Timing
 from ..reporting import quiet_log
 from ..workers.protocol import Failure
 
@@ -74,6 +74,14 @@ class Backend(Protocol):
             StreamerError: it was not accepted; its reply is not called.
         """
 
+    @property
+    def lengths(self) -> Callable[[Sequence[Any]], list[float]] | None:
+        """What gives the lengths of items; None if each counts one, or they are not known here."""
+
+    @property
+    def extend(self) -> Callable[[Any, float], bool] | None:
+        """Keeps a call until a deadline; False if it is over. None if that cannot be had."""
+
     def check_room(self) -> None:
         """Raises Overloaded, which counts, if it is known that no call would be accepted now."""
 
@@ -83,11 +91,8 @@ class Backend(Protocol):
     def cancel(self, call: Any) -> bool:
         """Withdraw a call if that is still of use; whether it was."""
 
-    def withdraw(self, call: Any) -> None:
-        """The caller has gone: drop what is not with a worker, forget the rest."""
-
-    def expire(self, call: Any) -> None:
-        """The same, because the call's time has ended."""
+    def withdraw(self, call: Any, *, has_expired: bool = False) -> None:
+        """The caller has gone, perhaps for lack of time: drop what is not with a worker."""
 
     def hold(self, call: Any, *, is_held: bool) -> None:
         """Let the item of a stream rest for a while, or go on: a hint, if that can be had."""
@@ -140,21 +145,17 @@ class PassThrough:
         return getattr(self._inner, name)
 
 
-def predict_blocking(
-    backend: Backend,
-    batch: Sequence[Any],
-    timeout: float | None,
-    precedence: Precedence = ORDINARY,
-) -> list[Any]:
-    """Submit a batch and block until its results are there. Under gevent only the greenlet blocks.
+def predict_blocking(backend: Backend, call: Call) -> list[Any]:
+    """Submit a call and block until its results are there. Under gevent only the greenlet blocks.
 
     Raises:
-        PredictTimeout, BrokerUnavailable: after ``timeout`` seconds; the call is withdrawn.
+        PredictTimeout, BrokerUnavailable: its time has ended; the call is withdrawn.
     """
     backend.check_not_in_callback()
-    reply = BlockingReply()
+    reply = call.reply = BlockingReply()
+    timeout = call.timeout
     try:
-        backend.submit(Call(batch, reply, timeout, precedence))
+        backend.submit(call)
     except BaseException:
         reply.leave()  # a KeyboardInterrupt may come when the call is accepted already
         raise
@@ -167,7 +168,7 @@ def predict_blocking(
         raise
     if not is_there:
         if reply.call is not None:
-            backend.expire(reply.call)
+            backend.withdraw(reply.call, has_expired=True)
         raise backend.late(timeout)
     return backend.decode(reply.result())
 
@@ -302,20 +303,16 @@ def wake(waiters: Sequence[BlockingReply]) -> None:
         relay.pass_on()
 
 
-async def predict_in_loop(
-    backend: Backend,
-    batch: Sequence[Any],
-    timeout: float | None,
-    precedence: Precedence = ORDINARY,
-) -> list[Any]:
-    """Submit a batch and await its results. Cancelling the task withdraws the call.
+async def predict_in_loop(backend: Backend, call: Call) -> list[Any]:
+    """Submit a call and await its results. Cancelling the task withdraws the call.
 
     Raises:
-        PredictTimeout, BrokerUnavailable: after ``timeout`` seconds; the call is withdrawn.
+        PredictTimeout, BrokerUnavailable: its time has ended; the call is withdrawn.
     """
     loop = asyncio.get_running_loop()
-    reply = LoopReply(loop)
-    backend.submit(Call(batch, reply, timeout, precedence, more=True))
+    reply = call.reply = LoopReply(loop)
+    timeout, call.more = call.timeout, True
+    backend.submit(call)
     timer: asyncio.TimerHandle | None = None
     outcome, is_cancelled = None, True
     try:
@@ -329,9 +326,9 @@ async def predict_in_loop(
     finally:
         if timer is not None:
             timer.cancel()
-        call = reply.call
-        if outcome is None and call is not None:
-            (backend.withdraw if is_cancelled else backend.expire)(call)
+        accepted = reply.call
+        if outcome is None and accepted is not None:
+            backend.withdraw(accepted, has_expired=not is_cancelled)
     if outcome is None:
         raise backend.late(timeout)
     if not isinstance(outcome, Failure):
@@ -343,7 +340,7 @@ async def predict_in_loop(
         raise error
     finally:
         # Its traceback has this frame: a cycle, which would keep all of it.
-        del error, outcome, reply
+        del accepted, call, error, outcome, reply
 
 
 def _end_wait(future: asyncio.Future[_Outcome | None]) -> None:

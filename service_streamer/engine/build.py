@@ -38,28 +38,16 @@ Length = Callable[[Any], float] | str
 _LONGEST = 1e15
 
 
-def _make_lengths(
-    length: Length | None, model: object, codec: Codec | None = None
-) -> Lengths | None:
-    """The function that gives the lengths of items; None if neither options nor model name one.
-
-    A model that is named by a string stays unknown here. Raises what ``find_function`` does.
-    """
-    function: Callable[[Any], object]
+def _given_length(length: Length | None) -> Callable[[Any], Any] | None:
+    """The function of an item that the options name. Raises what ``find_function`` does."""
     if isinstance(length, str):
-        function, name = find_function(length), length
-    elif length is not None:
-        if not callable(length):
-            raise TypeError(
-                "length must be a function of an item, or an import string "
-                f'"package.module:function"; not {length!r}'
-            )
-        function, name = length, describe(length)
-    elif isinstance(model, type) and find_length(model) is not None:
-        function, name = _of_class(model, "length"), f"{describe(model)}.length"
-    else:
-        return None
-    return _measuring(function, name, codec)
+        return find_function(length)
+    if length is not None and not callable(length):
+        raise TypeError(
+            "length must be a function of an item, or an import string "
+            f'"package.module:function"; not {length!r}'
+        )
+    return length
 
 
 def find_function(place: str) -> Callable[[Any], object]:
@@ -171,15 +159,14 @@ EXPIRED_SUSPECT = Failure(
 def build_engine(
     model: Model,
     options: StreamerOptions,
+    make_transport: Callable[[ModelSpec, StreamerOptions], Transport] = ProcessTransport,
     *,
-    is_local: bool = False,
     codec: Codec | None = None,
     round_trip: float = 0.0,
 ) -> Engine:
     """An engine with its workers, which has not been started.
 
     Args:
-        is_local: whether the model runs in a thread of this process.
         codec: what items come encoded with; None if they come as they are.
         round_trip: how long results take to callers, and their next calls back, seconds.
 
@@ -187,16 +174,17 @@ def build_engine(
         TypeError, ValueError, ImportError, AttributeError: the model or ``length`` cannot be used.
     """
     spec, lengths = make_spec(model, options, codec)
-    if not is_local:
+    if make_transport is ProcessTransport:
         refuse_unguarded_main()
-    transport: Transport = ThreadTransport(spec) if is_local else ProcessTransport(spec, options)
-    return assemble(transport, options, lengths, is_local=is_local, round_trip=round_trip)
+    return assemble(make_transport(spec, options), options, lengths, round_trip=round_trip)
 
 
 def make_spec(
     model: Model, options: StreamerOptions, codec: Codec | None = None
 ) -> tuple[ModelSpec, Lengths | None]:
-    """What workers load, and what says here how long items are.
+    """What workers load, and what says here how long items are, if that is known.
+
+    A model that is named by a string stays unknown here.
 
     Raises:
         TypeError, ValueError: the model cannot be used, or not with these options.
@@ -212,10 +200,13 @@ def make_spec(
         raise TypeError("model_init_args and model_init_kwargs are for a ManagedModel class")
     if options.preprocess_workers:
         check_preprocess(model)
-    lengths = _make_lengths(options.length, model, codec)
-    length: Any = options.length
-    if isinstance(length, str):
-        length = find_function(length)
+    length = _given_length(options.length)
+    lengths = None
+    if length is not None:
+        name = options.length if isinstance(options.length, str) else describe(length)
+        lengths = _measuring(length, name, codec)
+    elif isinstance(model, type) and find_length(model) is not None:
+        lengths = _measuring(_of_class(model, "length"), f"{describe(model)}.length", codec)
     spec = ModelSpec(
         model,
         options.model_init_args or (),
@@ -236,10 +227,10 @@ def assemble(
     options: StreamerOptions,
     lengths: Lengths | None,
     *,
-    is_local: bool = False,
     round_trip: float = 0.0,
 ) -> Engine:
     """An engine around a transport; neither has been started."""
+    is_local = isinstance(transport, ThreadTransport)
     batcher = build_batcher(
         options,
         has_lengths=lengths is not None,

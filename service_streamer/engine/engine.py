@@ -121,8 +121,7 @@ class Engine(Loop):
             on_call: called with each call in the thread that submits it, to note in its
                 ``context`` what is to be known when its record comes.
         """
-        self.check_process()  # before the lock, which a fork may have copied while held
-        with self.lock:
+        with self._guarded():
             self.on_batch = on_batch
             self._on_call = on_call
             self.batcher.on_back = self.keep_record
@@ -272,24 +271,10 @@ class Engine(Loop):
     def cancel(self, call: Call) -> bool:
         """Withdraw a call of which nothing has been sent; whether that was so."""
         self.check_process()
+        return self._change(lambda call: not call.is_running and self.let_go((call, False)), call)
 
-        def cancel(call: Call) -> bool:
-            is_cancelled = not call.is_running and self.batcher.withdraw(call)
-            if is_cancelled:
-                self.forget(call)
-            return is_cancelled
-
-        return self._change(cancel, call)
-
-    def withdraw(self, call: Call) -> None:
-        """The caller has gone: drop what has not been sent, forget the rest."""
-        self._leave(call, has_expired=False)
-
-    def expire(self, call: Call) -> None:
-        """The call's time has ended: what ``withdraw`` does, but it counts as expired."""
-        self._leave(call, has_expired=True)
-
-    def _leave(self, call: Call, *, has_expired: bool) -> None:
+    def withdraw(self, call: Call, *, has_expired: bool = False) -> None:
+        """The caller has gone, perhaps for lack of time: drop what has not been sent."""
         self.check_process()
         if is_owned(self.lock):  # a finalizer interrupts this thread in the middle of a change
             self.left.append((call, has_expired))
@@ -331,8 +316,7 @@ class Engine(Loop):
             WorkerStartError, StreamerBroken, StreamerClosed: no worker will load it.
             StreamerForked: in a forked child.
         """
-        self.check_process()  # before the lock, as in ``watch``
-        with self.lock:
+        with self._guarded():
             if self.fleet.description is None:
                 self._check_accepting()
             return self.fleet.description
@@ -346,21 +330,18 @@ class Engine(Loop):
         return self.fleet.state in (EngineState.DRAINING, EngineState.CLOSED)
 
     def stats(self) -> StreamerStats:
-        self.check_process()
-        with self.lock:
+        with self._guarded():
             self.settle()
             return self.fleet.stats(self.clock())
 
     def metrics(self) -> BatchMetrics:
         """A copy of them as they are now."""
-        self.check_process()
-        with self.lock:
+        with self._guarded():
             return self.batcher.figures.metrics.copy()
 
     def summary(self) -> Summary:
         """The recent batches and the state of the engine, for ``explain``."""
-        self.check_process()
-        with self.lock:
+        with self._guarded():
             now, stats = self.clock(), self.stats()
             figures, steps = self.batcher.figures, self.batcher.steps
             recent, restarted_at = [*figures.recent], [*self.fleet.restarted_at]
@@ -378,8 +359,7 @@ class Engine(Loop):
 
     def workers(self) -> list[WorkerStats]:
         """Each worker, by number."""
-        self.check_process()
-        with self.lock:
+        with self._guarded():
             return self.fleet.workers(self.transport.device)
 
     def describe(self) -> str:
@@ -491,8 +471,7 @@ class Engine(Loop):
 
     def _change_workers(self, change: Callable[[], T]) -> T:
         """Let it change which workers there are to be. Raises StreamerClosed."""
-        self.check_process()
-        with self.lock:
+        with self._guarded():
             if self.is_over:
                 self._check_accepting()
             self.fleet.revive()
@@ -534,6 +513,11 @@ class Engine(Loop):
             self.close(drain=False, timeout=None)
 
     # -- refusals
+
+    def _guarded(self) -> threading.RLock:
+        """The lock; raises in a forked child, which may have a copy of it that is held."""
+        self.check_process()
+        return self.lock
 
     def check_process(self) -> None:
         """Refuse use in a forked child."""

@@ -232,11 +232,13 @@ class Loop:
                 self.open_calls.pop(call, None)  # its caller has withdrawn it
         return ended
 
-    def let_go(self, leaving: tuple[Call, bool]) -> None:
-        """The caller of a call has gone, perhaps for lack of time. Locked."""
+    def let_go(self, leaving: tuple[Call, bool]) -> bool:
+        """The caller of a call has gone, perhaps for lack of time; whether it was open. Locked."""
         call, has_expired = leaving
-        if self.batcher.withdraw(call, has_expired=has_expired):
+        is_withdrawn = self.batcher.withdraw(call, has_expired=has_expired)
+        if is_withdrawn:
             self.forget(call)
+        return is_withdrawn
 
     def forget(self, call: Call) -> None:
         """No caller waits for the call any more, which is over. Locked."""
@@ -481,8 +483,8 @@ class Loop:
             else:
                 self._log_hang(slot, seconds)
         for slot in orders.kill:
-            seconds = fleet.supervisor.start_bound(slot)
-            why = f"it had not loaded its model within start_timeout of {seconds:g} s"
+            allowed = fleet.supervisor.start_bound(slot)
+            why = f"it had not loaded its model within start_timeout of {allowed:g} s"
             self.transport.kill(slot, why)
         for slot, place in orders.start:
             self._start_worker(slot, place)

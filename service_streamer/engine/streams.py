@@ -22,9 +22,10 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from ..errors import Overloaded, StreamerError
-from ..observe.record import Call, Precedence, Timing
+from ..observe.record import Call, Timing
 from ..workers.protocol import Failure
 from .backend import Accepted, Backend, Mailbox, mailbox_of
+from .threads import Doorbell
 
 
 class Outputs:
@@ -48,10 +49,11 @@ class Outputs:
         self._failure: Failure | None = None
         self._why_cut_off = ""
 
-    def submit(self, item: Any, timeout: float | None, precedence: Precedence) -> None:
+    def submit(self, call: Call) -> None:
         """Raises what ``Backend.submit`` raises."""
-        # Watched, since a consumer that is busy elsewhere does not look at the time.
-        call = Call([item], self, timeout, precedence, True, self._more, is_stream=True)
+        call.reply = self
+        call.is_watched = True  # a consumer that is busy elsewhere does not look at the time
+        call.more = self._more
         self.backend.submit(call)
 
     # -- in the engine's thread
@@ -178,16 +180,16 @@ class ThreadOutputs(Outputs):
 
     def __init__(self, backend: Backend, max_buffered: int, *, fails_behind: bool) -> None:
         super().__init__(backend, max_buffered, fails_behind=fails_behind)
-        self.is_waiting = False
-        self._baton = threading.Lock()  # released to wake the consumer
-        self._baton.acquire()
+        self._doorbell = Doorbell()
         self._seat = threading.Lock()  # of the consumer, while it waits
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a thread waits for an output."""
+        return self._seat.locked()
+
     def wake(self) -> None:
-        if self.is_waiting:
-            self.is_waiting = False
-            with contextlib.suppress(RuntimeError):  # it has been released already
-                self._baton.release()
+        self._doorbell.ring()
 
     def wait(self) -> None:
         """Block until something has come; now and then it returns sooner."""
@@ -195,10 +197,8 @@ class ThreadOutputs(Outputs):
         if not self._seat.acquire(blocking=False):  # one output would wake only one of the two
             raise RuntimeError("another thread waits for the next output of this stream")
         try:
-            self.is_waiting = True
-            # What comes from now on wakes us; what came just before is seen here.
             if not self.is_ready:
-                self._baton.acquire()
+                self._doorbell.wait(None)
         except BaseException as error:
             # The end of a time does not end the stream: gevent.Timeout, or a handler of a signal.
             is_killed = type(error).__name__ == "GreenletExit"
@@ -209,7 +209,6 @@ class ThreadOutputs(Outputs):
                 )
             raise
         finally:
-            self.is_waiting = False
             self._seat.release()
 
 
@@ -227,8 +226,8 @@ class LoopOutputs(Outputs):
         #: The task in which a wait was cancelled, if no task has waited since.
         self.cancelled_in: asyncio.Task[Any] | None = None
 
-    def submit(self, item: Any, timeout: float | None, precedence: Precedence) -> None:
-        super().submit(item, timeout, precedence)
+    def submit(self, call: Call) -> None:
+        super().submit(call)
         self.mailbox.flush_soon(self.backend)
 
     def wake(self) -> Mailbox | None:
@@ -315,16 +314,10 @@ class _AnyStream(Generic[_Kind]):
     _kind: type[_Kind]
 
     def __init__(
-        self,
-        backend: Backend,
-        item: Any,
-        timeout: float | None,
-        precedence: Precedence,
-        max_buffered: int,
-        fails_behind: bool,
+        self, backend: Backend, call: Call, max_buffered: int, *, fails_behind: bool = False
     ) -> None:
         self._outputs = self._kind(backend, max_buffered, fails_behind=fails_behind)
-        self._outputs.submit(item, timeout, precedence)
+        self._outputs.submit(call)
 
     @property
     def timing(self) -> Timing | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import operator
 import os
 import threading
 import time
@@ -54,9 +55,8 @@ def rest_if_copied(pid: int) -> None:
         _copies[-1].wait()
 
 
-def is_owned(lock: Any) -> bool:
-    """Whether this thread holds a ``threading.RLock``."""
-    return bool(lock._is_owned())
+#: Whether this thread holds a ``threading.RLock``. For any thread, also in a signal handler.
+is_owned: Callable[[Any], bool] = operator.methodcaller("_is_owned")
 
 
 class Timer(Generic[TimedCall]):
@@ -64,17 +64,19 @@ class Timer(Generic[TimedCall]):
 
     Args:
         time_ended: called in that thread, if the call is not over.
+        lock: of its owner, held for moments. Reentrant: a finalizer may run while it is held.
         clock: seconds from a monotonic clock; a test that moves it by hand calls ``look``.
     """
 
     def __init__(
         self,
         time_ended: Callable[[TimedCall], None],
+        lock: threading.RLock,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._time_ended = time_ended
         self._clock = clock
-        self.lock = threading.RLock()  # a finalizer of a user's may run while it is held
+        self.lock = lock
         self._deadlines: Deadlines[TimedCall] = Deadlines()
         self._doorbell = Doorbell()
         self._is_closed = False
@@ -105,11 +107,6 @@ class Timer(Generic[TimedCall]):
             is_over = self._is_closed and ends_at == math.inf
             if not is_over:  # and no operating system waits for years at once
                 self._doorbell.wait(min(ends_at - self._clock(), 1e5))
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this thread is in the middle of ``watch``: a finalizer has interrupted it."""
-        return is_owned(self.lock)
 
     def close(self) -> None:
         """End the thread when nothing is left to watch, and wait for that, unless it calls."""

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,8 @@ class Recording(PassThrough):
     the number of the process: several web processes need one each.
     """
 
-    def __init__(
-        self,
-        inner: Backend,
-        path: Path,
-        lengths: Callable[[Sequence[Any]], Sequence[float]] | None = None,
-    ) -> None:
+    def __init__(self, inner: Backend, path: Path) -> None:
         super().__init__(inner)
-        self._lengths = lengths
         self._begun = time.monotonic()
         self._file = _TraceFile(path)
         # Also of a streamer that is never closed, and at exit.
@@ -70,15 +64,14 @@ class Recording(PassThrough):
     def _line(self, at: float, items: Sequence[Any], call: Call) -> str:
         # By hand, since json.dumps takes several times as long.
         line = f'{{"at": {at:.6f}, "items": {len(items)}'
-        if self._lengths is not None:
+        if self._inner.lengths is not None:
             # A call that is over, which it may be by now, has let go of its lengths.
-            lengths = call.lengths or self._lengths(items)
+            lengths = call.lengths or self._inner.lengths(items)
             line += f', "lengths": [{", ".join([f"{length:.6g}" for length in lengths])}]'
-        priority, tenant, _ = call.precedence
-        if priority:
-            line += f', "priority": {priority}'
-        if tenant:
-            line += f', "tenant": {json.dumps(tenant)}'
+        if call.options.priority:
+            line += f', "priority": {call.options.priority}'
+        if call.options.tenant:
+            line += f', "tenant": {json.dumps(call.options.tenant)}'
         return line + "}\n"
 
 

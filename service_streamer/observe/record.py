@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from ..options.checks import check_priority, check_tenant
+
 
 class Timing(NamedTuple):
     """Where the time of a call went, in seconds; of its last batch, if it took several.
@@ -43,18 +45,36 @@ class Timing(NamedTuple):
         return self.queued + self.sent + self.computed + self.returned
 
 
-class Precedence(NamedTuple):
-    """Which calls go before a call, among those that wait."""
+class CallOptions(NamedTuple):
+    """What a caller wants of one call, beside its items and their time. Never changed.
+
+    It is made where the call is, and goes with it to the queue, also over Redis and in a shared
+    pool. A new option needs a field and its check here, and a line where it is used.
+    """
 
     priority: int = 0  # the higher goes first
     tenant: str = ""  # whose call it is; tenants share the workers by their weights
     #: Whether its time was given with the call, and not by a default that all have: then it goes
     #: before all whose time ends later, whatever their priority.
     has_deadline: bool = False
+    stream: bool = False  # whether the outputs of its one item are wanted as they come
+
+    @classmethod
+    def checked(
+        cls,
+        priority: object = 0,
+        tenant: object = "",
+        has_deadline: object = False,
+        stream: object = False,
+    ) -> CallOptions:
+        """Of values from outside. Raises TypeError, ValueError."""
+        if type(has_deadline) is not bool or type(stream) is not bool:
+            raise TypeError("has_deadline and stream must be True or False")
+        return cls(check_priority(priority), check_tenant(tenant), has_deadline, stream)
 
 
 #: Of nearly all calls: compared by identity.
-ORDINARY = Precedence()
+ORDINARY = CallOptions()
 
 
 class Reason(enum.Enum):
@@ -98,54 +118,78 @@ class CallState(enum.Enum):
     OVER = enum.auto()
 
 
-#: A member of an enum is looked up in Python, and every call is often asked for this one.
-_OVER = CallState.OVER
+#: A member of an enum is looked up in Python, and these are needed often for every call.
+_NEW, _OVER = CallState.NEW, CallState.OVER
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False, init=False)
 class Call:
     """One ``predict``/``submit``: its items as payloads, and its outputs as they come in.
 
-    The edge makes it, with all that its caller wants, and hands it to a backend.
+    A streamer, or whoever reads it from a message, makes it with all that its caller wants, and
+    hands it to a backend.
     """
 
     payloads: Sequence[Any]  # the items; the engine replaces them by what it sends to a worker
-    reply: Any  # where the outcome goes; opaque here
-    timeout: float | None = None  # how long its caller waits, seconds; None for ever
-    precedence: Precedence = ORDINARY
-    #: Whether the backend fails the call when its time ends. If not, its caller does: ``expire``.
-    is_watched: bool = False
-    more: bool = False  # whether calls follow at once, and then ``flush``, that share its batch
-    is_stream: bool = False  # whether the outputs of its one item are wanted as they come
-    size: int = field(init=False)  # its items
-    state: CallState = field(default=CallState.NEW, init=False)  # who holds it
-    arrived_at: float = field(default=0.0, init=False)
-    deadline: float = field(default=math.inf, init=False)  # when its caller stops waiting
-    lengths: Sequence[float] | None = field(default=None, init=False)  # None: each counts one
-    context: Any = field(default=None, init=False)  # what an observer noted at the submission
-    pending: int = field(init=False)  # items that are not cut into a batch yet
-    group: Any = field(default=None, init=False)  # of ``batching.turns``, while it waits there
-    unanswered: int = field(init=False)  # items without an output
+    reply: Any  # where the outcome goes, set before it is submitted; opaque here
+    timeout: float | None  # how long its caller waits, seconds; None for ever
+    options: CallOptions
+    #: Whether the backend fails the call when its time ends. If not, its caller withdraws it.
+    is_watched: bool
+    more: bool  # whether calls follow at once, and then ``flush``, that share its batch
+    size: int  # its items
+    state: CallState  # who holds it
+    arrived_at: float
+    deadline: float  # when its caller stops waiting
+    lengths: Sequence[float] | None  # None: each counts one
+    context: Any  # what an observer noted at the submission
+    pending: int  # items that are not cut into a batch yet
+    group: Any  # of ``batching.turns``, while it waits there
+    unanswered: int  # items without an output
     #: By position; empty until the first batch with items of it is back, and then ``NO_OUTPUT``
     #: where that one had no item.
-    outputs: list[Any] = field(init=False)
-    failure: Any = field(default=None, init=False)  # why it failed; opaque here
+    outputs: list[Any]
+    failure: Any  # why it failed; opaque here
     #: The last batch with items of it that came back with results. Not there before the first.
-    batch: BatchRecord = field(init=False)
+    batch: BatchRecord
 
     # Of streams:
-    is_held: bool = field(default=False, init=False)  # its item rests: its consumer is behind
-    #: Its outputs so far, if it can go on where they end.
-    handed_out: list[Any] | None = field(default=None, init=False)
-    part_at: float | None = field(default=None, init=False)  # when the last one was handed out
+    is_held: bool  # its item rests: its consumer is behind
+    handed_out: list[Any] | None  # its outputs so far, if it can go on where they end
+    part_at: float | None  # when the last one was handed out
     # Not there before the first one: how many were handed out, and see ``Timing``.
-    parts: int = field(init=False)
-    first_output: float = field(init=False)
-    longest_between: float = field(init=False)
+    parts: int
+    first_output: float
+    longest_between: float
 
-    def __post_init__(self) -> None:
-        self.size = self.pending = self.unanswered = len(self.payloads)
+    # By hand: one that is generated takes a quarter longer, and there is one for each call.
+    def __init__(
+        self,
+        payloads: Sequence[Any],
+        reply: Any = None,
+        timeout: float | None = None,
+        options: CallOptions = ORDINARY,
+        is_watched: bool = False,
+        more: bool = False,
+    ) -> None:
+        self.payloads = payloads
+        self.reply = reply
+        self.timeout = timeout
+        self.options = options
+        self.is_watched = is_watched
+        self.more = more
+        self.size = self.pending = self.unanswered = len(payloads)
+        self.state = _NEW
+        self.arrived_at = 0.0
+        self.deadline = math.inf
+        self.lengths = self.context = self.group = self.failure = None
         self.outputs = NO_OUTPUTS
+        self.is_held = False
+        self.handed_out = self.part_at = None
+
+    @property
+    def is_stream(self) -> bool:
+        return self.options.stream
 
     @property
     def is_running(self) -> bool:

@@ -235,7 +235,7 @@ class SharingOptions(Options):
             raise ValueError("cache_ttl is of no use without a cache; set cache_size, too")
 
     @property
-    def is_on(self) -> bool:
+    def deduplicates(self) -> bool:
         return self.deduplicate or self.cache_size > 0
 
 

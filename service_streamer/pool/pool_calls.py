@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..observe.record import Timing
+from ..observe.record import Call, Timing
 from ..remote.open_calls import OpenCalls, RemoteCall
 from .pool_link import PoolLink
 from .pool_protocol import ASK, HOLD_STREAM, RESUME_STREAM, WITHDRAW, pack
@@ -32,17 +32,14 @@ class PoolCall(RemoteCall):
 
     def __init__(
         self,
+        call: Call,
         number: int,
         sent: tuple[Any, ...],
         size: int,
-        timeout: float | None,
         deadline: float,
-        reply: Any,
         leases: Sequence[Any],
-        *,
-        is_stream: bool,
     ) -> None:
-        super().__init__(number, b"", timeout, deadline, reply, is_stream=is_stream)
+        super().__init__(call, number, b"", deadline)
         self.sent = sent
         self.size = size
         self.leases = leases

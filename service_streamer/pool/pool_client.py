@@ -109,7 +109,7 @@ class PoolClient(RemoteClient[PoolCalls]):
 
     def _encode_call(self, call: Call, number: int, payloads: Any, deadline: float) -> RemoteCall:
         lengths = call.lengths
-        precedence = None if call.precedence is ORDINARY else (*call.precedence,)
+        options = None if call.options is ORDINARY else (*call.options,)
         until = None if deadline == math.inf else deadline
         # They stay where they are until the answer has come: another pool may have to read them.
         leases = [each for each in payloads if type(each) is Placed]
@@ -117,13 +117,11 @@ class PoolClient(RemoteClient[PoolCalls]):
             payloads = [each.wire if type(each) is Placed else each for each in payloads]
         size = sum(map(len, payloads))
         sent: tuple[Any, ...]
-        if len(payloads) == 1 and precedence is lengths is None and not call.is_stream:
+        if len(payloads) == 1 and options is lengths is None:
             sent = (number, payloads[0], until)
         else:
-            sent = (number, payloads, until, precedence, lengths, call.is_stream)
-        return PoolCall(
-            number, sent, size, call.timeout, deadline, call.reply, leases, is_stream=call.is_stream
-        )
+            sent = (number, payloads, until, options, lengths)
+        return PoolCall(call, number, sent, size, deadline, leases)
 
     def submit(self, call: Call) -> None:
         if self.lengths is not None:

@@ -5,8 +5,8 @@
     Hello: the first one                             WELCOME; or REFUSED or FAILED, and the end
     (number, payload, deadline): a call,             (number, outputs, queued, spent): an answer
      most often                                      (number, outputs or Failure, timing or None)
-    (number, payloads, deadline, precedence,         (number, output): of a stream
-     lengths, is_stream): any other
+    (number, payloads, deadline, options,            (number, output): of a stream
+     lengths): any other
     (WITHDRAW, number): of a call or question        (FREED, numbers): calls of which no worker
     (HOLD or RESUME, number): a stream                reads large items any more
     (ASK, number, method, arguments)                 (ANSWER, number, value or Failure)
@@ -43,7 +43,7 @@ from .fingerprint import Fingerprint
 FRAME_MESSAGES, FRAME_SIZE = 512, 1 << 18
 
 #: Of these messages; to be raised with every change of them.
-PROTOCOL = 2
+PROTOCOL = 3
 
 WITHDRAW, HOLD_STREAM, RESUME_STREAM, ASK, RELEASED = -1, -2, -3, -4, -5
 WELCOME, REFUSED, ANSWER, PARTING, FREED, WORKERS, FAILED = -1, -2, -3, -4, -5, -6, -7

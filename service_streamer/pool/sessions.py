@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..engine.engine import Engine
 from ..errors import RemoteTraceback, StreamerError, WorkerStartTimeout
-from ..observe.record import ORDINARY, Call, Precedence
+from ..observe.record import ORDINARY, Call, CallOptions
 from ..workers.arena import Memory
 from ..workers.codec import Parts
 from ..workers.protocol import Failure, FrameReader
@@ -421,9 +421,9 @@ def _call_of(session: Session, message: tuple[Any, ...], *, more: bool) -> Call 
     """The call of a message; None if it has failed."""
     if len(message) == 3:  # as nearly all
         number, payload, deadline = message
-        payloads, precedence, lengths, is_stream = (payload,), None, None, False
+        payloads, options, lengths = (payload,), None, None
     else:
-        number, payloads, deadline, precedence, lengths, is_stream = message
+        number, payloads, deadline, options, lengths = message
     try:
         items = session.place_items(number, payloads)
     except Exception as error:  # the client's memory cannot be read: nobody else suffers
@@ -436,10 +436,9 @@ def _call_of(session: Session, message: tuple[Any, ...], *, more: bool) -> Call 
         items,
         PoolReply(session, number),
         None if deadline is None else deadline - time.monotonic(),
-        ORDINARY if precedence is None else Precedence(*precedence),
+        ORDINARY if options is None else CallOptions(*options),
         False,  # the client watches the time
         more,
-        is_stream,
     )
     session.calls[number] = call  # before it can be over
     return call

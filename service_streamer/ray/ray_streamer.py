@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ..base_streamer import LIBRARY_TIMEOUT, DefaultTimeout
-from ..engine.build import Length, Model, assemble, make_spec
-from ..engine.engine import Engine
+from ..engine.build import Length, Model, build_engine
 from ..options.checks import Workers
 from ..options.kinds import documented
-from ..options.table import RayStreamerOptions
+from ..options.table import RayStreamerOptions, StreamerOptions
 from ..streamer import ScaledStreamer
+from ..workers.model_spec import ModelSpec
 from .cluster import Cluster, WorkerResources, connected_address
 from .ray_transport import RayByValue, RayTransport
 
@@ -82,7 +82,9 @@ class RayStreamer(ScaledStreamer):
         super().__init__(worker_timeout)
         options = RayStreamerOptions.select(given, worker_timeout=self._worker_timeout)
         if options.shared is None:
-            self._run(options, lambda: _build_engine(predict_function_or_model, options))
+            self._run(
+                options, lambda: build_engine(predict_function_or_model, options, _make_transport)
+            )
         else:
             from ..pool.pool_client import pool_clients
             from .pooled import pool_transport
@@ -96,14 +98,10 @@ class RayStreamer(ScaledStreamer):
                 transport=functools.partial(pool_transport, otherwise=connected_address()),
                 by_value=RayByValue(),
             )
-            self._join(options, clients)
-        if wait_for_worker_ready:
-            self._wait_or_close()
+            self._run(options, clients)
 
 
-def _build_engine(model: Model, options: RayStreamerOptions) -> Engine:
-    """An engine with its workers, which has not been started. Raises as ``build_engine``."""
-    spec, lengths = make_spec(model, options)
+def _make_transport(spec: ModelSpec, options: StreamerOptions) -> RayTransport:
+    assert isinstance(options, RayStreamerOptions)
     cluster = Cluster(options.address, options.runtime_env)
-    transport = RayTransport(cluster, spec, WorkerResources.of(options))
-    return assemble(transport, options, lengths)
+    return RayTransport(cluster, spec, WorkerResources.of(options))

@@ -187,7 +187,7 @@ class Claimer:
         state = self._state
         entry = dict(zip(fields[::2], fields[1::2], strict=False))
         try:
-            client, number, payloads, precedence, is_stream = state.wire.read_call(entry.get(b"m"))
+            client, number, payloads, options = state.wire.read_call(entry.get(b"m"))
             left = self._seconds_left(entry.get(b"d", b"0"))
         except Exception as error:  # of any kind: else the call would end one host after the other
             if not isinstance(error, BadMessage):
@@ -204,9 +204,8 @@ class Claimer:
             payloads,
             _Reply(state, claim),
             None if left == math.inf else left,
-            precedence,
+            options,
             is_watched=True,
-            is_stream=is_stream,
         )
         try:
             refusal = self._refusal(left, claims)

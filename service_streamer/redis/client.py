@@ -163,12 +163,8 @@ class Client(RemoteClient[SentCalls]):
     def _encode_call(
         self, call: Call, number: int, payloads: list[bytes], deadline: float
     ) -> RemoteCall:
-        message = self._wire.call(
-            self._name, number, payloads, call.precedence, is_stream=call.is_stream
-        )
-        return RemoteCall(
-            number, message, call.timeout, deadline, call.reply, is_stream=call.is_stream
-        )
+        message = self._wire.call(self._name, number, payloads, call.options)
+        return RemoteCall(call, number, message, deadline)
 
     def _send_now(self, call: RemoteCall) -> None:
         """The sender's thread receives the answer."""

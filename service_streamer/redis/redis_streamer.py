@@ -10,7 +10,7 @@ from typing import Any
 from ..base_streamer import LIBRARY_TIMEOUT, BaseStreamer, DefaultTimeout
 from ..options.kinds import documented
 from ..options.table import RedisStreamerOptions
-from ..share.single_flight import make_share
+from ..single_flight import make_cache
 from .client import Client
 from .link import Address
 from .redis_stats import RedisStreamerStats
@@ -52,7 +52,7 @@ class RedisStreamer(BaseStreamer):
         given = locals()  # the table of options knows their names
         super().__init__(worker_timeout)
         options = RedisStreamerOptions.select(given, worker_timeout=self._worker_timeout)
-        share = make_share(options)
+        cache = make_cache(options)  # first, since it may raise
         self._client = Client(
             Address(options.redis_broker),
             make_wire(options),
@@ -62,7 +62,7 @@ class RedisStreamer(BaseStreamer):
             answer_timeout=options.answer_timeout,
             drain_timeout=options.drain_timeout,
         )
-        self._use(self._client, options.trace, share)
+        self._use(self._client, options, cache)
 
     def stats(self) -> RedisStreamerStats:
         """What goes on now, and how often what happened so far; ``repr`` shows the gist."""

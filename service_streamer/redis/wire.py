@@ -36,8 +36,7 @@ import msgpack
 
 from .. import errors
 from ..errors import BadMessage, ModelError, RemoteTraceback
-from ..observe.record import ORDINARY, Precedence
-from ..options.checks import check_priority, check_tenant
+from ..observe.record import ORDINARY, CallOptions
 from ..options.table import BrokerOptions
 from ..remote.open_calls import OutputRun, RemoteAnswer
 from ..reporting import summary
@@ -107,29 +106,28 @@ class Wire:
         client: str,
         number: int,
         payloads: Sequence[bytes],
-        precedence: Precedence = ORDINARY,
-        *,
-        is_stream: bool = False,
+        options: CallOptions = ORDINARY,
     ) -> bytes:
         """The message of a call. Raises ValueError: it would exceed ``max_bytes``."""
         headers: dict[str, Any] = {}
-        if precedence is not ORDINARY:
-            headers = {name: value for name, value in precedence._asdict().items() if value}
-        if is_stream:
-            headers["stream"] = True
+        if options is not ORDINARY:
+            usual = CallOptions._field_defaults
+            headers = {
+                name: value for name, value in options._asdict().items() if value != usual[name]
+            }
         content = payloads, headers
         body = msgpack.packb(
             (_FORMAT, self.codec.name, client, number, content), unicode_errors=_ANY
         )
         return self._sealed(body, self._call_context)
 
-    def read_call(self, message: object) -> tuple[str, int, list[bytes], Precedence, bool]:
+    def read_call(self, message: object) -> tuple[str, int, list[bytes], CallOptions]:
         """The client, its number for the call, the items, and the headers. Raises BadMessage."""
         client, number, content = self._read(message, self._call_context)
         if type(content) is not list or len(content) != 2 or not _are_bytes(content[0]):
             raise BadMessage("it has no items")
         payloads, headers = content
-        return client, number, payloads, *_read_headers(headers)
+        return client, number, payloads, _read_headers(headers)
 
     # -- replies
 
@@ -390,20 +388,14 @@ def _are_outputs(first: Any, outputs: Any) -> bool:
     return type(first) is int and first >= 0 and (outputs == [] or _are_bytes(outputs))
 
 
-def _read_headers(headers: Any) -> tuple[Precedence, bool]:
+def _read_headers(headers: Any) -> CallOptions:
     """What a call says besides its items. Raises BadMessage."""
     if headers == {}:  # nearly all calls
-        return ORDINARY, False
+        return ORDINARY
     try:
-        is_stream = headers.pop("stream", False)
-        precedence = Precedence(**headers)
-        check_priority(precedence.priority)
-        check_tenant(precedence.tenant)
-        if type(precedence.has_deadline) is not bool or type(is_stream) is not bool:
-            raise TypeError
-    except (AttributeError, TypeError, ValueError):
+        return CallOptions.checked(**headers)
+    except (TypeError, ValueError):
         raise BadMessage("its headers are malformed") from None
-    return precedence, is_stream
 
 
 _BUILT_IN = {

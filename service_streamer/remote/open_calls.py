@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..engine.threads import Doorbell
 from ..errors import Overloaded, StreamerClosed
+from ..observe.record import Call
 from ..reporting import quiet_log
 from ..workers.protocol import Failure
 
@@ -102,22 +103,19 @@ class RemoteCall:
 
     def __init__(
         self,
+        call: Call,
         number: int,
         message: bytes,
-        timeout: float | None,
         deadline: float,
-        reply: Any,
-        *,
-        is_stream: bool = False,
     ) -> None:
         self.number = number
         self.message = message
-        self.timeout = timeout
+        self.timeout = call.timeout
         self.deadline = deadline
-        self.reply = reply
+        self.reply = call.reply
         self.is_over = self.is_taken = False
         self.id = b""
-        self.inflow = Inflow() if is_stream else None
+        self.inflow = Inflow() if call.is_stream else None
 
     #: A client does not learn when a worker gets its call, nor the call's timing.
     is_running = False

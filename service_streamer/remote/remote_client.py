@@ -28,6 +28,7 @@ from multiprocessing import util
 from typing import Any, Generic, TypeVar
 
 from ..engine.backend import IN_CALLBACK
+from ..engine.engine import Lengths
 from ..engine.threads import AtExit, Timer, is_owned, start_thread
 from ..errors import (
     ModelError,
@@ -77,7 +78,7 @@ class RemoteClient(ABC, Generic[Calls]):
         self._deliveries = deliveries
         self._drain_timeout = math.inf if drain_timeout is None else drain_timeout
         self._numbers = itertools.count(1)
-        self._timer = Timer(self._time_ended)
+        self._timer = Timer(self._time_ended, calls.lock)
         self._pid = 0  # the process that started it
         self._at_exit: Any = None  # once it was started
         self._is_exiting = False
@@ -89,6 +90,9 @@ class RemoteClient(ABC, Generic[Calls]):
         self._threads: dict[str, threading.Thread] = {}  # those that send and receive, by role
 
     # -- of a subclass
+
+    lengths: Lengths | None = None
+    extend: None = None
 
     @abstractmethod
     def _encode_call(
@@ -191,12 +195,9 @@ class RemoteClient(ABC, Generic[Calls]):
         self.check_process()
         return self._calls.give_up(call, "cancelled")
 
-    def withdraw(self, call: RemoteCall) -> None:
-        self.cancel(call)
-
-    def expire(self, call: RemoteCall) -> None:
+    def withdraw(self, call: RemoteCall, *, has_expired: bool = False) -> None:
         self.check_process()
-        self._calls.give_up(call, "expired")
+        self._calls.give_up(call, "expired" if has_expired else "cancelled")
 
     def hold(self, call: RemoteCall, *, is_held: bool) -> None:
         """Have the item of a stream rest where it is computed, or go on."""
@@ -273,7 +274,7 @@ class RemoteClient(ABC, Generic[Calls]):
         if self.is_forked:
             return  # a copy by fork has no threads to end
         open_calls = self._calls
-        if is_owned(open_calls.lock) or self._timer.is_held:
+        if is_owned(open_calls.lock):
             # A finalizer interrupts this thread, which must not wait for others that need its lock.
             start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
             return

@@ -383,7 +383,7 @@ class _Run(Simulation):
     def _call(self, now: float, arrival: Arrival, caller: int | None) -> None:
         """A call arrives; ``caller`` is the phase of the one who comes back, if it does."""
         call = Call(_NOTHING * arrival.items, caller)
-        call.precedence = arrival.precedence
+        call.options = arrival.options
         if arrival.lengths is not None:
             call.lengths = arrival.lengths
         elif self._lengths is not None:

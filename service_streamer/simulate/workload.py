@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
-from ..observe.record import ORDINARY, Precedence
+from ..observe.record import ORDINARY, CallOptions
 from ..options.kinds import Count, Kind, Number, Text
 
 _COUNT = Count()
@@ -34,13 +34,13 @@ class Arrival(NamedTuple):
         at: seconds since the start.
         items: how many it has.
         lengths: of its items, if they are known.
-        precedence: of those that wait.
+        options: of those that wait.
     """
 
     at: float
     items: int = 1
     lengths: Sequence[float] | None = None
-    precedence: Precedence = ORDINARY
+    options: CallOptions = ORDINARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +193,8 @@ def _arrival(found: Any) -> Arrival:
         lengths = [_AT_LEAST_0.check('"lengths"', length) for length in lengths]
     priority = Count(least=None).check('"priority"', found.get("priority", 0))
     tenant = Text().check('"tenant"', found.get("tenant", ""))
-    precedence = Precedence(priority, tenant) if priority or tenant else ORDINARY
-    return Arrival(_AT_LEAST_0.check('"at"', found.get("at")), items, lengths, precedence)
+    options = CallOptions(priority, tenant) if priority or tenant else ORDINARY
+    return Arrival(_AT_LEAST_0.check('"at"', found.get("at")), items, lengths, options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from conftest import await_that
 from redis_peers import Keys, client_name
 from service_streamer import BadMessage, ModelError, RedisStreamer, RedisWorker
 from service_streamer.options.table import BrokerOptions
-from service_streamer.redis.wire import Precedence, Wire, make_wire
+from service_streamer.redis.wire import CallOptions, Wire, make_wire
 from service_streamer.testing import Gate
 
 SECRET = "a secret of the honest"
@@ -257,7 +257,7 @@ def forgeries(honest: Wire, stranger: Wire, other: Wire, bomb: bytes) -> dict[st
         "a reply": honest.results("c", 1, [bomb]),
         "changed": honest.call("d", 1, [bomb]).replace(b"\xa1d", b"\xa1c"),
         "a signature moved": honest.call("c", 1, [b"harmless"])[:32] + right[32:],
-        "other headers": right[:32] + honest.call("c", 1, [bomb], Precedence(9))[32:],
+        "other headers": right[:32] + honest.call("c", 1, [bomb], CallOptions(9))[32:],
         "cut off": right[:-1],
         "a mere signature": right[:32],
     }

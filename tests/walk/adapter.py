@@ -25,7 +25,7 @@ from service_streamer import (
 from service_streamer.batching.batcher import build_batcher
 from service_streamer.engine.backend import BlockingReply
 from service_streamer.engine.engine import Engine, Fleet
-from service_streamer.observe.record import ORDINARY, Call, Precedence
+from service_streamer.observe.record import ORDINARY, Call, CallOptions
 from service_streamer.options.table import StreamerOptions
 from service_streamer.supervision.autoscaling import Autoscaling
 from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
@@ -197,14 +197,12 @@ class Prediction:
     """
 
     def __init__(
-        self, streamer: EngineStreamer, items: list[Any], timeout: float | None, **precedence: Any
+        self, streamer: EngineStreamer, items: list[Any], timeout: float | None, **options: Any
     ) -> None:
         self._backend = streamer.backend
         self._reply = BlockingReply()
-        is_ordinary = timeout is None and not any(precedence.values())
-        kind = (
-            ORDINARY if is_ordinary else Precedence(**precedence, has_deadline=timeout is not None)
-        )
+        is_ordinary = timeout is None and not any(options.values())
+        kind = ORDINARY if is_ordinary else CallOptions(**options, has_deadline=timeout is not None)
         call = Call(items, self._reply, timeout, kind)
         try:
             self._backend.submit(call)
@@ -222,7 +220,7 @@ class Prediction:
         """The caller goes."""
         call = self._reply.call
         if call is not None:
-            (self._backend.expire if has_expired else self._backend.withdraw)(call)
+            self._backend.withdraw(call, has_expired=has_expired)
 
 
 def died(

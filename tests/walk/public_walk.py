@@ -226,10 +226,10 @@ class _Walk:
         items[0] = f"{kind}:{self.count}"
         return items
 
-    def _begin(self, items: list[str], timeout: float | None, **precedence: Any) -> None:
+    def _begin(self, items: list[str], timeout: float | None, **options: Any) -> None:
         known = _Known(items, timeout)
         try:
-            known.future = self.streamer.submit(items, timeout, **precedence)
+            known.future = self.streamer.submit(items, timeout, **options)
         except (Overloaded, PredictTimeout) as error:
             self._refused(error, timeout)
             return

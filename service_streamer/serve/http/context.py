@@ -17,7 +17,7 @@ from typing import Any
 from ...engine.backend import LoopReply
 from ...engine.streams import AsyncStream
 from ...errors import InvalidInput
-from ...observe.record import ORDINARY, Call, Precedence, Timing
+from ...observe.record import ORDINARY, Call, CallOptions, Timing
 from ...workers.protocol import Failure
 from ..v2.infer_answer import encode
 from .admission import answer_too_large
@@ -65,10 +65,10 @@ class RequestContext:
         "_service",
         "_wanted",
         "answer_size",
+        "call_options",
         "caller",
         "content_type",
         "exchange",
-        "precedence",
         "timeout",
         "timing",
     )
@@ -89,7 +89,7 @@ class RequestContext:
         self.timeout = service.options.timeout
         #: Timing of the last call; None if unknown.
         self.timing: Timing | None = None
-        self.precedence = ORDINARY
+        self.call_options = ORDINARY
         #: Who has sent it, once it is admitted; None without keys.
         self.caller: KeyHolder | None = None
 
@@ -99,7 +99,7 @@ class RequestContext:
         """Check the headers. Then the request has to ``leave``. Raises Refusal."""
         service, exchange = self._service, self.exchange
         options = service.options
-        priority, tenant, has_deadline = ORDINARY
+        priority, tenant, has_deadline = 0, "", False
         priority_header, tenant_header = options.priority_header, options.tenant_header
         wanted = options.headers_read
         if service.keyring is not None:
@@ -133,7 +133,7 @@ class RequestContext:
                 part = read_tenant(name, value)
                 tenant = f"{tenant}: {part}" if tenant and part else part or tenant
         if priority or tenant or has_deadline:
-            self.precedence = Precedence(priority, tenant, has_deadline)
+            self.call_options = CallOptions(priority, tenant, has_deadline)
 
     def leave(self) -> None:
         """The request is over: nothing of it counts as open any more."""
@@ -155,14 +155,14 @@ class RequestContext:
 
         A priority counts only where requests may say theirs: unknown clients could outrank others.
         """
-        options, precedence = self._service.options, self.precedence
+        options, wanted = self._service.options, self.call_options
         if timeout is not None:
             self._wanted = min(self._wanted, timeout)
             self.timeout = min(self.timeout, timeout)
-            precedence = precedence._replace(has_deadline=options.knows_callers)
+            wanted = wanted._replace(has_deadline=options.knows_callers)
         if options.priority_header and priority:
-            precedence = precedence._replace(priority=priority)
-        self.precedence = precedence
+            wanted = wanted._replace(priority=priority)
+        self.call_options = wanted
 
     def hold(self, size: int) -> None:
         """Count bytes of the body until ``leave``. Raises Refusal: there is no room for them."""
@@ -272,7 +272,7 @@ class RequestContext:
         try:
             if exchange.is_gone:
                 raise Disconnected
-            new = Call(items, reply, left, self.precedence, is_watched=True, more=True)
+            new = Call(items, reply, left, self.call_options, is_watched=True, more=True)
             if self._held <= READ_AT_ONCE:
                 backend.submit(new)
             else:  # pickling it takes as long as reading it did
@@ -312,8 +312,9 @@ class RequestContext:
         Args:
             max_buffered: how many outputs may wait until the item rests.
         """
-        backend = self._service.backend
-        return AsyncStream(backend, item, self.left, self.precedence, max_buffered, False)
+        options = self.call_options._replace(stream=True)
+        call = Call([item], timeout=self.left, options=options)
+        return AsyncStream(self._service.backend, call, max_buffered)
 
     # -- for the operation
 

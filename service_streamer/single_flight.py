@@ -24,35 +24,45 @@ A caller waits for another's item only if its computation serves as well as its 
     ends before the caller's time does          none, if it cannot be extended
 
 Two items are the same if they pickle to the same bytes: so 1, 1.0 and True are three. An item that
-does not pickle, which a thread can compute all the same, is computed for itself.
+does not pickle, which a thread can compute all the same, is computed for itself. Results may be
+kept for later callers.
 """
 
 from __future__ import annotations
 
 import collections
-import functools
+import copy
+import hashlib
 import logging
 import math
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..engine.backend import IN_CALLBACK, Backend, PassThrough
-from ..engine.build import of_shared_call
-from ..engine.threads import Timer, is_owned, start_thread
-from ..errors import StreamerError
-from ..observe.record import ORDINARY, Call, Precedence, Timing
-from ..options.table import SharingOptions
-from ..reporting import quiet_log
-from ..workers.memory_link import shareable
-from ..workers.protocol import Failure
-from .cache import SharedOutput, key_of, make_cache
+from .engine.backend import IN_CALLBACK, Backend, PassThrough
+from .engine.build import of_shared_call
+from .engine.threads import Timer, is_owned, start_thread
+from .errors import ModelError, StreamerError
+from .observe.record import ORDINARY, Call, CallOptions, Timing
+from .options.table import SharingOptions
+from .reporting import explain_missing, quiet_log, summary
+from .workers.memory_link import shareable
+from .workers.protocol import Failure
 
 _log = quiet_log(__name__)
 
 _MISSING = object()
+
+#: Not the highest one, so that a key means the same whatever Python computes it.
+_PROTOCOL = 5
+
+#: Keys beyond so many bytes are replaced by digests, or the cache would hold every image twice.
+_LONGEST_KEY = 256
+#: What begins so is no pickle.
+_DIGEST = b"#"
 
 #: For so many times the first caller's timeout a backend keeps a computation that it cannot extend:
 #: later callers may join it. It is withdrawn when no caller waits, so that only a process that was
@@ -64,23 +74,78 @@ _LATE = frozenset({"PredictTimeout", "TooLate"})
 #: Errors of ours that mean that nothing was computed. Others may come after a part was.
 _NOT_COMPUTED = _LATE | {"UnpicklableItem"}
 
+#: Results by key.
+Cache = MutableMapping[bytes | None, Any]
+
+
+def make_cache(options: SharingOptions) -> Cache | None:
+    """Beyond its size the least recently used result is dropped. None if none are kept.
+
+    Raises:
+        ImportError: cachetools is not installed.
+    """
+    size, ttl = options.cache_size, options.cache_ttl
+    if not size:
+        return None
+    with explain_missing("cache_size", "cache", "cachetools"):
+        from cachetools import LRUCache, TTLCache
+    cache: Cache = LRUCache(size) if ttl is None else TTLCache(size, ttl, timer=time.monotonic)
+    return cache
+
+
+def _key_of(item: Any) -> bytes | None:
+    """What is the same for the same items only; None if the item has none."""
+    try:
+        key = pickle.dumps(item, _PROTOCOL)
+    except (Exception, SystemExit):  # code of the item's
+        return None
+    if len(key) > _LONGEST_KEY:
+        return _DIGEST + hashlib.blake2b(key, digest_size=32).digest()
+    return key
+
+
+class SharedOutput:
+    """An output that several get. It stays as it was computed: each gets a copy of their own."""
+
+    __slots__ = ("_output",)
+
+    def __init__(self, output: Any) -> None:
+        self._output = output
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it if it is encoded; 0 if that is unknown."""
+        output = self._output
+        size: int = len(output) if type(output) is bytes else getattr(output, "nbytes", 0)
+        return size
+
+    def copy(self) -> Any:
+        """For the caller's thread: this may be code of the user's."""
+        try:
+            return copy.deepcopy(self._output)
+        except (Exception, SystemExit) as error:
+            raise ModelError(
+                f"a result of type {type(self._output).__qualname__} cannot be copied for one of "
+                f"several callers, which deduplicate=True needs: {summary(error)}"
+            ) from error.with_traceback(None)
+
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """A call of a caller's. Guarded by the lock of single flight until it is over."""
+    """Who waits for a call. Guarded by the lock of single flight until it is over."""
 
-    reply: Any  # where its outcome goes; None when it is over
-    timeout: float | None  # as its caller gave it
-    deadline: float  # when that ends; infinity for never
-    precedence: Precedence
-    joined_at: float
+    call: Call  # as it was made; without a reply when it is over
     items: list[Item] = field(default_factory=list)  # by position; none when it is over
     answered_by: Computation | None = None  # the one that gave the last output
 
     @property
+    def deadline(self) -> float:
+        return self.call.deadline
+
+    @property
     def is_over(self) -> bool:
         """Answered, failed or gone; never changes back."""
-        return self.reply is None
+        return self.call.reply is None
 
     @property
     def computations(self) -> dict[Computation, None]:
@@ -99,7 +164,7 @@ class Caller:
         timing: Timing | None = getattr(computation and computation.call, "timing", None)
         if computation is None or timing is None:
             return None
-        missed = max(0.0, self.joined_at - computation.submitted_at)
+        missed = max(0.0, self.call.arrived_at - computation.submitted_at)
         *stages, first, between, longest = timing
         if first is not None:
             first = max(0.0, first - missed)
@@ -110,8 +175,8 @@ class Caller:
 
     def end(self) -> tuple[Any, list[Item]]:
         """It is over; returns the reply and the items, which it lets go of. Locked."""
-        ended = self.reply, self.items
-        self.reply, self.items = None, []
+        ended = self.call.reply, self.items
+        self.call.reply, self.call.payloads, self.items = None, (), []
         return ended
 
 
@@ -132,7 +197,7 @@ class Computation:
     """One call of the backend's, whose reply it is."""
 
     flight: SingleFlight  # gets the outcome
-    precedence: Precedence  # as the backend has it
+    options: CallOptions  # as the backend has them
     until: float  # when the backend drops it, if it is not with a worker by then
     submitted_at: float
     items: list[Item] = field(default_factory=list)  # none when it is over
@@ -146,18 +211,8 @@ class Computation:
 
     @property
     def callers(self) -> dict[Caller, None]:
-        """All that wait for an item of it."""
+        """All that wait for an item of it. Any thread."""
         return dict.fromkeys(caller for item in self.items for caller in item.callers)
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether a caller waits for an item of it. Any thread."""
-        return any(item.callers for item in self.items)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether more than one waits for the same item. Any thread."""
-        return any(len(item.callers) > 1 for item in self.items)
 
     @property
     def is_running(self) -> bool:
@@ -179,8 +234,6 @@ class SingleFlight(PassThrough):
     Args:
         copies: whether outputs are objects that are handed out as they are, so that several
             callers need copies.
-        extend: keeps a call of the backend's until a deadline; False if it is over. None if the
-            backend cannot.
         may_rerun: whether an item may be computed again when its call failed.
 
     Attributes:
@@ -193,20 +246,18 @@ class SingleFlight(PassThrough):
         inner: Backend,
         *,
         copies: bool = False,
-        extend: Callable[[Any, float], bool] | None = None,
         may_rerun: bool = True,
-        cache: MutableMapping[bytes | None, Any] | None = None,
+        cache: Cache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(inner)
         self._copies = copies
-        self._extend = extend
         self._may_rerun = may_rerun
         self._cache = cache
         self._clock = clock
         # Reentrant as an engine's: a finalizer of a user's may run while it is held.
         self.lock = threading.RLock()
-        self.timer: Timer[Caller] = Timer(self._time_ended, clock)
+        self.timer: Timer[Caller] = Timer(self._time_ended, self.lock, clock)
         # In flight. Nearly always one for each key; never many: one that waits for each tenant and
         # priority.
         self._items: dict[bytes | None, list[Item]] = {}
@@ -228,15 +279,15 @@ class SingleFlight(PassThrough):
         timeout = call.timeout
         is_refused = self._is_closing or (timeout is not None and timeout <= 0)
         # The outputs of a stream are handed out once.
-        keys = [] if is_refused or call.is_stream else [key_of(item) for item in call.payloads]
+        keys = [] if is_refused or call.is_stream else [_key_of(item) for item in call.payloads]
         if not any(keys):  # it cannot be shared
             self._inner.submit(call)
             return
-        now = self._clock()
-        deadline = math.inf if timeout is None else now + timeout
-        caller = Caller(call.reply, timeout, deadline, call.precedence, now)
-        call.reply.call = caller
-        own = self._computation(call.precedence, deadline)
+        call.arrived_at = self._clock()
+        if timeout is not None:
+            call.deadline = call.arrived_at + timeout
+        caller = call.reply.call = Caller(call)
+        own = self._computation(call.options, call.deadline)
         try:
             with self.lock:
                 for key, payload in zip(keys, call.payloads, strict=True):
@@ -246,16 +297,16 @@ class SingleFlight(PassThrough):
                 self._hand_out(answers)
                 return
             for computation in caller.computations:
-                self._prolong(computation, deadline)
+                self._prolong(computation, call.deadline)
             if not own.is_over:
                 self._start(own)
             # A call that is flushed later must not hold up others. These may have joined, and
             # flushed, before there was anything to flush.
-            if own.is_shared or not call.more:
+            if not call.more or any(len(item.callers) > 1 for item in own.items):
                 self._inner.flush()
         except BaseException as error:  # also of a signal handler: others may have joined already
             own.call = None  # it was not accepted, or is computed for nobody
-            reply = self._leave(caller, self._inner.withdraw)
+            reply = self._leave(caller)
             self.fail(own, None)
             if reply is None and isinstance(error, Exception):
                 return  # another computation of it has failed meanwhile, so it was answered
@@ -284,13 +335,13 @@ class SingleFlight(PassThrough):
 
     def _serves(self, computation: Computation, own: Computation, deadline: float) -> bool:
         """Whether a caller that waits until the deadline fares as well as with its own."""
-        has, wants = computation.precedence, own.precedence
-        if self._extend is None and deadline > computation.until:
+        has, wants = computation.options, own.options
+        if self._inner.extend is None and deadline > computation.until:
             return False
         if (has is ORDINARY and wants is ORDINARY) or computation.is_running:
             return True
-        if has.tenant != wants.tenant:
-            return False
+        if has != wants._replace(priority=has.priority, has_deadline=has.has_deadline):
+            return False  # of another tenant, say
         if wants.has_deadline:
             return has.has_deadline and computation.until <= own.until
         return has.has_deadline or has.priority >= wants.priority
@@ -301,8 +352,8 @@ class SingleFlight(PassThrough):
         Not one that goes by its deadline. If it comes too late, the computation fails of its time,
         and starts again for the other callers.
         """
-        extend, call = self._extend, computation.call
-        if deadline <= computation.until or computation.precedence.has_deadline:
+        extend, call = self._inner.extend, computation.call
+        if deadline <= computation.until or computation.options.has_deadline:
             return
         if extend is not None and call is not None and extend(call, deadline):
             with self.lock:
@@ -312,37 +363,32 @@ class SingleFlight(PassThrough):
         """Withdraw a call of which nothing has been sent but what others wait for, too."""
         if type(call) is not Caller:
             return self._inner.cancel(call)
-        return self._leave(call, self._inner.withdraw, is_cancel=True) is not None
+        return self._leave(call, is_cancel=True) is not None
 
-    def withdraw(self, call: Any) -> None:
-        self._leave(call, self._inner.withdraw)
-
-    def expire(self, call: Any) -> None:
-        self._leave(call, self._inner.expire)
+    def withdraw(self, call: Any, *, has_expired: bool = False) -> None:
+        if type(call) is Caller:
+            self._leave(call, has_expired=has_expired)
+        else:
+            self._inner.withdraw(call, has_expired=has_expired)
 
     def _time_ended(self, caller: Caller) -> None:
-        reply = self._leave(caller, self._inner.expire)
+        reply = self._leave(caller, has_expired=True)
         if reply is not None:
-            self._hand_out([(reply, Failure(self._inner.late(caller.timeout)))])
+            self._hand_out([(reply, Failure(self._inner.late(caller.call.timeout)))])
 
-    def _leave(self, call: Any, how: Callable[[Any], None], *, is_cancel: bool = False) -> Any:
+    def _leave(self, caller: Caller, *, has_expired: bool = False, is_cancel: bool = False) -> Any:
         """A caller no longer waits; returns its reply, None if it stays or was over.
 
         Args:
-            call: of a caller, or one of the backend's that is not shared.
-            how: to drop a call of the backend's for which no caller waits any more.
             is_cancel: whether it stays if a worker has what nobody else waits for.
         """
-        if type(call) is not Caller:
-            how(call)
-            return None
         self._inner.check_process()
         with self.lock:
-            if call.is_over or (is_cancel and any(map(_serves_one, call.computations))):
+            if caller.is_over or (is_cancel and any(map(_serves_one, caller.computations))):
                 return None
-            reply, abandoned = self._remove(call)
+            reply, abandoned = self._remove(caller)
         for each in abandoned:
-            how(each)
+            self._inner.withdraw(each, has_expired=has_expired)
         return reply
 
     def _remove(self, caller: Caller) -> tuple[Any, list[Any]]:
@@ -351,7 +397,7 @@ class SingleFlight(PassThrough):
         reply, items = caller.end()
         for item in items:
             item.callers.pop(caller, None)
-        abandoned = [each for each in computations if not (each.is_over or each.is_wanted)]
+        abandoned = [each for each in computations if not (each.is_over or each.callers)]
         for computation in abandoned:
             self._end(computation)
         # One that has no call yet is just being submitted: ``_start`` sees that it is over.
@@ -359,11 +405,13 @@ class SingleFlight(PassThrough):
 
     # -- computations
 
-    def _computation(self, precedence: Precedence, deadline: float) -> Computation:
+    def _computation(self, options: CallOptions, deadline: float) -> Computation:
         """A new one, for callers that wait until the deadline."""
         now = self._clock()
-        until = deadline if self._extend else max(deadline, now + (deadline - now) * _SLACK)
-        return Computation(self, precedence, until, now)
+        until = deadline
+        if self._inner.extend is None:
+            until = max(deadline, now + (deadline - now) * _SLACK)
+        return Computation(self, options, until, now)
 
     def _add(self, item: Item) -> Item:
         """Have an item computed, for all who come. Locked."""
@@ -385,7 +433,7 @@ class SingleFlight(PassThrough):
         """Submit it; call ``flush`` next. If no caller waits, it is withdrawn, or empty."""
         timeout = None if computation.until == math.inf else computation.until - self._clock()
         payloads = [item.payload for item in computation.items]
-        self._inner.submit(Call(payloads, computation, timeout, computation.precedence, more=True))
+        self._inner.submit(Call(payloads, computation, timeout, computation.options, more=True))
         if computation.is_over and computation.call is not None:
             self._inner.withdraw(computation.call)
 
@@ -457,9 +505,9 @@ class SingleFlight(PassThrough):
         """A computation of an item that some still wait for. Locked."""
         first = min(item.callers, key=_urgency)
         until = first.deadline
-        if not first.precedence.has_deadline:
+        if not first.call.options.has_deadline:
             until = max(caller.deadline for caller in item.callers)
-        again = item.computation = self._computation(first.precedence, until)
+        again = item.computation = self._computation(first.call.options, until)
         self._add(item)
         return again
 
@@ -508,7 +556,7 @@ class SingleFlight(PassThrough):
             self._inner.check_process()
         except StreamerError:
             return  # a fork's copy
-        if is_owned(self.lock) or self.timer.is_held:
+        if is_owned(self.lock):
             # A finalizer interrupts this thread, which must not wait for others that need its lock.
             start_thread(lambda: self.close(drain=drain, timeout=timeout), "closing")
             return
@@ -520,20 +568,6 @@ class SingleFlight(PassThrough):
         self._is_closing = True
         self.timer.abandon()
         self._inner.abandon()
-
-
-def make_share(options: SharingOptions) -> Callable[..., SingleFlight] | None:
-    """What to call with a backend, and the keyword arguments of ``SingleFlight``; None for nothing.
-
-    Raises:
-        ImportError: the cache needs a package that is not installed.
-    """
-    if not options.is_on:
-        return None
-    cache = None
-    if options.cache_size:
-        cache = make_cache(options.cache_size, options.cache_ttl, time.monotonic)
-    return functools.partial(SingleFlight, cache=cache)
 
 
 def _take_answers(callers: Iterable[Caller]) -> list[tuple[Any, list[Any]]]:
@@ -553,5 +587,5 @@ def _serves_one(computation: Computation) -> bool:
 
 def _urgency(caller: Caller) -> tuple[bool, float]:
     """The least is the most urgent."""
-    has_deadline = caller.precedence.has_deadline
-    return not has_deadline, caller.deadline if has_deadline else -caller.precedence.priority
+    has_deadline = caller.call.options.has_deadline
+    return not has_deadline, caller.deadline if has_deadline else -caller.call.options.priority

@@ -1,1 +1,0 @@
-"""Identical items are computed once; results are kept for later callers."""
