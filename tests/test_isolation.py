@@ -8,7 +8,7 @@ import pytest
 
 from bad_items import Service, share_of_bad
 from service_streamer.batching.batcher import Batcher
-from service_streamer.observe.record import BatchRecord, BatchReport, Call, StepReport
+from service_streamer.observe.record import BatchRecord, BatchReport, Call, CallOptions, StepReport
 
 #: So often a host may be lost with an item until that counts as an attempt.
 MOST_OUTAGES = 3
@@ -255,8 +255,7 @@ def test_a_stream_goes_on_with_its_outputs_once_though_a_handler_raised_while_it
     batcher = Batcher(batch_size=2, max_latency=0.0)
     batcher.begin_steps(2, resumes=True)
     batcher.worker_ready(0, 0.0)
-    call = Call(["item"], None)
-    call.is_stream = True
+    call = Call(["item"], None, options=CallOptions(stream=True))
     [batch] = batcher.call_submitted(call, 0.0).batches
     batcher.scheduler.stepped(StepReport({batch.id: b"output"}, size=1, slot=0), 0.0)
     batcher.worker_lost(0, "died", 0.0)

@@ -23,6 +23,7 @@ import models
 from conftest import await_that
 from pools import FakePool, ask_pool, connected, fake_pool, folder, greeting, pool_pid
 from service_streamer import InternalError, Streamer, WorkerStartTimeout
+from service_streamer.observe.record import CallOptions
 from service_streamer.pool.pool_protocol import (
     ANSWER,
     ASK,
@@ -86,7 +87,7 @@ def test_open_calls_are_sent_again_after_a_broken_connection(lasting: Shared, ga
 
 
 def stream_call(number: int, item: int = 10**9) -> Any:
-    return number, [pack(item)], None, None, None, True
+    return number, [pack(item)], None, (*CallOptions(stream=True),), None
 
 
 def test_streams_are_held_while_their_client_is_behind(shared: Shared) -> None:
@@ -136,7 +137,7 @@ def memory() -> Iterator[int]:
 def test_a_call_whose_items_cannot_be_read_fails_alone(shared: Shared, memory: int) -> None:
     shared(models.double, shared="a").wait_ready()
     with connected("a", memory=memory) as peer:
-        peer.send((1, [(b"nonsense",)], None, None, None, False), (2, pack(4), None))
+        peer.send((1, [(b"nonsense",)], None, None, None), (2, pack(4), None))
         answers = dict((peer.receive_kind(n)[:2]) for n in (1, 2))
     assert "IndexError" in answers[1].text
     assert pickle.loads(answers[2]) == 8
