@@ -66,6 +66,8 @@ class Parts:
 
     __slots__ = ("buffers", "stream")
 
+    outlives_worker = True  # as bytes do: a stream can go on where these outputs ended
+
     def __init__(self, stream: Sequence[Any], buffers: Sequence[Any]) -> None:
         self.stream = stream  # chunks of bytes
         self.buffers = buffers
