@@ -30,6 +30,7 @@ from service_streamer import (
 )
 from service_streamer.observe.record import Call
 from service_streamer.testing import Gate
+from service_streamer.workers.memory_link import Window
 from service_streamer.workers.protocol import FrameWriter
 from stub_engine import StubEngine
 
@@ -124,6 +125,27 @@ def test_close_returns_in_time_in_a_signal_handler_that_interrupts_a_message(
     first = Future(engine)
     engine.submit(Call(["first"], first))
     assert isinstance(first.exception(), StreamerClosed)
+
+
+@pytest.mark.parametrize(("where", "name"), [(Window, "end"), (FrameWriter, "flush")])
+def test_close_returns_in_a_signal_handler_that_interrupts_a_large_message(
+    where: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop lets go of the worker's memory and pipes, under locks that the thread may hold."""
+    item, is_first = bytearray(100_000), [True]
+    interrupted = getattr(where, name)
+
+    def closing(*arguments: Any) -> Any:
+        if is_first and threading.current_thread() is threading.main_thread():
+            is_first.clear()
+            streamer.close(drain=False)
+        return interrupted(*arguments)
+
+    with Streamer(models.echo, 1) as streamer:
+        streamer.predict([item])  # whose result has ended
+        monkeypatch.setattr(where, name, closing)
+        future = streamer.submit([item])
+        assert isinstance(future.exception(), StreamerClosed)
 
 
 def test_a_signal_handler_may_submit_while_its_thread_sends(sending: StubEngine) -> None:

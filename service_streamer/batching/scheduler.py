@@ -203,7 +203,7 @@ class StepScheduler(Scheduler):
             else:
                 metrics.between_outputs.add(pause)
             if call.handed_out is not None:
-                if type(output) is bytes:
+                if type(output) is bytes or getattr(output, "outlives_worker", False):
                     call.handed_out.append(output)
                 else:  # it lies in memory that the worker takes with it
                     call.handed_out = None

@@ -494,8 +494,10 @@ class Engine(Loop):
         with self.lock:
             self.begin_drain(math.inf if timeout is None else self.clock() + timeout)
         self.transport.wakeup()
-        # A signal handler may run while this thread holds the lock, which the loop needs to end.
-        if threading.current_thread() is not self.thread and not is_owned(self.lock):
+        # A signal handler may run while this thread holds a lock that the loop needs to end; it may
+        # hold some of the transport's while it sends.
+        locks = [self.lock, *(outbox.lock for outbox in [*self.outboxes.values()])]
+        if threading.current_thread() is not self.thread and not any(map(is_owned, locks)):
             self.join()
 
     def abandon(self) -> None:

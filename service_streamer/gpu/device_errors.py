@@ -151,7 +151,6 @@ class DeviceFailed(BaseException):
     """The GPU is of no use to this process any more, which has to end.
 
     Not an ``Exception``, so that no handler takes it for an error of one batch.
-
     """
 
     def __init__(self, fault: str, error: str, batch_id: int) -> None:

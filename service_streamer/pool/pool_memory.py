@@ -233,13 +233,23 @@ class ClientMemory:
                     self._sender.forget(memory.number)
 
     def close(self) -> None:
-        """The client is gone."""
+        """The client has left. Its process may keep results, which are there until ``free``."""
+        memory = self._items.memory
+        del self._items
         with self._lock:
             self._pool.clients -= 1
+        self._pool.forget_client(memory)
+
+    def fileno(self) -> int:
+        """Readable when the client looks at no result any more."""
+        return self._sender.fileno()
+
+    def free(self) -> None:
+        """Let workers use the memory of its results again."""
+        with self._lock:
             self._held.clear()
             self._sizes.clear()
             self._sender.close()
-        self._pool.forget_client(self._items.memory)
 
 
 def results_of_workers(descriptor: int) -> MemoryLink:

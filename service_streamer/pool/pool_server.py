@@ -33,7 +33,7 @@ from ..engine.threads import start_thread
 from ..supervision.supervisor import Overlap
 from .directory import Leadership
 from .fingerprint import Fingerprint, differences
-from .pool_memory import PoolMemory
+from .pool_memory import ClientMemory, PoolMemory
 from .pool_protocol import (
     FAILED,
     PARTING,
@@ -254,6 +254,9 @@ class PoolServer:
                         self._watch(session, is_full=not session.send())
                     if events & selectors.EVENT_READ:
                         self._read(session, frames)
+                elif isinstance(key.data, ClientMemory):
+                    self._selector.unregister(key.data)
+                    key.data.free()
                 elif key.fileobj is self._listener:
                     self._accept(self._listener)
                 else:
@@ -382,7 +385,9 @@ class PoolServer:
             self._clients -= 1
             self._idle_until = time.monotonic() + self._linger
         self._requests.due = -math.inf  # questions of it may wait
-        session.close()
+        kept = session.close()
+        if kept is not None:
+            self._selector.register(kept, selectors.EVENT_READ, kept)
 
     # -- the end
 

@@ -285,8 +285,11 @@ class Session:
         with contextlib.suppress(OSError):  # it is gone already
             self.connection.shutdown(socket.SHUT_RD)
 
-    def close(self) -> None:
-        """The connection is gone: nobody waits for its calls."""
+    def close(self) -> ClientMemory | None:
+        """The connection is gone: nobody waits for its calls.
+
+        Returns what the client's process may still look at, to be freed when it does not.
+        """
         self.is_gone = True
         self.outbox.close()
         self.connection.close()
@@ -298,6 +301,7 @@ class Session:
         for number, call in [*self.calls.items()]:
             if self.calls.pop(number, None) is not None:  # else it was answered just now
                 self._engine.withdraw(call)
+        return memory
 
 
 class Deferred(NamedTuple):

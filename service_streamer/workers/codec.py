@@ -61,10 +61,12 @@ _LARGE_SPEC_BYTES = 64 << 20
 class Parts:
     """A pickled value with its large buffers beside the pickle's stream.
 
-    As a codec makes it, it refers to the value's memory, which may change: for ``copy`` only.
+    The pickler's own parts are views of the value, which may change: a store copies them at once.
     """
 
     __slots__ = ("buffers", "stream")
+
+    outlives_worker = True  # as bytes do: a stream can go on where these outputs ended
 
     def __init__(self, stream: Sequence[Any], buffers: Sequence[Any]) -> None:
         self.stream = stream  # chunks of bytes
@@ -75,7 +77,7 @@ class Parts:
         return sum(memoryview(each).nbytes for each in (*self.stream, *self.buffers))
 
     def __len__(self) -> int:
-        """As of a payload that is bytes."""
+        """Bytes, as ``len`` of a payload that is ``bytes``."""
         return self.nbytes
 
     def copy(self) -> Parts:

@@ -107,8 +107,11 @@ class Window:
     ``view``.
     """
 
-    def __init__(self, memory: Memory, ended: Ended, *, private: bool) -> None:
+    def __init__(
+        self, memory: Memory, ended: Ended, more: MemorySocket | None = None, *, private: bool
+    ) -> None:
         self.memory = memory
+        self._more = more  # from where it came, which is open as long as anything is viewed
         self._ended = ended
         self._viewed: dict[int, weakref.ref[ReadLease]] = {}  # by block, if its views are private
         self._map: mmap.mmap | None = None
@@ -199,7 +202,7 @@ class Window:
         if kind is None:
             kind = _region_types[lease.size] = ctypes.c_char * lease.size
         region: Any = kind.from_buffer(self._map, lease.block)
-        region.lease = lease
+        region.lease, region.more = lease, self._more
         return memoryview(region).cast("B")
 
     def _copy(self, start: int, length: int) -> bytearray:
@@ -424,7 +427,9 @@ class MemoryLink:
                         self._windows.pop(-number, None)
                     elif descriptors:  # else this process may not have more
                         memory = Memory(descriptors[0])
-                        self._windows[number] = Window(memory, self._ended, private=self._private)
+                        self._windows[number] = Window(
+                            memory, self._ended, self.more, private=self._private
+                        )
             except BlockingIOError:
                 return True
             except OSError:  # the other end is gone
@@ -436,8 +441,7 @@ class MemoryLink:
         with self._lock:
             if self.memory is not None:
                 self.memory.is_left = True
-            if self.more is not None:
-                self.more.connection.close()
+            self.more = None  # the other end sees it close when nothing is viewed any more
             self._windows.clear()
 
     def abandon(self) -> None:
@@ -525,7 +529,10 @@ def memory_sockets() -> tuple[MemorySender, MemorySocket]:
 
 
 class MemorySender:
-    """Passes memory on to one reader. Not thread-safe. Never blocks."""
+    """Passes memory on to one reader. Not thread-safe. Never blocks.
+
+    ``fileno`` is readable when the reader is gone, with all that it has viewed.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -535,6 +542,9 @@ class MemorySender:
 
     def __del__(self) -> None:
         self._connection.close()
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
 
     def send(self, memory: Memory) -> bool:
         """Pass memory on if that was not done; whether the reader has it."""

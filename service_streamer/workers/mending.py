@@ -219,7 +219,6 @@ class Ceiling:
     If b of n items of one length run out alone, at most (b + 1) * (ceil(log2(n)) + 1) runs of their
     batch run out, plus one per ``FIRST_INTERVAL`` runs that fitted. Later only probes run out, as
     long as the device's memory stays the same.
-
     """
 
     def __init__(self, growth: float = GROWTH, asked: float = 0) -> None:

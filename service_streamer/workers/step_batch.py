@@ -87,7 +87,6 @@ class StepBatch:
     While items start, those that run wait: a language model reads prompts, and no text goes on. To
     start many at once would make a long pause between two outputs of all who run. So as many start
     as take about one step, and always one, so that each gets its turn.
-
     """
 
     def __init__(

@@ -381,6 +381,24 @@ CLIENT = """
 """
 
 
+def test_results_are_kept_when_their_streamer_is_closed_and_the_pool_goes_on(
+    shared: Shared,
+) -> None:
+    streamer = shared(echo_or_pid, shared="a")
+    pid = pool_pid()
+    streamer.predict([filled(1)])  # after the question, whose connection is closed by now
+    before = open_files(pid)
+    leaving = shared(echo_or_pid, shared="a")
+    kept = leaving.predict([filled(7)])
+    leaving.close()
+    for n in range(20):
+        streamer.predict([filled(n)])
+    assert (kept[0] == 7).all()
+    assert open_files(pid) > before, "it waits for them"
+    kept.clear()
+    await_that(lambda: open_files(pid) == before)
+
+
 def test_nothing_of_a_client_that_was_killed_is_left(shared: Shared, tmp_path: Path) -> None:
     streamer = shared(echo_or_pid, shared="a")
     (worker,) = worker_pids(streamer)

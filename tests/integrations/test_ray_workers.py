@@ -23,7 +23,7 @@ from ray_stub import RayStub, StubActor, died, error_of_ray
 from service_streamer import RayStreamer, WorkerLost, WorkerStartError
 from service_streamer.ray.clock import RemoteClock
 from service_streamer.ray.times import times
-from stream_models import Countdown
+from stream_models import Countdown, LongNumbers
 
 Build = Callable[..., RayStreamer]
 
@@ -271,6 +271,17 @@ def test_messages_to_a_model_of_steps_are_taken_in_order_however_ray_brings_them
     first_has_come.wait()
     stream.close()  # which would come before the stream
     assert [*streamer.stream(3)] == [1, 2, 3]
+
+
+def test_a_stream_of_long_outputs_goes_on_after_its_worker_died(
+    build: Build, stub: RayStub
+) -> None:
+    streamer = build(LongNumbers, 1)
+    stream = streamer.stream({"n": 500}, max_buffered=2)
+    got = [next(stream), next(stream)]
+    stub.actors[0].die(died())
+    assert [*map(int, [*got, *stream])] == [*range(1, 501)]
+    assert len(stub.actors) == 2
 
 
 def test_an_item_may_be_changed_as_soon_as_it_was_submitted(build: Build) -> None:
