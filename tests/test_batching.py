@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -442,3 +443,26 @@ def test_items_of_no_length_are_computed_together() -> None:
 
 
 # -- one decision
+
+
+def test_what_a_call_with_a_deadline_costs_does_not_grow_with_the_tenants() -> None:
+    calls = [0, 0]  # of functions, with 10 tenants and with 1,000
+    for is_many, tenants in enumerate((10, 1_000)):
+        batcher = learned(0.01, 0.001)
+        for number in range(2_000):
+            precedence = Precedence(tenant=str(number % tenants))
+            batcher.call_submitted(Call([None], None, precedence=precedence), 0.0)
+
+        def count(_frame: object, event: str, _arg: object, at: int = is_many) -> None:
+            calls[at] += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            for number in range(2_000):
+                call = Call([None], None, precedence=Precedence(tenant=str(number % tenants)))
+                call.deadline = 4.0
+                batcher.hopeless_for(call, 0.0)
+        finally:
+            sys.setprofile(before)
+    assert calls[1] < 2 * calls[0], "though all tenants were looked at now and then"

@@ -289,6 +289,16 @@ def test_an_idle_engine_is_not_woken_by_every_call_that_has_a_timeout() -> None:
         assert setup.transport.waits <= 25
 
 
+def test_a_call_that_is_sent_in_part_is_not_cancelled(one: StubEngine) -> None:
+    one.transport.ready(0)
+    future = one.submit(*range(10))
+    assert one.batcher.queue.items, "some of it waits"
+    assert not future.cancel()
+    for position in range(3):
+        one.transport.echo(position)
+    assert future.result(0) == [*range(10)]
+
+
 # -- the end
 
 

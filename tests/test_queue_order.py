@@ -207,6 +207,34 @@ def test_late_calls_are_computed_where_there_is_room_for_all(has_lengths: bool) 
     assert line.late == []
 
 
+def test_no_more_late_calls_give_way_than_the_batch_has_no_room_for(has_lengths: bool) -> None:
+    line = Line(2, has_lengths=has_lengths)
+    line.took = lambda _: 1.0  # and a quarter more is reckoned with
+    before = [line.add("before", 2) for _ in range(6)]
+    for _ in range(5):
+        line.take()
+    line.drop(before[-1])
+    calls = [line.add(n, seconds=1.2) for n in range(3)]
+    assert line.take() == [1, 2]
+    assert line.late == calls[:1]
+
+
+@pytest.mark.parametrize("priority", [0, 1], ids=["in order", "fairly"])
+def test_calls_that_may_be_in_time_are_computed_where_there_is_room_for_all(priority: int) -> None:
+    line = Line(8)
+    for number, size in enumerate([1, 8, 2, 4] * 30):
+        noise = 1.0 + 0.2 * (-1) ** (number // 4)
+        line.took = lambda size, noise=noise: noise * (2.0 + size)
+        line.now += 1e3
+        line.add("before", size)
+        line.order()
+    line.now += 1e3
+    for name in "abc":
+        line.add(name, seconds=4.5, priority=priority)  # a batch of three takes 4 to 6
+    assert line.take() == ["a", "b", "c"]
+    assert line.late == []
+
+
 def test_calls_whose_time_has_ended_are_never_computed(has_lengths: bool) -> None:
     line = Line(3, has_lengths=has_lengths)
     ended = line.add("ended", 2, seconds=1.0, has_deadline=True)
@@ -225,7 +253,7 @@ def test_calls_whose_time_has_ended_are_never_computed(has_lengths: bool) -> Non
 
 
 @pytest.mark.parametrize("priority", [0, 1], ids=["in order", "fairly"])
-def test_calls_that_will_be_late_are_left_out_but_the_last(priority: int) -> None:
+def test_calls_that_are_late_at_the_earliest_are_left_out_but_the_last(priority: int) -> None:
     line = Line(8, max_attempts=2)
     line.took = lambda size: 2.0 + size  # as is soon known exactly
     for size in [1, 8, 2, 4] * 15:

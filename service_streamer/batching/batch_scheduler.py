@@ -263,7 +263,8 @@ class BatchScheduler(Scheduler):
         longer = 1.0 + self._margin
         # With one worker the others wait for two batches if the first of them has one of its own.
         least = least_in_time(size, base, item) if slots.taking > 1 else math.inf
-        return Finish(begins + base, item, least, begins + longer * base, longer * item)
+        earliest = begins + base - self._margin * (base + size * item)
+        return Finish(begins + base, earliest, item, least, begins + longer * base, longer * item)
 
     def _forecast(self) -> float:
         """Seconds from a cut until a batch is back, with a margin; 0 while little is known."""

@@ -40,6 +40,7 @@ class Finish(NamedTuple):
     """When a batch is back, by its size; as far as that is known."""
 
     likely: float  # a batch without items, as predicted
+    earliest: float = -math.inf  # the same, if it is as fast as it hardly ever is
     each: float = 0.0  # what each item adds, seconds
     #: The smallest batch that is worth it for the sake of its first call. The others have to wait
     #: for another batch. Infinity for none.
@@ -192,9 +193,10 @@ class CallQueue:
     ) -> BatchRecord | None:
         """Cut what was decided: the first items in order, but nothing that comes too late.
 
-        A call whose time ends before the batch is likely back is left out, except the last one.
-        Under overload the oldest calls are always those whose time is about to end: to compute them
-        would waste every batch.
+        A call whose time ends before the batch is likely back gives way if there are others to fill
+        the batch. Under overload the oldest calls are always those whose time is about to end: to
+        compute them would waste every batch. Without others it is computed, since the prediction
+        may be wrong; unless it is late even in the fastest case, and is not the last one.
 
         Args:
             expire: ends a call that is left out.
@@ -312,7 +314,8 @@ class CallQueue:
             return True
         if waiting == call.pending and not taken:
             return False  # if none was computed, it would never be known that they are not late
-        return call.deadline < finish.likely + finish.each * judged
+        back_at = finish.likely if waiting > room else finish.earliest
+        return call.deadline < back_at + finish.each * judged
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if what waits and the counts differ. For tests."""

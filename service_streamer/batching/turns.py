@@ -265,8 +265,12 @@ class TurnOrder(Generic[T]):
         #: Of the tenants that wait, and of those that had more than others and may come back.
         self._lines: dict[str, _Line[T]] = {}
         self._order: list[tuple[float, int, _Line[T]]] = []  # their places, sorted
-        self._number = 0  # of the last place
-        self._group_count = 0
+        self._number = 0  # of the last place, or query of ``_served_before``
+        self._shares: list[tuple[float, float, float]] = []  # see ``_served_before``
+        self._shares_until = 0  # the number from which on they are made anew
+        self._groups: dict[
+            CallGroup[T], None
+        ] = {}  # those with calls, and ``sole``; an ordered set
         #: The group of all calls that wait, which go by arrival; None if there are several. It
         #: stays if it becomes empty, since the next call is most likely of its kind.
         self.sole: CallGroup[T] | None = None
@@ -282,25 +286,20 @@ class TurnOrder(Generic[T]):
             virtual, number = line.place
             self._lines, self._order = {line.tenant: line}, [(virtual, number, line)]
 
-    def _groups(self) -> list[CallGroup[T]]:
-        return [group for line in self._lines.values() for group in line.groups.values()]
-
     def __iter__(self) -> Iterator[T]:
-        return iter([call for group in self._groups() for call in group])
+        return iter([call for group in self._groups for call in group])
 
-    def _change_groups(self, count: int) -> None:
-        """So many more groups are there."""
-        self._group_count += count
-        self.sole = None
-        if self._group_count == 1:
-            [self.sole] = self._groups()
+    def _find_sole(self) -> None:
+        """There is another group, or one less."""
+        groups = self._groups
+        self.sole = next(iter(groups)) if len(groups) == 1 else None
 
     def oldest_arrival(self) -> float:
         """When the call arrived that has waited longest; infinity if none waits."""
         sole = self.sole
         if sole is not None:
             return sole.calls[0].arrived_at if sole.calls else inf
-        return min([group.calls[0].arrived_at for group in self._groups()], default=inf)
+        return min([group.calls[0].arrived_at for group in self._groups], default=inf)
 
     def add(self, call: T, items: int, work: float, size_class: int) -> None:
         """The call waits from now on, with so many of its items. If it does already, with more."""
@@ -314,7 +313,8 @@ class TurnOrder(Generic[T]):
                 self._place(line, self._clock + self._cost / line.weight)
             group, sole = line.group_of(call, size_class), self.sole
             if not group.calls and group is not sole:
-                self._change_groups(1)
+                self._groups[group] = None
+                self._find_sole()
                 if sole is not None and not sole.calls:
                     self._end(sole)
             group.unit = work / items or 1.0
@@ -355,7 +355,8 @@ class TurnOrder(Generic[T]):
 
     def _end(self, group: CallGroup[T]) -> None:
         group.line.end(group)
-        self._change_groups(-1)
+        del self._groups[group]
+        self._find_sole()
 
     def head(self, now: float) -> T:
         """Whose turn it is; there must be one."""
@@ -413,10 +414,29 @@ class TurnOrder(Generic[T]):
         if not self._lines or (line is not None and len(self._lines) == 1):
             return own
         # It has turns with the other tenants until its end if it is large, and else until its
-        # turn: each has had so much for its weight by then, or all that it has.
-        share = (own + work if size_class else max(own, unit)) / self._weights.get(tenant, 1.0)
-        turns = sum([min(line.work, share * line.weight) for line in self._lines.values()])
+        # turn.
+        share = own + work if size_class else max(own, unit)
+        turns = self._served_before(share / self._weights.get(tenant, 1.0))
         return max(own, turns - work) if size_class else turns
+
+    def _served_before(self, share: float) -> float:
+        """The work of all tenants until each has had so much for its weight.
+
+        As of some turns ago, at most as many as there are tenants: to look at all takes time.
+        """
+        self._number += 1
+        if self._number >= self._shares_until:
+            self._shares_until = self._number + len(self._lines)
+            lines = [(line.work, line.weight) for line in self._lines.values()]
+            lines.sort(key=lambda line: line[0] / line[1])
+            before, weights = 0.0, sum(weight for _, weight in lines)
+            self._shares = []
+            for work, weight in lines:
+                self._shares.append((work / weight, before, weights))
+                before, weights = before + work, weights - weight
+            self._shares.append((inf, before, 0.0))
+        _, before, weights = self._shares[bisect_left(self._shares, (share, 0.0, 0.0))]
+        return before + share * weights
 
     def check_invariants(self, works: Mapping[T, float]) -> None:
         """Raise ``AssertionError`` if it differs from what all that wait cost. For tests."""
@@ -424,5 +444,6 @@ class TurnOrder(Generic[T]):
         lines = [*self._lines.values()]
         assert [place[:2] for place in self._order] == sorted([line.place for line in lines])
         assert all(line.kinds == sorted(line.groups) for line in lines)
-        for group in self._groups():
+        assert {*self._groups} == {group for line in lines for group in line.groups.values()}
+        for group in self._groups:
             group.check_invariants(works)
