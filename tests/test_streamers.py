@@ -165,6 +165,20 @@ def test_the_memory_of_a_finished_call_is_freed() -> None:
         gc.enable()
 
 
+def test_a_model_that_was_sent_to_workers_is_freed() -> None:
+    """It may be large, or refer to its streamer, which then would not end when it is dropped."""
+    model = models.Doubler(3)
+    reference = weakref.ref(model)
+    gc.disable()  # it must not take the cycle collector
+    try:
+        with Streamer(model.predict) as streamer:
+            del model
+            assert reference() is None
+            assert streamer.predict([1]) == [3]
+    finally:
+        gc.enable()
+
+
 def test_the_results_of_callers_that_are_woken_one_by_one_are_freed(gate: Gate) -> None:
     """Large ones would fill the shared memory until the collector runs."""
     references: list[weakref.ref[Payload]] = []
