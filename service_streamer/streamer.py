@@ -96,9 +96,9 @@ class PoolStreamer(BaseStreamer):
         """Have a new one; a client that is not started connects with its first call."""
         cache = make_cache(self._options)  # first, since it may raise
         engine = self._engine = make()
-        if starts:
-            engine.start()
         self._use(engine, self._options, cache, copies=self._is_local)
+        if starts:  # last: whatever interrupts it, the finalizer ends it
+            engine.start()
 
     def _connect_again(self) -> None:
         """In a forked child: what the parent has is the parent's."""
