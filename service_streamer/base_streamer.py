@@ -114,8 +114,7 @@ class BaseStreamer:
                 with ``isolate_errors=False`` or ``retry=False``.
             Exception: whatever the model raised, with the worker's traceback as its cause.
         """
-        call = self._new_call(batch, timeout, priority, tenant)
-        return predict_blocking(self._backend, call)
+        return predict_blocking(self._backend, self._new_call(batch, timeout, priority, tenant))
 
     def submit(
         self,
@@ -159,8 +158,10 @@ class BaseStreamer:
         batches: what goes on in the same pass without awaiting anything delays them, and
         ``max_latency`` counts from its end.
         """
-        call = self._new_call(batch, timeout, priority, tenant)
-        return await predict_in_loop(self._backend, call)
+        # Not a local of this frame: see the end of ``predict_in_loop``.
+        return await predict_in_loop(
+            self._backend, self._new_call(batch, timeout, priority, tenant)
+        )
 
     def stream(
         self,

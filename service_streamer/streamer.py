@@ -80,9 +80,10 @@ class PoolStreamer(BaseStreamer):
         Args:
             make: makes it; a client of the pool also after each fork.
         """
-        self._options, self._make = options, make
-        self._connect()
+        self._options = options
+        self._connect(make)
         if self.pool_client is not None:
+            self._make = make  # not that of an engine, which holds the model
             _sharing.add(self)
         if options.wait_for_worker_ready:
             try:
@@ -91,19 +92,19 @@ class PoolStreamer(BaseStreamer):
                 self.close(drain=False)
                 raise
 
-    def _connect(self, *, starts: bool = True) -> None:
+    def _connect(self, make: Callable[[], Engine | PoolClient], *, starts: bool = True) -> None:
         """Have a new one; a client that is not started connects with its first call."""
         cache = make_cache(self._options)  # first, since it may raise
-        engine = self._engine = self._make()
-        if starts:
-            engine.start()
+        engine = self._engine = make()
         self._use(engine, self._options, cache, copies=self._is_local)
+        if starts:  # last: whatever interrupts it, the finalizer ends it
+            engine.start()
 
     def _connect_again(self) -> None:
         """In a forked child: what the parent has is the parent's."""
         self._finalizer.detach()
         if self.pool_client is not None and not self.pool_client.is_closing:
-            self._connect(starts=False)
+            self._connect(self._make, starts=False)
 
 
 _P = ParamSpec("_P")

@@ -13,7 +13,15 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from service_streamer.pool.pool_protocol import ANSWER, ASK, PROTOCOL, WELCOME, Hello, pack
+from service_streamer.pool.pool_protocol import (
+    ANSWER,
+    ASK,
+    PROTOCOL,
+    VISITOR_PROTOCOL,
+    WELCOME,
+    Hello,
+    pack,
+)
 from service_streamer.serve.cli.main import main
 
 
@@ -119,18 +127,26 @@ class Peer:
 
 @contextlib.contextmanager
 def greeting(
-    name: str, fingerprint: Any = None, *, linger: float = 0.0, memory: int | None = None
+    name: str,
+    fingerprint: Any = None,
+    *,
+    linger: float = 0.0,
+    memory: int | None = None,
+    protocol: int | None = None,
 ) -> Iterator[Peer]:
     """One that has said hello: a client of a pool with this fingerprint, or a visitor.
 
     Args:
         memory: descriptor of the memory that its large items are in.
+        protocol: None for that of this version.
     """
+    if protocol is None:
+        protocol = VISITOR_PROTOCOL if fingerprint is None else PROTOCOL
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(str(folder() / f"{name}.sock"))
         with contextlib.closing(Peer(connection)) as peer:
             peer.begin(memory)
-            peer.send((*Hello(PROTOCOL, fingerprint, linger),))
+            peer.send((*Hello(protocol, fingerprint, linger),))
             yield peer
 
 

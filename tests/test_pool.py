@@ -94,6 +94,18 @@ def test_other_options_are_refused_with_what_differs(shared: Shared) -> None:
         assert peer.receive() == (REFUSED, ["batch_size is 64 there and unknown here"])
 
 
+def test_a_client_of_another_protocol_is_refused_and_a_command_is_answered(shared: Shared) -> None:
+    """So ``pool replace`` of a new version ends the pool of an older one."""
+    shared(models.double, shared="a").predict([1])
+    fingerprint = ask_pool("a", "status")["fingerprint"]
+    with greeting("a", fingerprint, protocol=2) as peer:
+        peer.begun()
+        assert peer.receive() == (REFUSED, ["the protocol is 3 there and 2 here"])
+    with greeting("a", protocol=2) as peer:
+        peer.begun()
+        assert peer.ask("status")["fingerprint"] == fingerprint
+
+
 def test_a_client_that_was_refused_is_served_once_the_other_pool_is_gone(shared: Shared) -> None:
     first = shared(models.double, shared="a")
     first.predict([1])

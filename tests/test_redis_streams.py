@@ -220,9 +220,12 @@ def test_close_lets_streams_finish_that_are_paused(
 ) -> None:
     host(Countdown, 2, model_init_args=(gate,))
     streamer = client()
-    streams = [streamer.stream(3000, max_buffered=10) for _ in range(2)]
-    gate.let_through(6000)
-    await_paused(2, traffic, ask, keys)
+    streams = []
+    for count in (1, 2):
+        streams.append(streamer.stream(3000, max_buffered=10))
+        gate.let_through(100)  # not to its end, which could come before the order to pause
+        await_paused(count, traffic, ask, keys)
+    gate.let_through(5800)
     streamer.close()
     assert [[*stream] for stream in streams] == [[*range(1, 3001)]] * 2
 

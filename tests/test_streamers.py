@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -161,6 +163,49 @@ def test_the_memory_of_a_finished_call_is_freed() -> None:
             streamer.predict([1])  # the threads have let go of the former batch by now
             assert reference() is None
             assert future_reference() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("form", ["predict", "apredict", "submit"])
+def test_the_memory_of_a_failed_call_is_freed(form: str) -> None:
+    """Also if all callers get the same exception, since it cannot be copied."""
+    item = Payload()
+    reference = weakref.ref(item)
+
+    def fail(batch: list[Any]) -> Any:
+        raise models.OddError("first", "second")
+
+    async def call(streamer: ThreadedStreamer, items: list[Any]) -> None:
+        with contextlib.suppress(models.OddError):
+            if form == "apredict":
+                await streamer.apredict(items)
+            elif form == "predict":
+                streamer.predict(items)
+            else:
+                streamer.submit(items).result()
+
+    gc.disable()  # it must not take the cycle collector
+    try:
+        with ThreadedStreamer(fail) as streamer:
+            for each in (item, 1, 1):  # the threads let go of a batch with those after it
+                asyncio.run(call(streamer, [each]))
+            del item, each
+            assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_that_was_sent_to_workers_is_freed() -> None:
+    """It may be large, or refer to its streamer, which then would not end when it is dropped."""
+    model = models.Doubler(3)
+    reference = weakref.ref(model)
+    gc.disable()  # it must not take the cycle collector
+    try:
+        with Streamer(model.predict) as streamer:
+            del model
+            assert reference() is None
+            assert streamer.predict([1]) == [3]
     finally:
         gc.enable()
 

@@ -170,7 +170,10 @@ def predict_blocking(backend: Backend, call: Call) -> list[Any]:
         if reply.call is not None:
             backend.withdraw(reply.call, has_expired=True)
         raise backend.late(timeout)
-    return backend.decode(reply.result())
+    try:
+        return backend.decode(reply.result())
+    finally:
+        del call, reply  # they may hold the error, whose traceback has this frame: a cycle
 
 
 class BlockingReply:
@@ -211,7 +214,10 @@ class BlockingReply:
     def result(self) -> list[Any]:
         """The outputs, encoded; raises what the call failed with."""
         if isinstance(self._outcome, Failure):
-            raise self._outcome.exception()
+            try:
+                raise self._outcome.exception()
+            finally:
+                del self  # as in ``predict_blocking``
         return self._outcome
 
     def complete(self, outputs: list[Any]) -> None:

@@ -98,7 +98,7 @@ def check_timeout(value: object) -> float | None:
             f"timeout must be a number of seconds, at most {LONGEST_WAIT:.0e}, or None for no "
             f"limit; not {value!r}"
         )
-    return max(0.0, float(value))
+    return max(0.0, value)
 
 
 def device_names(devices: Sequence[Device]) -> list[str]:

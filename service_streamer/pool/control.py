@@ -15,8 +15,8 @@ from .pool_protocol import (
     ANSWER,
     ASK,
     HEADER_SIZE,
-    PROTOCOL,
     REFUSED,
+    VISITOR_PROTOCOL,
     Hello,
     frame_of,
     pack,
@@ -45,7 +45,7 @@ def ask_pool(name: str, method: str, *arguments: Any, patience: float | None = N
     patience = times.visit if patience is None else patience
     directory = own_directory()
     paths = paths_of(name, directory)
-    hello = Hello(PROTOCOL, None, 0.0)
+    hello = Hello(VISITOR_PROTOCOL, None, 0.0)
     question = pack([(*hello,), (ASK, 1, method, arguments)])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(patience)

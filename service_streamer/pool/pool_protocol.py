@@ -42,8 +42,10 @@ from .fingerprint import Fingerprint
 #: other side begins with the first one when it has the last.
 FRAME_MESSAGES, FRAME_SIZE = 512, 1 << 18
 
-#: Of these messages; to be raised with every change of them.
+#: Of the messages of a client; to be raised with every change of them.
 PROTOCOL = 3
+#: Of those of a visitor, which only asks: commands of a new version have to reach older pools.
+VISITOR_PROTOCOL = 2
 
 WITHDRAW, HOLD_STREAM, RESUME_STREAM, ASK, RELEASED = -1, -2, -3, -4, -5
 WELCOME, REFUSED, ANSWER, PARTING, FREED, WORKERS, FAILED = -1, -2, -3, -4, -5, -6, -7
@@ -99,7 +101,7 @@ class Hello(NamedTuple):
     """The first message of a client.
 
     Attributes:
-        protocol: see ``PROTOCOL``. It stays the first field for good.
+        protocol: ``PROTOCOL`` or ``VISITOR_PROTOCOL``. It stays the first field for good.
         fingerprint: what it wants of the pool; None for a visitor, which only asks.
         linger: seconds that the pool is to stay after its last client.
     """

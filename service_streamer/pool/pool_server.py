@@ -39,6 +39,7 @@ from .pool_protocol import (
     PARTING,
     PROTOCOL,
     REFUSED,
+    VISITOR_PROTOCOL,
     WELCOME,
     WORKERS,
     Hello,
@@ -359,8 +360,9 @@ class PoolServer:
         Raises:
             TypeError: it is no such message.
         """
-        if message[0] != PROTOCOL:
-            session.tell((REFUSED, [f"the protocol is {PROTOCOL} there and {message[0]} here"]))
+        protocol = VISITOR_PROTOCOL if message[1] is None else PROTOCOL
+        if message[0] != protocol:
+            session.tell((REFUSED, [f"the protocol is {protocol} there and {message[0]} here"]))
             return
         hello = Hello(*message)
         if hello.fingerprint is not None:

@@ -89,10 +89,12 @@ class RemoteClient(ABC, Generic[Calls]):
         self._unflushed: RemoteCall | None = None  # the last call, if small
         self._threads: dict[str, threading.Thread] = {}  # those that send and receive, by role
 
+    #: Calls that were sent keep their time.
+    extend: None = None
+
     # -- of a subclass
 
     lengths: Lengths | None = None
-    extend: None = None
 
     @abstractmethod
     def _encode_call(

@@ -79,11 +79,13 @@ def test_stream_of_a_host_that_leaves_is_lost_if_it_may_run_once_only(
 
 
 def test_host_that_drains_has_a_consumer_that_lags_get_all(
-    host: Host, client: Client, traffic: Traffic, ask: redis.Redis, keys: Keys
+    host: Host, client: Client, gate: Gate, traffic: Traffic, ask: redis.Redis, keys: Keys
 ) -> None:
-    leaving = host(Resumed, 1)
+    leaving = host(Resumed, 1, model_init_args=(gate,))
     stream = client().stream({"n": 2000}, max_buffered=10)
+    gate.let_through(100)  # not to its end, which could come before the order to pause
     await_paused(1, traffic, ask, keys)
+    gate.let_through(1900)
     leaving.close()
     assert [*stream] == [*range(1, 2001)]
 
