@@ -201,6 +201,8 @@ class _Fleet:
     def _heed_signals(self) -> bool:
         """Do what the signals ask for that have come; true if it is time to end."""
         numbers = {*self._wakeup.answer()}
+        if self._signals.ends_since is not None:  # a terminal that is closed then hurries nobody
+            numbers.discard(signal.SIGHUP)
         for number in numbers:
             self._signals.heed(number)
         has_failed = 0 in numbers and self._models.failure is not None
