@@ -453,10 +453,14 @@ def test_signal_to_all_processes_drains_and_ends(tmp_path: Path, number: signal.
         service.gate.await_arrival()
         os.killpg(service.process.pid, number)
         until(lambda: "1 request still open" in service.log())
+        for asks in (signal.SIGHUP, signal.SIGUSR1):
+            service.process.send_signal(asks)
+        until(lambda: "SIGUSR1: " in service.log())
         service.gate.let_through()
         assert open_.result().json() == 1
         assert open_.result().headers["connection"] == "close"
         assert service.process.wait() == 0
+        assert "SIGHUP: " not in service.log(), "no worker is replaced any more"
         assert "POST /predict" not in service.log(), "nothing is logged of requests"
         assert "started again" not in service.log()
         assert "is restarted" not in service.log()

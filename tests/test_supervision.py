@@ -184,6 +184,39 @@ def test_renewal_goes_one_by_one_and_the_new_is_ready_before_the_old_ends() -> N
     assert walk.supervisor.restarts_at.total() == 0
 
 
+def test_of_two_renewals_at_a_time_the_one_decides_that_takes_less_memory() -> None:
+    walk = Walk(2)
+    walk.do("renew", overlap=False)
+    walk.retires(0)
+    walk.do("renew", overlap=True)
+    walk.ready(2)
+    assert walk.told() == ["retire 0", "start 2 at 0", "retire 2"]
+
+
+def test_a_renewal_joins_none_whose_last_old_worker_only_finishes_what_it_holds() -> None:
+    walk = Walk(2)
+    walk.do("renew", overlap=False)
+    walk.retires(0)
+    walk.ready(2)
+    walk.do("renew", overlap=True)
+    walk.retires(1)
+    walk.ready(3)
+    assert walk.told()[2:] == ["retire 1", "start 3 at 1", "start 4 at 0"]
+
+
+def test_a_renewal_joins_none_whose_last_old_worker_only_stands_in() -> None:
+    walk = Walk(2)
+    walk.lose(0)
+    walk.lose(2)
+    walk.supervisor.scale(1)
+    walk.do("renew", overlap=False)
+    walk.pass_time()
+    walk.do("renew", overlap=True)
+    walk.ready(3)
+    walk.retires(1)
+    assert walk.told()[-3:] == ["start 3 at 0", "retire 1", "start 4 at 0"]
+
+
 def test_renewal_gives_failed_places_another_chance() -> None:
     walk = Walk(max_restarts=0)
     walk.lose(0)

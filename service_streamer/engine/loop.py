@@ -185,8 +185,9 @@ class Loop:
 
     def settle(self) -> None:
         """Call it first whenever the lock was taken: apply what could not be when it happened."""
+        # If it is settling, a signal handler has interrupted it. It goes on afterwards.
         if self._is_settling or not (self.is_torn or self.left):
-            return  # else a signal handler has interrupted it, which goes on afterwards
+            return
         try:
             self._is_settling = True
             if self.is_torn:
@@ -208,7 +209,9 @@ class Loop:
     def _restore(
         self, failure: Failure | None = None, events: Sequence[WorkerEvent] = ()
     ) -> list[Call]:
-        """Derive the state anew, which is in doubt; returns the calls that are to be answered.
+        """Derive the state anew, since it is in doubt; returns the calls that are to be answered.
+
+        ``is_torn`` is the caller's to reset, when it has taken up these calls. Locked.
 
         Args:
             failure: ends every open call. Workers go on with what they hold, for no caller.

@@ -117,13 +117,15 @@ class OperatorSignals:
     """What a program does on its signals.
 
     Args:
-        end, hurry: called on the first wish to end, and on each later one. Signals within
-            ``same_signal`` seconds after the first one are the same wish.
-        restart, report: called on SIGHUP, unless the terminal was closed, and on SIGUSR1.
+        end: called on the first signal to end.
+        hurry: called on each later one. Those within ``same_signal`` seconds after the first one
+            count as the same signal, and do nothing.
+        restart: called on SIGHUP before the end, unless the terminal was closed.
+        report: called on SIGUSR1.
 
     Attributes:
-        ends_since: when the end began; None before. Minus infinity if it was no wish, so that the
-            first one is for a faster end.
+        ends_since: when the end began; None before. Minus infinity if no signal began it, so that
+            the first one is for a faster end.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class OperatorSignals:
         self._had_terminal = _has_terminal()
 
     def heed(self, number: int) -> None:
-        """Do what a signal asks for: nothing on others, and no restart during the end."""
+        """Do what a signal asks for. Others do nothing, nor does SIGHUP restart during the end."""
         if number == signal.SIGUSR1:
             self._report()
         elif number == signal.SIGHUP and (_has_terminal() or not self._had_terminal):

@@ -159,7 +159,7 @@ class _Fleet:
         sentinels = {each.sentinel: number for number, each in self._processes.items()}
         links = self._models.links
         ready = multiprocessing.connection.wait([self._wakeup.ours, *sentinels, *links])
-        if self._wakeup.ours in ready and self._is_to_end():
+        if self._wakeup.ours in ready and self._heed_signals():
             return True
         for link in links.keys() & {*ready}:
             self._models.heard(links[link])
@@ -191,16 +191,18 @@ class _Fleet:
             return True
         if not gone:
             return False
-        if multiprocessing.connection.wait([self._wakeup.ours], _PAUSE) and self._is_to_end():
+        if multiprocessing.connection.wait([self._wakeup.ours], _PAUSE) and self._heed_signals():
             return True
         for number in range(self._count):
             if number not in self._processes and number not in self._given_up:
                 self._start(number, is_restart=True)
         return False
 
-    def _is_to_end(self) -> bool:
-        """Handle the signals that have come; true if one of them asks to end."""
+    def _heed_signals(self) -> bool:
+        """Do what the signals ask for that have come; true if it is time to end."""
         numbers = {*self._wakeup.answer()}
+        if self._signals.ends_since is not None:  # a terminal that is closed then hurries nobody
+            numbers.discard(signal.SIGHUP)
         for number in numbers:
             self._signals.heed(number)
         has_failed = 0 in numbers and self._models.failure is not None
@@ -244,7 +246,7 @@ class _Fleet:
             left = min(max(0.0, deadline - time.monotonic()), _LONGEST_WAIT)
             ready = multiprocessing.connection.wait([self._wakeup.ours, *sentinels], left)
             if self._wakeup.ours in ready:
-                self._is_to_end()
+                self._heed_signals()
             if self._is_hurried or time.monotonic() >= deadline:
                 for process in alive:
                     process.kill()

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..batching.batch_scheduler import BatchScheduler
 from ..batching.batcher import Actions, Batcher, build_batcher
@@ -306,6 +306,19 @@ class Simulation(ABC):
         fleet.notes.clear()
 
 
+class _Batch(NamedTuple):
+    """What is noted down of a batch; its record takes three times the memory.
+
+    Times are in seconds since the start.
+    """
+
+    cut: float
+    began: float
+    done: float
+    size: int
+    reason: Reason
+
+
 class _Run(Simulation):
     """One simulation of a load, and what is noted down of it."""
 
@@ -332,7 +345,7 @@ class _Run(Simulation):
         self._ends_at = math.inf  # of the load
         self._pending = 0  # items, when the load ended
         self._calls: list[tuple[float, float]] = []  # those answered: arrival, and latency
-        self._batches: list[tuple[BatchRecord, float, float]] = []  # from when until when computed
+        self._batches: list[_Batch] = []
 
     def run_load(self, phases: Sequence[tuple[float, Any]], seconds: float) -> None:
         """Let calls arrive until one of the bounds is reached, and all that arrived be answered."""
@@ -404,7 +417,7 @@ class _Run(Simulation):
             began = max(now + transport, self._free_at.get(batch.slot, 0.0))
             done = began + self._model.duration(batch.size, _cost(batch))
             self._free_at[batch.slot] = done
-            self._batches.append((batch, began, done))
+            self._batches.append(_Batch(now, began, done, batch.size, batch.reason))
             self.add(done + transport, self._finish, batch, done - began)
 
     def _finish(self, batch: BatchRecord, duration: float, now: float) -> None:
@@ -436,12 +449,12 @@ class _Run(Simulation):
         worked = busy = computed = 0.0
         for begins, ends in self.lives.values():
             worked += max(0.0, min(ends, ends_at) - max(begins, since))
-        for batch, began, done in self._batches:
-            within = min(done, ends_at) - max(began, since)
+        for batch in self._batches:
+            within = min(batch.done, ends_at) - max(batch.began, since)
             if within > 0:
                 busy += within
-                computed += batch.size * within / (done - began)
-        cut = [batch for batch, _, _ in self._batches if since <= batch.cut_at <= ends_at]
+                computed += batch.size * within / (batch.done - batch.began)
+        cut = [batch for batch in self._batches if since <= batch.cut <= ends_at]
         return Report(
             seconds=window,
             calls=len(calls),

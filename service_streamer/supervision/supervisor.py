@@ -171,7 +171,7 @@ class _Place:
 class Supervisor:
     """Reconciles the workers that there are with those that there should be. Not thread-safe.
 
-    Report what happened to it, and do what ``orders`` says whenever ``due`` is reached.
+    Call its methods for what happens, and do what ``orders`` says whenever ``due`` is reached.
 
     Attributes:
         due: when to call ``orders``; minus infinity when something has changed.
@@ -313,7 +313,7 @@ class Supervisor:
         worker = self._workers.get(slot)
         if worker is None or worker.is_condemned:
             return False
-        worker.is_unwanted = False  # if it retires it is not kept, though it may be wanted again
+        worker.is_unwanted = False  # one that retires is not kept, even if more are wanted again
         if worker.state is not WorkerState.READY:
             return False
         worker.is_condemned = True
@@ -343,7 +343,12 @@ class Supervisor:
         was_busy: bool = False,
         is_explained: bool = False,
     ) -> Fate:
-        """The worker is gone, maybe of the batch that it was at, or is known to: what follows."""
+        """The worker is gone; returns what follows.
+
+        Args:
+            was_busy: whether it held a batch, which may have been the cause.
+            is_explained: whether it is known that the batch was the cause.
+        """
         worker = self._workers.pop(slot)
         has_progressed = slot in self.progressed
         self.progressed.discard(slot)
@@ -541,7 +546,10 @@ class Supervisor:
         return self._workers[slot].bound
 
     def retry_at(self, place: int) -> float | None:
-        """When a failed place is tried again, infinite with ``tries_once``; None for another."""
+        """When a failed place is tried again; None if it has not failed, or is not wanted.
+
+        Infinity if it waits for a worker of another place: see ``tries_once``.
+        """
         if place >= len(self._places) or not self._places[place].has_failed:
             return None
         return self._places[place].restart_at

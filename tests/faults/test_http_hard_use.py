@@ -11,6 +11,8 @@ import signal
 import socket
 import subprocess
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,8 +20,8 @@ import pytest
 
 from cases import long_cases
 from http_in_process import HTTPServer, post
-from serve_process import Serving, command, environment, until
-from service_streamer.engine.operator_signals import RollingRestart
+from serve_process import Client, Serving, command, environment, until
+from service_streamer.engine.operator_signals import SAME_SIGNAL, RollingRestart
 from service_streamer.testing import Gate
 
 OBEDIENT = "served_models:Obedient"
@@ -131,6 +133,37 @@ def test_service_ends_with_its_terminal() -> None:
         assert process.stdout is not None
         assert "serving" in process.stdout.readline()
         os.close(leader)
+        assert process.wait() == 0
+        process.stdout.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_terminal_that_is_closed_while_web_processes_end_cuts_off_no_request(
+    tmp_path: Path,
+) -> None:
+    gate = Gate(tmp_path / "gate")
+    leader, follower = pty.openpty()
+    serve = command("serve", OBEDIENT, "--port", "0", "--web-workers", "2")
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *serve], stdin=follower, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True, env=environment(TEST_GATE=str(tmp_path / "gate")),
+    )  # fmt: skip
+    try:
+        os.close(follower)
+        assert process.stdout is not None
+        found = re.search(r" on (https?://\S+)", process.stdout.readline())
+        assert found is not None
+        with ThreadPoolExecutor(1) as threads:
+            open_ = threads.submit(Client(found[1]).predict, 1)
+            gate.await_arrival()
+            process.terminate()
+            time.sleep(SAME_SIGNAL + 0.1)  # SIGTERM would be a second one now
+            os.close(leader)
+            time.sleep(0.2)
+            gate.let_through()
+            assert open_.result().json() == 1
         assert process.wait() == 0
         process.stdout.close()
     finally:
