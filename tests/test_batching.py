@@ -450,8 +450,8 @@ def test_what_a_call_with_a_deadline_costs_does_not_grow_with_the_tenants() -> N
     for is_many, tenants in enumerate((10, 1_000)):
         batcher = learned(0.01, 0.001)
         for number in range(2_000):
-            precedence = Precedence(tenant=str(number % tenants))
-            batcher.call_submitted(Call([None], None, precedence=precedence), 0.0)
+            options = CallOptions(tenant=str(number % tenants))
+            batcher.call_submitted(Call([None], None, options=options), 0.0)
 
         def count(_frame: object, event: str, _arg: object, at: int = is_many) -> None:
             calls[at] += event == "call"
@@ -460,7 +460,7 @@ def test_what_a_call_with_a_deadline_costs_does_not_grow_with_the_tenants() -> N
         sys.setprofile(count)
         try:
             for number in range(2_000):
-                call = Call([None], None, precedence=Precedence(tenant=str(number % tenants)))
+                call = Call([None], None, options=CallOptions(tenant=str(number % tenants)))
                 call.deadline = 4.0
                 batcher.hopeless_for(call, 0.0)
         finally:
