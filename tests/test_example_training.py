@@ -57,24 +57,3 @@ def test_training_from_end_to_end(
         assert model.predict(["red fish swim [MASK]."])
     else:
         assert TextGenerationModel(model_path=output, device="cpu").predict(["Red fish"])
-
-
-@pytest.mark.parametrize(
-    ("training", "flags"),
-    [
-        (train_text_infilling, ["--epochs", "0"]),
-        (train_text_infilling, ["--text", "no/such/file"]),
-        (train_text_generation, ["--epochs", "0"]),
-        (train_text_generation, ["--text", "no/such/file"]),
-        (train_vision, ["--epochs", "0"]),
-        (train_vision, ["--drawings", "-1"]),
-        (train_vision, ["--draw", "x", "y"]),
-    ],
-)
-def test_wrong_training_flags(
-    training: ModuleType, flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        training.main(flags)
-    assert exit_.value.code == 2
-    assert flags[0].strip("-") in capsys.readouterr().err

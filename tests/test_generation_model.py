@@ -158,13 +158,3 @@ def test_the_pipeline_of_transformers_takes_it(model: TextGenerationModel) -> No
     chat = [{"role": "user", "content": "Mary had a little lamb,"}]
     [answer] = generate(chat, max_new_tokens=8, do_sample=False)
     assert answer["generated_text"][-1]["content"].startswith("Its fleece was white")
-
-
-def test_the_folder_is_small_and_its_tokenizer_spells_any_text(model: TextGenerationModel) -> None:
-    assert sum(file.stat().st_size for file in DEFAULT_MODEL.iterdir()) < 6_000_000
-    text = "Zoë's naïve 42% of\t「你好」 🙂"
-    ids = model.tokenizer(text)["input_ids"]
-    assert model.tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert ids[0] == model.tokenizer.bos_token_id
-    special = {model.tokenizer.pad_token, model.tokenizer.bos_token, model.tokenizer.eos_token}
-    assert len(special) == 3

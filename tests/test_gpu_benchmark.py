@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from on_gpu import served
 from on_gpu.notes import Batch, activity
 from on_gpu.plan import CPU, NEEDS_GPU, PARTS
-from on_gpu.served import agree, served_rows
+from on_gpu.served import agree
 
 COMMAND = [sys.executable, str(Path(__file__).parents[1] / "benchmarks" / "gpu.py")]
 #: What has a GPU hides it, and tests the same.
@@ -47,15 +46,6 @@ def test_on_a_cpu_it_runs_to_its_end_and_every_part_is_in_the_record(tmp_path: P
     assert not any(row["failed"] for row in parts["served"]["rows"] if "note" not in row)
     assert record["goals"] == []
     assert "No figures of a GPU" in ran.stdout
-
-
-def test_the_share_of_device_time_is_that_of_full_batches() -> None:
-    rows = {name: {"per_s": rate} for name, rate in ((served._PIPELINE, 3200.0), ("s", 6400.0))}
-    pipeline, service = served_rows("fill-mask", 16, 2, rows, 5.0)
-    assert (pipeline["device_share"], pipeline["of_pipeline"]) == (0.25, 1)
-    assert (service["device_share"], service["of_pipeline"]) == (0.5, 2)
-    [unknown, _] = served_rows("fill-mask", 16, 2, rows, None)
-    assert unknown["device_share"] is None
 
 
 @pytest.mark.parametrize(

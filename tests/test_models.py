@@ -1,4 +1,4 @@
-"""Which of several models a request is for, and what a file says of them."""
+"""Which of several models a request is for, and what a file says of them; whom an error tells."""
 
 from __future__ import annotations
 
@@ -291,3 +291,24 @@ def test_clients_can_be_generated_from_the_document(task: str) -> None:
         assert len(names) == len({*names})
         for body in each.get("requestBody", {}).get("content", {}).values():
             assert "schema" in body
+
+
+def test_innocent_request_is_asked_to_try_again() -> None:
+    def predict(batch: list[Any]) -> list[Any]:
+        raise ValueError(f"secret of {len(batch)}")
+
+    def without_retries(model: Any) -> ThreadedStreamer:
+        return ThreadedStreamer(model, retry=False)
+
+    with WebApplication(predict, kind=without_retries) as application:
+
+        async def ask_together() -> Any:
+            return await asyncio.gather(
+                *(application.send("/predict", {"inputs": n}) for n in "ab")
+            )
+
+        answers = application.run(ask_together())
+    for told in answers:
+        assert told.status_code == 503
+        assert told.headers["retry-after"] == "1"
+        assert "ValueError" not in told.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -179,20 +178,6 @@ def test_the_same_seed_gives_the_same_result(load: Any, more: dict[str, Any]) ->
         simulate(load, model, requests=300, seed=seed, **more) for seed in (1, 1, 2)
     )
     assert first == again != other
-
-
-def test_a_long_simulation_takes_little_memory_for_each_call() -> None:
-    peaks = []
-    tracemalloc.start()
-    try:
-        for calls in (500, 1_500):
-            before, _ = tracemalloc.get_traced_memory()
-            tracemalloc.reset_peak()
-            simulate(ClosedLoop(1), STEEP, requests=calls)
-            peaks.append(tracemalloc.get_traced_memory()[1] - before)
-    finally:
-        tracemalloc.stop()
-    assert (peaks[1] - peaks[0]) / 1_000 < 400  # bytes, its batch included
 
 
 def test_lengths_have_their_mean() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
-import time
 from array import array
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adapters import beside, closed_loop, drivers, open_loop, workloads
+from adapters import closed_loop, open_loop
 from yardstick import judging
 from yardstick.judging import EXPIRED, FAILED, REJECTED, SERVED, UNANSWERED, Calls
 from yardstick.open_client import Plan, Run
@@ -245,14 +243,6 @@ def test_what_is_never_answered_stays_unanswered() -> None:
 # -- in one's own process
 
 
-def test_arrays_are_told_apart_and_have_the_size_asked_for() -> None:
-    one, other = workloads.items("arrays", 2, size=4096)
-    assert one.nbytes == 4096
-    assert workloads.is_answer("arrays", one, one.copy())
-    assert not workloads.is_answer("arrays", one, other)
-    assert not workloads.is_answer("arrays", one, one[:-1])
-
-
 def test_poisson_has_its_rate_and_its_spread_and_is_the_same_for_all() -> None:
     due = list(poisson(1000.0, 20.0))
     assert due == list(poisson(1000.0, 20.0))
@@ -285,66 +275,6 @@ def test_what_a_system_kept_from_being_made_counts_as_not_answered(deadline: flo
         assert figures["served"] == pytest.approx(1 / 3)
         assert figures["expired"] == pytest.approx(2 / 3)
         assert figures["goodput"] == pytest.approx(0.1)
-
-
-class System:
-    """Answers with what it is asked, and says so first."""
-
-    def __init__(self, told: Callable[[], None]) -> None:
-        self._told = told
-
-    def predict(self, item: Any) -> Any:
-        self._told()
-        return item
-
-    def close(self) -> None: ...
-
-
-def test_a_lone_caller_takes_turns_with_direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = 0.0
-    called: list[str] = []
-
-    class Model:
-        def predict(self, batch: list[Any]) -> list[Any]:
-            nonlocal clock
-            clock += 1.0
-            called.append("model")
-            return batch
-
-    def be_slow() -> None:
-        """Take 2 s, and 3 s if the last call was not followed by a direct one."""
-        nonlocal clock
-        clock += 3.0 if called[-1] == "system" else 2.0
-        called.append("system")
-
-    monkeypatch.setitem(drivers.WORKLOADS, "echo", Model)
-    monkeypatch.setattr(drivers.time, "perf_counter", lambda: clock)
-    ((_, figures),) = drivers.alone(lambda: System(be_slow), {"workload": "echo"})  # type: ignore[arg-type, return-value]
-    assert figures == {"over": 1.0, "ratio": 2.0, "over_loop": 2.0}
-
-
-def test_a_system_and_batches_by_hand_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-
-    class Hand:
-        def __init__(self, *_: Any) -> None: ...
-
-        def rate(self, _: float) -> float:
-            said.append("hand")
-            time.sleep(0.001)  # a call of the system that had not ended would be seen
-            said.append("hand")
-            return 2.0
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(beside, "Beside", Hand)
-    monkeypatch.setattr(drivers, "_WARM_UP", 0.0)
-    spec = {"workload": "echo", "seconds": 0.04, "points": [{"callers": 3}]}
-    ((_, figures),) = drivers.beside_hand(lambda: System(lambda: said.append("system")), spec)  # type: ignore[arg-type, return-value]
-    turns = [name for name, _ in itertools.groupby(said)]
-    assert turns == ["system", "hand", "system", "hand"]
-    assert said.count("hand") == 4
-    assert figures["by-hand"] == figures["rate"] / 2
 
 
 def test_a_call_counts_by_the_share_of_its_time_in_the_window() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from yardstick import plots, report, runner
 from yardstick.bars import Bar, bars_table
-from yardstick.comparing import headline, losses, losses_table
+from yardstick.comparing import losses, losses_table
 from yardstick.environments import ROOT
 from yardstick.figures import by_round
 from yardstick.plan import QUICK, Scale, Section, Settings, System
@@ -44,22 +44,6 @@ def rows_of(markdown: str) -> dict[str, list[str]]:
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
     return {name: cells for name, *cells in reversed(rows)}
-
-
-def test_a_table_has_medians_with_their_spread_and_what_failed() -> None:
-    record = record_of(*rates("streamer", 1000, 3000, 2000))
-    said = "python x: did not end in time\na\nKeyError: 1"
-    record.failures.append(Failure("futures", "batched", 2, said))
-    table = section(record, "futures")
-    rows = rows_of(table)
-    assert rows["Streamer"] == ["2,000<br><sub>1,000 to 3,000</sub>"]
-    assert rows["batched"] == ["failed"]
-    why = "did not end in time; the last that it printed: KeyError: 1"
-    assert f"**batched** failed: {why} (round 2 of 3)" in table
-    record.is_quick = True
-    assert "quick run" not in table
-    assert "quick run" in section(record, "futures")
-    assert "quick run" in headline(record)
 
 
 def test_the_pages_are_what_the_record_gives() -> None:

@@ -18,9 +18,8 @@
 A *place* is one of the wanted number of workers; it decides about the device. A *slot* is the name
 of one worker, never used again. The budget: a place whose workers are lost more than
 ``RestartPolicy.max_restarts`` times in a row, while they start or have nothing to do, has failed.
-Computing a batch, or living for ``RestartPolicy.window`` seconds, ends the row. A worker that dies
-of what it computes is no reason to give up its place: else some bad requests in a row would end the
-service for everybody.
+Computing a batch, or living for ``RestartPolicy.window`` seconds, ends the row. What a worker dies
+of while it computes does not count: else some bad requests would end the service for everybody.
 
 A renewal replaces every worker by a new one, one at a time. With overlap the new one is ready
 before the old one ends, which takes memory for both; without it the old one ends first. A renewal
@@ -80,10 +79,7 @@ class Fate(enum.Enum):
 
 
 def backoff(tries: int, first: float, longest: float, jitter: float) -> float:
-    """Seconds to wait before the next try, after so many: they double, up to the longest.
-
-    The jitter is random, 0 to 1: what failed together does not try again together.
-    """
+    """Seconds until the next try: they double. Jitter, 0 to 1, parts what failed together."""
     return min(longest, first * 2.0 ** min(tries, 60)) * (1.0 - jitter / 2)
 
 
