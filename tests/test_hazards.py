@@ -132,20 +132,24 @@ def test_close_returns_in_a_signal_handler_that_interrupts_a_large_message(
     where: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop lets go of the worker's memory and pipes, under locks that the thread may hold."""
-    item, is_first = bytearray(100_000), [True]
+    item, sends, outcome = bytearray(100_000), False, None
     interrupted = getattr(where, name)
 
     def closing(*arguments: Any) -> Any:
-        if is_first and threading.current_thread() is threading.main_thread():
-            is_first.clear()
+        nonlocal sends
+        if sends and threading.current_thread() is threading.main_thread():
+            sends = False
             streamer.close(drain=False)
         return interrupted(*arguments)
 
+    monkeypatch.setattr(where, name, closing)
     with Streamer(models.echo, 1) as streamer:
-        streamer.predict([item])  # whose result has ended
-        monkeypatch.setattr(where, name, closing)
-        future = streamer.submit([item])
-        assert isinstance(future.exception(), StreamerClosed)
+        while outcome is None:  # until the memory of one before is to be let go of, too
+            sends = True
+            future = streamer.submit([item])
+            sends = False
+            outcome = future.exception()
+    assert isinstance(outcome, StreamerClosed)
 
 
 def test_a_signal_handler_may_submit_while_its_thread_sends(sending: StubEngine) -> None:

@@ -273,12 +273,6 @@ def test_what_is_too_large_is_not_read(is_length_told: bool) -> None:
 # Training
 
 
-def test_drawings_are_the_same_for_a_seed() -> None:
-    drawn = list(training.drawings(20, 5))
-    assert drawn == list(training.drawings(20, 5)) != list(training.drawings(20, 6))
-    assert [drawing.label for drawing in drawn] == [*training.LABELS, *training.LABELS]
-
-
 def test_one_can_be_drawn_to_try(tmp_path: Path, model: VisionModel) -> None:
     file = tmp_path / "moon.jpg"
     assert training.main(["--draw", "moon", str(file)]) == 0

@@ -385,6 +385,7 @@ def test_results_are_kept_when_their_streamer_is_closed_and_the_pool_goes_on(
     shared: Shared,
 ) -> None:
     streamer = shared(echo_or_pid, shared="a")
+    streamer.wait_ready()
     pid = pool_pid()
     streamer.predict([filled(1)])  # after the question, whose connection is closed by now
     before = open_files(pid)
