@@ -49,7 +49,8 @@ class CallOptions(NamedTuple):
     """What a caller wants of one call, beside its items and their time. Never changed.
 
     It is made where the call is, and goes with it to the queue, also over Redis and in a shared
-    pool. A new option needs a field and its check here, and a line where it is used.
+    pool. A new option needs a field and its check here, and a line where it is used. In single
+    flight a call joins an item that waits only if the option is alike in both.
     """
 
     priority: int = 0  # the higher goes first
@@ -122,7 +123,7 @@ class CallState(enum.Enum):
 _NEW, _OVER = CallState.NEW, CallState.OVER
 
 
-@dataclass(slots=True, eq=False, repr=False, init=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Call:
     """One ``predict``/``submit``: its items as payloads, and its outputs as they come in.
 
@@ -131,61 +132,41 @@ class Call:
     """
 
     payloads: Sequence[Any]  # the items; the engine replaces them by what it sends to a worker
-    reply: Any  # where the outcome goes, set before it is submitted; opaque here
-    timeout: float | None  # how long its caller waits, seconds; None for ever
-    options: CallOptions
+    reply: Any = None  # where the outcome goes, set before it is submitted; opaque here
+    timeout: float | None = None  # how long its caller waits, seconds; None for ever
+    options: CallOptions = ORDINARY
     #: Whether the backend fails the call when its time ends. If not, its caller withdraws it.
-    is_watched: bool
-    more: bool  # whether calls follow at once, and then ``flush``, that share its batch
-    size: int  # its items
-    state: CallState  # who holds it
-    arrived_at: float
-    deadline: float  # when its caller stops waiting
-    lengths: Sequence[float] | None  # None: each counts one
-    context: Any  # what an observer noted at the submission
-    pending: int  # items that are not cut into a batch yet
-    group: Any  # of ``batching.turns``, while it waits there
-    unanswered: int  # items without an output
+    is_watched: bool = False
+    more: bool = False  # whether calls follow at once, and then ``flush``, that share its batch
+    size: int = field(init=False)  # its items
+    state: CallState = field(default=CallState.NEW, init=False)  # who holds it
+    arrived_at: float = field(default=0.0, init=False)
+    deadline: float = field(default=math.inf, init=False)  # when its caller stops waiting
+    lengths: Sequence[float] | None = field(default=None, init=False)  # None: each counts one
+    context: Any = field(default=None, init=False)  # what an observer noted at the submission
+    pending: int = field(init=False)  # items that are not cut into a batch yet
+    group: Any = field(default=None, init=False)  # of ``batching.turns``, while it waits there
+    unanswered: int = field(init=False)  # items without an output
     #: By position; empty until the first batch with items of it is back, and then ``NO_OUTPUT``
     #: where that one had no item.
-    outputs: list[Any]
-    failure: Any  # why it failed; opaque here
+    outputs: list[Any] = field(init=False)
+    failure: Any = field(default=None, init=False)  # why it failed; opaque here
     #: The last batch with items of it that came back with results. Not there before the first.
-    batch: BatchRecord
+    batch: BatchRecord = field(init=False)
 
     # Of streams:
-    is_held: bool  # its item rests: its consumer is behind
-    handed_out: list[Any] | None  # its outputs so far, if it can go on where they end
-    part_at: float | None  # when the last one was handed out
+    is_held: bool = field(default=False, init=False)  # its item rests: its consumer is behind
+    #: Its outputs so far, if it can go on where they end.
+    handed_out: list[Any] | None = field(default=None, init=False)
+    part_at: float | None = field(default=None, init=False)  # when the last one was handed out
     # Not there before the first one: how many were handed out, and see ``Timing``.
-    parts: int
-    first_output: float
-    longest_between: float
+    parts: int = field(init=False)
+    first_output: float = field(init=False)
+    longest_between: float = field(init=False)
 
-    # By hand: one that is generated takes a quarter longer, and there is one for each call.
-    def __init__(
-        self,
-        payloads: Sequence[Any],
-        reply: Any = None,
-        timeout: float | None = None,
-        options: CallOptions = ORDINARY,
-        is_watched: bool = False,
-        more: bool = False,
-    ) -> None:
-        self.payloads = payloads
-        self.reply = reply
-        self.timeout = timeout
-        self.options = options
-        self.is_watched = is_watched
-        self.more = more
-        self.size = self.pending = self.unanswered = len(payloads)
-        self.state = _NEW
-        self.arrived_at = 0.0
-        self.deadline = math.inf
-        self.lengths = self.context = self.group = self.failure = None
+    def __post_init__(self) -> None:
+        self.size = self.pending = self.unanswered = len(self.payloads)
         self.outputs = NO_OUTPUTS
-        self.is_held = False
-        self.handed_out = self.part_at = None
 
     @property
     def is_stream(self) -> bool:
