@@ -13,6 +13,8 @@ if __name__ == "__main__":  # and not in the workers, which import this file aga
     import pytest
 
     gevent.sleep(0.001)  # so that the loop has its descriptors before the leak guard counts
+    # Its fork does so after the first fork, and waits for ever for a child that has ended by then.
+    gevent.get_hub().loop.install_sigchld()
 
     def is_for_gevent(item: pytest.Function) -> bool:
         # A gate blocks in the operating system, and with it every greenlet of the process.
