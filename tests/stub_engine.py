@@ -10,7 +10,7 @@ from service_streamer.batching.batcher import Batcher
 from service_streamer.engine.engine import Engine, Fleet
 from service_streamer.observe.record import Call
 from service_streamer.supervision.autoscaling import Autoscaling
-from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
+from service_streamer.supervision.supervisor import Loss, Supervisor
 from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers.protocol import Failure
 from service_streamer.workers.transport import WorkerDied
@@ -32,7 +32,8 @@ class StubEngine:
         self.batcher = Batcher(
             batch_size=batch_size, expired=Failure(PredictTimeout("expired")), **options
         )
-        self.supervisor = Supervisor(worker_num, RestartPolicy(max_restarts=1))
+        self.supervisor = Supervisor(worker_num)
+        self.supervisor.max_restarts = 1
         self.engine = Engine(
             self.transport,
             Fleet(self.batcher, self.supervisor, scaling, jitter=lambda: 0.0),

@@ -150,11 +150,6 @@ class Slots:
     def numbers(self) -> list[int]:
         return [*self._slots]
 
-    @property
-    def busy(self) -> set[int]:
-        """The slots of workers that hold a batch."""
-        return {number for number, slot in self._slots.items() if slot.batches}
-
     def __contains__(self, slot: int) -> bool:
         return slot in self._slots
 

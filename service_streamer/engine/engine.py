@@ -344,7 +344,7 @@ class Engine(Loop):
         with self._guarded():
             now, stats = self.clock(), self.stats()
             figures, steps = self.batcher.figures, self.batcher.steps
-            recent, restarted_at = [*figures.recent], [*self.fleet.restarted_at]
+            recent, restarted_at = [*figures.recent], [*self.fleet.supervisor.restarted_at]
             line = self.batcher.queue.cost.line
             of_steps = None if steps is None else steps.log.summary(len(self.batcher.slots))
         return summarize(

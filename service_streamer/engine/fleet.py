@@ -15,7 +15,6 @@ does the same, with workers that only take time. Time comes in as ``now``.
 
 from __future__ import annotations
 
-import collections
 import enum
 import math
 import random
@@ -85,8 +84,6 @@ class Fleet:
         self.failure: Failure | None = None  # the last one of a place that has failed
         self.roll_failure: Failure | None = None  # that ended the last rolling restart
         self.ceilings: dict[int, float] = {}  # by slot, see ``StreamerStats``
-        #: When workers were lost that were started again, the last ones.
-        self.restarted_at: collections.deque[float] = collections.deque(maxlen=100)
         self._jitter = jitter
         self._last_loss = ""
         self._last_error = ""  # its class
@@ -105,9 +102,7 @@ class Fleet:
         if isinstance(event, BatchReport):
             if event.ceiling or self.ceilings:
                 self._ceiling_changed(event.slot, event.ceiling)
-            if not event.has_failed:
-                self.supervisor.progressed.add(event.slot)
-            else:
+            if event.has_failed:
                 failure = event.failure or next(iter(event.failures.values()))
                 if not failure.blames_input:
                     self._last_error = failure.text[:100].partition(":")[0]
@@ -144,29 +139,25 @@ class Fleet:
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
         self._dying.discard(slot)
-        actions, was_busy, retried = Actions(), False, retries.retried_items
+        actions, was_busy, retried = NOTHING, self._is_busy(slot), retries.retried_items
+        ends_row = self._has_computed(slot)
         if slot in self.batcher.slots:
-            was_busy = slot in self.batcher.slots.busy
             actions = self.batcher.worker_lost(
                 slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
             )
         retried = retries.retried_items - retried
+        # A GPU that has failed for good explains deaths, too, and is no reason for haste.
+        if loss is not Loss.DEVICE_FAILED:
+            ends_row |= any(call.failure is failure for call in actions.calls)
         was_failing, aborted = supervisor.retry_at(place) is not None, supervisor.aborted
         fate = supervisor.lost(
-            slot,
-            loss,
-            now,
-            self._jitter(),
-            was_busy=was_busy,
-            is_explained=any(call.failure is failure for call in actions.calls),
+            slot, loss, now, self._jitter(), was_busy=was_busy, ends_row=ends_row
         )
         if supervisor.aborted != aborted:
             self.roll_failure = failure
             if loss is Loss.NO_MEMORY and fate is Fate.ABORTED:
                 advice = f"{failure.message}; {_STOP_FIRST}"
                 self.roll_failure = Failure(WorkerStartError(advice), cause=failure)
-        if fate is Fate.RESTARTED:
-            self.restarted_at.append(now)
         if fate is Fate.FAILED:
             self.failure = failure
             self._note_failed(
@@ -250,8 +241,8 @@ class Fleet:
 
     def _condemn(self, slot: int, now: float) -> None:
         """Have a worker replaced that fails everything while others do not."""
-        if self.supervisor.condemn(slot, now, self._jitter()):
-            self.restarted_at.append(now)
+        ends_row = self._has_computed(slot)
+        if self.supervisor.condemn(slot, now, self._jitter(), ends_row=ends_row):
             self._note(
                 _WARNING,
                 "worker %d is replaced: it failed batch after batch, and most of the others "
@@ -352,12 +343,19 @@ class Fleet:
         if is_news and failure.remote_traceback is not None:
             self._note(_WARNING, "what it was doing:\n%s", failure.remote_traceback)
 
+    def _is_busy(self, slot: int) -> bool:
+        """Whether the worker holds a batch."""
+        return slot in self.batcher.slots and bool(self.batcher.slots[slot].batches)
+
+    def _has_computed(self, slot: int) -> bool:
+        """Whether the worker has computed something since it was ready."""
+        return slot in self.batcher.slots and self.batcher.slots[slot].done > 0
+
     def _states(self) -> Iterator[tuple[int, str]]:
         """Place and state of each worker, and of each place that waits for one or has failed."""
-        busy = self.batcher.slots.busy
         for place, slot, state in self.supervisor.workers():
-            if state is WorkerState.READY:
-                yield place, "busy" if slot in busy else "idle"
+            if slot is not None and state is WorkerState.READY:
+                yield place, "busy" if self._is_busy(slot) else "idle"
             else:
                 yield place, state.value
 

@@ -33,7 +33,7 @@ from ..options.checks import Workers, worker_range
 from ..options.kinds import PATIENCE, Count, Number, Seconds, WorkerNumber
 from ..options.table import StreamerOptions
 from ..supervision.autoscaling import Autoscaling
-from ..supervision.supervisor import Loss, RestartPolicy, Supervisor
+from ..supervision.supervisor import Loss, Supervisor
 from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import WorkerDied
 from .workload import (
@@ -232,7 +232,7 @@ class Simulation(ABC):
         self.batcher = batcher
         self.wanted = [(0.0, least)]  # when the number of workers changed, and to how many
         self.lives: dict[int, tuple[float, float]] = {}  # from when until when each was ready
-        supervisor, scaling = Supervisor(least, RestartPolicy()), Autoscaling(least, most)
+        supervisor, scaling = Supervisor(least), Autoscaling(least, most)
         self._fleet = Fleet(batcher, supervisor, scaling, jitter=lambda: 0.0)
         self._start_duration = start_duration
         self._events: list[_Event] = []

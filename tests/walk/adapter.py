@@ -28,7 +28,7 @@ from service_streamer.engine.engine import Engine, Fleet
 from service_streamer.observe.record import ORDINARY, Call, CallOptions
 from service_streamer.options.table import StreamerOptions
 from service_streamer.supervision.autoscaling import Autoscaling
-from service_streamer.supervision.supervisor import Loss, RestartPolicy, Supervisor
+from service_streamer.supervision.supervisor import Loss, Supervisor
 from service_streamer.testing import ManualClock, StubTransport
 from service_streamer.workers.protocol import DROP, HOLD, Failure
 from service_streamer.workers.transport import (
@@ -179,7 +179,7 @@ def build(
         transport,
         Fleet(
             batcher,
-            Supervisor(workers, RestartPolicy()),
+            Supervisor(workers),
             None if most is None else Autoscaling(workers, most),
             jitter=lambda: 0.5,
         ),
