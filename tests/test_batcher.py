@@ -47,7 +47,7 @@ def test_a_lone_call_is_cut_past_the_queue_as_it_would_be_from_it(
             batcher.check_invariants()
             assert batcher.batch_returned(report, now + 0.03).calls == [call]
             batcher.check_invariants()
-            names = "id slot size cost reason calls is_full arrived cut_at queued answered pending"
+            names = "id slot size cost reason calls arrived cut_at queued answered pending"
             said.append(tuple(getattr(batch, name) for name in names.split()))
             said.append((batcher.deadline, batcher.queue.cost.line))
         metrics = batcher.figures.metrics

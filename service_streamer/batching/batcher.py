@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..observe.metrics import StepLog
 from ..observe.record import BatchRecord, BatchReport, Call
 from ..options.table import StreamerOptions
 from ..supervision.health import BatchBound
@@ -220,8 +219,7 @@ class Batcher(CallLedger):
 
     def begin_steps(self, places: int, *, resumes: bool = False) -> None:
         """The first worker is about to be ready, and its model is one of steps."""
-        log = StepLog(places)
-        self._new_scheduler = lambda: StepScheduler(self, places, log, resumes=resumes)
+        self._new_scheduler = lambda: StepScheduler(self, places, resumes=resumes)
         self.scheduler = self._new_scheduler()
 
     def worker_retiring(self, slot: int, now: float) -> Actions:
@@ -385,7 +383,6 @@ class Batcher(CallLedger):
         batch = self.queue.take(decision, now, self.expire)
         if batch is None:
             return ()
-        batch.is_full = self.queue.items > 0
         if self.retries.waiting:
             self.retries.is_turn_of_new = False
         return self._give(batch, slot, now)

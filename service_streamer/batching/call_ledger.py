@@ -27,7 +27,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..observe.metrics import RECENT, BatchMetrics
+from ..observe.metrics import FIRST_OUTPUTS, RECENT, BatchMetrics, Step
 from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Call, CallState, Span
 from ..supervision.health import Health
 from .call_queue import CallQueue
@@ -54,6 +54,9 @@ class Figures:
         self.batch_duration = math.inf
         self.metrics = BatchMetrics()
         self.recent: deque[BatchRecord] = deque(maxlen=RECENT)  # that came back, the oldest first
+        #: Of a model of steps the same, and how long its last streams took to their first output.
+        self.steps: deque[Step] = deque(maxlen=RECENT)
+        self.first_outputs: deque[float] = deque(maxlen=FIRST_OUTPUTS)
 
     def took(self, duration: float, batches: int) -> None:
         """The model took so long for a batch; of about so many batches the mean is known."""

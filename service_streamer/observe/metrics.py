@@ -15,7 +15,7 @@ the last minute. If none came back in the last minute, they are the last 256 whe
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -307,7 +307,7 @@ class BatchMetrics:
 RECENT = 256
 
 #: How many times until a first output are kept.
-_FIRST_OUTPUTS = 64
+FIRST_OUTPUTS = 64
 
 #: For how long batches count as recent, seconds.
 _HORIZON = 60.0
@@ -474,41 +474,32 @@ class Step(NamedTuple):
     evicted: int
     pending: int  # items that waited for a worker
 
+    @classmethod
+    def of(cls, report: StepReport, pending: int, now: float) -> Step:
+        return cls(now, report.size, report.duration, report.starting, report.evicted, pending)
 
-class StepLog:
-    """The last steps, the oldest first. Not thread-safe."""
 
-    def __init__(self, places: int) -> None:
-        self._places = places
-        self._steps: deque[Step] = deque(maxlen=RECENT)
-        #: Of the last streams, seconds from the call to the first output.
-        self.first_outputs: deque[float] = deque(maxlen=_FIRST_OUTPUTS)
-
-    def add(self, report: StepReport, pending: int, now: float) -> None:
-        self._steps.append(
-            Step(now, report.size, report.duration, report.starting, report.evicted, pending)
-        )
-
-    def summary(self, workers: int) -> StepSummary | None:
-        """Sum up, with the number of workers that are ready; None if there were no steps."""
-        steps = self._steps
-        stepped = [step for step in steps if step.size]
-        if not stepped:
-            return None
-        begin = min(step.at - step.duration - step.starting for step in steps)
-        seconds = max(steps[-1].at - begin, 1e-9) * max(1, workers)
-        ordered = sorted(self.first_outputs)
-        return StepSummary(
-            places=self._places,
-            steps=len(stepped),
-            size=sum(step.size for step in stepped) / len(stepped),
-            duration=sum(step.duration for step in stepped) / len(stepped),
-            starting=min(1.0, sum(step.starting for step in steps) / seconds),
-            stepping=min(1.0, sum(step.duration for step in steps) / seconds),
-            pending=sum(step.pending for step in steps) / len(steps),
-            evicted=sum(step.evicted for step in steps),
-            first_output=ordered[len(ordered) // 2] if ordered else None,
-        )
+def summarize_steps(
+    steps: Sequence[Step], first_outputs: Iterable[float], places: int, workers: int
+) -> StepSummary | None:
+    """Sum up steps, with the number of workers that are ready; None if there were none."""
+    stepped = [step for step in steps if step.size]
+    if not stepped:
+        return None
+    begin = min(step.at - step.duration - step.starting for step in steps)
+    seconds = max(steps[-1].at - begin, 1e-9) * max(1, workers)
+    ordered = sorted(first_outputs)
+    return StepSummary(
+        places=places,
+        steps=len(stepped),
+        size=sum(step.size for step in stepped) / len(stepped),
+        duration=sum(step.duration for step in stepped) / len(stepped),
+        starting=min(1.0, sum(step.starting for step in steps) / seconds),
+        stepping=min(1.0, sum(step.duration for step in steps) / seconds),
+        pending=sum(step.pending for step in steps) / len(steps),
+        evicted=sum(step.evicted for step in steps),
+        first_output=ordered[len(ordered) // 2] if ordered else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

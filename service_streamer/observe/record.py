@@ -287,13 +287,10 @@ class StepReport:
     #: have the output None, since theirs have been sent.
     done: list[BatchReport] = field(default_factory=list)
     size: int = 0  # states that the model stepped; 0 if there was only something to report
-    cost: float = 0.0  # of all of them
     duration: float = 0.0  # what ``step`` took, seconds
     started: int = 0  # items that began before it
     starting: float = 0.0  # what ``start`` took for these, seconds
-    waiting: int = 0  # items that the worker holds and has not begun
     evicted: int = 0  # states that were given up for lack of memory, and begin again
-    started_at: float = -math.inf  # when ``step`` began, by the worker's monotonic clock
     released: list[tuple[int, int]] | None = None  # as in ``BatchReport``
     slot: int = field(default=-1, kw_only=True)  # the worker's; set by the transport
 
@@ -328,7 +325,6 @@ class BatchRecord:
     cost: float = field(init=False)  # what the model pays for: its size times its longest item
     reason: Reason = field(default=Reason.AGAIN, init=False)  # why it has no more items
     calls: int = field(init=False)  # those that have items in it
-    is_full: bool = field(default=False, init=False)  # whether more items waited than it took
     arrived: int = field(default=0, init=False)  # items that had arrived when it was cut, in total
 
     report: BatchReport = field(init=False)  # of the worker
