@@ -39,7 +39,6 @@ class Actions(NamedTuple):
         batches: to send.
         calls: to answer; they are over.
         hung: slots whose batch has taken too long: end their workers, or say so.
-        vacant: retiring slots that have nothing left to do: let their workers end.
         searches: for the items at fault that have come to an end, for the log.
         condemned: slots whose workers fail everything while others do not: replace them.
     """
@@ -47,7 +46,6 @@ class Actions(NamedTuple):
     batches: Sequence[BatchRecord] = ()
     calls: Sequence[Call] = ()
     hung: Sequence[int] = ()
-    vacant: Sequence[int] = ()
     searches: Sequence[Search | Raised] = ()
     condemned: Sequence[int] = ()
 
@@ -224,15 +222,13 @@ class Batcher(CallLedger):
 
     def worker_retiring(self, slot: int, now: float) -> Actions:
         """A worker that is ready is to end when it has finished what it holds."""
-        is_vacant = self.slots.close(slot)
+        self.slots.close(slot)
         # If it was the last one that took batches, those that are held back have to go on.
-        return self._cut(now, [slot] if is_vacant else ())
+        return self._cut(now)
 
     def worker_kept(self, slot: int, now: float) -> Actions:
         """A worker that was retiring, and is not lost, is to go on after all."""
         self.slots.reopen(slot)
-        if slot not in self.health.held_back:
-            self.slots.release(slot)  # it was to be replaced
         return self._cut(now)
 
     def answered_alone(self, report: BatchReport) -> Call | None:
@@ -253,9 +249,7 @@ class Batcher(CallLedger):
         The calls of items that failed fail; others are not affected.
         """
         has_failed = report.has_failed
-        batch, vacant = self.slots.take_back(
-            report.slot, report.batch_id, now, is_done=not has_failed
-        )
+        batch = self.slots.take_back(report.slot, report.batch_id, now, is_done=not has_failed)
         batch.report, batch.back_at, batch.has_failed = report, now, has_failed
         self._may_refuse = True
         scheduler = self.scheduler
@@ -267,7 +261,7 @@ class Batcher(CallLedger):
                 self.slots.stages_took(report.stages)
             # What is about to come back is known before it is decided what to cut.
             scheduler.answered(batch, self.batch_done(batch))
-        actions = self._cut(now, vacant)
+        actions = self._cut(now)
         if self.on_back is None:
             batch.release()
         else:
@@ -333,7 +327,7 @@ class Batcher(CallLedger):
 
     # -- what is cut
 
-    def _cut(self, now: float, vacant: Sequence[int] = (), hung: Sequence[int] = ()) -> Actions:
+    def _cut(self, now: float, hung: Sequence[int] = ()) -> Actions:
         """Cut every batch that should go out now, and set the deadline of what should wait instead.
 
         What else is to be done goes with it.
@@ -341,7 +335,7 @@ class Batcher(CallLedger):
         queue, retries, scheduler = self.queue, self.retries, self.scheduler
         idle, without_ahead = self.slots.idle, self.slots.without_ahead
         batches: list[BatchRecord] = []
-        condemned = self.judge_workers(now) if self.health.held_back else ()
+        condemned = self.judge_workers(now) if self.slots.held_back else ()
         wait_until, self._enough = math.inf, 0
         while True:
             if retries.waiting:
@@ -367,14 +361,14 @@ class Batcher(CallLedger):
         self._set_deadline(wait_until)
         calls = self.take_ended() if self.ended else ()
         searches = retries.take_ended() if retries.searches or retries.raised else ()
-        if not (batches or calls or vacant or searches or hung or condemned):
+        if not (batches or calls or searches or hung or condemned):
             return NOTHING
-        return Actions(batches, calls, hung, vacant, searches, condemned)
+        return Actions(batches, calls, hung, searches, condemned)
 
     def _set_deadline(self, wait_until: float) -> None:
         """Set ``deadline``: of what waits the one that is given, or an earlier one."""
         deadline = min(wait_until, self.slots.next_look, self.deadlines.next)
-        if self.health.held_back:
+        if self.slots.held_back:
             deadline = min(deadline, self.health.due)
         self.deadline = deadline
 

@@ -106,7 +106,10 @@ class Fleet:
                 failure = event.failure or next(iter(event.failures.values()))
                 if not failure.blames_input:
                     self._last_error = failure.text[:100].partition(":")[0]
-            return self.batcher.batch_returned(event, now)
+            actions = self.batcher.batch_returned(event, now)
+            if self.batcher.slots[event.slot].is_vacant:
+                self.supervisor.due = -math.inf
+            return actions
         actions = NOTHING
         if isinstance(event, WorkerDied):
             actions = self._lost(event, now)
@@ -192,14 +195,12 @@ class Fleet:
             rest: what the batcher wanted done, but for its batches and calls.
         """
         supervisor = self.supervisor
-        vacant: list[int] = []
         more: list[Actions] = []
         for actions in rest:
             for slot in actions.condemned:
                 self._condemn(slot, now)
             for search in actions.searches:
                 self._note_search(search)
-            vacant += actions.vacant
         orders = supervisor.orders(now)
         for slot in orders.keep:
             self._note(
@@ -207,11 +208,9 @@ class Fleet:
             )
             more.append(self.batcher.worker_kept(slot, now))
         for slot in orders.retire:
-            actions = self.batcher.worker_retiring(slot, now)
-            vacant += actions.vacant
-            more.append(actions._replace(vacant=()))  # others go on in its place
+            more.append(self.batcher.worker_retiring(slot, now))  # others go on in its place
         self._workers_changed()
-        orders.stop.extend(filter(supervisor.vacant, vacant))
+        orders.stop.extend(filter(supervisor.vacant, self.batcher.slots.vacant()))
         return orders, more
 
     def scale_by_load(self, now: float) -> None:

@@ -238,7 +238,6 @@ class Simulation(ABC):
         self._start_duration = start_duration
         self._events: list[_Event] = []
         self._numbers = itertools.count()
-        self._vacant: list[Actions] = []  # of workers that are to end
         self._look_after_workers(-start_duration)
 
     @abstractmethod
@@ -276,8 +275,6 @@ class Simulation(ABC):
     def return_batch(self, report: BatchReport, now: float) -> Actions:
         """A batch is back; what was done about it, with the calls that are over."""
         actions = self._fleet.apply(report, now)
-        if actions.vacant:
-            self._vacant.append(actions)
         self.do(actions, now)
         return actions
 
@@ -286,9 +283,8 @@ class Simulation(ABC):
         fleet = self._fleet
         if fleet.supervisor.wanted != self.wanted[-1][1]:
             self.wanted.append((now, fleet.supervisor.wanted))
-        while self._vacant or fleet.supervisor.due <= now:
-            orders, more = fleet.look_after_workers(self._vacant, now)
-            self._vacant = []
+        while fleet.supervisor.due <= now:
+            orders, more = fleet.look_after_workers((), now)
             for slot, _ in orders.start:
                 self.add(now + self._start_duration, self._ready, slot)
             for actions in more:

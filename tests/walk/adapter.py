@@ -146,7 +146,7 @@ class EngineStreamer(Streamer):
                 engine.batcher.check_invariants()
 
         self.check_invariants = check_invariants
-        self.held_back = lambda: engine.batcher.health.held_back
+        self.held_back = lambda: engine.batcher.slots.held_back
 
 
 @functools.cache
