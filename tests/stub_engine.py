@@ -33,10 +33,10 @@ class StubEngine:
             batch_size=batch_size, expired=Failure(PredictTimeout("expired")), **options
         )
         self.supervisor = Supervisor(worker_num)
-        self.supervisor.max_restarts = 1
+        self.supervisor.max_restarts, self.supervisor.jitter = 1, lambda: 0.0
         self.engine = Engine(
             self.transport,
-            Fleet(self.batcher, self.supervisor, scaling, jitter=lambda: 0.0),
+            Fleet(self.batcher, self.supervisor, scaling),
             max_pending=options.get("max_pending"),
             clock=self.clock,
         )

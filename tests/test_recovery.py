@@ -131,12 +131,12 @@ def test_the_time_to_load_is_learned() -> None:
     supervisor.orders(0.0)
     assert supervisor.due == 3600.0
     supervisor.ready(0, 10.0)
-    supervisor.lost(0, Loss.CRASHED, 20.0, 0.0)
+    supervisor.lost(0, Loss.CRASHED, 20.0)
     [(slot, _)] = supervisor.orders(20.0).start
     assert supervisor.start_bound(slot) == 600.0, "the least"
     assert supervisor.start_bound(1) == 3600.0, "as it was when it started"
     supervisor.ready(1, 300.0)
-    supervisor.lost(1, Loss.CRASHED, 320.0, 0.0)
+    supervisor.lost(1, Loss.CRASHED, 320.0)
     [(slot, _)] = supervisor.orders(320.0).start
     assert supervisor.start_bound(slot) == 3000.0
 

@@ -28,7 +28,7 @@ class Walk:
         start_timeout: float | None = None,
     ) -> None:
         self.supervisor = Supervisor(worker_num, start_timeout)
-        self.supervisor.max_restarts = max_restarts
+        self.supervisor.max_restarts, self.supervisor.jitter = max_restarts, lambda: 0.0
         self.now = 0.0
         self.places: dict[int, int] = {}
         self.log: list[str] = []
@@ -70,7 +70,7 @@ class Walk:
     def lose(self, slot: int, loss: Loss = Loss.CRASHED, **more: Any) -> bool:
         """Whether that was not wanted."""
         del self.places[slot]
-        fate = self.do("lost", slot, loss, self.now, 0.0, **more)
+        fate = self.do("lost", slot, loss, self.now, **more)
         return fate is not Fate.EXPECTED
 
     def pass_time(self) -> None:
@@ -120,7 +120,7 @@ def test_successors_that_are_condemned_one_after_the_other_have_pauses() -> None
     walk = Walk()
     pauses = []
     for slot in range(5):
-        walk.do("condemn", slot, walk.now, 0.0)
+        walk.do("condemn", slot, walk.now)
         walk.retires(slot)
         ended_at = walk.now
         if slot + 1 not in walk.places:
@@ -164,8 +164,8 @@ def test_one_that_dies_while_loading_is_tried_three_times() -> None:
 
 def test_a_condemned_worker_ends_before_the_next_one_starts() -> None:
     walk = Walk(2)
-    assert walk.do("condemn", 1, walk.now, 0.0, ends_row=True)
-    assert not walk.do("condemn", 1, walk.now, 0.0)
+    assert walk.do("condemn", 1, walk.now, ends_row=True)
+    assert not walk.do("condemn", 1, walk.now)
     assert walk.told() == ["retire 1"]
     walk.retires(1)
     assert walk.told() == ["start 2 at 1"]
@@ -326,10 +326,10 @@ def test_one_that_retires_for_another_reason_is_not_kept(why: str) -> None:
         case "renewed":
             walk.do("renew", overlap=False)
         case "condemned":
-            walk.do("condemn", 0, walk.now, 0.0)
+            walk.do("condemn", 0, walk.now)
         case "condemned while it retires":
             walk.do("want", 1)
-            assert not walk.do("condemn", 1, walk.now, 0.0)
+            assert not walk.do("condemn", 1, walk.now)
         case "winding down":
             walk.do("want", 1)
             walk.do("wind_down")

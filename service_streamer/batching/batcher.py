@@ -25,7 +25,6 @@ from ..supervision.health import BatchBound
 from .batch_scheduler import BatchScheduler
 from .call_ledger import CallLedger
 from .call_queue import LARGE, CallQueue, Decision
-from .isolation import Raised, Search
 from .learning import ArrivalForecast
 from .length_queue import LengthQueue
 from .scheduler import Scheduler, StepScheduler
@@ -39,14 +38,12 @@ class Actions(NamedTuple):
         batches: to send.
         calls: to answer; they are over.
         hung: slots whose batch has taken too long: end their workers, or say so.
-        searches: for the items at fault that have come to an end, for the log.
         condemned: slots whose workers fail everything while others do not: replace them.
     """
 
     batches: Sequence[BatchRecord] = ()
     calls: Sequence[Call] = ()
     hung: Sequence[int] = ()
-    searches: Sequence[Search | Raised] = ()
     condemned: Sequence[int] = ()
 
 
@@ -360,10 +357,9 @@ class Batcher(CallLedger):
                     break
         self._set_deadline(wait_until)
         calls = self.take_ended() if self.ended else ()
-        searches = retries.take_ended() if retries.searches or retries.raised else ()
-        if not (batches or calls or searches or hung or condemned):
+        if not (batches or calls or hung or condemned):
             return NOTHING
-        return Actions(batches, calls, hung, searches, condemned)
+        return Actions(batches, calls, hung, condemned)
 
     def _set_deadline(self, wait_until: float) -> None:
         """Set ``deadline``: of what waits the one that is given, or an earlier one."""

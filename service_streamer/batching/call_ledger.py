@@ -27,8 +27,17 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..observe.metrics import FIRST_OUTPUTS, RECENT, BatchMetrics, Step
-from ..observe.record import NO_OUTPUT, NO_OUTPUTS, BatchRecord, BatchReport, Call, CallState, Span
+from ..observe.metrics import FIRST_OUTPUTS, RECENT, BatchMetrics
+from ..observe.record import (
+    NO_OUTPUT,
+    NO_OUTPUTS,
+    BatchRecord,
+    BatchReport,
+    Call,
+    CallState,
+    Span,
+    StepReport,
+)
 from ..supervision.health import Health
 from .call_queue import CallQueue
 from .isolation import MOST_DEVICE_FAILURES, MOST_OUTAGES, Raised, Retries
@@ -55,7 +64,7 @@ class Figures:
         self.metrics = BatchMetrics()
         self.recent: deque[BatchRecord] = deque(maxlen=RECENT)  # that came back, the oldest first
         #: Of a model of steps the same, and how long its last streams took to their first output.
-        self.steps: deque[Step] = deque(maxlen=RECENT)
+        self.steps: deque[StepReport] = deque(maxlen=RECENT)
         self.first_outputs: deque[float] = deque(maxlen=FIRST_OUTPUTS)
 
     def took(self, duration: float, batches: int) -> None:

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from ..observe.metrics import Step
 from ..observe.record import NO_OUTPUTS, BatchRecord, Call, Reason, StepReport
 from ..supervision.autoscaling import Load
 from .call_ledger import CallLedger
@@ -183,9 +182,11 @@ class StepScheduler(Scheduler):
         figures, metrics = self._figures, self._figures.metrics
         held = self._slots.stepped(report.slot, now)
         metrics.stepped(report.size, report.duration)
-        figures.steps.append(Step.of(report, self._queue.items, now))
+        outputs, report.outputs, report.done = report.outputs, {}, []  # they are not kept with it
+        report.at, report.pending = now, self._queue.items
+        figures.steps.append(report)
         parts: list[tuple[Call, Any]] = []
-        for batch_id, output in report.outputs.items():
+        for batch_id, output in outputs.items():
             batch = held.get(batch_id)
             if batch is None:
                 continue

@@ -352,17 +352,14 @@ class Engine(Loop):
             now, stats = self.clock(), self.stats()
             figures, slots = self.batcher.figures, self.batcher.slots
             recent, restarted_at = [*figures.recent], [*self.fleet.supervisor.restarted_at]
-            line = self.batcher.queue.cost.line
-            steps = summarize_steps(figures.steps, figures.first_outputs, slots.places, len(slots))
-        return summarize(
-            recent,
-            stats,
-            now,
-            restarted_at=restarted_at,
-            line=line,
-            has_lengths=self.lengths is not None,
-            steps=steps,
-        )
+            known = {
+                "line": self.batcher.queue.cost.line,
+                "has_lengths": self.lengths is not None,
+                "steps": summarize_steps(
+                    figures.steps, figures.first_outputs, slots.places, len(slots)
+                ),
+            }
+        return summarize(recent, stats, now, restarted_at=restarted_at, **known)
 
     def workers(self) -> list[WorkerStats]:
         """Each worker, by number."""

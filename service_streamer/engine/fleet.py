@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import enum
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -61,16 +60,10 @@ class Fleet:
 
     Args:
         scaling: None if the number of workers is no matter of the load.
-        jitter: random numbers from 0 to 1.
     """
 
     def __init__(
-        self,
-        batcher: Batcher,
-        supervisor: Supervisor,
-        scaling: Autoscaling | None = None,
-        *,
-        jitter: Callable[[], float] = random.random,
+        self, batcher: Batcher, supervisor: Supervisor, scaling: Autoscaling | None = None
     ) -> None:
         self.batcher = batcher
         self.supervisor = supervisor
@@ -84,7 +77,6 @@ class Fleet:
         self.failure: Failure | None = None  # the last one of a place that has failed
         self.roll_failure: Failure | None = None  # that ended the last rolling restart
         self.ceilings: dict[int, float] = {}  # by slot, see ``StreamerStats``
-        self._jitter = jitter
         self._last_loss = ""
         self._last_error = ""  # its class
         self._dying: set[int] = set()  # slots of which it is about to be said that they are lost
@@ -109,10 +101,12 @@ class Fleet:
             actions = self.batcher.batch_returned(event, now)
             if self.batcher.slots[event.slot].is_vacant:
                 self.supervisor.due = -math.inf
+            self._note_searches()
             return actions
         actions = NOTHING
         if isinstance(event, WorkerDied):
             actions = self._lost(event, now)
+            self._note_searches()
         elif isinstance(event, WorkerReady):
             actions = self._ready(event, now)
         else:
@@ -153,9 +147,7 @@ class Fleet:
         if loss is not Loss.DEVICE_FAILED:
             ends_row |= any(call.failure is failure for call in actions.calls)
         was_failing, aborted = supervisor.retry_at(place) is not None, supervisor.aborted
-        fate = supervisor.lost(
-            slot, loss, now, self._jitter(), was_busy=was_busy, ends_row=ends_row
-        )
+        fate = supervisor.lost(slot, loss, now, was_busy=was_busy, ends_row=ends_row)
         if supervisor.aborted != aborted:
             self.roll_failure = failure
             if loss is Loss.NO_MEMORY and fate is Fate.ABORTED:
@@ -196,11 +188,8 @@ class Fleet:
         """
         supervisor = self.supervisor
         more: list[Actions] = []
-        for actions in rest:
-            for slot in actions.condemned:
-                self._condemn(slot, now)
-            for search in actions.searches:
-                self._note_search(search)
+        for slot in [slot for actions in rest for slot in actions.condemned]:
+            self._condemn(slot, now)
         orders = supervisor.orders(now)
         for slot in orders.keep:
             self._note(
@@ -240,8 +229,7 @@ class Fleet:
 
     def _condemn(self, slot: int, now: float) -> None:
         """Have a worker replaced that fails everything while others do not."""
-        ends_row = self._has_computed(slot)
-        if self.supervisor.condemn(slot, now, self._jitter(), ends_row=ends_row):
+        if self.supervisor.condemn(slot, now, ends_row=self._has_computed(slot)):
             self._note(
                 _WARNING,
                 "worker %d is replaced: it failed batch after batch, and most of the others "
@@ -296,8 +284,13 @@ class Fleet:
         if failure.remote_traceback is not None:
             self._note(_WARNING, "what it was doing:\n%s", failure.remote_traceback)
 
+    def _note_searches(self) -> None:
+        """What the searches for faulty items cost that have come to an end."""
+        if self.batcher.retries.searches or self.batcher.retries.raised:
+            for search in self.batcher.retries.take_ended():
+                self._note_search(search)
+
     def _note_search(self, search: Search | Raised) -> None:
-        """What the search for the faulty item cost."""
         failure = search.failure
         if isinstance(search, Search):
             self._note(

@@ -14,11 +14,12 @@ the last minute. If none came back in the last minute, they are the last 256 whe
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from .record import BatchRecord, Call, Reason, StepReport
 
@@ -390,13 +391,13 @@ def summarize(
     now: float,
     *,
     restarted_at: Sequence[float] = (),
-    line: tuple[float, float] | None = None,
-    has_lengths: bool = False,
-    steps: StepSummary | None = None,
+    **known: Any,
 ) -> Summary:
     """Sum up the batches, in the order in which they came back, and the state at ``now``.
 
-    Fewer batches than ``RECENT`` are all that there ever were.
+    Args:
+        recent: fewer than ``RECENT`` are all that there ever were.
+        known: fields of the summary that do not follow from batches.
     """
     first = next((i for i, one in enumerate(recent) if one.back_at >= now - _HORIZON), 0)
     if len(recent) >= RECENT:
@@ -409,8 +410,9 @@ def summarize(
     }
     since = min(batches[0].cut_at, now - _HORIZON) if batches else now - _HORIZON
     counts["restarts"] = sum(at >= since for at in restarted_at)
+    summary = Summary(now=stats, reasons={}, **counts, **known)
     if not batches:
-        return Summary(now=stats, has_lengths=has_lengths, steps=steps, reasons={}, **counts)
+        return summary
     ends: dict[int, float] = {one.slot: one.back_at for one in recent[:first]}
     parts = sum(one.calls for one in batches)
     behind = moved = computed = 0.0
@@ -423,18 +425,15 @@ def summarize(
         computed += one.calls * inference
     queued = batches[-1].queued - (before.queued if before else 0.0)
     seconds = max(one.back_at for one in batches) - min(one.cut_at for one in batches)
-    ready = stats.workers.get("idle", 0) + stats.workers.get("busy", 0)
-    workers = max(1, ready or len({one.slot for one in batches}))
+    workers = summary.ready or len({one.slot for one in batches})
     spent = sum(one.report.pace for one in batches)
     items = sum(one.size for one in batches)
     reports = [one.report for one in batches]
     paddings = [(one.padding, one.duration) for one in reports if one.padding is not None]
     weight = sum(duration for _, duration in paddings)
     stages = [one.stages for one in reports if one.stages is not None]
-    return Summary(
-        now=stats,
-        has_lengths=has_lengths,
-        steps=steps,
+    return dataclasses.replace(
+        summary,
         batches=len(batches),
         items=items,
         parts=parts,
@@ -454,9 +453,7 @@ def summarize(
         pending=_pending(batches),
         pending_before=_pending(batches[: len(batches) // 4 + 1]),
         pending_after=_pending(batches[-(len(batches) // 4 + 1) :]),
-        line=line,
         cost=sum(one.cost for one in batches) / items,
-        **counts,
     )
 
 
@@ -464,23 +461,8 @@ def _pending(batches: Sequence[BatchRecord]) -> float:
     return sum(one.pending for one in batches) / len(batches)
 
 
-class Step(NamedTuple):
-    """One step of one worker: what ``explain`` needs of its ``StepReport``."""
-
-    at: float  # when it was reported, by the engine's clock
-    size: int
-    duration: float
-    starting: float
-    evicted: int
-    pending: int  # items that waited for a worker
-
-    @classmethod
-    def of(cls, report: StepReport, pending: int, now: float) -> Step:
-        return cls(now, report.size, report.duration, report.starting, report.evicted, pending)
-
-
 def summarize_steps(
-    steps: Sequence[Step], first_outputs: Iterable[float], places: int, workers: int
+    steps: Sequence[StepReport], first_outputs: Iterable[float], places: int, workers: int
 ) -> StepSummary | None:
     """Sum up steps, with the number of workers that are ready; None if there were none."""
     stepped = [step for step in steps if step.size]

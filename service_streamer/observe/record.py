@@ -119,8 +119,8 @@ class CallState(enum.Enum):
     OVER = enum.auto()
 
 
-#: A member of an enum is looked up in Python, and these are needed often for every call.
-_NEW, _OVER = CallState.NEW, CallState.OVER
+#: A member of an enum is looked up in Python, and every call asks for this one.
+_OVER = CallState.OVER
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -276,7 +276,7 @@ class BatchReport:
 
 @dataclass(slots=True)
 class StepReport:
-    """What a worker reports of one step of its model. All fields but ``slot`` travel.
+    """What a worker reports of one step of its model. All fields up to ``slot`` travel.
 
     Of a model of steps a batch is one item: it has a place in its worker until it is over.
     """
@@ -293,6 +293,8 @@ class StepReport:
     evicted: int = 0  # states that were given up for lack of memory, and begin again
     released: list[tuple[int, int]] | None = None  # as in ``BatchReport``
     slot: int = field(default=-1, kw_only=True)  # the worker's; set by the transport
+    at: float = field(default=0.0, init=False)  # when it came, by the engine's clock
+    pending: int = field(default=0, init=False)  # items that waited for a worker then
 
     def events(self) -> Sequence[StepReport | BatchReport]:
         """It, and then the reports of the batches that are over by it."""

@@ -233,8 +233,7 @@ class Simulation(ABC):
         self.batcher = batcher
         self.wanted = [(0.0, least)]  # when the number of workers changed, and to how many
         self.lives: dict[int, tuple[float, float]] = {}  # from when until when each was ready
-        supervisor, scaling = Supervisor(least), Autoscaling(least, most)
-        self._fleet = Fleet(batcher, supervisor, scaling, jitter=lambda: 0.0)
+        self._fleet = Fleet(batcher, Supervisor(least), Autoscaling(least, most))
         self._start_duration = start_duration
         self._events: list[_Event] = []
         self._numbers = itertools.count()

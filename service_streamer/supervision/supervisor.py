@@ -34,7 +34,8 @@ import collections
 import enum
 import itertools
 import math
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 #: Whether a renewal starts the new worker before the old one ends; "auto" does if both fit.
@@ -152,6 +153,7 @@ class Supervisor:
 
     Attributes:
         max_restarts: of one place in a row, after deaths that no batch had a part in.
+        jitter: random numbers from 0 to 1.
         due: when to call ``orders``; minus infinity when something has changed.
         restarts_at: of lost workers, so far, by place.
         restarted_at: when workers were lost that were started again, the last ones.
@@ -167,6 +169,7 @@ class Supervisor:
         self, worker_num: int, start_timeout: float | Literal["auto"] | None = None
     ) -> None:
         self._start_timeout = start_timeout
+        self.jitter: Callable[[], float] = random.random
         self._workers: dict[int, _Worker] = {}
         self._places = [_Place() for _ in range(worker_num)]
         self._slots = itertools.count()
@@ -278,7 +281,7 @@ class Supervisor:
         self.due = -math.inf
         return True
 
-    def condemn(self, slot: int, now: float, jitter: float, *, ends_row: bool = False) -> bool:
+    def condemn(self, slot: int, now: float, *, ends_row: bool = False) -> bool:
         """Replace the worker, which fails everything; whether that is news.
 
         It ends first: a device may not have the memory for two. Its successor waits as after a
@@ -299,7 +302,7 @@ class Supervisor:
         if place is not None:
             if ends_row:
                 place.forgive()
-            self._restart(worker.place, now, jitter)
+            self._restart(worker.place, now)
         return True
 
     def vacant(self, slot: int) -> bool:
@@ -315,7 +318,6 @@ class Supervisor:
         slot: int,
         loss: Loss,
         now: float,
-        jitter: float,
         *,
         was_busy: bool = False,
         ends_row: bool = False,
@@ -353,20 +355,20 @@ class Supervisor:
         is_tried = not place.has_failed
         if is_tried and (was_busy or place.causeless < self._budget(place, loss)):
             place.causeless += not was_busy
-            self._restart(worker.place, now, jitter)
+            self._restart(worker.place, now)
             return Fate.RESTARTED
         place.has_failed = True
-        place.restart_at = now + backoff(place.tries, RETRY, MAX_RETRY, jitter)
+        place.restart_at = now + backoff(place.tries, RETRY, MAX_RETRY, self.jitter())
         if self.tries_once and not self.was_served:
             place.restart_at = math.inf
         place.tries += 1
         return Fate.FAILED
 
-    def _restart(self, number: int, now: float, jitter: float) -> None:
+    def _restart(self, number: int, now: float) -> None:
         place = self._places[number]
         place.restart_at = now
         if place.restarts:
-            place.restart_at += backoff(place.restarts - 1, BACKOFF, MAX_BACKOFF, jitter)
+            place.restart_at += backoff(place.restarts - 1, BACKOFF, MAX_BACKOFF, self.jitter())
         place.restarts += 1
         self.restarts_at[number] += 1
         self.restarted_at.append(now)

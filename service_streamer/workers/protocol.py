@@ -217,7 +217,11 @@ _of_report = operator.attrgetter(
     *(each.name for each in dataclasses.fields(BatchReport) if each.name != "slot")
 )
 _of_step = operator.attrgetter(
-    *(each.name for each in dataclasses.fields(StepReport) if each.name not in ("done", "slot"))
+    *(
+        each.name
+        for each in dataclasses.fields(StepReport)
+        if each.init and each.name not in ("done", "slot")
+    )
 )
 
 

@@ -175,14 +175,11 @@ def build(
         expired=Failure(PredictTimeout("it could not be computed in its time")),
         shared=lambda failure, is_loss: failure if is_loss else Failure(SharedBatchError("shared")),
     )
+    supervisor = Supervisor(workers)
+    supervisor.jitter = lambda: 0.5
     engine = Engine(
         transport,
-        Fleet(
-            batcher,
-            Supervisor(workers),
-            None if most is None else Autoscaling(workers, most),
-            jitter=lambda: 0.5,
-        ),
+        Fleet(batcher, supervisor, None if most is None else Autoscaling(workers, most)),
         max_pending=chosen.max_pending,
         lengths=(lambda items: [item.length for item in items]) if has_lengths else None,
         clock=clock,
