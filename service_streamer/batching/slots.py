@@ -46,10 +46,6 @@ class Slot:
         """Whether the worker takes batches."""
         return not (self.is_closing or self.is_held_back)
 
-    @property
-    def is_vacant(self) -> bool:
-        return self.is_closing and not self.batches
-
     def goes_on(self, now: float) -> None:
         """The worker is known to go on with what it holds."""
         self.is_hung = False
@@ -148,7 +144,9 @@ class Slots:
 
     def vacant(self) -> list[int]:
         """Those that are closing, and hold nothing any more."""
-        return [number for number, slot in self._slots.items() if slot.is_vacant]
+        return [
+            number for number, slot in self._slots.items() if slot.is_closing and not slot.batches
+        ]
 
     def clear(self) -> None:
         """All workers are gone, with what they held."""

@@ -77,7 +77,6 @@ class Fleet:
         self.failure: Failure | None = None  # the last one of a place that has failed
         self.roll_failure: Failure | None = None  # that ended the last rolling restart
         self.ceilings: dict[int, float] = {}  # by slot, see ``StreamerStats``
-        self._last_loss = ""
         self._last_error = ""  # its class
         self._dying: set[int] = set()  # slots of which it is about to be said that they are lost
 
@@ -94,14 +93,17 @@ class Fleet:
         if isinstance(event, BatchReport):
             if event.ceiling or self.ceilings:
                 self._ceiling_changed(event.slot, event.ceiling)
-            if event.has_failed:
-                failure = event.failure or next(iter(event.failures.values()))
-                if not failure.blames_input:
-                    self._last_error = failure.text[:100].partition(":")[0]
+            failure = event.failure
+            if event.failures and event.has_failed:
+                failure = next(iter(event.failures.values()))
+            if failure is not None and not failure.blames_input:
+                self._last_error = failure.text[:100].partition(":")[0]
             actions = self.batcher.batch_returned(event, now)
-            if self.batcher.slots[event.slot].is_vacant:
-                self.supervisor.due = -math.inf
-            self._note_searches()
+            holder, retries = self.batcher.slots[event.slot], self.batcher.retries
+            if holder.is_closing and not holder.batches:
+                self.supervisor.due = -math.inf  # it may end
+            if retries.searches or retries.raised:
+                self._note_searches()
             return actions
         actions = NOTHING
         if isinstance(event, WorkerDied):
@@ -132,13 +134,13 @@ class Fleet:
 
     def _lost(self, event: WorkerDied, now: float) -> Actions:
         slot, failure, loss, batch_id, report, begun = event
-        supervisor, retries = self.supervisor, self.batcher.retries
+        supervisor, slots, retries = self.supervisor, self.batcher.slots, self.batcher.retries
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
         self._dying.discard(slot)
-        actions, was_busy, retried = NOTHING, self._is_busy(slot), retries.retried_items
-        ends_row = self._has_computed(slot)
-        if slot in self.batcher.slots:
+        actions, retried, was_busy, ends_row = NOTHING, retries.retried_items, False, False
+        if slot in slots:
+            was_busy, ends_row = bool(slots[slot].batches), slots[slot].done > 0
             actions = self.batcher.worker_lost(
                 slot, failure, now, batch_id, begun, is_outage=loss is Loss.OUTAGE
             )
@@ -154,10 +156,9 @@ class Fleet:
                 advice = f"{failure.message}; {_STOP_FIRST}"
                 self.roll_failure = Failure(WorkerStartError(advice), cause=failure)
         if fate is Fate.FAILED:
+            pause = (supervisor.retry_at(place) or 0.0) - now
+            self._note_failed(failure, pause, is_news=not was_failing)
             self.failure = failure
-            self._note_failed(
-                failure, (supervisor.retry_at(place) or 0.0) - now, is_news=not was_failing
-            )
         elif fate is not Fate.EXPECTED or was_busy:
             self._note_loss(failure, retried, fate)
         else:
@@ -229,7 +230,9 @@ class Fleet:
 
     def _condemn(self, slot: int, now: float) -> None:
         """Have a worker replaced that fails everything while others do not."""
-        if self.supervisor.condemn(slot, now, ends_row=self._has_computed(slot)):
+        slots = self.batcher.slots
+        has_computed = slot in slots and slots[slot].done > 0
+        if self.supervisor.condemn(slot, now, ends_row=has_computed):
             self._note(
                 _WARNING,
                 "worker %d is replaced: it failed batch after batch, and most of the others "
@@ -286,9 +289,8 @@ class Fleet:
 
     def _note_searches(self) -> None:
         """What the searches for faulty items cost that have come to an end."""
-        if self.batcher.retries.searches or self.batcher.retries.raised:
-            for search in self.batcher.retries.take_ended():
-                self._note_search(search)
+        for search in self.batcher.retries.take_ended():
+            self._note_search(search)
 
     def _note_search(self, search: Search | Raised) -> None:
         failure = search.failure
@@ -328,26 +330,19 @@ class Fleet:
         elif not is_news:
             text = "%s; it is tried again in %.1f s"
             self._note(_WARNING, text, failure.message, pause)
-        elif failure.message != self._last_loss:  # often all workers fail for the one same reason
+        elif self.failure is None or failure.message != self.failure.message:
+            # Often all workers fail for the one same reason.
             text = "%s; it is tried again in %.1f s, and then at least once a minute"
             self._note(_ERROR, text, failure.message, pause)
-        self._last_loss = failure.message
         if is_news and failure.remote_traceback is not None:
             self._note(_WARNING, "what it was doing:\n%s", failure.remote_traceback)
 
-    def _is_busy(self, slot: int) -> bool:
-        """Whether the worker holds a batch."""
-        return slot in self.batcher.slots and bool(self.batcher.slots[slot].batches)
-
-    def _has_computed(self, slot: int) -> bool:
-        """Whether the worker has computed something since it was ready."""
-        return slot in self.batcher.slots and self.batcher.slots[slot].done > 0
-
     def _states(self) -> Iterator[tuple[int, str]]:
         """Place and state of each worker, and of each place that waits for one or has failed."""
+        slots = self.batcher.slots
         for place, slot, state in self.supervisor.workers():
             if slot is not None and state is WorkerState.READY:
-                yield place, "busy" if self._is_busy(slot) else "idle"
+                yield place, "busy" if slot in slots and slots[slot].batches else "idle"
             else:
                 yield place, state.value
 

@@ -147,19 +147,16 @@ def _troubles(of: Summary, bounds: StreamerOptions) -> Iterator[Finding]:
         )
     for number, ceiling in of.now.ceilings.items():
         if isinstance(ceiling, float):  # in items times the longest of them
-            if bounds.max_batch_cost is None or ceiling < bounds.max_batch_cost:
-                yield Finding(
-                    "ceiling",
-                    f"Worker {number} ran out of device memory and computes at most a cost (items "
-                    f"times the longest) of {ceiling:g} at once.",
-                    f"Set max_batch_cost to {ceiling:g}, or give the model more memory.",
-                )
-        elif ceiling < bounds.batch_size:
+            option, bound = "max_batch_cost", bounds.max_batch_cost
+            most = f"a cost (items times the longest) of {ceiling:g} at once"
+        else:
+            option, bound = "batch_size", bounds.batch_size
+            most = f"{counted(ceiling, 'item')} at once, though batch_size is {bound}"
+        if bound is None or ceiling < bound:
             yield Finding(
                 "ceiling",
-                f"Worker {number} ran out of device memory and computes at most "
-                f"{counted(ceiling, 'item')} at once, though batch_size is {bounds.batch_size}.",
-                f"Set batch_size to {ceiling}, or give the model more memory.",
+                f"Worker {number} ran out of device memory and computes at most {most}.",
+                f"Set {option} to {ceiling:g}, or give the model more memory.",
             )
     if of.share(Reason.AGAIN) >= _LITTLE:
         yield Finding(

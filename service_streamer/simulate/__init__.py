@@ -177,9 +177,16 @@ def simulate(
         batcher = build_batcher(options, has_lengths=False, scheduler_class=FixedWait)
     run = _Run(
         batcher, bounds, start_duration, model, overheads or Overheads(), lengths, Random(seed),
-        math.inf if requests is None else requests, math.inf if seconds is None else seconds,
+        math.inf if requests is None else requests,
     )  # fmt: skip
-    run.run_load(phases)
+    begins = 0.0
+    for until, part in phases:
+        run.add(begins, run.begin, part)
+        begins = until
+    ends = begins if seconds is None else min(begins, seconds)
+    if ends < math.inf:
+        run.add(ends, run.begin, None)
+    run.run()
     return run.report(warm_up)
 
 
@@ -317,12 +324,7 @@ class _Phase(NamedTuple):
 
 
 class _Run(Simulation):
-    """One simulation of a load, and what is noted down of it.
-
-    Args:
-        requests: so many calls may arrive.
-        seconds: for so long.
-    """
+    """One simulation of a load, and what is noted down of it."""
 
     def __init__(
         self,
@@ -334,7 +336,6 @@ class _Run(Simulation):
         lengths: Callable[[Random], float] | None,
         random: Random,
         requests: float,
-        seconds: float,
     ) -> None:
         super().__init__(batcher, *workers, start_duration)
         self._model = model
@@ -343,34 +344,19 @@ class _Run(Simulation):
         self._random = random
         self._free_at: dict[int, float] = {}  # when each worker has done what it was given
         self._phase: _Phase | None = None
-        self._room = requests
-        self._seconds = seconds
+        self._room = requests  # for calls that may still arrive
         self._ends_at = math.inf  # of the load
         self._pending = 0  # items, when the load ended
         self._calls: list[tuple[float, float]] = []  # those answered: arrival, and latency
         self._batches: list[_Batch] = []
 
-    def run_load(self, phases: Sequence[tuple[float, ClosedLoop | OpenLoad]]) -> None:
-        """Let calls arrive until one of the bounds is reached, and all that arrived be answered."""
-        begins = 0.0
-        for until, load in phases:
-            self.add(begins, self._begin, load)
-            begins = until
-        if min(begins, self._seconds) < math.inf:
-            self.add(min(begins, self._seconds), self._begin, None)
-        self.run()
-        if self._ends_at == math.inf:  # a trace that ended by itself
-            self._ends_at = sum(self._calls[-1]) if self._calls else 0.0
-
-    def _begin(self, load: ClosedLoop | OpenLoad | None, now: float) -> None:
+    def begin(self, load: ClosedLoop | OpenLoad | None, now: float) -> None:
         """The next phase; None for the end of all."""
         if self._ends_at < math.inf:
             return
-        if load is None or isinstance(load, ClosedLoop):
-            arrivals: Iterator[Arrival] = iter(())
-        else:
-            arrivals = load.arrivals(self._random)
+        arrivals = load.arrivals(self._random) if isinstance(load, OpenLoad) else iter(())
         self._phase = phase = _Phase(now, load, arrivals)
+        self._next(phase)
         if load is None:
             self._ends_at = now
             self._pending = self.batcher.pending_items
@@ -378,8 +364,6 @@ class _Run(Simulation):
             for caller in range(load.callers):
                 called_at = now + caller * self._overheads.per_caller + self._draw(load.think_time)
                 self.add(called_at, self._arrive, phase, Arrival(0.0, load.items))
-        else:
-            self._next(phase)
 
     def _draw(self, *means: float) -> float:
         """The sum of exponential times."""
@@ -404,7 +388,7 @@ class _Run(Simulation):
         self.do(self.batcher.call_submitted(call, now), now)
         self._room -= 1
         if self._room <= 0:
-            self._begin(None, now)
+            self.begin(None, now)
 
     def do(self, actions: Actions, now: float) -> None:
         transport = self._overheads.transport
@@ -432,6 +416,8 @@ class _Run(Simulation):
     def report(self, warm_up: float) -> Report:
         """What happened from the end of the warm-up to the end of the load."""
         ends_at = self._ends_at
+        if ends_at == math.inf:  # a trace that ended by itself
+            ends_at = sum(self._calls[-1]) if self._calls else 0.0
         since = warm_up * ends_at
         window = ends_at - since or math.nan
         calls = [each for each in self._calls if since <= each[0] <= ends_at]

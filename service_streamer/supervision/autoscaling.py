@@ -205,24 +205,26 @@ class Autoscaling:
             speed = min(speed, (served + load.ready * load.full) / worked)
         arriving = (load.arrived - first.arrived) / took
         target = 0.0 if is_refusing else self.target
-        need = self._need(load, speed, arriving, target, now)
-        lacking = self._lacking(load, now)
-        served = self.wanted - lacking
+        # Workers that could not be started, or are late: there may be no room for them.
+        lacking = load.failed
+        if now >= self._grown_at + LATE * load.start_duration:
+            lacking = max(lacking, self.wanted - load.ready)
+        there = self.wanted - lacking
+        need = self._need(load, speed, arriving, target, there, now)
         if lacking:  # perhaps it is that one place only: one more is tried
-            need = min(need, served + 1) if lacking == 1 else 0
-        if need > served:
-            self._set(min(self.most, lacking + need), now, load)
+            need = min(need, there + 1) if lacking == 1 else 0
+        if need > there and self.wanted < self.most:
+            # They were missed, and so ended too soon; or not, and what was learned fades.
+            was_early = now - self._shrunk_at < self._delay(load)
+            self._factor = min(MOST_FACTOR, max(1.0, self._factor * (2 if was_early else 0.5)))
+            self.wanted, self._grown_at = min(self.most, lacking + need), now
+            self._look_for_fewer_anew()
 
-    def _lacking(self, load: Load, now: float) -> int:
-        """Workers that could not be started, or are late: there may be no room for them."""
-        if now < self._grown_at + LATE * load.start_duration:
-            return load.failed
-        return max(load.failed, self.wanted - load.ready)
-
-    def _need(self, load: Load, speed: float, arriving: float, target: float, now: float) -> int:
+    def _need(
+        self, load: Load, speed: float, arriving: float, target: float, served: int, now: float
+    ) -> int:
         """Workers for what arrives, and for what will wait when new ones are ready."""
         start = load.start_duration
-        served = self.wanted - self._lacking(load, now)
         coming = max(0, served - load.ready)
         left = max(0.0, self._grown_at + start - now)  # until those that start are there
         if coming and not left:
@@ -265,15 +267,4 @@ class Autoscaling:
         computing = math.ceil(load.in_flight / load.full) if load.full else self.wanted
         need = max(self.least, computing, *self._needs)
         if need < self.wanted:
-            self._set(need, now, load)
-
-    def _set(self, wanted: int, now: float, load: Load) -> None:
-        if wanted > self.wanted:
-            # They were missed, and so ended too soon; or not, and what was learned fades.
-            was_early = now - self._shrunk_at < self._delay(load)
-            self._factor = min(MOST_FACTOR, max(1.0, self._factor * (2 if was_early else 0.5)))
-            self._grown_at = now
-            self._look_for_fewer_anew()
-        else:
-            self._shrunk_at = now
-        self.wanted = wanted
+            self.wanted, self._shrunk_at = need, now
