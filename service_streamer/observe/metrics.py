@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from .record import BatchRecord, Call, Reason, StepReport
+from .record import BatchRecord, Reason, StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,14 +278,11 @@ class BatchMetrics:
 
     def was_cut(self, batch: BatchRecord) -> None:
         """Count how long the items of a batch had waited; once for each batch of new items."""
-        cut_at, spans = batch.cut_at, batch.spans
+        cut_at = batch.cut_at
         if batch.calls == 1:
-            self.queued.add(cut_at - spans[0][0].arrived_at)
+            self.queued.add(cut_at - batch.spans[0][0].arrived_at)
         else:
-            calls: Iterable[Call] = [call for call, _, _ in spans]
-            if len(spans) > batch.calls:
-                calls = dict.fromkeys(calls)
-            self.queued.add_all([cut_at - call.arrived_at for call in calls])
+            self.queued.add_all([cut_at - call.arrived_at for call in batch.each_call()])
 
     def copy(self) -> Self:
         """As they are now."""

@@ -370,7 +370,8 @@ class BatchRecord:
 
     def each_call(self) -> list[Call]:
         """The calls that have items in it, until ``release``."""
-        return list(dict.fromkeys([call for call, _, _ in self.spans]))
+        calls = [call for call, _, _ in self.spans]
+        return calls if len(calls) == self.calls else list(dict.fromkeys(calls))
 
     def release(self) -> None:
         """Let go of items, results and failures: they are the callers', and the record is kept."""
