@@ -376,8 +376,7 @@ class Setup(StubEngine):
     """Has so many workers as the load needs, of batches of one item."""
 
     def __init__(self, least: int, most: int, **options: Any) -> None:
-        self.scaling = Autoscaling(least, most)
-        super().__init__(least, 1, self.scaling, **options)
+        super().__init__(least, 1, most, **options)
 
     def pass_time(self, seconds: float) -> None:
         """Let the loop look at the load whenever it is due, until so many seconds have passed."""

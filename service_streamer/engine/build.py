@@ -18,9 +18,7 @@ from ..errors import PredictTimeout, SharedBatchError, WorkerLost
 from ..managed_model import ManagedModel, find_length
 from ..options.checks import IMPORT_STRING
 from ..options.table import StreamerOptions, WorkerOptions
-from ..supervision.autoscaling import Autoscaling
 from ..supervision.health import BatchBound
-from ..supervision.supervisor import Supervisor
 from ..workers.codec import Codec
 from ..workers.mending import Measure
 from ..workers.model_spec import ModelSpec, check_model, check_preprocess, describe
@@ -241,10 +239,9 @@ def assemble(
         shared=not_blamed,
     )
     least, most = options.worker_range
-    supervisor = Supervisor(least, None if is_local else options.start_timeout)
     return Engine(
         transport,
-        Fleet(batcher, supervisor, Autoscaling(least, most)),
+        Fleet(batcher, least, most, None if is_local else options.start_timeout),
         max_pending=options.max_pending,
         hang=_why_hung(options, is_local=is_local),
         lengths=lengths,

@@ -27,6 +27,7 @@ from ..observe.metrics import StreamerStats, WorkerStats
 from ..observe.record import BatchReport
 from ..reporting import counted
 from ..supervision.autoscaling import Autoscaling
+from ..supervision.health import Timeout
 from ..supervision.supervisor import Fate, Loss, Supervisor, WorkerActions, WorkerState
 from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import WorkerDied, WorkerEvent, WorkerWaits
@@ -59,15 +60,17 @@ class Fleet:
     """The workers of an engine or a simulation, and their calls. Not thread-safe.
 
     Args:
-        scaling: None if the number of workers is no matter of the load.
+        least: how many workers there are at first, and at least.
+        most: how many the load may need.
+        start_timeout: see ``Supervisor``.
     """
 
     def __init__(
-        self, batcher: Batcher, supervisor: Supervisor, scaling: Autoscaling | None = None
+        self, batcher: Batcher, least: int, most: int, start_timeout: Timeout = None
     ) -> None:
         self.batcher = batcher
-        self.supervisor = supervisor
-        self.scaling = scaling or Autoscaling(supervisor.wanted, supervisor.wanted)
+        self.supervisor = Supervisor(least, start_timeout)
+        self.scaling = Autoscaling(least, most)
         self.state = EngineState.STARTING
         self.refusal: Failure | None = None  # why new calls are refused; None accepts them
         #: To be logged by whoever reports what happened: level, text and its arguments.
@@ -155,14 +158,19 @@ class Fleet:
             if loss is Loss.NO_MEMORY and fate is Fate.ABORTED:
                 advice = f"{failure.message}; {_STOP_FIRST}"
                 self.roll_failure = Failure(WorkerStartError(advice), cause=failure)
+        is_news = fate is not Fate.EXPECTED or was_busy
         if fate is Fate.FAILED:
+            is_news = not was_failing
             pause = (supervisor.retry_at(place) or 0.0) - now
-            self._note_failed(failure, pause, is_news=not was_failing)
+            self._note_failed(failure, pause, is_news=is_news)
             self.failure = failure
-        elif fate is not Fate.EXPECTED or was_busy:
-            self._note_loss(failure, retried, fate)
+        elif is_news:
+            more = f"; to be computed again: {counted(retried, 'item')}" if retried else ""
+            self._note(_WARNING, "%s; it is %s%s", failure.message, fate.value, more)
         else:
             self._note(_INFO, "worker %d has ended", place)
+        if is_news and failure.remote_traceback is not None:
+            self._note(_WARNING, "what it was doing:\n%s", failure.remote_traceback)
         if report is not None:  # the log has it if nobody else
             self._note(_WARNING, "what its model raised:\n%s", report)
         if supervisor.is_broken:
@@ -281,12 +289,6 @@ class Fleet:
     def _note(self, level: int, text: str, *arguments: object) -> None:
         self.notes.append((level, text, arguments))
 
-    def _note_loss(self, failure: Failure, retried: int, fate: Fate) -> None:
-        more = f"; to be computed again: {counted(retried, 'item')}" if retried else ""
-        self._note(_WARNING, "%s; it is %s%s", failure.message, fate.value, more)
-        if failure.remote_traceback is not None:
-            self._note(_WARNING, "what it was doing:\n%s", failure.remote_traceback)
-
     def _note_searches(self) -> None:
         """What the searches for faulty items cost that have come to an end."""
         for search in self.batcher.retries.take_ended():
@@ -334,8 +336,6 @@ class Fleet:
             # Often all workers fail for the one same reason.
             text = "%s; it is tried again in %.1f s, and then at least once a minute"
             self._note(_ERROR, text, failure.message, pause)
-        if is_news and failure.remote_traceback is not None:
-            self._note(_WARNING, "what it was doing:\n%s", failure.remote_traceback)
 
     def _states(self) -> Iterator[tuple[int, str]]:
         """Place and state of each worker, and of each place that waits for one or has failed."""

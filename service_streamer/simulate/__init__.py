@@ -32,8 +32,7 @@ from ..observe.record import BatchRecord, BatchReport, Call, Reason
 from ..options.checks import Workers, worker_range
 from ..options.kinds import PATIENCE, Count, Number, Seconds, WorkerNumber
 from ..options.table import StreamerOptions
-from ..supervision.autoscaling import Autoscaling
-from ..supervision.supervisor import Loss, Supervisor
+from ..supervision.supervisor import Loss
 from ..workers.protocol import Failure, WorkerReady
 from ..workers.transport import WorkerDied
 from .workload import (
@@ -240,7 +239,7 @@ class Simulation(ABC):
         self.batcher = batcher
         self.wanted = [(0.0, least)]  # when the number of workers changed, and to how many
         self.lives: dict[int, tuple[float, float]] = {}  # from when until when each was ready
-        self._fleet = Fleet(batcher, Supervisor(least), Autoscaling(least, most))
+        self._fleet = Fleet(batcher, least, most)
         self._start_duration = start_duration
         self._events: list[_Event] = []
         self._numbers = itertools.count()

@@ -38,6 +38,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
+from .health import Timeout
+
 #: Whether a renewal starts the new worker before the old one ends; "auto" does if both fit.
 Overlap = bool | Literal["auto"]
 
@@ -165,9 +167,7 @@ class Supervisor:
 
     max_restarts = 10
 
-    def __init__(
-        self, worker_num: int, start_timeout: float | Literal["auto"] | None = None
-    ) -> None:
+    def __init__(self, worker_num: int, start_timeout: Timeout = None) -> None:
         self._start_timeout = start_timeout
         self.jitter: Callable[[], float] = random.random
         self._workers: dict[int, _Worker] = {}
