@@ -140,7 +140,6 @@ class Fleet:
         supervisor, slots, retries = self.supervisor, self.batcher.slots, self.batcher.retries
         place = supervisor.place(slot)
         self.ceilings.pop(slot, None)
-        self._dying.discard(slot)
         actions, retried, was_busy, ends_row = NOTHING, retries.retried_items, False, False
         if slot in slots:
             was_busy, ends_row = bool(slots[slot].batches), slots[slot].done > 0
