@@ -358,6 +358,7 @@ class Fleet:
 
     def stats(self, now: float) -> StreamerStats:
         batcher, supervisor = self.batcher, self.supervisor
+        figures, slots, retries = batcher.figures, batcher.slots, batcher.retries
         workers = dict.fromkeys(_STATES, 0)
         if self.state is not EngineState.CLOSED:
             for _, state in self._states():
@@ -374,18 +375,18 @@ class Fleet:
         return StreamerStats(
             state=self.state.value,
             pending=batcher.pending_items,
-            in_flight=batcher.slots.items,
-            batches_in_flight=len(batcher.slots.in_flight()),
+            in_flight=slots.items,
+            batches_in_flight=len(slots.in_flight()),
             workers=workers,
             restarts=supervisor.restarts_at.total(),
-            accepted=batcher.figures.accepted_calls,
-            answered=batcher.figures.answered_calls,
-            failed=batcher.figures.failed_calls,
-            retries=batcher.retries.retried_items,
-            expired=batcher.figures.expired_calls,
-            cancelled=batcher.figures.cancelled_calls,
-            rejected=batcher.figures.rejected_calls,
-            isolated=batcher.retries.isolated_calls,
+            accepted=figures.accepted_calls,
+            answered=figures.answered_calls,
+            failed=figures.failed_calls,
+            retries=retries.retried_items,
+            expired=figures.expired_calls,
+            cancelled=figures.cancelled_calls,
+            rejected=figures.rejected_calls,
+            isolated=retries.isolated_calls,
             ceilings={supervisor.place(slot): n for slot, n in self.ceilings.items()},
             trouble=self._trouble(now),
             **scaled,

@@ -101,6 +101,7 @@ class Autoscaling:
     Tell it the load with ``decide`` whenever ``is_due`` says so.
 
     Attributes:
+        is_fixed: whether the bounds are equal, so that there is nothing to decide.
         is_watching: whether ``due`` says when to look at what waits or is refused; else that is
             when something waits.
         due: when to call ``decide`` at the latest; infinity while the load is nothing to look at.
@@ -128,16 +129,11 @@ class Autoscaling:
         self.wanted = max(least, min(most, self.wanted))
         # Else there is nothing to do before items wait.
         self.due = -math.inf if least < self.wanted else math.inf
-        self.is_watching = self.is_fixed
+        self.is_fixed = self.is_watching = least == most
         #: While items wait longer than the target: when, the load then, and how long workers have
         #: computed, seconds in total.
         self._points: deque[tuple[float, Load, float]] = deque()
         self._look_for_fewer_anew()
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the bounds are equal, so that there is nothing to decide."""
-        return self.least == self.most
 
     def _look_for_fewer_anew(self) -> None:
         self._needs: deque[int] = deque(maxlen=PARTS)  # workers that were needed in the last parts
